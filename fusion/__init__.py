@@ -33,8 +33,7 @@ __all__ = sorted(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def _register() -> None:
-    """Make the backend known where the package is used without being installed (no entry point), and to
-    `torch.compiler.load_cache_artifacts` what it may find."""
+    """Make the backend known without an entry point, and to `torch.compiler.load_cache_artifacts` what it may find."""
     from importlib.metadata import entry_points
 
     import_module("fusion.disk_cache")

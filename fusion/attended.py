@@ -24,8 +24,7 @@ def attend(
 
     watched: a file that it writes before and after every step.
     patience(): the seconds without a write after which it counts as hung.
-    lost(reason): called after every crash or hang, before the next start; it has to see to it that the next one goes on
-        elsewhere.
+    lost(reason): called after every crash or hang; it has to see to it that the next start goes on elsewhere.
     environment: the command's, in place of this process's.
 
     Raises OSError where it cannot be started.

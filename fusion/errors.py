@@ -63,8 +63,7 @@ class OperandError(FusionError, TypeError):
 
 
 class UnsupportedSizeError(FusionError, ValueError):
-    """A size at run time is beyond what the integer arithmetic of kernels holds, or a kernel has more parameters than
-    there is room for."""
+    """A size that the integer arithmetic of kernels does not hold, or more parameters than a kernel has room for."""
 
 
 class LargeTableError(FusionError, ValueError):
@@ -96,8 +95,7 @@ class TargetError(FusionError, ValueError):
 
 
 class KernelTextError(FusionError, RuntimeError):
-    """A generated module is not valid Python: a defect of this package. The message has the numbered text around the
-    place."""
+    """A generated module is not valid Python: a defect of this package. The message has the numbered text around it."""
 
 
 class MlirExportError(FusionError, ValueError):

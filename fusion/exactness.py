@@ -5,11 +5,10 @@
 `reference` is computed in float64, `eager` by plain torch in the dtype under test, eps is that dtype's. The rule holds
 per tensor in two norms, because each is blind to something:
 
-- the largest absolute error sees a single wrong element (a tail column, a mask's corner, a dead row), which a mean over
-  a whole tensor hides; size(reference) is its largest magnitude;
-- the root mean square sees a small error everywhere (a scale off by 1e-3, statistics kept in half precision), which
-  hides below the largest error of eager, an extreme of many roundings; size(reference) is its root mean square.
-  Being a mean of many roundings it also barely depends on luck, so a factor of two is a real bound.
+- the largest absolute error sees a single wrong element (a tail column, a dead row); size is the largest magnitude;
+- the root mean square sees a small error everywhere (a scale off by 1e-3, statistics in half precision), below eager's
+  largest; size is the root mean square. A mean of many roundings barely depends on luck: a factor of two is a real
+  bound.
 
 Errors are absolute within a tensor: attention averages, so elements near zero carry the rounding of large ones, and
 relative errors of single elements say nothing. NaN and infinities must stand where eager has them.
@@ -75,11 +74,8 @@ def norms(value: Tensor) -> tuple[float, float]:
 def errors(
     actual: Tensor, eager: Tensor, reference: Tensor, dtype: torch.dtype | None = None, condition: float = 1.0
 ) -> Errors:
-    """Compares one floating-point tensor, of nested ones the values.
-
-    dtype: that the computation ran in, where that is coarser than its own.
-    condition: of the computation, by which eps is multiplied.
-    """
+    """Compares one floating-point tensor, of nested ones the values. dtype: that the computation ran in, where that is
+    coarser than its own. condition: of the computation, by which eps is multiplied."""
     actual, eager, reference = (t.values() if t.is_nested else t for t in (actual, eager, reference))
     wide = torch.complex128 if eager.is_complex() else torch.float64
     finite = eager.isfinite() & reference.isfinite()

@@ -29,8 +29,7 @@ class RewritePass(CustomGraphPass):
 
     Their gradients are then those of the operator, as with our backend. Graphs that another one calls (a checkpointed
     part, a branch) are left to it: what is computed twice draws the same random numbers. Packages of AOTInductor stay
-    as they are: they would need our operator where they run.
-    """
+    as they are: they would need our operator where they run."""
 
     def __init__(self, options: Options, early: bool = False) -> None:
         self.options = options
@@ -62,8 +61,7 @@ class RewritePass(CustomGraphPass):
 
 
 def _is_whole(graph: Graph) -> bool:
-    """Whether no other graph calls this one, by how Inductor goes through them; where that cannot be told, whether it
-    comes from Dynamo as it is."""
+    """Whether no other graph calls this one, by Inductor's frames; without any, whether it comes from Dynamo."""
     calls, frame = 0, sys._getframe()
     while frame := frame.f_back:
         calls += frame.f_code.co_name == "_recursive_pre_grad_passes"
@@ -113,8 +111,7 @@ class BelowAutogradPass(CustomGraphPass):
 
     They match by the class of an operation instead of its meaning and give wrong results for several things we refuse
     to fuse (a softmax over another dimension, for one). As a pass it makes Inductor's caches tell the two apart, and
-    graphs that only one of several processes may take from there.
-    """
+    graphs that only one of several processes may take from there."""
 
     def __init__(self, process_matters: bool) -> None:
         self.process_matters = process_matters
@@ -132,11 +129,9 @@ class BelowAutogradPass(CustomGraphPass):
 
 
 def _process() -> str:
-    """Which of several processes this is.
-
-    What DTensors become depends on it (the part of a replicated tensor that is kept, for one), and torch's caches,
-    which processes share, do not: in torch 2.13 a process is given what another compiled, and takes its part.
-    """
+    """Which of several processes this is. What DTensors become depends on it (the part of a replicated tensor that is
+    kept, for one), and torch's caches, which processes share, do not: in torch 2.13 a process is given what another
+    compiled, and takes its part."""
     import torch.distributed as dist
 
     known = dist.is_available() and dist.is_initialized()
@@ -144,11 +139,9 @@ def _process() -> str:
 
 
 def with_rewrite(config: Any, options: Options) -> dict[str, Any]:
-    """Settings of Inductor with both our passes, after everybody else's that stand in `config`.
-
-    Passes before autograd run before AOTAutograd looks into its cache, unless the user decided that: its key is then
-    the rewritten graph, and what is found in a graph is reported however much of it is cached.
-    """
+    """Settings of Inductor with both our passes, after everybody else's that stand in `config`. Passes before autograd
+    run before AOTAutograd looks into its cache, unless the user decided that: its key is then the rewritten graph, and
+    what is found in a graph is reported however much of it is cached."""
     settings = below_rewrite(config, process_matters=True)
     early = getattr(config, "pre_grad_pass_timing", None) == "default"
     before = _others(config.pre_grad_custom_pass)
@@ -228,9 +221,8 @@ def _drop_patterns() -> None:
         dropped += len(entries) - len(kept)
         filtered.patterns[key] = kept
     joint_graph.pass_patterns[0] = _OneGraph(full, filtered)  # type: ignore[assignment]
-    if not dropped and any(
-        _PATTERNS in str(inspect.getmodule(e.extra_check)) for v in full.patterns.values() for e in v
-    ):
+    every = itertools.chain.from_iterable(full.patterns.values())
+    if not dropped and any(_PATTERNS in str(inspect.getmodule(entry.extra_check)) for entry in every):
         log.warning("could not take Inductor's fuse_attention patterns out; unfused attentions may be matched by them")
 
 

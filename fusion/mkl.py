@@ -13,8 +13,7 @@ def resolve() -> None:
 
     MKL looks for a function's code at the first call. Where several threads make that call at the same time, MKL 2024.2
     may let one of them run code of low accuracy, with relative errors of 5e-5 (pytorch/pytorch#188792). Then torch's
-    result is wrong, once in a process. A call by one thread comes before.
-    """
+    result is wrong, once in a process. A call by one thread comes before."""
     for dtype in (torch.float32, torch.float64):
         element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for function in TAKEN:

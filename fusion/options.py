@@ -11,9 +11,7 @@ from fusion.errors import OptionError
 from fusion.ir.request import Approximation, Request
 
 Inner = Literal["inductor", "aot_eager", "eager"]
-TileMaps = Literal["auto", "always", "never"]
-Transforms = Literal["auto", "always", "never"]
-Cascades = Literal["auto", "always", "never"]
+When = Literal["auto", "always", "never"]
 Training = Literal["auto", "always"]
 Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial", "certified_sparse"]
@@ -53,9 +51,9 @@ class Options:
 
     inner: Inner = "inductor"
     emitter: str = "auto"
-    tile_maps: TileMaps = "auto"
-    transforms: Transforms = "auto"
-    cascades: Cascades = "auto"
+    tile_maps: When = "auto"
+    transforms: When = "auto"
+    cascades: When = "auto"
     training: Training = "auto"
     block_mask: Any = None
     autotune: bool = False

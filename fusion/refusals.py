@@ -98,11 +98,8 @@ class Ground(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an attention stays as it is.
-
-    kind: the ground, which has the advice.
-    message: what was met, in the user's terms.
-    """
+    """Why an attention stays as it is. kind: the ground, which has the advice. message: what was met, in the user's
+    terms."""
 
     kind: Ground
     message: str

@@ -26,8 +26,7 @@ def report_of(
     hints: Mapping[str, int],
     options: Options,
 ) -> Report:
-    """The report of what was found, and of what became of it: `specified` by position in `sites`, `drawn` the graph
-    around each before anything was replaced."""
+    """The report. specified: by position in `sites`. drawn: the graph around each before anything was replaced."""
     report = Report()
     for number, (site, before) in enumerate(zip(sites, drawn, strict=True)):
         parts = specified.get(number, ())
@@ -55,9 +54,9 @@ def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> A
         spec=part.spec,
         sizes=sizes,
         keys=_keys(part, sizes),
-        shapes=_shapes(part, hints),
+        shapes=tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands),
         planned=_planned(part, hints, options),
-        source=kernels.kernel_source(part.spec, part.device, request, part.differentiable, values),
+        source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(values),
         approximation=_approximation(part, hints, options),
         gradients=_gradients(part.spec) if part.differentiable else "",
     )
@@ -87,27 +86,21 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
     request = options.request
     if (allowed := request.approximation) is None:
         return None
-    reason = dispatch.refusal(part.spec, part.device, request)
-    if reason is not None:
+    if (reason := dispatch.refusal(part.spec, part.device, request)) is not None:
         return f"{allowed.method}: exact, because {reason}"
     found = _planned(part, hints, options)()
     return dispatch.describe(allowed, found.problem, found.machine)
 
 
 def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Plan]:
-    """What says which kernel runs at the sizes of this trace, and what it is predicted to cost; when it is asked: tiles
-    that are measured are known after the first call."""
+    """Says which kernel runs here, and its predicted cost; when asked, since tiles are measured at the first call."""
     spec, device, request, trained = part.spec, part.device, options.request, part.differentiable
     sizes = part.example_sizes(hints)
 
     def planned() -> Plan:
-        choice, machine = kernels.kernel_choice(spec, device, request, trained, tuple(sizes.values())), None
+        choice, machine = kernels.kernel_of(spec, device, request, trained).choice(tuple(sizes.values())), None
         with contextlib.suppress(UnknownMachineError):
             machine = kernels.machine_of(device, request)
         return plan(spec, machine, sizes=sizes, choice=choice)
 
     return planned
-
-
-def _shapes(part: Specified, hints: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands)

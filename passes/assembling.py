@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,7 @@ def _cumsum(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     """A running sum of one constant, such as of a comparison that is false everywhere."""
     args = arguments(here)
     dim = nodes.normalize_dim(args["dim"], len(index))
-    if nodes.dtype(here).is_floating_point:
-        return None
-    value = pullback.value(args["self"], index)
-    if not value.is_const:
+    if nodes.dtype(here).is_floating_point or not (value := pullback.value(args["self"], index)).is_const:
         return None
     return integers.mul(value.integer, integers.add(index[dim], 1))
 
@@ -91,8 +89,7 @@ def _cat(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     if not extents[0].is_const:
         return None
     number, within = (f(index[dim], extents[0], pullback.bounds) for f in (integers.floordiv, integers.mod))
-    pieces = [pullback.value(tensor, (*index[:dim], within, *index[dim + 1 :])) for tensor in tensors]
-    return _chosen([apply("ieq", number, integers.integer(k)) for k in range(len(pieces))], pieces)
+    return _chosen(number, [pullback.value(tensor, (*index[:dim], within, *index[dim + 1 :])) for tensor in tensors])
 
 
 def _stack(pullback: PullBack, here: Node, index: Index) -> Expr | None:
@@ -103,15 +100,14 @@ def _stack(pullback: PullBack, here: Node, index: Index) -> Expr | None:
         return pullback.value(tensors[index[dim].integer], rest)
     if not pullback.reads_tables or len(tensors) > _MOST_PIECES:
         return None
-    pieces = [pullback.value(tensor, rest) for tensor in tensors]
-    return _chosen([apply("ieq", index[dim], integers.integer(k)) for k in range(len(pieces))], pieces)
+    return _chosen(index[dim], [pullback.value(tensor, rest) for tensor in tensors])
 
 
-def _chosen(conditions: list[Expr], pieces: list[Expr]) -> Expr:
-    """The piece whose condition holds; the last where no other does."""
+def _chosen(number: Expr, pieces: list[Expr]) -> Expr:
+    """The piece of that number."""
     result = pieces[-1]
-    for condition, piece in reversed(list(zip(conditions[:-1], pieces[:-1], strict=True))):
-        result = where(condition, piece, result)
+    for k in reversed(range(len(pieces) - 1)):
+        result = where(apply("ieq", number, integers.integer(k)), pieces[k], result)
     return result
 
 
@@ -209,12 +205,8 @@ def _index_put(pullback: PullBack, here: Node, index: Index) -> Expr | None:
         return None
     first, mask = masks[0]
     chosen = pullback.value(mask, index[first : first + len(shape(mask))])
-    call = casts.Call(
-        args=(pullback.value(args["self"], index), chosen, pullback.value(args["values"], ())),
-        kwargs={},
-        dtype=nodes.dtype(here),
-    )
-    return pointwise.build(aten.masked_fill, call)
+    given = pullback.value(args["self"], index), chosen, pullback.value(args["values"], ())
+    return pointwise.build(aten.masked_fill, casts.Call(args=given, kwargs={}, dtype=nodes.dtype(here)))
 
 
 OPERATIONS: dict[object, Callable[[PullBack, Node, Index], Expr | None]] = {
@@ -232,13 +224,10 @@ def literal(here: Node) -> Expr | None:
     """A tensor constant of one element that the trace lifted into the graph."""
     if here.op != "get_attr" or not str(here.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
         return None
-    tensor = here.graph.owning_module
-    for part in str(here.target).split("."):
-        tensor = getattr(tensor, part)
+    tensor = operator.attrgetter(str(here.target))(here.graph.owning_module)
     if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1 or tensor.dtype.is_complex:
         return None
-    kind = casts.kind_of(tensor.dtype)
-    return const(tensor.item(), kind)
+    return const(tensor.item(), casts.kind_of(tensor.dtype))
 
 
 _FILLED = {aten.zeros: 0, aten.ones: 1, aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1}

@@ -19,14 +19,14 @@ from fusion.passes import nodes
 
 aten = torch.ops.aten
 enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_NARROWED = (torch.float32, torch.bfloat16, torch.float16)
 States = dict[str, bool]
 Regions = tuple[tuple[Any, ...], ...]
 """The arguments of regions of autocast, the outermost first: (device, dtype, enabled, whether casts are kept)."""
 
 
 def write_casts(graph: Graph) -> None:
-    """Insert `aten.to` in front of every operation whose arguments autocast would cast, where the result shows that
-    it did."""
+    """Insert `aten.to` before operations whose arguments autocast casts, where the result shows that it did."""
     made: dict[tuple[Node, torch.dtype], Node] = {}
     ambient = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
     for node, around in regions(graph):
@@ -49,7 +49,6 @@ def regions(graph: Graph) -> Iterator[tuple[Node, Regions]]:
 
 @contextlib.contextmanager
 def inside(around: Regions) -> Iterator[None]:
-    """In these regions."""
     with contextlib.ExitStack() as stack:
         for region in around:
             stack.enter_context(torch.amp.autocast_mode.autocast(*region))
@@ -59,13 +58,9 @@ def inside(around: Regions) -> Iterator[None]:
 def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:
     """The dtype that autocast computes this operation in, or None where it changes nothing."""
     held = nodes.value(node)
-    if (
-        not isinstance(node.target, torch._ops.OpOverload)
-        or node.target._schema.is_mutable
-        or not isinstance(held, torch.Tensor)
-    ):
+    if not isinstance(node.target, torch._ops.OpOverload) or nodes.writes(node) or not isinstance(held, torch.Tensor):
         return None
-    if not states.get(held.device.type) or held.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not states.get(held.device.type) or held.dtype not in _NARROWED:
         return None
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[held.device.type]
     ruled = torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), key)
@@ -77,7 +72,7 @@ def _cast_arguments(graph: Graph, node: Node, dtype: torch.dtype, made: dict[tup
         if not isinstance(value, Node) or not nodes.is_tensor(value):
             return value
         given = nodes.dtype(value)
-        if given is dtype or given not in (torch.float32, torch.bfloat16, torch.float16):
+        if given is dtype or given not in _NARROWED:
             return value
         if (value, dtype) not in made:
             with graph.inserting_before(node):

@@ -8,7 +8,7 @@ and heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -111,11 +111,7 @@ def _buffer(tensor: Tensor, module: GraphModule, device: torch.device) -> Node:
 
 
 def _from_callable(
-    keep: Callable[..., Tensor],
-    module: GraphModule,
-    bounds: integers.Bounds,
-    batch: list[Expr],
-    device: torch.device,
+    keep: Callable[..., Tensor], module: GraphModule, bounds: integers.Bounds, batch: list[Expr], device: torch.device
 ) -> tuple[Expr, list[Node]]:
     traced = _trace(keep, device)
     output = next(node for node in traced.graph.nodes if node.op == "output").args[0]
@@ -138,15 +134,17 @@ def _from_callable(
     return rebuild(value, places.get), operands
 
 
+def _positions(extents: Sequence[int], device: torch.device | None) -> list[Tensor]:
+    """Integers below each extent, along an axis of their own."""
+    lines = (torch.arange(extent, device=device) for extent in extents)
+    return [line.reshape([-1 if k == axis else 1 for k in range(len(extents))]) for axis, line in enumerate(lines)]
+
+
 def _trace(keep: Callable[..., Tensor], device: torch.device) -> GraphModule:
     """The callable as a graph, over positions that the graph makes itself on a device."""
 
     def positions() -> Tensor:
-        axes = [
-            torch.arange(extent, device=device).reshape([-1 if k == axis else 1 for k in range(4)])
-            for axis, extent in enumerate(_TRACED)
-        ]
-        found = keep(*axes)
+        found = keep(*_positions(_TRACED, device))
         if not isinstance(found, Tensor) or found.dtype is not torch.bool:
             kind = found.dtype if isinstance(found, Tensor) else type(found).__name__
             raise BlockMaskError(f"block_mask returned {kind}; return a bool tensor, true where key j may be seen")
@@ -175,8 +173,7 @@ def _check_traced(keep: Callable[..., Tensor], value: Expr) -> None:
     if loads(value):
         return
     with unset_fake_temporarily(), disable_proxy_modes_tracing():
-        axes = [torch.arange(n).reshape([-1 if k == axis else 1 for k in range(4)])
-                for axis, n in enumerate((3, 4, 190, 230))]  # fmt: skip
+        axes = _positions((3, 4, 190, 230), None)
         names = dict(zip(("B", "H", "i", "j"), axes, strict=True))
         understood = evaluate(value, lambda leaf: names[leaf.name]).expand(3, 4, 190, 230)
         if not torch.equal(understood, keep(*axes).expand(3, 4, 190, 230)):

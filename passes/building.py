@@ -34,12 +34,8 @@ def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], **kw
 def in_place_of(
     graph: Graph, use: Use, further: FurtherOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
 ) -> Node:
-    """What takes the place of a node: a further output in the node's shape, dtype and order in memory.
-
-    made: the further output as the operator returns it.
-    bounds: the extents of the coordinates.
-    trained: whether gradients pass through it.
-    """
+    """What takes the place of a node: a further output in the node's shape, dtype and order in memory. made: the
+    further output as the operator returns it. trained: whether gradients pass through it."""
     node, like = use.node, nodes.value(use.node)
 
     def size(extent: Expr) -> Any:
@@ -69,8 +65,7 @@ def in_place_of(
 
 
 def in_mode_of(root: Node, place: Node) -> Node | None:
-    """The last node from `place` upwards before which gradients are enabled as they are at the root; None where none
-    is."""
+    """The last node from `place` upwards with gradients enabled as at the root, or None."""
     found: Node | None = place
     while found is not None and _enabled(found)[0] != _enabled(root)[0]:
         found = _enabled(found)[1]
@@ -90,8 +85,7 @@ _EXTREMA = {aten.amax.default: aten.amax.default, aten.max.default: aten.amax.de
 
 
 def split_extrema(graph: Graph, sites: Sequence[Site]) -> None:
-    """`_split_extremum` for extrema of nodes that sites looked into, or of what becomes of these element by element.
-    Nodes that the sites read stay."""
+    """`_split_extremum` for extrema of nodes that sites looked into, or of what is made of them element by element."""
     region, read = _known(sites)
     todo, seen = [*region], region | read
     while todo:
@@ -119,9 +113,7 @@ def _known(sites: Sequence[Site]) -> tuple[set[Node], set[Node]]:
 def _split_extremum(graph: Graph, node: Node) -> None:
     """Write an extremum over several dimensions as one over the last of them, of which a further output may take the
     place, and one over the rest. (With a gradient, which several equal elements share, that would be another one.)"""
-    args = nodes.arguments(node)
-    rank = len(nodes.shape(args["self"]))
-    dims = sorted(nodes.normalize_dim(dim, rank) for dim in args.get("dim") or range(rank))
+    args, dims = nodes.arguments(node), nodes.dims_of(node)
     if len(dims) < 2:
         return
     with graph.inserting_before(node):

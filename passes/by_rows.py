@@ -35,10 +35,8 @@ Pays = Callable[[Specified, Specified, Mapping[str, int]], str | None]
 """(over sets, with a mask of all keys, example sizes) -> why the mask is to be kept, or None."""
 
 
-def read_sets(graph: Graph, specified: Mapping[int, list[Specified]], pays: Pays | None) -> None:
-    """Let attentions read the keys of their sets alone, where that can be and pays; the others are told why not.
-    Without `pays` nothing is done."""
-    hints = nodes.size_hints(graph)
+def read_sets(specified: Mapping[int, list[Specified]], pays: Pays | None, hints: Mapping[str, int]) -> None:
+    """Let attentions read the keys of their sets alone, where that can be and pays; the others are told why not."""
     for parts in specified.values():
         for place, part in enumerate(parts):
             if pays is None or (chosen := _membership(part)) is None:
@@ -137,13 +135,8 @@ def _heads_as_rows(spec: AttentionSpec, axis: int, group: int, heads: int) -> At
     first = {last: integers.mul(last, group)}
     own = {last: integers.add(first[last], I)}
     batch = tuple(integers.integer(heads // group) if k == axis else extent for k, extent in enumerate(spec.batch))
-    return spec.mapped(
-        lambda expr: substitute(expr, own),
-        lambda expr: substitute(expr, first),
-        batch=batch,
-        n_q=integers.integer(group),
-        mask=None,
-    )
+    fields = {"batch": batch, "n_q": integers.integer(group), "mask": None}
+    return spec.mapped(lambda expr: substitute(expr, own), lambda expr: substitute(expr, first), **fields)
 
 
 def _without_unused(found: Specified) -> Specified:

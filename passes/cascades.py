@@ -1,9 +1,8 @@
 """Cascades: scores or weights that are made of a whole row or column of scores, by one attention for each reduction.
 
-A softmax of a softmax, weights normalised over the queries, scores less the largest of all: there a weight is no
+In a softmax of a softmax, weights normalised over the queries, or scores less the largest of all, a weight is no
 function of its own score alone. Such a reduction becomes an attention by itself, with a column of ones in the place of
-V, that multiplies Q and K once more and writes what the reduction gives: one number for each row. For what is made of
-it that is a tensor like any other, so that memory is linear in the length.
+V: one number for each row, a tensor like any other, so that memory is linear in the length.
 
     sum, mean          of x: x @ 1
     amax, logsumexp    of x: a further output of softmax(x) @ 1
@@ -91,7 +90,7 @@ def find(
     changes: list[Moved | Cut] = [*moved]
     usable = wanted != "never" and not are_plain()
     pending = [site for site in sites if usable and site.anchor.name not in but and _may_be_cascade(site)]
-    for way in (_all_but_the_last_softmax, _softmaxes, _all) if pending else ():
+    for way in (_all_but_the_last_softmax, _softmaxes, list) if pending else ():
         met, hints, always = Upstream(graph), nodes.size_hints(graph), wanted == "always"
         asked = {site.anchor: _wanted(site, _reductions(site.anchor, met), way, hints, always) for site in pending}
         if cuts := _cut_for(graph, asked, reads):
@@ -120,15 +119,13 @@ def _cut_for(graph: Graph, asked: Mapping[Node, list[Node]], reads: Reads) -> li
 
 
 def failed(graph: Graph, changes: Sequence[Moved | Cut]) -> set[str]:
-    """The names of the products that changes were made for, and that are in the graph all the same, or for which a
-    reduction is."""
+    """The names of products that changes were made for, and that are still in the graph, or whose reductions are."""
     left = {*graph.nodes}
     return {product.name for change in changes for product in change.serves if left & {product, change.product}}
 
 
 def _may_be_cascade(site: Site) -> bool:
-    """Whether cutting reductions out may make an attention of a product with V: it is none, or reads a reduction of its
-    own scores, which are then needed elsewhere."""
+    """Whether cuts may make an attention of this product: it is none, or reads reductions of its own scores."""
     if marks.requires_grad(site.anchor) or not is_contraction(site.anchor):
         return False
     if site.refusal is not None:
@@ -161,13 +158,8 @@ def _softmaxes(reductions: list[Node]) -> list[Node]:
     return [node for node in reductions if packet(node) in SOFTMAXES]
 
 
-def _all(reductions: list[Node]) -> list[Node]:
-    return reductions
-
-
 def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], always: bool) -> list[Node]:
-    """What is to be cut for a site, of the reductions above it: nothing where that does not pay for such sizes, and no
-    softmax of an attention. hints: example values of symbolic sizes."""
+    """Of the reductions above a site those to be cut: none where that does not pay, no softmax of an attention."""
     reductions = way(found)
     if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
         return []
@@ -201,6 +193,11 @@ class _Builder:
             self.made.append(derived(self.graph, self.node, target, args))
         return self.made[-1]
 
+    def cut(self, value: Node, product: Node) -> Cut:
+        """Put a value in the place of the node."""
+        self.node.replace_all_uses_with(value)
+        return Cut(node=self.node, value=value, product=product, made=self.made)
+
     def times_ones(self, x: Node) -> Node:
         """The sums over the last dimension, which stays, with 1 element."""
         like = nodes.value(x)
@@ -230,18 +227,13 @@ def _of_sum(node: Node) -> Cut | None:
         with node.graph.inserting_before(node):
             length = Symbols(node.graph).value(shape(args["self"])[dim])
         value = build(aten.div.Tensor, value, length)
-    node.replace_all_uses_with(value)
-    return Cut(node=node, value=value, product=product, made=build.made)
+    return build.cut(value, product)
 
 
 def _of_extremum(node: Node) -> Cut | None:
     """A further output of the attention; of several dimensions, that over the last of them."""
     args = arguments(node)
-    origin, rank = args["self"], len(shape(args["self"]))
-    dims = args.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
-    dims = sorted(nodes.normalize_dim(dim, rank) for dim in dims)
-    build = _Builder(node)
+    origin, dims, build = args["self"], nodes.dims_of(node), _Builder(node)
     product = build.times_ones(build(aten.softmax.int, build(aten.movedim.int, origin, dims[-1], -1), -1))
     if len(dims) == 1:
         marks.statistic_of.set(node, product)
@@ -250,8 +242,7 @@ def _of_extremum(node: Node) -> Cut | None:
     inner = build(operation, origin, dims[-1:], True)
     marks.statistic_of.set(inner, product)
     value = build(operation, inner, dims, bool(args.get("keepdim")))
-    node.replace_all_uses_with(value)
-    return Cut(node=node, value=value, product=product, made=build.made)
+    return build.cut(value, product)
 
 
 def _of_softmax(node: Node) -> Cut | None:
@@ -270,8 +261,7 @@ def _of_softmax(node: Node) -> Cut | None:
     value = build(aten.to.dtype, build(aten.div.Tensor, exponential, total), nodes.dtype(node))
     for statistic in (largest, total):
         marks.statistic_of.set(statistic, product)
-    node.replace_all_uses_with(value)
-    return Cut(node=node, value=value, product=product, made=build.made)
+    return build.cut(value, product)
 
 
 _CUTS: dict[Any, Callable[[Node], Cut | None]] = {

@@ -33,13 +33,13 @@ class Call:
 Builder = Callable[[Call], Expr | None]
 
 
-def float_function(compose: Callable[[Expr, Call], Expr | None]) -> Builder:
-    """The builder of a function of one float, from its composition."""
+def float_function(compose: Callable[..., Expr | None], count: int = 1) -> Builder:
+    """The builder of a function of so many floats, from its composition, which takes these and the call."""
 
     def builder(call: Call) -> Expr | None:
         if kind_of(call.dtype) is not Kind.FLOAT:
             return None
-        return compose(operand(call.args[0], Kind.FLOAT), call)
+        return compose(*(operand(arg, Kind.FLOAT) for arg in call.args[:count]), call)
 
     return builder
 
@@ -97,7 +97,7 @@ def _is_coarse(fill: float, dtype: torch.dtype) -> bool:
 
 
 def float_arithmetic(name: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr:
-    if _has_reduction(left) or _has_reduction(right):  # a row's shift, which `recognize` takes off as it stands
+    if any(part.op == "reduce" for part in walk(left, right)):  # a shift, which `recognize` takes off as it is
         return apply(name, left, right)
     if name == "fsub" and (_is_hard_mask(left, dtype) or right.op == "where"):
         name, right = "fadd", apply("neg", right)
@@ -114,8 +114,7 @@ def _add_hard_mask(value: Expr, mask: Expr, dtype: torch.dtype) -> Expr | None:
 
     c is that large when half its spacing in `dtype` is at least 16: finfo.min and -inf in every dtype, -1e9 in float32,
     -1e4 in bfloat16. Such a key is dead in a row with a live one. In a row without, eager averages over what x + c is
-    rounded to, and the gradient passes through the sum.
-    """
+    rounded to, and the gradient passes through the sum."""
     if not _is_hard_mask(mask, dtype):
         return None
     condition, *arms = mask.args
@@ -125,17 +124,8 @@ def _add_hard_mask(value: Expr, mask: Expr, dtype: torch.dtype) -> Expr | None:
 
 def _is_hard_mask(value: Expr, dtype: torch.dtype) -> bool:
     """Whether a value is, in one of the alternatives that are selected between, a fill that swallows scores."""
-    if value.op == "where":
-        return any(_is_hard_mask(arm, dtype) or _is_fill(arm, dtype) for arm in value.args[1:])
-    return False
-
-
-def _is_fill(value: Expr, dtype: torch.dtype) -> bool:
-    return value.is_const and swallows(value.value, dtype)
-
-
-def _has_reduction(value: Expr) -> bool:
-    return any(part.op == "reduce" for part in walk(value))
+    arms = value.args[1:] if value.op == "where" else ()
+    return any(_is_hard_mask(arm, dtype) or (arm.is_const and swallows(arm.value, dtype)) for arm in arms)
 
 
 def swallows(fill: float, dtype: torch.dtype) -> bool:

@@ -23,11 +23,8 @@ from fusion.refusals import Ground
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A checkpointed graph.
-
-    values: that it is called with.
-    around: the regions of autocast around its calls; None where they are not the same for all.
-    """
+    """A checkpointed graph. values: that it is called with. around: the regions of autocast around its calls; None
+    where they are not the same for all."""
 
     graph: GraphModule
     values: list[Any]
@@ -48,8 +45,7 @@ def bodies(module: GraphModule) -> dict[str, Body]:
 
 
 def lift_seeds(body: GraphModule) -> None:
-    """Make the seeds of dropout inputs, after all others: what is computed again then has the mask of the first time,
-    whatever the inner compiler does about random numbers."""
+    """Make the seeds of dropout inputs, after all others: what is computed again then has the same mask."""
     last = [node for node in body.graph.nodes if node.op == "placeholder"][-1:]
     for node in list(body.graph.nodes):
         if marks.is_seed(node):

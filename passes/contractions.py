@@ -39,8 +39,7 @@ ADDING = {aten.baddbmm, aten.addmm}
 
 
 def is_contraction(node: Node) -> bool:
-    """Whether this node is a product that `factors` may be able to take apart. `addmm` with a parameter is a linear
-    layer."""
+    """Whether `factors` may take this product apart. `addmm` with a parameter is a linear layer."""
     if node.op != "call_function" or nodes.writes(node):
         return False
     if packet(node) is aten.addmm:
@@ -61,8 +60,7 @@ class _Summed:
 
 
 def _summed(node: Node, ops: tuple[Any, ...] = (aten.mul,)) -> _Summed | None:
-    """The factors of `(q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)`: a sum over one dimension of both, each of which is
-    broadcast along a dimension of the other; None for any other node."""
+    """The factors of `(q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)`: each is broadcast along one of the other."""
     if packet(node) is aten.linalg_vecdot:
         args = arguments(node)
         op, operands, dims, keepdim = aten.mul, (args["x"], args["y"]), args["dim"], False
@@ -144,11 +142,9 @@ def is_parameter(node: Node) -> bool:
 
 
 def factors(node: Node, index: Index, contracted: Expr) -> Factors:
-    """The factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express.
-
-    Of baddbmm and addmm these are the factors of the product: the caller adds the input, scaled by beta, and scales by
-    alpha.
-    """
+    """The factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express. Of
+    baddbmm and addmm these are the factors of the product: the caller adds the input, scaled by beta, and scales by
+    alpha."""
     if packet(node) is aten.einsum:
         return _einsum(node, index, contracted)
     if (summed := _summed(node)) is not None:
@@ -186,12 +182,7 @@ def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
-    """An einsum of two operands over one index: a letter for each dimension.
-
-    inputs: of the operands.
-    output: of the result.
-    summed: the letter that the result lacks.
-    """
+    """An einsum of two operands over one index: a letter for each dimension. summed: what the result lacks."""
 
     inputs: tuple[str, ...]
     output: str
@@ -218,8 +209,7 @@ def _parsed(equation: str, ranks: tuple[int, ...], rank: int) -> Equation:
 
 
 def einsum_letters(node: Node) -> tuple[Equation, list[Node]]:
-    """The letters of an einsum's dimensions, and its operands; raises `Unsupported` for forms that are not taken
-    apart."""
+    """The letters of an einsum's dimensions, and its operands; raises `Unsupported` for other forms."""
     args = arguments(node)
     ranks = tuple(len(shape(tensor)) for tensor in args["tensors"])
     return _parsed(args["equation"], ranks, len(shape(node))), args["tensors"]
@@ -267,10 +257,8 @@ def products_above(node: Node) -> set[Node]:
 
 
 def strip_scale(node: Node) -> tuple[Node, float]:
-    """`x` and the product of constants of `x * c`, `x / c` and their nestings: a scale on Q or K instead of QK^T.
-
-    (c q) k is c (q k) where q k does not overflow; one that is not moderate stays with its operand.
-    """
+    """`x` and the product of constants of `x * c`, `x / c` and their nestings: a scale on Q or K instead of QK^T. (c q)
+    k is c (q k) where q k does not overflow; one that is not moderate stays with its operand."""
     scale = 1.0
     while node.op == "call_function" and packet(node) in (aten.mul, aten.div) and nodes.is_tensor(node):
         tensor, factor = node.args[:2]

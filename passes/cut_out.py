@@ -17,16 +17,14 @@ from fusion.passes.find import Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOut:
-    """module: the region; its placeholders stand for the nodes `inputs` of the whole graph, its result for the site's
-    root."""
+    """module: the region, which returns what the site's root is. inputs: what its placeholders stand for."""
 
     module: GraphModule
     inputs: tuple[Node, ...]
 
 
 def cut_out(site: Site) -> CutOut | None:
-    """The region of a site that was recognised; None where it draws random numbers, and is not the same twice. Call
-    before the rewrite. Equal regions have equal graphs, names included."""
+    """The region of a recognised site, equal for equal ones; None where it draws random numbers. Before the rewrite."""
     region = _feeding(site.root, graph_excerpt.inside(site))
     if any(nodes.is_active_dropout(node) for node in region):
         return None
@@ -48,8 +46,7 @@ def cut_out(site: Site) -> CutOut | None:
 
 
 def _feeding(root: Node, inside: set[Node]) -> set[Node]:
-    """The nodes of `inside` that `root` depends on through others of them. What is taken out of a tuple that was made
-    elsewhere was made elsewhere, too."""
+    """The nodes of `inside` that `root` depends on through others of them, without items of tuples made elsewhere."""
     found, stack = set(), [root]
     while stack:
         node = stack.pop()

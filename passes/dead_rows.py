@@ -21,31 +21,24 @@ _LOW, _VANISHES = -1e3, -200.0
 
 
 def selected(core: Expr, condition: Expr) -> Expr:
-    """The softmax of which only what `condition` selects is looked at, as one whose dead rows are right everywhere.
-
-    A dead row is NaN if anything of it is selected, else 0. That is a softmax where scores are -inf under the condition
-    only, and a safe one where they never are under it; raises `Unsupported` where neither can be seen.
-    """
+    """The softmax of which only what `condition` selects is looked at, as one whose dead rows are right everywhere. A
+    dead row is NaN if anything of it is selected, else 0. That is a softmax where scores are -inf under the condition
+    only, and a safe one where they never are under it; raises `Unsupported` where neither can be seen."""
     if core.attr != "softmax":
         return core
     columns = core.args[1:] if core.op == "scaled_softmax" else core.args
     if not may_be_infinite(columns[0], facts(apply("not", condition))):
         return core
     if may_be_infinite(columns[0], facts(condition)):
-        raise Unsupported(
-            Ground.MASKED_AFTER,
-            "the weights are masked after the softmax in another way than the scores before it",
-            core,
-        )
+        message = "the weights are masked after the softmax in another way than the scores before it"
+        raise Unsupported(Ground.MASKED_AFTER, message, core)
     return node(core.op, core.args, Kind.FLOAT, "safe_softmax")
 
 
 def quotient_kind(shift: Expr, denominator: Expr) -> str:
-    """The kind of softmax that exp(x - shift) / denominator is, in terms of ROW_MAX and ROW_SUM.
-
-    Where all x are -inf the exponentials are 0, unless the shift is -inf as well, and so is the quotient, unless the
-    denominator is 0 as well.
-    """
+    """The kind of softmax that exp(x - shift) / denominator is, in terms of ROW_MAX and ROW_SUM. Where all x are -inf
+    the exponentials are 0, unless the shift is -inf as well, and so is the quotient, unless the denominator is 0 as
+    well."""
     shift, denominator = (_in_dead_rows(value) for value in (shift, denominator))
     dead = shift.is_const and shift.value == -math.inf
     empty = denominator.is_const and not abs(denominator.value) > 0
@@ -53,11 +46,9 @@ def quotient_kind(shift: Expr, denominator: Expr) -> str:
 
 
 def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
-    """The scores x of exp(x - shift) / (sum of exp(x - shift)), as those of a softmax.
-
-    A softmax of a row of nothing but a low finite fill is its mean. So is the quotient where the shift is the fill, as
-    the row's maximum is; with any other shift every exponential is 0, as if the fill were -inf.
-    """
+    """The scores x of exp(x - shift) / (sum of exp(x - shift)), as those of a softmax. A softmax of a row of nothing
+    but a low finite fill is its mean. So is the quotient where the shift is the fill, as the row's maximum is; with any
+    other shift every exponential is 0, as if the fill were -inf."""
     if shift is ROW_MAX or not any(map(may_be_lowest, columns)):
         return columns
     if any(may_be_lowest(part) for part in walk(shift, *columns) if part.op in ("load", "reduce")):
@@ -91,8 +82,7 @@ def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
 
 
 def may_be_lowest(value: Expr) -> bool:
-    """Whether a value may be a mask's finite fill: it is such a constant, or a tensor that is read, or a sum or a
-    selection with one. What scores are only multiplied by is no mask."""
+    """Whether a value may be a finite fill: such a constant or a load, if need be in a sum, selection or multiple."""
     if value.kind is not Kind.FLOAT or value.op in ("dot", "score"):
         return False
     if value.op in ("fmul", "div") and not any(arg.is_const for arg in value.args):

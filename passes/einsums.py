@@ -16,8 +16,7 @@ from torch import Tensor
 
 
 def decomposed(equation: Any, *operands: Any) -> Any:
-    """The einsum as `sum`, `permute` and `mul`, or as one with fewer dimensions; NotImplemented for others, and for
-    those with dots or a diagonal."""
+    """The einsum as `sum`, `permute`, `mul`, or with fewer dimensions; NotImplemented for dots, diagonals, others."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or "->" not in equation or not all(isinstance(x, Tensor) for x in operands):
@@ -91,8 +90,7 @@ def _with_fewer_dimensions(terms: Sequence[str], output: str, operands: Sequence
 
 
 def _merged(term: str, merged: Sequence[str], x: Tensor) -> tuple[str, Tensor]:
-    """The operand with each of its groups of letters as one dimension, behind the others, and its letters: of a group,
-    the first."""
+    """The operand with each of its groups of letters as one dimension behind the others, by its first letter."""
     own = [letters for letters in merged if letters[0] in term]
     rest = "".join(letter for letter in term if not any(letter in letters for letters in own))
     order = "".join((rest, *own))

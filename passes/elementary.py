@@ -13,7 +13,7 @@ import torch
 
 from fusion.ir.expr import Expr, Kind, const
 from fusion.ir.ops import apply, where
-from fusion.passes.casts import Builder, Call, float_function, kind_of, operand
+from fusion.passes.casts import Builder, Call, float_function, operand
 
 aten = torch.ops.aten
 ONE, ZERO, INFINITY = const(1.0), const(0.0), const(math.inf)
@@ -139,10 +139,8 @@ def _cosh(x: Expr, call: Call) -> Expr:
 
 
 def _asinh(x: Expr, call: Call) -> Expr:
-    """log(|x| + sqrt(x^2 + 1)) = log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))), and log(2 |x|) where x^2 might overflow.
-
-    |x| is a selection: its derivative at 0 is 1.
-    """
+    """log(|x| + sqrt(x^2 + 1)) = log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))), and log(2 |x|) where x^2 might overflow. |x|
+    is a selection: its derivative at 0 is 1."""
     size = where(apply("flt", x, ZERO), apply("neg", x), x)
     large = apply("flt", const(1e8), size)
     usual = where(large, ONE, size)
@@ -176,11 +174,8 @@ def _asin(x: Expr, call: Call) -> Expr:
     return where(small, apply("atan", apply("div", inner, apply("sqrt", square))), outer)
 
 
-def _log_add_exp(call: Call) -> Expr | None:
+def _log_add_exp(a: Expr, b: Expr, call: Call) -> Expr:
     """max + log1p(exp(-|a - b|)), where a = b without a difference, which of infinities would be NaN."""
-    if kind_of(call.dtype) is not Kind.FLOAT:
-        return None
-    a, b = (operand(arg, Kind.FLOAT) for arg in call.args[:2])
     above = where(apply("flt", a, b), apply("fsub", b, a), apply("fsub", a, b))
     highest = apply("maximum", a, b)
     apart = apply("fadd", highest, apply("log1p", apply("exp", apply("neg", above))))
@@ -214,7 +209,7 @@ _FLOAT_FUNCTIONS: dict[Any, Callable[[Expr, Call], Expr | None]] = {
     aten.round: lambda x, call: apply("round", x) if call.get(1, "decimals", 0) == 0 else None,
 }  # fmt: skip
 ELEMENTARY: dict[Any, Builder] = {packet: float_function(compose) for packet, compose in _FLOAT_FUNCTIONS.items()} | {
-    aten.logaddexp: _log_add_exp,
+    aten.logaddexp: float_function(_log_add_exp, 2),
     aten.isposinf: _is(1.0), aten.isneginf: _is(-1.0),
     aten.isfinite: lambda call: apply("flt", apply("abs", operand(call.args[0], Kind.FLOAT)), INFINITY),
     aten.positive: lambda call: call.args[0],

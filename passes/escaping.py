@@ -27,10 +27,8 @@ def impurity() -> Callable[[Node], bool]:
 def refuse_escaping(
     graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], anew: Anew | None, symbols: Symbols
 ) -> None:
-    """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes.
-
-    anew: specifies a site anew, with what was ever needed of its weights as further outputs; None where none are to be.
-    """
+    """Drop sites whose scores or weights stay alive: they would be computed twice. Repeats until nothing changes. anew:
+    specifies a site anew, with what was ever needed of its weights as further outputs; None where none are to be."""
     impure, met = impurity(), collections.defaultdict[int, dict[Node, None]](dict)
     tried: dict[int, set[Node]] = {}
     kept = [node for node in graph.nodes if node.op == "output" or impure(node)]
@@ -41,7 +39,8 @@ def refuse_escaping(
         if not escaped:
             return
         for number, nodes_ in escaped.items() if anew is not None else ():
-            users = _outside(sites[number], nodes_, live, needs)
+            outside = _outside(sites[number], live, needs)
+            users = {user for node in nodes_ for user in node.users if outside(user)}
             if met[number].keys() >= {*nodes_} and tried[number] == users:
                 continue
             met[number] |= dict.fromkeys(nodes_)
@@ -60,42 +59,35 @@ def refuse_escaping(
 def _needs(
     sites: Sequence[Site], specified: Mapping[int, list[Specified]], plain: int | None = None
 ) -> dict[Node, list[Node]]:
-    """What the nodes are made of that calls make. plain: the number of a site whose call is to make its output alone;
-    all others' are then to make what they are there for."""
-    made = {n: [sites[n].root] if n == plain else _made(sites[n], parts) for n, parts in specified.items()}
+    """The operands of what calls make. plain: a site whose call makes its output alone; others keep their promises."""
+    further = {n: [use.node for part in parts for use in part.uses] for n, parts in specified.items()}
+    made = {n: [sites[n].root, *(further[n] if n != plain else ())] for n in specified}
     if plain is not None:
         number_of = {sites[n].anchor: n for n in specified if n != plain}
         for node in sites[plain].anchor.graph.nodes:
             if (number := number_of.get(marks.statistic_of(node))) is not None:
                 made[number].append(node)
-    return {node: _inputs(specified[n]) for n, found in made.items() for node in found}
-
-
-def _made(site: Site, parts: Sequence[Specified]) -> list[Node]:
-    """The nodes that the call in the place of a site makes."""
-    return [site.root, *(use.node for part in parts for use in part.uses)]
+    read = {n: [operand for part in parts for operand in part.operands] for n, parts in specified.items()}
+    return {node: read[n] for n, found in made.items() for node in found}
 
 
 def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
     """Say of a site that its weights are needed, and by what."""
-    scores = downstream_of_products(site, site.interior())
-    node, user = next(
-        ((n, u) for n in escaping for u in n.users if _is_outside(u, live, scores, needs)), (escaping[0], None)
-    )
+    outside = _outside(site, live, needs)
+    node, user = next(((n, u) for n in escaping for u in n.users if outside(u)), (escaping[0], None))
     site.blame = user if user is not None and user.op != "output" else node
-    where = nodes.source_line(user) if user is not None else None
-    use = _describe_use(node, user) + (f", at {where}" if where else "")
+    if user is None:
+        use = f"{node.name} stays in use"
+    else:
+        where = nodes.source_line(user)
+        use = ("they are returned" if user.op == "output" else f"by {user.target}") + (f", at {where}" if where else "")
     site.refusal = Refusal(Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})")
 
 
-def _outside(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> set[Node]:
-    """The users of escaping nodes that are outside of the region."""
-    scores = downstream_of_products(site, site.interior())
-    return {user for node in escaping for user in node.users if _is_outside(user, live, scores, needs)}
-
-
-def _is_outside(user: Node, live: set[Node], scores: set[Node], needs: Mapping[Node, list[Node]]) -> bool:
-    return user in live and user not in scores and user not in needs
+def _outside(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> Callable[[Node], bool]:
+    """Whether a user of the region is itself outside of it, and alive."""
+    scores = downstream_of_products(site)
+    return lambda user: user in live and user not in scores and user not in needs
 
 
 def _with_further(
@@ -107,8 +99,8 @@ def _with_further(
     symbols: Symbols,
 ) -> Specified | None:
     """A site that also writes what is needed of its weights; None where it cannot."""
-    scores = downstream_of_products(site, site.interior())
-    if (met := uses(site, escaping, lambda user: _is_outside(user, live, scores, needs))) is None:
+    outside, scores = _outside(site, live, needs), downstream_of_products(site)
+    if (met := uses(site, escaping, outside)) is None:
         return None
     found, on_the_way = met
     if not found or (any(marks.requires_grad(use.node) for use in found) and not marks.requires_grad(site.root)):
@@ -117,7 +109,7 @@ def _with_further(
         part = anew(site, found)
     except Unsupported:
         return None
-    users = {u for use in found for u in use.node.users if u in live and u not in scores and u not in needs}
+    users = {user for use in found for user in use.node.users if outside(user)}
     place = in_mode_of(site.root, min({site.root, *users}))
     read = [*part.operands, *symbols.of(part.sizes)]
     if place is None or any(not node < place or node in scores or marks.dtensor(node) for node in read):
@@ -134,16 +126,6 @@ def _reads_something_else(node: Node, place: Node) -> bool:
     return any((node < mutation) != (place <= mutation) for mutation in mutations)
 
 
-def _describe_use(node: Node, user: Node | None) -> str:
-    if user is None or user.op == "output":
-        return "they are returned" if user is not None else f"{node.name} stays in use"
-    return f"by {user.target}"
-
-
-def _inputs(parts: Sequence[Specified]) -> list[Node]:
-    return [operand for part in parts for operand in part.operands]
-
-
 def _live(kept: Sequence[Node], needs: dict[Node, list[Node]]) -> set[Node]:
     live: set[Node] = set()
     stack = list(kept)
@@ -156,17 +138,16 @@ def _live(kept: Sequence[Node], needs: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> list[Node]:
-    """The nodes of the region that hold scores and stay alive, the last first; those that are used outside of it, where
-    there are any."""
-    scores = downstream_of_products(site, site.interior())
-    operands = set(needs.get(site.root, ()))
-    alive = [n for n in scores if n in live and n not in operands and n not in needs]
-    used = [n for n in alive if any(_is_outside(user, live, scores, needs) for user in n.users)]
+    """The nodes of the region that hold scores and stay alive, the last first; those used outside, if any."""
+    outside, operands = _outside(site, live, needs), set(needs.get(site.root, ()))
+    alive = [n for n in downstream_of_products(site) if n in live and n not in operands and n not in needs]
+    used = [n for n in alive if any(map(outside, n.users))]
     return sorted(used or alive, reverse=True)
 
 
-def downstream_of_products(site: Site, interior: set[Node]) -> set[Node]:
+def downstream_of_products(site: Site) -> set[Node]:
     """The nodes of a region that are made of scores, those included."""
+    interior = site.interior()
     products = {product.node for attention in site.attentions for product in attention.pullback.products}
     reached = (products & interior) - {site.anchor}  # others were met when further outputs were looked for
     for node in sorted(interior):  # topological

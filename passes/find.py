@@ -6,6 +6,7 @@ which attentions (usually one; several for a difference of attentions), or why i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,14 +30,7 @@ from fusion.passes.operands import Access, locate, mark_stored, scale_of_values
 from fusion.passes.pullback import PullBack
 from fusion.passes.recognize import attentions
 from fusion.passes.sdpa import Found, is_sdpa, pull_back_sdpa
-from fusion.passes.upstream import (
-    FURTHER_PRODUCTS,
-    NORMALISED,
-    Met,
-    Upstream,
-    is_statistic,
-    looks_like_attention,
-)
+from fusion.passes.upstream import FURTHER_PRODUCTS, NORMALISED, Met, Upstream, is_statistic, looks_like_attention
 from fusion.passes.views import Index, broadcast_index, source
 from fusion.refusals import Ground, Refusal
 
@@ -86,18 +80,15 @@ ANY: Reads = lambda dtype, device: True
 
 
 def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
-    """Every candidate in topological order, those that cannot be fused with a reason. reads: whether kernels on a
-    device can read tensors of a float8 dtype."""
+    """Every candidate in order, those not fused with a reason. reads: whether a device's kernels can read a float8."""
     mark_stored(graph, reads)
     mark_roots(graph, ())
     met = Upstream(graph)
     sites = []
     for node in graph.nodes:
-        if _is_candidate(node, met):
-            site = _examine(node, met)
-            if site is not None:
-                sites.append(site)
-                marks.attention_root.set(site.root, site.refusal is None)
+        if _is_candidate(node, met) and (site := _examine(node, met)) is not None:
+            sites.append(site)
+            marks.attention_root.set(site.root, site.refusal is None)
     forget(graph)
     return sites
 
@@ -112,15 +103,14 @@ def mark_roots(graph: Graph, sites: Iterable[Site]) -> None:
 
 def _is_candidate(node: Node, met: Upstream) -> bool:
     """Whether a node may be the product with V: of an operand that was normalised since the last product."""
-    if is_sdpa(node) or node.op != "call_function":
-        return node.op == "call_function"
-    if Met.MIXED_HEADS in met[node] and head_sum(node) is not None:
+    if is_sdpa(node):
+        return True
+    if node.op != "call_function" or (Met.MIXED_HEADS in met[node] and head_sum(node) is not None):
         return False
     if is_contraction(node):
         return bool(met.inputs(node) & NORMALISED)
-    if met.is_hidden_product_with_values(node):
-        return True
-    return packet(node) in FURTHER_PRODUCTS and looks_like_attention(met.inputs(node))
+    further = packet(node) in FURTHER_PRODUCTS and looks_like_attention(met.inputs(node))
+    return further or met.is_hidden_product_with_values(node)
 
 
 _PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")
@@ -130,9 +120,7 @@ _PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
 
 def may_hold_attention(module: GraphModule) -> bool:
     """Whether a graph, as Dynamo made it, has any product of two activations: else there is nothing to look for.
-
-    Checkpointed graphs within it count.
-    """
+    Checkpointed graphs within it count."""
     if any(may_hold_attention(body.graph) for body in bodies(module).values()):
         return True
     calls = [node for node in module.graph.nodes if node.op.startswith("call")]
@@ -146,10 +134,8 @@ def may_hold_attention(module: GraphModule) -> bool:
 
 
 def _examine(anchor: Node, met: Upstream) -> Site | None:
-    """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention.
-
-    Else rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch.
-    """
+    """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention. Else
+    rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch."""
     if not is_sdpa(anchor) and not is_contraction(anchor):
         message = f"the product with V is written as {packet(anchor)}, which is not taken apart"
         return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.PRODUCT_FORM, message), blame=anchor)
@@ -168,8 +154,7 @@ def _examine(anchor: Node, met: Upstream) -> Site | None:
 
 
 def _is_reported(anchor: Node, met: Upstream) -> bool:
-    """Whether a product that is refused is attention to a person, who is told why: a product of two activations with a
-    function of a product that is normalised before or after it."""
+    """Whether a refused product is attention to a person: of a function of a product, normalised before or after it."""
     if is_sdpa(anchor) or any(looks_like_attention(met[parent]) for parent in anchor.all_input_nodes):
         return True
     above = met.inputs(anchor)
@@ -183,13 +168,11 @@ def _is_reported(anchor: Node, met: Upstream) -> bool:
 
 def _specializing(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
     while True:
-        try:
+        with contextlib.suppress(nodes.Specialized):
             site = _at_root(anchor, root, met, apart)
             if site is not None:
                 nodes.specialize(nodes.value(root).shape[site.dims.index("e")])
             return site
-        except nodes.Specialized:
-            continue
 
 
 _MAX_CHAIN = 8
@@ -222,10 +205,8 @@ def _scales_rows(node: Node, met: Upstream) -> bool:
 
 
 def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
-    """Whether what is made of statistics for the factor of `scaling` has no other use than in the weights.
-
-    Else it would have to be written beside the scaled product; beside the plain one the statistics are enough.
-    """
+    """Whether what is made of statistics for the factor of `scaling` has no other use than in the weights. Else it
+    would have to be written beside the scaled product; beside the plain one the statistics are enough."""
     inside, todo = {scaling, anchor}, [anchor]
     while todo:
         here = todo.pop()
@@ -256,8 +237,7 @@ class _Factor:
 
 
 def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
-    """The site that ends at this root; None where rows or columns of the product are split or merged there. apart: of
-    rows that are split the inner part is the row."""
+    """The site that ends at this root, or None if that splits rows or columns. apart: the row is an inner part."""
     extents = shape(root)
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
     walked = _walk_down(root, anchor, atoms, dict(zip(atoms, extents, strict=True)))
@@ -277,11 +257,8 @@ def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | Non
     found = pull_back_sdpa(anchor, index, bounds) if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, met)
     if found is None:
         return None
-    attentions = [
-        Attention(core=core, value=found.value, value_scale=found.scale, pullback=found.pullback, keys=found.keys,
-                  d_v=bounds[E])
-        for core in found.cores
-    ]  # fmt: skip
+    rest = {"pullback": found.pullback, "keys": found.keys, "d_v": bounds[E]}
+    attentions = [Attention(core=core, value=found.value, value_scale=found.scale, **rest) for core in found.cores]
     dims = tuple(names[atom] for atom in atoms)
     return Site(anchor=anchor, root=root, dims=dims, bounds=bounds, attentions=attentions)
 
@@ -291,8 +268,7 @@ def _substituted(index: Index, renamed: dict[Expr, Expr]) -> Index:
 
 
 def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Index, list[_Factor]] | None:
-    """The product's index of the root's element, and the factors on the way, those nearest to the product first; None
-    where a view on the way cannot be followed."""
+    """The product's index of the root's element, and the factors from the product on; None for unclear views."""
     here: Any = root
     found: list[_Factor] = []
     while here is not anchor:
@@ -367,10 +343,8 @@ def _factor_of_sum(anchor: Node) -> float:
     """alpha of baddbmm(x, w, v, beta, alpha) = beta * x + alpha * w @ v; raises `Unsupported` where x counts."""
     args = nodes.arguments(anchor)
     if args["beta"] != 0 or not isinstance(args["alpha"], (int, float)):
-        raise Unsupported(
-            Ground.ADDED_TO_PRODUCT,
-            f"the product with V is added to another tensor by the same operation ({packet(anchor)})",
-        )
+        message = f"the product with V is added to another tensor by the same operation ({packet(anchor)})"
+        raise Unsupported(Ground.ADDED_TO_PRODUCT, message)
     return float(args["alpha"])
 
 

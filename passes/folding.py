@@ -84,7 +84,7 @@ def _may_fold(here: Node) -> bool:
     held = nodes.value(here)
     if any(isinstance(extent, torch.SymInt) for extent in held.shape) or held.numel() > LARGEST:
         return False
-    changing = marks.mutations(here) or here.target._schema.is_mutable
+    changing = marks.mutations(here) or nodes.writes(here)
     random = torch.Tag.nondeterministic_seeded in here.target.tags
     return held.device.type == "cpu" and not changing and not random and not held.is_complex()
 

@@ -130,13 +130,9 @@ class _Walk:
 
     def _whole(self, node: Node, index: Index) -> Use | None:
         value, order = self._value(node, index), self._order(node, index, {"i", "j"})
-        if (
-            value is None
-            or order is None
-            or WEIGHT not in walk(value)
-            or marks.mutations(node)
-            or not nodes.dtype(node).is_floating_point
-        ):
+        if value is None or order is None or WEIGHT not in walk(value):
+            return None
+        if marks.mutations(node) or not nodes.dtype(node).is_floating_point:
             return None
         return Use(node=node, of=node, at=index, value=value, order=order)
 
@@ -167,15 +163,13 @@ class _Walk:
         )  # fmt: skip
 
     def _order(self, node: Node, index: Index, rest: set[str]) -> tuple[str, ...] | None:
-        """The coordinates of a node's elements from the slowest to the fastest: each of b.. and `rest` once, so that
-        every element has one place; else None."""
+        """The coordinates of a node's elements, the slowest first: b.. and `rest`, each once; else None."""
         found = order_of(index, shape(node), self.pullback.bounds)
         return found if found is not None and sorted(found) == sorted(self.batch | rest) else None
 
 
 def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str, ...] | None:
-    """The coordinates c1, c2, .. of which the element `index` of a tensor is number (c1 * n2 + c2) * n3 + .., if that
-    takes every element once."""
+    """The coordinates c1, c2, .. such that `index` is element number (c1 * n2 + c2) * n3 + .., each taken once."""
     number, count = _flat(index, extents)
     for order in itertools.permutations(sorted(coordinates(number))):
         own = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)
@@ -194,10 +188,8 @@ def _flat(index: Index, extents: Index) -> tuple[Expr, Expr]:
 
 
 def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) -> Index | None:
-    """The element of a user that is made of `node[index]` and has its own place; None where that is not known.
-
-    That it is the right element need not be believed: the user is pulled back from there.
-    """
+    """The element of a user that is made of `node[index]` and has its own place; None where that is not known. That it
+    is the right element need not be believed: the user is pulled back from there."""
     extents, old = shape(user), shape(node)
     if packet(user) in _RESHAPES:
         try:

@@ -13,6 +13,7 @@ from fusion.passes.contractions import is_contraction
 from fusion.passes.find import Site
 from fusion.passes.sdpa import is_sdpa
 from fusion.passes.specify import Specified
+from fusion.passes.upstream import LINEAR
 
 _DRAWN = (torch.Tensor, tuple, list)
 LIMIT = 48
@@ -21,15 +22,8 @@ LIMIT = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcerptNode:
-    """One box.
-
-    name: the node's.
-    text: its operation.
-    shape: of its result.
-    parents: names of its inputs.
-
-    role: "input" (stays in the graph), "product", "step", "blame" (stopped the analysis) or "fused".
-    """
+    """One box. text: its operation. role: "input" (stays in the graph), "product", "step", "blame" (stopped the
+    analysis) or "fused"."""
 
     name: str
     text: str
@@ -69,29 +63,20 @@ def marked(site: Excerpt, blame: Node | None) -> Excerpt:
 
 def after(site: Excerpt, parts: Sequence[Specified]) -> Excerpt:
     """The calls that stand in the place of a fused region."""
-    shapes = {box.name: box for box in site.nodes}
+    known, root = {box.name: box for box in site.nodes}, site.nodes[-1]
     boxes: dict[str, ExcerptNode] = {}
     calls = []
     for number, part in enumerate(parts):
         parents = []
         for node in dict.fromkeys(part.operands):
-            boxes.setdefault(node.name, shapes.get(node.name) or _box(node, "input", ()))
+            boxes.setdefault(node.name, known.get(node.name) or _box(node, "input", ()))
             parents.append(node.name)
-        root = site.nodes[-1]
-        calls.append(
-            ExcerptNode(
-                name=f"attention{number or ''}",
-                text="fusion::attention",
-                shape=root.shape,
-                role="fused",
-                parents=tuple(parents),
-            )
-        )
+        call = ExcerptNode(name=f"attention{number or ''}", text="fusion::attention", shape=root.shape, role="fused")
+        calls.append(replace(call, parents=tuple(parents)))
     if len(calls) > 1:
         total = tuple(call.name for call in calls)
-        calls.append(ExcerptNode(name="sum", text="aten::add", shape=calls[0].shape, role="step", parents=total))
-    inputs = [ExcerptNode(name=b.name, text=b.text, shape=b.shape, role="input") for b in boxes.values()]
-    return Excerpt(nodes=(*inputs, *calls))
+        calls.append(ExcerptNode(name="sum", text="aten::add", shape=root.shape, role="step", parents=total))
+    return Excerpt(nodes=(*(replace(box, role="input", parents=()) for box in boxes.values()), *calls))
 
 
 def inside(site: Site) -> set[Node]:
@@ -123,20 +108,15 @@ def _upstream(anchor: Node) -> set[Node]:
 
 
 def _is_product(node: Node) -> bool:
-    packet = nodes.packet(node) if node.op == "call_function" else None
-    return node.op == "call_function" and (
-        is_contraction(node) or is_sdpa(node) or packet in (torch.ops.aten.linear, torch.ops.aten.addmm)
-    )
+    return is_contraction(node) or is_sdpa(node) or nodes.packet(node) in LINEAR
 
 
 def _box(node: Node, role: str, parents: tuple[str, ...]) -> ExcerptNode:
-    held = nodes.value(node)
-    shape = (
-        f"{str(held.dtype).removeprefix('torch.')}{list(map(str, held.shape))}".replace("'", "")
-        if isinstance(held, torch.Tensor)
-        else ""
-    )
-    packet = nodes.packet(node) if node.op == "call_function" else None
-    name = getattr(node.target, "__name__", str(node.target))
-    text = str(packet).replace(".", "::") if packet is not None else name if node.op == "call_function" else node.op
+    held, shape, text = nodes.value(node), "", node.op
+    if isinstance(held, torch.Tensor):
+        shape = f"{str(held.dtype).removeprefix('torch.')}[{', '.join(map(str, held.shape))}]"
+    if (packet := nodes.packet(node)) is not None:
+        text = str(packet).replace(".", "::")
+    elif node.op == "call_function":
+        text = getattr(node.target, "__name__", str(node.target))
     return ExcerptNode(name=node.name, text=text, shape=shape, role=role, parents=parents)

@@ -183,8 +183,7 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
 
 
 def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
-    """(the sum over heads behind a softmax, the weights of one head); None where there is none. Raises `Unsupported`
-    where it cannot be told apart."""
+    """(the sum over heads behind a softmax, the weights of one head), or None; raises `Unsupported`."""
     if (mix := _outermost(weight, "softmax", "scaled_softmax")) is None:
         return None
     then, adds = _without(weight, mix, WEIGHT)
@@ -208,8 +207,7 @@ def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
 
 
 def _without(expr: Expr, mix: Expr, leaf: Expr) -> tuple[Expr, bool]:
-    """(an expression with a leaf in the place of a sum over heads, whether the value of the head itself is a part of
-    that: x + mix(x), wherever it is added)."""
+    """(an expression with `leaf` for a sum over heads, whether the head's own value is a part of it: x + mix(x))."""
     own, joined = mix.args[-1], []
 
     def whole(part: Expr) -> Expr | None:

@@ -32,11 +32,9 @@ def write_to_the_whole(graph: torch.fx.Graph) -> None:
 
 
 def make_functional(graph: torch.fx.Graph) -> None:
-    """Replace in-place operations on tensors that this graph made and nobody else sees by out-of-place ones.
-
-    A write to a part of a tensor (slices, selected rows) becomes the part's new value, scattered into the tensor's;
-    one through a view, the tensor's new value in the view's shape.
-    """
+    """Replace in-place operations on tensors that this graph made and nobody else sees by out-of-place ones. A write to
+    a part of a tensor (slices, selected rows) becomes the part's new value, scattered into the tensor's; one through a
+    view, the tensor's new value in the view's shape."""
     position: dict[Node, float] = {node: k for k, node in enumerate(graph.nodes)}
     recorded: dict[Any, bool] = {}
     for node, enabled in nodes.with_gradients(graph):
@@ -88,8 +86,7 @@ def _parts(target: Node) -> list[Node]:
 
 @functools.cache
 def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that takes what an in-place one takes (`aten.add_.Tensor` -> `aten.add.Tensor`), and returns the
-    result instead of writing it."""
+    """The functional overload with the arguments of an in-place one: `aten.add_.Tensor` -> `aten.add.Tensor`."""
     name = target._schema.name.removeprefix("aten::")
     if not name.endswith("_") or name.startswith("_") or not target._schema.is_mutable:
         return None
@@ -235,19 +232,12 @@ def _aliases(node: Node) -> set[Node] | None:
 
 
 def mark_mutations(graph: torch.fx.Graph) -> None:
-    """meta["mutations"]: the nodes that change this node's memory in place, for those that are left.
-
-    The analysis must not take such a tensor for what made it, nor move a read of it across a change.
-    """
-    for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        schema = node.target._schema
-        if not schema.is_mutable:
-            continue
+    """meta["mutations"]: the nodes that change this node's memory in place, for those that are left. The analysis must
+    not take such a tensor for what made it, nor move a read of it across a change."""
+    for node in filter(nodes.writes, graph.nodes):
         written = [
             node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
-            for k, argument in enumerate(schema.arguments)
+            for k, argument in enumerate(node.target._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         for target in torch.utils._pytree.tree_leaves(written):
@@ -257,8 +247,7 @@ def mark_mutations(graph: torch.fx.Graph) -> None:
 
 
 def changes(passed: Iterable[Node], anchor: Node | None) -> bool:
-    """Whether what one of these nodes reads changes in place after it and before the product with V: the values that it
-    made must then be read themselves."""
+    """Whether what these nodes read changes between them and the product with V: then their values must be read."""
     read = ((node, parent) for node in passed for parent in node.all_input_nodes)
     later = (by for node, parent in read for by in marks.mutations(parent) if node < by)
     return any(anchor is None or by < anchor for by in later)

@@ -64,8 +64,7 @@ def _key_set(pullback: PullBack, here: Node, index: Index) -> KeySet | None:
 
 
 def _are_distinct(pullback: PullBack, positions: Node, extents: Index) -> bool:
-    """Whether positions along the last dimension of a tensor of these extents are among those that one `topk` (or a
-    sort) gave."""
+    """Whether positions along the last dimension are among those that one `topk` (or a sort) gave."""
     atoms = tuple(coord(f"r{k}") for k in range(len(extents) - 1))
     bounds = dict(zip((*atoms, J), shape(positions), strict=True))
     here, at = positions, (*atoms, J)

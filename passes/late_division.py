@@ -1,21 +1,18 @@
 """Weights that are divided by a sum of their own: divided behind the product with V.
 
 `w = softmax(s) * m; (w / (w.sum(-1, keepdim=True) + 1e-13)) @ v` makes what a mask leaves of a softmax add up to 1
-again. That is no softmax; but what a row is divided by is the same for all of its keys, so that `(w / g) @ v` is
-`(w @ v) / g`: an attention that also writes the sum (`fusion.passes.further`). Products are written so where that makes
-an attention of them, and nowhere else.
+again. What a row is divided by is the same for all of its keys, so that `(w / g) @ v` is `(w @ v) / g`: an attention
+that also writes the sum (`fusion.passes.further`). Products are written so where that makes an attention of them.
 
-Both round alike. They differ where numbers leave their range: the product before the division is as large as the sum.
-In float32 and bfloat16, whose largest number is the same, weights that grow with the score at most as fast as the score
-itself reach that only with scores beyond 1e30; others, and float16, stay as they are. A row whose weights are all 0 is
-0 / 0 on both sides.
+Both round alike, and differ where numbers leave their range: the product before the division is as large as the sum. In
+float32 and bfloat16 weights that grow with the score at most as fast as itself reach that only with scores beyond 1e30;
+others, and float16, stay as they are. A row whose weights are all 0 is 0 / 0 on both sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -28,8 +25,7 @@ from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
 from fusion.passes.contractions import factors, is_contraction
-from fusion.passes.core import Core
-from fusion.passes.find import ANY, Reads, Site, find_sites
+from fusion.passes.find import ANY, Attention, Reads, Site, find_sites
 from fusion.passes.further import order_of
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.over_keys import depends_on_product
@@ -67,7 +63,6 @@ class Moved:
         return [self.product]
 
     def undo(self) -> None:
-        """Make the graph what it was."""
         for node in self.sunk:
             self.user.prepend(node)
         if self.division > self.user:
@@ -78,10 +73,8 @@ class Moved:
 
 
 def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple[list[Site], list[Moved]]:
-    """`find_sites` of a graph, in which divisions are moved where that makes an attention; and these.
-
-    but: names of products for which nothing is moved.
-    """
+    """`find_sites` of a graph, in which divisions are moved where that makes an attention; and these. but: names of
+    products for which nothing is moved."""
     sites = find_sites(graph, reads)
     refused = [site.anchor for site in sites if site.refusal is not None and site.refusal.kind in _GROUNDS]
     if not refused:
@@ -90,23 +83,17 @@ def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple
     moved = [found for p in refused if p.name not in but and (found := _moved(p, met)) is not None]
     if not moved:
         return sites, []
-    again = {site.anchor: site for site in find_sites(graph, reads)}
-    needless = [found for found in moved if not _is_attention(again.get(found.product))]
+    again = find_sites(graph, reads)
+    fused = {site.anchor for site in again if site.refusal is None and all(map(_is_moderate, site.attentions))}
+    needless = [found for found in moved if found.product not in fused]
     for found in needless:
         found.undo()
-    return (
-        find_sites(graph, reads) if needless else list(again.values()),
-        [found for found in moved if found not in needless],
-    )
+    return find_sites(graph, reads) if needless else again, [found for found in moved if found.product in fused]
 
 
-def _is_attention(site: Site | None) -> bool:
-    return site is not None and site.refusal is None and all(_is_moderate(found.core) for found in site.attentions)
-
-
-def _is_moderate(core: Core) -> bool:
+def _is_moderate(found: Attention) -> bool:
     """Whether weights grow at most as fast as scores."""
-    return core.normalizer is not Normalizer.NONE or _grows_slowly(core.score)
+    return found.core.normalizer is not Normalizer.NONE or _grows_slowly(found.core.score)
 
 
 def _grows_slowly(value: Expr) -> bool:
@@ -131,13 +118,13 @@ def _moved(product: Node, met: Upstream) -> Moved | None:
         return None
     try:
         found = _division(product, met)
-        if found is None:
-            return None
-        places = _places(product, found)
+        places = None if found is None else _places(found)
     except Unsupported:  # a product, a view or sizes that are not understood
         return None
+    if found is None or places is None:
+        return None
     division, weights, factor, user = found.node, found.weights, found.factor, found.user
-    if places is None or any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
+    if any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
         return None
     graph = product.graph
     user.replace_input_with(division, weights)
@@ -181,7 +168,8 @@ def _division(product: Node, met: Upstream) -> _Division | None:
         if packet(here) in (aten.mul, aten.div) and len(here.args) == 2 and not here.kwargs:
             pairs = [here.args, here.args[::-1]][: 2 if packet(here) is aten.mul else 1]
             for weights, factor in pairs:
-                if _is_of_row(factor, met) and nodes.is_tensor(weights) and shape(weights) == shape(here):
+                of_row = nodes.is_tensor(factor) and Met.STATISTIC | Met.PRODUCT in met[factor]
+                if of_row and nodes.is_tensor(weights) and shape(weights) == shape(here):
                     at = broadcast_index(shape(here), shape(factor), index)
                     return _Division(node=here, weights=weights, factor=factor, user=user, index=at, bounds=bounds)
             made = [x for x, _ in pairs if nodes.is_tensor(x) and Met.PRODUCT in met[x] and shape(x) == shape(here)]
@@ -198,20 +186,14 @@ def _division(product: Node, met: Upstream) -> _Division | None:
     return None
 
 
-def _is_of_row(factor: Any, met: Upstream) -> bool:
-    return nodes.is_tensor(factor) and Met.STATISTIC | Met.PRODUCT in met[factor]
-
-
-def _places(product: Node, found: _Division) -> tuple[int, ...] | None:
-    """Which dimension of the product each dimension that a factor is made of belongs to; None where it depends on
-    the key."""
+def _places(found: _Division) -> tuple[int, ...] | None:
+    """The product's dimension of each dimension that a factor is made of; None where it depends on the key."""
     names = order_of(found.index, shape(found.factor), found.bounds)
     return None if names is None or J.name in names else tuple(int(name[1:]) for name in names)
 
 
 def _sink(found: _Division, product: Node, met: Upstream) -> tuple[Node, ...]:
-    """Put what only a division makes of a statistic behind the product: the call that writes the statistic must stand
-    before all that reads it, and behind V."""
+    """Put what only a division makes of a statistic behind the product, where the call that writes it stands."""
     if found.node.users:
         return ()
     chain, todo = {found.node}, [found.factor]

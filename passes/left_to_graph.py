@@ -29,11 +29,9 @@ _EXACT = ("where", "neg", "abs", "minimum", "maximum", "detach", "round_bfloat16
 
 
 def too_heavy(value: Expr, free: Container[int]) -> bool:
-    """Whether an expression free of scores is better read from the tensor that the graph can compute once.
-
-    Only what depends on both i and j is evaluated N_q * N_k times: more than one load or more than a couple of
-    transcendental functions there cost more than one load. free: operands whose loads do not count.
-    """
+    """Whether an expression free of scores is better read from the tensor that the graph can compute once. Only what
+    depends on both i and j is evaluated N_q * N_k times: more than one load or more than a couple of transcendental
+    functions there cost more than one load. free: operands whose loads do not count."""
     if not {"i", "j"} <= coordinates(value):
         return False
     heavy = reads = 0

@@ -23,15 +23,12 @@ class Mark(Generic[T]):
         return node.meta.get(self.key, self.default)
 
     def set(self, node: Node, value: T) -> None:
-        """Write the annotation."""
         node.meta[self.key] = value
 
     def on(self, node: Node) -> bool:
-        """Whether the annotation was written."""
         return self.key in node.meta
 
     def drop(self, node: Node) -> None:
-        """Remove the annotation."""
         node.meta.pop(self.key, None)
 
 

@@ -51,9 +51,7 @@ def understand(score: Expr, normalizer: Normalizer = Normalizer.SOFTMAX) -> Mask
     full: Expr | None = substitute(score, holding(known))
     if full is score:
         full = full_low = full_high = None
-    return MaskFacts(
-        live=live, key_lo=low, key_hi=high, full_lo=full_low, full_hi=full_high, full=full, fill=fill
-    )  # fmt: skip
+    return MaskFacts(live=live, key_lo=low, key_hi=high, full_lo=full_low, full_hi=full_high, full=full, fill=fill)
 
 
 def holding(predicates: list[Expr]) -> dict[Expr, Expr]:
@@ -62,8 +60,7 @@ def holding(predicates: list[Expr]) -> dict[Expr, Expr]:
 
 
 def _split(score: Expr) -> tuple[Expr, float]:
-    """(predicate, largest fill): where the predicate is false the score is at most the fill, but for ordinary scores
-    that the fill is added to."""
+    """(predicate, fill): where the predicate is false, the score is at most the fill plus ordinary scores."""
     if score.op != "where":
         return TRUE, -math.inf
     condition, then, otherwise = score.args
@@ -127,8 +124,7 @@ def _extreme(name: str, values: list[Expr]) -> Expr | None:
 
 
 def _bound(part: Expr, side: Side) -> Ends:
-    """The key range of one predicate. (None, None) says for ANY that all keys may be live, for ALL that no range is
-    known."""
+    """The key range of a predicate. (None, None): for ANY all keys may be live, for ALL no range is known."""
     if loads(part):
         return None, None
     if part.op == "or":
@@ -167,12 +163,11 @@ def _at_most(left: Expr, right: Expr, side: Side) -> Ends:
     holder, coefficient, rest = _isolate(difference)
     if holder is None or not coefficient:
         return None, None
-    rest = _at_extreme_row(rest, side)
-    if rest is None:
+    if (rest := _at_extreme_row(rest, side)) is None:
         return None, None
     if coefficient < 0:  # holder <= rest / -coefficient
-        return None, _below(holder, integers.floordiv(rest, -coefficient))
-    return _above(holder, integers.neg(integers.floordiv(rest, coefficient))), None
+        return None, _first_key(holder, integers.add(integers.floordiv(rest, -coefficient), 1))
+    return _first_key(holder, integers.neg(integers.floordiv(rest, coefficient))), None
 
 
 def _of_extremum(difference: Expr, side: Side) -> Ends | None:
@@ -196,21 +191,11 @@ def _isolate(difference: Expr) -> tuple[Expr | None, int, Expr]:
     return atom, coefficient, integers.sub(difference, integers.mul(coefficient, atom))
 
 
-def _below(holder: Expr, limit: Expr) -> Expr | None:
-    """A bound hi with: holder <= limit implies j < hi."""
-    if holder is J:
-        return integers.add(limit, 1)
-    if holder.op == "floordiv" and (inner := _affine(holder)) is not None:  # (j + r) // m <= t  =>  j < m (t + 1) - r
-        divisor, rest = inner
-        return integers.sub(integers.mul(divisor, integers.add(limit, 1)), rest)
-    return None
-
-
-def _above(holder: Expr, limit: Expr) -> Expr | None:
-    """A bound lo with: holder >= limit implies j >= lo."""
+def _first_key(holder: Expr, limit: Expr) -> Expr | None:
+    """The key from which on holder >= limit."""
     if holder is J:
         return limit
-    if holder.op == "floordiv" and (inner := _affine(holder)) is not None:  # (j + r) // m >= t  =>  j >= m t - r
+    if holder.op == "floordiv" and (inner := _affine(holder)) is not None:  # (j + r) // m >= t from j = m t - r on
         divisor, rest = inner
         return integers.sub(integers.mul(divisor, limit), rest)
     return None
@@ -227,8 +212,7 @@ def _affine(quotient: Expr) -> tuple[Expr, Expr] | None:
 
 
 def _at_extreme_row(expr: Expr, side: Side) -> Expr | None:
-    """The maximum (ANY) or minimum (ALL) of an expression over rows i0..i1, monotone term by term; None where that
-    cannot be told."""
+    """The maximum (ANY) or minimum (ALL) over rows i0..i1, monotone term by term; None where that cannot be told."""
     total = integers.integer(0)
     for monomial, coefficient in integers.terms(expr).items():
         holding = [atom for atom in monomial if contains(atom, I)]

@@ -42,11 +42,8 @@ def first_infinite(dtype: torch.dtype) -> float:
 
 
 class Narrow:
-    """Expressions as one narrow dtype holds them.
-
-    integers: the range of an INT expression.
-    tensor: the tensor of a load.
-    """
+    """Expressions as one narrow dtype holds them. integers: the range of an INT expression. tensor: the tensor of a
+    load."""
 
     def __init__(self, dtype: torch.dtype, integers: Callable[[Expr], tuple[int, int]], tensor: Callable[[Expr], Node]):
         self.dtype, self._integers, self._tensor = dtype, integers, tensor
@@ -64,8 +61,7 @@ class Narrow:
         return apply(ROUNDED[self.dtype], value) if max(-span[0], span[1]) >= self._end - room else value
 
     def _span(self, value: Expr) -> Span | None:
-        """Between which numbers a value lies where it is finite; None for weights, and for what is shifted by a
-        reduction over the keys, which `recognize` takes off as it stands."""
+        """Between which numbers a finite value lies; None for weights, and what `recognize` takes a shift off."""
         if value not in self._spans:
             for part in walk(value):
                 if part.kind is Kind.FLOAT and part not in self._spans:
@@ -77,7 +73,10 @@ class Narrow:
             return (part.value, part.value) if math.isfinite(part.value) else (0.0, 0.0)
         if part.op == "to_float":
             whole = part.args[0]
-            return INDICATOR if any(p.op == "load" for p in walk(whole)) else _as_floats(self._integers(whole))
+            if any(p.op == "load" for p in walk(whole)):
+                return INDICATOR
+            low, high = self._integers(whole)
+            return float(low), float(high)
         if part.op == "load":
             return self._of_load(part)
         if part.op in ("reduce", "softmax"):
@@ -119,13 +118,8 @@ def is_learned(node: Node) -> bool:
     return bool(seen)
 
 
-def _as_floats(limits: tuple[int, int]) -> Span:
-    return float(limits[0]), float(limits[1])
-
-
 def _result(op: str, spans: list[Span]) -> Span:
-    """The span of an operation's result: of its values at the ends of its arguments' spans. No primitive has finite
-    values of another order of magnitude between them."""
+    """The span of a result: of its values at the ends of the arguments' spans, between which no primitive is larger."""
     if op in _SELECTIONS:  # an infinity hides in a span of zeros, and leaves the other argument
         return min(low for low, _ in spans), max(high for _, high in spans)
     if op in _DTYPES:

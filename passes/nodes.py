@@ -72,8 +72,7 @@ def number(argument: Any) -> Any:
 
     With dynamic=True the floats of modules (a scale, a dropout probability) are symbols. What an attention is made of
     is compiled in: torch guards on the value, and compiles again where another one is met. What follows from sizes
-    alone stays a symbol (see `scalar`): a new length is no reason to compile again.
-    """
+    alone stays a symbol (see `scalar`): a new length is no reason to compile again."""
     held = value(argument) if isinstance(argument, Node) else argument
     if isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held):
         return held.node.guard_float(__file__, 0)
@@ -217,10 +216,8 @@ def _hint(stride: int | torch.SymInt) -> int:
 
 
 def specialize(extent: Any) -> None:
-    """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic.
-
-    All sizes that it follows from become static: that (n + 2) // 3 is 8 leaves n open, and the size an expression.
-    """
+    """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic. All sizes
+    that it follows from become static: that (n + 2) // 3 is 8 leaves n open, and the size an expression."""
     if isinstance(extent, torch.SymInt) and not extent.node.expr.is_number:
         for symbol in extent.node.expr.free_symbols:
             extent.node.shape_env.evaluate_expr(symbol)  # torch records the guard: another value compiles again
@@ -273,6 +270,13 @@ def one_dim(dims: Any, rank: int) -> int | None:
     """The dimension that an argument `dim` names, as a number or as a list of it alone; else None."""
     dims = dims if isinstance(dims, (list, tuple)) else [dims]
     return normalize_dim(dims[0], rank) if len(dims) == 1 and isinstance(dims[0], int) else None
+
+
+def dims_of(node: Node) -> list[int]:
+    """The dimensions that a reduction runs over, in order: by default all."""
+    args = arguments(node)
+    rank, dims = len(shape(args["self"])), args.get("dim")
+    return sorted(normalize_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims or range(rank)))
 
 
 def copy_provenance(origin: Node, target: Node) -> None:

@@ -50,9 +50,7 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 def mark_stored(graph: Graph, reads: Callable[[torch.dtype, torch.device], bool]) -> None:
     """`marks.stored` on tensors that attentions may read in their narrow dtype. reads: whether kernels on a device can.
-
-    Not on those whose gradient is asked for: it would be that of the widened copy, rounded.
-    """
+    Not on those whose gradient is asked for: it would be that of the widened copy, rounded."""
     for node in graph.nodes:
         if nodes.is_tensor(node) and nodes.dtype(node) in _STORED and not marks.requires_grad(node):
             marks.stored.set(node, reads(nodes.dtype(node), nodes.value(node).device))
@@ -71,8 +69,7 @@ def locate(
     value are numbered as those of `walk` are.
 
     Goes no further than the index stays linear in `row` and `column` (< extent): a window partition, say, is read
-    from the tensor that it makes. accept: whether the caller has a place for the scale of a stored operand.
-    """
+    from the tensor that it makes. accept: whether the caller has a place for the scale of a stored operand."""
     bounds, dtype = walk.bounds | {column: extent}, nodes.dtype(here)
     held = stored(walk, here, index, row, column, extent, accept)
     if held is not None and not changes(held.passed, walk.anchor):

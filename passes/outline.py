@@ -34,8 +34,7 @@ _AUGMENTED = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 
 
 def outline(module: GraphModule) -> GraphModule:
-    """The same computation with one call in the place of each such part, equal parts by one name; the module itself
-    where there is none."""
+    """The same with one call for each such part, equal parts by one name; the module itself where there is none."""
     found = parts(module.graph)
     if not found:
         return module
@@ -52,8 +51,13 @@ def outline(module: GraphModule) -> GraphModule:
             call = graph.call_module(name, tuple(made[given] for given in inputs))
             call.meta = {"nn_module_stack": node.meta.get("nn_module_stack"), "val": tuple(map(nodes.value, outputs))}
             made |= {out: graph.call_function(operator.getitem, (call, k)) for k, out in enumerate(outputs)}
+    return _graph_module(attributes(graph, bodies, module), graph)
+
+
+def attributes(graph: Graph, bodies: dict[str, GraphModule], module: GraphModule) -> dict[str, Any]:
+    """What a graph has by name: bodies of its own, and what it takes over from a module."""
     named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")} - bodies.keys()
-    return _graph_module(bodies | {name: operator.attrgetter(name)(module) for name in named}, graph)
+    return bodies | {name: operator.attrgetter(name)(module) for name in named}
 
 
 def _graph_module(*given: Any) -> GraphModule:
@@ -116,11 +120,8 @@ def transforms(part: list[Node]) -> bool:
 
 
 def _unwraps(node: Node) -> bool:
-    """Whether a node makes plain tensors of one that holds others, as quantised weights do: the trace would meet those
-    and not know them. (DTensors are traced as such.)"""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return False
-    if not any(_wraps(nodes.value(given)) for given in node.all_input_nodes):
+    """Whether a node unwraps a tensor that holds others, as quantised weights do, unknown to the trace."""
+    if node.op in ("placeholder", "get_attr", "output") or not any(map(_wraps, map(nodes.value, node.all_input_nodes))):
         return False
     return not any(map(_wraps, tree_leaves(nodes.value(node))))
 
@@ -132,7 +133,7 @@ def _wraps(held: Any) -> bool:
 def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
     """A part as a graph of its own, the nodes that it reads and those of its own that are read behind it."""
     inside, body, made = set(part), Graph(), dict[Node, Node]()
-    inputs = list(dict.fromkeys(given for node in part for given in node.all_input_nodes if given not in inside))
+    inputs, outputs = ends(part)
     for given in inputs:
         held = given.op == "get_attr"
         made[given] = body.node_copy(given) if held else body.placeholder(given.name)
@@ -140,9 +141,15 @@ def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node
         if writes(node, inside):
             raise Unsupported(Ground.TRANSFORM, "a function transform of torch.func changes a tensor in place")
         made[node] = body.node_copy(node, made.__getitem__)
-    outputs = [node for node in part if any(user not in inside for user in node.users)]
     body.output(tuple(made[node] for node in outputs))
     return _graph_module(module, body), [given for given in inputs if given.op != "get_attr"], outputs
+
+
+def ends(part: list[Node]) -> tuple[list[Node], list[Node]]:
+    """The nodes that a part reads, and those of its own that are read behind it."""
+    inside = set(part)
+    inputs = list(dict.fromkeys(given for node in part for given in node.all_input_nodes if given not in inside))
+    return inputs, [node for node in part if not inside.issuperset(node.users)]
 
 
 def _text(body: Graph) -> str:

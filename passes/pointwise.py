@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -48,24 +49,16 @@ def _arithmetic(on_float: str, on_integer: Callable[[Expr, Expr], Expr], on_bool
 
 
 def _divide(call: Call) -> Expr | None:
-    mode = call.kwargs.get("rounding_mode")
-    left, right = call.args[:2]
-    if mode is None:
-        if kind_of(call.dtype) is not Kind.FLOAT:
-            return None
-        left, right = operand(left, Kind.FLOAT), operand(right, Kind.FLOAT)
-        return apply("div", left, right)
-    if kind_of(call.dtype) is Kind.INT:
-        right = operand(right, Kind.INT)
+    mode, kind = call.kwargs.get("rounding_mode"), kind_of(call.dtype)
+    if kind is Kind.INT and mode is not None:
+        left, right = (operand(arg, Kind.INT) for arg in call.args[:2])
         # Only a positive constant divisor and, for truncation, a non-negative dividend are the same as floor division.
-        if not (right.is_const and right.integer > 0):
-            return None
-        left = operand(left, Kind.INT)
-        return integers.floordiv(left, right) if mode == "floor" or integers.is_nonnegative(left) else None
-    left, right = operand(left, Kind.FLOAT), operand(right, Kind.FLOAT)
-    if mode == "floor":
+        same = right.is_const and right.integer > 0 and (mode == "floor" or integers.is_nonnegative(left))
+        return integers.floordiv(left, right) if same else None
+    if kind is not Kind.FLOAT or mode == "floor":
         return None  # torch goes by the remainder: 1 // 0.1 is 9, but 1 / 0.1 rounds to 10
-    return apply(mode, apply("div", left, right))
+    quotient = apply("div", *(operand(arg, Kind.FLOAT) for arg in call.args[:2]))
+    return quotient if mode is None else apply(mode, quotient)
 
 
 def _is_power_of_two(value: Expr) -> bool:
@@ -73,40 +66,26 @@ def _is_power_of_two(value: Expr) -> bool:
     return value.is_const and math.isfinite(value.value) and abs(math.frexp(value.value)[0]) == 0.5
 
 
-def _floor_divide(call: Call) -> Expr | None:
-    return _divide(Call(args=call.args, kwargs={"rounding_mode": "floor"}, dtype=call.dtype))
-
-
 def _remainder(call: Call) -> Expr | None:
-    left, right = call.args[:2]
-    if kind_of(call.dtype) is Kind.INT:
-        right = operand(right, Kind.INT)
-        positive = right.is_const and right.integer > 0
-        return integers.mod(operand(left, Kind.INT), right) if positive else None
-    left, right = operand(left, Kind.FLOAT), operand(right, Kind.FLOAT)
+    kind = Kind.INT if kind_of(call.dtype) is Kind.INT else Kind.FLOAT
+    left, right = (operand(arg, kind) for arg in call.args[:2])
+    if kind is Kind.INT:
+        return integers.mod(left, right) if right.is_const and right.integer > 0 else None
     if not _is_power_of_two(right):
         return None  # a rounded quotient can be off by one, or by any number where it is large
     return apply("fsub", left, apply("fmul", right, apply("floor", apply("div", left, right))))
 
 
-def _power(call: Call) -> Expr | None:
-    if kind_of(call.dtype) is not Kind.FLOAT:
-        return None
-    base, exponent = operand(call.args[0], Kind.FLOAT), operand(call.args[1], Kind.FLOAT)
+def _power(base: Expr, exponent: Expr, call: Call) -> Expr:
     if not exponent.is_const:
         return apply("pow", base, exponent)
     value = exponent.value
-    if value == 0.5:
-        return apply("sqrt", base)
-    if value == -0.5:
-        return apply("rsqrt", base)
+    if value in (0.5, -0.5):
+        return apply("sqrt" if value > 0 else "rsqrt", base)
     if value == -1.0:
         return apply("div", const(1.0), base)
     if value in _PRODUCTS:
-        product = base
-        for _ in range(int(value) - 1):
-            product = apply("fmul", product, base)
-        return product
+        return reduce(partial(apply, "fmul"), [base] * int(value))
     return apply("pow", base, exponent)
 
 
@@ -191,15 +170,8 @@ def _select(condition: Any, then: Any, otherwise: Any, dtype: torch.dtype) -> Ex
     kind = kind_of(dtype)
     if kind is None:
         return None
-    condition, then, otherwise = operand(condition, Kind.BOOL), operand(then, kind), operand(otherwise, kind)
-    if kind is Kind.BOOL:
-        return apply("or", apply("and", condition, then), apply("and", apply("not", condition), otherwise))
-    result = where(condition, then, otherwise)
+    result = where(operand(condition, Kind.BOOL), operand(then, kind), operand(otherwise, kind))
     return round_constants(result, dtype) if kind is Kind.FLOAT else result
-
-
-def _where(call: Call) -> Expr | None:
-    return _select(*call.args[:3], call.dtype) if len(call.args) == 3 else None
 
 
 def _masked_fill(call: Call) -> Expr | None:
@@ -208,20 +180,15 @@ def _masked_fill(call: Call) -> Expr | None:
 
 
 def _extremum(on_float: str, on_integer: str) -> Builder:
+    """Of two values; other overloads of max and min are reductions."""
+
     def builder(call: Call) -> Expr | None:
         kind = kind_of(call.dtype)
-        if kind not in (Kind.FLOAT, Kind.INT):
+        if kind not in (Kind.FLOAT, Kind.INT) or len(call.args) != 2 or not isinstance(call.args[1], Expr):
             return None
-        name = on_float if kind is Kind.FLOAT else on_integer
-        return apply(name, operand(call.args[0], kind), operand(call.args[1], kind))
+        return apply(on_float if kind is Kind.FLOAT else on_integer, *(operand(arg, kind) for arg in call.args))
 
     return builder
-
-
-def _binary_extremum(on_float: str, on_integer: str) -> Builder:
-    """max.other and min.other; their other overloads are reductions."""
-    combine = _extremum(on_float, on_integer)
-    return lambda call: combine(call) if len(call.args) == 2 and isinstance(call.args[1], Expr) else None
 
 
 def _clamp(call: Call) -> Expr | None:
@@ -244,16 +211,10 @@ def _or_nan(predicate: Expr, bound: Expr) -> Expr:
 
 
 def _clamp_one(side: str) -> Builder:
-    def builder(call: Call) -> Expr | None:
-        return _clamp(Call(args=call.args[:1], kwargs={side: call.get(1, side)}, dtype=call.dtype))
-
-    return builder
+    return lambda call: _clamp(replace(call, args=call.args[:1], kwargs={side: call.get(1, side)}))
 
 
-def _lerp(call: Call) -> Expr | None:
-    if kind_of(call.dtype) is not Kind.FLOAT:
-        return None
-    start, end, weight = (operand(arg, Kind.FLOAT) for arg in call.args[:3])
+def _lerp(start: Expr, end: Expr, weight: Expr, call: Call) -> Expr:
     distance = apply("fsub", end, start)
     near_start = apply("fadd", start, apply("fmul", weight, distance))
     near_end = apply("fsub", end, apply("fmul", distance, apply("fsub", const(1.0), weight)))
@@ -264,29 +225,21 @@ def _lerp(call: Call) -> Expr | None:
 
 
 def _addcmul(name: str) -> Builder:
-    def builder(call: Call) -> Expr | None:
-        if kind_of(call.dtype) is not Kind.FLOAT:
-            return None
-        base, left, right = (operand(arg, Kind.FLOAT) for arg in call.args[:3])
+    def compose(base: Expr, left: Expr, right: Expr, call: Call) -> Expr:
         factor = const(float(call.kwargs.get("value", 1)))
         return float_arithmetic("fadd", base, apply(name, apply("fmul", factor, left), right), call.dtype)
 
-    return builder
+    return float_function(compose, 3)
 
 
 def _reverse_subtract(call: Call) -> Expr | None:
-    return BUILDERS[aten.sub](
-        Call(args=(call.args[1], call.args[0], *call.args[2:]), kwargs=call.kwargs, dtype=call.dtype)
-    )
+    left, right, *rest = call.args
+    return BUILDERS[aten.sub](replace(call, args=(right, left, *rest)))
 
 
 def _is_nan(call: Call) -> Expr:
     value = operand(call.args[0], Kind.FLOAT)
     return apply("fne", value, value)
-
-
-def _is_inf(call: Call) -> Expr:
-    return apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), const(math.inf))
 
 
 def _tanh(x: Expr, call: Call) -> Expr:
@@ -297,8 +250,9 @@ def _tanh(x: Expr, call: Call) -> Expr:
 BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.add: _arithmetic("fadd", integers.add, "or"), aten.mul: _arithmetic("fmul", integers.mul, "and"),
     aten.sub: _arithmetic("fsub", integers.sub), aten.rsub: _reverse_subtract,
-    aten.div: _divide, aten.floor_divide: _floor_divide, aten.remainder: _remainder,
-    aten.pow: _power, aten.neg: _either(lambda x: apply("neg", x), integers.neg),
+    aten.div: _divide, aten.remainder: _remainder,
+    aten.floor_divide: lambda call: _divide(replace(call, kwargs={"rounding_mode": "floor"})),
+    aten.pow: float_function(_power, 2), aten.neg: _either(lambda x: apply("neg", x), integers.neg),
     aten.abs: _either(lambda x: apply("abs", x), lambda x: apply("iabs", x)),
     aten.square: float_function(lambda x, call: apply("fmul", x, x)),
     aten.reciprocal: float_function(lambda x, call: apply("div", const(1.0), x)),
@@ -309,12 +263,14 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.bitwise_and: _bitwise_and, aten.bitwise_left_shift: _shift(True), aten.bitwise_right_shift: _shift(False),
     aten.bitwise_or: _logical(_or, False), aten.bitwise_not: _logical(_not, False),
     aten.bitwise_xor: _logical(_exclusive_or, False),
-    aten.where: _where, aten.masked_fill: _masked_fill,
+    aten.where: lambda call: _select(*call.args, call.dtype) if len(call.args) == 3 else None,
+    aten.masked_fill: _masked_fill,
     aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),
-    aten.max: _binary_extremum("maximum", "imax"), aten.min: _binary_extremum("minimum", "imin"),
+    aten.max: _extremum("maximum", "imax"), aten.min: _extremum("minimum", "imin"),
     aten.clamp: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
-    aten.isnan: _is_nan, aten.isinf: _is_inf,
-    aten.lerp: _lerp, aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
+    aten.isinf: lambda call: apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), const(math.inf)),
+    aten.isnan: _is_nan,
+    aten.lerp: float_function(_lerp, 3), aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
 }  # fmt: skip
 """Overload packet -> builder. A builder returns None where it cannot express the call."""
 _NAMESAKES = "floor ceil trunc sqrt rsqrt exp log log1p expm1 sin cos tanh sigmoid erf atan"

@@ -30,14 +30,7 @@ from fusion.ir.ops import apply, as_float, where
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.widths import interval, is_exact, within
 from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
-from fusion.passes.contractions import (
-    ADDING,
-    Factors,
-    factors,
-    is_contraction,
-    is_distance,
-    products_above,
-)
+from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_distance, products_above
 from fusion.passes.folding import folded
 from fusion.passes.heads import mixed
 from fusion.passes.inplace import changes, may_copy
@@ -77,8 +70,7 @@ class Product:
 
 
 class PullBack:
-    """One walk, for one site. keys: the number of keys (columns J) that the product with V sums over. anchor: that
-    product, where there is one."""
+    """One walk, for one site. keys: how many (columns J) the product with V, `anchor`, sums over."""
 
     def __init__(self, bounds: dict[Expr, Expr], keys: Expr, anchor: Node | None = None):
         self.bounds, self.anchor = bounds, anchor
@@ -122,9 +114,8 @@ class PullBack:
         """A problem with what the walk has found, with the node at fault and the limit that the walk ran into."""
         node = self.suspect(problem)
         if problem.expr is None and node is not None and is_distance(node):
-            return Unsupported(
-                Ground.DISTANCES, "the scores are distances, and no products of queries and keys", None, node
-            )
+            message = "the scores are distances, and no products of queries and keys"
+            return Unsupported(Ground.DISTANCES, message, None, node)
         if self.limit is None or problem.refusal.kind is not Ground.NOT_POINTWISE:
             return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
         message = f"{problem.refusal.message}, as far as was looked: there are {self.limit}"
@@ -167,8 +158,6 @@ class PullBack:
         return too_heavy(value, free) or decided_otherwise(here, value, self.interior.keys(), self.loaded, self.anchor)
 
     def _limits(self, value: Expr) -> tuple[int, int]:
-        """The range of an integer."""
-
         def of_load(part: Expr) -> tuple[int, int]:
             held = torch.iinfo(nodes.dtype(self.loaded[part.operand]))
             return held.min, held.max
@@ -289,15 +278,12 @@ class PullBack:
         return apply("fmul", value, self.kept(here, args["p"], index, shape(here)))
 
     def kept(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
-        """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0.
-
-        The element's number within the tensor, and the node's own seed, decide: row and column are hashed one after the
-        other, so that all but a few instructions are done once per row.
-        """
+        """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0. The element's
+        number within the tensor, and the node's own seed, decide: row and column are hashed one after the other, so
+        that all but a few instructions are done once per row."""
         if (drawn_from := marks.seed(here)) is None or not isinstance(p, (int, float)):
-            raise Unsupported(
-                Ground.DROPOUT, "dropout of a kind, or with a probability, that is not known at compile time"
-            )
+            message = "dropout of a kind, or with a probability, that is not known at compile time"
+            raise Unsupported(Ground.DROPOUT, message)
         if p >= 1:
             return const(0.0)
         seed = self.load(drawn_from, (integers.integer(0),))
@@ -336,17 +322,13 @@ class PullBack:
             return None
         if {query.dtype, key.dtype} != {nodes.dtype(here)}:
             return None
-        nodes.specialize(nodes.value(parts.left).shape[_position(parts.left_index, C)])
+        nodes.specialize(nodes.value(parts.left).shape[parts.left_index.index(C)])
         scale, added = apply("fmul", query_scale, key_scale), False
         if packet(here) in ADDING:
             args = arguments(here)
             scale, added = apply("fmul", scale, const(float(args["alpha"]))), args["beta"] != 0
-        result = self.product(
-            Product(
-                node=here, index=index, query=query, key=key, extent=parts.extent, scale=scale, held=not added
-            )
-        )  # fmt: skip
-        return self._with_added(here, index, result) if added else result
+        found = Product(node=here, index=index, query=query, key=key, extent=parts.extent, scale=scale, held=not added)
+        return self._with_added(here, index, self.product(found)) if added else self.product(found)
 
     def product(self, product: Product) -> Expr:
         """The leaf of a product."""
@@ -385,7 +367,3 @@ _OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {
     aten.scatter: scattered, None: PullBack._item, **assembling.OPERATIONS, **over_keys.OPERATIONS,
 }  # fmt: skip
 """Operation -> the element at an index of its result, or None where it is to be loaded; None stands for getitem."""
-
-
-def _position(index: Index, atom: Expr) -> int:
-    return next(k for k, entry in enumerate(index) if entry is atom)

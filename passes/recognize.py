@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fusion.ir.expr import FALSE, ONE, ROW_MAX, ROW_SUM, WEIGHT, ZERO, Expr, Kind, const, is_number, node, walk
+from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, WEIGHT, ZERO, Expr, Kind, const, is_number, node, substitute, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.spec import Normalizer
 from fusion.passes.core import Core
@@ -27,9 +27,8 @@ def attentions(weight: Expr) -> list[Core]:
     """The attentions whose weights sum to `weight`; raises `Unsupported` with the reason where there are none."""
     weight = _fold_softmax(weight)
     if not has(weight, "dot"):
-        raise Unsupported(
-            Ground.NOT_POINTWISE, "the weights do not come from a product of queries and keys by pointwise operations"
-        )
+        message = "the weights do not come from a product of queries and keys by pointwise operations"
+        raise Unsupported(Ground.NOT_POINTWISE, message)
     if (outer := split_weights(weight)) is not None:
         mixed, inner = outer
         (core, *others) = attentions(inner)
@@ -42,8 +41,7 @@ def attentions(weight: Expr) -> list[Core]:
 
 
 def in_terms_of(value: Expr, core: Core) -> Expr | None:
-    """A value that is made of a core's weight, or of the maximum or log-sum of its scores, in WEIGHT, ROW_MAX and
-    ROW_SUM; None where it is made of anything else that depends on scores."""
+    """A value in WEIGHT, ROW_MAX and ROW_SUM of a core; None where it depends on scores in any other way."""
     value, columns = _fold_softmax(value), (core.score, *core.sinks)
     known = {} if core.origin is None else {core.origin: WEIGHT}
     for part in walk(value):
@@ -54,7 +52,7 @@ def in_terms_of(value: Expr, core: Core) -> Expr | None:
             known[part] = where(infinite, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
         elif _is_sum_below_maximum(part, columns):
             known[part] = ROW_SUM
-    found = _replace(value, known)
+    found = substitute(value, known)
     beyond = ("row_max", "row_sum") if core.normalizer is Normalizer.NONE else ()
     return None if has(found, "dot", "softmax", "scaled_softmax", "reduce", *beyond) else found
 
@@ -117,14 +115,12 @@ _SHIFTS = ("max", "detached max", "logsumexp")
 
 
 def _without_nan(expr: Expr, spelled: Expr) -> Expr | None:
-    """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is.
-
-    Exponentials from which no maximum was subtracted overflow, and are NaN in their quotient. That the fused softmax
-    has weights there must not show.
-    """
+    """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is. Exponentials
+    from which no maximum was subtracted overflow, and are NaN in their quotient. That the fused softmax has weights
+    there must not show."""
     if expr.op == "feq":
         weight, bound = expr.args
-        return FALSE if _is_at_most_one(weight) and bound.is_const and math.isinf(bound.value) else None
+        return const(False) if _is_at_most_one(weight) and bound.is_const and math.isinf(bound.value) else None
     condition, replaced, kept = expr.args
     if condition.op == "feq":
         replaced, kept = kept, replaced
@@ -155,18 +151,18 @@ def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
         return None
     shift = next((shift for shift in shifts if shift is not None), ZERO)
     maximum = {part: own for part in walk(shift, denominator) if (own := _own_maximum(part, columns)) is not None}
-    shift = _replace(shift, maximum)
+    shift = substitute(shift, maximum)
     attached = {_DETACHED: ROW_MAX}
     if not (shift.is_const and strip_shift(columns) is not None):  # exp(x - max of x - 1)
-        columns = as_exponents(columns, _replace(shift, attached))
+        columns = as_exponents(columns, substitute(shift, attached))
     if denominator is total:
         return node("softmax", columns, Kind.FLOAT, "softmax")
     # In terms of m = max of x and l = sum of exp(x - m): S = l * exp(m - r), and the quotient is exp(x - m) / u.
     further = ZERO if shift is ROW_MAX else apply("fsub", ROW_MAX, shift)
-    scale = apply("div", ONE, _less(_replace(denominator, maximum | {total: ROW_SUM}), further))
+    scale = apply("div", ONE, _less(substitute(denominator, maximum | {total: ROW_SUM}), further))
     if has(scale, "reduce", "dot"):
         return None
-    kind = quotient_kind(*(_replace(e, maximum | attached | {total: ROW_SUM}) for e in (shift, denominator)))
+    kind = quotient_kind(*(substitute(e, maximum | attached | {total: ROW_SUM}) for e in (shift, denominator)))
     return node("scaled_softmax", (scale, *columns), Kind.FLOAT, kind)
 
 
@@ -180,17 +176,16 @@ def _less(value: Expr, further: Expr) -> Expr:
     if value.op in ("fadd", "fsub", "neg", "maximum", "minimum"):
         return remake(value, tuple(_less(arg, further) for arg in value.args))
     if value.op in ("fmul", "div") and sum(depends) == 1 and (depends[0] or value.op == "fmul"):
-        return remake(
-            value, tuple(_less(arg, further) if d else arg for arg, d in zip(value.args, depends, strict=True))
-        )
+        args = (_less(arg, further) if own else arg for arg, own in zip(value.args, depends, strict=True))
+        return remake(value, tuple(args))
     if value.op == "where":
         arms = (_less(arg, further) for arg in value.args[1:])
-        return where(_replace(value.args[0], whole), *arms)
+        return where(substitute(value.args[0], whole), *arms)
     if value.op == "exp" and not any(depends):
         return apply("exp", apply("fsub", value.args[0], further))
     # In two steps: the exponential may be beyond float32 where its product with a small number is not.
     half = apply("exp", apply("fmul", further, const(-0.5)))
-    return apply("fmul", apply("fmul", _replace(value, whole), half), half)
+    return apply("fmul", apply("fmul", substitute(value, whole), half), half)
 
 
 def _own_maximum(value: Expr, columns: tuple[Expr, ...]) -> Expr | None:
@@ -201,16 +196,14 @@ def _own_maximum(value: Expr, columns: tuple[Expr, ...]) -> Expr | None:
 
 
 def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
-    """(x, r) with value = exp(x - r), r free of keys (ZERO where nothing is subtracted); r is None if any r will do.
-
-    A weight masked after the exponential, exp(x) * mask, is exp(x if mask else x - inf): the gradient of a product is
-    NaN where that of the weight is.
-    """
-    if value.op == "exp" and value.args[0].op == "where":
-        condition, *arms = value.args[0].args
-        return _selected_exponent(condition, *(apply("exp", arm) for arm in arms)) or (value.args[0], ZERO)
+    """(x, r) with value = exp(x - r), r free of keys (ZERO where nothing is subtracted); r is None if any r will do. A
+    weight masked after the exponential, exp(x) * mask, is exp(x if mask else x - inf): the gradient of a product is NaN
+    where that of the weight is."""
     if value.op == "exp":
         exponent = value.args[0]
+        if exponent.op == "where":
+            condition, *arms = exponent.args
+            return _selected_exponent(condition, *(apply("exp", arm) for arm in arms)) or (exponent, ZERO)
         if (shifted := _shifted(exponent)) is not None:
             return shifted
         for x, added in (exponent.args, exponent.args[::-1]) if exponent.op == "fadd" else ():
@@ -220,25 +213,21 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
     if is_number(value, 0.0):
         return const(-math.inf), None
     if value.op == "where":
-        condition, then, otherwise = value.args
-    elif value.op == "fmul" and any(_is_indicator(arg) for arg in value.args):
-        position = 0 if _is_indicator(value.args[0]) else 1
-        condition, factor = value.args[position].args[:2]
-        if (found := _exponent_and_shift(value.args[1 - position])) is None:
-            return None
-        dead = apply("fadd", found[0], const(-math.inf))
-        arms = (dead, found[0]) if is_number(factor, 0.0) else (found[0], dead)
-        return where(condition, *arms), found[1]
-    else:
+        return _selected_exponent(*value.args)
+    if value.op != "fmul" or not any(map(_is_indicator, value.args)):
         return None
-    return _selected_exponent(condition, then, otherwise)
+    indicator, other = value.args if _is_indicator(value.args[0]) else value.args[::-1]
+    if (found := _exponent_and_shift(other)) is None:
+        return None
+    condition, factor, _ = indicator.args
+    dead = apply("fadd", found[0], const(-math.inf))
+    arms = (dead, found[0]) if is_number(factor, 0.0) else (found[0], dead)
+    return where(condition, *arms), found[1]
 
 
 def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
     """(x, r) with exponent = x - r, or c * x - c * r of c * (x - r), as exp2 has it; None where nothing is subtracted.
-
-    A c > 1 could take a finite fill of x to -inf, and the row's weights from a mean to NaN: then x stays as it is.
-    """
+    A c > 1 could take a finite fill of x to -inf, and the row's weights from a mean to NaN: then x stays as it is."""
     if exponent.op == "fsub" and free_of_keys(exponent.args[1]):
         return exponent.args[0], exponent.args[1]
     if exponent.op != "fmul":
@@ -268,13 +257,6 @@ def _is_indicator(value: Expr) -> bool:
     return value.op == "where" and {arg.attr for arg in value.args[1:] if arg.is_const} == {0.0, 1.0}
 
 
-def _replace(expr: Expr, seen: dict[Expr, Expr]) -> Expr:
-    if expr in seen:
-        return seen[expr]
-    args = tuple(_replace(arg, seen) for arg in expr.args)
-    return expr if args == expr.args else remake(expr, args)
-
-
 # --- sums of attentions -----------------------------------------------------------------------------------------
 
 
@@ -287,9 +269,8 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
     if expr.op in ("fadd", "fsub"):
         for arg in expr.args:
             if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
-                raise Unsupported(
-                    Ground.WEIGHTS_ADDED, f"something independent of the softmax is added to the weights: {arg}", expr
-                )
+                message = f"something independent of the softmax is added to the weights: {arg}"
+                raise Unsupported(Ground.WEIGHTS_ADDED, message, expr)
         left, right = (_terms(arg) for arg in expr.args)
         return left + (right if expr.op == "fadd" else [(apply("neg", c), core) for c, core in right])
     if expr.op == "neg":
@@ -304,54 +285,45 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         condition, then, otherwise = expr.args
         for arg in (then, otherwise):
             if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
-                raise Unsupported(
-                    Ground.WEIGHTS_REPLACED,
-                    f"something independent of the softmax takes the place of weights: {arg}",
-                    expr,
-                )
+                message = f"something independent of the softmax takes the place of weights: {arg}"
+                raise Unsupported(Ground.WEIGHTS_REPLACED, message, expr)
         inverse = apply("not", condition)
         kept = [(where(condition, c, ZERO), selected(core, condition)) for c, core in _terms(then)]
         return kept + [(where(condition, ZERO, c), selected(core, inverse)) for c, core in _terms(otherwise)]
-    raise Unsupported(
-        Ground.NOT_LINEAR, f"the softmax is followed by an operation that is not linear in it ({expr.op})", expr
-    )
+    message = f"the softmax is followed by an operation that is not linear in it ({expr.op})"
+    raise Unsupported(Ground.NOT_LINEAR, message, expr)
 
 
 def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
     """The softmax with its rows multiplied (or divided) by a function of the sum and the maximum of its own scores."""
-    scale, columns = (
-        (core.args[0], core.args[1:])
-        if core.op == "scaled_softmax"
-        else (apply("div", ONE, ROW_SUM), without_shift(core.args))
-    )
+    if core.op == "scaled_softmax":
+        scale, *columns = core.args
+    else:
+        scale, columns = apply("div", ONE, ROW_SUM), without_shift(core.args)
+    columns = tuple(columns)
     own: dict[Expr, Expr] = {}
     for part in walk(factor):
         if (maximum := _own_maximum(part, columns)) is not None:
             own[part] = maximum
         elif is_maximum(part, columns, "logsumexp"):
             own[part] = apply("fadd", ROW_MAX, apply("log", ROW_SUM))
-    factor = _replace(factor, own)
+    factor = substitute(factor, own)
     if core.attr != "softmax" or has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
         raise Unsupported(Ground.FURTHER_REDUCTION, "the result is scaled by another reduction over the keys", factor)
     return node("scaled_softmax", (apply(op, scale, factor), *columns), Kind.FLOAT, core.attr)
 
 
 def _core(coefficient: Expr, core: Expr) -> Core:
-    scale, columns = (core.args[0], core.args[1:]) if core.op == "scaled_softmax" else (None, core.args)
-    columns = columns if scale is not None else without_shift(columns)
-    score, *sinks = columns
+    scale = core.args[0] if core.op == "scaled_softmax" else None
+    score, *sinks = without_shift(core.args) if scale is None else core.args[1:]
     if not has(score, "dot"):
-        raise Unsupported(
-            Ground.NOT_POINTWISE, "the softmax is not of a pointwise function of a product of queries and keys"
-        )
-    if has(score, "softmax", "scaled_softmax", "reduce"):
-        inner = next(part for part in walk(score) if part.op in ("softmax", "scaled_softmax", "reduce"))
-        raise Unsupported(
-            Ground.FURTHER_REDUCTION, "the scores of the softmax contain another reduction over the keys", inner
-        )
+        message = "the softmax is not of a pointwise function of a product of queries and keys"
+        raise Unsupported(Ground.NOT_POINTWISE, message)
+    if inner := next((part for part in walk(score) if part.op in ("softmax", "scaled_softmax", "reduce")), None):
+        message = "the scores of the softmax contain another reduction over the keys"
+        raise Unsupported(Ground.FURTHER_REDUCTION, message, inner)
     mixed, score = split_scores(score) or (None, score)
-    if not all(free_of_keys(sink) for sink in sinks):
-        column = next(sink for sink in sinks if not free_of_keys(sink))
+    if column := next((sink for sink in sinks if not free_of_keys(sink)), None):
         raise Unsupported(Ground.COLUMN_OF_SCORES, "a further column of the softmax depends on the scores", column)
     return Core(
         score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale,
@@ -363,14 +335,11 @@ def _pointwise_core(weight: Expr) -> Core:
     """Weights that are a pointwise function of the score, with no normaliser."""
     if has(weight, "mix"):
         raise Unsupported(Ground.HEADS_MIXED, "heads are mixed of weights that have no softmax", weight)
-    if has(weight, "reduce"):
-        inner = next(part for part in walk(weight) if part.op == "reduce")
-        raise Unsupported(
-            Ground.OTHER_NORMALISER, "the weights are normalised in a way that is not a softmax over the keys", inner
-        )
-    if not any(part.op not in ("fmul", "div", "fadd", "fsub", "neg", "where") and has(part, "dot")
-               for part in walk(weight) if part.op != "dot"):  # fmt: skip
-        raise Unsupported(
-            Ground.NO_NORMALISER, "there is no normaliser, and nothing but linear operations, between the two products"
-        )
+    if inner := next((part for part in walk(weight) if part.op == "reduce"), None):
+        message = "the weights are normalised in a way that is not a softmax over the keys"
+        raise Unsupported(Ground.OTHER_NORMALISER, message, inner)
+    linear = ("dot", "fmul", "div", "fadd", "fsub", "neg", "where")
+    if not any(part.op not in linear and has(part, "dot") for part in walk(weight)):
+        message = "there is no normaliser, and nothing but linear operations, between the two products"
+        raise Unsupported(Ground.NO_NORMALISER, message)
     return Core(score=weight, normalizer=Normalizer.NONE, weight=const(1.0), origin=weight)

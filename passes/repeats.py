@@ -20,11 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import (
-    _ProxyTensor,
-    get_proxy_mode,
-    set_proxy_slot,
-)
+from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, set_proxy_slot
 from torch.fx.node import map_arg
 from torch.fx.proxy import _COPY_META_FIELDS, Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -43,8 +39,7 @@ _NUMBERED: dict[Any, dict[Any, tuple[int, ...]]] = {
     operator.getitem: {aten.select.int: (2,), aten.slice.Tensor: (2, 3)},
     operator.setitem: {aten.select.int: (2,)},
 }
-"""Which arguments are numbers of an index. The ends of a slice that is written decide on the shape of what is written,
-and are part of the form."""
+"""Which arguments are numbers of an index; the ends of a slice that is written are part of the form."""
 _FILLS = (aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar)
 _SQUEEZED = aten.squeeze_.dims
 """A batched product writes it for a vector, to change the shape of what it has made."""
@@ -120,8 +115,7 @@ class Repeats:
         self._last: Node | None = None
 
     def again(self, call: Node, values: Mapping[Node, Any]) -> Later | None:
-        """The value of a call that was met before, whose operations are now in the graph; None for others, of which
-        `note` is to be told. values: of the nodes of Dynamo's graph."""
+        """The value of a call that was met before, copied into the graph; None for others, for `note`."""
         mode, self._key, self._values = get_proxy_mode(), None, values
         if mode is None or not _is_of_torch(call) or torch._C._functorch.maybe_current_level() is not None:
             return None  # inside of vmap a tensor is not the one that its node made
@@ -159,7 +153,7 @@ class Repeats:
         known = {*self._given, *operations}
         if not all(_is_known(node) and known.issuperset(node.all_input_nodes) for node in operations):
             return None
-        written = [node for node in operations if _writes(node)]
+        written = [node for node in operations if nodes.writes(node)]
         if self._given and not all(self._writes_part(node, operations) for node in written):
             return None
         if result is None and not written:
@@ -185,8 +179,7 @@ class Repeats:
         )
 
     def _writes_part(self, node: Node, operations: tuple[Node, ...]) -> bool:
-        """Whether a write goes to what the call made, and changes its shape, or nothing but elements, of which autograd
-        sees nothing."""
+        """Whether a write fills what the call made, unseen by autograd, or changes its shape."""
         if node.target is _SQUEEZED:
             return node.args[0] in operations
         return node.target in _FILLS and node.args[0] in operations and not self._tracked
@@ -233,8 +226,7 @@ class Repeats:
 
 
 def _is_of_torch(call: Node) -> bool:
-    """Whether a call has no state of its own, as a function of the user's may have. A part that is outlined is made of
-    such calls, and its name says of which."""
+    """Whether a call has no state, as a user's function may have; an outlined part is made of calls without."""
     target = call.target
     if call.op == "call_method" or is_outlined(target) or isinstance(target, (OpOverload, OpOverloadPacket)):
         return True
@@ -248,8 +240,7 @@ def _modes() -> Form:
 
 
 def _without_numbers(call: Node) -> tuple[Form, list[int]] | None:
-    """What is between the brackets of x[...], without the numbers that a copy may have others of, and these; None for
-    an index with anything but numbers."""
+    """(x[...] without the numbers that a copy may have others of, these numbers); None of other indices."""
     form, numbers, index = [], [], call.args[1]
     for item in index if isinstance(index, tuple) else (index,):
         if type(item) is int:
@@ -269,9 +260,8 @@ def _without_numbers(call: Node) -> tuple[Form, list[int]] | None:
 def _places(operations: tuple[Node, ...], target: Any) -> tuple[tuple[int, int], ...]:
     """The numbers of the index in what a call of `target` became."""
     numbered = _NUMBERED[target]
-    return tuple(
-        (n, k) for n, node in enumerate(operations) for k in numbered.get(node.target, ()) if k < len(node.args)
-    )
+    every = ((n, k) for n, node in enumerate(operations) for k in numbered.get(node.target, ()))
+    return tuple((n, k) for n, k in every if k < len(operations[n].args))
 
 
 def _form_of_tensors(value: Any) -> Form:
@@ -309,10 +299,6 @@ def _versions(value: Any) -> tuple[int, ...]:
 
 def _is_known(node: Node) -> bool:
     return node.op == "get_attr" or node.target is operator.getitem or isinstance(node.target, OpOverload)
-
-
-def _writes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _last(graph: Graph) -> Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -22,7 +21,7 @@ from fusion.passes.block_mask import BlockMask
 from fusion.passes.building import Symbols, derived, in_place_of, split_extrema
 from fusion.passes.by_rows import Pays as SetsPay
 from fusion.passes.by_rows import read_sets, with_merged_heads
-from fusion.passes.escaping import downstream_of_products, impurity, refuse_escaping
+from fusion.passes.escaping import Anew, downstream_of_products, impurity, refuse_escaping
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use
 from fusion.passes.nodes import Unsupported
@@ -52,22 +51,21 @@ def rewrite(
 
     module: the compiler's own copy, whose graph is changed.
     supports: (spec and its call, device, example sizes) -> why no kernel is to be made for it, or None.
-    emitter: handed to the op.
     pays: whether a map of a mask's tiles is worth its cost on a device; None makes none.
-    block_mask: the user's mask for every attention.
     validate: (site, specs, example sizes) -> how the specs differ from the graph, or None.
     sets_pay: whether keys are read by the sets of their rows (see `by_rows`); None keeps masks.
     """
-    symbols = Symbols(module.graph)
+    symbols, hints = Symbols(module.graph), nodes.size_hints(module.graph)
     split_extrema(module.graph, sites)
     specified = _specify_all(sites, symbols, block_mask)
-    anew = None if block_mask is not None else functools.partial(_with_uses, symbols)
+    anew: Anew = lambda site, found: _specify(site, site.attentions[0], symbols, None, found)
     # First: what is refused here is not validated, and no kernels are built for it.
-    refuse_escaping(module.graph, sites, specified, anew, symbols)
-    _refuse_different(module.graph, sites, specified, validate)
-    read_sets(module.graph, specified, sets_pay)
-    _map_tiles(module.graph, sites, specified, symbols, pays)
-    _refuse_unsupported(module.graph, sites, specified, supports)
+    refuse_escaping(module.graph, sites, specified, anew if block_mask is None else None, symbols)
+    if validate is not None:
+        _refuse(sites, specified, lambda site, parts: validate(site, parts, hints))
+    read_sets(specified, sets_pay, hints)
+    _map_tiles(module.graph, sites, specified, symbols, pays, hints)
+    _refuse(sites, specified, lambda site, parts: _unsupported(site, parts, supports, hints))
     refuse_escaping(module.graph, sites, specified, None, symbols)
     _check_tables(module.graph, specified, symbols)
     results: dict[Node, Node] = {}
@@ -93,40 +91,29 @@ def _specify_all(sites: Sequence[Site], symbols: Symbols, block_mask: BlockMask 
     return specified
 
 
-def _refuse_different(
-    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], validate: Validate | None
+def _refuse(
+    sites: Sequence[Site],
+    specified: dict[int, list[Specified]],
+    reason: Callable[[Site, list[Specified]], Refusal | None],
 ) -> None:
-    """Drop sites whose specs do not compute what the graph does."""
-    if validate is None:
-        return
-    hints = nodes.size_hints(graph)
+    """Drop the sites that there is a reason against."""
     for number, parts in list(specified.items()):
-        if (refusal := validate(sites[number], parts, hints)) is not None:
-            sites[number].refusal = refusal
+        if (refusal := reason(sites[number], parts)) is not None:
+            sites[number].refusal, sites[number].place = refusal, None
             del specified[number]
 
 
-def _refuse_unsupported(
-    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], supports: Supports
-) -> None:
-    """Drop sites that no kernel can be made for."""
-    hints = nodes.size_hints(graph)
-    for number, parts in list(specified.items()):
-        device = nodes.value(sites[number].root).device
-        sizes = ([size_value(n, hints) for n in part.sizes] for part in parts)
-        refusals = (supports(part, device, values) for part, values in zip(parts, sizes, strict=True))
-        if (refusal := next(filter(None, refusals), None)) is not None:
-            sites[number].refusal = refusal
-            sites[number].place = None
-            del specified[number]
+def _unsupported(
+    site: Site, parts: Sequence[Specified], supports: Supports, hints: Mapping[str, int]
+) -> Refusal | None:
+    """Why no kernels can be made for a site."""
+    device = nodes.value(site.root).device
+    refusals = (supports(part, device, [*part.example_sizes(hints).values()]) for part in parts)
+    return next(filter(None, refusals), None)
 
 
 def _specify(
-    site: Site,
-    attention: Attention,
-    symbols: Symbols,
-    block_mask: BlockMask | None,
-    found_uses: Sequence[Use] = (),
+    site: Site, attention: Attention, symbols: Symbols, block_mask: BlockMask | None, found_uses: Sequence[Use] = ()
 ) -> Specified:
     found = specify(site, attention, block_mask, found_uses)
     _refuse_distributed_dropout(found)
@@ -138,31 +125,29 @@ def _specify(
     return found
 
 
-def _with_uses(symbols: Symbols, site: Site, found: Sequence[Use]) -> Specified:
-    """A site that also writes further outputs."""
-    return _specify(site, site.attentions[0], symbols, None, found)
-
-
 def _refuse_distributed_dropout(found: Specified) -> None:
     """Processes that compute the same weights would drop different ones, each by a seed of its own."""
     random = any(part.op == "hash" for part in walk(*found.spec.expressions()))
     if random and (held := next((o for o in found.operands if marks.dtensor(o)), None)) is not None:
-        raise Unsupported(
-            Ground.DISTRIBUTED_DROPOUT,
-            f"dropout on the weights of DTensors ({held.name} is one), which have no common random numbers",
-        )
+        message = f"dropout on the weights of DTensors ({held.name} is one), which have no common random numbers"
+        raise Unsupported(Ground.DISTRIBUTED_DROPOUT, message)
 
 
 def _refuse_narrowed(site: Site, found: Specified) -> None:
     """A float64 program does not round what the model rounds on the way, and scores of -1e9 are equal after that."""
-    made = downstream_of_products(site, site.interior()) if found.spec.dtype == "float64" else ()
+    made = downstream_of_products(site) if found.spec.dtype == "float64" else ()
     for node in made:
         if nodes.dtype(node).is_floating_point and nodes.dtype(node) is not torch.float64:
             raise Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}", None, node)
 
 
 def _map_tiles(
-    graph: Graph, sites: Sequence[Site], specified: dict[int, list[Specified]], symbols: Symbols, pays: Pays | None
+    graph: Graph,
+    sites: Sequence[Site],
+    specified: dict[int, list[Specified]],
+    symbols: Symbols,
+    pays: Pays | None,
+    hints: Mapping[str, int],
 ) -> None:
     """Give attentions whose masks are data a map of their live tiles, one for all that have the same mask."""
     wanted: dict[Mapped, list[tuple[int, int]]] = {}
@@ -172,12 +157,10 @@ def _map_tiles(
         for position, part in enumerate(parts):
             if part.by_rows is None and (found := mapped(part)) is not None:
                 wanted.setdefault(found, []).append((number, position))
-    hints = nodes.size_hints(graph)
     for found, users in wanted.items():
         parts = [specified[number][position] for number, position in users]
-        if not pays(found.spec, [size_value(e, hints) for e in found.sizes], [
-            (part.spec, [size_value(e, hints) for e in part.sizes]) for part in parts
-        ], parts[0].device):  # fmt: skip
+        of_parts = [(part.spec, [*part.example_sizes(hints).values()]) for part in parts]
+        if not pays(found.spec, [size_value(e, hints) for e in found.sizes], of_parts, parts[0].device):
             continue
         made: Node | None = None
         for (number, position), part in zip(users, parts, strict=True):
@@ -186,10 +169,8 @@ def _map_tiles(
             if made is None or not made < place:
                 with graph.inserting_before(place):
                     sizes = [symbols.value(extent) for extent in found.sizes]
-                    made = graph.call_function(
-                        torch.ops.fusion.tile_map.default,
-                        (list(found.operands), sizes, found.spec.to_json()),
-                    )
+                    arguments = (list(found.operands), sizes, found.spec.to_json())
+                    made = graph.call_function(torch.ops.fusion.tile_map.default, arguments)
                 nodes.copy_provenance(root, made)
                 held = [nodes.value(s) if isinstance(s, Node) else s for s in sizes]
                 like = nodes.value(root)
@@ -199,8 +180,7 @@ def _map_tiles(
 
 
 def _check_tables(graph: Graph, specified: dict[int, list[Specified]], symbols: Symbols) -> None:
-    """Let attentions read tables whose positions are known to be there: copies made by `fusion::table`, one for all
-    that are read at the same places."""
+    """Let attentions read tables as `fusion::table` has checked them, one for all that are read at the same places."""
     known: dict[Table, Node] = {}
     for parts in specified.values():
         for place, part in enumerate(parts):
@@ -235,8 +215,7 @@ def _refuse_reordered_reads(site: Site) -> None:
 def _replace(
     graph: Graph, site: Site, parts: Sequence[Specified], symbols: Symbols, emitter: str, results: dict[Node, Node]
 ) -> dict[Node, Node]:
-    """Put the calls in the place of a site's root, and say what stands in whose place. `results`: that of sites
-    before."""
+    """Put the calls in the place of a site's root; returns what stands in whose place. results: of sites before."""
     root = site.root
     with graph.inserting_before(site.place or root):
         terms, further = [], dict[Node, Node]()

@@ -26,13 +26,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a product with V was pulled back to.
-
-    cores: the attentions whose weights sum to those of the product.
-    value, scale: where V is read, and what its rows are multiplied by.
-    pullback: the walk.
-    keys: how many keys there are.
-    """
+    """What a product with V was pulled back to. cores: the attentions whose weights sum to those of the product. value,
+    scale: where V is read, and what its rows are multiplied by."""
 
     cores: list[Core]
     value: Access
@@ -66,9 +61,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Foun
     trained = bool(marks.requires_grad(anchor))
     v, v_scale = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
     scale = apply("fmul", apply("fmul", q_scale, k_scale), _scale(args["scale"], d))
-    score = pullback.product(
-        Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, held=False)
-    )  # fmt: skip
+    score = pullback.product(Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, held=False))
     if args["is_causal"]:
         score = where(apply("ile", J, I), score, const(-math.inf))
     if args["attn_mask"] is not None:

@@ -79,8 +79,7 @@ def strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
 
 
 def _scaled_or_nan(op: str, x: Expr, factor: Expr) -> Expr:
-    """x * factor (or x / factor) in the place of (x - max of x) * factor: NaN where x is +inf, also if the factor is
-    below zero, and that would be the weight 0."""
+    """x * factor (or x / factor) for (x - max of x) * factor: NaN where x is +inf, where a negative factor gives 0."""
     scaled = apply(op, x, factor)
     if factor.is_const and factor.value > 0:
         return scaled

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import AttentionSpec, Operand, Output, integers
-from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, J, Kind, const, load, rebuild, size, walk
+from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, const, coord, load, rebuild, size, walk
 from fusion.ir.mixing import Mixing
 from fusion.ir.ops import apply, where
 from fusion.ir.sizes import size_value
@@ -33,11 +33,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByRows:
-    """An attention over a set of keys, which are read through a table.
-
-    table: the number of the operand that holds the positions.
-    dense: the same attention with a mask of all keys.
-    """
+    """An attention over a set of keys, which are read through a table. table: the number of the operand that holds the
+    positions. dense: the same attention with a mask of all keys."""
 
     table: int
     dense: Specified
@@ -48,9 +45,7 @@ class Specified:
     """A spec and what its call takes.
 
     device: the type of the device that it runs on.
-    operands: the graph nodes of its operands.
     sizes: the spec's sizes in the graph's own terms.
-    differentiable: whether gradients are needed.
     tables: numbers of operands that are positions in others, which are to be checked before they are read.
     uses: what the further outputs take the place of.
     key_sets: what is known of operands that are masks made of positions, by number.
@@ -83,8 +78,7 @@ class Specified:
 def specify(
     site: Site, attention: Attention, block_mask: BlockMask | None = None, uses: Sequence[Use] = ()
 ) -> Specified:
-    """The spec of one attention of a site, under the user's own mask if there is one, with the further outputs that
-    take the place of `uses`; raises `Unsupported` where it cannot be stated."""
+    """The spec of one attention, under the user's mask, with outputs for `uses`; raises `Unsupported`."""
     core = _with_scaled_values(attention, marks.requires_grad(site.root))
     products = attention.pullback.products
     if core.row_scale is not None and attention.pullback.partly_detached:
@@ -102,8 +96,8 @@ def specify(
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
     if differentiable:
         _require_gradients(core, head is not None)
-    batch = tuple(site.bounds[dim] for dim in _coords(site) if dim.name.startswith("b"))
-    rename = _Sizes(batch, _extent(site, "i"), attention.keys)
+    batch = tuple(site.bounds[coord(name)] for name in site.dims if name.startswith("b"))
+    rename = _Sizes(batch, site.bounds[I], attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
@@ -216,20 +210,9 @@ def _under_block_mask(
     return where(keep, score, const(0.0 if normalizer is Normalizer.NONE else -math.inf))
 
 
-def _coords(site: Site) -> list[Expr]:
-    return [next(c for c in site.bounds if c.attr == name) for name in site.dims]
-
-
-def _extent(site: Site, name: str) -> Expr:
-    return next(extent for c, extent in site.bounds.items() if c.attr == name)
-
-
 def _main_product(core: Core, products: list[Product]) -> int:
-    """The product that becomes the score; others in the same program are read from their tensors.
-
-    One that no tensor holds must be it. Else the one with the widest reduction is taken: the most expensive to
-    materialise.
-    """
+    """The product that becomes the score; others in the same program are read from their tensors. One that no tensor
+    holds must be it. Else the one with the widest reduction is taken: the most expensive to materialise."""
     score = core.score if core.mixed_scores is None else core.mixed_scores.program
     numbers = sorted({part.operand for part in walk(score) if part.op == "dot"})
 

@@ -8,6 +8,7 @@ leave a live key in every tile, and get none.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,7 @@ from fusion.passes.specify import Specified
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapped:
-    """A map that an attention could use: what it is, the graph nodes of its operands, its sizes in the graph's terms.
-    Equal for attentions that can share it."""
+    """A map that an attention could use, with its operands and sizes in the graph; equal where it can be shared."""
 
     spec: MapSpec
     operands: tuple[Node, ...]
@@ -79,14 +79,11 @@ def mapped(found: Specified) -> Mapped | None:
     batch = tuple(spec.batch[int(name[1:])] for name in names)
     used = {part.attr for part in walk(live, full, spec.n_q, spec.n_k, *batch) if part.op == "size"}
     sizes = [(name, value) for name, value in zip(spec.sizes, found.sizes, strict=True) if name in used]
-    return Mapped(
-        spec=MapSpec(
-            sizes=tuple(name for name, _ in sizes), batch=batch, n_q=spec.n_q, n_k=spec.n_k, live=live, full=full,
-            rows="i" in coordinates(live),
-        ),
-        operands=operands,
-        sizes=tuple(value for _, value in sizes),
+    made = MapSpec(
+        sizes=tuple(name for name, _ in sizes), batch=batch, n_q=spec.n_q, n_k=spec.n_k, live=live, full=full,
+        rows="i" in coordinates(live),
     )  # fmt: skip
+    return Mapped(spec=made, operands=operands, sizes=tuple(value for _, value in sizes))
 
 
 def _batch_axes(data: _Data) -> list[str]:
@@ -120,42 +117,25 @@ def with_map(found: Specified, made: Node) -> Specified:
         tile_mixed=tile_mixed,
     )
     operand = Operand(dtype="int32", rank=len(batch) + 3, name="tiles")
-    return replace(
-        found,
-        spec=replace(spec, operands=(*spec.operands, operand), mask=facts),
-        operands=(*found.operands, made),
-    )
+    spec = replace(spec, operands=(*spec.operands, operand), mask=facts)
+    return replace(found, spec=spec, operands=(*found.operands, made))
 
 
 def _all(predicates: list[Expr]) -> Expr:
-    result = TRUE
-    for part in predicates:
-        result = apply("and", result, part)
-    return result
+    return functools.reduce(functools.partial(apply, "and"), predicates, TRUE)
 
 
 def _data(found: Specified) -> _Data | None:
     """What a map would cover, or None where there is nothing."""
     spec = found.spec
-    mask = spec.mask
-    predicates = []
-    for part in conjuncts(mask.live) if mask is not None else ():
-        if depends_on_key(part) and (loads(part) or _alternatives(part)) and mappable(part):
-            predicates.append(part)
-    biases: dict[Expr, float] = {}
-    if spec.normalizer is not Normalizer.NONE:
-        biases = {
-            bias: factor
-            for bias, factor in _addends(spec.score, 1.0)
-            if HARD * factor <= 100 * ORDINARY and _may_be_hard(found, bias)
-        }
-    if not predicates and not biases:
+    known = conjuncts(spec.mask.live) if spec.mask is not None else []
+    predicates = [p for p in known if depends_on_key(p) and (loads(p) or _alternatives(p)) and mappable(p)]
+    added = _addends(spec.score, 1.0) if spec.normalizer is not Normalizer.NONE else []
+    fills = {bias: HARD * factor for bias, factor in added if _may_be_hard(found, bias)}
+    fills = {bias: fill for bias, fill in fills.items() if fill <= 100 * ORDINARY}
+    if not predicates and not fills:
         return None
-    return _Data(
-        predicates=tuple(predicates),
-        biases=tuple(biases),
-        fill=max((HARD * factor for factor in biases.values()), default=-math.inf),
-    )
+    return _Data(predicates=tuple(predicates), biases=tuple(fills), fill=max(fills.values(), default=-math.inf))
 
 
 def _alternatives(predicate: Expr) -> bool:

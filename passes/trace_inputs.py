@@ -96,8 +96,7 @@ def placed(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
 
 
 def _is_known(fake: Any) -> bool:
-    """Whether a tensor's sizes are numbers, and its memory's too: an exported program may have a view of a base whose
-    sizes are symbols."""
+    """Whether a tensor's sizes are numbers, and its memory's too: in exported programs a base may have symbols."""
     known = type(fake) is FakeTensor and not fake._has_symbolic_sizes_strides
     return known and isinstance(fake.untyped_storage().nbytes(), int)
 

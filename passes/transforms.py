@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion.passes import autocast, nodes
-from fusion.passes.outline import parts, transforms, writes
+from fusion.passes.outline import attributes, ends, parts, transforms, writes
 
 _OF_LEVELS = ("torch._functorch", "torch._C._functorch", "torch._C._autograd", "torch.autograd.forward_ad")
 _PREFIX = "transformed_"
@@ -40,13 +40,10 @@ class Asked(enum.Enum):
 class Run:
     """Operations of a function inside of a transform.
 
-    members: their nodes.
     inputs, outputs: what they read, and which of them are read behind them.
     body: the same as a graph.
     values: what it is called with.
     around: the regions of autocast around it.
-    asked: which derivatives are asked for.
-    refusal: why it stays as it is.
     """
 
     members: tuple[Node, ...]
@@ -119,10 +116,9 @@ def _is_of_levels(node: Node) -> bool:
 
 
 def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, levels: Mapping[str, int]) -> list[Run]:
-    """The run of these nodes; none where it is no graph of tensors and numbers. levels: how many of each kind are
-    around."""
-    inside, graph, made = set(members), Graph(), dict[Node, Node]()
-    inputs = list(dict.fromkeys(given for node in members for given in node.all_input_nodes if given not in inside))
+    """The run of these nodes; none if it is no graph of tensors and numbers. levels: how many of each are around."""
+    graph, made = Graph(), dict[Node, Node]()
+    inputs, outputs = ends(members)
     mode = detect_fake_mode([nodes.value(node) for node in module.graph.nodes if node.op == "placeholder"])
     values = list[Any]()
     for given in inputs:
@@ -139,7 +135,6 @@ def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, l
     for node in members:
         made[node] = graph.node_copy(node, made.__getitem__)
         made[node].meta.pop("example_value", None)  # of levels that are gone
-    outputs = [node for node in members if any(user not in inside for user in node.users)]
     graph.output(tuple(made[node] for node in outputs))
     read = tuple(given for given in inputs if made[given].op == "placeholder")
     return [
@@ -190,8 +185,6 @@ def with_fused(module: GraphModule, fused: Sequence[tuple[Run, GraphModule]]) ->
                 made[out] = graph.call_function(operator.getitem, (call, k))
                 made[out].meta |= out.meta
     bodies = {f"{_PREFIX}{number}": body for number, (_, body) in enumerate(fused)}
-    named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")} - bodies.keys()
-    held = {name: operator.attrgetter(name)(module) for name in named}
-    result = GraphModule(held | bodies, graph)
+    result = GraphModule(attributes(graph, bodies, module), graph)
     result.meta |= module.meta
     return result

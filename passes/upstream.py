@@ -62,8 +62,7 @@ class Upstream:
         return functools.reduce(operator.or_, (self[parent] for parent in node.all_input_nodes), _NOTHING)
 
     def weights_are_left(self, parts: Factors) -> bool:
-        """Which operand of a product with V is the normalised one. Weights on the right are rare (v^T @ w^T); V may
-        have met a gate since another attention."""
+        """Which operand is normalised. Weights on the right are rare (v^T @ w^T); V may have met a gate before."""
         left, right = self[parts.left], self[parts.right]
         if looks_like_attention(left) != looks_like_attention(right):
             return looks_like_attention(left)

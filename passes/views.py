@@ -23,13 +23,14 @@ from fusion.refusals import Ground
 
 aten = torch.ops.aten
 Index = tuple[Expr, ...]
-Rule = Callable[[Node, dict[str, Any], Index, integers.Bounds], tuple[Node, Index]]
+Rule = Callable[[Node, dict[str, Any], Index, integers.Bounds], Index | None]
+"""(the node, its arguments, an index of it, bounds) -> the index of the same element of its input, "self"; None where
+the call changes values (a cast) or has a form that is not resolved."""
 _RULES: dict[Any, Rule] = {}
 
 
 def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Index] | None:
-    """The input node and index of the element `node[index]`, or None if the node computes, ends a gradient, or cannot
-    be resolved."""
+    """The input node and index of the element `node[index]`, or None: it computes, ends a gradient, or is unclear."""
     if node.op != "call_function" or not nodes.is_tensor(node) or marks.stop_gradient(node):
         return None
     if node.target is operator.getitem:
@@ -38,18 +39,16 @@ def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Ind
     if rule is None:
         return None
     try:
-        return rule(node, arguments(node), index, bounds)
-    except (Unsupported, _NotAView):
+        args = arguments(node)
+        moved = rule(node, args, index, bounds)
+    except Unsupported:
         return None
+    return None if moved is None else (args["self"], moved)
 
 
 def is_view(node: Node) -> bool:
     """Whether a node is of a kind that `source` may follow."""
     return node.target is operator.getitem or packet(node) in _RULES
-
-
-class _NotAView(Exception):
-    """This call of a view-like operation changes values (a cast) or has a form that is not resolved."""
 
 
 def _rule(*packets: Any) -> Callable[[Rule], Rule]:
@@ -68,32 +67,29 @@ def _concrete(value: Any) -> int:
 
 
 @_rule(aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh_copy, aten.lift_fresh)
-def _identity(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
-    return args["self"], index
+def _identity(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
+    return index
 
 
 @_rule(aten.to, aten._to_copy, aten.type_as)
-def _conversion(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _conversion(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     origin = args["self"]
     if nodes.dtype(origin) != nodes.dtype(node) or nodes.value(origin).device != nodes.value(node).device:
-        raise _NotAView
-    return origin, index
+        return None
+    return index
 
 
 @_rule(aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
-def _reshape(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
-    origin = args["self"]
-    if nodes.dtype(origin) != nodes.dtype(node):
-        raise _NotAView  # view(dtype)
-    return origin, reshape_index(shape(node), shape(origin), index, bounds)
+def _reshape(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
+    if nodes.dtype(args["self"]) != nodes.dtype(node):
+        return None  # view(dtype)
+    return reshape_index(shape(node), shape(args["self"]), index, bounds)
 
 
 def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds: integers.Bounds) -> Index:
-    """The index into a tensor of shape `old` of the element at `index` of its reshape to `new`.
-
-    Groups of dimensions with equal products are resolved on their own, so that only dimensions that are really merged
-    or split see a division.
-    """
+    """The index into a tensor of shape `old` of the element at `index` of its reshape to `new`. Groups of dimensions
+    with equal products are resolved on their own, so that only dimensions that are really merged or split see a
+    division."""
     if integers.integer(0) in old:
         raise Unsupported(
             Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}, which hold nothing"
@@ -155,29 +151,29 @@ def _unflatten(flat: Expr, extents: Sequence[Expr], bounds: integers.Bounds) -> 
 
 
 @_rule(aten.permute)
-def _permute(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _permute(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     dims = [normalize_dim(d, len(index)) for d in args["dims"]]
-    return args["self"], tuple(index[dims.index(k)] for k in range(len(index)))
+    return tuple(index[dims.index(k)] for k in range(len(index)))
 
 
 @_rule(aten.transpose, aten.swapaxes, aten.swapdims)
-def _transpose(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _transpose(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     first, second = (d for name, d in args.items() if name.startswith(("dim", "axis")))
     swapped = list(index)
     first, second = normalize_dim(first, len(index)), normalize_dim(second, len(index))
     swapped[first], swapped[second] = index[second], index[first]
-    return args["self"], tuple(swapped)
+    return tuple(swapped)
 
 
 @_rule(aten.t, aten.numpy_T, aten.mT, aten.adjoint)
-def _matrix_transpose(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _matrix_transpose(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     if packet(node) is aten.numpy_T:
-        return args["self"], index[::-1]
-    return args["self"], (*index[:-2], *index[-2:][::-1])
+        return index[::-1]
+    return (*index[:-2], *index[-2:][::-1])
 
 
 @_rule(aten.movedim, aten.moveaxis)
-def _movedim(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _movedim(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     origins, targets = args["source"], args["destination"]
     origins = [origins] if isinstance(origins, int) else list(origins)
     targets = [targets] if isinstance(targets, int) else list(targets)
@@ -185,31 +181,28 @@ def _movedim(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bo
     placed = {normalize_dim(t, rank): normalize_dim(o, rank) for o, t in zip(origins, targets, strict=True)}
     rest = iter(k for k in range(rank) if k not in placed.values())
     order = [placed[k] if k in placed else next(rest) for k in range(rank)]
-    return args["self"], tuple(index[order.index(k)] for k in range(rank))
+    return tuple(index[order.index(k)] for k in range(rank))
 
 
 @_rule(aten.unsqueeze)
-def _unsqueeze(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _unsqueeze(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     dim = normalize_dim(args["dim"], len(index))
-    return args["self"], index[:dim] + index[dim + 1 :]
+    return index[:dim] + index[dim + 1 :]
 
 
 @_rule(aten.squeeze)
-def _squeeze(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
-    origin = args["self"]
-    extents = shape(origin)
-    dims = args.get("dim")
+def _squeeze(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
+    extents, dims = shape(args["self"]), args.get("dim")
     dims = range(len(extents)) if dims is None else [dims] if isinstance(dims, int) else dims
-    gone = {normalize_dim(d, len(extents)) for d in dims} & {
-        k for k, extent in enumerate(extents) if extent is integers.integer(1)
-    }
+    named = {normalize_dim(d, len(extents)) for d in dims}
     remaining = iter(index)
-    return origin, tuple(integers.integer(0) if k in gone else next(remaining) for k in range(len(extents)))
+    one, zero = integers.integer(1), integers.integer(0)
+    return tuple(zero if extent is one and k in named else next(remaining) for k, extent in enumerate(extents))
 
 
 @_rule(aten.expand, aten.expand_as, aten.broadcast_to)
-def _expand(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
-    return args["self"], broadcast_index(shape(node), shape(args["self"]), index)
+def _expand(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
+    return broadcast_index(shape(node), shape(args["self"]), index)
 
 
 def broadcast_index(new: Sequence[Expr], old: Sequence[Expr], index: Index) -> Index:
@@ -222,12 +215,10 @@ def broadcast_index(new: Sequence[Expr], old: Sequence[Expr], index: Index) -> I
 
 
 @_rule(aten.slice, aten.narrow)
-def _slice(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
-    origin = args["self"]
+def _slice(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     dim = normalize_dim(args["dim"], len(index))
-    start, step = args.get("start") or 0, _concrete(args.get("step", 1) or 1)
-    start = nodes.size_expr(start)
-    extent = shape(origin)[dim]
+    start, step = nodes.size_expr(args.get("start") or 0), _concrete(args.get("step", 1) or 1)
+    extent = shape(args["self"])[dim]
     if start.is_const and start.integer < 0:
         if step == 1 and args.get("end") in (None, 2**63 - 1):
             start = integers.sub(extent, shape(node)[dim])  # a tensor may have fewer elements
@@ -235,56 +226,53 @@ def _slice(node: Node, args: dict[str, Any], index: Index, bounds: integers.Boun
             start = apply("imax", integers.add(extent, start), integers.integer(0))
     elif not start.is_const and not integers.is_nonnegative(start):
         raise Unsupported(Ground.LAYOUT, "a slice whose start may be negative")
-    moved = integers.add(start, integers.mul(step, index[dim]))
-    return origin, (*index[:dim], moved, *index[dim + 1 :])
+    return (*index[:dim], integers.add(start, integers.mul(step, index[dim])), *index[dim + 1 :])
 
 
 @_rule(aten.select)
-def _select(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
-    origin = args["self"]
+def _select(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     dim = normalize_dim(args["dim"], len(index) + 1)
     at = nodes.size_expr(args["index"])
     if at.is_const and at.integer < 0:
-        at = integers.add(at, shape(origin)[dim])
+        at = integers.add(at, shape(args["self"])[dim])
     elif not at.is_const and not integers.is_nonnegative(at):
         raise Unsupported(Ground.LAYOUT, "an index that may be negative")
-    return origin, (*index[:dim], at, *index[dim:])
+    return (*index[:dim], at, *index[dim:])
 
 
 @_rule(aten.repeat, aten.tile)
-def _repeat(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
-    origin = args["self"]
-    extents = shape(origin)
+def _repeat(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
+    extents = shape(args["self"])
     kept = index[len(index) - len(extents) :]
     one, zero = integers.integer(1), integers.integer(0)
-    return origin, tuple(zero if n is one else integers.mod(x, n, bounds) for x, n in zip(kept, extents, strict=True))
+    return tuple(zero if n is one else integers.mod(x, n, bounds) for x, n in zip(kept, extents, strict=True))
 
 
 @_rule(aten.repeat_interleave)
-def _repeat_interleave(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _repeat_interleave(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     repeats, dim = args.get("repeats"), args.get("dim")
     if not isinstance(repeats, int) or dim is None:
-        raise _NotAView
+        return None
     dim = normalize_dim(dim, len(index))
-    return args["self"], (*index[:dim], integers.floordiv(index[dim], repeats, bounds), *index[dim + 1 :])
+    return (*index[:dim], integers.floordiv(index[dim], repeats, bounds), *index[dim + 1 :])
 
 
 @_rule(aten.flip)
-def _flip(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _flip(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     extents, moved = shape(node), list(index)
     for d in args["dims"]:
         d = normalize_dim(d, len(index))
         moved[d] = integers.sub(integers.sub(extents[d], 1), moved[d])
-    return args["self"], tuple(moved)
+    return tuple(moved)
 
 
 @_rule(aten.roll)
-def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     shifts, dims = args["shifts"], args["dims"]
     shifts = [shifts] if isinstance(shifts, int) else shifts
     dims = [dims] if isinstance(dims, int) else dims
     if not dims:
-        raise _NotAView
+        return None
     extents, moved = shape(node), list(index)
     for shift, d in zip(shifts, dims, strict=True):
         d = normalize_dim(d, len(index))
@@ -292,14 +280,14 @@ def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bound
             raise Unsupported(Ground.LAYOUT, "a roll over a dimension of unknown size")
         extent = extents[d].integer
         moved[d] = integers.mod(integers.add(moved[d], (-shift) % max(extent, 1)), extents[d], bounds)
-    return args["self"], tuple(moved)
+    return tuple(moved)
 
 
 @_rule(aten.unfold)
-def _unfold(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds):
+def _unfold(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     dim = normalize_dim(args["dimension"], len(index) - 1)
     moved = integers.add(integers.mul(_concrete(args["step"]), index[dim]), index[-1])
-    return args["self"], (*index[:dim], moved, *index[dim + 1 : -1])
+    return (*index[:dim], moved, *index[dim + 1 : -1])
 
 
 def _from_getitem(node: Node, index: Index) -> tuple[Node, Index] | None:

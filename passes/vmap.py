@@ -20,8 +20,7 @@ _OWN = (_ENTER, "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim"
 
 
 def own(target: Any) -> Any:
-    """The function behind a call of vmap's own, which enters and leaves levels; None for other calls. Dynamo's graph
-    has its wrapper, which would put the call into the trace."""
+    """The function behind a call that enters or leaves levels of vmap, whose wrapper would be traced; else None."""
     name = getattr(target, "__name__", "")
     return getattr(torch._C._functorch, name) if name in _OWN else None
 
@@ -37,8 +36,7 @@ class Untraceable(Exception):
 
 
 def through(body: Interpreter, args: tuple[Any, ...]) -> Any:
-    """Run a part of Dynamo's graph that enters and leaves its levels of `vmap`, and trace what becomes of its
-    operations."""
+    """Run a part of Dynamo's graph that enters and leaves levels of `vmap`, and trace what becomes of it."""
     mode, depth = get_proxy_mode(), _depth()
     assert mode is not None
     try:

@@ -102,7 +102,7 @@ def _run(
     keywords: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """The output, and the gradients of the arguments named, all for one upstream gradient."""
-    given = {name: _detached(value) for name, value in arguments.items()}
+    given = {n: value.detach() if isinstance(value, Tensor) else value for n, value in arguments.items()}
     wanted = {name: given[name].requires_grad_() for name in gradients}
     with torch.set_grad_enabled(bool(wanted)):
         output = function(*given.values(), **(keywords or {}))
@@ -113,8 +113,3 @@ def _run(
         gradient = torch.autograd.grad(output, list(wanted.values()), upstream, materialize_grads=True)
         found |= {f"gradient of {name}": grad for name, grad in zip(wanted, gradient, strict=True)}
     return found
-
-
-def _detached(value: Any) -> Any:
-    """A tensor of the same values and strides that autograd does not know."""
-    return value.detach() if isinstance(value, Tensor) else value

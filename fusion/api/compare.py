@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion.errors import ComparisonError
 from fusion.exactness import errors, is_float, widened
-from fusion.planning.plan import bytes_text, seconds_text
+from fusion.planning.plan import aligned, bytes_text, seconds_text
 
 COMPETITORS = ("eager", "inductor", "fusion")
 
@@ -80,14 +80,7 @@ class Comparison:
 
     def __str__(self) -> str:
         rows = [("measured", "time", "speed-up", "peak", "error", "allowed"), *self.table()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        return "\n".join([*(line.rstrip() for line in lines), self.conditions])
+        return "\n".join([*aligned(rows, 1), self.conditions])
 
 
 def compare(

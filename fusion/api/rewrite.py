@@ -79,8 +79,7 @@ def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Optio
 
 
 def _lifted(module: GraphModule, names: list[str], given: list[Any]) -> GraphModule:
-    """The same computation with parameters and buffers as its first arguments: the analysis must not take the values
-    that they have today for constants."""
+    """The same with parameters and buffers as first arguments: values that they have today are no constants."""
 
     def run(*flat: Any) -> Any:
         state = dict(zip(names, flat, strict=False))

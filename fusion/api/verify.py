@@ -50,8 +50,7 @@ class Verified:
 
 @dataclass(slots=True, kw_only=True)
 class Verification:
-    """Every attention that one call of a model meets, and the outputs of the whole: `whole.error` is held against
-    `whole.allowed`; `note` says why they were not compared."""
+    """Every attention that a call meets, and the whole: `whole.error` against `whole.allowed`, or a `note`."""
 
     sites: list[Verified] = field(default_factory=list)
     whole: Measured

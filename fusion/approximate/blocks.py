@@ -93,8 +93,7 @@ def of_heads(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def row_bounds(tiles: Tensor, lower: Tensor, blocks: Summaries) -> Tensor:
-    """[h, t, blocks]: for each row of [h, t, rows, d] the lesser of two bounds of its scores with a block, less `lower`
-    [h, t, rows]; the largest of a tile."""
+    """[h, t, blocks]: the largest of a tile's rows, for each the lesser of two bounds of its scores, less `lower`."""
     flat, lower = tiles.flatten(1, 2), lower.flatten(1)[..., None]
     box = torch.cat([flat.clamp_min(0), flat.clamp_max(0), -lower], 2) @ blocks.boxes
     ball = torch.cat([flat, flat.norm(dim=-1, keepdim=True), -lower], 2) @ blocks.balls
@@ -102,8 +101,7 @@ def row_bounds(tiles: Tensor, lower: Tensor, blocks: Summaries) -> Tensor:
 
 
 def tile_bounds(tiles: Tensor, lower: Tensor, blocks: Summaries) -> Tensor:
-    """The same from the ball about a tile's rows: q.k is at most the product of the centres, plus the one radius times
-    the norm of the other centre, plus the largest |q| times the other radius."""
+    """The same by balls: q.k is at most the product of the centres plus each radius times the other's largest norm."""
     centre = tiles.mean(2)
     radius = (tiles - centre[:, :, None]).norm(dim=-1).amax(2, keepdim=True) * (1 + 1e-5)
     norm = tiles.norm(dim=-1).amax(2, keepdim=True)

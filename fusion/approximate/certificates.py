@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusion.ir.request import Approximation
+
 LIMIT = 4096
 
 
@@ -23,15 +25,11 @@ class Certificate:
     ran: the same, or "exact".
     heads: the batch coordinates of the heads, e.g. ((0, 3), (0, 5)).
     epsilon: the error asked for.
-    n_q, n_k: queries and keys.
     reason: why exact ran.
-    weight_error: a bound on the sum over keys of |error of a weight| / sum of the weights, in every row; 0 where exact
-        ran.
+    weight_error: a bound on the sum over keys of |error of a weight| / sum of the weights, in every row; 0 if exact.
     output_error: the bound 2 e / (1 - e) * max |v_j| on the Euclidean error of any output row that follows from it.
     bound: B, such that every |score| <= B after the keys are centred; None where it was not computed to the end.
-    moment: what the mean square score of a row is at most (of the keys that are approximated, relative to their mean
-        weight).
-    degree, features: of the polynomial.
+    moment: a bound on the mean square score of a row (of approximated keys, relative to their mean weight).
     live: the share of the tiles that were computed (certified_sparse).
     planes: bfloat16 planes of float32 products, where these are fewer than the exact kernel takes.
     """
@@ -71,11 +69,8 @@ Pending = Certificate | Callable[[], Certificate]
 
 
 class _Records(threading.local):
-    """What the calls of one thread certified.
-
-    last: of its last call.
-    collectors: one list for each `collect_certificates` around that call.
-    """
+    """What the calls of one thread certified. last: of its last call. collectors: one list for each
+    `collect_certificates` around that call."""
 
     def __init__(self) -> None:
         self.last: deque[Pending] = deque(maxlen=LIMIT)
@@ -115,23 +110,22 @@ def collect_certificates() -> Iterator[list[Certificate]]:
         found += _made(kept)
 
 
-def note_exact(method: str, epsilon: float, operands: Sequence[Tensor], reason: str) -> None:
+def note_exact(allowed: Approximation, operands: Sequence[Tensor], reason: str) -> None:
     """Record that a call ran exact. Heads are not told apart here; rows are those of the operands."""
-    q, k = operands[0], operands[1]
+    n_q, n_k = (x.shape[-2] if x.dim() > 1 else 1 for x in operands[:2])
     record(
         Certificate(
-            method=method, ran="exact", heads=((),), epsilon=epsilon, reason=reason,
-            n_q=q.shape[-2] if q.dim() > 1 else 1, n_k=k.shape[-2] if k.dim() > 1 else 1,
+            method=allowed.method, ran="exact", heads=((),), epsilon=allowed.epsilon, n_q=n_q, n_k=n_k, reason=reason
         )
-    )  # fmt: skip
+    )
 
 
 def is_captured(method: str, epsilon: float, operands: Sequence[Tensor]) -> bool:
-    """Whether a call is captured in a CUDA graph: then it runs exact, which is recorded. A decision that the host reads
-    from the data would be that of the capture."""
+    """Whether a CUDA graph is captured, into which no decision by data fits: exact runs, which is recorded."""
     if not (operands[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
-    note_exact(method, epsilon, operands, "a CUDA graph is being captured, which no look at data fits into")
+    allowed = Approximation(method=method, epsilon=epsilon)
+    note_exact(allowed, operands, "a CUDA graph is being captured, which no look at data fits into")
     return True
 
 

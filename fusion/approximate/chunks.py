@@ -65,9 +65,7 @@ class Chunks:
             # Keys of zeros that fill the last chunk are in no state that is used.
             state = run.state(k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, k.shape[:2])
             before = state[:, :-1].cumsum(1)
-            before = (
-                before * weights[:, None, :, None] if len(k) == heads else before[owner] * weights[:, None, :, None]
-            )
+            before = (before if len(k) == heads else before[owner]) * weights[:, None, :, None]
             far = run.readout(q[:, 1:].flatten(0, 1), before.flatten(0, 1)).unflatten(0, (heads, -1))
             later, near = out[:, 1:], normaliser[:, 1:]
             later.mul_(near).add_(far[..., :-1]).div_(near.add_(far[..., -1:]))

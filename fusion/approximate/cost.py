@@ -57,8 +57,7 @@ def worth_a_look(machine: Machine, problem: Problem) -> bool:
 
 
 def selection_seconds(machine: Machine, problem: Problem, rows: int, keys: int, fine: bool) -> float:
-    """Of bounding the scores of all blocks of `keys` keys, for tiles of `rows` queries or, where `fine`, for all
-    queries."""
+    """Of bounding the scores of all blocks of `keys` keys, for tiles of `rows` queries or (`fine`) for all queries."""
     queries, flops, threads = problem.problems * problem.n_q, machine.flops("float32"), machine.cores / 2
     weights = queries * CANDIDATES * keys
     bounds = queries * -(-problem.n_k // keys) * (1 if fine else 4 / rows)
@@ -70,8 +69,7 @@ def selection_seconds(machine: Machine, problem: Problem, rows: int, keys: int, 
 
 
 def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, split: bool) -> float:
-    """Of the polynomial schedule: features of both sides, made and multiplied once. split: by kernels that multiply
-    bf16 planes (AMX tiles, tensor cores)."""
+    """Of features of both sides, made and multiplied once. split: into bf16 planes (AMX tiles, tensor cores)."""
     rows = problem.problems * problem.n_q + max(1, problem.batch * problem.heads_kv) * problem.n_k
     passes = CAUSAL_PASSES if problem.causal else PASSES
     moved = rows * passes * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
@@ -80,7 +78,7 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
     columns = -(-(problem.d_v + 1) // 16) * 16
     if split:
         cycles = FEATURE_CYCLES + columns * PRODUCTS[planes] / FEATURE_MACS
-        seconds = rows * features * cycles / (_clock(machine) * machine.cores)
+        seconds = rows * features * cycles / ((machine.clock or 2.5e9) * machine.cores)
     else:
         seconds = rows * features * (2 * columns + 8) / machine.flops("float32")
     inside = 0.0
@@ -106,10 +104,6 @@ def _gpu_seconds(machine: Machine, problem: Problem, rows: int, features: int, p
     products += 2.0 * near * (padded(problem.d) + padded(problem.d_v)) * PRODUCTS[2]
     busy = max(products / machine.flops("bfloat16"), 8.0 * (made + near) / machine.flops("float32"))
     return busy / GPU_RATE
-
-
-def _clock(machine: Machine) -> float:
-    return machine.clock or 2.5e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +167,7 @@ def _rounding(p: Polynomial, planes: int, least: float, exact_values: bool) -> f
 
     A monomial's term passes through up to four roundings: the features of key and query, the value, the state. In two
     planes each is off by 2**-16, and the product that is left out by as much. All terms of degree g add up to at most
-    |c_g| B^g for a key; the sum of the weights is at least `least` for each key.
-    """
+    |c_g| B^g for a key; the sum of the weights is at least `least` for each key."""
     two = 6 * UNIT**2
     if planes == 0:
         return 0.0
@@ -187,9 +180,8 @@ def _rounding(p: Polynomial, planes: int, least: float, exact_values: bool) -> f
 def crossing(
     machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool
 ) -> tuple[Choice | None, int]:
-    """(the polynomial, the least N = N_q = N_k, a power of two times 1..2, from which it is predicted to be faster).
-
-    0 where no polynomial is certified, or none is faster up to N = 2**26."""
+    """(the polynomial, the least N = N_q = N_k, a power of two times 1..2, from which it is predicted to be faster). 0
+    where no polynomial is certified, or none is faster up to N = 2**26."""
     if (choice := _certified(problem, bound, epsilon, split)) is None:
         return None, 0
     for step in range(7 * 8, 26 * 8 + 1):
@@ -203,8 +195,7 @@ def crossing(
 
 
 def _certified(problem: Problem, bound: float, epsilon: float, split: bool) -> Choice | None:
-    """The polynomial that is certified without data. Of a row's mean weight it is known to be 1 with centred keys, and
-    exp(-B) with some of them."""
+    """The polynomial certified without data. A row's mean weight is at least 1 with centred keys, exp(-B) with some."""
     least = math.exp(-bound) if problem.causal else 1.0
     return choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=least)
 
@@ -229,8 +220,7 @@ def io_crossing(machine: Machine, problem: Problem, features: int) -> int:
 def crossing_text(
     machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool, timed: bool = True
 ) -> str:
-    """One line for people: the polynomial for |scores| <= bound and from which N on it is predicted to be faster
-    (timed: where there is a kernel to predict the time of)."""
+    """The polynomial for |scores| <= bound and from which N on it is faster (timed: where that can be predicted)."""
     found = crossing(machine, problem, bound, epsilon, split) if timed else None
     choice, n = found or (_certified(problem, bound, epsilon, split), 0)
     if choice is None:

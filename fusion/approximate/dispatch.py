@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fusion.approximate import certificates
+from fusion.approximate.certificates import note_exact
 from fusion.approximate.eligible import Plain, plain
 from fusion.errors import UnknownMachineError
 from fusion.ir.request import Approximation, Request
@@ -107,8 +107,3 @@ class Exact:
         out = self.exact(operands, sizes)
         note_exact(self.allowed, operands, self.reason)
         return out
-
-
-def note_exact(allowed: Approximation, operands: Sequence[Tensor], reason: str) -> None:
-    """Record that a call ran exact."""
-    certificates.note_exact(allowed.method, allowed.epsilon, operands, reason)

@@ -31,8 +31,7 @@ KEPT = 64
 
 @contextlib.contextmanager
 def ieee_products() -> Iterator[None]:
-    """Matrix products of float32 tensors in float32: bounds would not hold in the reduced precision that
-    `torch.set_float32_matmul_precision` may have asked for."""
+    """float32 products in float32, whatever `torch.set_float32_matmul_precision` says: else bounds would not hold."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     before = [setting.fp32_precision for setting in settings]
     if all(found in ("none", "ieee") for found in before):
@@ -112,10 +111,7 @@ def _coordinates(heads: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[
 
 
 class HeadSlices(NamedTuple):
-    """The places of the queries and of the keys of each head, which heads may share.
-
-    d: columns of a row.
-    """
+    """The places of the queries and of the keys of each head, which heads may share. d: columns of a row."""
 
     q: Rows
     k: Rows

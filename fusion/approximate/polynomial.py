@@ -187,8 +187,7 @@ class PolynomialAttention:
         return Centred(keys, heads.v.float(), heads.q.float() * (self.plain.scale * unit)[:, None, None])
 
     def _groups(self, figures: HeadBounds, known: _Known) -> dict[tuple[int, int] | None, dict[int, Choice]]:
-        """Heads and their polynomials, by what heads have in common that run together: (degree, planes); None: heads
-        that run exact."""
+        """Heads and their polynomials by the (degree, planes) of those that run together (None: exact)."""
         groups: dict[tuple[int, int] | None, dict] = defaultdict(dict)
         of_heads = zip(figures.bounds, figures.moments, figures.least, strict=True)
         for head, (bound, moment, least) in enumerate(of_heads):

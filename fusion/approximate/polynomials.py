@@ -53,8 +53,7 @@ class Polynomial:
 
 
 def relative_error(coefficients: np.ndarray, bound: float, floor: float | None = None) -> float:
-    """max over |x| <= bound of |exp(-x) p(x) - 1|, divided by floor + x^2 exp(-x) where `floor` is given; an upper
-    bound of it, from a grid and a bound on what lies between its points."""
+    """An upper bound on |exp(-x) p(x) - 1| over |x| <= bound, divided by floor + x^2 exp(-x) where `floor` is given."""
     x = bound * np.cos(np.linspace(0, math.pi, GRID))
     powers = np.polynomial.polynomial
     p = powers.polyval(x, coefficients)
@@ -73,8 +72,7 @@ def relative_error(coefficients: np.ndarray, bound: float, floor: float | None =
 
 @functools.lru_cache(maxsize=4096)
 def minimax(degree: int, bound: float, moment: float | None = None) -> Polynomial:
-    """The polynomial of least relative error on [-bound, bound] (Remez); with a moment, of about the least
-    `row_error(moment)`."""
+    """The polynomial of least relative error on [-bound, bound] (Remez); with a moment, of least `row_error`."""
     if bound == 0:
         return Polynomial(coefficients=(1.0,) + (0.0,) * degree, bound=0.0, error=0.0)
     floor = None if moment is None else FLOOR * moment
@@ -100,8 +98,7 @@ def minimax(degree: int, bound: float, moment: float | None = None) -> Polynomia
 
 
 def least_row_error(degree: int, bound: float, moment: float | None = None) -> float:
-    """What `minimax(degree, bound, moment).row_error(moment)` is at least (de la Vallee Poussin), for the price of one
-    small linear system."""
+    """A lower bound of `minimax(..).row_error(moment)` (de la Vallee Poussin), for one small linear system."""
     if bound == 0:
         return 0.0
     floor = None if moment is None else FLOOR * moment

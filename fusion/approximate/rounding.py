@@ -22,8 +22,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 
 TWO_PLANES = 2.0**-15 * (1 + 2.0**-6)
-"""Error of a product of two float32 numbers in two planes each, relative to the product of their sizes; terms of second
-order are in the factor."""
+"""Error of a product of two float32 numbers in two planes each, relative to their sizes, second order included."""
 LARGE = 2.0**60
 """Norms up to which the parts of numbers below 2**-126, which tiles take for 0, add up to nothing in a score."""
 
@@ -62,11 +61,8 @@ class TwoPlanes:
 
     def errors(self, queries: Sequence[float], keys: Sequence[float]) -> list[float]:
         """`error_of` of heads with queries and keys up to these norms."""
-        scale = abs(self.scale)
-        found = []
-        for q, k in zip(queries, keys, strict=True):
-            found.append(error_of(q * k * scale) if max(q, k, scale) < LARGE else math.inf)
-        return found
+        scale, pairs = abs(self.scale), zip(queries, keys, strict=True)
+        return [error_of(q * k * scale) if max(q, k, scale) < LARGE else math.inf for q, k in pairs]
 
     @staticmethod
     def limit(epsilon: float) -> float:

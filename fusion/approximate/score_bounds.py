@@ -30,8 +30,7 @@ class HeadBounds(NamedTuple):
     keys: the same once the mean of the keys is taken away.
     queries: the largest norm of a query.
     bounds: B, such that |score| <= B for centred keys.
-    moments: a bound on the mean square score of a row over the keys that are approximated, relative to their mean
-        weight.
+    moments: a bound on the mean square score of a row over approximated keys, relative to their mean weight.
     least: a lower bound of this mean weight.
     means: [H, d], what was taken away.
     """
@@ -61,10 +60,8 @@ class SampledBounds(NamedTuple):
 
 
 class Inspection:
-    """The inspection of the data of one spec's calls.
-
-    native: by compiled kernels (on CPUs), else by torch's operations.
-    """
+    """The inspection of the data of one spec's calls. native: by compiled kernels (on CPUs), else by torch's
+    operations."""
 
     def __init__(self, gather: HeadPacker, scale: float, causal: bool, native: bool):
         self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
@@ -73,12 +70,8 @@ class Inspection:
     def whole(
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
     ) -> HeadBounds:
-        """Of all rows: what a certificate may rest on.
-
-        second: whether moments are asked for.
-        limit: of the bounds of heads that are of interest; others may be given up, with norms that are too large and no
-            moments.
-        """
+        """Of all rows: what a certificate may rest on. second: whether moments are asked for. limit: of the bounds of
+        heads that are of interest; others may be given up, with norms that are too large and no moments."""
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):
@@ -150,8 +143,7 @@ class Inspection:
         return [found[n] / max(1.0, found[n + 1]) for n in range(0, len(found), 2)]
 
     def _call(self, what: tuple, operands: Sequence[Tensor], sizes: Sequence[int], make) -> Any:
-        """What `make(columns, rows of the queries, rows of the keys)` gives, kept for these sizes and strides; None
-        where kernels cannot read the rows."""
+        """What `make(columns, queries, keys)` gives, by sizes and strides; None where kernels cannot read the rows."""
         if not self.native:
             return None
         q, k = operands[0], operands[1]

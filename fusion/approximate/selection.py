@@ -63,8 +63,7 @@ class Selection:
     """rows, keys: of a tile; row tiles come in multiples of `sets`.
     scale, causal: of the attention.
     always: leave out what can be, whether it pays or not.
-    together: heads are taken together.
-    """
+    together: heads are taken together."""
 
     rows: int
     keys: int
@@ -93,8 +92,7 @@ class Selection:
     def _marks(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int], shares: Mapping[int, float], fine: bool
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """The same of heads that are taken together. By bounds of whole tiles where these suffice, else of every
-        row."""
+        """The same of heads taken together: by bounds of whole tiles where these suffice, else of every row."""
         finite, ways, found = self._finite(q, k, v), {}, {}
         q, k = q.float() * self.scale, k.float()
         blocks = functools.cache(lambda: Summaries(k, self.keys))

@@ -1,27 +1,17 @@
-"""A call of attention that leaves out what provably does not matter, in two steps.
+"""A call of attention that leaves out what provably does not matter, in two steps (docs/approximate.md).
 
-*Without looking.* Keys are taken in blocks, queries in tiles. For a query row and a key block, the block's box
-(coordinate-wise minimum and maximum of its keys) and its ball (mean and radius) bound every score in the block from
-above. The exact scores of the few blocks whose means score highest bound the logarithm of the row's normaliser from
-below. A block's share of the normaliser is then at most
+*Without looking.* The box and the ball of a block of keys bound its scores with a row from above; exact scores of the
+few likeliest blocks bound the row's normaliser from below. A block has at most `keys * exp(upper - lower)` of it, and a
+tile of rows leaves out the least blocks while these add up to half of epsilon. The ball about a tile's rows gives
+bounds for all of them in a 30th of the time; rows are looked at one by one where that leaves too much. Attempted where
+a sample says that it pays.
 
-    keys in it * exp(upper - lower)
+*By looking.* The kernel omits exponentials and the product with V of tiles in which no key can have more than epsilon /
+(2 N_k) of its row's sum (`sparse_kernel.py` of `codegen/mlir` and `codegen/triton`). Nearly free.
 
-and a row tile leaves out the blocks of least share as long as these add up to half of epsilon for each of its rows. The
-ball about a tile's rows gives such bounds for all of them at once, in a 30th of the time: rows are looked at one by one
-where that leaves too much. Attempted for heads where a sample of rows and of tiles says that it pays.
-
-*By looking.* The kernel computes the scores of what remains, and omits exponentials and the product with V of tiles in
-which no key can have more than epsilon / (2 N_k) of its row's sum (`sparse_kernel.py` of `codegen/mlir` and
-`codegen/triton`). Nearly free.
-
-The certificate is what was left out, summed up for each row; the largest sum counts.
-
-Heads in which nothing can be left out without looking run in fewer bfloat16 planes instead, where that is certified
-(`rounding`, on CPUs with AMX); the others run exact.
-
-On GPUs the host waits for two reads of a call: of a glance at the data, and of what is to be done with each head
-(`selection`). Certificates are read when somebody asks for them.
+The certificate is what was left out, summed up for each row; the largest sum counts. Heads that leave out nothing run
+in fewer bfloat16 planes where that is certified (`rounding`, on CPUs with AMX), else exact. On GPUs the host waits for
+two reads of a call: of a glance at the data, and of what is to be done with each head (`selection`).
 """
 
 from __future__ import annotations
@@ -73,10 +63,8 @@ def refusal(spec: AttentionSpec, plain: Plain, device: str, emitter: str) -> str
 
 
 class SparseKernel(Protocol):
-    """Exact attention without tiles that do not matter (`SparseKernel` of `codegen/mlir` and `codegen/triton`).
-
-    rows, keys: of a tile; row tiles come in multiples of `sets`.
-    """
+    """Exact attention without tiles that do not matter (`SparseKernel` of `codegen/mlir` and `codegen/triton`). rows,
+    keys: of a tile; row tiles come in multiples of `sets`."""
 
     rows: int
     keys: int
@@ -88,11 +76,8 @@ class SparseKernel(Protocol):
 
 
 class _Rounding(NamedTuple):
-    """How products are rounded.
-
-    errors: of the weights of each head in two planes, or none.
-    means: [H, d], what is taken away from the keys for that, where it is needed.
-    """
+    """How products are rounded. errors: of the weights of each head in two planes, or none. means: [H, d], what is
+    taken away from the keys for that, where it is needed."""
 
     errors: list[float]
     means: Tensor | None
@@ -110,19 +95,13 @@ class _Parts:
 
 
 class _Likely(NamedTuple):
-    """selective: the heads in which tiles may be left out, with the share of the blocks that a glance could rule out.
-    rounded: whether any head may do with two planes."""
+    """selective: heads that may leave out tiles, and the share of blocks. rounded: whether two planes may do."""
 
     selective: dict[int, float]
     rounded: bool
 
     def __bool__(self) -> bool:
         return bool(self.selective) or self.rounded
-
-
-def _by_head(heads: Heads) -> list[Tensor]:
-    """Q, K and V of every head, shared keys repeated."""
-    return [heads.q, *(x[heads.owner] if len(x) < len(heads.q) else x for x in (heads.k, heads.v))]
 
 
 class SparseAttention:
@@ -229,8 +208,7 @@ class SparseAttention:
         return _Likely(hopeful, min(self.rounding.errors([x.queries for x in found], keys)) <= self.epsilon * MARGIN)
 
     def _sampled_mass(self, operands: Sequence[Tensor], sizes: Sequence[int], fine: bool) -> dict[int, float]:
-        """Heads in which the boxes of a few blocks could rule out most of them, if few keys had most of the weight;
-        the share of the blocks."""
+        """Heads in which boxes could rule out most blocks if few keys had most of the weight; the share of those."""
         # A row's sum is then as many weights like the highest as FEW of the sampled keys stand for.
         gap = -math.log(self.epsilon / 2 * FEW / GLANCED[1])
         shares = self.look.ruled_out(operands, sizes, (*GLANCED, self.kernel.keys), gap)
@@ -238,7 +216,8 @@ class SparseAttention:
 
     def _parts(self, heads: Heads, likely: dict[int, float], rounding: _Rounding, fine: bool) -> _Parts:
         """What is done with each head. likely, fine: see `Selection.marks`."""
-        q, k, v = rows = _by_head(heads)
+        shared = len(heads.k) < len(heads.q)  # keys, which are repeated
+        q, k, v = rows = [heads.q, *(x[heads.owner] if shared else x for x in (heads.k, heads.v))]
         marks = self.selection.marks(q, k, v, likely, fine) if likely else {}
         certified = [head for head, error in enumerate(rounding.errors) if error <= self.epsilon * MARGIN]
         rounded = [head for head in certified if head not in marks and bool(v[head].abs().amax() < math.inf)]
@@ -281,8 +260,7 @@ class SparseAttention:
         return found[0]
 
     def _certify(self, heads: Heads, some: Sequence[int], errors: Tensor, computed: Tensor | None = None) -> None:
-        """Record what is certified of some heads, read when it is asked for. computed: tiles of each; where not given,
-        they ran in two planes."""
+        """Record what is certified of some heads. computed: tiles of each; None: they ran in two planes."""
         shape = (-(-heads.n_q // self.kernel.rows), -(-heads.n_k // self.kernel.keys))
         tiles = shape[0] * shape[1]
         if self.plain.causal:

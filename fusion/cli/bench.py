@@ -28,7 +28,6 @@ Tensor = torch.Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
     target.add_arguments(parser, optional=True)
     parser.add_argument("--variant", choices=[*VARIANTS], action="append", help="only this one; may be given again")
     parser.add_argument("--N", type=int, default=1024, help="queries and keys (default %(default)s)")
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
     from fusion.api.compare import compare
     from fusion.report.json import comparison_to_dict
 

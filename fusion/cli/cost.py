@@ -28,7 +28,6 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
     parser.add_argument(
         "--N", type=int, default=4096, help="queries, and keys unless --Nk is given (default %(default)s)"
     )
@@ -63,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
     if arguments.symbolic:
         return _symbolic(arguments)
     from fusion.planning.plan import Problem
@@ -111,7 +109,7 @@ def _approximation(arguments: argparse.Namespace, problem: Problem, target: Mach
 
 
 def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> int:
-    from fusion.planning.plan import compare, plan
+    from fusion.planning.plan import aligned, compare, plan
 
     crossing = "" if arguments.bound is None else _approximation(arguments, problem, target)
     options = {"direction": _direction(arguments), "features": arguments.features}
@@ -129,11 +127,7 @@ def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> 
     print(f"{problem}\n{target.name}: M = {chosen.capacity} elements; lower bound {chosen.bound:.4g} elements moved\n")
     rows = [("", "schedule", "kernel", "tile", "I/O", "bytes", "/ bound", "predicted")]
     rows += [_row(item, chosen, problem, target) for item in weighed]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        left = [text.ljust(width) for text, width in zip(row[:4], widths, strict=False)]
-        right = [text.rjust(width) for text, width in zip(row[4:], widths[4:], strict=True)]
-        print("  ".join(left + right).rstrip())
+    print("\n".join(aligned(rows, 4)))
     for item in weighed:
         if item.reason:
             print(f"\n{item.schedule} does not fit: {item.reason}")
@@ -146,8 +140,7 @@ def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> 
 
 
 def _choice(arguments: argparse.Namespace, problem: Problem, target: Machine) -> Choice | None:
-    """What the planner chooses for the forward's kernel on a processor. None where another schedule was asked for, and
-    for a mask of which only a density is known."""
+    """The planner's choice of the forward's kernel; None for other schedules, and masks known by density alone."""
     from fusion.cli.attention import attention_of
     from fusion.planning.planner import planner_for
 

@@ -30,11 +30,7 @@ exit codes: 0 at least one target works and nothing that is present is broken; 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line.
-
-    state: "ok", "missing" (only narrows what can be done) or "broken".
-    advice: what to do, if anything.
-    """
+    """One line. state: "ok", "missing" (only narrows what can be done) or "broken". advice: what to do, if anything."""
 
     name: str
     state: str
@@ -43,12 +39,10 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
     findings = [*_packages(), _entry_point(), _cpp_compiler(), _cache(), _cpu(), _gpu()]
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))

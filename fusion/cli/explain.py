@@ -21,7 +21,6 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
     target.add_arguments(parser)
     parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
     parser.add_argument("--compare", action="store_true", help="also measure eager, Inductor and fusion")
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
     import torch
 
     from fusion.api.explain import explain

@@ -25,7 +25,6 @@ exit codes: 0 written, and right here; 1 written, and wrong; 2 the request was w
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
     target.add_arguments(parser)
     parser.add_argument("--site", type=int, metavar="N", help="the attention, by its number in fusion verify")
     parser.add_argument("--random", action="store_true", help="random numbers in the place of floating-point tensors")
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
     found = _chosen(verified(arguments, arguments.site), arguments)
     assert found.outcome is not None and found.script is not None
     path = Path(arguments.output)

@@ -23,14 +23,12 @@ exit codes: 0 right; 1 something is wrong (fusion repro writes a script that sho
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options."""
     target.add_arguments(parser)
     parser.add_argument("--grad", action="store_true", help="compare gradients as well")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
     found = verified(arguments)
     print(json.dumps(to_dict(found), indent=2) if arguments.json else found)
     return int(not found.right)
@@ -50,7 +48,6 @@ def verified(arguments: argparse.Namespace, site: int | None = None) -> Verifica
 
 
 def to_dict(found: Verification) -> dict[str, Any]:
-    """The result as plain data."""
     whole = found.whole
     return {
         "right": found.right,

@@ -11,14 +11,6 @@ from fusion.ir.mixing import Mixing
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Operand, Output, Reduction
 
 __all__ = [
-    "AttentionSpec",
-    "Expr",
-    "FurtherOutput",
-    "Kind",
-    "MaskFacts",
-    "Mixing",
-    "Normalizer",
-    "Operand",
-    "Output",
+    "AttentionSpec", "Expr", "FurtherOutput", "Kind", "MaskFacts", "Mixing", "Normalizer", "Operand", "Output",
     "Reduction",
-]
+]  # fmt: skip

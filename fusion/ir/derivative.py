@@ -27,8 +27,7 @@ SINK_UPSTREAM = node("upstream", (), Kind.FLOAT, "row")
 
 
 def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
-    """The gradient at each target (leaves or loads) for the gradient `seed` at `program`; ZERO where it does not
-    depend on it."""
+    """The gradient at each target (leaves or loads) for the gradient `seed` at `program`; ZERO where there is none."""
     order = list(walk(program))
     arriving: dict[Expr, Expr] = {program: seed}
     for part in reversed(order):
@@ -44,8 +43,7 @@ def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, E
 
 
 def reached(*programs: Expr) -> set[Expr]:
-    """What a gradient at the programs' values may flow to, be it zero (of `floor`): not what is behind `detach`, a
-    comparison or an index."""
+    """What gradients at the programs' values may flow to: not what is behind `detach`, a comparison or an index."""
     found, todo = set[Expr](), list(programs)
     while todo:
         here = todo.pop()

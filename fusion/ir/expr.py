@@ -210,7 +210,6 @@ def loads(*roots: Expr) -> list[Expr]:
 
 
 def contains(expr: Expr, target: Expr) -> bool:
-    """Whether `target` occurs in `expr`."""
     return any(part is target for part in walk(expr))
 
 
@@ -256,5 +255,4 @@ def is_number(expr: Expr, value: float) -> bool:
 
 
 def is_finite_const(expr: Expr) -> bool:
-    """Whether `expr` is a finite constant."""
     return expr.op == "const" and math.isfinite(expr.value)

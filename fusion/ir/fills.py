@@ -28,8 +28,7 @@ _KEEPING = ("where", "fadd", "minimum", "maximum")
 
 
 def fill_of(value: Expr) -> float:
-    """What a dead score is, but for ordinary scores that it is a sum with: its largest value over all selections. +inf
-    for what is not dead, or may be NaN."""
+    """What a dead score is, but for scores that are added to it, at most; +inf for what is not dead, or may be NaN."""
     if value.op == "const":
         return value.value
     if value.op == "where":
@@ -61,10 +60,10 @@ def is_dead(value: Expr) -> bool:
 
 
 def in_units(dead: Expr, scale: float, divide: Callable[[Expr], Expr | None]) -> Expr | None:
-    """A dead score divided by `scale`, such that rows of nothing else have the same weights; None where that cannot be.
-    divide: the same for what is not dead."""
+    """A dead score / `scale` such that its rows keep their weights, or None. divide: the same for what is not dead."""
     if dead.is_const:
-        return const(_clamped(dead.value / scale, dead.value), Kind.FLOAT)
+        value = dead.value / scale
+        return const(max(-LARGEST, min(LARGEST, value)) if math.isfinite(dead.value) else value, Kind.FLOAT)
     if dead.op == "where":
         arms = [in_units(arm, scale, divide) if is_dead(arm) else divide(arm) for arm in dead.args[1:]]
         return None if None in arms else where(dead.args[0], *arms)  # type: ignore[arg-type]
@@ -88,8 +87,3 @@ def _stays(fill: float, scale: float) -> bool:
     if -fill < SWALLOWS:
         return math.frexp(scale)[0] == 0.5
     return scale <= 1 and (-fill / scale <= LARGEST or -fill > LARGEST / 2)
-
-
-def _clamped(value: float, original: float) -> float:
-    """A finite fill stays finite."""
-    return max(-LARGEST, min(LARGEST, value)) if math.isfinite(original) else value

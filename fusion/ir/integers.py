@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from fusion.ir.expr import Expr, Kind, const, node
+from fusion.ir.expr import Expr, Kind, const, contains, node
 
 Bounds = Mapping[Expr, Expr]
 Monomial = tuple[Expr, ...]
@@ -121,10 +121,9 @@ def _rejoin(polynomial: dict[Monomial, int]) -> dict[Monomial, int]:
 
 def _divide_exactly(monomial: Monomial, coefficient: int, divisor: Expr) -> tuple[Monomial, int] | None:
     """monomial * coefficient / divisor where that is exact and divisor is a single term."""
-    items = list(terms(divisor).items())
-    if len(items) != 1:
+    if len(items := list(terms(divisor).items())) != 1:
         return None
-    (atoms, factor) = items[0]
+    ((atoms, factor),) = items
     if factor == 0 or coefficient % factor:
         return None
     rest = list(monomial)
@@ -189,26 +188,27 @@ def mod(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> 
 
 
 def extreme(expr: Expr, bounds: Bounds, largest: bool) -> Expr | None:
-    """A size expression that is >= expr (or <=, with largest=False) for all coordinates within bounds, or None.
-
-    Every atom is taken to be >= 0, which coordinates, sizes, remainders and quotients of such are.
-    """
+    """A size expression that is >= expr (or <=, with largest=False) for all coordinates within bounds, or None. Every
+    atom is taken to be >= 0, which coordinates, sizes, remainders and quotients of such are."""
     total = integer(0)
     for monomial, coefficient in terms(expr).items():
-        value: Expr | None = integer(coefficient)
-        upwards = (coefficient > 0) == largest
+        value, upwards = integer(coefficient), (coefficient > 0) == largest
         for atom in monomial:
-            limit = atom if atom.op == "size" else _atom_bound(atom, bounds) if upwards else _zero_bound(atom, bounds)
-            value = None if limit is None or value is None else mul(value, limit)
-        if value is None:
-            return None
+            if atom.op == "size":
+                limit = atom
+            elif upwards:
+                limit = _atom_bound(atom, bounds)
+            else:
+                limit = integer(0) if is_nonnegative(atom, bounds) else None
+            if limit is None:
+                return None
+            value = mul(value, limit)
         total = add(total, value)
     return total
 
 
 def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
-    """The largest value of a coordinate, remainder or quotient. A coordinate without values has that of one with one:
-    nothing is to follow from there being none."""
+    """The largest value of a coordinate (without values: as of one with one), remainder or quotient."""
     if atom.op == "coord":
         extent = bounds.get(atom)
         return None if extent is None else extent if extent is integer(0) else sub(extent, 1)
@@ -224,10 +224,6 @@ def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
     return None
 
 
-def _zero_bound(atom: Expr, bounds: Bounds) -> Expr | None:
-    return integer(0) if is_nonnegative(atom, bounds) else None
-
-
 def never_negative(expr: Expr, bounds: Bounds) -> bool:
     """Whether expr >= 0 is provable for all coordinates within bounds (sizes that bound one are at least 1)."""
     low = extreme(expr, bounds, False)
@@ -240,11 +236,10 @@ def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
         if coefficient < 0:
             return False
         for atom in monomial:
-            if atom.op in ("coord", "size", "mod"):
-                continue
-            if atom.op == "floordiv" and is_nonnegative(atom.args[0], bounds):
-                continue
-            return False
+            if atom.op not in ("coord", "size", "mod") and not (
+                atom.op == "floordiv" and is_nonnegative(atom.args[0], bounds)
+            ):
+                return False
     return True
 
 
@@ -265,8 +260,6 @@ def _all_sizes(monomial: Monomial) -> bool:
 
 def linear(expr: Expr, atom: Expr) -> tuple[Expr, Expr] | None:
     """(coefficient, rest) with expr = coefficient * atom + rest, neither containing atom; None if not linear."""
-    from fusion.ir.expr import contains
-
     coefficient: dict[Monomial, int] = {}
     rest: dict[Monomial, int] = {}
     for monomial, factor in terms(expr).items():

@@ -63,6 +63,5 @@ class MaskFacts:
         return tuple(e for name in MASK_EXPRESSIONS if (e := getattr(self, name)) is not None)
 
     def mapped(self, change: Callable[[Expr], Expr]) -> MaskFacts:
-        """With every expression changed."""
         facts = {name: getattr(self, name) for name in MASK_EXPRESSIONS}
         return replace(self, **{name: fact and change(fact) for name, fact in facts.items()})

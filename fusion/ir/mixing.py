@@ -43,5 +43,4 @@ class Mixing:
         return tuple(e for name in PARTS_OF_MIXING if (e := getattr(self, name)) is not None)
 
     def mapped(self, change: Callable[[Expr], Expr]) -> Mixing:
-        """With every expression changed."""
         return replace(self, **{name: (e := getattr(self, name)) and change(e) for name in PARTS_OF_MIXING})

@@ -5,6 +5,7 @@ Integers are made with `fusion.ir.integers`; the operations themselves are in `f
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from fusion.ir import integers
-from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_finite_const, is_number, node
+from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_finite_const, is_number, node, walk
 from fusion.ir.primitives import PRIMITIVES, Primitive
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
@@ -54,7 +55,9 @@ def rounding_to(value: Expr, dtype: str) -> Expr:
 
 
 def where(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
-    """Selection between two floats or two integers."""
+    """Selection between two values; of two BOOL values, as logic."""
+    if then.kind is BOOL:
+        return apply("or", apply("and", condition, then), apply("and", apply("not", condition), otherwise))
     return apply("iwhere" if then.kind is INT else "where", condition, then, otherwise)
 
 
@@ -72,20 +75,15 @@ def _where(condition: Expr, then: Expr, otherwise: Expr) -> Expr | None:
     return None
 
 
-def _and(left: Expr, right: Expr) -> Expr | None:
-    if FALSE in (left, right):
-        return FALSE
-    if left is TRUE or left is right:
-        return right
-    return left if right is TRUE else None
+def _logic(neutral: Expr, absorbing: Expr) -> Callable[[Expr, Expr], Expr | None]:
+    def simplified(left: Expr, right: Expr) -> Expr | None:
+        if absorbing in (left, right):
+            return absorbing
+        if left is neutral or left is right:
+            return right
+        return left if right is neutral else None
 
-
-def _or(left: Expr, right: Expr) -> Expr | None:
-    if TRUE in (left, right):
-        return TRUE
-    if left is FALSE or left is right:
-        return right
-    return left if right is FALSE else None
+    return simplified
 
 
 _COMPLEMENT = {"ilt": "ile", "ile": "ilt"}
@@ -110,9 +108,7 @@ def _identity(neutral: float) -> Callable[[Expr, Expr], Expr | None]:
 
 def _at_most(left: Expr, right: Expr) -> Expr:
     """left <= right: decided where the difference is constant or of one sign (coordinates are >= 0), else normalised.
-
-    Terms stand on the side where their coefficient is positive, so that `0 <= i - j` and `j < i + 1` are `j <= i`.
-    """
+    Terms stand on the side where their coefficient is positive, so that `0 <= i - j` and `j < i + 1` are `j <= i`."""
     margin = integers.sub(right, left)
     if integers.is_nonnegative(margin):
         return TRUE
@@ -172,25 +168,10 @@ def _multiply(left: Expr, right: Expr) -> Expr | None:
     return None
 
 
-def _bool_to_float(value: Expr) -> Expr:
-    return where(value, const(1.0), const(0.0))
-
-
-def _bool_to_int(value: Expr) -> Expr:
-    return where(value, const(1), const(0))
-
-
-def _select_bool(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
-    """A selection between two BOOL values, as logic."""
-    return apply("or", apply("and", condition, then), apply("and", apply("not", condition), otherwise))
-
-
 def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
     """f(x if p else constant, constants) = f(x, constants) if p else f(constant, constants), where that has the same
-    gradient too.
-
-    This is what turns `(1 - mask.float()) * finfo.min`, in all its spellings, into a selection between 0 and a fill.
-    """
+    gradient too. This is what turns `(1 - mask.float()) * finfo.min`, in all its spellings, into a selection between 0
+    and a fill."""
     selections = [k for k, arg in enumerate(args) if arg.op in ("where", "iwhere")]
     if len(selections) != 1 or not all(arg.is_const for k, arg in enumerate(args) if k != selections[0]):
         return None
@@ -201,8 +182,7 @@ def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
     varying = otherwise if then.is_const else then
     if not (_is_linear(name, args, position) or not carries_gradient(varying)):
         return None
-    one, other = (apply(name, *args[:position], branch, *args[position + 1 :]) for branch in (then, otherwise))
-    return _select_bool(condition, one, other) if PRIMITIVES[name].result is BOOL else where(condition, one, other)
+    return where(condition, *(apply(name, *args[:position], arm, *args[position + 1 :]) for arm in (then, otherwise)))
 
 
 def _is_linear(name: str, args: tuple[Expr, ...], position: int) -> bool:
@@ -234,8 +214,8 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "abs": lambda x: x if x.op == "exp" else None,
     "where": _where,
     "iwhere": _where,
-    "and": _and,
-    "or": _or,
+    "and": _logic(TRUE, FALSE),
+    "or": _logic(FALSE, TRUE),
     "not": _not,
     "fadd": _add,
     "fsub": _identity(0.0),
@@ -246,32 +226,25 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "ile": _at_most,
     "ieq": _equal,
     "ine": _unequal,
-    "bool_to_float": _bool_to_float,
-    "bool_to_int": _bool_to_int,
+    "bool_to_float": lambda value: where(value, const(1.0), const(0.0)),
+    "bool_to_int": lambda value: where(value, const(1), const(0)),
 }
 
 
 def as_float(value: Expr) -> Expr:
-    """Convert to FLOAT."""
-    return {FLOAT: lambda: value, INT: lambda: apply("to_float", value), BOOL: lambda: apply("bool_to_float", value)}[
-        value.kind
-    ]()
+    return value if value.kind is FLOAT else apply("to_float" if value.kind is INT else "bool_to_float", value)
 
 
 def as_int(value: Expr) -> Expr:
     """Convert to INT, truncating."""
-    return {INT: lambda: value, FLOAT: lambda: apply("to_int", value), BOOL: lambda: apply("bool_to_int", value)}[
-        value.kind
-    ]()
+    return value if value.kind is INT else apply("to_int" if value.kind is FLOAT else "bool_to_int", value)
 
 
 def as_bool(value: Expr) -> Expr:
     """Convert to BOOL: not equal to zero."""
     if value.kind is BOOL:
         return value
-    if value.kind is INT:
-        return apply("ine", value, const(0))
-    return apply("fne", value, const(0.0))
+    return apply("ine", value, const(0)) if value.kind is INT else apply("fne", value, const(0.0))
 
 
 def conjuncts(predicate: Expr) -> list[Expr]:
@@ -294,21 +267,15 @@ def evaluate(
     float_dtype: torch.dtype = torch.float32,
     constant: Callable[[Any, torch.dtype], Any] = lambda value, dtype: torch.tensor(value, dtype=dtype),
 ) -> Any:
-    """The value of an expression in torch: `leaf(node)` gives coordinates, sizes, loads, the score and row values,
-    `constant(value, dtype)` constants."""
-    from fusion.ir.expr import walk
-
+    """Its value in torch. leaf(node): of a coordinate, size, load, score or row value; constant(value, dtype)."""
     values: dict[Expr, Any] = {}
     dtype = {FLOAT: float_dtype, INT: torch.int64, BOOL: torch.bool}
     for part in walk(expr):
         if part.op == "const":
             values[part] = constant(part.attr, dtype[part.kind])
         elif part.op in PRIMITIVES:
-            args = [values[arg] for arg in part.args]
-            result = PRIMITIVES[part.op].evaluate(*args[:2]) if part.op in ("add", "mul") else None
-            for extra in args[2:] if result is not None else ():
-                result = PRIMITIVES[part.op].evaluate(result, extra)
-            result = PRIMITIVES[part.op].evaluate(*args) if result is None else result
+            args, compute = [values[arg] for arg in part.args], PRIMITIVES[part.op].evaluate
+            result = functools.reduce(compute, args) if part.op in ("add", "mul") else compute(*args)
             values[part] = result.to(float_dtype) if part.kind is FLOAT else result
         elif part.op == "load":
             values[part] = leaf(part) if not part.args else leaf(part)(*(values[arg] for arg in part.args))

@@ -12,9 +12,11 @@ so that an infinity or NaN on the side not taken goes nowhere, as in torch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,8 +27,7 @@ ATOM = 9
 """The precedence of what never needs brackets."""
 
 Derivative = Callable[..., "Expr | tuple[Expr | None, ...]"]
-"""(gradient g of the result, the result y, the arguments) -> the gradient of the argument, or of each of several; None
-where there is none."""
+"""(gradient g of the result, the result y, the arguments) -> the gradient of each argument, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +90,9 @@ the input changes every bit of the result with probability near one half."""
 
 
 def hashed(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count.
-
-    The same in every kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find the
-    same mask from the seed and the coordinates, and none is stored.
-    """
+    """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count. The same in every
+    kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find the same mask from
+    the seed and the coordinates, and none is stored."""
     word = 0xFFFFFFFF
     x = (key & word) ^ _multiply_words(counter & word, HASH_SPREAD)
     for shift, multiplier in HASH_MULTIPLIERS:
@@ -141,16 +140,19 @@ def _of_power(g: Expr, y: Expr, base: Expr, exponent: Expr) -> tuple[Expr, Expr]
     return to_base, _where(flat, ZERO, g * (y * _apply("log", base)))
 
 
-def _unary(evaluate: Callable[..., torch.Tensor], text: str, derivative: Derivative | None, **traits) -> Primitive:
-    return Primitive(args=(FLOAT,), result=FLOAT, evaluate=evaluate, text=text, derivative=derivative, **traits)
+def _primitive(
+    args: tuple[Kind, ...],
+    result: Kind,
+    evaluate: Callable[..., torch.Tensor],
+    text: str,
+    derivative: Derivative | None = None,
+    **traits: Any,
+) -> Primitive:
+    return Primitive(args=args, result=result, evaluate=evaluate, text=text, derivative=derivative, **traits)
 
 
-def _binary(evaluate: Callable[..., torch.Tensor], text: str, derivative: Derivative, **traits) -> Primitive:
-    return Primitive(args=(FLOAT, FLOAT), result=FLOAT, evaluate=evaluate, text=text, derivative=derivative, **traits)
-
-
-def _step(evaluate: Callable[..., torch.Tensor], text: str) -> Primitive:
-    return _unary(evaluate, text, None)
+_unary, _binary = (functools.partial(_primitive, (FLOAT,) * count, FLOAT) for count in (1, 2))
+_integer, _logic = (functools.partial(_primitive, (kind, kind), kind) for kind in (INT, BOOL))
 
 
 def _rounding(dtype: torch.dtype) -> Primitive:
@@ -158,25 +160,11 @@ def _rounding(dtype: torch.dtype) -> Primitive:
     return _unary(lambda x: x.to(dtype).to(x.dtype), name + "({0})", lambda g, y, x: g, tame=True)
 
 
-def _integer(arguments: int, evaluate: Callable[..., torch.Tensor], text: str, **traits) -> Primitive:
-    return Primitive(args=(INT,) * arguments, result=INT, evaluate=evaluate, text=text, **traits)
-
-
-def _logic(arguments: int, evaluate: Callable[..., torch.Tensor], text: str, precedence: int) -> Primitive:
-    return Primitive(args=(BOOL,) * arguments, result=BOOL, evaluate=evaluate, text=text, precedence=precedence)
-
-
-def _cast(origin: Kind, result: Kind, evaluate: Callable[..., torch.Tensor], text: str, **traits) -> Primitive:
-    return Primitive(args=(origin,), result=result, evaluate=evaluate, text=text, **traits)
-
-
 def _comparisons(kind: Kind) -> dict[str, Primitive]:
     table = {"eq": (torch.eq, "="), "ne": (torch.ne, "≠"), "lt": (torch.lt, "<"), "le": (torch.le, "≤")}
     prefix = "f" if kind is FLOAT else "i"
     return {
-        prefix + name: Primitive(
-            args=(kind, kind), result=BOOL, evaluate=evaluate, text=f"{{0}} {sign} {{1}}", precedence=4
-        )
+        prefix + name: _primitive((kind, kind), BOOL, evaluate, f"{{0}} {sign} {{1}}", precedence=4)
         for name, (evaluate, sign) in table.items()
     }
 
@@ -196,11 +184,11 @@ _INDICATOR = "<mrow><mo>[</mo>{0}<mo>]</mo></mrow>"
 PRIMITIVES: dict[str, Primitive] = {
     "neg": _unary(torch.neg, "-{0}", lambda g, y, x: -g, precedence=7, mathml="<mo>−</mo>{0}", tame=True),
     "abs": _unary(torch.abs, "|{0}|", _of_abs, mathml=_MAGNITUDE, tame=True),
-    "detach": _unary(lambda x: x.detach(), "detach({0})", None, tame=True),
-    "floor": _step(torch.floor, "floor({0})"),
-    "ceil": _step(torch.ceil, "ceil({0})"),
-    "trunc": _step(torch.trunc, "trunc({0})"),
-    "round": _step(torch.round, "round({0})"),
+    "detach": _unary(lambda x: x.detach(), "detach({0})", tame=True),
+    "floor": _unary(torch.floor, "floor({0})"),
+    "ceil": _unary(torch.ceil, "ceil({0})"),
+    "trunc": _unary(torch.trunc, "trunc({0})"),
+    "round": _unary(torch.round, "round({0})"),
     **{name: _rounding(dtype) for dtype, name in ROUNDED.items()},
     "sqrt": _unary(torch.sqrt, "sqrt({0})", lambda g, y, x: g * 0.5 / y, mathml="<msqrt>{0}</msqrt>", cost=1),
     "rsqrt": _unary(
@@ -239,26 +227,28 @@ PRIMITIVES: dict[str, Primitive] = {
     **_comparisons(FLOAT),
     **_comparisons(INT),
     # Integer arithmetic is n-ary and normalised: build it with fusion.ir.integers.
-    "add": _integer(2, torch.add, "{0} + {1}", precedence=5),
-    "mul": _integer(2, torch.mul, "{0} * {1}", precedence=6),
+    "add": _integer(torch.add, "{0} + {1}", precedence=5),
+    "mul": _integer(torch.mul, "{0} * {1}", precedence=6),
     "floordiv": _integer(
-        2, torch.floor_divide, "{0} // {1}", precedence=6,
+        torch.floor_divide, "{0} // {1}", precedence=6,
         mathml=f"<mrow><mo>⌊</mo>{_FRACTION}<mo>⌋</mo></mrow>", cost=0.5,
     ),
-    "mod": _integer(2, torch.remainder, "{0} % {1}", precedence=6, cost=0.5),
-    "imin": _integer(2, torch.minimum, "min({0}, {1})"),
-    "imax": _integer(2, torch.maximum, "max({0}, {1})"),
-    "iabs": _integer(1, torch.abs, "|{0}|", mathml=_MAGNITUDE),
-    "hash": _integer(2, hashed, "hash({0}, {1})"),
-    "and": _logic(2, torch.logical_and, "{0} ∧ {1}", 2),
-    "or": _logic(2, torch.logical_or, "{0} ∨ {1}", 1),
-    "not": _logic(1, torch.logical_not, "¬{0}", 3),
-    "to_float": _cast(INT, FLOAT, lambda x: x.to(torch.float64), "float({0})", mathml="{0}", bounded=True, tame=True),
-    "bool_to_float": _cast(
-        BOOL, FLOAT, lambda x: x.to(torch.float32), "float({0})", mathml=_INDICATOR, bounded=True, tame=True
+    "mod": _integer(torch.remainder, "{0} % {1}", precedence=6, cost=0.5),
+    "imin": _integer(torch.minimum, "min({0}, {1})"),
+    "imax": _integer(torch.maximum, "max({0}, {1})"),
+    "iabs": _primitive((INT,), INT, torch.abs, "|{0}|", mathml=_MAGNITUDE),
+    "hash": _integer(hashed, "hash({0}, {1})"),
+    "and": _logic(torch.logical_and, "{0} ∧ {1}", precedence=2),
+    "or": _logic(torch.logical_or, "{0} ∨ {1}", precedence=1),
+    "not": _primitive((BOOL,), BOOL, torch.logical_not, "¬{0}", precedence=3),
+    "to_float": _primitive(
+        (INT,), FLOAT, lambda x: x.to(torch.float64), "float({0})", mathml="{0}", bounded=True, tame=True
     ),
-    "bool_to_int": _cast(BOOL, INT, _truncating_int, "int({0})", mathml=_INDICATOR),
-    "to_int": _cast(FLOAT, INT, _truncating_int, "int({0})"),
+    "bool_to_float": _primitive(
+        (BOOL,), FLOAT, lambda x: x.to(torch.float32), "float({0})", mathml=_INDICATOR, bounded=True, tame=True
+    ),
+    "bool_to_int": _primitive((BOOL,), INT, _truncating_int, "int({0})", mathml=_INDICATOR),
+    "to_int": _primitive((FLOAT,), INT, _truncating_int, "int({0})"),
     "where": Primitive(
         args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0,
         mathml=_SELECTION, tame=True,

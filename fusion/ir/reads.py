@@ -75,8 +75,7 @@ def _without_parts(program: Expr, parts: Sequence[Expr]) -> Expr:
 
 
 def dense_loads(*programs: Expr | None, but: Sequence[Expr] = ()) -> list[Expr]:
-    """Loads at indices linear in both row and key, which depend on both. Integers are left out: they are gathered; and
-    what only the parts `but` of the programs read."""
+    """Loads at indices linear in row and key; not integers, which are gathered, nor what only `but` reads."""
     found = {e: None for p in programs if p is not None for e in loads(_without_parts(p, but))}
     return [e for e in found if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
 

@@ -10,11 +10,8 @@ TUNED = "/tuned"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Approximation:
-    """An approximation that is allowed.
-
-    method: "polynomial" or "certified_sparse".
-    epsilon: the error that attention weights may have, relative to a row's sum.
-    """
+    """An approximation that is allowed. method: "polynomial" or "certified_sparse". epsilon: the error that attention
+    weights may have, relative to a row's sum."""
 
     method: str
     epsilon: float
@@ -36,8 +33,7 @@ class Request:
     @staticmethod
     @functools.cache
     def parse(text: str) -> Request:
-        """The request that `str` wrote: an emitter, "/tuned" where tiles are measured, "+method:epsilon" where an
-        approximation is allowed."""
+        """The request that `str` wrote: an emitter, "/tuned", "+method:epsilon" where an approximation is allowed."""
         text, found, allowed = text.partition("+")
         method, _, epsilon = allowed.partition(":")
         return Request(

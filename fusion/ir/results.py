@@ -23,16 +23,14 @@ def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int |
 
 
 def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
-    """[3, b.., i]: what the emitter's backward needs to know of each row; [5, b.., i] with the row's maximum and sum
-    (`keeps_ends`). [0] without a normaliser."""
+    """[3, b.., i]: what a backward needs of each row; [5, b.., i] if it `keeps_ends`. [0] without a normaliser."""
     if spec.normalizer is Normalizer.NONE:
         return [0]
     return [5 if keeps_ends(spec) else 3, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
 
 
 def keeps_ends(spec: AttentionSpec) -> bool:
-    """Whether the maximum and the sum of each row are asked for by themselves: rows are scaled by something else than
-    one over their sum, or a further output is made of these."""
+    """Whether maximum and sum of rows are needed: for rows scaled in their own way, or further outputs."""
     return spec.row_scale is not None or not {ROW_MAX, ROW_SUM}.isdisjoint(walk(*(f.value for f in spec.further)))
 
 

@@ -46,10 +46,7 @@ def split_dims(
     spec: AttentionSpec, axis: int, length: int, parts: int, shapes: Sequence[Sequence[Extent]]
 ) -> tuple[int | None, ...]:
     """Per operand, the dimension that is cut along with batch coordinate `axis`; None where each part needs all of it.
-
-    length: of the coordinate's run in one part.
-    shapes: extents of the operands before they are cut.
-    """
+    length: of the coordinate's run in one part. shapes: extents of the operands before they are cut."""
     b = coord(f"b{axis}")
 
     def moves(index: Expr, extent: Extent) -> bool:
@@ -69,10 +66,8 @@ def split_dims(
 
 
 def one_part(spec: AttentionSpec, axis: int, dims: Sequence[int | None], offset: str) -> AttentionSpec:
-    """The spec of one part, whose operands are cut along `dims`.
-
-    Where it needs r * L, its last size is that, under the name `offset`.
-    """
+    """The spec of one part, whose operands are cut along `dims`. Where it needs r * L, its last size is that, under the
+    name `offset`."""
     b = coord(f"b{axis}")
     moved = integers.add(b, size(offset))
 

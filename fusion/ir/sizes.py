@@ -14,8 +14,7 @@ _OPERATORS = {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}
 
 
 def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Values of `names`, sizes or coordinates, -> those of the expressions; written out and compiled once: a call has
-    microseconds."""
+    """Values of `names` (sizes or coordinates) -> those of the expressions; compiled, since a call has microseconds."""
     texts = "".join(f"{_python(expr, list(names))}, " for expr in exprs)
     return eval(f"lambda s: ({texts})")  # the text holds integers and indices only
 

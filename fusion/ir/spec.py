@@ -49,7 +49,6 @@ class Operand:
     """A tensor that the kernel reads, as it stands in the graph; strides come at run time.
 
     dtype: torch's name ("float32").
-    rank: number of dimensions.
     name: for people, e.g. "k" or "bias".
     order: its dimensions from the slowest to the fastest in memory, which its gradient shares; () where no gradient is
         asked for or the tensor is row-major.
@@ -131,12 +130,10 @@ class AttentionSpec:
     k_value, v_value: what is multiplied where that is made from what is stored (a quantised cache): FLOAT expressions
         in the same coordinates, whose loads are of K (V) and of scales, zero points, tables. None: the element itself.
     score, weight, sinks, row_scale: see above; `row_scale` is an expression in ROW_MAX, ROW_SUM, b.. and i.
-    further: what else is written beside the output.
     mixing: how heads are mixed; None where each stands for itself.
     among: of how many keys the n_k of a row are, where the last batch coordinate is the query and each has a set of its
         own, which k and v are read through; None elsewhere. No kernel needs it.
     dtype: dtype of the products in the model ("float32", "bfloat16", "float16").
-    out_dtype: of the result.
     """
 
     sizes: tuple[str, ...]
@@ -213,8 +210,7 @@ class AttentionSpec:
 
     @property
     def stored(self) -> tuple[Operand, ...]:
-        """The operands that are narrower in memory than anything is computed in: those in float8, and K and V in
-        integers."""
+        """The operands that are narrower than anything is computed in: those in float8, and K and V in integers."""
         return tuple(
             o for n, o in enumerate(self.operands) if o.dtype.startswith("float8") or n < 3 and o.kind is Kind.INT
         )
@@ -245,8 +241,7 @@ class AttentionSpec:
         return f"{further.reduction.value} over {'keys' if further.over == 'j' else 'queries'} of {value}"
 
     def heads_per_key(self, heads: int, axis: int = -1) -> int:
-        """How many consecutive of the `heads` values of a batch coordinate, by default the last, read the same keys and
-        values: the group size of grouped queries, or 1."""
+        """The group size of grouped queries: how many values of a batch coordinate (the last) share keys."""
         last = coord(f"b{len(self.batch) - 1 if axis < 0 else axis}")
         divisors: set[int] = set()
 
@@ -297,12 +292,56 @@ class AttentionSpec:
 
     def to_json(self) -> str:
         """The whole spec as text: what the op carries through graphs, caches and processes."""
-        return _to_json(self)
+        nodes, number = dumped(self.expressions())
+
+        def ref(expr: Expr | None) -> int | None:
+            return None if expr is None else number[expr]
+
+        document: dict[str, object] = {"nodes": nodes, "sizes": self.sizes}
+        document |= {name: ref(getattr(self, name)) for name in _EXPRESSION_FIELDS}
+        document |= {name: [ref(e) for e in getattr(self, name)] for name in _EXPRESSION_TUPLES}
+        document["operands"] = [[o.dtype, o.rank, o.name, o.order] for o in self.operands]
+        document |= {"normalizer": self.normalizer.value, "dtype": self.dtype, "out_dtype": self.out_dtype}
+        document["output"] = [self.output.dims, self.output.order]
+        if self.further:
+            document["further"] = [[ref(f.value), f.dims, f.dtype, f.reduction.value, f.over] for f in self.further]
+        if (mixing := self.mixing) is not None:
+            parts = (ref(getattr(mixing, name)) for name in PARTS_OF_MIXING)
+            document["mixing"] = [*parts, mixing.own_score, mixing.own_weight]
+        if self.mask is not None:
+            mask: dict[str, object] = {name: ref(getattr(self.mask, name)) for name in MASK_EXPRESSIONS}
+            document["mask"] = mask | {"fill": repr(self.mask.fill)}
+        return json.dumps(document, separators=(",", ":"))
 
     @staticmethod
+    @lru_cache(maxsize=4096)
     def from_json(text: str) -> AttentionSpec:
-        """The spec that `to_json` wrote. Cached: equal text gives the same object."""
-        return _from_json(text)
+        """The spec that `to_json` wrote; equal text gives the same object."""
+        document = json.loads(text)
+        nodes = loaded(document["nodes"])
+
+        def at(position: int | None) -> Expr | None:
+            return None if position is None else nodes[position]
+
+        mask, mixing = document.get("mask"), document.get("mixing")
+        facts = {name: at(mask[name]) for name in MASK_EXPRESSIONS} | {"fill": float(mask["fill"])} if mask else None
+        fields = {name: at(document.get(name)) for name in _EXPRESSION_FIELDS}
+        fields |= {name: tuple(nodes[p] for p in document[name]) for name in _EXPRESSION_TUPLES}
+        return AttentionSpec(
+            sizes=tuple(document["sizes"]),
+            operands=tuple(Operand(dtype=t, rank=r, name=n, order=tuple(o)) for t, r, n, o in document["operands"]),
+            normalizer=Normalizer(document["normalizer"]),
+            dtype=document["dtype"],
+            out_dtype=document["out_dtype"],
+            output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
+            mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
+            mixing=None if mixing is None else _mixing(at, *mixing),
+            further=tuple(
+                FurtherOutput(value=nodes[v], dims=tuple(d), dtype=t, reduction=Reduction(r), over=o)
+                for v, d, t, r, o in document.get("further", ())
+            ),
+            **fields,  # type: ignore[arg-type]
+        )
 
 
 def _factor(expr: Expr, names: Mapping[int, str]) -> str:
@@ -314,58 +353,6 @@ def _factor(expr: Expr, names: Mapping[int, str]) -> str:
 
 _EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale", "among")
 _EXPRESSION_TUPLES = ("batch", "q", "k", "v", "sinks")
-
-
-def _to_json(spec: AttentionSpec) -> str:
-    nodes, number = dumped(spec.expressions())
-
-    def ref(expr: Expr | None) -> int | None:
-        return None if expr is None else number[expr]
-
-    document: dict[str, object] = {"nodes": nodes, "sizes": spec.sizes}
-    document |= {name: ref(getattr(spec, name)) for name in _EXPRESSION_FIELDS}
-    document |= {name: [ref(e) for e in getattr(spec, name)] for name in _EXPRESSION_TUPLES}
-    document["operands"] = [[o.dtype, o.rank, o.name, o.order] for o in spec.operands]
-    document["normalizer"], document["dtype"], document["out_dtype"] = spec.normalizer.value, spec.dtype, spec.out_dtype
-    document["output"] = [spec.output.dims, spec.output.order]
-    if spec.further:
-        document["further"] = [[ref(f.value), f.dims, f.dtype, f.reduction.value, f.over] for f in spec.further]
-    if (mixing := spec.mixing) is not None:
-        parts = (ref(getattr(mixing, name)) for name in PARTS_OF_MIXING)
-        document["mixing"] = [*parts, mixing.own_score, mixing.own_weight]
-    if spec.mask is not None:
-        mask: dict[str, object] = {name: ref(getattr(spec.mask, name)) for name in MASK_EXPRESSIONS}
-        document["mask"] = mask | {"fill": repr(spec.mask.fill)}
-    return json.dumps(document, separators=(",", ":"))
-
-
-@lru_cache(maxsize=4096)
-def _from_json(text: str) -> AttentionSpec:
-    document = json.loads(text)
-    nodes = loaded(document["nodes"])
-
-    def at(position: int | None) -> Expr | None:
-        return None if position is None else nodes[position]
-
-    mask, mixing = document.get("mask"), document.get("mixing")
-    facts = {name: at(mask[name]) for name in MASK_EXPRESSIONS} | {"fill": float(mask["fill"])} if mask else None
-    fields = {name: at(document.get(name)) for name in _EXPRESSION_FIELDS}
-    fields |= {name: tuple(nodes[p] for p in document[name]) for name in _EXPRESSION_TUPLES}
-    return AttentionSpec(
-        sizes=tuple(document["sizes"]),
-        operands=tuple(Operand(dtype=t, rank=r, name=n, order=tuple(o)) for t, r, n, o in document["operands"]),
-        normalizer=Normalizer(document["normalizer"]),
-        dtype=document["dtype"],
-        out_dtype=document["out_dtype"],
-        output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
-        mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
-        mixing=None if mixing is None else _mixing(at, *mixing),
-        further=tuple(
-            FurtherOutput(value=nodes[v], dims=tuple(d), dtype=t, reduction=Reduction(r), over=o)
-            for v, d, t, r, o in document.get("further", ())
-        ),
-        **fields,  # type: ignore[arg-type]
-    )
 
 
 def _mixing(at: Callable[[int | None], Expr | None], *fields: Any) -> Mixing:

@@ -55,7 +55,6 @@ Step = Tangents | Gradients
 
 
 def marked(items: Sequence[Item], marks: Marks) -> list[Item]:
-    """The items that are marked."""
     return list(compress(items, marks))
 
 

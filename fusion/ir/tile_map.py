@@ -34,7 +34,6 @@ class MapSpec:
 
     sizes: names of run-time sizes, in the order in which the op receives their values.
     batch: extents of the map's own batch coordinates b0, b1, ...
-    n_q, n_k: numbers of queries and keys.
     live: where it is false a score is dead.
     full: where it is true a score needs no mask; predicates in b.., i, j.
     rows: whether the predicates depend on the query.
@@ -67,25 +66,18 @@ class MapSpec:
         return json.dumps(document, separators=(",", ":"))
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def from_json(text: str) -> MapSpec:
-        """The map that `to_json` wrote. Cached: equal text gives the same object."""
-        return _from_json(text)
-
-
-@lru_cache(maxsize=1024)
-def _from_json(text: str) -> MapSpec:
-    document = json.loads(text)
-    nodes = loaded(document["nodes"])
-    *batch, n_q, n_k, live, full = (nodes[position] for position in document["roots"])
-    return MapSpec(
-        sizes=tuple(document["sizes"]), batch=tuple(batch), n_q=n_q, n_k=n_k, live=live, full=full,
-        rows=document["rows"],
-    )  # fmt: skip
+        """The map that `to_json` wrote; equal text gives the same object."""
+        document = json.loads(text)
+        nodes, sizes = loaded(document["nodes"]), tuple(document["sizes"])
+        *batch, n_q, n_k, live, full = (nodes[position] for position in document["roots"])
+        rest = {"live": live, "full": full, "rows": document["rows"]}
+        return MapSpec(sizes=sizes, batch=tuple(batch), n_q=n_q, n_k=n_k, **rest)
 
 
 def lookup(operand: int, batch: tuple[Expr, ...], rows: bool) -> tuple[Expr, Expr]:
-    """(live, mixed): numbers of cells under the tile i0..i1 x j0..j1 that are live, and that need the mask; from the
-    table in this operand at these batch coordinates."""
+    """(live, mixed): how many cells under the tile i0..i1 x j0..j1 are, by the table in an operand at coordinates."""
     columns = [integers.floordiv(J0, CELL_KEYS), integers.add(integers.floordiv(J1, CELL_KEYS), 1)]
     lines = [integers.integer(0), integers.integer(1)]
     if rows:

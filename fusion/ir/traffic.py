@@ -29,7 +29,6 @@ def bytes_of_rows(
 ) -> float:
     """Bytes that have to be read for `rows` keys of one head, every stored element once.
 
-    reads: loads.
     itemsize: bytes of an element of an operand.
     widths: extents of the columns.
     sizes: of the call; others are taken to be any.

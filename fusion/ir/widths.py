@@ -65,8 +65,7 @@ _RULES: dict[str, Callable[[list[Range]], Range]] = {
 
 
 def within(value: Expr, dtype: torch.dtype, limits: Range) -> Expr | None:
-    """An integer that lies in `limits`, as `dtype` holds it: wrapped around where it has to be; None where that cannot
-    be expressed."""
+    """An integer within `limits` as `dtype` holds it, wrapped around; None where that cannot be expressed."""
     held = torch.iinfo(dtype)
     if dtype is torch.int64 or (held.min <= limits[0] and limits[1] <= held.max):
         return value

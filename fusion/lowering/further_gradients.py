@@ -57,8 +57,7 @@ class FurtherGradients:
 
 
 def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
-    """Of all further outputs of a spec, of which `unsupported` has nothing to say. What arrives at them is read as
-    operands `first`, `first` + 1, ..."""
+    """Of all further outputs, none `unsupported`. What arrives at them is read as operands `first`, `first` + 1, ..."""
     totals: dict[Expr, Expr] = {}
     for number, further in enumerate(spec.further, first):
         arriving = load(number, tuple(map(coord, further.dims)), Kind.FLOAT)
@@ -77,8 +76,7 @@ def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
 
 
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
-    """Why kernels have no gradient of the further outputs of a spec for the operands that `needs` marks (None: any),
-    or None."""
+    """Why kernels have no gradient of further outputs for the operands that `needs` marks (None: any), or None."""
     for further in spec.further:
         value = _value(further)
         if further.reduction not in (Reduction.NONE, Reduction.SUM):
@@ -108,8 +106,7 @@ def _value(further: FurtherOutput) -> Expr:
 
 
 def _is_finite(expr: Expr, first: int) -> bool:
-    """Whether a value without WEIGHT is finite where all that arrives is; tensors that vary with the key may hold
-    anything. (What else is infinite is so for all keys of a row.)"""
+    """Whether a value without WEIGHT is finite where all that arrives is; loads that vary with the key may not be."""
     for part in walk(expr):
         if part.kind is not Kind.FLOAT:
             continue

@@ -53,10 +53,9 @@ def of_weight(program: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
 
 @functools.cache
 def adds_up_to_zero(spec: AttentionSpec) -> bool:
-    """Whether the gradients of a row's raw scores do so in exact arithmetic.
-
-    Those of its weights' exponents do, where the weights add up to one. A score's is that times a constant, or 0 where
-    its weight is 0 whatever the others are: a fill of any other value than -inf may have one."""
+    """Whether the gradients of a row's raw scores do so in exact arithmetic. Those of its weights' exponents do, where
+    the weights add up to one. A score's is that times a constant, or 0 where its weight is 0 whatever the others are: a
+    fill of any other value than -inf may have one."""
     if spec.normalizer is Normalizer.NONE or spec.sinks or spec.further or spec.mixing is not None:
         return False
     programs = score_programs(spec, folded=True)
@@ -76,8 +75,7 @@ def _passes_on(program: Expr, slope: Expr) -> bool:
 
 
 def hides_nan(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
-    """Whether a gradient that `needs` marks is NaN at keys that a kernel skips for its mask: what arrives there is 0,
-    and is multiplied by an infinite number, as in `where(keep, s, -inf) * factor`."""
+    """Whether a gradient that `needs` marks is 0 * inf at keys that are skipped: `where(keep, s, -inf) * factor`."""
     if spec.mask is None or not spec.mask.skips:
         return False
     found = of_score(spec.score, wanted_loads(needs, spec.score))

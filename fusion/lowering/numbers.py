@@ -43,14 +43,12 @@ def in_float32(value: float) -> float:
 
 
 def width(expr: Expr) -> float:
-    """A bound on all that an operation on INTs reads and makes: a remainder or quotient may be less than what it is
-    of."""
+    """A bound on all that an operation on INTs reads and makes: a remainder may be less than what it is of."""
     return max(map(magnitude, (expr, *(arg for arg in expr.args if expr.op in ("mod", "floordiv")))))
 
 
 def magnitude(expr: Expr) -> float:
-    """A bound on the absolute value of an INT expression for sizes below LARGEST_SIZE; infinite where nothing is
-    known."""
+    """A bound on the absolute value of an INT expression for sizes below LARGEST_SIZE; infinite where none is known."""
     if expr.op == "const":
         return abs(expr.value)
     if expr.op in ("coord", "size"):

@@ -23,15 +23,13 @@ KEY_MAX = node("row_max", (), Kind.FLOAT, "keys")
 KEY_SUM = node("row_sum", (), Kind.FLOAT, "keys")
 BASE = node("row_max", (), Kind.FLOAT, "base")
 SHRINK = node("row_sum", (), Kind.FLOAT, "shrink")
-"""What sums relative to KEY_MAX are multiplied by to be relative to BASE, ROW_MAX where that is finite: a sink may have
-raised it."""
+"""What sums relative to KEY_MAX are multiplied by to be relative to BASE: a sink may have raised the maximum."""
 FACTOR = node("row_sum", (), Kind.FLOAT, "factor")
 """What the output of a row is multiplied by."""
 
 
 def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
-    """(name for people, leaf, value in terms of the leaves before it), ROW_MAX, ROW_SUM and at last FACTOR among the
-    leaves."""
+    """(name for people, leaf, value in terms of the leaves before it): of ROW_MAX, ROW_SUM and at last FACTOR, too."""
     yield "highest", ROW_MAX, functools.reduce(lambda m, x: where(apply("flt", m, x), x, m), spec.sinks, KEY_MAX)
     dead, total = apply("feq", ROW_MAX, const(-math.inf)), KEY_SUM
     if spec.sinks:
@@ -46,8 +44,7 @@ def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
 
 
 def needs_maximum(spec: AttentionSpec) -> bool:
-    """Whether KEY_MAX has to be the largest score itself, NaN where one is. Elsewhere one near it will do, which passes
-    over scores that are NaN, as KEY_SUM does not."""
+    """Whether KEY_MAX must be the largest score, NaN where one is, and not just one near it, which passes over NaN."""
     return spec.row_scale is not None or ROW_MAX in walk(*(f.value for f in spec.further))
 
 
@@ -61,8 +58,7 @@ def _factor(spec: AttentionSpec, shrink: Expr) -> Expr:
 
 
 def weight(spec: AttentionSpec) -> Expr:
-    """What a score becomes before the weight program, in terms of SCORE, ROW_MAX and ROW_SUM: for a kernel that meets
-    it once more when its row is known."""
+    """A weight before the weight program, in SCORE, ROW_MAX and ROW_SUM: for kernels that meet scores once more."""
     if spec.normalizer is Normalizer.NONE:
         return spec.score
     base = ROW_MAX

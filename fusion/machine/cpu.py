@@ -100,25 +100,11 @@ def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
     if platform.machine() == "arm64":
         flags.update(("neon", "fma"))
         flags |= {"bf16"} if fields.get("hw.optional.arm.FEAT_BF16") == "1" else set()
-    caches = {}
-    for level, key in (
-        ("L1", "hw.perflevel0.l1dcachesize"),
-        ("L2", "hw.perflevel0.l2cachesize"),
-        ("L3", "hw.l3cachesize"),
-    ):
-        size = int(fields.get(key, fields.get(key.replace("perflevel0.", ""), 0)) or 0)
-        if size:
-            caches[level] = size
-    return (
-        fields.get("machdep.cpu.brand_string", platform.machine()),
-        flags,
-        float(fields.get("hw.cpufrequency", 0) or 0),
-        caches,
-    )
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    keys = {"L1": "hw.perflevel0.l1dcachesize", "L2": "hw.perflevel0.l2cachesize", "L3": "hw.l3cachesize"}
+    found = {level: fields.get(key, fields.get(key.replace("perflevel0.", ""))) for level, key in keys.items()}
+    caches = {level: int(size) for level, size in found.items() if size and int(size)}
+    name, clock = fields.get("machdep.cpu.brand_string", platform.machine()), fields.get("hw.cpufrequency", 0)
+    return name, flags, float(clock or 0), caches
 
 
 @functools.cache
@@ -134,9 +120,7 @@ def amx_enabled() -> bool:
 
 @functools.cache
 def detect() -> Machine:
-    """The CPU this process may use. Peak: cores x two multiply-add ports x lanes x 2 x clock; what is not stated is
-    taken low.
-    """
+    """The CPU this process may use. Peak: cores x 2 multiply-add ports x lanes x 2 x clock; unknowns are low."""
     if platform.system() == "Darwin":
         name, flags, clock, caches = _mac_cpu()
     else:
@@ -146,7 +130,8 @@ def detect() -> Machine:
     if "amx_tile" in isa and not amx_enabled():
         isa = frozenset(flag for flag in isa if not flag.startswith("amx"))
     width = 64 if "avx512f" in isa else 32 if "avx2" in isa else 16
-    clock, cores = clock or 2.5e9, _usable_cores()
+    clock = clock or 2.5e9
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     caches = {"L1": 32 * KIB, "L2": 512 * KIB} | caches
     lanes = width // 4
     peak = cores * (2 if "fma" in isa else 1) * lanes * 2 * clock
@@ -175,9 +160,7 @@ def detect() -> Machine:
 
 
 def _cpu_rates(peak: float, isa: frozenset[str], cores: int, clock: float) -> dict[str, float]:
-    """Multiply-add rates by dtype: dot-product instructions do two a lane; AMX 1024 flop a clock and core (Intel
-    optimisation manual).
-    """
+    """Multiply-add rates by dtype: dot products do two a lane; AMX 1024 flop a clock and core (Intel's manual)."""
     bf16 = cores * 1024 * clock if "amx_bf16" in isa else 2 * peak if isa & {"avx512_bf16", "bf16"} else peak
     return {"float32": peak, "float64": peak / 2, "bfloat16": bf16, "float16": peak, "tfloat32": peak}
 

@@ -110,9 +110,7 @@ def _gpu(
     half: float, tf32: float, fp32: float, fp8: float, exp_rate: float, launch: float = 4e-6,
     additions: float = 0.0,
 ) -> Machine:  # fmt: skip
-    """A GPU from its data sheet: sizes in bytes, bandwidths in bytes/s, rates in flop/s. Triton's default float32
-    product runs as tf32.
-    """
+    """A GPU from its data sheet: bytes, bytes/s, flop/s. Triton's default float32 product runs as tf32."""
     limits = architecture(target)
     levels = (
         MemoryLevel(name="shared", capacity=limits.shared_memory, bandwidth=cores * 128 * 1.7e9),
@@ -207,8 +205,7 @@ def of_target(target: str) -> Machine:
 
 def of_device(index: int | None = None) -> Machine:
     """The machine that a CUDA or ROCm device is: a named one by what its driver calls it, with as many cores as it has,
-    or what its properties say. Raises UnknownMachineError where there is no device.
-    """
+    or what its properties say. Raises UnknownMachineError where there is no device."""
     import torch
 
     if not torch.cuda.is_available():

@@ -12,15 +12,7 @@ from fusion.errors import ProblemError, UnknownMachineError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "tfloat32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+_BYTES = {"float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _SHORT = {
     "fp64": "float64",
     "fp32": "float32",
@@ -50,8 +42,7 @@ def dtype_bytes(dtype: object) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLevel:
     """One level of memory. `capacity` in bytes, per core (SM, CU) unless `shared`; `bandwidth` in bytes/s, all cores
-    together.
-    """
+    together."""
 
     name: str
     capacity: int
@@ -68,7 +59,6 @@ class MemoryLevel:
 class Machine:
     """A processor as the planner sees it. Rates are of the whole machine.
 
-    name: what it is called.
     kind: "cpu", "gpu" or "model".
     levels: memory from the fastest to the slowest; the last one holds everything.
     fast: the level whose capacity is the M of the theory.
@@ -113,7 +103,6 @@ class Machine:
             )
 
     def level(self, name: str) -> MemoryLevel:
-        """The level of that name."""
         for level in self.levels:
             if level.name == name:
                 return level
@@ -127,9 +116,7 @@ class Machine:
         return self.levels[-1]
 
     def fast_elements(self, dtype: object) -> int:
-        """M: elements of `dtype` that the fast memory of one core holds (on GPUs shared memory and registers
-        together).
-        """
+        """M: elements of `dtype` that one core's fast memory holds (on GPUs shared memory and registers)."""
         return (self.level(self.fast).capacity + self.registers) // dtype_bytes(dtype)
 
     def flops(self, dtype: object) -> float:
@@ -167,9 +154,7 @@ class Machine:
 
     @staticmethod
     def two_level(capacity: int, dtype: object = "float32") -> Machine:
-        """The model of the theory: a fast memory of `capacity` elements and a slow one; time counts the elements
-        moved, nothing else.
-        """
+        """The model of the theory: a fast memory of `capacity` elements; time counts the elements moved."""
         if capacity < 1:
             raise ProblemError(f"a fast memory of {capacity} elements was asked for; give at least 1")
         size = dtype_bytes(dtype)
@@ -197,9 +182,7 @@ def _size(count: int) -> str:
 
 
 def with_cores(base: Machine, cores: int) -> Machine:
-    """The same machine using only `cores` of its cores: rates and unshared bandwidths shrink in proportion (never
-    grow).
-    """
+    """The same machine using only `cores` of its cores: rates and unshared bandwidths shrink in proportion."""
     cores = max(1, min(cores, base.cores))
     return base if cores == base.cores else of_such_cores(base, cores)
 

@@ -45,9 +45,7 @@ QUERIES_AT_REST = Phase(
 
 
 def _split_kernels() -> Schedule:
-    """One kernel with K, V blocks and their gradients at rest, another with Q blocks: deterministic, dQ never leaves
-    until done.
-    """
+    """One kernel with K, V blocks and their gradients at rest, another with Q blocks: deterministic."""
     keys = Phase(
         name="dK, dV",
         reads=N_k * DIMS + C * N_q * (DIMS + 2),
@@ -99,8 +97,7 @@ def _kernels_apart() -> Schedule:
 
 
 def _fused_kernel() -> Schedule:
-    """K, V blocks and their gradients at rest; dQ is read, added to and written once per key block. On GPUs memory
-    itself adds, in no certain order."""
+    """K, V blocks and their gradients at rest; dQ is added to once per key block, on GPUs in no certain order."""
     keys = Phase(
         name="dK, dV, dQ",
         reads=N_k * DIMS + C * N_q * (2 * d + d_v + 2),

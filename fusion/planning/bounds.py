@@ -21,8 +21,7 @@ from fusion.planning.symbols import M, N_k, N_q, d, d_v, s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """A lower bound in elements for one attention problem. valid: the condition on M and d under which the theorem
-    speaks.
-    """
+    speaks."""
 
     name: str
     expression: sympy.Expr

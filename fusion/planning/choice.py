@@ -17,14 +17,12 @@ FORM = ("rotated", "spread", "described", "persistent", "specialized")
 class Tile:
     """A kernel's tile, and the form of its loop.
 
-    rows: query rows of a program or work item (B_r).
-    keys: keys of a tile (B_c).
+    rows, keys: query rows of a program or work item (B_r), and keys of a tile (B_c).
     warps: warps of a program; of a specialised one, those of one of its three groups (one loads, two multiply).
     stages: tiles in flight.
     rotated: a product runs beside exponentials: in the forward that with V of one tile beside the softmax of the next
         (software pipelining), for dK and dV that for dP, which that for dV follows.
-    spread: warps share the keys of a tile where there are more of them than its rows need, so that no score is computed
-        twice. Weights then go through shared memory.
+    spread: more warps than rows need share the keys of a tile, whose weights then go through shared memory.
     described: tiles are read by tensor descriptors (TMA).
     persistent: a program goes through several blocks of rows.
     specialized: warps have roles of their own (warp specialisation).

@@ -25,11 +25,8 @@ from fusion.planning.timing import Times, gpu_time, shares_of, streaming_time
 
 def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) -> float:
     """Elements that any schedule moves for all heads: the larger of the trivial bound and the one that M = `capacity`
-    imposes.
-
-    The trivial bound reads each key head once however many query heads share it, and no key that the mask hides from
-    all queries.
-    """
+    imposes. The trivial bound reads each key head once however many query heads share it, and no key that the mask
+    hides from all queries."""
     sizes = {name: max(1, getattr(problem, name)) for name in ("n_q", "n_k", "d", "d_v")}
     if problem.among:
         return _bound_of_sets(problem, sizes, capacity)
@@ -60,12 +57,7 @@ def _bound_of_sets(problem: Problem, sizes: Mapping[str, int], capacity: float) 
 
 
 def candidate(
-    problem: Problem,
-    machine: Machine,
-    name: str,
-    multiples: tuple[int, int],
-    features: int,
-    given: Given = (),
+    problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int, given: Given = ()
 ) -> Candidate:
     """The schedule with its best tile on that machine (as far as it is not given), or the reason why it has none."""
     try:
@@ -100,12 +92,7 @@ def _counts(name: str, problem: Problem, machine: Machine, tile: Tile | Tiles, s
 
 
 def _tiles_and_times(
-    problem: Problem,
-    machine: Machine,
-    name: str,
-    multiples: tuple[int, int],
-    features: int,
-    given: Given,
+    problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int, given: Given
 ) -> tuple[Tiles, Times]:
     fixed, chosen = dict(given), schedule(name)
     modelled = chosen.query_stationary and chosen.runs_on(machine.kind)

@@ -17,8 +17,7 @@ from fusion.planning.symbols import SIZES, TILES, smooth
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """What one attention problem moves, holds and computes; numbers or arrays over tiles. Elements, flop,
-    exponentials.
-    """
+    exponentials."""
 
     reads: np.ndarray
     writes: np.ndarray
@@ -51,12 +50,8 @@ def phase_counts(phase: Phase, sizes: Mapping[str, float], tile: Mapping[str, in
 def counts(name: str, sizes: Mapping[str, float], tile: Mapping[str, int | np.ndarray]) -> Counts:
     """The whole schedule's counts: sums over its phases, the footprint the largest of them."""
     parts = [phase_counts(phase, sizes, tile) for phase in schedule(name).phases]
-    total = {
-        field: functools.reduce(np.add, (getattr(part, field) for part in parts))
-        for field in _FIELDS
-        if field != "footprint"
-    }
-    return Counts(footprint=functools.reduce(np.maximum, (part.footprint for part in parts)), **total)
+    joined = {field: np.maximum if field == "footprint" else np.add for field in _FIELDS}
+    return Counts(**{f: functools.reduce(join, (getattr(part, f) for part in parts)) for f, join in joined.items()})
 
 
 @functools.cache

@@ -1,20 +1,17 @@
 """Predicted time of the query-stationary CPU kernel.
 
-Threads take work items (head, block of B_r queries). For a head it has not met yet a thread packs K and V into the
-layout of its matrix instructions; for an item it packs Q, and for every block of B_c keys forms the scores of one
-register tile of rows after the other, exponentiates them, and adds to the output. Lanes are queries. Matrix
-instructions take bf16 tiles (AMX; float32 as six products of three bf16 planes, float16 as three of two) or are
-multiply-adds of vectors, float32 or bf16 pairs. Each register tile visits only the keys that its own rows need, so
-masks cost the same for every B_r.
+Threads take work items (head, block of B_r queries). A thread packs K and V of a head that it has not met, and Q of an
+item; for every block of B_c keys it forms the scores of one register tile of rows after the other, exponentiates them,
+and adds to the output. Lanes are queries. Matrix instructions take bf16 tiles (AMX; float32 as six products of three
+bf16 planes, float16 as three of two) or are multiply-adds of vectors, float32 or bf16 pairs. Each register tile visits
+only the keys that its rows need, so masks cost the same for every B_r.
 
-What the tile decides: how often packed K and V stream past from the second cache or, where they outgrow it, from beyond
-(each row block: N^2 (d + d_v) / B_r, the I/O of the schedule), how often the output is taken up again (each key block),
-whether a tile's scores stay in the first cache, what the ends of an item cost (the products and the softmax of
-different tiles overlap, but not across items), and how evenly items fall on the cores.
+The tile decides how often packed K and V stream past (each row block) and from which cache, how often the output is
+taken up again (each key block), whether scores stay in the first cache, what the ends of items cost (products and
+softmax do not overlap across items), and how evenly items fall on the cores.
 
-The constants in `COSTS` are fitted to single-thread runs over shapes and tiles on a machine with AVX-512 and AMX, by
-non-negative least squares on relative errors; `python benchmarks/model_fit.py` shows what they are worth, and prints
-new ones with `--fit`.
+`COSTS` is fitted to single-thread runs on a machine with AVX-512 and AMX, by non-negative least squares on relative
+errors: `python benchmarks/model_fit.py [--fit]`.
 """
 
 from __future__ import annotations
@@ -147,8 +144,7 @@ def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _
 
 
 def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, multiples: tuple[int, int], *, skip: bool) -> Times:
-    """Seconds for each tile; `skip`: keys that the mask hides are left out. multiples: the register tile (rows,
-    keys)."""
+    """Seconds for each tile. skip: keys that the mask hides are left out. multiples: the register tile (rows, keys)."""
     costs = asdict(COSTS[_kernel(problem, machine, multiples).unit])
     clock = machine.clock or 2.5e9
     parts = []

@@ -24,20 +24,14 @@ WORTH_COMPILING = 2e-4
 
 Pair = tuple[int, int]
 TileTimes = Callable[[Sequence[int], Pair, Collection[Pair]], Mapping[Pair, float]]
-"""(values of the spec's sizes, register tile, tiles of interest) -> predicted seconds of these (B_r, B_c) and of all
-others that may be best."""
+"""(values of the spec's sizes, register tile, tiles) -> predicted seconds of these (B_r, B_c) and other good ones."""
 
 
 class CpuPlanner:
-    """The choices of a spec on a CPU. times: the cost model. register_tile: (rows, keys) that tiles are multiples of,
-    by default those of the kernel for this machine."""
+    """The choices of a spec on a CPU. times: the cost model. register_tile: (rows, keys), of which tiles are."""
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        machine: Machine,
-        times: TileTimes | None = None,
-        register_tile: Pair | None = None,
+        self, spec: AttentionSpec, machine: Machine, times: TileTimes | None = None, register_tile: Pair | None = None
     ):
         unit = target_of(machine)
         self.spec, self.machine, self.lanes = spec, machine, unit.lanes

@@ -74,8 +74,7 @@ def _attend(share: sympy.Expr) -> Phase:
 
 
 def _whole_rows() -> Schedule:
-    """The scores of a block of rows stay whole, so that those of other heads can be added to them before the softmax
-    and after it: K streams past, then V."""
+    """Scores of a block of rows stay whole, so that heads can be mixed before and after the softmax: K, then V."""
     phase = Phase(
         name="attend",
         reads=N_q * d + R * N_k * DIMS,
@@ -97,9 +96,7 @@ def _whole_rows() -> Schedule:
 
 
 def _key_stationary() -> Schedule:
-    """A block of K and V stays; Q and the unfinished output with its two statistics are read and written once per
-    block.
-    """
+    """A block of K and V stays; Q and the unfinished output with two statistics are read and written once per block."""
     phase = Phase(
         name="attend",
         reads=N_k * DIMS + C * N_q * (DIMS + 2),
@@ -119,9 +116,7 @@ def _key_stationary() -> Schedule:
 
 
 def _rabe_staats() -> Schedule:
-    """Every (query, key) chunk leaves its own partial output and statistics in slow memory; they are merged per query
-    chunk.
-    """
+    """Every (query, key) chunk leaves its partial output and statistics in slow memory, merged per query chunk."""
     partial = N_q * (d_v + 2) * C
     attend = Phase(
         name="partial outputs",
@@ -144,8 +139,7 @@ def _rabe_staats() -> Schedule:
 
 def _split_k() -> Schedule:
     """The keys are cut into splits of B_s, of which the share s is live, each a query-stationary problem of its own
-    with log-sum-exp; then the splits are merged.
-    """
+    with log-sum-exp; then the splits are merged."""
     splits = blocks(N_k, B_s)
     attend = Phase(
         name="splits",
@@ -175,9 +169,7 @@ def _split_k() -> Schedule:
 
 
 def _small_cache() -> Schedule:
-    """S by a blocked product with the head dimension cut too, spilled with the row's log-sum-exp; then exp(S - L) V
-    the same way.
-    """
+    """S by a blocked product with the head dimension cut too, spilled with the log-sum-exp; exp(S - L) V likewise."""
     scores = Phase(
         name="scores",
         reads=N_q * d * C + N_k * d * R,
@@ -240,9 +232,7 @@ def _materialized() -> Schedule:
 
 
 def _polynomial() -> Schedule:
-    """Polynomial features made in fast memory, B_f at a time: state = phi(K)^T [V, 1] over the keys, then the queries
-    read it out.
-    """
+    """Polynomial features made in fast memory, B_f at a time: state = phi(K)^T [V, 1], which the queries read out."""
     count = blocks(r, B_f)
     state = Phase(
         name="state",
@@ -273,8 +263,7 @@ def _polynomial() -> Schedule:
 
 def _certified_sparse() -> Schedule:
     """The smallest and the largest key of every block, coordinate by coordinate, bound its scores: query-stationary
-    over the blocks whose bounds do not rule them out, a share s of the tiles.
-    """
+    over the blocks whose bounds do not rule them out, a share s of the tiles."""
     summaries = Phase(
         name="summaries", reads=N_k * d, writes=2 * d * C, footprint=(B_c + 2) * d, flops=sympy.Integer(0)
     )

@@ -25,11 +25,9 @@ _SAMPLES = 256
 
 
 def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | None) -> Problem:
-    """The sizes of a call as a `Problem`. `sizes`: values of `spec.sizes`, by name or in order.
-
-    The share of live scores is that of the spec's closed-form key ranges; masks that load data count as dense, because
-    what they hold is known only at run time. Raises ProblemError where sizes are missing.
-    """
+    """The sizes of a call as a `Problem`. `sizes`: values of `spec.sizes`, by name or in order. The share of live
+    scores is that of the spec's closed-form key ranges; masks that load data count as dense, because what they hold is
+    known only at run time. Raises ProblemError where sizes are missing."""
     values = dict(zip(spec.sizes, sizes or (), strict=False)) if not isinstance(sizes, Mapping) else dict(sizes)
     missing = [name for name in spec.sizes if name not in values]
     if missing:
@@ -64,8 +62,7 @@ def _of_programs(*programs: Expr | None) -> tuple[int, int]:
 
 
 def _stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mapping[str, int]) -> float:
-    """Bytes of an element of k and v in memory where one of them is stored in another form than it is multiplied in,
-    or read through a table, else 0."""
+    """Mean bytes of an element of k and v in memory; 0 where both are stored as they are multiplied, in no table."""
     as_is = not spec.tables and all(spec.values[n] is None and spec.operands[n] not in spec.stored for n in (1, 2))
     return 0 if as_is else stored_bytes(spec, d, d_v, n_k, sizes)
 

@@ -131,18 +131,15 @@ class GpuPlanner:
 
 
 def splits_for(programs: int, n_k: int, keys: int, processors: int) -> int:
-    """Into how many parts the n_k keys that a block visits are cut so that the device is full, two programs per
-    processor; 1 for not at all."""
+    """Into how many parts the n_k keys that a block visits are cut, to have two programs per processor."""
     wanted = 2 * processors // max(1, programs)
     return max(1, min(wanted, n_k // (keys * LEAST_TILES), MOST_SPLITS))
 
 
 def visited_function(spec: AttentionSpec) -> Callable[[Sequence[int], int], int]:
-    """(values of `spec.sizes`, rows of a block) -> the most keys that a block visits.
-
-    Of the mask's range that is taken which sizes alone tell: where the mask depends on more, all keys count. Blocks
-    differ little or steadily, so that the first, the middle and the last stand for all.
-    """
+    """(values of `spec.sizes`, rows of a block) -> the most keys that a block visits. Of the mask's range that is taken
+    which sizes alone tell: where the mask depends on more, all keys count. Blocks differ little or steadily, so that
+    the first, the middle and the last stand for all."""
     mask, names = spec.mask, (*spec.sizes, "i0", "i1")
     low = None if mask is None else _told(mask.key_lo, "imax", names)
     high = None if mask is None else _told(mask.key_hi, "imin", names)

@@ -32,8 +32,7 @@ derivative, and for dK and dV the statistics of each row, which lie along a thre
 the way of dQ's part to memory."""
 
 LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0, KEYS_ALONE: 3.0, VALUES_ALONE: 1.5, JOINT: 3.0}
-"""Registers that a thread's score holds at the fullest point: scores, weights, and in the backward their
-derivatives."""
+"""Registers that a thread's score holds at the fullest point: scores, weights, derivatives in the backward."""
 
 EXPOSED = {FORWARD: 1.0, QUERIES: 0.6, KEYS: 0.85, KEYS_ALONE: 0.6, VALUES_ALONE: 0.85, JOINT: 1.2}
 """Share of a loop's instructions beside which no product runs, in the plain order. dP's runs beside exponentials, where
@@ -91,7 +90,6 @@ Hopper: Luo et al., arXiv 2402.13499; of Blackwell's data centre parts nothing i
 class Work:
     """What a kernel does for each score, as far as its tile depends on it.
 
-    kernel: its name.
     d, d_v: columns that are computed.
     size: bytes of an element of the products.
     score_bytes: bytes loaded for each score (bias and mask matrices).
@@ -138,13 +136,12 @@ class Work:
 
 
 def work_of(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> Work:
-    """What a spec's kernel does."""
     mask = spec.mask
     score = spec.score if mask is None or mask.full is None else mask.full
     parts = [part for part in walk(score, spec.weight) if part.kind is Kind.FLOAT and part.args]
     special = list(filter(_is_special, parts))
     costs = sum(_UNIT if _is_rounded(part) else _COSTLY for part in special)
-    inner = [part for part in parts if {"i", "j"} <= coordinates(part) or _reads_score(part)]
+    inner = [part for part in parts if {"i", "j"} <= coordinates(part)]
     backward = 1 if kernel == FORWARD else 2  # its derivative, too
     return Work(
         kernel=kernel,
@@ -178,21 +175,13 @@ def score_bytes(spec: AttentionSpec) -> int:
     return sum(spec.operands[number].torch_dtype.itemsize for number in numbers)
 
 
-def _reads_score(part: Expr) -> bool:
-    return any(leaf.op == "score" for leaf in walk(part))
-
-
 def _is_special(part: Expr) -> bool:
-    return part.op in _SPECIAL and not _by_constant(part)
+    return part.op in _SPECIAL and not (part.op == "div" and part.args[1].is_const)
 
 
 def _is_rounded(part: Expr) -> bool:
     """Whether it is a tanh that is rounded to bfloat16."""
     return part.op == "tanh" and part.attr == "bfloat16"
-
-
-def _by_constant(part: Expr) -> bool:
-    return part.op == "div" and part.args[1].op == "const"
 
 
 def program_kind(spec: AttentionSpec) -> str:
@@ -226,8 +215,7 @@ def program_kind(spec: AttentionSpec) -> str:
 
 
 def redundancy(work: Work, tile: Tile, machine: Machine) -> float:
-    """How often each score is computed: products whose results feed others in the same trip have their warps one below
-    the other, unless the loop's order hides that."""
+    """How often each score is computed: by all warps abreast, unless the loop's order, or hardware, hides that."""
     apart = tile.spread or tile.rotated and work.kernel == FORWARD
     return 1.0 if "tcgen05" in machine.isa or apart else _abreast(work, tile)
 
@@ -238,11 +226,8 @@ def _abreast(work: Work, tile: Tile) -> float:
 
 
 def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, instructions: int = 0) -> float:
-    """Of one trip of one program's loop, with those that share its multiprocessor.
-
-    bandwidth: bytes/s at which keys and values come.
-    instructions: of the loop, where they are known.
-    """
+    """Of one trip of one program's loop, with those that share its multiprocessor. bandwidth: bytes/s at which keys and
+    values come. instructions: of the loop, where they are known."""
     rows, cols, warps = work.outer(tile), work.inner(tile), tile.warps
     times, clock = redundancy(work, tile, machine), clock_of(machine)
     rate = machine.flops("bfloat16" if work.size == 2 else "float32") / (2 * machine.cores * clock)
@@ -309,8 +294,7 @@ def shared_bytes(work: Work, tile: Tile) -> int:
 
 
 def registers(work: Work, tile: Tile, machine: Machine) -> float:
-    """Of a thread, that sums and scores take at the fullest point, without addresses. Synchronous products have the
-    factor that stays for all trips in registers, too."""
+    """Of a thread, for sums, scores and (of synchronous products) the factor that stays, at the fullest point."""
     threads, rows, times = tile.warps * machine.wave, work.outer(tile), redundancy(work, tile, machine)
     own = tile.rows * tile.keys * times / threads
     live = LIVE[work.kernel] + (1.0 if tile.rotated else 0.0) + PRESSURE[work.program]
@@ -334,8 +318,7 @@ PRESSURE = {
 """More registers that a thread's score holds, by kind of program."""
 
 HELD = 0.5
-"""Share of the factor that stays for all trips which synchronous products keep in registers; the rest is read again. An
-assumption."""
+"""Share of the factor that stays which synchronous products keep in registers, to read the rest. An assumption."""
 
 ADDRESSES = 36
 """Registers of a thread for addresses, counters and row statistics, at least."""

@@ -1,6 +1,5 @@
 """Facts of compiled GPU kernels, for each version of Triton that they were made with, which
-`benchmarks/tile_facts.py` writes. `fusion.planning.gpu_feasible` reads them.
-"""
+`benchmarks/tile_facts.py` writes. `fusion.planning.gpu_feasible` reads them."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ Place = tuple[int, int, int, int, str]
 """Rows, keys, warps, stages and order of a tile."""
 
 Facts = dict[Place, tuple[int, int, int, int, bool]]
-"""Bytes of shared memory, registers of a thread, instructions of the main loop, those of them that spill, and whether
-products are serialised."""
+"""Bytes of shared memory, registers of a thread, instructions of the loop, spills, whether products are serialised."""
 
 SAME_CODE = {
     **dict.fromkeys(("sm_86", "sm_87", "sm_89", "sm_120", "sm_121"), "sm_80"),

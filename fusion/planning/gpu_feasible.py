@@ -35,8 +35,7 @@ SPILLED = 10
 """Instructions that a move of a register to or from memory costs as much as, since it is waited for. An assumption."""
 
 MOST_SPILLED = 0.05
-"""Share of a loop's instructions above which such moves make a tile useless. What is spilled around a loop costs
-nothing."""
+"""Share of a loop's instructions above which such moves make a tile useless; around a loop they cost nothing."""
 
 FEW_SPILLED = 0.01
 """Share up to which a loop counts as one that does not spill."""
@@ -59,8 +58,7 @@ ROTATED_COLUMNS = 128
 """Columns up to which the rotated order is trusted without being compiled: with more, ptxas serialises its products."""
 
 MATRIX_STAGES = 2
-"""Stages of a loop that reads a matrix of scores with which ptxas does not yet serialise products (C7515); one less for
-more columns of V than this."""
+"""Stages up to which loops over a matrix of scores are not serialised (C7515); one less for more columns of V."""
 MATRIX_COLUMNS = 128
 
 WIDE = 256
@@ -117,8 +115,7 @@ def fact_of(work: Work, tile: Tile, machine: Machine) -> Fact | None:
 
 
 def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
-    """Whether this kernel spills too much in a tile of this size with another number of stages, which moves registers
-    little."""
+    """Whether this kernel spills too much in this tile with another number of stages, which moves registers little."""
     *size, _, order = place_of(tile)
     for (*other, _, its), fact in facts_of(work, machine).items():
         if (other, its) == (size, order) and Fact(*fact).spilled > MOST_SPILLED:

@@ -47,8 +47,7 @@ TRIP = 64
 """Keys (queries, for dK and dV) of a trip where the model sees no difference: less is mostly the loop's own cost."""
 
 UNKNOWN = 1.3
-"""By how much slower than estimated a tile is taken to be that was not compiled where others were: loops of wide heads
-have up to a third more instructions than the estimate."""
+"""Factor for tiles that were not compiled where others were: loops of wide heads are up to a third longer."""
 
 WAYS = ((QUERIES, KEYS), (QUERIES, KEYS_ALONE, VALUES_ALONE), (JOINT,))
 """The kernels that make all gradients. dK and dV have a kernel each where sums of wide heads leave too few registers
@@ -60,8 +59,7 @@ USUAL_HEADS = 64
 
 
 class TileModel:
-    """The policy that takes the cheapest feasible tile. A tile of the forward is the same for all n_q, and n_k, up to
-    the same power of two."""
+    """The policy that takes the cheapest feasible tile, the same for all n_q and n_k up to the same power of two."""
 
     def forward(self, spec: AttentionSpec, machine: Machine, extents: Extents) -> Tile:
         """The tile of the forward's kernel."""
@@ -93,8 +91,7 @@ class TileModel:
 
 
 def rounded_bytes(work: Work) -> int:
-    """Bytes that are moved for each query whose gradient is added up in float32: it is filled with zeros, read, and
-    written in Q's dtype."""
+    """Bytes moved for a query whose gradient is added up in float32: filled with zeros, read, written in Q's dtype."""
     return work.added * (2 * 4 + work.size)
 
 
@@ -104,8 +101,7 @@ def owner_of_keys(tiles: Container[str]) -> str:
 
 
 def may_rotate(spec: AttentionSpec, kernel: str = FORWARD) -> bool:
-    """Whether there is a rotated order of a kernel's loop: there are exponentials, and in the forward a tile's
-    neighbour is known (not from a list), and V is read on its own."""
+    """Whether a loop may rotate: there are exponentials, and in the forward V of its own and tiles not from a list."""
     if spec.normalizer is Normalizer.NONE or kernel not in (FORWARD, KEYS, JOINT):
         return False
     listed = spec.mask is not None and spec.mask.tile_live is not None
@@ -113,7 +109,6 @@ def may_rotate(spec: AttentionSpec, kernel: str = FORWARD) -> bool:
 
 
 def extent_of(spec: AttentionSpec, kernel: str, heads: int, n_q: int, n_k: int) -> Extent:
-    """What a kernel covers."""
     triangle = spec.mask is not None and spec.mask.key_hi is not None
     outer, inner = (n_k, n_q) if kernel in BY_KEYS else (n_q, n_k)
     return Extent(heads=heads, outer=outer, inner=inner, triangle=triangle)
@@ -151,8 +146,7 @@ def expected_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent) ->
 
 
 def tile_clocks(spec: AttentionSpec, machine: Machine) -> Callable[[str, Sequence[int], Sequence[Tile]], list[float]]:
-    """A function of (name of a GPU kernel, values of `spec.sizes`, tiles): the clocks expected in each tile. Kernels
-    that make no products take the same in all."""
+    """(kernel, values of `spec.sizes`, tiles) -> clocks in each tile; all the same for kernels without products."""
     extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
 
     def clocks(kernel: str, sizes: Sequence[int], tiles: Sequence[Tile]) -> list[float]:
@@ -167,7 +161,6 @@ def tile_clocks(spec: AttentionSpec, machine: Machine) -> Callable[[str, Sequenc
 
 
 def all_tiles(work: Work, machine: Machine, extent: Extent, rotates: bool) -> Iterator[Tile]:
-    """All tiles that there could be."""
     sizes = [size for size in (16, 32, 64, 128) if LEAST <= size <= MOST]
     outer, inner = power(extent.outer), power(extent.inner)
     across, along = (inner, outer) if work.kernel in BY_KEYS else (outer, inner)

@@ -29,18 +29,10 @@ def groups(schedule: Schedule) -> list[tuple[Phase, ...]]:
     return result
 
 
-def least_io(
-    schedule: Schedule,
-    problem: Problem,
-    capacity: int,
-    share: float = 1.0,
-    features: int = 1,
-) -> Tile:
-    """The tile of least I/O whose footprint is at most `capacity` elements: the two-level model's optimum.
-
-    Exhaustive up to the thinning of `balanced`, since only balanced blocks matter and other variables are best at their
-    minimum. Raises NoFittingTileError where the smallest tile does not fit.
-    """
+def least_io(schedule: Schedule, problem: Problem, capacity: int, share: float = 1.0, features: int = 1) -> Tile:
+    """The tile of least I/O whose footprint is at most `capacity` elements: the two-level model's optimum. Exhaustive
+    up to the thinning of `balanced`, since only balanced blocks matter and other variables are best at their minimum.
+    Raises NoFittingTileError where the smallest tile does not fit."""
     sizes = sizes_of(problem, capacity, share, features)
     used = frozenset().union(*(io_variables(phase) for phase in schedule.phases))
     choices = {

@@ -30,11 +30,8 @@ from fusion.planning.tiles import Tile, sizes_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The continuous optimum of one schedule, in N_q, N_k, d, d_v and M.
-
-    tile: best value of each tile variable.
-    io: elements moved there, ceilings taken off.
-    """
+    """The continuous optimum of one schedule, in N_q, N_k, d, d_v and M. tile: best value of each tile variable. io:
+    elements moved there, ceilings taken off."""
 
     schedule: str
     tile: tuple[tuple[str, sympy.Expr], ...]
@@ -52,11 +49,8 @@ class Optimum:
 
 @functools.cache
 def optimum(name: str) -> Optimum:
-    """Derives the optimum of the schedule of that name.
-
-    Raises UnknownScheduleError where it has no closed form: the N^2 of materialised ones does not depend on the tile,
-    and approximate ones have other terms than a / x + b / y.
-    """
+    """Derives the optimum of the schedule of that name. Raises UnknownScheduleError where it has no closed form: the
+    N^2 of materialised ones does not depend on the tile, and approximate ones have other terms than a / x + b / y."""
     chosen = schedule(name)
     if not chosen.closed_form:
         raise UnknownScheduleError(f"the I/O of {chosen.name} has no stationary tile worth deriving; use least_io")
@@ -92,9 +86,7 @@ def _group_optimum(group: tuple[Phase, ...]) -> dict[str, sympy.Expr]:
 
 
 def _stationary(io: sympy.Expr, x: sympy.Symbol, y: sympy.Symbol, y_of_x: sympy.Expr) -> sympy.Expr:
-    """The positive x with d io / dx = 0 along footprint = M. Both partial derivatives are monomials, so it is a
-    quadratic.
-    """
+    """The positive x with d io / dx = 0 along footprint = M: a quadratic, both partial derivatives being monomials."""
     along = sympy.diff(io, x) + sympy.diff(io, y).subs(y, y_of_x) * sympy.diff(y_of_x, x)
     numerator = sympy.numer(sympy.cancel(sympy.together(along)))
     probe = {N_q: 1024, N_k: 1024, d: 64, d_v: 64, M: 4096}
@@ -125,10 +117,8 @@ def _compiled(name: str) -> tuple[tuple[str, ...], object]:
 
 
 def continuous_tile(name: str, problem: Problem, capacity: int) -> dict[str, float]:
-    """The optimum's tile in numbers, not yet whole, nor cut to the problem's size.
-
-    Raises NoFittingTileError at a pole of the formula (at a capacity of few elements).
-    """
+    """The optimum's tile in numbers, not yet whole, nor cut to the problem's size. Raises NoFittingTileError at a pole
+    of the formula (at a capacity of few elements)."""
     names, function = _compiled(schedule(name).name)
     sizes = sizes_of(problem, capacity)
     try:
@@ -139,11 +129,9 @@ def continuous_tile(name: str, problem: Problem, capacity: int) -> dict[str, flo
 
 
 def snapped_tile(name: str, problem: Problem, capacity: int) -> Tile:
-    """The continuous optimum brought to legal sizes: whole numbers near it that fit `capacity`.
-
-    Where a block can shrink without adding another block, the smaller one is tried too, and what that frees goes to the
-    group's other variable. Raises NoFittingTileError.
-    """
+    """The continuous optimum brought to legal sizes: whole numbers near it that fit `capacity`. Where a block can
+    shrink without adding another block, the smaller one is tried too, and what that frees goes to the group's other
+    variable. Raises NoFittingTileError."""
     chosen: Schedule = schedule(name)
     sizes = sizes_of(problem, capacity)
     tile = continuous_tile(chosen.name, problem, capacity)

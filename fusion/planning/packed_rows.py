@@ -26,9 +26,7 @@ def heads_to_pack(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
 
 def packed(spec: AttentionSpec, group: int) -> AttentionSpec:
     """The spec in which `group` consecutive values of the last batch coordinate, which read the same keys, are rows.
-
-    Its output is still described in the coordinates of `spec` (see `Forward`, which stores it).
-    """
+    Its output is still described in the coordinates of `spec` (see `Forward`, which stores it)."""
     last = coord(f"b{len(spec.batch) - 1}")
     head = integers.mul(last, group)
     rows = {last: integers.add(head, integers.mod(I, group)), I: integers.floordiv(I, group)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -148,11 +148,8 @@ class Plan:
 
         sizes = sizes_of(self.problem, self.capacity, self.share, self.features)
         values = {**sizes, **dict(self.tile)}
-        text = re.sub(
-            r"\b[A-Za-z]\w*\b",
-            lambda match: number_text(values[match[0]]) if match[0] in values else match[0],
-            self.symbolic,
-        )
+        shown = lambda match: number_text(values[match[0]]) if match[0] in values else match[0]
+        text = re.sub(r"\b[A-Za-z]\w*\b", shown, self.symbolic)
         return f"{text} = {number_text(self.io / self.problem.problems)}"
 
     def alternatives(self) -> tuple[Candidate, ...]:
@@ -182,11 +179,8 @@ class Plan:
 
     def __str__(self) -> str:
         moved = f"I/O {bytes_text(self.io_bytes)} ({self.ratio:.2f}x bound)"
-        time = (
-            ""
-            if self.machine.kind == "model"
-            else f", {seconds_text(self.time)} predicted, limited by {self.limited_by}"
-        )
+        predicted = f", {seconds_text(self.time)} predicted, limited by {self.limited_by}"
+        time = "" if self.machine.kind == "model" else predicted
         kernel = "" if find_schedule(self.schedule).runs_on(self.machine.kind) else ", no kernel of it"
         return f"{self.schedule} {tile_text(self.tile)} on {self.machine.name}: {moved}{time}{kernel}"
 
@@ -250,8 +244,7 @@ def find_schedule(name: str) -> Schedule:
 
 
 def _candidates(direction: str, features: int | None) -> list[Schedule]:
-    """What takes part without being named: exact schedules, and polynomials where r is known. What certified_sparse
-    leaves out only the data tell."""
+    """What is weighed without being named: exact schedules, and polynomials where r is known."""
     from fusion.planning.schedules import SCHEDULES
 
     every = [item for item in SCHEDULES.values() if item.direction == direction and not item.mixes_heads]
@@ -261,8 +254,7 @@ def _candidates(direction: str, features: int | None) -> list[Schedule]:
 
 
 def _weighed(problem: Problem, names: Iterable[str]) -> list[str]:
-    """Those of the names that say something of this problem: one that only skips tiles stands for the whole schedule
-    where nothing is masked."""
+    """The names that say something of this problem: what only skips tiles stands for the whole where all are live."""
     if problem.masked:
         return list(names)
     return list(dict.fromkeys(name for name in names if not find_schedule(name).unmasked)) or list(names)
@@ -334,15 +326,20 @@ def _none_fits(problem: Problem, target: Machine, weighed: list[Candidate]) -> s
 def compare(
     problem: Problem, target: Machine, *, direction: str = "forward", features: int | None = None
 ) -> tuple[Candidate, ...]:
-    """Every schedule of that direction with the best tile it can have on `target`, best first; those that do not fit
-    say why, last.
-    """
+    """Every schedule of that direction with its best tile on `target`, best first; what does not fit is last."""
     from fusion.planning.choose import candidate
 
     names = _weighed(problem, [item.name for item in _candidates(direction, features)])
     multiples = _register_tile(target)
     weighed = [candidate(problem, target, name, multiples, features or 1) for name in names]
     return tuple(sorted(weighed, key=lambda item: (bool(item.reason), item.time, item.io)))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Rows of cells as lines, the first `left` columns flush left and the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([(str.ljust if k < left else str.rjust)(cell, widths[k]) for k, cell in enumerate(row)] for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def number_text(value: float) -> str:

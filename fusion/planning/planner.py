@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def planner_for(spec: AttentionSpec, machine: Machine) -> CpuPlanner | GpuPlanner:
-    """The planner of a spec on a machine."""
     if machine.kind == "gpu":
         from fusion.planning.gpu import GpuPlanner  # with tables of tiles: not where there is no GPU
 

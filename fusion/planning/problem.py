@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 class Problem:
     """q: [batch, heads, n_q, d], k: [batch, heads_kv, n_k, d], v: [batch, heads_kv, n_k, d_v].
 
-    density: share of the score entries that lie in live tiles, for masks that are not described by `causal` and
-        `window`.
+    density: share of the scores that lie in live tiles, for masks that `causal` and `window` do not describe.
     causal: key j is live for query i where j <= i + diagonal.
     window: and j > i + diagonal - window.
     score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...).
     dense: tensors of an element for each score that the score program reads (biases, masks).
     stored_bytes: bytes of an element of k and v in memory (their mean) where that is not `dtype`, else 0.
     training: the forward keeps the log-sum-exp for a backward pass.
-    among: of how many keys the n_k of a head are, where `heads` are queries that have a set of keys each
-        (`AttentionSpec.among`); else 0.
+    among: of how many keys the n_k are, where `heads` are queries with a set each (`AttentionSpec.among`); else 0.
 
     Sizes of 0 are planned as 1 (an empty call runs no kernel, but its caller wants a plan).
     """
@@ -84,9 +82,7 @@ class Problem:
         return self.causal or self.window is not None or self.density < 1
 
     def live_share(self, rows: int, cols: int = 1) -> float:
-        """s for tiles of `rows x cols`: keys a query block meets, averaged over blocks, over N_k. Blocks of keys
-        count whole.
-        """
+        """s for tiles of `rows x cols`: keys a query block meets (blocks of keys whole), in the mean, over N_k."""
         if not (self.causal or self.window):
             return self.density
         start, end = self.key_ranges(rows)

@@ -64,8 +64,7 @@ class Target:
         together fill half of it, and leave the other half to the rows of K and V and the output that stream past.
 
         The traffic to the next level does not depend on B_c, only the number of times that the output is loaded and
-        stored again does (n_k / B_c), so B_c is as large as that allows, a multiple of a few register tiles.
-        """
+        stored again does (n_k / B_c), so B_c is as large as that allows, a multiple of a few register tiles."""
         together, score_bytes = 2 if planes and self.amx else self.tile_groups, 4 + 2 * planes
         step = 64 if planes and self.amx else 12 * self.tile_rows
         return max(step, self.near_bytes // 2 // (together * self.lanes * score_bytes) // step * step)

@@ -43,13 +43,11 @@ class Schedule:
     """An algorithm with its tile left open.
 
     order: the I/O at the best tile, up to a constant.
-    direction: forward or backward.
     exact: whether it computes attention itself rather than an approximation.
     kernels: the kinds of machine ("cpu", "gpu") for which an emitter has a kernel of it.
     skips: whether it leaves out tiles that a mask hides; its counts are then in their live share s.
     unmasked: the schedule that it is where nothing is masked; it is weighed for masks only.
-    mixes_heads: whether it computes the heads of a batch together, for attention that mixes them; others do without,
-        and it is weighed where it is named only.
+    mixes_heads: whether it computes the heads of a batch together; it is weighed where it is named only.
     closed_form: whether its best tile can be derived (`fusion.planning.optimum`) rather than searched for.
     colour: in plots, told apart with any colour vision (Okabe and Ito's set).
     """
@@ -69,34 +67,9 @@ class Schedule:
     colour: str = "#333333"
 
     @property
-    def reads(self) -> sympy.Expr:
-        """Elements loaded."""
-        return sympy.Add(*(phase.reads for phase in self.phases))
-
-    @property
-    def writes(self) -> sympy.Expr:
-        """Elements stored."""
-        return sympy.Add(*(phase.writes for phase in self.phases))
-
-    @property
     def io(self) -> sympy.Expr:
         """Elements moved in either direction."""
-        return self.reads + self.writes
-
-    @property
-    def footprint(self) -> sympy.Expr:
-        """Elements held in fast memory at most."""
-        return sympy.Max(*(phase.footprint for phase in self.phases))
-
-    @property
-    def flops(self) -> sympy.Expr:
-        """Operations of matrix products."""
-        return sympy.Add(*(phase.flops for phase in self.phases))
-
-    @property
-    def exps(self) -> sympy.Expr:
-        """Exponentials."""
-        return sympy.Add(*(phase.exps for phase in self.phases))
+        return sympy.Add(*(phase.reads for phase in self.phases), *(phase.writes for phase in self.phases))
 
     @property
     def tile(self) -> tuple[str, ...]:
@@ -116,7 +89,7 @@ class Schedule:
     @property
     def takes_features(self) -> bool:
         """Whether its work depends on a number of polynomial features."""
-        return r in self.flops.free_symbols
+        return any(r in phase.flops.free_symbols for phase in self.phases)
 
     @property
     def kernels_text(self) -> str:

@@ -42,8 +42,7 @@ def map_pays(
     users: Sequence[tuple[AttentionSpec, Sequence[int]]],
     machine: Machine | str | None = None,
 ) -> bool:
-    """Whether to make a map that these attentions (with the values of their sizes) share; machine: where they run, by
-    default this computer."""
+    """Whether to make a map that these attentions (with values of their sizes) share. machine: by default this one."""
     machine = find_machine(machine)
     lists = LIST * len(users) if machine.kind == "gpu" else 0.0
     cost = map_time(spec, sizes, machine) + lists

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -24,11 +23,9 @@ SEARCHED_WHOLE = (MOST_BLOCKS // 2) ** 2
 
 
 def balanced(size: int, limit: int = MOST_BLOCKS) -> list[int]:
-    """The blocks worth trying for `size`: for each number of blocks the smallest block that gives it.
-
-    I/O depends on a block only through the number of blocks, so nothing is lost; above `limit` values the list is
-    thinned geometrically.
-    """
+    """The blocks worth trying for `size`: for each number of blocks the smallest block that gives it. I/O depends on a
+    block only through the number of blocks, so nothing is lost; above `limit` values the list is thinned
+    geometrically."""
     size = max(1, size)
     root = math.isqrt(size)
     values = sorted({-(-size // count) for count in range(1, root + 1)} | set(range(1, min(size, root + 1) + 1)))
@@ -40,14 +37,8 @@ def balanced(size: int, limit: int = MOST_BLOCKS) -> list[int]:
 
 def grid(values: Mapping[str, Iterable[int]]) -> Tiles:
     """All combinations, as flat arrays by name."""
-    names, columns = list(values), [list(column) for column in values.values()]
-    combinations = np.array(list(itertools.product(*columns)), dtype=np.int64) if len(names) > 2 else _product(columns)
-    return {name: combinations[:, index] for index, name in enumerate(names)}
-
-
-def _product(columns: list[list[int]]) -> np.ndarray:
-    axes = np.meshgrid(*(np.asarray(column, dtype=np.int64) for column in columns), indexing="ij")
-    return np.stack([axis.ravel() for axis in axes], axis=1)
+    axes = np.meshgrid(*(np.array(list(column), dtype=np.int64) for column in values.values()), indexing="ij")
+    return {name: axis.ravel() for name, axis in zip(values, axes, strict=True)}
 
 
 def pick(tiles: Tiles, index: int) -> Tile:
@@ -74,11 +65,8 @@ def footprint_bytes(problem: Problem, rows: np.ndarray, cols: np.ndarray, stages
 
 def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multiple: int) -> Tiles:
     """(B_r, B_c) for the CPU kernel: multiples of its register tile, no larger than the problem asks for, inside the
-    fast level.
-
-    K and V are read in place, so they do not count against the level. The smallest tile is always legal: caches
-    spill, they do not refuse.
-    """
+    fast level. K and V are read in place, so they do not count against the level. The smallest tile is always legal:
+    caches spill, they do not refuse."""
     n_q, n_k = least_multiple(problem.n_q, row_multiple), least_multiple(problem.n_k, col_multiple)
     rows = sorted({min(n_q, row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12)})
     cols = sorted({min(n_k, least_multiple(count, col_multiple)) for count in (64, 128, 256, 512)})
@@ -91,9 +79,7 @@ def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multipl
 
 
 def gpu_tiles(problem: Problem, machine: Machine) -> Tiles:
-    """(B_r, B_c, stages) for the Triton kernel: powers of two that fit shared memory and leave the accumulators in
-    registers.
-    """
+    """(B_r, B_c, stages) for the Triton kernel: powers of two that fit shared memory and registers."""
     powers = [16, 32, 64, 128, 256]
     rows = [block for block in powers if block <= max(16, power(problem.n_q))]
     cols = [block for block in powers if block <= max(16, power(problem.n_k))]

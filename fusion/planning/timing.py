@@ -7,6 +7,7 @@ last round counts whole. Each memory level is a resource of its own. All figures
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,7 @@ class Times:
 
 
 def streaming_time(machine: Machine, problem: Problem, counts: Counts, kernels: int) -> Times:
-    """A schedule as a sequence of kernels that keep every resource busy: used where there is no kernel model of our
-    own.
-    """
+    """A schedule as kernels that keep every resource busy: where there is no kernel model of our own."""
     scale = problem.problems
     resources = {
         "memory": counts.io * scale * problem.element_bytes / machine.main.bandwidth,
@@ -49,11 +48,8 @@ def streaming_time(machine: Machine, problem: Problem, counts: Counts, kernels: 
 
 def shares_of(problem: Problem, tiles: Tiles) -> np.ndarray:
     """The live share s of every tile in `tiles`."""
-    cache: dict[tuple[int, int], float] = {}
-    pairs = list(zip(tiles["B_r"].tolist(), tiles["B_c"].tolist(), strict=True))
-    for pair in set(pairs):
-        cache[pair] = problem.live_share(*pair)
-    return np.array([cache[pair] for pair in pairs])
+    share = functools.cache(problem.live_share)
+    return np.array([share(*pair) for pair in zip(tiles["B_r"].tolist(), tiles["B_c"].tolist(), strict=True)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +94,11 @@ GPU_COSTS = GpuCosts()
 
 
 def gpu_time(
-    machine: Machine,
-    problem: Problem,
-    tiles: Tiles,
-    shares: np.ndarray,
-    splits: np.ndarray | int = 1,
+    machine: Machine, problem: Problem, tiles: Tiles, shares: np.ndarray, splits: np.ndarray | int = 1
 ) -> Times:
-    """The query-stationary GPU kernel, with the keys cut into `splits` where that is more than 1.
-
-    Small tiles run the matrix units below peak; one stage exposes the memory latency. Re-reads of K and V by other
-    query blocks are served by L2 as long as one wave's keys fit it.
-    """
+    """The query-stationary GPU kernel, with the keys cut into `splits` where that is more than 1. Small tiles run the
+    matrix units below peak; one stage exposes the memory latency. Re-reads of K and V by other query blocks are served
+    by L2 as long as one wave's keys fit it."""
     rows, cols, stages = (tiles[name].astype(float) for name in ("B_r", "B_c", "stages"))
     d, d_v = max(1, problem.d), max(1, problem.d_v)
     keys = np.ceil(shares * max(1, problem.n_k) / splits)
@@ -143,18 +133,9 @@ def _resident(machine: Machine, problem: Problem, rows: np.ndarray, cols: np.nda
 
 
 def _memory_time(
-    machine: Machine,
-    problem: Problem,
-    rows: np.ndarray,
-    keys: np.ndarray,
-    blocks: np.ndarray,
-    together: np.ndarray,
+    machine: Machine, problem: Problem, rows: np.ndarray, keys: np.ndarray, blocks: np.ndarray, together: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Seconds of L2 and main memory.
-
-    keys: that a block meets.
-    together: blocks that run at the same time.
-    """
+    """Seconds of L2 and main memory. keys: that a block meets. together: blocks that run at the same time."""
     dims, size = max(1, problem.d) + max(1, problem.d_v), problem.element_bytes
     moved = blocks * (rows * dims * size + keys * dims * problem.key_bytes)
     heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import traceback
 import types
@@ -151,10 +152,8 @@ def _new_folder(parent: Path) -> Path:
 
 
 def to_python(module: GraphModule, weights: str, attributes: Mapping[str, Any]) -> str:
-    """A graph as a Python program: a module, inputs of the right shapes, and a call.
-
-    weights: the file next to it that holds the tensors and modules which the graph has as attributes, if any.
-    """
+    """A graph as a Python program: a module, inputs of the right shapes, and a call. weights: the file next to it that
+    holds the tensors and modules which the graph has as attributes, if any."""
     code = module.graph.python_code("self")
     lines = [
         f'"""{len(module.graph.nodes)} nodes; run me."""',
@@ -232,17 +231,15 @@ def _example(held: torch.Tensor) -> str:
     return f"{made}.random_(0, 2)" if not held.is_complex() else f"{made}.fill_(1)"
 
 
-def _hint(extent: int | torch.SymInt) -> int:
-    return int(extent.node.hint) if isinstance(extent, torch.SymInt) else int(extent)
-
-
 def _attributes(module: GraphModule) -> dict[str, Any]:
     """What the graph refers to by name: tensors and modules."""
     found: dict[str, Any] = {}
     for node in module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            here: Any = module
-            for part in str(node.target).split("."):
-                here = getattr(here, part)
-            found[str(node.target)] = here.detach() if isinstance(here, torch.Tensor) else here
+            held = operator.attrgetter(str(node.target))(module)
+            found[str(node.target)] = held.detach() if isinstance(held, torch.Tensor) else held
     return found
+
+
+def _hint(extent: int | torch.SymInt) -> int:
+    return int(extent.node.hint) if isinstance(extent, torch.SymInt) else extent

@@ -9,8 +9,7 @@ from torch.fx import GraphModule
 
 
 def graph_break(module: GraphModule) -> str | None:
-    """The graph break that ends this graph of Dynamo's: the user's line, and the first lines of Dynamo's reason. None
-    where the function ends, or where the graph is none of Dynamo's."""
+    """The graph break that ends this graph of Dynamo's, if one does: the user's line, and Dynamo's reason."""
     found: Any = getattr(module, "compile_subgraph_reason", None)
     if found is None or not found.graph_break:
         return None

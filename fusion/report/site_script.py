@@ -28,8 +28,7 @@ FEW = 16
 
 
 def function_text(cut: CutOut) -> str:
-    """Imports, and `attention(...)` with the operations of the region. The dtypes that these name are keyword arguments
-    of it, so that all of it can run in float64."""
+    """Imports, and `attention(...)` with the region's operations; dtypes are keywords: it can run in float64."""
     code = cut.module.graph.python_code("self")
     body = re.sub(r";  (\w+ = )+None.*$", "", code.src.strip(), flags=re.M)
     named = sorted(set(_FLOATS.findall(body)))

@@ -1,15 +1,12 @@
 """What Inductor's code calls in the place of `fusion::attention` and its gradient: a function that knows its spec.
 
-A call of an operator goes through torch's dispatcher, which looks at every argument (some 5 us), through Python code
-that looks for gradients where it has one, and finds its kernel by the text of the spec. Code that Inductor writes in
-Python makes one function per spec instead, when it is loaded:
+A call of an operator goes through torch's dispatcher (some 5 us), through Python code that looks for gradients, and
+finds its kernel by the text of the spec. Inductor's Python code makes one function per spec instead, when it is loaded,
+also from a cache in another process. Its C++ code (AOTInductor) keeps the operator, and so does a call that is
+profiled.
 
     attention_1f0c = bound_attention('{"nodes": ...', 'cpu', 'auto', 'attention_forward')
-    ...
     buf0 = attention_1f0c([primals_1, primals_2, primals_3], [1, 8, 16, 16])
-
-The text stands in the code, so that another process which loads the code from a cache makes the same function.
-Inductor's C++ code (AOTInductor) keeps the operator, and so does a call that is profiled.
 """
 
 from __future__ import annotations
@@ -58,14 +55,12 @@ class Bound:
 def bound_attention(
     spec: str, device: str, request: str, operator: str = "attention_below_autograd"
 ) -> Callable[..., Any]:
-    """The function of a spec on a type of device, which takes the operator's other arguments. spec, request: as text. A
-    method, which is called faster than an object."""
+    """The function of a spec (as text) on a type of device; a method, which is called faster than an object."""
     return Bound(spec, device, request, operator).__call__
 
 
 def teach_inductor() -> None:
-    """Let the Python code that Inductor writes call bound functions. Versions of torch that have no place for it write
-    calls of the operator."""
+    """Let Inductor's Python code call bound functions; versions of torch without a place for it call the operator."""
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
     except ImportError:

@@ -25,11 +25,8 @@ from fusion.runtime.tangents import have_kernels, tangent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """What a call of an operator computes, as a derivative.
-
-    inputs: where the derivative's inputs are among the tensors of the call.
-    results: likewise.
-    """
+    """What a call of an operator computes, as a derivative. inputs: where the derivative's inputs are among the tensors
+    of the call. results: likewise."""
 
     inputs: tuple[int, ...]
     results: tuple[int, ...]

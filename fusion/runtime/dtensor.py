@@ -98,8 +98,7 @@ def _split(
     parts: int,
     taken: Sequence[Split | None],
 ) -> Split | None:
-    """Along the batch coordinate by which the first operand is sharded that is sharded by any. Not along one that cuts
-    a dimension which an earlier split (`taken`) cuts already."""
+    """Along the batch coordinate by which the first sharded operand is; none that cuts what `taken` splits cut."""
     cut = [{s.dims[operand] for s in taken if s is not None} - {None} for operand in range(len(shapes))]
     for operand, dim in enumerate(sharded):
         for axis, length in enumerate(lengths):

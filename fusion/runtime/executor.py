@@ -61,8 +61,7 @@ def attention_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: st
 
 
 def attention_outputs_backward(grad: Tensor, further: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
-    """`fusion::attention_outputs_backward`: see `fusion.runtime.op`. Gradients that are zero everywhere, which compiled
-    graphs pass for what nothing depends on, cost no more than a look at them."""
+    """`fusion::attention_outputs_backward`: see `fusion.runtime.op`. Gradients that are all zero cost one look."""
     arriving = [None if is_zero(g) else g for g in further]
     return _backward(BackwardArguments(grad, *arguments), arriving if any(g is not None for g in arriving) else ())
 
@@ -78,8 +77,7 @@ def _backward(given: BackwardArguments, further: Sequence[Tensor | None]) -> lis
 
 
 def backward_of(spec: str, device: str, request: str) -> Callable[..., list[Tensor]]:
-    """A function of the fields of `Backward` -> the gradients of the operands that are needed, in the order of these in
-    memory."""
+    """A function of the fields of `Backward` -> the gradients of the operands that are needed, in order in memory."""
     kernels, described = differentiable(spec, device, request), AttentionSpec.from_json(spec).operands
 
     def run(*given: Any) -> list[Tensor]:

@@ -89,10 +89,8 @@ class GuardedApproximation:
 
 
 class GuardedTraining:
-    """Kernels for training that are left for the reference interpreter at their first failure.
-
-    Its gradient needs no statistics, so that it can follow any forward.
-    """
+    """Kernels for training that are left for the reference interpreter at their first failure. Its gradient needs no
+    statistics, so that it can follow any forward."""
 
     def __init__(self, spec: AttentionSpec, kernel: TrainingKernel):
         self.spec, self.kernel, self.broken = spec, kernel, False

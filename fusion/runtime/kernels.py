@@ -20,7 +20,6 @@ from fusion.ir import AttentionSpec
 from fusion.ir.request import PLAIN, Request
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
-from fusion.planning.choice import Choice
 from fusion.planning.planner import planner_for
 from fusion.refusals import Ground, Refusal
 from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel, GuardedTraining
@@ -77,8 +76,7 @@ def emitting(
     machine: Callable[[str], Machine] = find_machine,
     further_outputs: bool = False,
 ) -> Iterator[None]:
-    """An emitter that is registered while this lasts (see `fusion.codegen.emitter.register`); kernels that exist are
-    not used meanwhile, and those that are built are forgotten at its end."""
+    """An emitter that is registered while this lasts (`fusion.codegen.emitter.register`), with kernels of its own."""
     before = dict(_forward), dict(_training)
     forget()
     try:
@@ -91,8 +89,7 @@ def emitting(
 
 
 def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> Refusal | None:
-    """Why there is no kernel for this spec on a type of device, or None if there is one. Raises EmitterError where an
-    emitter was asked for that does not serve the device."""
+    """Why there is no kernel for this spec on a type of device, or None. Raises EmitterError for an unfit emitter."""
     if (found := emitter.find(request.emitter, device)) is None:
         return Refusal(Ground.NO_EMITTER, f"there is no emitter for device {device!r}")
     if spec.further and not found.further_outputs:
@@ -129,28 +126,11 @@ def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool 
     return found.kernel
 
 
-def kernel_source(spec: AttentionSpec, device: str, request: Request, trained: bool, sizes: Sequence[int]) -> str:
-    """The text of what a call of a spec with these sizes runs; empty where the reference interpreter does."""
-    return kernel_of(spec, device, request, trained).source(sizes)
-
-
-def kernel_choice(
-    spec: AttentionSpec, device: str, request: Request, trained: bool, sizes: Sequence[int]
-) -> Choice | None:
-    """How a call of a spec with these sizes runs, as far as is known by now; None where nothing was planned."""
-    return kernel_of(spec, device, request, trained).choice(sizes)
-
-
 def prepare(
-    spec: AttentionSpec,
-    device: torch.device,
-    sizes: Sequence[int],
-    trained: bool = False,
-    request: Request = PLAIN,
+    spec: AttentionSpec, device: torch.device, sizes: Sequence[int], trained: bool = False, request: Request = PLAIN
 ) -> Refusal | None:
     """Build the kernel for a call of a spec with these sizes now; why there is none, or None."""
-    reason = unsupported(spec, device.type, request)
-    if reason is not None:
+    if (reason := unsupported(spec, device.type, request)) is not None:
         return reason
     try:
         kernel_of(spec, device.type, request, trained).prepare(sizes)
@@ -172,10 +152,7 @@ def _build(spec: AttentionSpec, device: str, request: Request) -> Executor:
 def _build_approximation(spec: AttentionSpec, device: str, request: Request) -> Executor:
     allowed, exactly = request.approximation, str(replace(request, approximation=None))
     assert allowed is not None
-
-    def build_exact(other: AttentionSpec) -> Executor:
-        return executor(other.to_json(), device, exactly)
-
+    build_exact = lambda other: executor(other.to_json(), device, exactly)
     exact = build_exact(spec)
     run = dispatch.build(spec, device, request, exact, build_exact, find_machine())
     return GuardedApproximation(spec, allowed, run, exact)

@@ -1,27 +1,23 @@
 """`torch.ops.fusion.attention` and its gradient: one attention, whole in its arguments. `_OPERATORS` has the schemas.
 
-`attention_outputs` returns the output, the statistics and the further outputs of its spec (weights, or what is made of
-them). Where a gradient arrives at one of these, `attention_outputs_backward` has it; else `attention_backward`.
+`attention_forward` stands where gradients are needed: it also returns a few numbers per query row
+(`fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention` computes them in its backward.
+`attention_outputs` adds the further outputs of its spec (weights, or what is made of them); where a gradient arrives at
+one of these, `attention_outputs_backward` has it. Backwards return one gradient per operand that `needs` marks.
+`attention_derivative` is all else that autograd and `torch.func` may ask for (`fusion.runtime.derivatives`).
+`attention_below_autograd` is `attention` in graphs whose gradients were traced: it spends no time in torch's Python
+code that looks for them (some 20 us).
 
-`attention_forward` stands where gradients are needed: besides the output it returns a few numbers per query row (see
-`fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention_backward` returns one gradient
-per operand that `needs` marks. `attention` under autograd computes the statistics in its backward.
-
-`attention_derivative` is everything else that autograd and `torch.func` may ask for: tangents, and derivatives of
-gradients. See `fusion.runtime.derivatives`.
-
-`attention_below_autograd` is `attention` in graphs whose gradients were traced already: a call of it spends no time in
-Python code of torch's that looks for them (some 20 us).
-
-`spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry everything that is needed to
-build the kernel again. `emitter` is a `fusion.ir.request.Request` as text. Operands may have any strides (the op is
-tagged so that Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it: see
-`fusion.ir.tile_map`. `table` checks the positions that K and V are read at: see `fusion.runtime.table_op`.
+`spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry all that a kernel is built from;
+`emitter` is a `fusion.ir.request.Request` as text. Operands may have any strides (the op is tagged so that Inductor
+copies nothing). `tile_map` reads the data of a mask once for all attentions that have it (`fusion.ir.tile_map`),
+`table` checks the positions that K and V are read at (`fusion.runtime.table_op`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,8 +32,7 @@ from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 
 VERSION = 16
-"""To be raised with every change of what the ops return, or of the code that calls them: Inductor's caches are keyed by
-it."""
+"""To be raised with every change of what the ops return, or of their callers: Inductor's caches are keyed by it."""
 
 
 def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
@@ -73,12 +68,8 @@ def _fake_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, e
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     given = executor.BackwardArguments(*arguments)
-    described = AttentionSpec.from_json(given.spec).operands
-    return [
-        results.empty_gradient(tensor, operand)
-        for tensor, operand, needed in zip(given.operands, described, given.needs, strict=True)
-        if needed
-    ]
+    places = zip(given.operands, AttentionSpec.from_json(given.spec).operands, strict=True)
+    return [results.empty_gradient(*place) for place in itertools.compress(places, given.needs)]
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------
@@ -102,9 +93,8 @@ def _differentiate_outputs(ctx: Any, grad: Tensor | None, _: Tensor | None, *fur
         for g, (shape, dtype) in zip(further, ctx.further, strict=True)
     ]
     needs = _needs(ctx, operands)
-    found = iter(
-        torch.ops.fusion.attention_outputs_backward(grad, filled, out, statistics, operands, *ctx.described, needs)
-    )
+    given = grad, filled, out, statistics, operands, *ctx.described, needs
+    found = iter(torch.ops.fusion.attention_outputs_backward(*given))
     return [next(found) if needed else None for needed in needs]
 
 
@@ -134,10 +124,6 @@ def _gradients(
     needs = _needs(ctx, operands)
     found = iter(torch.ops.fusion.attention_backward(grad, out, statistics, operands, *ctx.described, needs))
     return [next(found) if needed else None for needed in needs]
-
-
-def _no_gradient(ctx: Any, grad: Tensor | None) -> list[Tensor | None]:
-    return [None] * ctx.count
 
 
 def _save_count(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
@@ -210,7 +196,7 @@ for _name, _describe in (
 ):
     _again = functools.partial(_differentiate_derivative, _describe)
     autograd.register(_library, _name, _again, _save_all, _describe)
-autograd.register(_library, "tile_map", _no_gradient, _save_count)
+autograd.register(_library, "tile_map", lambda ctx, grad: [None] * ctx.count, _save_count)
 for _name in _OPERATORS:
     if _name.startswith("attention") and _name != "attention_below_autograd":
         mapping.register(_library, _name)

@@ -59,10 +59,8 @@ def have_kernels(spec: AttentionSpec, moving: tuple[bool, ...], emitter: str, de
 def tangent(
     spec: AttentionSpec, step: Tangents, inputs: Sequence[Tensor], sizes: Sequence[int], emitter: str
 ) -> Tensor | None:
-    """The tangent of the output where `have_kernels`; None where operands are very large or not finite.
-
-    inputs: operands, and the tangents of those of Q, K and V that `step` marks.
-    """
+    """The tangent of the output where `have_kernels`; None where operands are very large or not finite. inputs:
+    operands, and the tangents of those of Q, K and V that `step` marks."""
     count, given = len(spec.operands), iter(inputs[len(spec.operands) :])
     operands, rest = list(inputs[:count]), inputs[len(_QKV) : count]
     # bfloat16 as it is multiplied in gradients, too; float16 could overflow
@@ -101,8 +99,7 @@ def _gathered(run: Execution, number: int, tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _between(spec: AttentionSpec, computed: torch.dtype, d: int, d_v: int) -> str:
-    """The same attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e] in this dtype, of so many columns; its
-    output is in float32."""
+    """The same attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e] in this dtype, with a float32 output."""
     batch = tuple(coord(f"b{axis}") for axis in range(len(spec.batch)))
     names, dtype = tuple(result_names(spec)), str(computed).removeprefix("torch.")
     plain = tuple(Operand(dtype=dtype, rank=len(names), name=name) for name in "qkv")

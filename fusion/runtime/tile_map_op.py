@@ -28,16 +28,14 @@ WORTH_READING = 1 / 16  # share of the cells looked at that need no mask or no w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Of a value over cells: its least and greatest; NaN where the cell holds NaN. Of a predicate: whether it must be
-    true everywhere, whether it may be true somewhere."""
+    """Of a value over cells: least and greatest, or NaN. Of a predicate: whether it must be, and may be, true."""
 
     low: Tensor
     high: Tensor
 
 
 class Patience:
-    """When to look at masks of one kind again after looks in vain: after 1, 2, 4, .. calls without. What is returned
-    then is right as well, and nothing is skipped by it."""
+    """When to look at masks of one kind again after looks in vain: after 1, 2, 4, .. calls that skip nothing."""
 
     LONGEST = 16
 
@@ -45,7 +43,6 @@ class Patience:
         self.pause = self.left = 0
 
     def looks(self) -> bool:
-        """Whether this call looks."""
         self.left -= self.left > 0
         return self.left == 0
 
@@ -103,8 +100,7 @@ def _cells(
 
 
 class _Cells:
-    """Bounds of expressions over the cells of all queries, or of these rows. Tensors are [b.., rows, keys], with 1 for
-    what a value does not depend on."""
+    """Bounds over the cells of all queries, or of these rows: [b.., rows, keys], 1 for what does not matter."""
 
     def __init__(self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], rows: Tensor | None = None):
         self.spec, self.operands, self.sizes, self.rows = spec, operands, sizes, rows

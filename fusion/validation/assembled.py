@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,36 +29,27 @@ def _cat(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     args = nodes.arguments(node)
     dim, first, pieces = nodes.normalize_dim(args.get("dim", 0), len(index)), 0, []
     for tensor in args["tensors"]:
-        shape = replay.region.shape(tensor)
-        if shape == (0,):
-            continue
-        pieces.append((tensor, first, shape[dim]))
-        first += shape[dim]
-    return _chosen(replay, node, index, dim, pieces, rank)
+        if (shape := replay.region.shape(tensor)) != (0,):
+            place = index[dim] - first
+            at = (*index[:dim], place.clamp(0, shape[dim] - 1), *index[dim + 1 :])
+            pieces.append(((place >= 0) & (place < shape[dim]), tensor, at))
+            first += shape[dim]
+    return _chosen(replay, node, pieces, rank)
 
 
 @rule(aten.stack)
 def _stack(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     args = nodes.arguments(node)
     dim = nodes.normalize_dim(args.get("dim", 0), len(index))
-    result = None
-    for k, tensor in enumerate(args["tensors"]):
-        inside = index[dim] == k
-        if bool(inside.any()):
-            value = replay.value(tensor, (*index[:dim], *index[dim + 1 :]), rank)
-            result = value if result is None else torch.where(inside, value, result)
-    assert result is not None
-    return result.to(replay.dtype(nodes.dtype(node)))
+    rest = (*index[:dim], *index[dim + 1 :])
+    return _chosen(replay, node, [(index[dim] == k, tensor, rest) for k, tensor in enumerate(args["tensors"])], rank)
 
 
-def _chosen(replay: Replay, node: Node, index: Index, dim: int, pieces: Any, rank: int) -> Tensor:
-    """Of pieces (tensor, first position, extent) along a dimension, that which holds each element."""
+def _chosen(replay: Replay, node: Node, pieces: Sequence[tuple[Tensor, Node, Index]], rank: int) -> Tensor:
+    """Of (where it counts, tensor, index) the piece that holds each element."""
     result = None
-    for tensor, first, extent in pieces:
-        place = index[dim] - first
-        inside = (place >= 0) & (place < extent)
+    for inside, tensor, at in pieces:
         if bool(inside.any()):
-            at = (*index[:dim], place.clamp(0, extent - 1), *index[dim + 1 :])
             value = replay.value(tensor, at, rank)
             result = value if result is None else torch.where(inside, value, result)
     assert result is not None

@@ -18,10 +18,8 @@ log = logging.getLogger(__name__)
 
 
 def compared(compiled: Callable[..., Any], module: GraphModule, fused: GraphModule) -> Callable[..., Any]:
-    """The compiled graph; where its first call differs from `module` in eager mode, `module` runs from then on.
-
-    fused: the graph that was compiled. One that draws random numbers cannot be compared, and is returned as it is.
-    """
+    """The compiled graph; where its first call differs from `module` in eager mode, `module` runs from then on. fused:
+    the graph that was compiled. One that draws random numbers cannot be compared, and is returned as it is."""
     if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in fused.graph.nodes):
         log.warning("the first call is not compared with eager: the graph draws random numbers")
         return compiled
@@ -72,8 +70,7 @@ def _floats(result: Any) -> list[Tensor]:
 
 
 def _difference(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None) -> str | None:
-    """How the outputs break the rule of `fusion.exactness`, in words. Without a float64 run, eager's error is taken for
-    16 times the dtype's precision."""
+    """How the outputs break the rule of `fusion.exactness`. Without float64, eager's error counts as 16 eps."""
     for number, (a, b) in enumerate(zip(ours, eager, strict=True)):
         found = errors(a, b, b, condition=16) if exact is None else errors(a, b, exact[number])
         if found.misplaced:

@@ -26,8 +26,7 @@ _INTEGERS = 3
 
 
 def contradiction(found: Specified, hints: Mapping[str, int]) -> str | None:
-    """How an attention over sets of keys differs from that with a mask which it was made of; None where it does not.
-    hints: example values of symbolic sizes."""
+    """How an attention over sets of keys differs from that with a mask that it was made of, or None."""
     assert found.by_rows is not None
     dense = found.by_rows.dense
     with undisturbed(), torch.no_grad():

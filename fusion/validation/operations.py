@@ -1,6 +1,5 @@
 """How each kind of operation is replayed on a sample of its elements: pointwise operations, views, and operations along
-one dimension. Contractions are in `products`, what picks or makes elements in `assembled`.
-"""
+one dimension. Contractions are in `products`, what picks or makes elements in `assembled`."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ _REDUCTIONS = (aten.sum, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.s
 
 @rule(*_COPIES)
 def _copy(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    """A copy or a cast. Integers are rounded to what the graph asks for in every run, as in the spec: distances of more
-    than 256 in bfloat16."""
+    """A copy or a cast. Integers are rounded as the graph asks in every run: distances above 256 in bfloat16."""
     value = replay.value(nodes.arguments(node)["self"], index, rank)
     value = (value if value.is_floating_point() else value.to(nodes.dtype(node))).to(replay.dtype(nodes.dtype(node)))
     return value.detach() if nodes.packet(node) in (aten.detach, aten.detach_) else value

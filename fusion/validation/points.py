@@ -36,8 +36,7 @@ def places(dims: Sequence[str], shape: Sequence[int]) -> dict[str, Tensor]:
 
 
 def keys(spec: AttentionSpec, sizes: Mapping[str, int], places: Mapping[str, Tensor], n_q: int, n_k: int) -> Tensor:
-    """[WORLDS, keys]: all where they are few, else those around the row, at both ends, on both sides of where the mask
-    changes, and anywhere."""
+    """[WORLDS, keys]: all where they are few, else around the row, at both ends, where the mask changes, anywhere."""
     if n_k <= ALL_KEYS:
         return torch.arange(n_k).expand(WORLDS, n_k).contiguous()
     generator = torch.Generator().manual_seed(11)

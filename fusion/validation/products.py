@@ -49,7 +49,11 @@ def _positions(replay: Replay, node: Node, extent: int, rank: int) -> Tensor:
 
 
 def _sum_of_products(replay: Replay, node: Node, left: Any, right: Any, rank: int) -> Tensor:
-    one, other = (replay.value(tensor, at, rank + 1) for tensor, at in (left, right))
+    return _summed(replay, node, *(replay.value(tensor, at, rank + 1) for tensor, at in (left, right)))
+
+
+def _summed(replay: Replay, node: Node, one: Tensor, other: Tensor) -> Tensor:
+    """The sum of products over the last axis, in float32 at least, as the node's dtype holds it."""
     dtype = replay.dtype(nodes.dtype(node))
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     return (one.to(wide) * other.to(wide)).sum(-1).to(dtype)
@@ -138,10 +142,7 @@ def _sdpa(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
         remaining = kept(replay, node, p, weights_at, extents)
         weights = torch.where(remaining, weights / (1 - p), 0.0) if p < 1 else weights * 0.0
     place = _sdpa_batch(replay, value, at[:-2], batch, args["enable_gqa"], query)
-    held = replay.value(value, (*place, keys, at[-1]), rank + 1)
-    dtype = replay.dtype(nodes.dtype(node))
-    wide = torch.promote_types(dtype, torch.float32)
-    return (weights.to(wide) * held.to(wide)).sum(-1).to(dtype)
+    return _summed(replay, node, weights, replay.value(value, (*place, keys, at[-1]), rank + 1))
 
 
 def _sdpa_batch(replay: Replay, tensor: Node, index: Index, batch: Any, grouped: bool, query: Node) -> Index:

@@ -28,18 +28,15 @@ class OutOfBounds(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Where a site is compared: the coordinate of every dimension of its result, [worlds, 1] ("e": [worlds, columns]),
-    and values of the spec's sizes."""
+    """The coordinate of every dimension of the result, [worlds, 1] ("e": [worlds, columns]), and the spec's sizes."""
 
     places: dict[str, Tensor]
     sizes: dict[str, int]
 
 
 class Program(Execution):
-    """One part of a site on a sample. Axes of scores: [worlds, 1, keys]; of V: [worlds, columns, keys].
-
-    `out` is [worlds, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`.
-    """
+    """One part of a site on a sample. Axes of scores: [worlds, 1, keys]; of V: [worlds, columns, keys]. `out` is
+    [worlds, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`."""
 
     def __init__(self, part: Specified, sample: Sample, replay: Replay):
         self.spec, self.part, self.replay, self.sizes = part.spec, part, replay, sample.sizes

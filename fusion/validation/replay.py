@@ -13,6 +13,7 @@ program (`program`) takes as well.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,8 +44,7 @@ class Region:
     """What is replayed for one site.
 
     root, anchor: the last node of the region, and the product with V.
-    keys: [worlds, keys], the sampled keys.
-    n_k: of how many.
+    keys: [worlds, keys], the sampled ones of n_k.
     leaves: tensors whose elements are made up.
     interior: nodes that the analysis looked into.
     roles: of the leaves that are more than a bias or a mask.
@@ -226,9 +226,7 @@ def literal(node: Node) -> Tensor | None:
     """The value of a constant that the trace lifted into the graph, if a node is one."""
     if not str(node.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
         return None
-    tensor: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        tensor = getattr(tensor, part)
+    tensor = operator.attrgetter(str(node.target))(node.graph.owning_module)
     return tensor if isinstance(tensor, Tensor) and not hasattr(tensor, "fake_mode") else None
 
 

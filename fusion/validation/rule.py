@@ -5,18 +5,16 @@ Per world (one row of the output), elements are compared with a float64 run of t
     |ours - float64| <= 4 * (eager + condition * eps * size)
 
 eager is eager's largest error in this world, or its median over worlds where that is larger; size likewise the largest
-magnitude, of all gradients where it is one (a gradient may cancel to nothing). eps is float32's, in which the spec is
-evaluated; `condition` allows for what exponentials make of the last bits of scores, and for what cancels in gradients.
-The house rule's 2 is a 4 here, and half precision's eps stands for the condition where tensors have it: what eager's
-error is in few elements is left to chance.
+magnitude, of all gradients where it is one (a gradient may cancel to nothing). eps is float32's; `condition` allows for
+what exponentials and cancellation make of last bits, for which half precision's eps stands where tensors have it. The
+house rule's 2 is a 4 here: eager's error in few elements is left to chance.
 
-Where eager is further than APART * the largest size from its float64 run, that run is another function: -1e9 + s is s
-up to a shift in float64, and -1e9 in float32. Ours must then be near one of the two: within a quarter of the distance
-between them; for half precision also near a float32 run, since kernels compute in float32.
+Where eager is further than APART * the largest size from its float64 run, that run is another function (-1e9 + s is s
+up to a shift in float64, and -1e9 in float32). Ours must then be near one of the two, within a quarter of their
+distance; for half precision also near a float32 run, as kernels compute.
 
-NaN and infinities must stand where eager has them. Where eager and its float64 run disagree about that, eager
-overflowed or rounded to an infinity. It still is the law in worlds of ordinary values and masks, but for half
-precision, where either will do; in worlds with special values such elements are left out.
+NaN and infinities must stand where eager has them. Where its float64 run disagrees, eager overflowed: it is still the
+law in worlds of ordinary values and masks (for half precision either will do), and special values are left out there.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ class Values:
     kinds: of each world.
     single: what eager would compute in float32, if that counts, too.
     strict: whether eager's overflows count.
-    condition: see above.
     floor: of `size`, per world.
     coarse: the eps of half precision.
     """

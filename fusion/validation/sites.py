@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ class Verdict:
     """wrong: how the spec differs from the graph, or None.
     skipped: why nothing was compared, or None.
     checked: what was.
-    seconds: that it took.
-    """
+    seconds: that it took."""
 
     wrong: str | None = None
     skipped: str | None = None
@@ -58,17 +57,14 @@ _verdicts: dict[object, Verdict] = {}
 
 
 def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
-    """Compare a site with the specs that are to stand in its place. hints: example values of symbolic sizes.
-
-    Sites of equal structure are compared once per process.
-    """
+    """Compare a site with the specs that are to stand in its place. hints: example values of symbolic sizes. Sites of
+    equal structure are compared once per process."""
     key = fingerprint(site, parts, hints)
     if key not in _verdicts:
         started = time.perf_counter()
         with undisturbed():
             found = _validate(site, parts, hints)
-        seconds = time.perf_counter() - started
-        _verdicts[key] = Verdict(wrong=found.wrong, skipped=found.skipped, checked=found.checked, seconds=seconds)
+        _verdicts[key] = replace(found, seconds=time.perf_counter() - started)
     return _verdicts[key]
 
 
@@ -126,12 +122,9 @@ def _extents(site: Site, parts: Sequence[Specified], sizes: Sequence[Mapping[str
             return "the parts of a sum name the dimensions of the result differently"
         if stated != shape:
             return f"the result has the shape {list(stated)} where eager has {list(shape)}"
-        if (
-            math.prod(shape)
-            and len(parts) == 1
-            and spec.out_dtype != str(nodes.dtype(site.root)).removeprefix("torch.")
-        ):
-            return f"the result is {spec.out_dtype} where eager has {nodes.dtype(site.root)}"
+        given = str(nodes.dtype(site.root))
+        if math.prod(shape) and len(parts) == 1 and spec.out_dtype != given.removeprefix("torch."):
+            return f"the result is {spec.out_dtype} where eager has {given}"
     return None
 
 
@@ -144,7 +137,8 @@ class _Comparison:
         n_q = shape[self.dims.index("i")]
         operands = {operand for part in parts for operand in part.operands}
         interior = site.interior()
-        finite = len(parts) > 1 or any(_selects(p.spec) for p in parts) or _loses_infinities(interior)
+        left_out = any(part.op == "where" for part in walk(*(p.spec.score for p in parts)))
+        finite = len(parts) > 1 or left_out or _loses_infinities(interior)
         worlds = Worlds(count=points.WORLDS, longest=max(n_q, n_k), finite=finite)
         self.kinds = worlds.kinds
         self.region = Region(
@@ -186,8 +180,7 @@ class _Comparison:
         return Verdict(checked=checked + (", key ranges of the mask" if self.parts[0].spec.mask is not None else ""))
 
     def _further(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
-        """The elements that further outputs are, or are reductions of. Of what is reduced over the keys, one NaN makes
-        the whole row NaN, wherever it stands."""
+        """The elements of further outputs. Of a reduction over the keys, one NaN makes the whole row NaN."""
         for program in programs:
             for use, further in zip(program.part.uses, program.spec.further, strict=True):
                 index = tuple(program.index(entry) for entry in use.at)
@@ -248,8 +241,7 @@ class _Comparison:
 
 
 def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
-    """Q, K, V and what else is multiplied as a matrix are factors; what is multiplied or divided by tensors, or divides
-    them, is a scale."""
+    """Q, K, V and what else is multiplied as a matrix are factors; what else is multiplied or divided is a scale."""
     among = {*site.interior(), site.anchor}
     roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
     made = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
@@ -265,8 +257,7 @@ def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
 
 
 def _met(leaf: Node, among: set[Node]) -> Iterator[tuple[Node, Node]]:
-    """Where a tensor first meets another, after operations on it alone (views, casts, functions): what became of it,
-    and the node."""
+    """(what became of a tensor by operations on it alone, the node at which it first meets another), everywhere."""
     todo = [leaf]
     while todo:
         here = todo.pop()
@@ -284,21 +275,14 @@ def _multiplies(node: Node, product: Node) -> bool:
     return nodes.packet(product) in (aten.mm, aten.bmm, aten.matmul, aten.einsum, aten.linear, aten.conv2d)
 
 
-def _selects(spec: AttentionSpec) -> bool:
-    """Whether a score may be left out of account."""
-    return any(part.op == "where" for part in walk(spec.score))
-
-
 def _loses_infinities(interior: Iterable[Node]) -> bool:
-    """Whether infinite scores make rows NaN that are not with a softmax: exponentials without a maximum, and shifts by
-    sums over the keys."""
+    """Whether infinite scores make rows NaN here but not in a softmax: no maximum is subtracted, or sums."""
     called = {nodes.packet(node) for node in interior}
     shifts = any(
         nodes.packet(node) in (aten.sum, aten.mean) and any(nodes.packet(u) in (aten.add, aten.sub) for u in node.users)
         for node in interior
     )
-    unshifted = {aten.exp, aten.exp2} & called and not {aten.amax, aten.max, aten.logsumexp} & called
-    return shifts or bool(unshifted)
+    return shifts or bool({aten.exp, aten.exp2} & called and not {aten.amax, aten.max, aten.logsumexp} & called)
 
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)

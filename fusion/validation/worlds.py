@@ -17,8 +17,7 @@ from torch import Tensor
 
 
 class Role(enum.Enum):
-    """What a tensor is to the scores: a factor of a matrix product (Q, K, V), of a pointwise one, the scale of a stored
-    tensor, which is finite, or anything else, a bias or a mask say."""
+    """A tensor is a factor of a matrix product (Q, K, V), of a pointwise one, a finite scale, or a bias or mask."""
 
     FACTOR = enum.auto()
     SCALE = enum.auto()
@@ -64,8 +63,7 @@ class Worlds:
     """count: how many there are, one per sampled row.
     longest: of the sequences, for integers that are positions.
     finite: whether Q, K and V are, and of ordinary size. Additive masks take that for granted (kernels do not compute s
-        + -inf), and so do sums of attentions (of which each has its own product with V).
-    """
+        + -inf), and so do sums of attentions (of which each has its own product with V)."""
 
     count: int
     longest: int
@@ -78,7 +76,8 @@ class Worlds:
 
     def values(self, leaf: int, flat: Tensor, dtype: torch.dtype, role: Role) -> Tensor:
         """The elements `flat` ([count or 1, ...]) of tensor number `leaf`; floats in float64."""
-        drawn = _mixed(_mixed(flat + leaf * 0x51ED270B) + self._rows(flat.dim()) * 0x2545F491) & 0x7FFFFFFF
+        rows = torch.arange(self.count).view(-1, *[1] * (flat.dim() - 1))
+        drawn = _mixed(_mixed(flat + leaf * 0x51ED270B) + rows * 0x2545F491) & 0x7FFFFFFF
         if dtype is torch.bool:
             share = self._choice(leaf, torch.tensor(_LIVE_SHARES), flat.dim())
             return drawn < share * 0x80000000
@@ -100,9 +99,6 @@ class Worlds:
         limit = min(self.longest, info.max)
         widths = (3, limit, limit, 2) if info.bits > 16 else (3, limit, info.max, info.max)
         return (drawn % self._choice(leaf, torch.tensor(widths), drawn.dim())).to(dtype)
-
-    def _rows(self, rank: int) -> Tensor:
-        return torch.arange(self.count).view(-1, *[1] * (rank - 1))
 
     def _choice(self, leaf: int, options: Tensor, rank: int) -> Tensor:
         """Which option holds for a tensor in each world."""

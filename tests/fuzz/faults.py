@@ -152,23 +152,21 @@ def _rule(packet: Any, change: Callable[..., Any]) -> Fault:
 
 
 def _late_slice(node: Any, args: dict[str, Any], index: Any, bounds: Any) -> Any:
-    origin, found = _SLICE(node, args, index, bounds)
+    found: Any = _SLICE(node, args, index, bounds)
     dim = args["dim"] % len(found)
-    if found[dim] is index[dim]:
-        return origin, found
-    return origin, (*found[:dim], integers.sub(found[dim], 1), *found[dim + 1 :])
+    return found if found[dim] is index[dim] else (*found[:dim], integers.sub(found[dim], 1), *found[dim + 1 :])
 
 
 _SLICE = views._RULES[aten.slice]
 FAULTS["slices begin one early"] = _rule(aten.slice, _late_slice)
 FAULTS["transposition of equal sizes ignored"] = _rule(
     aten.mT,
-    lambda node, args, index, bounds: (args["self"], index) if _square(node) else _MT(node, args, index, bounds),
+    lambda node, args, index, bounds: index if _square(node) else _MT(node, args, index, bounds),
 )
 _MT = views._RULES[aten.mT]
 FAULTS["repeat for repeat_interleave"] = _rule(
     aten.repeat_interleave,
-    lambda node, args, index, bounds: (args["self"], _wrapped(node, args, index)),
+    lambda node, args, index, bounds: _wrapped(node, args, index),
 )
 
 

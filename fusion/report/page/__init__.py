@@ -6,8 +6,6 @@
 `highlight` (source and kernels) and `style` (the style sheet).
 """
 
-from __future__ import annotations
-
 from fusion.report.page.page import to_html
 
 __all__ = ["to_html"]

@@ -22,12 +22,8 @@ MOST_SCORES = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskMap:
-    """cells[r][c] is DEAD, MIXED, FULL or DATA (depends on tensors that the mask reads).
-
-    rows, columns: size of a cell in queries and keys.
-    shares: share of cells of each kind.
-    sampled: whether not every score was looked at.
-    """
+    """cells[r][c] is DEAD, MIXED, FULL or DATA (depends on tensors that the mask reads). rows, columns: size of a cell
+    in queries and keys. sampled: whether not every score was looked at."""
 
     cells: tuple[tuple[int, ...], ...]
     rows: int

@@ -26,7 +26,6 @@ KERNEL_BYTES = 1_200_000
 
 
 def to_html(report: Report) -> str:
-    """The report as one page."""
     total = len(report.sites)
     body = [
         "<header><h1>fusion report</h1></header><main>",
@@ -72,12 +71,9 @@ def _comparison(report: Report) -> str:
 
 
 def _cells(tag: str, cells: Iterable[str]) -> str:
-    first, *rest = cells
-    return (
-        f"<tr><{tag}>{escape(first)}</{tag}>"
-        + "".join(f'<{tag} class="number">{escape(c)}</{tag}>' for c in rest)
-        + "</tr>"
-    )
+    first, *rest = map(escape, cells)
+    numbers = "".join(f'<{tag} class="number">{cell}</{tag}>' for cell in rest)
+    return f"<tr><{tag}>{first}</{tag}>{numbers}</tr>"
 
 
 def _sites(report: Report) -> list[str]:

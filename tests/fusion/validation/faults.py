@@ -254,9 +254,7 @@ def _mask_fact(**changes):
 
 def _permuted(right):
     def wrong(node, args, index, bounds):
-        origin, _ = right(node, args, index, bounds)
-        dims = [d % len(index) for d in args["dims"]]
-        return origin, tuple(index[d] for d in dims)
+        return tuple(index[d % len(index)] for d in args["dims"])
 
     return wrong
 
@@ -358,7 +356,7 @@ INJECTED = {
     "k read for v": (plain, (), False, operand_fault(lambda o: (o[0], o[1], o[1], *o[3:]))),
     "wrong head map": (grouped, (), False,
         rule_fault(aten.repeat_interleave, lambda right: lambda node, args, index, bounds: (
-            args["self"], (index[0], integers.mod(index[1], 2), *index[2:])))),
+            index[0], integers.mod(index[1], 2), *index[2:]))),
     "wrong head map of the call": (grouped_call, (), False,
         attribute_fault(integers, "floordiv", lambda right: lambda a, b, *bounds:
             integers.mod(a, 2) if getattr(b, "attr", b) == 2 else right(a, b, *bounds))),
@@ -366,7 +364,7 @@ INJECTED = {
         spec_fault(lambda spec: {"v": _swap(spec.v, "b0", "b1")})),
     "v one key late": (plain, (), False, spec_fault(_moved("v", 1))),
     "start of a slice forgotten": (sliced, (), False,
-        rule_fault(aten.slice, lambda right: lambda node, args, index, bounds: (args["self"], index))),
+        rule_fault(aten.slice, lambda right: lambda node, args, index, bounds: index)),
     "wrong piece of a split": (split, (), False,
         spec_fault(lambda spec: {"q": (*spec.q[:3], integers.add(spec.q[3], 1))})),
     "a permutation's inverse": (keys_permuted, (), False, rule_fault(aten.permute, _permuted)),
