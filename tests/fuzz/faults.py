@@ -140,10 +140,10 @@ FAULTS["operands of a difference swapped"] = _builder(
 )  # fmt: skip
 FAULTS["tanh for sigmoid"] = _builder(aten.sigmoid, pointwise.BUILDERS[aten.tanh])
 FAULTS["constants are not rounded by casts"] = lambda: mock.patch.object(
-    pointwise, "_round_constants", lambda value, dtype: value
+    pointwise, "round_constants", lambda value, dtype: value
 )
 FAULTS["every negative constant swallows scores"] = lambda: mock.patch.object(
-    pointwise, "swallows", lambda fill, dtype: fill < -10
+    casts, "swallows", lambda fill, dtype: fill < -10
 )
 
 

@@ -78,6 +78,12 @@ def test_faults_are_found_soon(name, seeds):
     assert seed is not None, f"{name}: right by {seeds} functions"
 
 
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_has_a_place(name):
+    with FAULTS[name]():
+        pass
+
+
 @pytest.mark.parametrize("name", kernel_faults.FAULTS)
 def test_faults_of_kernels_are_found_soon(name):
     pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
