@@ -227,6 +227,7 @@ def test_first_call_is_compared_with_eager():
     x = nested(torch.randn(n, WIDTH) for n in LENGTHS[0])
     block = Block()
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     out = torch.compile(block, backend="fusion", options={"inner": "eager", "verify": "run"})(x)
     assert out.shape[0] == 3 and torch._dynamo.utils.counters["fusion"]["invalid"] == 0
 
