@@ -43,11 +43,18 @@ def packed(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     return masked(q, k, v, documents[:, None, :, None] == documents[:, None, None, :])
 
 
-def padded(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
+def kept(q: Tensor, k: Tensor, tokens: Tensor) -> Tensor:
     i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
-    keep = (j <= i) & (tokens[:, None, None, :] != 0)
+    return (j <= i) & (tokens[:, None, None, :] != 0)
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
     scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-    return torch.softmax(scores.masked_fill(~keep, torch.finfo(q.dtype).min), -1) @ v
+    return torch.softmax(scores.masked_fill(~kept(q, k, tokens), torch.finfo(q.dtype).min), -1) @ v
+
+
+def padded_call(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, kept(q, k, tokens))
 
 
 def documents(n: int) -> Tensor:
@@ -129,6 +136,7 @@ def cases(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Case]]:
         ),
         "random": lambda: data("random bool mask", masked, random, SDPA=sdpa(attn_mask=random)),
         "padded": lambda: data("causal, a third of padding on the left", padded, tokens),
+        "padded call": lambda: data("the same, as a call of SDPA", padded_call, tokens),
     }  # fmt: skip
 
 
