@@ -9,7 +9,7 @@ import inspect
 import itertools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from fusion.passes import nodes
 
 log = logging.getLogger(__name__)
 
+Rewrite = Callable[[GraphModule, Sequence[Any], Options], GraphModule | None]
+"""(graph, its inputs, options) -> the graph with its attentions fused; None where there are none."""
+
 
 class RewritePass(CustomGraphPass):
     """Attentions of a graph become calls of `fusion::attention`, before autograd sees them.
@@ -31,25 +34,20 @@ class RewritePass(CustomGraphPass):
     part, a branch) are left to it: what is computed twice draws the same random numbers. Packages of AOTInductor stay
     as they are: they would need our operator where they run."""
 
-    def __init__(self, options: Options, early: bool = False) -> None:
-        self.options = options
+    def __init__(self, options: Options, rewrite: Rewrite, early: bool = False) -> None:
+        self.options, self.rewrite = options, rewrite
         self.early = early  # whether it came with pre_grad_pass_timing="early"
 
     def __call__(self, graph: Graph) -> None:
         from torch._inductor.virtualized import V
-
-        from fusion.backend import fuse
-        from fusion.report.report import publish
 
         values = [nodes.value(node) for node in graph.nodes if node.op == "placeholder"]
         module = graph.owning_module
         if V.aot_compilation or module is None or any(value is None for value in values) or not _is_whole(graph):
             return
         found = GraphModule(module, copy.deepcopy(graph))  # for the report, which keeps it
-        fused, report = fuse(found, values, self.options)
-        if report.fused:
+        if (fused := self.rewrite(found, values, self.options)) is not None:
             _put_in_place(fused, module)
-        publish(report)
 
     def uuid(self) -> str | None:
         """What results depend on beside the graph; None with a block mask, which has no name that lasts."""
@@ -138,14 +136,14 @@ def _process() -> str:
     return f", for process {dist.get_rank()} of {dist.get_world_size()}" if known else ""
 
 
-def with_rewrite(config: Any, options: Options) -> dict[str, Any]:
+def with_rewrite(config: Any, options: Options, rewrite: Rewrite) -> dict[str, Any]:
     """Settings of Inductor with both our passes, after everybody else's that stand in `config`. Passes before autograd
     run before AOTAutograd looks into its cache, unless the user decided that: its key is then the rewritten graph, and
     what is found in a graph is reported however much of it is cached."""
     settings = below_rewrite(config, process_matters=True)
     early = getattr(config, "pre_grad_pass_timing", None) == "default"
     before = _others(config.pre_grad_custom_pass)
-    settings["pre_grad_custom_pass"] = _setting([*before, RewritePass(options, early)])
+    settings["pre_grad_custom_pass"] = _setting([*before, RewritePass(options, rewrite, early)])
     return settings | ({"pre_grad_pass_timing": "early"} if early else {})
 
 

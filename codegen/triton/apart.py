@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ STARTING = 180  # seconds until the first tile: imports, the device, the tensors
 TILE = 60  # seconds for one tile, compilation included
 WHOLE = 900  # seconds for a call
 
-COMMAND = (sys.executable, "-c", "from fusion.codegen.triton.apart import main; main()")
+COMMAND = (sys.executable, "-c", "from fusion.codegen.triton.apart_process import main; main()")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,8 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((extent,), (1,))
 
 
-def _unpacked(saved: dict[str, Any]) -> Request:
+def unpacked(saved: dict[str, Any]) -> Request:
+    """What `_packed` made of a request."""
     memory = []
     for flat, beyond in zip(saved["memory"], saved["beyond"], strict=True):
         memory.append(torch.empty(beyond + flat.numel(), dtype=flat.dtype, device=saved["device"])[beyond:].copy_(flat))
@@ -149,35 +150,3 @@ def _unpacked(saved: dict[str, Any]) -> Request:
     ]
     count = saved["given"]["operands"]
     return Request(**saved["given"] | {"operands": tensors[:count], "backward": tensors[count:]})
-
-
-def main() -> None:
-    """Repeat the call whose request lies in the folder that is named, and measure tiles meanwhile."""
-    from fusion.codegen.triton.autotune import Tuner, by_events
-    from fusion.codegen.triton.differentiable import Differentiable
-    from fusion.codegen.triton.launch import Kernel, machine_of
-    from fusion.ir.spec import AttentionSpec
-    from fusion.planning.gpu_model import tile_clocks
-
-    folder = Path(sys.argv[1])
-    saved = torch.load(folder / "request.pt", weights_only=True)
-    device = torch.device(saved["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.backends.cuda.matmul.allow_tf32 = saved["tf32"]
-    request = _unpacked(saved)
-    spec = AttentionSpec.from_json(request.spec)
-    clock = by_events if device.type == "cuda" else _by_clock
-    tuner = Tuner(tile_clocks(spec, machine_of(device)), clock, Notes(folder / "state.json"))
-    if request.backward:
-        Differentiable(spec, tuner=tuner).backward(*request.backward, request.operands, request.sizes, request.needs)
-    else:
-        kernel = Kernel(spec, statistics=request.statistics, tuner=tuner, packed=request.packed)
-        kernel.forward(request.operands, request.sizes)
-
-
-def _by_clock(launch: Callable[[], None], device: torch.device) -> float:
-    """Seconds of a launch in Triton's interpreter."""
-    begun = time.perf_counter()
-    launch()
-    return time.perf_counter() - begun

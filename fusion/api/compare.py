@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion.errors import ComparisonError
 from fusion.exactness import errors, is_float, widened
-from fusion.planning.plan import aligned, bytes_text, seconds_text
+from fusion.planning.texts import aligned, bytes_text, seconds_text
 
 COMPETITORS = ("eager", "inductor", "fusion")
 

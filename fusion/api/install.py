@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fusion.errors import OptionError
 from fusion.options import Options
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
 
 
 class Installation:
@@ -77,7 +80,17 @@ def _settings(options: Options) -> dict[str, Any]:
     from fusion.runtime.bound import teach_inductor
 
     teach_inductor()
-    return inductor_passes.with_rewrite(config, options)
+    return inductor_passes.with_rewrite(config, options, _rewritten)
+
+
+def _rewritten(graph: GraphModule, inputs: Sequence[Any], options: Options) -> GraphModule | None:
+    """The graph with its attentions fused, None where there are none; its report goes to those who collect them."""
+    from fusion.backend import fuse
+    from fusion.report.report import publish
+
+    fused, report = fuse(graph, inputs, options)
+    publish(report)
+    return fused if report.fused else None
 
 
 def _put(options: Options) -> None:

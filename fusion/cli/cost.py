@@ -11,8 +11,9 @@ from fusion.errors import ProblemError
 from fusion.machine import Machine, machine
 
 if TYPE_CHECKING:
+    from fusion.planning.candidate import Candidate
     from fusion.planning.choice import Choice
-    from fusion.planning.plan import Candidate, Plan
+    from fusion.planning.plan import Plan
     from fusion.planning.problem import Problem
 
 HELP = """I/O, lower bound, predicted time and tile of every schedule for one attention problem.
@@ -109,7 +110,8 @@ def _approximation(arguments: argparse.Namespace, problem: Problem, target: Mach
 
 
 def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> int:
-    from fusion.planning.plan import aligned, compare, plan
+    from fusion.planning.plan import compare, plan
+    from fusion.planning.texts import aligned
 
     crossing = "" if arguments.bound is None else _approximation(arguments, problem, target)
     options = {"direction": _direction(arguments), "features": arguments.features}
@@ -151,7 +153,8 @@ def _choice(arguments: argparse.Namespace, problem: Problem, target: Machine) ->
 
 
 def _row(item: Candidate, chosen: Plan, problem: Problem, target: Machine) -> tuple[str, ...]:
-    from fusion.planning.plan import bytes_text, find_schedule, tile_text
+    from fusion.planning.candidate import find_schedule
+    from fusion.planning.texts import bytes_text, tile_text
 
     mark = "*" if item.schedule == chosen.schedule else ""
     kernel = ", ".join(find_schedule(item.schedule).kernels) or "none"
@@ -164,7 +167,7 @@ def _row(item: Candidate, chosen: Plan, problem: Problem, target: Machine) -> tu
 
 
 def _as_json(problem: Problem, target: Machine, chosen: Plan, weighed: tuple[Candidate, ...]) -> dict[str, Any]:
-    from fusion.planning.plan import find_schedule
+    from fusion.planning.candidate import find_schedule
 
     schedules = [
         {

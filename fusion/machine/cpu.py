@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from fusion.errors import OptionError
-from fusion.machine import GIB, KIB, MIB, Machine, MemoryLevel
+from fusion.machine.processors import GIB, KIB, MIB, Machine, MemoryLevel
 
 _ISA = (
     "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16",

@@ -11,12 +11,12 @@ import numpy as np
 from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
 from fusion.planning import bounds
+from fusion.planning.candidate import Candidate, Given
 from fusion.planning.compiled import Counts, counts
 from fusion.planning.cpu import cpu_time
 from fusion.planning.cpu_rows import row_tiles, row_time
 from fusion.planning.least_io import least_io
 from fusion.planning.optimum import snapped_tile
-from fusion.planning.plan import Candidate, Given
 from fusion.planning.problem import Problem
 from fusion.planning.schedules import schedule
 from fusion.planning.tiles import SEARCHED_WHOLE, Tile, Tiles, cpu_tiles, gpu_tiles, grid, pick, sizes_of

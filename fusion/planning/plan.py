@@ -12,62 +12,22 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fusion.errors import NoFittingTileError, ProblemError, UnknownScheduleError
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
+from fusion.planning.candidate import Candidate, Given, find_schedule
 from fusion.planning.choice import Choice
 from fusion.planning.problem import Problem
 from fusion.planning.register_tiles import planes_of, target_of
+from fusion.planning.texts import bytes_text, number_text, seconds_text, tile_text
 
 if TYPE_CHECKING:
     from fusion.ir.spec import AttentionSpec
     from fusion.planning.schedule import Schedule
-
-Given = tuple[tuple[str, int], ...]
-"""(name, size) of the tile variables that are settled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A schedule that was weighed.
-
-    io: elements moved for the whole problem.
-    time: predicted s.
-    ideal: there is no model of a kernel's time, which is then that of the busiest resource, never idle.
-    reason: why it cannot be used, if so.
-    needed: what its smallest tile needs then, elements.
-    share: s, the live share that io is counted with.
-    """
-
-    schedule: str
-    tile: tuple[tuple[str, int], ...] = ()
-    io: float = float("inf")
-    time: float = float("inf")
-    footprint: float = 0.0
-    reason: str = ""
-    ideal: bool = False
-    share: float = 1.0
-    needed: float = 0.0
-    resources: tuple[tuple[str, float], ...] = ()
-
-    def __str__(self) -> str:
-        if self.reason:
-            return f"{self.schedule}: {self.reason}"
-        return f"{self.schedule} {tile_text(self.tile)}: I/O {self.io:.4g}, {self.time_text}, {self.kernels_text}"
-
-    @property
-    def kernels_text(self) -> str:
-        """The kinds of machine that have a kernel of it, in words."""
-        return find_schedule(self.schedule).kernels_text
-
-    @property
-    def time_text(self) -> str:
-        """The predicted time, with a sign where it is a lower limit."""
-        return ">=" * self.ideal + seconds_text(self.time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,13 +196,6 @@ def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:
     return problem_of(given, sizes)
 
 
-def find_schedule(name: str) -> Schedule:
-    """The schedule of that name. Raises UnknownScheduleError."""
-    from fusion.planning.schedules import schedule  # with sympy: not where a plan is only read
-
-    return schedule(name)
-
-
 def _candidates(direction: str, features: int | None) -> list[Schedule]:
     """What is weighed without being named: exact schedules, and polynomials where r is known."""
     from fusion.planning.schedules import SCHEDULES
@@ -333,32 +286,3 @@ def compare(
     multiples = _register_tile(target)
     weighed = [candidate(problem, target, name, multiples, features or 1) for name in names]
     return tuple(sorted(weighed, key=lambda item: (bool(item.reason), item.time, item.io)))
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Rows of cells as lines, the first `left` columns flush left and the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ([(str.ljust if k < left else str.rjust)(cell, widths[k]) for k, cell in enumerate(row)] for row in rows)
-    return ["  ".join(row).rstrip() for row in cells]
-
-
-def number_text(value: float) -> str:
-    return f"{int(value)}" if float(value).is_integer() else f"{value:.4g}"
-
-
-def seconds_text(value: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value / 1e-9:.3g} ns"
-
-
-def bytes_text(value: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value:.0f} B"
-
-
-def tile_text(tile: tuple[tuple[str, int], ...]) -> str:
-    return " ".join(f"{name}={size}" for name, size in tile)

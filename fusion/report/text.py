@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import textwrap
+from typing import TYPE_CHECKING
 
 from fusion.ir import AttentionSpec, integers
 from fusion.ir.expr import Expr, I, J, coordinates
 from fusion.ir.ops import conjuncts
 from fusion.planning.plan import Plan
-from fusion.report.report import Report, SiteReport
+
+if TYPE_CHECKING:
+    from fusion.report.report import Report, SiteReport
 
 
 def to_text(report: Report) -> str:

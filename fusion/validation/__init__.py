@@ -6,6 +6,7 @@ replayed on a sample of elements (`replay`, `operations`, `layouts`), over made-
 rule (`rule`). What is known of the mask is checked against its predicate (`facts`).
 """
 
+from fusion.validation import assembled, operations, products  # noqa: F401  (they fill the table of `replay`)
 from fusion.validation.sites import Verdict, validate
 
 __all__ = ["Verdict", "validate"]

@@ -206,8 +206,6 @@ def rule(*packets: Any) -> Callable[[Rule], Rule]:
 
 def rule_of(node: Node) -> Rule | None:
     """How a node is replayed; None where it cannot be."""
-    from fusion.validation import assembled, operations, products  # noqa: F401  (they fill the table)
-
     if node.op == "get_attr":
         return RULES["literal"] if literal(node) is not None else None
     if node.op != "call_function" or not nodes.is_tensor(node):

@@ -10,7 +10,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from fusion.ir import AttentionSpec
-from fusion.planning.plan import Plan, bytes_text, number_text, seconds_text, tile_text
+from fusion.planning.plan import Plan
+from fusion.planning.texts import bytes_text, number_text, seconds_text, tile_text
 from fusion.report.page import graph_view, mask_map
 from fusion.report.page.highlight import highlight, python
 from fusion.report.page.maths import expression_to_mathml, spec_to_mathml

@@ -22,7 +22,7 @@ SHAPE = {"B": 1, "H": 2, "Nq": 20, "Nk": 20}
 
 CHILD = """
 import os, time
-from fusion.codegen.triton import apart
+from fusion.codegen.triton import apart, apart_process
 from fusion.codegen.triton.variant import Variant
 
 apart.TILE = 12
@@ -36,7 +36,7 @@ def launch(self, name, programs, tile, *rest):
         time.sleep(1)
 
 Variant.launch = launch
-apart.main()
+apart_process.main()
 """
 
 
@@ -116,7 +116,7 @@ def test_tensors_arrive_as_they_were() -> None:
         torch.tensor(True),
     ]
     sent = Request(spec="{}", operands=tensors[:5], sizes=(1, 2), backward=tensors[5:], needs=(True,))
-    got = apart._unpacked(apart._packed(sent))
+    got = apart.unpacked(apart._packed(sent))
     arrived = [*got.operands, *got.backward]
     assert (got.sizes, got.needs, len(got.operands)) == ((1, 2), (True,), 5)
     for one, other in zip(tensors, arrived, strict=True):

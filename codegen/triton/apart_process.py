@@ -1,0 +1,43 @@
+"""The process in which tiles are measured (`apart`)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fusion.codegen.triton.apart import Notes, unpacked
+from fusion.codegen.triton.autotune import Tuner, by_events
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.launch import Kernel, machine_of
+from fusion.ir.spec import AttentionSpec
+from fusion.planning.gpu_model import tile_clocks
+
+
+def main() -> None:
+    """Repeat the call whose request lies in the folder that is named, and measure tiles meanwhile."""
+    folder = Path(sys.argv[1])
+    saved = torch.load(folder / "request.pt", weights_only=True)
+    device = torch.device(saved["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = saved["tf32"]
+    request = unpacked(saved)
+    spec = AttentionSpec.from_json(request.spec)
+    clock = by_events if device.type == "cuda" else _by_clock
+    tuner = Tuner(tile_clocks(spec, machine_of(device)), clock, Notes(folder / "state.json"))
+    if request.backward:
+        Differentiable(spec, tuner=tuner).backward(*request.backward, request.operands, request.sizes, request.needs)
+    else:
+        kernel = Kernel(spec, statistics=request.statistics, tuner=tuner, packed=request.packed)
+        kernel.forward(request.operands, request.sizes)
+
+
+def _by_clock(launch: Callable[[], None], device: torch.device) -> float:
+    """Seconds of a launch in Triton's interpreter."""
+    begun = time.perf_counter()
+    launch()
+    return time.perf_counter() - begun

@@ -1,0 +1,58 @@
+"""Modules import each other in one direction, in functions too."""
+
+import ast
+import functools
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+UPWARD = {
+    ("fusion.ir.expr", "fusion.ir.ops"): "operators of an expression",
+    ("fusion.ir.expr", "fusion.ir.printing"): "its text",
+    ("fusion.ir.primitives", "fusion.ir.ops"): "derivatives, which are expressions",
+    ("fusion.machine.processors", "fusion.machine.cpu"): "Machine.detect",
+}
+"""Imports in functions that go the other way, and for what."""
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for path in (path for folder in ("fusion", "passes", "codegen") for path in (ROOT / folder).rglob("*.py")):
+        parts = path.resolve().relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts if parts[0] == "fusion" else ("fusion", *parts))
+        found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """What a module imports when it runs."""
+    typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    skipped = {inner for node in typing for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and node not in skipped:
+            place = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from (f"{place}{alias.name}" for alias in node.names)
+
+
+def graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    def module(name: str) -> str:
+        return name if name in trees else name.rpartition(".")[0]
+
+    edges = {name: {module(found) for found in imported(tree)} & trees.keys() for name, tree in trees.items()}
+    return {name: {to for to in found if to != name and (name, to) not in UPWARD} for name, found in edges.items()}
+
+
+def test_no_module_is_imported_by_what_it_imports() -> None:
+    TopologicalSorter(graph(modules())).prepare()
+
+
+@pytest.mark.parametrize("edge", UPWARD, ids="->".join)
+def test_each_exception_is_one(edge: tuple[str, str]) -> None:
+    found = graph(modules())
+    found[edge[0]].add(edge[1])
+    with pytest.raises(CycleError):
+        TopologicalSorter(found).prepare()
