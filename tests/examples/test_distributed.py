@@ -1,11 +1,14 @@
 """examples/distributed.py: two gloo processes, attention fused, have the losses and gradients of one eager process."""
 
+import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+LONG = functools.partial(pytest.param, marks=pytest.mark.long)
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this build of torch has no distributed with gloo"
@@ -33,7 +36,7 @@ def expected(example):
     return example.train(model, list(model.parameters()), slice(None))
 
 
-@pytest.mark.parametrize("way", ["data", "sharded", "heads", "dtensors"])
+@pytest.mark.parametrize("way", ["data", LONG("sharded"), "heads", LONG("dtensors")])
 def test_losses_and_gradients_are_those_of_one_eager_process(example, expected, way):
     losses, gradients, fused = example.run(way, {"inner": "eager", "strict": True})
     assert fused == (1 if way == "sharded" else 2), "sharded blocks share what is compiled"

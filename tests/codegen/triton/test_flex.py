@@ -26,6 +26,8 @@ from tests.codegen.mlir.cases import CAUSAL, FMIN, INF, PROGRAMS, Case, assert_a
 from tests.codegen.triton.test_peers import prefers_peers
 from tests.numerics import assert_as_exact_as_eager as assert_exact
 
+LONG = functools.partial(pytest.param, marks=pytest.mark.long)
+
 SHAPE = {"B": 2, "H": 2, "Nq": 40, "Nk": 50}
 CPU = torch.device("cpu")
 
@@ -141,7 +143,7 @@ def test_masks_of_positions_are_kept_and_others_are_not(uncompiled, monkeypatch:
         assert visited.le(torch.tensor([1, 2, 3])).all()
 
 
-@pytest.mark.parametrize("name", ["causal_last_key", "alibi", "left_padded_inf", "bucket_table"])
+@pytest.mark.parametrize("name", ["causal_last_key", "alibi", LONG("left_padded_inf"), LONG("bucket_table")])
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_torch_compiles_it_as_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, for other sizes once more, whatever was compiled for other specs."""

@@ -1,5 +1,7 @@
 """Sets of keys that an indexer leaves to each query, in GPU kernels: the keys are read through the table."""
 
+import functools
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from fusion.planning.gpu import GpuPlanner
 from tests.emitters import interpreted
 from tests.numerics import assert_runs_as_exact_as_eager
 from tests.passes import test_key_sets as sets
+
+LONG = functools.partial(pytest.param, marks=pytest.mark.long)
 
 INTERPRETED = (
     sets.of_the_function, sets.with_a_set_per_head, sets.with_heads_of_one_key, sets.with_grouped_heads,
@@ -43,7 +47,7 @@ def test_a_narrow_dtype():
         assert_runs_as_exact_as_eager(compiled, sets.with_heads_of_one_key, *inputs, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", [LONG("sm_80"), "sm_90", LONG("sm_100"), "gfx942"])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "d", "d_v"), [(8, 8, 192, 128), (32, 8, 128, 128), (128, 1, 576, 512)], ids=str
 )
