@@ -33,7 +33,7 @@ def bring(pieces: Path) -> int:
     if not whole:
         return 0
     with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
-        archive.extractall(folder(), filter="data")
+        archive.extractall(folder(), **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         return len(archive.getnames())
 
 

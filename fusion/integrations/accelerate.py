@@ -23,13 +23,14 @@ def register() -> None:
     member: Any = str.__new__(backends, NAME)
     member._name_ = member._value_ = NAME
     backends._missing_ = classmethod(lambda _, value: member if value == NAME else None)
+    backends.__reduce_ex__ = lambda self, _: (type(self), (self._value_,))  # copies: by name before Python 3.11.4
 
 
 def unregister() -> None:
     """Undo `register`. Plugins that were made in between keep their backend."""
     backends = _backends()
     if "_missing_" in vars(backends):
-        del backends._missing_
+        del backends._missing_, backends.__reduce_ex__
 
 
 def _backends() -> Any:
