@@ -11,6 +11,7 @@ import os
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 PIECE = 15 << 20  # bytes of a file
 MOST = 45 << 20  # bytes of all files; what was not used for the longest time is left behind
@@ -33,7 +34,8 @@ def bring(pieces: Path) -> int:
     if not whole:
         return 0
     with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
-        archive.extractall(folder(), **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        known: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4, 3.10.12
+        archive.extractall(folder(), **known)
         return len(archive.getnames())
 
 
