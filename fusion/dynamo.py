@@ -14,9 +14,6 @@ import logging
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import innermost_backend
-
-from fusion.passes import nested, nodes
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +39,8 @@ def _attention(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
     if not _is_ours(tx.output.compiler_fn):
         return None
+    from fusion.passes import nested, nodes  # not where this package is only imported
+
     given, named = [_known(x) for x in args], {name: _known(x) for name, x in kwargs.items()}
     if not any(map(nodes.is_nested, (*given, *named.values()))):
         return None
@@ -58,6 +57,8 @@ def _attention(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _is_ours(backend: Any) -> bool:
     """Whether a backend, as Dynamo holds it, is one of this package."""
+    from torch._dynamo.eval_frame import innermost_backend
+
     found = innermost_backend(backend) if callable(backend) else None
     found = getattr(found, "compiler_fn", found)  # what torch.compile wraps it in
     return str(getattr(found, "__module__", "")).partition(".")[0] == "fusion"

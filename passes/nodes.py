@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -19,6 +19,8 @@ from fusion.ir.expr import Expr, const, is_number, size
 from fusion.ir.ops import apply, as_float
 from fusion.ir.widths import LARGEST_SIZE
 from fusion.refusals import Ground, Refusal
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Unsupported(Exception):
@@ -260,6 +262,19 @@ def impurity() -> Callable[[Node], bool]:
         return of_operator(node.target) if whole else node.is_impure()
 
     return impure
+
+
+def rules(table: dict[Any, F]) -> Callable[..., Callable[[F], F]]:
+    """A decorator that puts a function into a table, for each of what the decorator is given."""
+
+    def rule(*packets: Any) -> Callable[[F], F]:
+        def register(function: F) -> F:
+            table.update(dict.fromkeys(packets, function))
+            return function
+
+        return register
+
+    return rule
 
 
 def normalize_dim(dim: int, rank: int) -> int:

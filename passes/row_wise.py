@@ -116,14 +116,7 @@ def _broadcast(node: Node, operands: Iterable[Node], rows: Rows) -> Inputs:
 
 
 _RULES: dict[Any, Rule] = {}
-
-
-def _rule(*packets: Any) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(packets, rule))
-        return rule
-
-    return register
+_rule = nodes.rules(_RULES)
 
 
 @_rule(aten.linear)

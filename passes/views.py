@@ -27,6 +27,7 @@ Rule = Callable[[Node, dict[str, Any], Index, integers.Bounds], Index | None]
 """(the node, its arguments, an index of it, bounds) -> the index of the same element of its input, "self"; None where
 the call changes values (a cast) or has a form that is not resolved."""
 _RULES: dict[Any, Rule] = {}
+_rule = nodes.rules(_RULES)
 
 
 def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Index] | None:
@@ -49,15 +50,6 @@ def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Ind
 def is_view(node: Node) -> bool:
     """Whether a node is of a kind that `source` may follow."""
     return node.target is operator.getitem or packet(node) in _RULES
-
-
-def _rule(*packets: Any) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        for name in packets:
-            _RULES[name] = rule
-        return rule
-
-    return register
 
 
 def _concrete(value: Any) -> int:

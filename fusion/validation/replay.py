@@ -194,14 +194,7 @@ class Replay:
 Rule = Callable[[Replay, Node, Index, int], Tensor]
 RULES: dict[Any, Rule] = {}
 """Overload packet -> how a call of it is replayed."""
-
-
-def rule(*packets: Any) -> Callable[[Rule], Rule]:
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(packets, function))
-        return function
-
-    return register
+rule = nodes.rules(RULES)
 
 
 def rule_of(node: Node) -> Rule | None:
