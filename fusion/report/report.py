@@ -103,6 +103,11 @@ class SiteReport:
         return tuple(found.sizes for found in self.attentions)
 
     @property
+    def alike(self) -> tuple[object, ...]:
+        """Equal for sites that run alike: layers with the same specs and sizes."""
+        return (self.specs, *(tuple(sizes.items()) for sizes in self.sizes))
+
+    @property
     def sources(self) -> tuple[str, ...]:
         return tuple(found.source for found in self.attentions)
 

@@ -44,7 +44,7 @@ def to_text(report: Report) -> str:
 def _attentions(site: SiteReport, number: int, shown: dict[object, int]) -> list[str]:
     if not site.attentions:
         return []
-    same = shown.setdefault(site.specs, number)
+    same = shown.setdefault(site.alike, number)
     if same != number:
         return [f"    kernel   the same as [{same}]"]
     lines = []

@@ -179,6 +179,11 @@ def test_all_rows_are_computed_where_more_is_read(why):
     assert rows_of(reports) == [N, N] and not any("rows are computed" in note for note in reports[0].notes)
 
 
+def test_the_report_tells_both_plans():
+    text = str(fusion.explain(Model(READS["last"][0]), torch.randn(2, N, D)))
+    assert f"N_q={N} " in text and "N_q=1 " in text
+
+
 def test_nothing_is_said_of_a_graph_that_stays():
     def relative(q, k, v):  # scores in another form than attention has them
         return F.linear((q @ k.mT).softmax(-1).sort(-1).values @ v, torch.ones(8, 8))[:, :, -1:].relu()

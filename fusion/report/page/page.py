@@ -82,9 +82,7 @@ def _sites(report: Report) -> list[str]:
     left = KERNEL_BYTES
     rows = []
     for number, site in enumerate(report.sites):
-        first = (
-            shown.setdefault((site.specs, *(tuple(s.items()) for s in site.sizes)), number) if site.specs else number
-        )
+        first = shown.setdefault(site.alike, number) if site.specs else number
         if first == number:
             details, used = _details(site, number, left)
             left -= used
