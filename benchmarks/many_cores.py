@@ -4,7 +4,7 @@ many cores, and the share of these cores' time that it uses (one core's predicte
     python benchmarks/many_cores.py [--cores 2 16 64 128] [--dtype float32]
 
 The cores are like those of this machine. Nothing is run. Two things are lost: cores wait for the last of them, and each
-that meets a head packs its keys and values.
+that meets a head packs its keys and values. Where blocks of rows are fewer than keep the cores busy, keys are in parts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from dataclasses import replace
 
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
-from fusion.planning.cpu import predict
+from fusion.planning.plan import plan
 from fusion.planning.problem import Problem
-from fusion.planning.register_tiles import PLANES, target_of
-from fusion.planning.tiles import cpu_tiles
 
 PROBLEMS = {
     "BERT-base, N = 512": Problem(n_q=512, n_k=512, d=64, d_v=64, heads=12, heads_kv=12),
@@ -33,14 +31,11 @@ PROBLEMS = {
 }
 
 
-def fastest(problem: Problem, machine: Machine) -> tuple[tuple[int, int], float]:
-    """The tile of least predicted time, and that time in seconds."""
-    unit = target_of(machine)
-    multiples = unit.register_tile(PLANES[problem.dtype] if unit.amx or unit.pairs else 0)
-    legal = cpu_tiles(problem, machine, *multiples)
-    pairs = zip(legal["B_r"].tolist(), legal["B_c"].tolist(), strict=True)
-    seconds = predict(machine, problem, pairs, multiples)
-    return min(seconds.items(), key=lambda item: item[1])
+def fastest(problem: Problem, machine: Machine) -> tuple[str, float]:
+    """The tile of least predicted time, with the parts of the keys where they are cut, and that time in seconds."""
+    chosen = plan(problem, machine, allow=("flash", "block_sparse", "split_k"))
+    parts = f", {chosen.splits} parts" if chosen.splits > 1 else ""
+    return f"{chosen.B_r} x {chosen.B_c}{parts}", chosen.time
 
 
 def main() -> None:
@@ -54,11 +49,11 @@ def main() -> None:
     print(f"| --- | ---: |{' ---: |' * len(options.cores)}")
     for name, problem in PROBLEMS.items():
         problem = replace(problem, dtype=options.dtype)
-        (rows, keys), alone = fastest(problem, of_such_cores(here, 1))
-        cells = [f"{1e3 * alone:.2f} ({rows} x {keys})"]
+        tile, alone = fastest(problem, of_such_cores(here, 1))
+        cells = [f"{1e3 * alone:.2f} ({tile})"]
         for cores in options.cores:
-            (rows, keys), seconds = fastest(problem, of_such_cores(here, cores))
-            cells.append(f"{1e3 * seconds:.3f} ({rows} x {keys}), {alone / seconds / cores:.0%}")
+            tile, seconds = fastest(problem, of_such_cores(here, cores))
+            cells.append(f"{1e3 * seconds:.3f} ({tile}), {alone / seconds / cores:.0%}")
         print(f"| {name} | {' | '.join(cells)} |")
 
 

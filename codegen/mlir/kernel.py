@@ -6,6 +6,7 @@
         for each block of keys in range, with each row's maximum so far or, where the norms of Q and K say that the
         scores lie close together, without (`bounds`)
             S^T = K Q^T;  score program, softmax statistics, weights;  O^T += V^T P^T
+        where the keys are cut into parts: leave what is summed; the last of the item goes on with the sums of all
         where a row met no live key although keys were skipped: once more over all keys
         divide by the sum, transpose, write
 
@@ -24,6 +25,7 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.overlap import OverlappingKernel
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, raise_flag
+from fusion.codegen.mlir.parts import Parts, Sums
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
@@ -57,6 +59,9 @@ class AttentionKernel(OverlappingKernel):
         self.staging = self.area(8 * p.staging_elements(), "staging")
         self.finished = self.area(self.lanes * p.e_padded * 4, "finished")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
+        self.record_rows = p.e_padded + 2  # of a group: its output, sum and maximum
+        record_bytes = 4 * tiling.groups * self.record_rows * self.lanes
+        self.parts = Parts(self, record_bytes) if tiling.cut else None
         self.near = self._near() if self.looks_ahead else None
         if self.near is not None:
             self.query_norms = self.area(tiling.groups * 4 * self.lanes, "query_norms")
@@ -99,7 +104,8 @@ class AttentionKernel(OverlappingKernel):
             source=self.function(), slots=self.slots(), rows=self.tiling.groups * self.lanes,
             key_step=self.products.key_step, fixed_bytes=self.workspace_bytes + beyond,
             step_bytes=self.products.key_bytes() + self.products.value_bytes() + self.note_bytes + kept,
-            may_flag=self.may_flag,
+            may_flag=self.may_flag, part_bytes=0 if self.parts is None else self.parts.record_bytes,
+            part_step=self.tiling.keys,
         )  # fmt: skip
 
     @property
@@ -108,23 +114,81 @@ class AttentionKernel(OverlappingKernel):
         return 0 if self.near is None else 8 * self.lanes
 
     def _item(self, top: Scope, number: Value) -> None:
-        b, mask = self.b, self.spec.mask
+        if self.parts is not None:
+            self._part_of_item(self.parts, top, number)
+            return
         item = self._begin(top, number)
+        low, high = self._item_keys(item)
+        self._attend(item, low, high)
+        self._end(item)
+
+    def _part_of_item(self, parts: Parts, top: Scope, piece: Value) -> None:
+        b, mask, (number, part) = self.b, self.spec.mask, parts.piece(piece)
+        item, cut = self._begin(top, number, part), parts.cut()
+        low, high = parts.keys(part, *self._item_keys(item))
+        skips = mask is not None and mask.skips
+        self._visit(item, KeyRange(low=low, high=high, skipping=b.constant(1, "i1") if skips else None))
+        with b.when(cut):
+            self._leave(item, parts.record(piece))
+        with parts.last_of(number, cut):
+            with b.when(cut):
+                self._merge(parts, item)
+            if mask is not None and skips and dead_rows_need_keys(self.spec):
+                with b.when(self._any_dead(item, mask.fill)):
+                    self._visit(item, KeyRange(low=0, high=self.n_k))
+            self._end(item)
+
+    def _group_sums(self, item: Item, g: Value) -> Sums:
+        """Of a group of an item whose partial sums are merged."""
+        memory = self._group_memory(g)
+        return Sums(maximum=memory.maximum, vectors=[(memory.output, self.products.e_padded + 1)])
+
+    def _recorded_sums(self, record: Value, g: Value) -> Sums:
+        """The same in a record."""
+        b, lanes, rows = self.b, self.lanes, self.record_rows
+        start = b.at(record, b.mul(g, rows * lanes), "f32")
+        return Sums(maximum=b.at(start, (rows - 1) * lanes, "f32"), vectors=[(start, rows - 1)])
+
+    def _leave(self, item: Item, record: Value) -> None:
+        """Copy the item's sums to where others see them."""
+        b = self.b
+        with b.loop(0, item.groups, hint="g") as g:
+            if self.several is not None:
+                with b.when(self.several):
+                    self._merge_partial_sums(g, 1, 0)
+            own, there = self._group_sums(item, g), self._recorded_sums(record, g)
+            b.store(b.load(own.maximum, self.vector, "m"), there.maximum)
+            for (source, count), (target, _) in zip(own.vectors, there.vectors, strict=True):
+                with b.loop(0, count * self.lanes, self.lanes, hint="e") as e:
+                    b.store(b.load(b.at(source, e, "f32"), self.vector, "o"), b.at(target, e, "f32"))
+
+    def _merge(self, parts: Parts, item: Item) -> None:
+        """The sums of all parts of an item, in place of those of one."""
+        self._clear(item, float("-inf"))
+        with parts.records(item.number) as record, self.b.loop(0, item.groups, hint="g") as g:
+            parts.join(self._group_sums(item, g), self._recorded_sums(record, g))
+
+    def _item_keys(self, item: Item) -> tuple[Value | int, Value]:
+        """The keys that an item visits, as far as the mask says."""
+        b, mask = self.b, self.spec.mask
         last = b.sub(b.add(item.first, item.count), 1)
         ranged = item.scope.inner({I0: item.first, I1: last})
         low, high = self._key_range(ranged, self.products.key_step)
         if mask is not None and mask.tile_live is not None:
             low, high = self._live_range(ranged, mask.tile_live, low, high)
-        self._attend(item, low, high)
+        return low, high
+
+    def _end(self, item: Item) -> None:
+        """Write the rows of an item, and what else is asked of them."""
         if self.further is not None:
             self.further.begin()
-        with b.loop(0, item.groups, hint="g") as g:
+        with self.b.loop(0, item.groups, hint="g") as g:
             self._finish(item, g)
         if self.further is not None:
             self.further.end(item)
 
-    def _begin(self, top: Scope, number: Value) -> Item:
-        """The item of a number, with its queries packed."""
+    def _begin(self, top: Scope, number: Value, part: Value | None = None) -> Item:
+        """The item of a number, with its queries packed. part: of its keys, which is packed anew."""
         b, p, rows = self.b, self.products, self.tiling.groups * self.lanes
         blocks = self.params[("blocks",)]
         block = b.rem(number, blocks, "block")
@@ -134,7 +198,7 @@ class AttentionKernel(OverlappingKernel):
         groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
         readers = self._readers(scope)
         self.loads = [DenseLoad(self.context, scope, expr) for expr in self.dense]
-        self.packed.note(readers[1:])
+        self.packed.note(readers[1:], part)
         padded_groups = b.mul(b.div(b.add(groups, p.group_step - 1), p.group_step), p.group_step)
         size = p.weight_bytes(self.tiling.keys)
         self._zero_unused(

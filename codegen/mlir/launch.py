@@ -230,9 +230,10 @@ class Kernel(ForwardKernel):
         *_, d, d_v = self.extents(sizes)
         planes, schedule = self.tilings[0].planes, query_stationary(self.spec)
         made = [tiling for *widths, tiling in list(self._variants) if widths == [d, d_v]]
-        tiles = [self._tile(tiling) for tiling in made if isinstance(tiling, Tiling) and tiling.planes == planes]
+        tilings = [tiling for tiling in made if isinstance(tiling, Tiling) and tiling.planes == planes]
         rows = [rows_choice(schedule, self.target.lanes, 0)] if self._by_rows(sizes) in made else []
-        return [*rows, *(Choice(schedule=schedule, tile=tile, keys=0) for tile in tiles)]
+        tiles = [(self._tile(tiling), 2 if tiling.cut else 1) for tiling in tilings]
+        return [*rows, *(Choice(schedule=schedule, tile=tile, keys=0, splits=parts) for tile, parts in tiles)]
 
     def _by_rows(self, sizes: Sequence[int]) -> ByRows:
         *batch, n_q, _, _, _ = self.extents(sizes)
@@ -247,12 +248,16 @@ class Kernel(ForwardKernel):
         if tile.rows == 1:
             return self._by_rows(sizes)
         rows, keys = self.target.register_tile(base.planes)
-        if choice.splits > 1 or tile.rows % rows or tile.keys % keys:
+        if tile.rows % rows or tile.keys % keys:
             raise RefusedChoiceError(
-                f"{choice.schedule} in {choice} cannot run: CPU kernels take whole multiples of {rows} x {keys}, and "
-                "cut keys into parts only row by row"
+                f"{choice.schedule} in {choice} cannot run: CPU kernels take whole multiples of {rows} x {keys}"
             )
-        return replace(base, groups=tile.rows // self.target.lanes, keys=tile.keys)
+        if choice.splits > 1 and self.spec.further:
+            raise RefusedChoiceError(
+                f"{choice.schedule} in {choice} cannot run: CPU kernels do not cut keys into parts where more than the "
+                "output is wanted"
+            )
+        return replace(base, groups=tile.rows // self.target.lanes, keys=tile.keys, cut=choice.splits > 1)
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
         # A short call takes no longer than its bookkeeping: what follows from sizes and strides is derived once.

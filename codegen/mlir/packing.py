@@ -25,10 +25,10 @@ class PackedRows:
         """At the start of the kernel: nothing is packed."""
         self.b.store(self.b.constant(-1, "i64"), self.low)
 
-    def note(self, readers: Sequence[RowReader]) -> None:
-        """Forget what is packed where other rows are read from here on than before."""
-        b = self.b
-        values = [b.as_value(v, "i64") for reader in readers for v in reader.identity()]
+    def note(self, readers: Sequence[RowReader], part: Value | None = None) -> None:
+        """Forget what is packed where other rows are read from here on than before, or another part of them."""
+        b, own = self.b, [] if part is None else [part]
+        values = [*(b.as_value(v, "i64") for reader in readers for v in reader.identity()), *own]
         assert len(values) + 2 <= SLOTS, "more coordinates than a spec has"
         changed: Value = b.compare("slt", b.load(self.low, "i64"), 0, "nothing")
         for slot, value in enumerate(values, start=2):

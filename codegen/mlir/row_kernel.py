@@ -12,9 +12,7 @@ at the ends of a row that a mask of data leaves out are not visited. For a row
 Where rows of bfloat16 share keys, AMX tiles take both products of all of them at a time (`row_tiles`). Output and sum
 begin anew with every stretch (see `tile` for why).
 
-Where there are fewer items than threads (`parts` > 1), the keys of an item are cut into parts, each a piece of work of
-its own: it leaves maximum, sum and output of its keys in memory that all threads share, and whoever is the last of an
-item merges them, in the order of the keys, so that results do not depend on who that was.
+Where there are fewer items than threads, the keys of an item are cut into `parts`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from fusion.codegen.mlir.builder import PTR, Value
+from fusion.codegen.mlir.builder import Value
+from fusion.codegen.mlir.parts import Parts, Sums
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.row_products import STEP, Source, Stretch, Widths
 from fusion.codegen.mlir.row_tiles import row_products
@@ -63,7 +62,7 @@ class _RowKernel(KernelFunction):
         # Of every row of the item: its output, maximum and sum (vectors), and the keys it has to visit.
         self.record_bytes = 4 * MOST_ROWS * (self.e_padded + 2 * self.lanes)
         self.sums = self.area(self.record_bytes, "sums")
-        self.count = self.area(64, "count")
+        self.parts = Parts(self, self.record_bytes)
         self.ranges = self.area(8 * MOST_ROWS * 2, "ranges")
         self.factors = self.area(4 * (self.stretch + self.lanes), "factors")
 
@@ -79,17 +78,16 @@ class _RowKernel(KernelFunction):
 
     def _rows(self, top: Scope, number: Value) -> None:
         """One part of the keys of one item: rows that follow each other in the order (batch coordinates.., query)."""
-        b, blocks, parts = self.b, self.params[("blocks",)], self.params[("parts",)]
-        item, part = b.div(number, parts), b.rem(number, parts)
+        b, blocks, (item, part) = self.b, self.params[("blocks",)], self.parts.piece(number)
         span, most = self.params[("span",)], self.params[("together",)]
         start = b.mul(b.rem(item, blocks), most)
         first, count = b.add(b.mul(b.div(item, blocks), span), start, "first"), b.least(most, b.sub(span, start))
-        cut = b.compare("sgt", parts, 1, "cut")
-        self._sum_in(b.select(cut, self._record(number), self.sums))
+        cut = self.parts.cut()
+        self._sum_in(b.select(cut, self.parts.record(number), self.sums))
         with b.loop(0, count, hint="r") as r:
             self._begin(*self._row_scope(top, b.add(first, r)), r, part)
         self._visit(top, first, count)
-        with self._last_of(item, cut):
+        with self.parts.last_of(item, cut):
             self._sum_in(self.sums)
             with b.when(cut):
                 self._merge(item, count)
@@ -101,51 +99,32 @@ class _RowKernel(KernelFunction):
             with b.loop(0, count, hint="r") as r:
                 self._finish(*self._row_scope(top, b.add(first, r)), r)
 
-    def _record(self, number: Value) -> Value:
-        """What a piece of work leaves for the one that merges."""
-        return self.b.at(self.params[("ptr", "partials")], self.b.mul(number, self.record_bytes), "i8", "record")
-
     def _sum_in(self, record: Value) -> None:
         """Output, maximum and sum (vectors) of every row are in this record from here on."""
-        self.outputs = record
-        self.maxima = self.b.at(record, MOST_ROWS * self.e_padded, "f32", "maxima")
-        self.totals = self.b.at(record, MOST_ROWS * (self.e_padded + self.lanes), "f32", "totals")
+        self.outputs, self.maxima, self.totals = self._areas(record)
 
-    @contextlib.contextmanager
-    def _last_of(self, item: Value, cut: Value) -> Iterator[None]:
-        """Only where all other parts of the item have arrived, what they wrote is seen, and the count is 0 again."""
-        b, one, nothing = self.b, self.b.constant(1, "i64"), self.b.constant(0, "i64")
-        b.store(nothing, self.count)
-        arrivals = b.select(cut, b.at(self.params[("ptr", "arrivals")], item, "i64"), self.count)
-        before = b.op(f"llvm.atomicrmw add {arrivals}, {one} acq_rel : {PTR}, i64", "i64", "before")
-        with b.when(b.compare("eq", b.add(before, 1), self.params[("parts",)])):
-            b.store(nothing, arrivals)
-            yield
+    def _areas(self, record: Value) -> tuple[Value, Value, Value]:
+        starts = 0, self.e_padded, self.e_padded + self.lanes
+        hints = "outputs", "maxima", "totals"
+        outputs, maxima, totals = (
+            self.b.at(record, MOST_ROWS * n, "f32", hint) for n, hint in zip(starts, hints, strict=True)
+        )
+        return outputs, maxima, totals
+
+    def _sums(self, record: Value, r: Value) -> Sums:
+        """Of row r, in a record."""
+        outputs, maxima, totals = self._areas(record)
+        places = (totals, self.lanes), (outputs, self.e_padded)
+        vectors = [(self._own(area, r, size), size // self.lanes) for area, size in places]
+        return Sums(maximum=self._own(maxima, r, self.lanes), vectors=vectors)
 
     def _merge(self, item: Value, count: Value) -> None:
-        """Sum up what the parts of an item have left, in the order of the keys."""
-        b, lanes, parts = self.b, self.lanes, self.params[("parts",)]
-        own = self.outputs, self.maxima, self.totals
+        """Sum up what the parts of an item have left."""
+        b, nothing = self.b, self.b.constant(0, "i64")
         with b.loop(0, count, hint="r") as r:
-            self._clear(r, b.constant(0, "i64"), b.constant(0, "i64"))
-            with b.loop(0, parts, hint="part") as part:
-                self._sum_in(self._record(b.add(b.mul(item, parts), part)))
-                theirs = self.outputs, self.maxima, self.totals
-                m, other = (b.load(self._own(x, r, lanes), self.vector, "m") for x in (own[1], theirs[1]))
-                m_new = b.select(b.compare("ogt", other, m), other, m, "m_new")
-                plain = self.spec.normalizer is Normalizer.NONE
-                factors = (1.0, 1.0) if plain else (self._factor(m, m_new), self._factor(other, m_new))
-
-                def add(at: Value, more: Value, factors: tuple = factors) -> None:
-                    x, y = (b.load(place, self.vector, "x") for place in (at, more))
-                    b.store(b.add(b.mul(x, factors[0]), b.mul(y, factors[1])), at)
-
-                add(self._own(own[2], r, lanes), self._own(theirs[2], r, lanes))  # pyright: ignore[reportGeneralTypeIssues]
-                rows = [self._own(x, r, self.e_padded) for x in (own[0], theirs[0])]
-                with b.loop(0, self.e_padded, lanes, hint="e") as e:
-                    add(*(b.at(row, e, "f32") for row in rows))
-                b.store(m_new, self._own(own[1], r, lanes))
-        self.outputs, self.maxima, self.totals = own
+            self._clear(r, nothing, nothing)
+            with self.parts.records(item) as record:
+                self.parts.join(self._sums(self.sums, r), self._sums(record, r))
 
     def _repeats(self) -> bool:
         mask = self.spec.mask
@@ -166,14 +145,10 @@ class _RowKernel(KernelFunction):
 
     def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value, part: Value) -> None:
         """Read the query, find the keys of the part to visit, clear what is summed."""
-        b = self.b
         source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.products.staging)
         self.products.store_query(source, r)
         step = self.lanes if any(runs(index, J)[0] > 1 for index in (self.spec.k, self.spec.v)) else 1
-        low, high = self._key_range(scope, step)
-        first = b.mul(part, self.params[("part_keys",)])
-        low, high = b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, self.params[("part_keys",)]))
-        self._clear(r, low, high)
+        self._clear(r, *self.parts.keys(part, *self._key_range(scope, step)))
         if self._looks():
             self._trim(scope, r)
 
@@ -288,7 +263,7 @@ class _RowKernel(KernelFunction):
         m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
         m_new, own = self._weights(scope, r, mine, m)
         if self.spec.normalizer is not Normalizer.NONE:
-            factor, output = self._factor(m, m_new), self._own(self.outputs, r, self.e_padded)
+            factor, output = self.exponent.factor(m, m_new), self._own(self.outputs, r, self.e_padded)
             before = b.mul(before, factor)
             with b.loop(0, self.e_padded, lanes, hint="e") as e:
                 at = b.at(output, e, "f32")
@@ -363,10 +338,3 @@ class _RowKernel(KernelFunction):
         outside = 0.0 if self.spec.normalizer is Normalizer.NONE else float("-inf")
         x = b.select(valid, here.vector(self.programs.masked), outside, "x")
         return x, None if self.weight is None else b.select(valid, here.vector(self.weight), 0.0, "w")
-
-    def _factor(self, m: Value, m_new: Value) -> Value:
-        """What sums in units of the maximum m are multiplied by when it becomes m_new."""
-        b = self.b
-        same = b.binary("arith.ori", b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
-        # Before the first live key there is nothing to scale.
-        return b.select(same, 1.0, self.exponent.change(m, m_new), "factor")

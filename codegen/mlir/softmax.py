@@ -100,6 +100,13 @@ class Exponent:
         c, shift = self.coefficients(m_new)
         return self.context.math.exp2(b.add(b.mul(m, c), shift, "down"), 5)
 
+    def factor(self, m: Value, m_new: Value) -> Value:
+        """What sums in units of the maximum m are multiplied by when it becomes m_new. Before the first live key there
+        is nothing to scale."""
+        b = self.b
+        same = b.binary("arith.ori", b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
+        return b.select(same, 1.0, self.change(m, m_new), "factor")
+
 
 class GroupSoftmax:
     """Writes the passes, as loops over rows or row by row. exact: the maximum in use is that of the scores, NaN where

@@ -14,7 +14,8 @@ from fusion.planning import bounds
 from fusion.planning.candidate import Candidate, Given
 from fusion.planning.compiled import Counts, counts
 from fusion.planning.cpu import cpu_time
-from fusion.planning.cpu_rows import row_tiles, row_time
+from fusion.planning.cpu_parts import part_tiles
+from fusion.planning.cpu_rows import FEW_QUERIES, row_tiles, row_time
 from fusion.planning.least_io import least_io
 from fusion.planning.optimum import snapped_tile
 from fusion.planning.problem import Problem
@@ -96,6 +97,10 @@ def _tiles_and_times(
 ) -> tuple[Tiles, Times]:
     fixed, chosen = dict(given), schedule(name)
     modelled = chosen.query_stationary and chosen.runs_on(machine.kind)
+    few = fixed["B_r"] == 1 if "B_r" in fixed else problem.n_q <= FEW_QUERIES
+    if machine.kind == "cpu" and modelled and "B_s" in chosen.tile and not few:
+        tiles = part_tiles(problem, machine, multiples, fixed)
+        return tiles, cpu_time(machine, problem, tiles, multiples, skip=problem.masked)
     if machine.kind == "cpu" and modelled and "B_s" in chosen.tile:
         tiles = row_tiles(problem, machine, fixed.get("B_s"))
         splits = np.ceil(max(1, problem.n_k) / tiles["B_s"])

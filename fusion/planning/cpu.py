@@ -6,6 +6,9 @@ and adds to the output. Lanes are queries. Matrix instructions take bf16 tiles (
 bf16 planes, float16 as three of two) or are multiply-adds of vectors, float32 or bf16 pairs. Each register tile visits
 only the keys that its rows need, so masks cost the same for every B_r.
 
+Where there are fewer items than cores, keys can be cut into parts (B_s): each part of an item is a piece of work, which
+packs its own keys, and whose sums are merged.
+
 The tile decides how often packed K and V stream past (each row block) and from which cache, how often the output is
 taken up again (each key block), whether scores stay in the first cache, what the ends of items cost (products and
 softmax do not overlap across items), and how evenly items fall on the cores.
@@ -23,7 +26,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fusion.machine import Machine
-from fusion.planning.portions import before, portions
+from fusion.planning.portions import before, one_by_one, portions
 from fusion.planning.problem import Problem
 from fusion.planning.tiles import Tiles
 from fusion.planning.timing import Times
@@ -36,6 +39,7 @@ LINE = 64  # bytes of a cache line
 #: took longer than without one, by tile
 STAGING, WALK = 5, 5
 PAGE, PAGES = 4096, 64  # bytes of a page, and how many the first-level TLB has at least
+MERGED = 4  # cycles for a vector of output or sums that a part leaves and that is merged
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
 
 
@@ -96,6 +100,7 @@ RESOURCES = {
     "output": ("output",),
     "cache": ("near", "stream", "turn", "far"),
     "packing": ("packed", "item"),
+    "merge": ("merged",),
 }
 
 
@@ -144,16 +149,18 @@ def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _
 
 
 def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, multiples: tuple[int, int], *, skip: bool) -> Times:
-    """Seconds for each tile. skip: keys that the mask hides are left out. multiples: the register tile (rows, keys)."""
-    costs = asdict(COSTS[_kernel(problem, machine, multiples).unit])
+    """Seconds for each tile, with keys in parts of B_s where tiles have that. skip: keys that the mask hides are left
+    out. multiples: the register tile (rows, keys)."""
+    costs = asdict(COSTS[_kernel(problem, machine, multiples).unit]) | {"merged": MERGED}
     clock = machine.clock or 2.5e9
-    parts = []
-    for rows, keys in zip(tiles["B_r"], tiles["B_c"], strict=True):
-        counts = cpu_counts(machine, problem, (int(rows), int(keys)), multiples, skip=skip)
+    n_k, found = max(1, problem.n_k), []
+    for rows, keys, size in zip(tiles["B_r"], tiles["B_c"], tiles.get("B_s", [n_k] * len(tiles["B_r"])), strict=True):
+        parts = -(-n_k // int(size))
+        counts = cpu_counts(machine, problem, (int(rows), int(keys)), multiples, skip=skip, parts=parts)
         cycles = {name: count * costs[name] for name, count in counts.items()}
-        parts.append({name: sum(cycles[cost] for cost in group) / clock for name, group in RESOURCES.items()})
-    resources = {name: np.array([part[name] for part in parts]) for name in RESOURCES}
-    resources["launch"] = np.full(len(parts), machine.launch)
+        found.append({name: sum(cycles[cost] for cost in group) / clock for name, group in RESOURCES.items()})
+    resources = {name: np.array([each[name] for each in found]) for name in RESOURCES}
+    resources["launch"] = np.full(len(found), machine.launch)
     return Times(total=sum(resources.values()), resources=resources)
 
 
@@ -168,22 +175,28 @@ def predict(
 
 
 def cpu_counts(
-    machine: Machine, problem: Problem, tile: tuple[int, int], multiples: tuple[int, int], *, skip: bool
+    machine: Machine, problem: Problem, tile: tuple[int, int], multiples: tuple[int, int], *, skip: bool, parts: int = 1
 ) -> dict[str, float]:
-    """How often the busiest thread pays each of the `Costs`; products and bytes in the units stated there."""
+    """How often the busiest thread pays each of the `Costs`, and for a vector that is `merged`; products and bytes in
+    the units stated there. parts: of the keys of an item."""
     kernel = _kernel(problem, machine, multiples)
-    per_item = _item_counts(machine, problem, kernel, tile, skip)
-    items = len(per_item["item"])
-    threads = max(1, min(machine.cores, problem.problems * items))
-    packs = max(1, problem.heads // max(1, problem.heads_kv))
-    share, heads_met = _busiest(per_item["softmax"] + 1e-9, problem.problems, packs, threads)
+    per_item = _item_counts(machine, problem, kernel, tile, skip, parts)
+    pieces = np.repeat((per_item["softmax"] + 1e-9) / parts, parts)
+    threads = max(1, min(machine.cores, problem.problems * len(pieces)))
+    # Threads pack the keys of a head that they meet, or of a piece.
+    packs = max(1, problem.heads // max(1, problem.heads_kv)) * len(pieces) if parts == 1 else 1
+    share, packs_met = _busiest(pieces, problem.problems, packs, threads, alone=parts > 1)
     totals = {name: float(count.sum()) * problem.problems * share for name, count in per_item.items()}
-    totals["packed"] += heads_met * max(1, problem.n_k) * (kernel.d + kernel.e) / machine.lanes()
+    for name in ("packed", "item", "end"):  # what every piece of an item pays
+        totals[name] *= parts
+    totals["packed"] += packs_met * max(1, problem.n_k) / parts * (kernel.d + kernel.e) / machine.lanes()
+    rows = max(1, problem.n_q) / machine.lanes()
+    totals["merged"] = (parts > 1) * 2 * parts * rows * (kernel.e + 2) * problem.problems * share
     return totals
 
 
 def _item_counts(
-    machine: Machine, problem: Problem, kernel: _Kernel, tile: tuple[int, int], skip: bool
+    machine: Machine, problem: Problem, kernel: _Kernel, tile: tuple[int, int], skip: bool, parts: int
 ) -> dict[str, np.ndarray]:
     """The counts of every block of rows of one head. A `set` is a register tile of rows."""
     (rows, keys), lanes, clock = tile, machine.lanes(), machine.clock or 2.5e9
@@ -204,7 +217,7 @@ def _item_counts(
     vectors = _up(here, lanes) / lanes * taken
     # With one plane a tile that is partly masked has its products and its softmax one after the other.
     masked = np.minimum(keys, met) * (skip and kernel.unit == 1)
-    near, streamed, turned, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k)
+    near, streamed, turned, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k / parts)
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {
         "product": per_item(2 * step * taken * dims * kernel.products / rate),
@@ -228,10 +241,11 @@ def _staging(problem: Problem, rows: int) -> int:
 
 
 def _cache_traffic(
-    machine: Machine, kernel: _Kernel, tile: tuple[int, int], taken: np.ndarray, n_k: int
+    machine: Machine, kernel: _Kernel, tile: tuple[int, int], taken: np.ndarray, n_k: float
 ) -> tuple[np.ndarray, np.ndarray, float, float]:
     """(bytes of scores and weights that each set moves between the first and the second cache, those of K and V, those
-    of its Q and output for each block of keys; share of K and V that comes from beyond)."""
+    of its Q and output for each block of keys; share of K and V that comes from beyond). n_k: of a
+    head or a part."""
     (rows, keys), step, dims = tile, kernel.row_step, kernel.d + kernel.e
     nearest, second = (level.capacity for level in machine.levels[:2])
     scores, block = step * keys * (kernel.score + kernel.staged), keys * dims * kernel.size
@@ -258,11 +272,12 @@ def _spilled(size: float, capacity: int) -> float:
     return min(1.0, max(0.0, (size / capacity - SPILL_FROM) / SPILL_OVER))
 
 
-def _busiest(cost: np.ndarray, heads: int, sharing: int, threads: int) -> tuple[float, int]:
-    """(The share that the busiest thread has of all work, how many heads of keys it packs), when threads take portions
-    in turns. cost: of one head's items, the same for every head. sharing: heads that read the same keys."""
-    count, unit = portions(heads, len(cost), threads)
-    units, per_pack = heads * len(cost) // unit, len(cost) * sharing
+def _busiest(cost: np.ndarray, heads: int, per_pack: int, threads: int, *, alone: bool) -> tuple[float, int]:
+    """(The share that the busiest thread has of all work, how often it packs keys), when threads take portions in
+    turns. cost: of one head's items, the same for every head. per_pack: items that follow each other and read the same
+    keys. alone: no portion has two."""
+    count, unit = one_by_one(heads * len(cost)) if alone else portions(heads, len(cost), threads)
+    units = heads * len(cost) // unit
     total, ends = float(cost.sum()), np.concatenate([[0.0], np.cumsum(cost)])
     loads = [(0.0, thread) for thread in range(threads)]  # a heap
     packed, last = [0] * threads, [-1] * threads

@@ -1,17 +1,21 @@
-"""Choices on CPUs: row by row for few queries, their keys in parts where that fills the cores; else the tile of least
-predicted time, or row by row where that is predicted to take less."""
+"""Choices on CPUs: row by row for few queries, else the tile of least predicted time, or row by row where that is
+predicted to take less. Keys are cut into parts where that fills the cores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from fusion.errors import NoFittingTileError
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary
+from fusion.planning.cpu import cpu_time, predict
+from fusion.planning.cpu_parts import part_tiles
 from fusion.planning.cpu_rows import FEW_QUERIES, LEAST_PART, WEIGHED, best_parts, row_time
 from fusion.planning.from_spec import problem_of, tile_times
 from fusion.planning.register_tiles import Target, planes_of, target_of
@@ -21,6 +25,9 @@ WORTH_ALL_HEADS = 12
 as the inner compiler's code: with 8 it takes 0.7 to 1.4 times as long, with 1 2 to 5 times (8 heads, 1024 keys)."""
 WORTH_COMPILING = 2e-4
 """Predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it."""
+
+WORTH_CUTTING = 0.9
+"""Share of the time with whole keys that parts have to stay below."""
 
 Pair = tuple[int, int]
 TileTimes = Callable[[Sequence[int], Pair, Collection[Pair]], Mapping[Pair, float]]
@@ -46,25 +53,53 @@ class CpuPlanner:
         *batch, n_q, n_k, d, d_v = self._extents(sizes)
         if self.spec.mixing is not None:
             return all_heads_choice(target_of(self.machine), n_k)
-        if n_q <= FEW_QUERIES:
-            parts = self._parts_of((*batch, n_q, n_k, d, d_v), sizes)
-            return rows_choice(self.schedule if parts == 1 else "split_k", self.lanes, n_k, parts)
-        compiled = [(choice.tile.rows, choice.tile.keys) for choice in made]
+        by_rows = self._by_rows((*batch, n_q, n_k, d, d_v), sizes) if n_q <= WEIGHED else None
+        if by_rows is not None and n_q <= FEW_QUERIES:
+            return by_rows
+        compiled = {(choice.tile.rows, choice.tile.keys) for choice in made if choice.splits == 1}
         seconds = dict(self.times(sizes, self.register_tile, [tile for tile in compiled if tile[0] > 1]))
-        if n_q <= WEIGHED:
-            seconds[1, self.lanes] = self._by_rows(sizes)
-        best = min(seconds, key=seconds.__getitem__)
-        if compiled := [tile for tile in compiled if tile in seconds]:
-            kept = min(compiled, key=seconds.__getitem__)
-            best = best if seconds[kept] - seconds[best] > WORTH_COMPILING else kept
-        if best[0] == 1:
-            return rows_choice(self.schedule, self.lanes, n_k)
-        return Choice(schedule=self.schedule, tile=Tile(rows=best[0], keys=best[1]), keys=n_k)
+        if by_rows is not None:
+            seconds[1, self.lanes] = self._seconds(by_rows, sizes)
+        rows, keys = _cheapest(seconds, compiled)
+        if by_rows is not None and rows == 1:
+            return by_rows
+        cut = {(choice.tile.rows, choice.tile.keys) for choice in made if choice.splits > 1}
+        (rows, keys), parts = self._cut((rows, keys), sizes, compiled, cut)
+        schedule = self.schedule if parts == 1 else "split_k"
+        return Choice(schedule=schedule, tile=Tile(rows=rows, keys=keys), keys=n_k, splits=parts)
 
-    def _by_rows(self, sizes: Sequence[int]) -> float:
-        """Predicted seconds row by row, with whole keys."""
-        machine = with_cores(self.machine, torch.get_num_threads())
-        return float(row_time(machine, problem_of(self.spec, sizes), np.ones(1), ragged=False).total[0])
+    def _cut(
+        self, whole: Pair, sizes: Sequence[int], compiled: Collection[Pair], cut: Collection[Pair]
+    ) -> tuple[Pair, int]:
+        """The tile of whole keys and 1, or a tile with keys in parts and how many, where that is faster. compiled, cut:
+        tiles whose kernels exist, with whole keys and with parts. By the machine's cores, whatever the number of
+        threads, since results depend on the parts."""
+        problem, n_k = problem_of(self.spec, sizes), self._extents(sizes)[-3]
+        try:
+            tiles = part_tiles(problem, self.machine, self.register_tile)
+        except NoFittingTileError:
+            return whole, 1
+        if self.spec.further:
+            return whole, 1
+        times = cpu_time(self.machine, problem, tiles, self.register_tile, skip=problem.masked).total
+        columns = (tiles[name].tolist() for name in ("B_r", "B_c", "B_s"))
+        pieces = [((rows, keys), -(-n_k // size)) for rows, keys, size in zip(*columns, strict=True)]
+        seconds = dict(zip(pieces, times.tolist(), strict=True))
+        alone = predict(self.machine, problem, [whole], self.register_tile)[whole]
+        seconds[whole, 1] = alone * WORTH_CUTTING
+        made = {(tile, parts) for tile, parts in seconds if tile in (compiled if parts == 1 else cut)}
+        return _cheapest(seconds, made)
+
+    def _by_rows(self, extents: tuple[int, ...], sizes: Sequence[int]) -> Choice:
+        """The choice row by row."""
+        *_, n_k, _, _ = extents
+        parts = self._parts_of(extents, sizes)
+        return rows_choice(self.schedule if parts == 1 else "split_k", self.lanes, n_k, parts)
+
+    def _seconds(self, by_rows: Choice, sizes: Sequence[int]) -> float:
+        """Predicted seconds row by row."""
+        machine, parts = with_cores(self.machine, torch.get_num_threads()), np.array([by_rows.splits])
+        return float(row_time(machine, problem_of(self.spec, sizes), parts, ragged=False).total[0])
 
     def _parts_of(self, extents: tuple[int, ...], sizes: Sequence[int]) -> int:
         """Into how many parts the keys of a call with few queries are cut: by the machine's cores, so that results do
@@ -76,6 +111,15 @@ class CpuPlanner:
             ragged = self.spec.mask is not None and self.spec.mask.skips
             found = self._parts[key] = best_parts(self.machine, problem_of(self.spec, sizes), ragged=ragged)
         return found
+
+
+def _cheapest(seconds: Mapping[Any, float], compiled: Collection) -> Any:
+    """What takes the least time, or of what is compiled the best where that is not worth compiling it."""
+    best = min(seconds, key=seconds.__getitem__)
+    if known := [each for each in compiled if each in seconds]:
+        kept = min(known, key=seconds.__getitem__)
+        best = best if seconds[kept] - seconds[best] > WORTH_COMPILING else kept
+    return best
 
 
 def too_few_rows(spec: AttentionSpec, sizes: Sequence[int]) -> str | None:

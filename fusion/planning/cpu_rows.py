@@ -104,8 +104,8 @@ def _items(problem: Problem) -> tuple[int, int, int]:
 
 def row_tiles(problem: Problem, machine: Machine, size: int | None = None) -> Tiles:
     """A row against a vector of keys, in every number of parts, or parts of a size. Raises NoFittingTileError."""
-    if problem.n_q > FEW_QUERIES or problem.training:
-        raise NoFittingTileError(f"CPU kernels cut keys into parts for up to {FEW_QUERIES} queries, without training")
+    if problem.training:
+        raise NoFittingTileError("CPU kernels cut keys into parts without training")
     sizes = [size] if size is not None else [-(-max(1, problem.n_k) // count) for count in part_counts(problem.n_k)[1:]]
     if not sizes:
         raise NoFittingTileError(f"parts of at least {LEAST_PART} keys: {problem.n_k} keys are too few to be cut")

@@ -1,4 +1,4 @@
-"""Decoding on CPUs with the keys of a head cut into parts, which threads take in any order."""
+"""Keys of a head cut into parts, which threads take in any order: row by row and in tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
+from fusion.errors import RefusedChoiceError
 from fusion.ir import Normalizer
+from fusion.ir.expr import ROW_SUM
+from fusion.ir.spec import FurtherOutput
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu_planner import CpuPlanner, rows_choice
@@ -28,21 +31,26 @@ from tests.numerics import assert_same
 
 
 class Parts:
-    """A planner that cuts the keys into so many parts."""
+    """A planner that cuts the keys into so many parts. tile: row by row where there is none."""
 
-    def __init__(self, parts: int):
-        self.parts = parts
+    def __init__(self, parts: int, tile: Tile | None = None):
+        self.parts, self.tile = parts, tile
 
     def choose(self, sizes, made=()) -> Choice:
-        return rows_choice("split_k", 16, sizes[-1], self.parts)
+        if self.tile is None:
+            return rows_choice("split_k", 16, sizes[-1], self.parts)
+        return Choice(schedule="split_k", tile=self.tile, keys=sizes[-1], splits=self.parts)
 
 
-def kernel(c: Case, parts: int, target: str = "best") -> Kernel:
-    return Kernel(c.spec, tilings_for(c.spec, TARGETS[target]), TARGETS[target], Parts(parts))
+def kernel(c: Case, parts: int, target: str = "best", tiled: bool = False) -> Kernel:
+    """tiled: in items of two register tiles of rows."""
+    tilings, unit = tilings_for(c.spec, TARGETS[target]), TARGETS[target]
+    rows, keys = unit.register_tile(tilings[0].planes)
+    tile = Tile(rows=2 * rows, keys=64 // keys * keys) if tiled else None
+    return Kernel(c.spec, tilings, unit, Parts(parts, tile))
 
 
-@pytest.mark.parametrize("parts", [2, 3, 16])
-@pytest.mark.parametrize(
+CASES = pytest.mark.parametrize(
     ("name", "fields"),
     [
         ("plain", {}),
@@ -57,6 +65,10 @@ def kernel(c: Case, parts: int, target: str = "best") -> Kernel:
         ("soft_cap", {"d_v": 24, "group": 12}),
     ],
 )
+
+
+@CASES
+@pytest.mark.parametrize("parts", [2, 3, 16])
 def test_parts_of_the_keys_are_merged(name: str, fields: dict, parts: int) -> None:
     c = case(name, **fields)
     run = kernel(c, parts)
@@ -65,30 +77,52 @@ def test_parts_of_the_keys_are_merged(name: str, fields: dict, parts: int) -> No
         assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
-@pytest.mark.parametrize("target", ["avx2", "generic"])
-def test_other_vectors(target: str) -> None:
-    c = case("left_padded_inf", group=2)
-    operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": 2, "Nk": 900})
-    assert_as_exact_as_eager(kernel(c, 4, target)(operands, sizes), c, operands)
+@CASES
+def test_parts_in_tiles(name: str, fields: dict) -> None:
+    c = case(name, **fields)
+    for parts, n_q, n_k in ((2, 17, 1300), (3, 130, 700), (3, 40, 2000), (16, 9, 5000), (4, 100, 70)):
+        operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": n_q, "Nk": n_k}, "heads_inside")
+        assert_as_exact_as_eager(kernel(c, parts, tiled=True)(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("target", ["avx2", "multiply-add", "generic"])
+def test_other_vectors(target: str, dtype: str, tiled: bool) -> None:
+    c = case("left_padded_inf", group=2, dtype=dtype)
+    operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": 60 if tiled else 2, "Nk": 900})
+    assert_as_exact_as_eager(kernel(c, 4, target, tiled)(operands, sizes), c, operands)
+
+
+def test_each_part_packs_its_own_keys() -> None:
+    """Items of several blocks of rows, whose parts a single thread takes one after the other."""
+    c = case("plain", d=64, d_v=64)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 300, "Nk": 3000})
+    outs = on_threads(kernel(c, 5, tiled=True), operands, sizes)
+    assert_as_exact_as_eager(outs[0], c, operands)
+    for other in outs[1:]:
+        assert_same(other, outs[0])
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3e38])
 @pytest.mark.parametrize("where", [0, 2], ids=["q", "v"])
-def test_special_values_in_one_part(where: int, value: float, parts: int) -> None:
+@pytest.mark.parametrize("tiled", [False, True])
+def test_special_values_in_one_part(tiled: bool, where: int, value: float, parts: int) -> None:
     c = case("plain")
-    run, calls = kernel(c, parts), []
+    run, calls = kernel(c, parts, tiled=tiled), []
     for _ in range(4):  # the error of the one large value decides: that of one call is luck
-        operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 2, "Nk": 800})
+        operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 30 if tiled else 2, "Nk": 800})
         operands[where][0, 0, -1, 3] = value
         calls.append(operands)
     assert_calls_as_exact_as_eager([run(operands, sizes) for operands in calls], c, calls)
 
 
-def test_whoever_merges_the_result_is_the_same() -> None:
+@pytest.mark.parametrize("tiled", [False, True])
+def test_whoever_merges_the_result_is_the_same(tiled: bool) -> None:
     c = case("left_padded_inf", group=2)
-    run = kernel(c, 8)
-    operands, sizes = draw(c, {"B": 2, "H": 1, "Nq": 2, "Nk": 4000})
+    run = kernel(c, 8, tiled=tiled)
+    operands, sizes = draw(c, {"B": 2, "H": 1, "Nq": 40 if tiled else 2, "Nk": 4000})
     first, *others = [out for _ in range(20) for out in on_threads(run, operands, sizes)]
     for other in others:
         assert_same(other, first)
@@ -107,11 +141,12 @@ def test_keys_beyond_a_row_are_not_read(group: int, dtype: str, target: str) -> 
     assert_same(kernel(c, 7, target)(seen, sizes), expected)
 
 
-def test_planned_parts_do_not_depend_on_the_number_of_threads() -> None:
+@pytest.mark.parametrize("n_q", [1, 12, 40])
+def test_planned_parts_do_not_depend_on_the_number_of_threads(n_q: int) -> None:
     c, target = case("causal_last_key"), TARGETS["best"]
     machine = replace(with_cores(Machine.detect(), 2), cores=2)
     run = Kernel(c.spec, tilings_for(c.spec, target), target, CpuPlanner(c.spec, machine))
-    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 1, "Nk": 20_000})
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": n_q, "Nk": 20_000})
     assert run.choice(sizes).splits > 1
     outs = on_threads(run, operands, sizes)
     assert_as_exact_as_eager(outs[0], c, operands)
@@ -119,9 +154,9 @@ def test_planned_parts_do_not_depend_on_the_number_of_threads() -> None:
     assert_same(outs[2], outs[0])
 
 
-def splits(name: str, cores: int, heads: int, n_k: int) -> Choice:
+def splits(name: str, cores: int, heads: int, n_k: int, n_q: int = 1) -> Choice:
     machine = replace(Machine.detect(), cores=cores)
-    return CpuPlanner(case(name).spec, machine).choose((1, heads, 1, n_k))
+    return CpuPlanner(case(name).spec, machine).choose((1, heads, n_q, n_k))
 
 
 def test_keys_are_cut_where_heads_do_not_fill_the_cores() -> None:
@@ -164,7 +199,8 @@ def test_pairs_of_bfloat16_are_predicted_to_take_less_where_rows_share_keys() ->
 
     def seconds(dtype: str, isa: frozenset[str], d: int = 64) -> float:
         machine = replace(Machine.detect(), isa=isa, cores=1)
-        return CpuPlanner(case("plain", dtype, d, d).spec, machine)._by_rows((1, 8, 16, 4096))
+        planner = CpuPlanner(case("plain", dtype, d, d).spec, machine)
+        return planner._seconds(rows_choice("flash", 16, 4096), (1, 8, 16, 4096))
 
     pairs = plain | {"avx512_bf16"}
     assert seconds("bfloat16", pairs) < 0.6 * seconds("bfloat16", plain)
@@ -179,3 +215,24 @@ def test_bfloat16_in_pairs_of_elements(d: int, d_v: int, target: str) -> None:
     for layout in ("packed", "columns", "gaps"):
         operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 2, "Nk": 77}, layout)
         assert_as_exact_as_eager(kernel(c, 1, target)(operands, sizes), c, operands)
+
+
+def test_keys_are_cut_where_blocks_of_rows_do_not_fill_the_cores() -> None:
+    one = splits("plain", 2, 1, 16384, n_q=40)
+    assert one.splits > 1 and one.schedule == "split_k" and one.tile.rows > 1
+    assert splits("plain", 1, 1, 16384, n_q=40).splits == 1
+    assert splits("plain", 2, 2, 16384, n_q=40).splits == 1
+    assert splits("plain", 2, 3, 16384, n_q=40).splits > 1  # a third block, for two cores
+    assert splits("plain", 2, 1, 2 * LEAST_PART - 1, n_q=40).splits == 1
+    many = splits("plain", 64, 1, 50176, n_q=256)
+    assert many.splits >= 16 and many.tile.rows * many.splits >= 64 * 48
+
+
+def test_further_outputs_keep_whole_keys() -> None:
+    c = case("plain")
+    sums = FurtherOutput(value=ROW_SUM, dims=("b0", "b1", "i"), dtype="float32")
+    spec = replace(c.spec, further=(sums,))
+    machine = replace(Machine.detect(), cores=2)
+    assert CpuPlanner(spec, machine).choose((1, 1, 40, 16384)).splits == 1
+    with pytest.raises(RefusedChoiceError, match="more than the output is wanted"):
+        kernel(replace(c, spec=spec), 2, tiled=True).prepare((1, 1, 40, 16384))

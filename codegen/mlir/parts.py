@@ -1,0 +1,82 @@
+"""Work items whose keys are cut into parts, each a piece of work of its own: where there are fewer items than threads.
+
+A piece leaves maximum, sum and output of its keys in memory that all threads share. Whoever is the last of an item
+merges them, in the order of the keys, so that results do not depend on who that was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fusion.codegen.mlir.builder import PTR, Value
+from fusion.codegen.mlir.skeleton import KernelFunction
+from fusion.ir.spec import Normalizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Of some rows that share a vector of maxima: vectors of outputs and sums, in units of that maximum."""
+
+    maximum: Value
+    vectors: Sequence[tuple[Value, int]]  # (where they begin, how many)
+
+
+class Parts:
+    """The parts of a kernel's items. record_bytes: of what a piece of work leaves."""
+
+    def __init__(self, kernel: KernelFunction, record_bytes: int):
+        self.kernel, self.record_bytes, self.b, self.params = kernel, record_bytes, kernel.b, kernel.params
+        self.count = kernel.area(64, "count")
+
+    def piece(self, number: Value) -> tuple[Value, Value]:
+        """(the item, the part) of a piece of work."""
+        parts = self.params[("parts",)]
+        return self.b.div(number, parts), self.b.rem(number, parts)
+
+    def cut(self) -> Value:
+        """Whether there is more than one part."""
+        return self.b.compare("sgt", self.params[("parts",)], 1, "cut")
+
+    def keys(self, part: Value, low: Value | int, high: Value) -> tuple[Value, Value]:
+        """Those of the keys [low, high) that are in a part."""
+        b, size = self.b, self.params[("part_keys",)]
+        first = b.mul(part, size)
+        return b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, size))
+
+    def record(self, number: Value) -> Value:
+        """What a piece of work leaves for the one that merges."""
+        return self.b.at(self.params[("ptr", "partials")], self.b.mul(number, self.record_bytes), "i8", "record")
+
+    @contextlib.contextmanager
+    def records(self, item: Value) -> Iterator[Value]:
+        """A loop over the records of an item, in the order of the keys."""
+        b, parts = self.b, self.params[("parts",)]
+        with b.loop(0, parts, hint="part") as part:
+            yield self.record(b.add(b.mul(item, parts), part))
+
+    @contextlib.contextmanager
+    def last_of(self, item: Value, cut: Value) -> Iterator[None]:
+        """Only where all other parts of the item have arrived, what they wrote is seen, and the count is 0 again."""
+        b, one, nothing = self.b, self.b.constant(1, "i64"), self.b.constant(0, "i64")
+        b.store(nothing, self.count)
+        arrivals = b.select(cut, b.at(self.params[("ptr", "arrivals")], item, "i64"), self.count)
+        before = b.op(f"llvm.atomicrmw add {arrivals}, {one} acq_rel : {PTR}, i64", "i64", "before")
+        with b.when(b.compare("eq", b.add(before, 1), self.params[("parts",)])):
+            b.store(nothing, arrivals)
+            yield
+
+    def join(self, own: Sums, more: Sums) -> None:
+        """Add what other keys have left."""
+        b, kernel = self.b, self.kernel
+        m, other = (b.load(sums.maximum, kernel.vector, "m") for sums in (own, more))
+        m_new = b.select(b.compare("ogt", other, m), other, m, "m_new")
+        plain = kernel.spec.normalizer is Normalizer.NONE
+        factors = (1.0, 1.0) if plain else [kernel.exponent.factor(old, m_new) for old in (m, other)]
+        for (mine, count), (theirs, _) in zip(own.vectors, more.vectors, strict=True):
+            with b.loop(0, count * kernel.lanes, kernel.lanes, hint="e") as e:
+                at = b.at(mine, e, "f32")
+                x, y = (b.load(place, kernel.vector, "x") for place in (at, b.at(theirs, e, "f32")))
+                b.store(b.add(b.mul(x, factors[0]), b.mul(y, factors[1])), at)
+        b.store(m_new, own.maximum)
