@@ -29,12 +29,14 @@ from fusion.codegen.mlir.row_tiles import row_products
 from fusion.codegen.mlir.rows import SharedRows, runs
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
-from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.ir.expr import SCORE, I, J, coord, coordinates, loads
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_need_keys
 from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import Target
+
+MOST_KEYS = 512
+"""Of a stretch. Lanes are keys, so that a sum has a part of them only."""
 
 
 def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, together: int = 4) -> KernelText:
@@ -47,7 +49,7 @@ class _RowKernel(KernelFunction):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
         products = row_products(spec, target, (d, d_v), together)
-        self.stretch = products.stretch(self.d_padded + self.e_padded, KEY_SPAN)
+        self.stretch = products.stretch(self.d_padded + self.e_padded, MOST_KEYS)
         widths = Widths(
             d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch, together=together
         )

@@ -10,7 +10,6 @@ from unittest import mock
 from fusion.codegen import mlir
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
-from fusion.codegen.mlir.row_kernel import _RowKernel
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Exponent, GroupSoftmax
@@ -50,7 +49,7 @@ _in("weights after the softmax are the next key's", GroupSoftmax, "_times_factor
 _in("keys that are packed serve all heads", RowReader, "identity", lambda right, self: [0])
 _in("a staged bias is the next key's", DenseLoad, "read",
     lambda right, self, target, key: right(self, target, self.b.add(key, 1)))  # fmt: skip
-_in("parts of keys are added as they are", _RowKernel, "_factor", _one)
+_in("parts of keys are added as they are", Exponent, "factor", _one)
 
 
 def found_by(fault: Callable[[], Any], seeds: Iterable[int], kind: str = "quick") -> tuple[int | None, int]:

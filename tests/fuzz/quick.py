@@ -50,6 +50,9 @@ ROWS_ON_TILES = 1 / 2
 OPTIMISED = 1 / 40
 """Share of the kernels that LLVM optimises all the same."""
 
+CUT = 1 / 3
+"""Share of the kernels in tiles whose keys may be cut into parts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -59,6 +62,7 @@ class Plan:
     tiling: None for the kernel that goes row by row
     span: after how many keys sums begin anew (`KEY_SPAN`)
     optimised: by LLVM, as it is for users
+    cuts: whether keys are cut into parts in tiles, too
     """
 
     target: Target
@@ -66,13 +70,15 @@ class Plan:
     schedule: str
     span: int
     optimised: bool
+    cuts: bool = False
 
     def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
         """By the sizes alone; the last is the number of keys."""
+        parts = 1 + sum(sizes) % 3
         if self.tiling is None:
-            return rows_choice(self.schedule, self.target.lanes, sizes[-1], 1 + sum(sizes) % 3)
+            return rows_choice(self.schedule, self.target.lanes, sizes[-1], parts)
         tile = Tile(rows=self.tiling.groups * self.target.lanes, keys=self.tiling.keys)
-        return Choice(schedule=self.schedule, tile=tile, keys=sizes[-1])
+        return Choice(schedule=self.schedule, tile=tile, keys=sizes[-1], splits=parts if self.cuts else 1)
 
 
 def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool) -> Plan:
@@ -85,7 +91,8 @@ def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool) -> Plan:
     groups, keys = rng.choice([1, 1, 2]) * together, rng.choice([1, 2, 5, 12]) * step
     tiling = None if by_rows else Tiling(groups=groups, together=together, keys=keys, planes=planes)
     span, optimised = rng.choice([48, 96, 512]), rng.random() < OPTIMISED
-    return Plan(target=target, tiling=tiling, schedule=query_stationary(spec), span=span, optimised=optimised)
+    chosen = Plan(target=target, tiling=tiling, schedule=query_stationary(spec), span=span, optimised=optimised)
+    return replace(chosen, cuts=not spec.further and rng.random() < CUT)
 
 
 def kernel(spec: AttentionSpec, chosen: Plan, trained: bool) -> Kernel | TrainingKernel | None:
@@ -107,8 +114,9 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
         if not chosen.optimised:
             stack.enter_context(mock.patch.object(compiler, "_engine", _engine))
         stack.enter_context(emulation.compiling(chosen.target))
-        for module in (tile, row_kernel, mixed_heads, backward_kernel):
+        for module in (tile, mixed_heads, backward_kernel):
             stack.enter_context(mock.patch.object(module, "KEY_SPAN", chosen.span))
+        stack.enter_context(mock.patch.object(row_kernel, "MOST_KEYS", chosen.span))
         yield
 
 

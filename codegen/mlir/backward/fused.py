@@ -36,7 +36,7 @@ from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.codegen.mlir.x86 import F32
 
-QUERY_GRADIENT_SPAN = 4 * KEY_SPAN
+QUERY_GRADIENT_SPAN = 8 * KEY_SPAN
 """Keys after which the sums of a whole head's dQ begin anew: they pass through the caches."""
 
 
