@@ -22,10 +22,10 @@ PER_WORD = {"bool": 4, "bfloat16": 2}  # elements that are moved as one word of 
 
 class DenseLoad:
     """One such load. Make it in the item's scope (it writes base and strides there), `stage` it for a group and a
-    block."""
+    block. rows: of an item."""
 
-    def __init__(self, context: Context, scope: Scope, expr: Expr):
-        self.context, self.expr, self.b = context, expr, context.b
+    def __init__(self, context: Context, scope: Scope, expr: Expr, rows: int, n_k: Value):
+        self.context, self.expr, self.b, self.rows, self.n_k = context, expr, context.b, rows, n_k
         number = expr.operand
         self.dtype = context.operands[number].dtype
         self.memory = MEMORY_TYPE[self.dtype]
@@ -52,7 +52,7 @@ class DenseLoad:
         regular = b.binary("arith.andi", b.reduce("and", scope.lanes.valid, "all_valid"), adjacent, "regular")
         end = b.select(regular, b.mul(b.div(count, self.unit_keys), self.unit_keys), 0, "end")
         with b.loop(0, end, self.unit_keys, hint="j") as j:
-            for r, column in enumerate(self._columns(corner, j)):
+            for r, column in enumerate(self._columns(corner, j, self._ahead(b.add(first_key, j)))):
                 b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
         with b.loop(end, count, hint="j") as j:
             b.store(
@@ -60,7 +60,14 @@ class DenseLoad:
                 b.at(target, b.mul(j, lanes), "f32"),
             )
 
-    def _columns(self, corner: Value, key: Value) -> list[Value]:
+    def _ahead(self, key: Value) -> Value:
+        """How far from an element of a key those lie that are asked for: in the same row, or behind the last key at the
+        beginning of the next item's, which mostly comes next."""
+        b = self.b
+        following = b.add(b.mul(self.row_stride, self.rows), b.sub(PREFETCH_KEYS, self.n_k))
+        return b.select(b.compare("slt", b.add(key, PREFETCH_KEYS), self.n_k), PREFETCH_KEYS, following, "ahead")
+
+    def _columns(self, corner: Value, key: Value, distance: Value) -> list[Value]:
         """What is staged for `unit_keys` adjacent keys of L rows from `key`, a multiple of as many, on behind a corner.
         Several elements are moved as one word: shuffles are what this costs."""
         b, lanes = self.b, self.context.lanes
@@ -70,7 +77,7 @@ class DenseLoad:
         parts = [b.load(row, words, "line", align=SIZE[self.memory]) for row in rows]
         # Many short runs of many rows are too much for the hardware to foresee.
         ahead = b.mul(b.rem(b.div(key, self.unit_keys), UNITS_A_LINE), b.mul(self.row_stride, lanes // UNITS_A_LINE))
-        line = b.at(b.at(start, ahead, self.memory), PREFETCH_KEYS, self.memory)
+        line = b.at(b.at(start, ahead, self.memory), distance, self.memory)
         for r in range(lanes // UNITS_A_LINE):
             b.prefetch(b.at(line, b.mul(self.row_stride, r), self.memory))
         while len(parts) > UNIT:  # rows r, r + UNIT, ... behind each other

@@ -288,7 +288,7 @@ class MixedHeadsKernel(KernelFunction):
         wanted, staged = dense_loads(program, weight), []
         for expr, area in zip(self.dense, self.staged, strict=False):
             if expr in wanted:
-                load = DenseLoad(self.context, scope, expr)
+                load = DenseLoad(self.context, scope, expr, self.groups * self.lanes, self.n_k)
                 load.stage(scope, self.b.constant(0, "i64"), self.n_k, area)
                 staged.append((expr, lambda key, load=load, area=area: load.read(area, key)))
         scope.prepare(program, weight, bound=self.batch_names | {"i"})
