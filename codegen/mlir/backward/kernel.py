@@ -100,7 +100,8 @@ class BackwardKernel(BackwardTile):
         scope.prepare(*self.read, bound=self.batch_names)
         self.readers = [self._reader(scope, number) for number in self.sides]
         load_of = DenseLoad if self.axis is LaneAxis.QUERIES else LaneLoad
-        self.loads = [load_of(self.context, scope, expr) for expr in self.dense]
+        rows = self.tiling.groups * self.lanes
+        self.loads = [load_of(self.context, scope, expr, rows, self.n_k) for expr in self.dense]
         self.packed.note(self.readers[2:])
         if self.centred is not None:
             self.centred.begin(self.readers[self.sides.index(1)])
