@@ -2,20 +2,36 @@
 many cores, and the share of these cores' time that it uses (one core's predicted time over that of all).
 
     python benchmarks/many_cores.py [--cores 2 16 64 128] [--dtype float32]
+    python benchmarks/many_cores.py --here [--dtype float32]
 
-The cores are like those of this machine. Nothing is run. Two things are lost: cores wait for the last of them, and each
-that meets a head packs its keys and values. Where blocks of rows are fewer than keep the cores busy, keys are in parts.
+The cores are like those of this machine. Two things are lost: cores wait for the last of them, and each that meets a
+head packs its keys and values. Where blocks of rows are fewer than keep the cores busy, keys are in parts.
+
+Nothing is run, but with --here: calls with few blocks of rows, whose keys the planner cuts into parts, in turns with
+whole keys on all cores of this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from dataclasses import replace
 
+import torch
+
+import fusion  # noqa: F401  registers the backend in a checkout that is not installed
+from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.strategy import tilings_for
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
+from fusion.planning.choice import Choice, query_stationary
+from fusion.planning.cpu_planner import CpuPlanner
 from fusion.planning.plan import plan
 from fusion.planning.problem import Problem
+from fusion.planning.register_tiles import target_of
+from fusion.runtime import kernels
+from rows import full
 
 PROBLEMS = {
     "BERT-base, N = 512": Problem(n_q=512, n_k=512, d=64, d_v=64, heads=12, heads_kv=12),
@@ -30,6 +46,12 @@ PROBLEMS = {
     "one head, 256 queries over 50176 keys": Problem(n_q=256, n_k=50176, d=64, d_v=64),
 }
 
+SECONDS = 1.0
+CELLS = [  # heads, queries, keys, d
+    (1, 40, 1024, 64), (1, 48, 4096, 64), (1, 40, 16384, 64), (1, 48, 50176, 64), (3, 33, 3000, 64),
+    (3, 48, 8192, 128), (1, 144, 8192, 64), (1, 24, 8192, 128),
+]  # fmt: skip
+
 
 def fastest(problem: Problem, machine: Machine) -> tuple[str, float]:
     """The tile of least predicted time, with the parts of the keys where they are cut, and that time in seconds."""
@@ -38,21 +60,71 @@ def fastest(problem: Problem, machine: Machine) -> tuple[str, float]:
     return f"{chosen.B_r} x {chosen.B_c}{parts}", chosen.time
 
 
+class Chosen:
+    """A planner of one choice."""
+
+    def __init__(self, choice: Choice):
+        self.choice = choice
+
+    def choose(self, sizes: list[int], made: object = ()) -> Choice:
+        return self.choice
+
+
+def measure(heads: int, n_q: int, n_k: int, d: int, dtype: str) -> str:
+    """A line of the table: medians with whole keys and in parts, and what was predicted."""
+    torch._dynamo.reset()
+    kernels.forget()
+    operands = [torch.randn(1, heads, n, d).to(getattr(torch, dtype)) for n in (n_q, n_k, n_k)]
+    torch.compile(full, backend="fusion", dynamic=False)(*operands)
+    (run,) = kernels._forward.values()
+    spec, machine = run.spec, Machine.detect()
+    sizes = list(next(reversed(run.kernel._calls))[1 : 1 + len(spec.sizes)])
+    cut = CpuPlanner(spec, machine).choose(sizes)
+    choices = [replace(cut, schedule=query_stationary(spec), splits=1), cut]
+    target = target_of(machine)
+    calls = [Kernel(spec, tilings_for(spec, target), target, Chosen(choice)) for choice in choices]
+    times: list[list[float]] = [[], []]
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        for call, found in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call(operands, sizes)
+            found.append(1e6 * (time.perf_counter() - start))
+    whole, parts = map(statistics.median, times)
+    expected = [1e6 * plan(spec, machine, sizes=sizes, choice=choice).time for choice in choices]
+    cells = f"{whole:.0f} | {parts:.0f} | {whole / parts:.2f} | {expected[0] / expected[1]:.2f} |"
+    return f"| {heads} | {n_q} | {n_k} | {d} | {cut.tile.rows} x {cut.tile.keys}, {cut.splits} parts | {cells}"
+
+
+@torch.inference_mode()
+def here(dtype: str) -> None:
+    """Measure on all cores of this machine."""
+    print(f"{Machine.detect()}; {torch.get_num_threads()} threads, {dtype}; medians in us\n")
+    print("| heads | queries | keys | d | tile | whole keys | parts | gain | predicted |")
+    print(f"|{' ---: |' * 9}")
+    for cell in CELLS:
+        print(measure(*cell, dtype), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=int, nargs="+", default=[2, 16, 64, 128])
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--here", action="store_true", help="measure calls with few blocks of rows on this machine")
     options = parser.parse_args()
-    here = Machine.detect()
-    print(f"Cores like those of {here.name}, {options.dtype}; predicted ms (tile), share of all cores' time\n")
+    if options.here:
+        here(options.dtype)
+        return
+    machine = Machine.detect()
+    print(f"Cores like those of {machine.name}, {options.dtype}; predicted ms (tile), share of all cores' time\n")
     print(f"| problem | 1 core | {' | '.join(f'{cores} cores' for cores in options.cores)} |")
     print(f"| --- | ---: |{' ---: |' * len(options.cores)}")
     for name, problem in PROBLEMS.items():
         problem = replace(problem, dtype=options.dtype)
-        tile, alone = fastest(problem, of_such_cores(here, 1))
+        tile, alone = fastest(problem, of_such_cores(machine, 1))
         cells = [f"{1e3 * alone:.2f} ({tile})"]
         for cores in options.cores:
-            tile, seconds = fastest(problem, of_such_cores(here, cores))
+            tile, seconds = fastest(problem, of_such_cores(machine, cores))
             cells.append(f"{1e3 * seconds:.3f} ({tile}), {alone / seconds / cores:.0%}")
         print(f"| {name} | {' | '.join(cells)} |")
 
