@@ -13,7 +13,6 @@ UPWARD = {
     ("fusion.ir.expr", "fusion.ir.ops"): "operators of an expression",
     ("fusion.ir.expr", "fusion.ir.printing"): "its text",
     ("fusion.ir.primitives", "fusion.ir.ops"): "derivatives, which are expressions",
-    ("fusion.machine.processors", "fusion.machine.cpu"): "Machine.detect",
 }
 """Imports in functions that go the other way, and for what."""
 

@@ -24,7 +24,7 @@ from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.object_file import ObjectFileError
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.errors import KernelCompilationError
-from fusion.machine import cpu
+from fusion.machine import Machine, cpu
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _engine(source: str) -> Any:
 def complete(source: str) -> str:
     """A module's text with what LLVM may call and this process need not have: the function that rounds to bfloat16.
     That happens even where a text only copies elements: LLVM may join them by way of float32."""
-    if "bf16" not in source or ("avx512_bf16" in cpu.detect().isa and not cpu.left_out()):
+    if "bf16" not in source or ("avx512_bf16" in Machine.detect().isa and not cpu.left_out()):
         return source
     b = Builder()
     rounded = VectorMath(b, avx512=False).narrow(Value("%x", "f32"), "bf16")

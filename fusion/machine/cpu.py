@@ -8,9 +8,10 @@ import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from fusion.errors import OptionError
-from fusion.machine.processors import GIB, KIB, MIB, Machine, MemoryLevel
+from fusion.machine.memory import GIB, KIB, MIB, MemoryLevel
 
 _ISA = (
     "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16",
@@ -118,9 +119,9 @@ def amx_enabled() -> bool:
         return False
 
 
-@functools.cache
-def detect() -> Machine:
-    """The CPU this process may use. Peak: cores x 2 multiply-add ports x lanes x 2 x clock; unknowns are low."""
+def read() -> dict[str, Any]:
+    """The fields of the `Machine` that this process may use. Peak: cores x 2 multiply-add ports x lanes x 2 x clock;
+    unknowns are low."""
     if platform.system() == "Darwin":
         name, flags, clock, caches = _mac_cpu()
     else:
@@ -144,19 +145,19 @@ def detect() -> Machine:
         if key in per_clock
     ]
     levels.append(MemoryLevel(name="memory", capacity=_memory_size(), bandwidth=cores * clock * 4, shared=True))
-    return Machine(
-        name=name,
-        kind="cpu",
-        levels=tuple(levels),
-        fast="L2",
-        cores=cores,
-        vector_bytes=width,
-        isa=isa,
-        matrix_flops=tuple(_cpu_rates(peak, isa, cores, clock).items()),
-        exp_rate=cores * lanes * clock / 7,  # a degree-5 polynomial: about 14 vector operations on two ports
-        launch=5e-6,
-        clock=clock,
-    )
+    return {
+        "name": name,
+        "kind": "cpu",
+        "levels": tuple(levels),
+        "fast": "L2",
+        "cores": cores,
+        "vector_bytes": width,
+        "isa": isa,
+        "matrix_flops": tuple(_cpu_rates(peak, isa, cores, clock).items()),
+        "exp_rate": cores * lanes * clock / 7,  # a degree-5 polynomial: about 14 vector operations on two ports
+        "launch": 5e-6,
+        "clock": clock,
+    }
 
 
 def _cpu_rates(peak: float, isa: frozenset[str], cores: int, clock: float) -> dict[str, float]:

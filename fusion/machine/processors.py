@@ -6,11 +6,12 @@ answers (`fusion.machine.gpus`), or is the two-level model of the theory (`Machi
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from fusion.errors import ProblemError, UnknownMachineError
-
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+from fusion.machine import cpu
+from fusion.machine.memory import MemoryLevel
 
 _BYTES = {"float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _SHORT = {
@@ -37,22 +38,6 @@ def dtype_name(dtype: object) -> str:
 def dtype_bytes(dtype: object) -> int:
     """Bytes of one element."""
     return _BYTES[dtype_name(dtype)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLevel:
-    """One level of memory. `capacity` in bytes, per core (SM, CU) unless `shared`; `bandwidth` in bytes/s, all cores
-    together."""
-
-    name: str
-    capacity: int
-    bandwidth: float
-    shared: bool = False
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name} {_size(self.capacity)}{'' if self.shared else ' per core'} at {self.bandwidth / 1e9:.0f} GB/s"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +133,7 @@ class Machine:
     @staticmethod
     def detect() -> Machine:
         """The CPU this process runs on (cached). Rates are derived from its width and clock."""
-        from fusion.machine.cpu import detect
-
-        return detect()
+        return _this()
 
     @staticmethod
     def two_level(capacity: int, dtype: object = "float32") -> Machine:
@@ -174,11 +157,9 @@ class Machine:
         )
 
 
-def _size(count: int) -> str:
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count} B"
+@functools.cache
+def _this() -> Machine:
+    return Machine(**cpu.read())
 
 
 def with_cores(base: Machine, cores: int) -> Machine:

@@ -127,7 +127,7 @@ def test_detection_without_an_operating_system_that_helps(monkeypatch):
     monkeypatch.setattr(cpu, "_linux_caches", dict)
     monkeypatch.setattr(cpu, "_linux_cpu", lambda: ("unknown", set(), 0.0))
     monkeypatch.setattr(cpu.platform, "system", lambda: "Linux")
-    found = cpu.detect.__wrapped__()
+    found = Machine(**cpu.read())
     assert found.vector_bytes == 16 and found.isa == frozenset()
     assert found.level("L2").capacity == 512 * 1024
 
@@ -142,7 +142,7 @@ def test_detection_on_a_mac(monkeypatch):
     monkeypatch.setattr(cpu.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(cpu.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(cpu, "_run", lambda *command: text)
-    found = cpu.detect.__wrapped__()
+    found = Machine(**cpu.read())
     assert found.name == "Apple M2" and found.isa == {"neon", "fma", "bf16"}
     assert (found.level("L1").capacity, found.level("L2").capacity) == (131072, 16777216)
 
@@ -184,7 +184,7 @@ def test_dtypes():
 )
 def test_the_instruction_set_can_be_limited(limit, width, absent, monkeypatch):
     monkeypatch.setenv("FUSION_MAX_ISA", limit)
-    found = cpu.detect.__wrapped__()
+    found = Machine(**cpu.read())
     assert not [flag for flag in found.isa if flag.startswith(absent)]
     assert found.vector_bytes <= width
 
@@ -192,7 +192,7 @@ def test_the_instruction_set_can_be_limited(limit, width, absent, monkeypatch):
 def test_a_limit_that_is_none(monkeypatch):
     monkeypatch.setenv("FUSION_MAX_ISA", "sse9")
     with pytest.raises(OptionError, match="FUSION_MAX_ISA=sse9 names no instruction set; use one of avx2, avx512"):
-        cpu.detect.__wrapped__()
+        Machine(**cpu.read())
 
 
 @pytest.mark.skipif(
