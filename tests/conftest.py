@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # In each empty cache directory, of which tests make many, Inductor would compile a program per instruction set.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# After each of thousands of compilations Dynamo would have Python look for garbage, which it does by itself in time.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import hypothesis
 import numpy
@@ -175,11 +177,13 @@ def _same_start() -> Iterator[None]:
     """Every test draws the same random numbers whether it runs alone or after others, and compiles from nothing."""
     random.seed(0)
     numpy.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed takes a stack trace for each device that may come
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
         # It times the guards of all that it compiles, on emptied caches, for a metric that nothing here reads.
         dynamo.guards.profile_guard_manager = lambda *_: 0.0
+        # Nor does anything read its metrics, for which it writes Inductor's settings as text at every compilation.
+        dynamo.utils._scrubbed_inductor_config_for_logging = lambda: None
     if inductor := sys.modules.get("torch._inductor.config"):
         inductor.aot_inductor.precompile_headers = False  # they take longer than the few packages that are compiled
     yield

@@ -125,7 +125,7 @@ def test_dynamic(name: str, outcomes):
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("name", _chosen(WITH_INDUCTOR, "bert llama t5 swin"))
+@pytest.mark.parametrize("name", _chosen(WITH_INDUCTOR, "bert llama t5 vit"))
 def test_with_inductor(name: str, outcomes):
     """The rest of the graph compiled as users have it."""
     outcome = _check(outcomes, "architectures, Inductor", by_name(name), inner="inductor")

@@ -145,9 +145,9 @@ def site_of(function, *inputs):
     return report.sites[0]
 
 
-def check(function, *inputs):
+def check(function, *inputs, dtype=None):
     compiled = torch.compile(function, backend="fusion", options={"inner": "eager"})
-    assert_runs_as_exact_as_eager(compiled, function, *inputs)
+    assert_runs_as_exact_as_eager(compiled, function, *inputs, dtype=dtype)
 
 
 @pytest.mark.parametrize("function", SPELLINGS, ids=lambda f: f.__name__)
