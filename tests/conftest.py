@@ -29,6 +29,7 @@ import pytest
 import torch
 
 torch.set_num_threads(min(2, os.cpu_count() or 1))
+gc.disable()  # until all tests are imported, of which nothing is garbage
 
 # pytest listens to loggers that do not propagate. Torch takes a listener to its structured log for TORCH_TRACE, and
 # writes every graph, guard and kernel of every compilation as text.
@@ -108,6 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported by now lives on: looking through it for garbage took an eighth of all time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
