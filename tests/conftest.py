@@ -82,6 +82,7 @@ LONGEST = (
     "models/test_generate.py",
     "codegen/triton/test_apart.py",
     "properties/test_random_gradients.py",
+    "properties/test_random_rows.py",
     "fusion/test_warm_start.py",
 )
 """Files that take longest, which run first."""
