@@ -21,8 +21,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # In each empty cache directory, of which tests make many, Inductor would compile a program per instruction set.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that Inductor starts to compile for GPUs
-# After each of thousands of compilations Dynamo would have Python look for garbage, which it does by itself in time.
-os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import hypothesis
 import numpy
