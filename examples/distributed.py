@@ -36,6 +36,9 @@ import fusion
 
 Options = dict[str, Any]
 Model = Callable[[Tensor], Tensor]
+Found = tuple[Tensor, list[Tensor], int]
+"""Losses `[STEPS]`, the sums of gradients, and the number of attentions that were compiled to kernels: blocks that
+share their compiled code count once."""
 
 PROCESSES, STEPS, LAYERS = 2, 4, 2
 BATCH, LENGTH, TOKENS = 4, 128, 64
@@ -161,29 +164,36 @@ def initial() -> GPT:
     return GPT()
 
 
-def work(rank: int, way: str, folder: str, options: Options) -> None:
-    """One process: trains, and the first writes the mean losses of all, the sums of gradients, and how many
-    attentions it compiled fused."""
+def work(rank: int, ways: Sequence[str], folder: str, options: Options) -> None:
+    """One process: trains in every way, and the first writes what was found."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{way}", rank=rank, world_size=PROCESSES)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
+    for way in ways:
+        found = trained(rank, way, options)
+        if rank == 0:
+            torch.save(found, f"{folder}/{way}.pt")
+    dist.barrier()  # whoever leaves first would end the connections of the other
+    dist.destroy_process_group()
+
+
+def trained(rank: int, way: str, options: Options) -> Found:
+    """What one process finds; the losses are the mean of all processes."""
+    torch._dynamo.reset()
+    counters.clear()
     model = initial()
     compiled = WAYS[way](model, options)
     rows = BATCH // PROCESSES
     share = slice(None) if way in ("heads", "dtensors") else slice(rank * rows, (rank + 1) * rows)
     losses, gradients = train(compiled, list(model.parameters()), share)
     dist.all_reduce(losses)
-    if rank == 0:
-        torch.save((losses / PROCESSES, gradients, counters["fusion"]["fused"]), f"{folder}/{way}.pt")
-    dist.barrier()  # whoever leaves first would end the connections of the other
-    dist.destroy_process_group()
+    return losses / PROCESSES, gradients, counters["fusion"]["fused"]
 
 
-def run(way: str, options: Options) -> tuple[Tensor, list[Tensor], int]:
-    """Losses `[STEPS]` of a way to train, the sums of gradients, and the number of attentions that were compiled
-    to kernels: blocks that share their compiled code count once."""
+def run(ways: Sequence[str], options: Options) -> dict[str, Found]:
+    """What each way to train finds."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (way, folder, options), nprocs=PROCESSES)
-        return torch.load(Path(folder) / f"{way}.pt")
+        multiprocessing.spawn(work, (ways, folder, options), nprocs=PROCESSES)
+        return {way: torch.load(Path(folder) / f"{way}.pt") for way in ways}
 
 
 def main(ways: Sequence[str]) -> int:
@@ -192,8 +202,7 @@ def main(ways: Sequence[str]) -> int:
     expected, summed = train(model, list(model.parameters()), slice(None))
     print(f"{'eager':>8} " + " ".join(f"{loss:.5f}" for loss in expected.tolist()))
     wrong = 0
-    for way in ways or WAYS:
-        losses, gradients, fused = run(way, {"inner": "eager"})
+    for way, (losses, gradients, fused) in run(ways or [*WAYS], {"inner": "eager"}).items():
         difference = (losses - expected).abs().max().item()
         deviation = largest_difference(gradients, summed)
         wrong += not (difference <= TOLERANCE and deviation <= TOLERANCE and fused)

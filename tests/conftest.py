@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # In each empty cache directory, of which tests make many, Inductor would compile a program per instruction set.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCH_WARM_POOL", "0")  # processes that Inductor starts to compile for GPUs
 
 import hypothesis
 import numpy
@@ -27,6 +28,7 @@ import pytest
 import torch
 
 torch.set_num_threads(min(2, os.cpu_count() or 1))
+gc.disable()  # until all tests are imported, of which nothing is garbage
 
 # pytest listens to loggers that do not propagate. Torch takes a listener to its structured log for TORCH_TRACE, and
 # writes every graph, guard and kernel of every compilation as text.
@@ -78,6 +80,7 @@ LONGEST = (
     "models/test_generate.py",
     "codegen/triton/test_apart.py",
     "properties/test_random_gradients.py",
+    "properties/test_random_rows.py",
     "fusion/test_warm_start.py",
 )
 """Files that take longest, which run first."""
@@ -106,6 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported by now lives on: looking through it for garbage took an eighth of all time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
@@ -175,11 +179,13 @@ def _same_start() -> Iterator[None]:
     """Every test draws the same random numbers whether it runs alone or after others, and compiles from nothing."""
     random.seed(0)
     numpy.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed takes a stack trace for each device that may come
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
         # It times the guards of all that it compiles, on emptied caches, for a metric that nothing here reads.
         dynamo.guards.profile_guard_manager = lambda *_: 0.0
+        # Nor does anything read its metrics, for which it writes Inductor's settings as text at every compilation.
+        dynamo.utils._scrubbed_inductor_config_for_logging = lambda: None
     if inductor := sys.modules.get("torch._inductor.config"):
         inductor.aot_inductor.precompile_headers = False  # they take longer than the few packages that are compiled
     yield

@@ -104,7 +104,6 @@ def compile_text(source: str, entry: str) -> MachineCode:
 def _engine(source: str) -> Any:
     from torch_mlir import ir
     from torch_mlir.execution_engine import ExecutionEngine
-    from torch_mlir.passmanager import PassManager
 
     with ir.Context():
         module = ir.Module.parse(complete(source))
@@ -113,8 +112,18 @@ def _engine(source: str) -> Any:
             for operation in module.body:
                 if operation.operation.name == "func.func":
                     operation.attributes["llvm.passthrough"] = ir.ArrayAttr.get([limited])
-        PassManager.parse(PIPELINE).run(module.operation)
+        lower(module)
         return ExecutionEngine(module, opt_level=_level(source), shared_libs=[openmp_library()])
+
+
+def lower(module: Any) -> None:
+    """Lower a module to LLVM's dialect, in place. It was verified when it was parsed; to do so again after every pass
+    takes as long as all passes."""
+    from torch_mlir.passmanager import PassManager
+
+    passes = PassManager.parse(PIPELINE)
+    passes.enable_verifier(False)
+    passes.run(module.operation)
 
 
 def complete(source: str) -> str:

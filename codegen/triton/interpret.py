@@ -44,7 +44,10 @@ def running() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    with _language_restored(), _exact_products(), _exact_float8(), _fused_multiply_add(), _plain_integers():
+    mended = (_exact_products(), _exact_float8(), _fused_multiply_add(), _plain_integers(), _replaced_once())
+    with _language_restored(), contextlib.ExitStack() as stack:
+        for each in mended:
+            stack.enter_context(each)
         for name in _REDUCTIONS:
             function = getattr(tl, name)
             if isinstance(function, JITFunction):
@@ -72,6 +75,22 @@ def _language_restored() -> Iterator[None]:
             for name, member in members.items():
                 if now.get(name) is not member:
                     setattr(place, name, member)
+
+
+def _replaced_once() -> AbstractContextManager:
+    """Inside, Triton's language is replaced for the functions of a module when one of them is called first. The
+    interpreter does so whenever a function calls another, which takes longer than most functions."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    call, seen = InterpretedFunction.__call__, set[int]()
+
+    def called(self, *args, **kwargs):
+        if (module := id(self.fn.__globals__)) in seen:
+            return self.rewrite()(*args, **kwargs)
+        seen.add(module)
+        return call(self, *args, **kwargs)
+
+    return mock.patch.object(InterpretedFunction, "__call__", called)
 
 
 def _plain_integers() -> AbstractContextManager:

@@ -1,8 +1,5 @@
-"""What Inductor's code calls: a function bound to its spec, in this process and in the next."""
+"""What Inductor's code calls: a function bound to its spec. test_warm_start.py looks at the next process."""
 
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -135,28 +132,3 @@ def test_a_kernel_that_is_forgotten_is_looked_up_again() -> None:
             assert len(calls) == 1
         check(run, given)
         assert len(calls) == 1
-
-
-PROGRAM = """
-import torch, fusion
-from torch._dynamo.utils import counters
-from fusion.runtime import bound
-made, make = [], bound.bound_attention
-bound.bound_attention = lambda *given: made.append(given) or make(*given)
-def attend(q, k, v):
-    return torch.softmax(q @ k.mT / 4, -1) @ v
-given = [torch.randn(2, 3, 19, 16, generator=torch.Generator().manual_seed(n)) for n in range(3)]
-with torch.inference_mode():
-    result = torch.compile(attend, backend="fusion", dynamic=False)(*given)
-    exact = attend(*(x.double() for x in given))
-print(len(made), counters["inductor"]["fxgraph_cache_hit"], (result - exact).abs().max().item() < 1e-6)
-"""
-
-
-def test_another_process_binds_what_it_finds_in_the_cache(tmp_path) -> None:
-    given = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    told = [
-        subprocess.run([sys.executable, "-c", PROGRAM], env=given, capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
-    ]
-    assert [line.split() for line in told] == [["1", "0", "True"], ["1", "1", "True"]]

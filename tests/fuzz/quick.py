@@ -152,7 +152,6 @@ def _context() -> Any:
 def _engine(source: str) -> Any:
     from torch_mlir import ir
     from torch_mlir.execution_engine import ExecutionEngine
-    from torch_mlir.passmanager import PassManager
 
     with _context():
         module = ir.Module.parse(compiler.complete(source))
@@ -163,7 +162,5 @@ def _engine(source: str) -> Any:
         for operation in module.body:
             if operation.operation.name == "func.func":
                 operation.attributes["llvm.passthrough"] = as_it_stands
-        passes = PassManager.parse(compiler.PIPELINE)
-        passes.enable_verifier(False)
-        passes.run(module.operation)
+        compiler.lower(module)
         return ExecutionEngine(module, opt_level=0, shared_libs=[compiler.openmp_library()])

@@ -99,7 +99,7 @@ HALF = [name for name in DIVERSE if name not in ("gpt_oss", "deepseek_v3")]
     [
         pytest.param(dtype, *parameter.values, marks=parameter.marks, id=f"{str(dtype)[6:]}-{parameter.values[0]}")
         for dtype, default in (
-            (torch.bfloat16, "bert gemma2 t5 swin whisper falcon-alibi"),
+            (torch.bfloat16, "bert gemma2 t5 swin falcon-alibi"),
             (torch.float16, "gpt2 llama bloom deberta-v2 xlnet"),
         )
         for parameter in _chosen(HALF, default)
@@ -125,7 +125,7 @@ def test_dynamic(name: str, outcomes):
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("name", _chosen(WITH_INDUCTOR, "bert llama t5 swin"))
+@pytest.mark.parametrize("name", _chosen(WITH_INDUCTOR, "bert llama t5 vit"))
 def test_with_inductor(name: str, outcomes):
     """The rest of the graph compiled as users have it."""
     outcome = _check(outcomes, "architectures, Inductor", by_name(name), inner="inductor")

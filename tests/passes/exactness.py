@@ -1,11 +1,23 @@
 """One function through the whole backend and in eager mode: outputs and gradients by the house rule."""
 
+import pytest
 import torch
 
 import fusion
 from tests.numerics import assert_as_exact_as_eager
 
 EMITTERS = ("reference", "auto")
+WAYS = [
+    pytest.param(
+        dtype,
+        emitter,
+        marks=[pytest.mark.long] if emitter == "reference" and dtype.itemsize == 2 else [],
+        id=f"{dtype}-{emitter}",
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for emitter in EMITTERS
+]
+"""(dtype, emitter): the reference interpreter runs what kernels run, by default in float32 alone."""
 
 
 def padded(dtype: torch.dtype, length: int, batch: int = 3) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion.refusals import Ground
-from tests.passes.exactness import EMITTERS, as_exact_as_eager, padded
+from tests.passes.exactness import WAYS, as_exact_as_eager, padded
 
 LENGTH = 37
 
@@ -111,8 +111,7 @@ FUSED = [detached_weights, weights_alone, scaled_and_dropped_weights, less_the_l
          without_grad, largest_in_the_normaliser, clamped_largest_in_the_normaliser]  # fmt: skip
 
 
-@pytest.mark.parametrize("emitter", EMITTERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "emitter"), WAYS)
 @pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)
 def test_is_fused_in_training(function, dtype, emitter):
     (site,) = as_exact_as_eager(function, padded(dtype, LENGTH), emitter, gradients=True)

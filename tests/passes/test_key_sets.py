@@ -145,6 +145,11 @@ def site_of(function, *inputs):
     return report.sites[0]
 
 
+def check(function, *inputs, dtype=None):
+    compiled = torch.compile(function, backend="fusion", options={"inner": "eager"})
+    assert_runs_as_exact_as_eager(compiled, function, *inputs, dtype=dtype)
+
+
 @pytest.mark.parametrize("function", SPELLINGS, ids=lambda f: f.__name__)
 def test_sets_are_read_through_a_table(function):
     inputs = drawn()
@@ -153,7 +158,7 @@ def test_sets_are_read_through_a_table(function):
         assert f"{K} of " in found.keys and "read through table" in found.keys
         assert (found.spec.among is None) == (function is with_one_set_for_all_queries)
         assert not any(operand.dtype == "bool" for operand in found.spec.operands)
-        assert_runs_as_exact_as_eager(torch.compile(function, backend="fusion"), function, *inputs)
+        check(function, *inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -197,8 +202,8 @@ def test_rows_without_a_live_key(function):
     with torch.no_grad():
         assert f"{K} of {N}" in site_of(dead, *inputs).attentions[0].keys
         assert dead(*inputs)[1, :, : N // 2].nan_to_num().abs().sum() == 0
-        assert_runs_as_exact_as_eager(torch.compile(dead, backend="fusion"), dead, *inputs)
-        assert_runs_as_exact_as_eager(torch.compile(padded, backend="fusion"), padded, *inputs)
+        check(dead, *inputs)
+        check(padded, *inputs)
 
 
 def test_lengths_that_change():
@@ -302,7 +307,7 @@ def test_other_masks_are_read(function):
     with torch.no_grad():
         report = fusion.explain(function, *inputs)
         assert not any(found.keys for site in report.sites for found in site.attentions)
-        assert_runs_as_exact_as_eager(torch.compile(function, backend="fusion"), function, *inputs)
+        check(function, *inputs)
 
 
 def with_a_finite_fill(q, k, v, index_scores):
@@ -325,7 +330,7 @@ def test_reasons_to_keep_the_mask(function, reason):
     with torch.no_grad():
         site = site_of(function, *inputs)
         assert reason in site.attentions[0].keys and reason in str(fusion.explain(function, *inputs))
-        assert_runs_as_exact_as_eager(torch.compile(function, backend="fusion"), function, *inputs)
+        check(function, *inputs)
 
 
 def test_training_keeps_the_mask():

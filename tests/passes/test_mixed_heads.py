@@ -15,6 +15,7 @@ from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eag
 
 B, H, N, D = 2, 4, 37, 24
 INF = math.inf
+EAGER = {"inner": "eager"}
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +148,7 @@ SPELLINGS = (
 def run(function, *inputs, dtype=None):
     """The report, after the compiled function was compared with eager."""
     with torch.no_grad(), fusion.collect_reports() as reports:
-        compiled = torch.compile(function, backend="fusion", options={"strict": True})
+        compiled = torch.compile(function, backend="fusion", options={"strict": True} | EAGER)
         assert_runs_as_exact_as_eager(compiled, function, *inputs, dtype=dtype)
     (site,) = reports[0].sites
     assert site.fused and site.validated.startswith("values in"), str(site)
@@ -219,7 +220,7 @@ def test_infinite_and_large_values():
     q[0, 1, 3] = math.nan
     q[1, 2, 5] = 1e18
     with torch.no_grad():
-        got = torch.compile(as_cait, backend="fusion")(q, k, v, pre, pre_bias, post, post_bias)
+        got = torch.compile(as_cait, backend="fusion", options=EAGER)(q, k, v, pre, pre_bias, post, post_bias)
         want = as_cait(q, k, v, pre, pre_bias, post, post_bias)
     assert torch.equal(got.isnan(), want.isnan()) and want.isnan().any() and not want.isnan().all()
     finite = ~want.isnan()
@@ -239,7 +240,7 @@ def differentiated(run, inputs):
 def test_gradients(function):
     inputs = drawn()
     with fusion.collect_reports() as reports:
-        got = differentiated(torch.compile(function, backend="fusion", options={"strict": True}), inputs)
+        got = differentiated(torch.compile(function, backend="fusion", options={"strict": True} | EAGER), inputs)
     exact = differentiated(function, [x.double() for x in inputs])
     assert_as_exact_as_eager(got, differentiated(function, inputs), exact)
     assert reports[0].sites[0].validated.endswith("and their gradients")
@@ -413,7 +414,7 @@ OTHERS = (
 def test_others_stay(function):
     inputs = drawn()
     with torch.no_grad(), fusion.collect_reports() as reports:
-        compiled = torch.compile(function, backend="fusion")
+        compiled = torch.compile(function, backend="fusion", options=EAGER)
         assert_runs_as_exact_as_eager(compiled, function, *inputs)
     assert not any(site.spec and site.spec.mixing for site in reports[0].sites if site.fused), str(reports[0])
 

@@ -101,6 +101,16 @@ def has_strides_of_eager(function, layout, extents, inner, trained=False):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_in_eager_mode(function, layout):
+    """Each pair of a function with a layout, of a function with extents and of a layout with extents."""
+    place = FUNCTIONS.index(function) + 2 * list(LAYOUTS).index(layout)
+    for step in (0, 1):
+        has_strides_of_eager(function, layout, EXTENTS[(place + step) % len(EXTENTS)], "eager")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_all_extents_in_eager_mode(function, layout):
     for extents in EXTENTS:
         has_strides_of_eager(function, layout, extents, "eager")
 

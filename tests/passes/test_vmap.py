@@ -93,8 +93,16 @@ AROUND = [over_the_batch, heads_moved, of_sdpa, of_batched_sdpa, keys_shared, wi
           without_a_gradient_of_weights, by_einsum]  # fmt: skip
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [
+        (torch.float32, None),
+        (torch.float32, True),
+        (torch.bfloat16, None),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("function", AROUND, ids=lambda f: f.__name__)
 def test_an_attention_inside_vmap_is_fused(function, dtype, dynamic):
     def run(call, dtype):

@@ -14,7 +14,6 @@ from fusion.codegen.triton.launch import forward_kernels
 from fusion.machine import of_target
 from fusion.planning.gpu import GpuPlanner
 from tests.emitters import interpreted
-from tests.numerics import assert_runs_as_exact_as_eager
 from tests.passes import test_key_sets as sets
 
 LONG = functools.partial(pytest.param, marks=pytest.mark.long)
@@ -36,15 +35,14 @@ def whatever_it_costs(monkeypatch):
 def test_sets_are_read_through_a_table(function):
     inputs = sets.drawn()
     with torch.no_grad(), interpreted(), fusion.collect_reports() as reports:
-        assert_runs_as_exact_as_eager(torch.compile(function, backend="fusion"), function, *inputs)
+        sets.check(function, *inputs)
     assert "read through table" in reports[0].sites[0].attentions[0].keys, str(reports[0])
 
 
 def test_a_narrow_dtype():
     inputs = sets.drawn(torch.bfloat16)
     with torch.no_grad(), interpreted():
-        compiled = torch.compile(sets.with_heads_of_one_key, backend="fusion")
-        assert_runs_as_exact_as_eager(compiled, sets.with_heads_of_one_key, *inputs, dtype=torch.bfloat16)
+        sets.check(sets.with_heads_of_one_key, *inputs, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("target", [LONG("sm_80"), "sm_90", LONG("sm_100"), "gfx942"])
