@@ -16,7 +16,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.backward import Queries
 from fusion.codegen.triton.dtypes import DTYPES
 from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.forward import KernelText
+from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.matrices import sum_of
 from fusion.codegen.triton.stages import Visit
 from fusion.codegen.triton.tiles import Tiles
@@ -105,7 +105,7 @@ class FurtherByRows(_Further):
     def body(self) -> tuple[list[Visit], str]:
         w = self.writer
         tile = source.block(self.keys("k", self.inside, "key_ok"), self.tile(self.product("q", "k", 0)))
-        loop = source.block(*source.without_dead(self.tile_of_keys(), tile), tile)
+        loop = source.with_used(self.tile_of_keys(), tile)
         later = source.block(
             self.read("q", self.parts(w, 0), 0, ""),
             *self.start(),
@@ -117,8 +117,7 @@ class FurtherByRows(_Further):
         of_rows = [self.store(k, source.spread(w.value(self.value_of[k]), "[ROWS, 1]")) for k in without_keys]
         statistics = self.statistics("i")
         kept = [*self.places(), *w.lines[Level.BLOCK], *statistics, *w.lines[Level.ROW]]
-        body = source.without_dead(kept, source.block(*of_rows, later))
-        return [], source.block(*self.query_block(), *body, *of_rows, later)
+        return [], source.block(*self.query_block(), source.with_used(kept, source.block(*of_rows, later)))
 
 
 class FurtherByKeys(_Further):
@@ -144,7 +143,7 @@ class FurtherByKeys(_Further):
             *self.inside.lines[Level.TILE],
             *self.statistics("i"),
         ]
-        loop = source.block(*source.without_dead(rows, tile), tile)
+        loop = source.with_used(rows, tile)
         later = source.block(
             keys,
             *self.start(),
@@ -153,8 +152,7 @@ class FurtherByKeys(_Further):
             *self.finish(),
         )
         position = self.key_block(extents, [f"b{axis}" for axis in range(len(extents))])
-        kept = source.without_dead([*self.places(), *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
-        return [], source.block(*position, *kept, later)
+        return [], source.block(*position, self.of_block(later))
 
 
 def tiles_of_further(tiles: Mapping[str, Tile]) -> dict[str, Tile]:

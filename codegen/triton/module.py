@@ -18,7 +18,7 @@ import torch
 
 from fusion import disk_cache
 from fusion.codegen.triton import interpret, source
-from fusion.codegen.triton.forward import KernelText
+from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.mathematics import HELPERS
 from fusion.ir.spec import AttentionSpec
 

@@ -41,17 +41,15 @@ def loads_first(lines: Sequence[str]) -> tuple[list[str], list[str]]:
     return first, [line for line in lines if line not in first]
 
 
-def without_dead(lines: Sequence[str], used_later: str) -> list[str]:
-    """The statements `name = text` whose names are used by later ones or in `used_later`."""
-    kept: list[str] = []
-    used = set(_reads(parse(used_later)))
+def with_used(lines: Sequence[str], later: str) -> str:
+    """Those of the statements `name = text` whose names are used by later ones or in `later`, and `later` itself."""
+    kept, used = [later], set(_reads(parse(later)))
     for line in reversed(lines):
         name = line.split(" = ")[0]
-        if name.isidentifier() and name not in used:
-            continue
-        kept.append(line)
-        used |= set(_reads(parse(line)))
-    return kept[::-1]
+        if not name.isidentifier() or name in used:
+            kept.append(line)
+            used |= set(_reads(parse(line)))
+    return block(*kept[::-1])
 
 
 def parse(text: str) -> ast.Module:

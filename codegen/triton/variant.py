@@ -12,12 +12,10 @@ import torch
 from fusion.codegen.triton import module
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.expressions import Writer
-from fusion.codegen.triton.forward import KernelText
-from fusion.codegen.triton.key_loop import Order
+from fusion.codegen.triton.kernel import KernelText
+from fusion.codegen.triton.key_loop import PLAIN, Order
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Tile
-
-PLAIN = Order()
 
 
 def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:

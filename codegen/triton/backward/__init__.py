@@ -13,8 +13,8 @@ from fusion.codegen.triton.backward.keys import Joint, Keys, KeysAlone, ValuesAl
 from fusion.codegen.triton.backward.prepare import Prepare
 from fusion.codegen.triton.backward.queries import Queries
 from fusion.codegen.triton.backward.role import Role
-from fusion.codegen.triton.forward import KernelText
 from fusion.codegen.triton.gradients import gradients_of
+from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists
 from fusion.ir.expr import C, Expr, I, coord
 from fusion.ir.spec import AttentionSpec
@@ -22,7 +22,7 @@ from fusion.ir.strided import is_strided
 from fusion.lowering.gradients import Axes
 
 BY_KEYS = (Keys, KeysAlone, ValuesAlone, Joint)
-WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}, Joint.name: {1, 2}}
+WRITTEN = {kind.name: kind.written for kind in (Prepare, Queries, *BY_KEYS)}
 """The operands whose gradients each kernel writes (`Joint` adds to dQ)."""
 
 
@@ -58,6 +58,6 @@ def backward_kernels(
         kernels += [KeyLists(spec).text()] if role.listed else []
         kernels.append(Queries(spec, d, d_v, needs, described).text())
     wanted = {number for number, needed in ((1, needs[1] or True in by_key), (2, needs[2])) if needed}
-    found = [kind for kind in BY_KEYS if kind.name in by_keys and WRITTEN[kind.name] & wanted]
+    found = [kind for kind in BY_KEYS if kind.name in by_keys and kind.written & wanted]
     kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed and found else []
     return [*kernels, *(kind(spec, d, d_v, needs, described).text() for kind in found)]

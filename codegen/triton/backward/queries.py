@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.backward.role import Role, any_dead, dead_limit
+from fusion.codegen.triton.backward.role import SHARE, Role, any_dead, dead_limit
 from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.forward import place_in_list
 from fusion.codegen.triton.stages import Visit, key_limits, listed
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import ZERO, Expr, Kind, contains, node, substitute
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.expr import ZERO, Expr, contains, substitute
 from fusion.lowering.gradients import Axes
 from fusion.planning.gpu_clocks import QUERIES
-
-SHARE = node("upstream", (), Kind.FLOAT, "share")  # A score's weight before the weight program, in the place of dx
 
 
 class Queries(Role):
     """dQ of one block of ROWS query rows of one head, and gradients of what the rows' scores read."""
 
-    name = QUERIES
-    differentiates = True
-
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
-        super().__init__(spec, d, d_v, needs, described)
-        self.writer.known |= {SHARE: "y"}
+    name, written = QUERIES, frozenset({0})
 
     def body(self) -> tuple[list[Visit], str]:
         w, mask = self.writer, self.spec.mask
@@ -45,8 +36,7 @@ class Queries(Role):
             *self.stages(visit, mask is not None and mask.full is not None and mask.full_lo is not None),
             *finish,
         )
-        kept = source.without_dead([*self.places(), *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
-        return [visit], source.block(*self.query_block(), *kept, later)
+        return [visit], source.block(*self.query_block(), self.of_block(later))
 
     def _visit(self) -> Visit:
         """`differentiate_keys`."""
@@ -62,7 +52,7 @@ class Queries(Role):
         turns, doc = "for first in tl.range(start, stop, KEYS):", "Keys start <= first < stop, in tiles"
         if self.listed:
             turns, doc = "for number in tl.range(start, stop):", "Tiles start <= number < stop of a list"
-        tile = source.block(*self._first(), *source.without_dead(self.tile_of_keys(), inner), inner)
+        tile = source.block(*self._first(), source.with_used(self.tile_of_keys(), inner))
         loop = source.block(turns, source.indented(tile))
         state = self.sums("dq", 0)
         state += [*(f"sum_{n}" for n, _ in self.captured(Axes.KEYS, Axes.BOTH)), *self._corrections()]
@@ -85,7 +75,7 @@ class Queries(Role):
             limits = self.ranges_of(lambda value: key_limits(self.spec.mask, self.n_k, value))
             every = ("start = 0", f"stop = {self.n_k}", "full_start = 0", "full_stop = 0")
             return [*limits, *([f"if {dead} != 0:", *(f"    {line}" for line in every)] if dead else [])]
-        lines = listed(f"({self.n_k} + KEYS - 1) // KEYS", f"{place_in_list(self.writer)} * blocks + block")
+        lines = listed(f"({self.n_k} + KEYS - 1) // KEYS", f"{self.place_factor(listed=True)} * blocks + block")
         if dead:
             lines += [
                 f"every = {dead} != 0",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import READ, boxes
@@ -14,34 +16,40 @@ from fusion.codegen.triton.matrices import Matrix, sum_of
 from fusion.codegen.triton.stages import Visit
 from fusion.codegen.triton.tiles import Tiles, load_where
 from fusion.ir.derivative import SINK_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import WEIGHT, ZERO, Expr, const, coord, substitute
+from fusion.ir.expr import I0, I1, WEIGHT, ZERO, Expr, Kind, const, node, substitute
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.gradients import Axes
 from fusion.lowering.numbers import LOG2E
 from fusion.lowering.score_programs import is_tame
 
+SHARE = node("upstream", (), Kind.FLOAT, "share")
+"""A score's weight before the weight program, in the place of dx."""
+
+KNOWN = {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink", SHARE: "y"}
+
 
 class Role(Tiles):
     """What the two kernels share: coordinates, statistics, and the gradient of the scores of a tile.
 
+    needs: marks the operands whose gradients are wanted, by this kernel or others.
     described: tiles of the loop are read by tensor descriptors where they can be.
-    differentiates: whether the gradient of the scores is wanted.
     The loop over tiles is a function (see `stages`), called with MASKED for those that need the mask or are cut off.
     """
 
-    differentiates: bool
+    written: ClassVar[frozenset[int]] = frozenset()  # those of Q, K and V (0, 1, 2) whose gradients it writes
+    captures = True  # whether it may also have those of captured tensors
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
-        super().__init__(spec, d, d_v, {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink"})
-        self.needs = needs
+        super().__init__(spec, d, d_v, KNOWN)
+        mine = ((n in self.written) if n < 3 else self.captures for n in range(len(needs)))
+        self.needs = needs = tuple(map(operator.and_, needs, mine))
         read = READ.get(self.name, ()) if described else ()
         self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
         self.gradients: Gradients = gradients_of(spec, needs)
         w, found = self.writer, self.gradients
         # Key ranges of a block of rows are computed in places of their own.
-        known = self.known | {coord("i0"): "i0", coord("i1"): "i1"}
-        self.ranges = w.apart(known, outer="i", inner="j")
+        self.ranges = w.apart(self.known | {I0: "i0", I1: "i1"}, outer="i", inner="j")
         captured = [part for item in found.captured for part in {item.gradient, item.full}]
         w.known[WEIGHT] = "y"
         w.count(spec.score, spec.weight, found.further.weight, found.score, found.program, found.full, *captured)
@@ -205,13 +213,13 @@ class Role(Tiles):
         return [*self.ranges.take(Level.BLOCK), *made]
 
     @property
-    def skips(self) -> bool:
-        return self.spec.mask is not None and self.spec.mask.skips
+    def differentiates(self) -> bool:
+        """Whether the gradient of the scores is wanted."""
+        return True
 
     @property
-    def listed(self) -> bool:
-        """Whether the tiles to visit are listed (see `tile_lists`)."""
-        return self.spec.mask is not None and self.spec.mask.tile_live is not None
+    def skips(self) -> bool:
+        return self.spec.mask is not None and self.spec.mask.skips
 
     def captured(self, *axes: Axes) -> list[tuple[int, Captured]]:
         """The captured gradients that are summed over certain axes, numbered."""
