@@ -52,10 +52,7 @@ def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | N
     for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype), *written):
         if dtype not in DTYPES:
             return Refusal(Ground.DTYPE, f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}")
-    for index in (
-        *spec.q,
-        *(index for number in (1, 2) for part in loads(spec.element(number)) for index in part.args),
-    ):
+    for index in (index for number in (0, 1, 2) for part in loads(spec.element(number)) for index in part.args):
         if any(contains(part, C) or contains(part, E) for part in loads(index)):
             return Refusal(Ground.INDIRECT_COLUMN, f"a column of Q, K or V is itself read from a tensor: {index}")
     return None

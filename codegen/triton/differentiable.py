@@ -26,7 +26,6 @@ from fusion.codegen.triton.backward import (
     Queries,
     backward_kernels,
     may_join,
-    query_coordinates,
 )
 from fusion.codegen.triton.candidates import candidates
 from fusion.codegen.triton.descriptors import READ
@@ -42,7 +41,7 @@ from fusion.codegen.triton.gradients import (
 from fusion.codegen.triton.launch import Kernel, Launches, check_sizes, precision
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.variant import Variant
-from fusion.ir.expr import ZERO
+from fusion.ir.expr import ZERO, C, I
 from fusion.ir.results import empty_result, no_statistics, size_of
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -176,7 +175,7 @@ class Differentiable:
             sums = torch.zeros((*extents[:-3], extents[-2]), dtype=torch.float32, device=made[0].device)
         self._launch(given, extents, made, tiles, sums)
         if sums is not None:
-            strided(made[0], self.trained.q, query_coordinates(self.trained), sums.shape).copy_(sums)
+            strided(made[0], self.trained.q, (*self.trained.axes, I, C), sums.shape).copy_(sums)
         return [made[n] for n in sorted(made)]
 
     def _launch(

@@ -37,11 +37,17 @@ class Level(enum.IntEnum):
     TILE = 2
 
 
-_FUNCTIONS = {name: f"tl.{name}" for name in "abs floor ceil rsqrt exp log sin cos erf where".split()}
-_FUNCTIONS |= {"sqrt": "tl.sqrt_rn", "iabs": "tl.abs", "imin": "tl.minimum", "imax": "tl.maximum", "iwhere": "tl.where"}
+_CALLS = {name: f"tl.{name}({{}})" for name in "abs floor ceil rsqrt exp log sin cos erf where".split()}
+_CALLS |= {op: f"tl.{name}({{}})" for op, name in (
+    ("sqrt", "sqrt_rn"), ("iabs", "abs"), ("imin", "minimum"), ("imax", "maximum"), ("iwhere", "where"),
+)}  # fmt: skip
+_CALLS |= {op: f"tl.{op}({{}}, propagate_nan=tl.PropagateNan.ALL)" for op in ("minimum", "maximum")}
+_CALLS |= dict.fromkeys(("to_float", "bool_to_float"), "tl.cast({}, tl.float32)")
+_CALLS |= {"to_int": "tl.cast({}, tl.int64)", "bool_to_int": "tl.cast({}, tl.int32)"}
+_CALLS |= {f"round_{name}": f"({{}}).to(tl.{name}).to(tl.float32)" for name in ("bfloat16", "float16")}
+"""How operations are written, {} being their operands."""
 _HELPERS = {name: name for name in "tanh sigmoid expm1 log1p atan trunc".split()}
 _HELPERS |= {"round": "round_half_even", "pow": "power", "hash": "hashed"}
-_ROUNDED = {"round_bfloat16": "tl.bfloat16", "round_float16": "tl.float16"}
 _SIGNS = {
     "+": ("fadd add", 5), "-": ("fsub", 5), "*": ("fmul mul", 6), "/": ("div", 6), "&": ("and", 3), "|": ("or", 1),
     "==": ("feq ieq", 0), "!=": ("fne ine", 0), "<": ("flt ilt", 0), "<=": ("fle ile", 0),
@@ -199,36 +205,28 @@ class Writer:
                 (f"tl.cast({text}, tl.int64)", _ATOM) if magnitude(arg) < 2**31 and not arg.is_const else (text, own)
                 for (text, own), arg in zip(args, expr.args, strict=True)
             ]
-        texts = [text for text, _ in args]
+        joined = ", ".join(text for text, _ in args)
         if op == "detach":
             return args[0]
         if op == "div" and exact:
-            return f"tl.div_rn({', '.join(texts)})", _ATOM
+            return f"tl.div_rn({joined})", _ATOM
         if op in _INFIX:
             return self._infix(op, args)
-        if op in _FUNCTIONS:
-            return f"{_FUNCTIONS[op]}({', '.join(texts)})", _ATOM
-        if op in ("minimum", "maximum"):
-            return f"tl.{op}({', '.join(texts)}, propagate_nan=tl.PropagateNan.ALL)", _ATOM
+        if op == "to_float" and not exact and (parts := self._converted_apart(expr.args[0])) is not None:
+            return self._text(parts, level)
+        if op in _CALLS:
+            return _CALLS[op].format(joined), _ATOM
         if op == "pow" and (simple := _simple_power(expr.args[1], *args[0])) is not None:
             return simple
         if op == "tanh" and expr.attr == "bfloat16":
             self._helper("tanh")
-            return f"{self._helper('tanh_bfloat16')}({texts[0]}, UNIT_TANH)", _ATOM
+            return f"{self._helper('tanh_bfloat16')}({joined}, UNIT_TANH)", _ATOM
         if op in _HELPERS:
-            return f"{self._helper(_HELPERS[op])}({', '.join(texts)})", _ATOM
+            return f"{self._helper(_HELPERS[op])}({joined})", _ATOM
         if op in ("floordiv", "mod"):
             return self._division(expr, args)
         if op in ("neg", "not"):
-            return f"{'-' if op == 'neg' else '~'}({texts[0]})", 7
-        if op in _ROUNDED:
-            return f"({texts[0]}).to({_ROUNDED[op]}).to(tl.float32)", _ATOM
-        if op == "to_float" and not exact and (parts := self._converted_apart(expr.args[0])) is not None:
-            return self._text(parts, level)
-        if op in ("to_float", "bool_to_float"):
-            return f"tl.cast({texts[0]}, tl.float32)", _ATOM
-        if op in ("to_int", "bool_to_int"):
-            return f"tl.cast({texts[0]}, {'tl.int64' if op == 'to_int' else 'tl.int32'})", _ATOM
+            return f"{'-' if op == 'neg' else '~'}({joined})", 7
         raise NotImplementedError(op)
 
     def _converted_apart(self, value: Expr) -> Expr | None:

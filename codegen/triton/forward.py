@@ -48,7 +48,6 @@ class Forward(Tiles):
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order = PLAIN):
         super().__init__(spec, d, d_v, {I0: "i0", I1: "i1"})
         self.statistics, self.order = statistics, order
-        self.indent = 8 if order.persistent else 4
         # Folding constants rounds scores otherwise than the backward does: by far less than 16 bits, but not than 32.
         self.programs: ScorePrograms = score_programs(spec, folded=spec.dtype != "float32")
         if self.whole_rows and first_key_lives(spec):  # each row has an ordinary score from the first tile on
@@ -143,8 +142,8 @@ class Forward(Tiles):
             if self.spec.mask is not None and self.spec.mask.full_lo is not None and self.programs.full is not None:
                 stages.append(("start", "tl.minimum(full_start, stop)", True, True))
             stages += [("full_start", "full_stop", False, False), ("full_stop", "stop", True, True)]
-        lines += [self.loop.call(*stage, begin="start", indent=self.indent) for stage in stages]
-        return source.block(*lines, self.loop.finish("start", "stop", self.indent), self._again())
+        lines += [self.loop.call(*stage, begin="start") for stage in stages]
+        return source.block(*lines, self.loop.finish("start", "stop"), self._again())
 
     def _again(self) -> str:
         """Where rows that met no live key average over all keys in eager mode, their block is done again over all."""
@@ -155,12 +154,11 @@ class Forward(Tiles):
         end, left_out = self.n_k, f"(start > 0) | (stop < {self.n_k})"
         if self.listed:
             end, left_out = "tiles_across", "full_count + partial_count < tiles_across"
-        deeper = self.indent + 4
-        every = self.loop.call("0", end, True, True, indent=deeper, listed=False, begin="0")
+        every = self.loop.call("0", end, True, True, listed=False, begin="0")
         return source.block(
             f"dead = (m > {limit}) == 0",
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",
-            source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", self.n_k, deeper))),
+            source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", self.n_k))),
         )
 
     def _finish(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fusion.codegen.triton import source
 from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.stages import Visit
-from fusion.ir.expr import Expr, coord, coordinates, walk
+from fusion.ir.expr import Expr, coordinates, walk
 from fusion.ir.spec import AttentionSpec
 
 
@@ -32,7 +32,7 @@ class WrittenKernel:
 
     def __init__(self, spec: AttentionSpec, known: Mapping[Expr, str]):
         self.spec = spec
-        self.known: dict[Expr, str] = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))} | {**known}
+        self.known: dict[Expr, str] = {axis: axis.name for axis in spec.axes} | {**known}
         self.writer = Writer(spec=spec, known=dict(self.known), outer=self.outer, inner=self.inner)
         self.n_q, self.n_k = self.writer.value(spec.n_q), self.writer.value(spec.n_k)
 

@@ -28,7 +28,7 @@ from fusion.codegen.triton.matrices import Matrix, brackets, made, matrix, sum_o
 from fusion.codegen.triton.panels import Panel
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.codegen.triton.tiles import Tiles
-from fusion.ir.expr import C, E, Expr, J, const, coordinates
+from fusion.ir.expr import Expr, J, const, coordinates
 from fusion.lowering.numbers import exponent_units
 from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import ScorePrograms, is_tame
@@ -82,17 +82,13 @@ class KeyLoop:
             lines += ["p = tl.full([ROWS, KEYS], 0.0, tl.float32)", "alpha = tl.full([ROWS], 1.0, tl.float32)"]
         return lines
 
-    def call(
-        self, start: str, stop: str, masked: bool, bounded: bool, *, begin: str, indent: int = 4, listed: bool = True
-    ) -> str:
+    def call(self, start: str, stop: str, masked: bool, bounded: bool, *, begin: str, listed: bool = True) -> str:
         """A stage. begin: where the first stage of the same pass started."""
-        return self.visit.call(
-            indent, start=start, stop=stop, begin=begin, MASKED=masked, BOUNDED=bounded, LISTED=listed
-        )
+        return self.visit.call(start=start, stop=stop, begin=begin, MASKED=masked, BOUNDED=bounded, LISTED=listed)
 
-    def finish(self, start: str, stop: str, indent: int = 4) -> str:
+    def finish(self, start: str, stop: str) -> str:
         """What is left after the last stage of a pass over start <= j < stop."""
-        return "" if self.last is None else self.last.call(indent, start=start, stop=stop)
+        return "" if self.last is None else self.last.call(start=start, stop=stop)
 
     def pointers(self) -> list[str]:
         """Statements that point to the block's keys and values, or describe them."""
@@ -171,7 +167,7 @@ class KeyLoop:
     ) -> tuple[list[str], list[str]]:
         """Statements that read the tile of K or V, operand `number`, and those before the loop that point to it.
         always: with masks in every stage."""
-        name, index, column = ("k", self.spec.k, C) if number == 1 else ("v", self.spec.v, E)
+        name, (index, _, column) = "qkv"[number], self.spec.access(number)
         value, box = self.spec.values[number], self.boxes.get(name)
         read = {(p.start, p.width) for p in self.columns} if self.order.shared and number == 2 else set()
         lines, tiles = [], []
@@ -190,11 +186,9 @@ class KeyLoop:
         return lines, tiles
 
     def _boxed(self, box: Box, panel: Panel, mask: str) -> str:
-        if self.order.specialized:
-            return box.load_described(panel, "first")
         # Before the first tile of a pass: where there is nothing, and zeros are read.
-        before = "tl.where(first > begin, first, 0) - KEYS"
-        return box.load(self.keys, panel, before if mask == "before_ok" else "first")
+        first = "tl.where(first > begin, first, 0) - KEYS" if mask == "before_ok" else "first"
+        return box.load_described(panel, first) if self.order.specialized else box.load(self.keys, panel, first)
 
     def _tile(self, name: str, part: Matrix, panel: Panel) -> str:
         self.blocks[f"{name}_block"] = sum_of(f"{part.operand}_ptr", part.block)

@@ -87,7 +87,7 @@ class Combine(Part):
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order = PLAIN):
         super().__init__(spec, d, d_v, statistics, order)
-        self.visited = self.programs
+        self.loop_programs = self.programs
         # Parts have their maxima in the score's own units.
         self.programs = replace(self.programs, scale=1.0, fills=())
 
@@ -126,7 +126,7 @@ class Combine(Part):
         """All keys, for blocks with a row whose parts met no live key."""
         if not dead_rows_matter(self.spec):
             return ""
-        self.loop = KeyLoop(self, self.visited, self.order)
+        self.loop = KeyLoop(self, self.loop_programs, self.order)
         end = f"({self.n_k} + KEYS - 1) // KEYS" if self.listed else self.n_k
         limit = number(max(self.spec.mask.fill / 2, -LARGEST / 2))  # type: ignore[union-attr]
         inside = source.block(
@@ -134,10 +134,10 @@ class Combine(Part):
             *self._load_queries(),
             *self.loop.pointers(),
             *self.loop.initial(),
-            self.loop.call("0", end, True, True, indent=8, listed=False, begin="0"),
-            self.loop.finish("0", self.n_k, 8),
-            *self._settled(self.visited),
-            f"m = {in_own_units('m', self.visited)}",
+            self.loop.call("0", end, True, True, listed=False, begin="0"),
+            self.loop.finish("0", self.n_k),
+            *self._settled(self.loop_programs),
+            f"m = {in_own_units('m', self.loop_programs)}",
         )
         return source.block(
             f"dead = ((m > {limit}) == 0) & (rows <= i1)",

@@ -29,10 +29,10 @@ class Visit:
     parameters: tuple[str, ...]
     text: str
 
-    def call(self, indent: int = 4, **given: object) -> str:
+    def call(self, **given: object) -> str:
         """A call with these arguments, the others under their own names."""
-        arguments = [str(given.get(name, name)) for name in self.parameters]
-        return source.call(", ".join(self.state), self.name, arguments, indent)
+        arguments = ", ".join(str(given.get(name, name)) for name in self.parameters)
+        return f"{', '.join(self.state)}{' = ' if self.state else ''}{self.name}({arguments})"
 
 
 def visit(name: str, doc: str, body: str, *, state: Sequence[str], first: Sequence[str], writer: Writer) -> Visit:

@@ -18,8 +18,9 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 
 class Tiles(WrittenKernel):
     """Coordinates, tiles of Q, K and V, and statistics of rows. outer: the coordinate that a program owns a block of:
-    "i", or "j". Tiles are [outer, inner]. known: names of what else stands in expressions. boxes: what is read by
-    tensor descriptors."""
+    "i", or "j". Tiles are [outer, inner], `shape`; `length`: outer places of a block; `owned`, `visited`: which of the
+    outer and of the inner places exist. known: names of what else stands in expressions. boxes: what is read by tensor
+    descriptors."""
 
     boxes: Mapping[str, Box] = {}
 
@@ -33,7 +34,9 @@ class Tiles(WrittenKernel):
         inside = {I: "row"} if self.inner == "i" else {J: "key"}
         self.inside = w.apart(self.known | inside, mask="key_ok")
         self.inside.lines[Level.BLOCK], self.inside.lines[Level.ROW] = w.lines[Level.BLOCK], w.lines[Level.ROW]
-        self.dtype = DTYPES[spec.dtype]
+        self.dtype, by_rows = DTYPES[spec.dtype], self.outer == "i"
+        self.length, self.shape = ("ROWS", "[ROWS, KEYS]") if by_rows else ("KEYS", "[KEYS, ROWS]")
+        self.owned, self.visited = ("rows_ok", "j_ok") if by_rows else ("j_ok", "rows_ok")
 
     def visit(self, name: str, doc: str, body: str, state: Sequence[str]) -> Visit:
         return visit(name, doc, body, state=state, first=("start", "stop"), writer=self.writer)
@@ -79,8 +82,7 @@ class Tiles(WrittenKernel):
 
     def parts(self, writer: Writer, number: int, name: str = "") -> list[Matrix]:
         """Q, K or V, operand `number`, or its gradient of that name, by panels."""
-        index = (self.spec.q, self.spec.k, self.spec.v)[number]
-        row, column = I if number == 0 else J, E if number == 2 else C
+        index, row, column = self.spec.access(number)
         found = []
         for panel in self.panels_of(number):
             at = writer.where({column: f"{column.attr}{panel.suffix}"}) if panel.suffix else writer
@@ -91,32 +93,33 @@ class Tiles(WrittenKernel):
         """The panels of operand `number` (Q, K, V)."""
         return self.values if number == 2 else self.columns
 
-    def read(self, name: str, parts: Sequence[Matrix], number: int, mask: str, bounded: bool = False) -> str:
+    def read(self, number: int, parts: Sequence[Matrix], mask: str, bounded: bool = False) -> str:
         """Statements that read Q, K or V at its parts of offsets; bounded: with the mask only where tiles are cut
         off."""
         widened = cast(self.spec.operands[number].dtype, self.spec.dtype)
         lines = []
         for part, panel in zip(parts, self.panels_of(number), strict=True):
-            to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
-            inside = panel.inside("e" if number == 2 else "c")
+            to = f"{'qkv'[number]}{panel.suffix}"
+            at, inside = f"{to}_at", panel.inside("e" if number == 2 else "c")
             whole, cut = (load_where(to, at, limits, widened) for limits in ((inside,), (mask, inside)))
             lines += [f"{at} = {part.pointers}", source.by_mask(cut, whole) if bounded else cut]
         return source.block(*lines)
 
-    def keys(self, name: str, writer: Writer, mask: str) -> str:
+    def keys(self, writer: Writer, mask: str) -> str:
         """Statements that read a tile of K, or make it of what is stored."""
         if self.spec.k_value is None:
-            return self.read(name, self.parts(writer, 1), 1, mask)
+            return self.read(1, self.parts(writer, 1), mask)
         lines = []
         for panel in self.columns:
             limits = {C.name: panel.inside(C.name)} if panel.inside(C.name) else {}
             at = writer.where({C: f"{C.name}{panel.suffix}"}, mask, limits)
-            lines.append(made(f"{name}{panel.suffix}", self.spec.k_value, at))
+            lines.append(made(f"k{panel.suffix}", self.spec.k_value, at))
         return source.block(*lines)
 
     def boxed(self, name: str, first: str) -> str:
-        """Statements that read the tile of the rows from `first` on by descriptors."""
-        box = self.boxes[name]
+        """Statements that read the tile of the rows from `first` on by descriptors, where that is how it is read."""
+        if (box := self.boxes.get(name)) is None:
+            return ""
         widened = cast(box.dtype(self.spec), self.spec.dtype)
         return source.block(*(f"{name}{p.suffix} = {box.load(self.inside, p, first)}{widened}" for p in box.panels))
 
@@ -158,16 +161,16 @@ class Tiles(WrittenKernel):
         lines += self.writer.take(Level.TILE)
         return text
 
-    def statement(self, name: str, expr: Expr, shape: str) -> str:
-        """The statements of a value in that shape under a name."""
+    def statement(self, name: str, expr: Expr) -> str:
+        """The statements of a value for each score of a tile under a name."""
         lines: list[str] = []
-        text = source.spread(self.bound(expr, lines), shape)
+        text = source.spread(self.bound(expr, lines), self.shape)
         return source.block(*lines, f"{name} = {text}")
 
-    def maximum(self, rows: str) -> list[str]:
-        """Statements that read row_max of rows, shaped as `rows`, and say where their statistics are."""
+    def maximum(self) -> list[str]:
+        """Statements that read row_max of the rows i, and say where their statistics are."""
         return [
-            f"row_place = tl.cast({self.place()}, tl.int64) * {self.n_q} + {rows}",
+            f"row_place = tl.cast({self.place()}, tl.int64) * {self.n_q} + i",
             "row_max = tl.load(statistics_ptr + row_place)",
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.backward.plan import Form
+from fusion.codegen.mlir.backward.plan import Form, Variant
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.scope import Scope, staged_leaf
 from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
@@ -67,8 +67,7 @@ class GroupElements:
         scope: Scope,
         g: Value,
         first: Value,
-        program: Expr,
-        full: bool,
+        variant: Variant,
         staged: Sequence[tuple[Expr, Read]],
         statistics: dict[str, Value] | None,
     ):
@@ -76,10 +75,9 @@ class GroupElements:
 
         scope: knows the lanes.
         first: the first row.
-        full: whether `program` is that of full tiles.
         statistics: those of the lanes, where these are queries.
         """
-        self.kernel, self.scope, self.first, self.program, self.full = kernel, scope, first, program, full
+        self.kernel, self.scope, self.first, self.variant = kernel, scope, first, variant
         self.b, self.staged, self.statistics = kernel.b, staged, statistics
         keys = kernel.tiling.keys
         size = 4 * keys * kernel.lanes
@@ -102,7 +100,7 @@ class GroupElements:
         score = b.load(b.at(self.scores, at, "f32"), kernel.vector, "s", align=align)
         position = b.add(self.first, r, "row")
         row = self.scope.inner({SCORE: score, kernel.axis.row: position}, leaf=staged_leaf(self.staged, r))
-        x = row.vector(self.program)
+        x = row.vector(self.variant.program)
         known, weight = self.statistics or kernel.row_statistics(position), x
         if known is not None:
             weight = b.mul(kernel.context.math.exp2(b.fma(x, known["unit"], known["shift"])), known["factor"], "p")
@@ -126,7 +124,7 @@ class GroupElements:
             collected[0] = b.add(collected[0], missing, "missing")
         elif kernel.corrects:
             self._collect_shares(row, weight, upstream, through, collected)
-        slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_slopes else upstream
+        slope = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_slopes else upstream
         if kernel.reduces_lanes:
             slope = b.select(self.scope.lanes.valid, slope, b.constant(0.0, kernel.vector), "slope")
         return weight if factor is None else b.mul(weight, factor), slope, collected
@@ -142,7 +140,7 @@ class GroupElements:
     def _collect(self, gradients: Scope, sums: Sequence[Value]) -> list[Value]:
         collected = list(sums)
         for k, (entry, sink) in enumerate(zip(self.kernel.collected, self.kernel.sinks, strict=True)):
-            term = gradients.vector(entry.full if self.full else entry.masked)
+            term = gradients.vector(self.variant.gradients[entry.load])
             if entry.form in (Form.PER_QUERY, Form.PER_KEY):
                 collected[k] = self.b.add(collected[k], term, "sum")
             else:
@@ -157,4 +155,4 @@ class GroupElements:
         sums[count] = b.add(sums[count], upstream, "drift")
         shares = self._scope(row, weight, None if through is None else b.constant(0.0, self.kernel.vector), further=0)
         for k, entry in enumerate(self.kernel.collected, start=count + 1):
-            sums[k] = b.add(sums[k], shares.vector(entry.full if self.full else entry.masked), "share")
+            sums[k] = b.add(sums[k], shares.vector(self.variant.gradients[entry.load]), "share")

@@ -16,7 +16,7 @@ from fusion.codegen.triton.backward.role import Role
 from fusion.codegen.triton.gradients import gradients_of
 from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists
-from fusion.ir.expr import C, Expr, I, coord
+from fusion.ir.expr import C, I
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.strided import is_strided
 from fusion.lowering.gradients import Axes
@@ -31,12 +31,7 @@ def may_join(spec: AttentionSpec, needs: tuple[bool, ...]) -> bool:
     that are summed over queries; and Q is a strided view."""
     captured = gradients_of(spec, needs).captured
     own = all(item.axes is Axes.QUERIES and item.sink is None for item in captured)
-    return own and all(needs[:3]) and is_strided(spec.q, query_coordinates(spec))
-
-
-def query_coordinates(spec: AttentionSpec) -> tuple[Expr, ...]:
-    """Of an element of Q: of the batch, the row and the column."""
-    return (*(coord(f"b{axis}") for axis in range(len(spec.batch))), I, C)
+    return own and all(needs[:3]) and is_strided(spec.q, (*spec.axes, I, C))
 
 
 def backward_kernels(

@@ -35,26 +35,23 @@ class Keys(Role):
         reads = [
             *head.lines[Level.BLOCK],
             *head.lines[Level.ROW],
-            self.read("k", k, 1, "j_ok"),
-            self.read("v", v, 2, "j_ok") if self.differentiates else "",
+            self.read(1, k, "j_ok"),
+            self.read(2, v, "j_ok") if self.differentiates else "",
         ]
-        start = [*self.zeros("dk", 1, "KEYS"), *self.zeros("dv", 2, "KEYS")]
-        finish = self.store("dv", dv, 2, "j_ok") if self.needs[2] else []
-        finish += self.store("dk", dk, 1, "j_ok") if self.needs[1] else []
+        start, finish = [*self.zeros(1), *self.zeros(2)], [*self.store(2, dv), *self.store(1, dk)]
         body = source.block(*reads, *start, *self._members(self._member(visit)), *finish)
         return [visit], source.block(*self._position(), source.with_used(self.places(), body))
 
     def _member(self, visit: Visit) -> str:
         """What one query head adds: the blocks of its rows that visit these keys."""
         mask = self.spec.mask
-        indent = 4 if all(group is integers.integer(1) for group in self.gradients.groups) else 8
         after: list[str] = []
         for n, item in self.captured(Axes.QUERIES):
             after += self.add(item, f"sum_{n}[:, None]", "j_ok")
         member = source.block(
             *self._rows(),
-            *self.sums_to("KEYS", Axes.QUERIES),
-            *self.stages(visit, self._notes_dead or mask is not None and mask.full is not None, indent),
+            *self.sums_to(Axes.QUERIES),
+            *self.stages(visit, self._notes_dead or mask is not None and mask.full is not None),
             *after,
         )
         lines = self.writer.lines
@@ -63,19 +60,18 @@ class Keys(Role):
     def _visit(self) -> Visit:
         """The function that visits blocks of rows. In the rotated order that for dP runs beside the exponentials, since
         the product for dV, which waits for them, comes behind it."""
-        into_dv = source.block(*self.accumulated("dv", f"p.to({self.dtype})", "do", 2))
+        into_dv = source.block(*self.accumulated(2, f"p.to({self.dtype})", "do"))
         plain, rotated = into_dv, ""
         if self.softmax and self.differentiates and into_dv:
             plain, rotated = (f"if {order}:\n{source.indented(into_dv)}" for order in ("not ROTATED", "ROTATED"))
         scores, upstream = self.product("k", "q", 0), self.product("v", "do", 2)
-        q, do = (self.boxed(name, "block * ROWS") if name in self.boxes else "" for name in ("q", "do"))
         inner = source.block(
-            q or self.read("q", self.parts(self.inside, 0), 0, ""),
-            do or source.block(*self.rows_of_output("do", "row")),
-            *self.statistics("i"),
-            self.tile(scores, upstream, "[KEYS, ROWS]", "rows_ok", plain),
+            self.boxed("q", "block * ROWS") or self.read(0, self.parts(self.inside, 0), ""),
+            self.boxed("do", "block * ROWS") or source.block(*self.rows_of_output("do", "row")),
+            *self.statistics(),
+            self.tile(scores, upstream, plain),
             rotated,
-            *self.accumulated("dk", f"ds.to({self.dtype})", "q", 1),
+            *self.accumulated(1, f"ds.to({self.dtype})", "q"),
             *self.to_queries(),
         )
         rows = [
@@ -94,7 +90,7 @@ class Keys(Role):
             turns, doc = "for number in tl.range(start, stop):", f"{doc}, or those before dead_stop in place of others"
             first = "block = number\nif MASKED:\n    block += tl.where(number < live_start, dead_stop - live_start, 0)"
         text = source.block(turns, source.indented(source.block(first, loop)))
-        state = [*self.sums("dk", 1), *self.sums("dv", 2)]
+        state = [*self.gradient(1), *self.gradient(2)]
         state += [f"sum_{n}" for n, _ in self.captured(Axes.QUERIES)]
         return self.visit(self.visits, f"{doc}; MASKED: scores may be dead, or rows not exist.", text, state)
 
@@ -206,7 +202,7 @@ class Keys(Role):
         lines: list[str] = []
         for n, _, gradient in self.gradients_of_tile(full, Axes.QUERIES):
             value = self.bound(gradient, lines)
-            lines.append(f"sum_{n} += tl.sum({source.spread(value, '[KEYS, ROWS]')}, 1)")
+            lines.append(f"sum_{n} += tl.sum({source.spread(value, self.shape)}, 1)")
         return lines
 
 

@@ -21,17 +21,14 @@ class Queries(Role):
         w, mask = self.writer, self.spec.mask
         q, dq = (self.parts(w, 0, name) for name in ("", "dq"))
         visit = self._visit()
-        finish = self._finish()
-        if self.needs[0]:
-            finish += self.store("dq", dq, 0, "rows_ok")
-        finish += self._sinks()
+        finish = [*self._finish(), *self.store(0, dq), *self._sinks()]
         later = source.block(
-            self.read("q", q, 0, ""),
+            self.read(0, q, ""),
             *self.rows_of_output("do", "i"),
-            *self.statistics("i"),
+            *self.statistics(),
             *self._keys(),
-            *self.zeros("dq", 0, "ROWS"),
-            *self.sums_to("ROWS", Axes.KEYS, Axes.BOTH),
+            *self.zeros(0),
+            *self.sums_to(Axes.KEYS, Axes.BOTH),
             *(f"{name} = tl.full([ROWS], 0.0, tl.float32)" for name in self._corrections()),
             *self.stages(visit, mask is not None and mask.full is not None and mask.full_lo is not None),
             *finish,
@@ -42,19 +39,17 @@ class Queries(Role):
         """`differentiate_keys`."""
         k, v = (self.parts(self.inside, number) for number in (1, 2))
         inner = source.block(
-            *(
-                self.boxed(name, "first") if name in self.boxes else self.read(name, at, number, "key_ok", bounded=True)
-                for name, at, number in (("k", k, 1), ("v", v, 2))
-            ),
-            self.tile(self.product("q", "k", 0), self.product("do", "v", 2), "[ROWS, KEYS]", "j_ok"),
-            *self.accumulated("dq", f"ds.to({self.dtype})", "k", 0),
+            self.boxed("k", "first") or self.read(1, k, "key_ok", bounded=True),
+            self.boxed("v", "first") or self.read(2, v, "key_ok", bounded=True),
+            self.tile(self.product("q", "k", 0), self.product("do", "v", 2)),
+            *self.accumulated(0, f"ds.to({self.dtype})", "k"),
         )
         turns, doc = "for first in tl.range(start, stop, KEYS):", "Keys start <= first < stop, in tiles"
         if self.listed:
             turns, doc = "for number in tl.range(start, stop):", "Tiles start <= number < stop of a list"
         tile = source.block(*self._first(), source.with_used(self.tile_of_keys(), inner))
         loop = source.block(turns, source.indented(tile))
-        state = self.sums("dq", 0)
+        state = self.gradient(0)
         state += [*(f"sum_{n}" for n, _ in self.captured(Axes.KEYS, Axes.BOTH)), *self._corrections()]
         return self.visit("differentiate_keys", f"{doc}; MASKED: keys may be dead, or not exist.", loop, state)
 
@@ -103,14 +98,14 @@ class Queries(Role):
             if f"share_{n}" in corrections:
                 sums[f"share_{n}"] = substitute(item.full, {UPSTREAM: SHARE, WEIGHT_UPSTREAM: ZERO})
             for name, part in sums.items():
-                value = source.spread(self.bound(part, lines), "[ROWS, KEYS]")
+                value = source.spread(self.bound(part, lines), self.shape)
                 if found := self.existing("part", part):
                     lines += [f"part = {value}", *found]
                     value = "part"
                 lines.append(f"{name} += tl.sum({value}, 1)")
         for _, item, gradient in self.gradients_of_tile(full, Axes.NEITHER):
             value = self.bound(gradient, lines)
-            lines += self.add(item, source.spread(value, "[ROWS, KEYS]"), "rows_ok & j_ok")
+            lines += self.add(item, source.spread(value, self.shape), "rows_ok & j_ok")
         return lines
 
     def _finish(self) -> list[str]:

@@ -54,49 +54,44 @@ class Role(Tiles):
         w.known[WEIGHT] = "y"
         w.count(spec.score, spec.weight, found.further.weight, found.score, found.program, found.full, *captured)
 
-    def stages(self, visit: Visit, before: bool, indent: int = 4) -> list[str]:
+    def stages(self, visit: Visit, before: bool) -> list[str]:
         """The calls of it: for tiles that need no mask, and for the others; before: also before the former."""
         if self.listed:
             return [
-                visit.call(indent, start=0, stop="full_count", MASKED=False),
-                visit.call(indent, start="tiles_across - partial_count", stop="tiles_across", MASKED=True),
+                visit.call(start=0, stop="full_count", MASKED=False),
+                visit.call(start="tiles_across - partial_count", stop="tiles_across", MASKED=True),
             ]
-        first = [visit.call(indent, stop="full_start", MASKED=True)] if before else []
+        first = [visit.call(stop="full_start", MASKED=True)] if before else []
         return [
             *first,
-            visit.call(indent, start="full_start", stop="full_stop", MASKED=False),
-            visit.call(indent, start="full_stop", MASKED=True),
+            visit.call(start="full_start", stop="full_stop", MASKED=False),
+            visit.call(start="full_stop", MASKED=True),
         ]
 
-    def store(self, name: str, parts: Sequence[Matrix], number: int, mask: str) -> list[str]:
+    def gradient(self, number: int) -> list[str]:
+        """The names of the gradient of Q, K or V, by panels; none where it is not wanted."""
+        return [f"d{'qkv'[number]}{panel.suffix}" for panel in self.panels_of(number)] if self.needs[number] else []
+
+    def zeros(self, number: int) -> list[str]:
+        """Statements that begin the gradient of Q, K or V."""
+        each = zip(self.gradient(number), self.panels_of(number), strict=False)
+        return [f"{name} = tl.full([{self.length}, {panel.width}], 0.0, tl.float32)" for name, panel in each]
+
+    def accumulated(self, number: int, left: str, right: str) -> list[str]:
+        """Statements that add left @ right to the gradient of Q, K or V."""
+        return [
+            f"{name} = tl.dot({left}, {right}{panel.suffix}, {name}, input_precision=PRECISION)"
+            for name, panel in zip(self.gradient(number), self.panels_of(number), strict=False)
+        ]
+
+    def store(self, number: int, parts: Sequence[Matrix]) -> list[str]:
         """Statements that write the gradient of Q, K or V."""
         dtype, lines = DTYPES[self.spec.operands[number].dtype], []
-        for part, panel in zip(parts, self.panels_of(number), strict=True):
-            to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
+        for name, part, panel in zip(self.gradient(number), parts, self.panels_of(number), strict=False):
             inside = panel.inside("e" if number == 2 else "c")
-            limits = " & ".join([mask, f"({inside})"] if inside else [mask])
-            lines += [f"{at} = {part.pointers}", f"tl.store({at}, {to}.to({dtype}), mask={limits})"]
+            limits = f"{self.owned} & ({inside})" if inside else self.owned
+            lines += [f"{name}_at = {part.pointers}", f"tl.store({name}_at, {name}.to({dtype}), mask={limits})"]
         return lines
-
-    def zeros(self, name: str, number: int, rows: str) -> list[str]:
-        """Statements that begin the gradient of Q, K or V, where it is wanted."""
-        if not self.needs[number]:
-            return []
-        return [
-            f"{name}{panel.suffix} = tl.full([{rows}, {panel.width}], 0.0, tl.float32)"
-            for panel in self.panels_of(number)
-        ]
-
-    def sums(self, name: str, number: int) -> list[str]:
-        """The names of the gradient of Q, K or V."""
-        return [f"{name}{panel.suffix}" for panel in self.panels_of(number)] if self.needs[number] else []
-
-    def accumulated(self, name: str, left: str, right: str, number: int) -> list[str]:
-        """Statements that add left @ right to the gradient of Q, K or V, where it is wanted."""
-        return [
-            f"{name}{p.suffix} = tl.dot({left}, {right}{p.suffix}, {name}{p.suffix}, input_precision=PRECISION)"
-            for p in (self.panels_of(number) if self.needs[number] else ())
-        ]
 
     def rows_of_output(self, name: str, rows: str, tensor: str = "dout", dtype: str = "") -> list[str]:
         """Statements that read the output or its gradient, [rows, d_v]."""
@@ -108,13 +103,13 @@ class Role(Tiles):
             lines.append(load_where(f"{name}{panel.suffix}", at, (panel.inside("e"),), f".to({dtype or self.dtype})"))
         return lines
 
-    def statistics(self, rows: str) -> list[str]:
-        """row_max, log_share (of 1 / row_sum) or share (the scale of the row), and delta of rows, shaped as `rows`."""
+    def statistics(self) -> list[str]:
+        """row_max, log_share (of 1 / row_sum) or share (the scale of the row), and delta of the rows i."""
         if not self.softmax:
             return []
         scaled = self.spec.row_scale is not None
         lines = [
-            *self.maximum(rows),
+            *self.maximum(),
             self.plane("share", 1) if scaled else f"log_share = tl.load({self.in_plane('delta', 1)})",
             *(["delta = tl.load(delta_ptr + row_place)"] if self.differentiates else []),
         ]
@@ -129,22 +124,21 @@ class Role(Tiles):
             return f"tl.exp2(({score} - row_max) * {LOG2E}) * share"
         return f"tl.exp2(({score} - row_max) * {LOG2E} + log_share)"
 
-    def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
+    def tile(self, score: str, upstream: str, with_p: str = "") -> str:
         """Statements from s to ds and to what is summed, or to p where that is all that is wanted. score, upstream:
-        products of the tile. exists: the inner places that do, where the tile is cut off. with_p: what uses the weights
-        p, as soon as they are there."""
+        products of the tile. with_p: what uses the weights p, as soon as they are there."""
         times = "" if self.spec.weight is const(1.0) else " * w"
-        whole = [] if self.gradients.program is None else [self._variant(True, shape)]
-        programs, gradients = zip(self._variant(False, shape), *whole, strict=True)
+        whole = [] if self.gradients.program is None else [self._variant(True)]
+        programs, gradients = zip(self._variant(False), *whole, strict=True)
         weight = self.weight_of("x") if self.softmax else "x"
-        of_weight, further = self._further(shape)
+        of_weight, further = self._further()
         # y is 0 there, and the row may be NaN. Rows beyond the last repeat it, and are as NaN as that.
-        only_existing = f"if MASKED:\n    dx = tl.where({exists}, dx, 0.0)"
+        only_existing = f"if MASKED:\n    dx = tl.where({self.visited}, dx, 0.0)"
         weights = source.block(
             f"s = {score}",
             source.by_mask(*programs),
             f"y = {weight}",
-            f"if MASKED:\n    y = tl.where({exists}, y, 0.0)",
+            f"if MASKED:\n    y = tl.where({self.visited}, y, 0.0)",
             f"p = y{times}",
             with_p,
         )
@@ -160,28 +154,28 @@ class Role(Tiles):
             source.by_mask(*gradients),
         )
 
-    def _further(self, shape: str) -> tuple[list[str], str]:
+    def _further(self) -> tuple[list[str], str]:
         """Statements of what further outputs add to the gradient of a weight, and the text that adds it."""
         w, value = self.writer, self.gradients.further.weight
         if value is ZERO:
             return [], ""
         outside, lines = set(w.known), []
-        lines.append(f"dfurther = {source.spread(self.bound(value, lines), shape)}")
+        lines.append(f"dfurther = {source.spread(self.bound(value, lines), self.shape)}")
         self._forget_tile(outside)
         return lines, " + dfurther"
 
-    def _variant(self, full: bool, shape: str) -> tuple[str, str]:
+    def _variant(self, full: bool) -> tuple[str, str]:
         """(from s to x and w, from dx and dw to ds and what is summed), with the mask or, full, without."""
         w, found = self.writer, self.gradients
         outside = set(w.known)
         score, gradient = (found.program, found.full) if full else (self.spec.score, found.score)
         assert score is not None and gradient is not None
         lines: list[str] = []
-        lines.append(f"x = {source.spread(self.bound(score, lines), shape)}")
+        lines.append(f"x = {source.spread(self.bound(score, lines), self.shape)}")
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.bound(self.spec.weight, lines)}")
         after = self.summed(full)  # before ds: then fewer values are held at a time
-        after.append(f"ds = {source.spread(self.bound(gradient, after), shape)}")
+        after.append(f"ds = {source.spread(self.bound(gradient, after), self.shape)}")
         after += self.existing("ds", gradient)
         self._forget_tile(outside)
         return source.block(*lines), source.block(*after)
@@ -203,9 +197,9 @@ class Role(Tiles):
         """Statements that add a tile's gradients of captured tensors."""
         raise NotImplementedError
 
-    def sums_to(self, length: str, *axes: Axes) -> list[str]:
+    def sums_to(self, *axes: Axes) -> list[str]:
         """Statements that start sums along the inner coordinate."""
-        return [f"sum_{n} = tl.full([{length}], 0.0, tl.float32)" for n, _ in self.captured(*axes)]
+        return [f"sum_{n} = tl.full([{self.length}], 0.0, tl.float32)" for n, _ in self.captured(*axes)]
 
     def ranges_of(self, lines: Callable[[Callable[[Expr], str]], list[str]]) -> list[str]:
         """Statements about the rows i0..i1, made with a function that takes expressions in them to texts."""
