@@ -1,11 +1,11 @@
 """GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
 
 It is an emitter (`fusion.codegen.emitter`). `forward` writes the kernel around the loop of `key_loop`, `expressions`
-and `matrices` the values and addresses in it, `panels` divides head dimensions, `mathematics` has functions that Triton
-lacks, `module` writes and loads files, `autotune` measures other tiles than the planned (`candidates`) and takes
-smaller ones where they do not fit, `launch` makes the call, `split` is for few queries, `features`, `polynomial`,
-`sparse_kernel` and `sparse_call` are for approximate attention, `interpret` runs it on CPU tensors in Triton's
-interpreter. Nothing of Triton is imported before a kernel is made.
+and `matrices` the values and addresses in it, `kernel` and `tiles` what it has in common with others, `panels` divides
+head dimensions, `mathematics` has functions that Triton lacks, `module` writes and loads files, `autotune` measures
+other tiles than the planned (`candidates`) and takes smaller ones where they do not fit, `launch` makes the call,
+`split` is for few queries, `features`, `polynomial`, `sparse_kernel` and `sparse_call` are for approximate attention,
+`interpret` runs it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before a kernel is made.
 """
 
 from __future__ import annotations
