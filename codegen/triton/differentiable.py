@@ -28,7 +28,6 @@ from fusion.codegen.triton.backward import (
     may_join,
 )
 from fusion.codegen.triton.candidates import candidates
-from fusion.codegen.triton.descriptors import READ
 from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.further import FurtherByKeys, further_kernels, tiles_of_further
 from fusion.codegen.triton.gradients import (
@@ -250,8 +249,7 @@ class Differentiable:
 
         def make() -> Variant:
             kernels = backward_kernels(self.trained, d, d_v, needs, described, by_keys)
-            read = set().union(*READ.values()) if described else ()
-            return Variant(self.trained, kernels, d, d_v, interpreted, read=read)
+            return Variant(self.trained, kernels, d, d_v, interpreted)
 
         return self._made.of((*made_for, described), make)
 
@@ -299,7 +297,6 @@ class _BackwardLaunches(Launches):
         """A kernel with a loop over tiles, which it reads by descriptors where the tile says so and they can be."""
         if tile.described:
             found = self.with_descriptors()
-            read = [box for box in found.boxes.values() if box.name in READ[name]]
-            if self.describes(read):
-                return self.run(found, name, programs, tile, read)
+            if self.describes(found, name):
+                return self.run(found, name, programs, tile)
         self.run(self.variant, name, programs, tile)

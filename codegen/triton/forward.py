@@ -59,6 +59,7 @@ class Forward(Tiles):
 
     def body(self) -> tuple[list[Visit], str]:
         self.loop = KeyLoop(self, self.programs, self.order)
+        self.boxes = self.loop.boxes
         load_q = self._load_queries()
         range_text = self._key_range()
         stages = self._stages()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.triton import source
+from fusion.codegen.triton.descriptors import Box
 from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.stages import Visit
 from fusion.ir.expr import Expr, coordinates, walk
@@ -14,21 +15,23 @@ from fusion.ir.spec import AttentionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelText:
-    """Functions of a module: their text, the helpers that they use, the kernel's name and run-time parameters in
-    order."""
+    """Functions of a module: their text, the helpers that they use, the kernel's name and run-time parameters in order.
+    boxes: what is read by tensor descriptors."""
 
     name: str
     text: str
     helpers: frozenset[str]
     parameters: tuple[str, ...]
+    boxes: tuple[Box, ...]
 
 
 class WrittenKernel:
     """A kernel with the first line of its class's docstring. known: names of coordinates, beside those of the batch.
-    outer, inner: see `Writer`."""
+    outer, inner: see `Writer`. boxes: what it reads by tensor descriptors."""
 
     name = ""
     outer, inner = "i", "j"
+    boxes: Mapping[str, Box] = {}
 
     def __init__(self, spec: AttentionSpec, known: Mapping[Expr, str]):
         self.spec = spec
@@ -48,8 +51,8 @@ class WrittenKernel:
         text = "\n\n".join(
             [*(function.text for function in functions), source.definition(self.name, given, doc, body, varying)]
         )
-        helpers = frozenset(self.writer.helpers)
-        return KernelText(name=self.name, text=text, helpers=helpers, parameters=parameters)
+        helpers, boxes = frozenset(self.writer.helpers), tuple(self.boxes.values())
+        return KernelText(name=self.name, text=text, helpers=helpers, parameters=parameters, boxes=boxes)
 
     def body(self) -> tuple[list[Visit], str]:
         """(functions of the module that the kernel calls, its body)."""

@@ -65,7 +65,8 @@ class KeyLoop:
         # Where the first key is known at run time only, tiles are counted: ptxas serialises products otherwise (C7515).
         self.numbered = not self.listed and self.spec.mask is not None and self.spec.mask.key_lo is not None
         self.columns, self.values = kernel.columns, kernel.values
-        self.boxes = boxes(self.spec, kernel.d, kernel.d_v) if order.described or order.specialized else {}
+        read = ("q", "k", "v") if order.specialized else ("k", "v") if order.described else ()
+        self.boxes = {name: box for name, box in boxes(self.spec, kernel.d, kernel.d_v).items() if name in read}
         # Keys as rows, for reading K and V: lines of their own at the level of tiles.
         self.keys = self.writer.where({J: "key"}, "key_ok")
         self.keys.lines, self.keys.uses = self.writer.lines | {Level.TILE: []}, {}

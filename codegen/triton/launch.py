@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fusion.codegen.triton import autotune, peers
 from fusion.codegen.triton.apart import Request
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
-from fusion.codegen.triton.descriptors import Box, boxes, descriptors
+from fusion.codegen.triton.descriptors import boxes, descriptors
 from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.key_loop import PLAIN, Order
@@ -90,8 +90,7 @@ class Kernel:
 
         def make() -> Variant:
             kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
-            read = ("q", "k", "v") if order.specialized else ("k", "v") if order.described else ()
-            return Variant(self.spec, kernels, d, d_v, interpreted, order, read)
+            return Variant(self.spec, kernels, d, d_v, interpreted, order)
 
         return self._variants.of((d, d_v, interpreted, split, order), make)
 
@@ -167,11 +166,11 @@ class Kernel:
         calls = {} if self.tuner is None or self.statistics else self._peers(device)
         given = (run.operands, sizes, extents, run.results["out"]) if run is not None else ()
         return Stage(
-            kernel="attention_split" if choice.splits > 1 else "attention_forward",
+            kernel=_kernel_of(choice),
             variant=variant(choice.tile)[0],
             tile=choice.tile,
             launch=launch,
-            others=lambda: candidates("attention_forward", self.spec, (n_q, n_k, d, d_v), choice.tile, planner.machine),
+            others=lambda: candidates(Forward.name, self.spec, (n_q, n_k, d, d_v), choice.tile, planner.machine),
             results=[] if run is None else [run.results["out"]],
             peers={name: functools.partial(call, *given) for name, call in calls.items()},
             trusted=trusted,
@@ -191,7 +190,7 @@ class Kernel:
         order = order_of(tile, split, run is not None and self._shares(run.operands), self.packed)
         if not order.specialized or self._specializes(*widths):
             found = self.variant(*widths, interpreted, split, order)
-            if run is None or run.describes(found.boxes.values()):
+            if run is None or run.describes(found, _kernel_of(choice)):
                 return found, tile
         order = replace(order, described=False, specialized=False)
         return self.variant(*widths, interpreted, split, order), choice.tile if tile.specialized else tile
@@ -218,6 +217,10 @@ class Kernel:
         """Nothing: Triton compiles a kernel for the tensors of its first launch."""
 
 
+def _kernel_of(choice: Choice) -> str:
+    return Part.name if choice.splits > 1 else Forward.name
+
+
 class Launches:
     """The launches of one call. results: what kernels read and write beside the operands, by name. extents: of the
     batch coordinates, queries, keys, columns of Q and of V."""
@@ -240,14 +243,13 @@ class Launches:
         """How many tiles there are along the queries, and along the keys."""
         return -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
 
-    def describes(self, boxes: Iterable[Box]) -> bool:
-        """Whether descriptors can describe the tensors of this call."""
-        return all(box.fits(self.described[box.name]) for box in boxes)
+    def describes(self, variant: Variant, name: str) -> bool:
+        """Whether descriptors can describe what a kernel reads by them."""
+        return all(box.fits(self.described[box.name]) for box in variant.boxes[name])
 
-    def run(
-        self, variant: Variant, name: str, programs: int, tile: Tile, boxes: Iterable[Box] = (), **others: int
-    ) -> None:
-        """boxes: what is described. others: integers that the kernel takes."""
+    def run(self, variant: Variant, name: str, programs: int, tile: Tile, **others: int) -> None:
+        """others: integers that the kernel takes."""
+        boxes = () if variant.order.specialized else variant.boxes[name]  # such programs make descriptors themselves
         made = descriptors(boxes, self.described, (self.n_q, tile.rows), (self.n_k, tile.keys))
         arguments = (self.operands, self.sizes, self.results, others | made)
         variant.launch(name, programs, tile, self.fixed, arguments)
@@ -269,17 +271,17 @@ class _ForwardLaunches(Launches):
 
     def __call__(self, variant: Variant, tile: Tile) -> None:
         self.list_tiles(variant, TileLists.name, tile, self.blocks(tile))
-        schedule = self._split if "attention_split" in variant.kernels else self._flash
-        schedule(variant, tile, variant.boxes.values() if variant.order.described else ())
+        schedule = self._split if Part.name in variant.kernels else self._flash
+        schedule(variant, tile)
 
-    def _flash(self, variant: Variant, tile: Tile, boxes: Iterable[Box]) -> None:
+    def _flash(self, variant: Variant, tile: Tile) -> None:
         machine = self.planner.machine
         programs = grid = self.heads * self.blocks(tile)[0]
         if variant.order.persistent:
             grid = min(programs, residents(self.spec, self.d, self.d_v, tile, machine) * machine.cores)
-        self.run(variant, "attention_forward", grid, tile, boxes, section=self._section(), programs=programs)
+        self.run(variant, Forward.name, grid, tile, section=self._section(), programs=programs)
 
-    def _split(self, variant: Variant, tile: Tile, boxes: Iterable[Box]) -> None:
+    def _split(self, variant: Variant, tile: Tile) -> None:
         programs, small = self.heads * self.blocks(tile)[0], combining_tile(tile)
         splits = self.planner.splits_of(programs, self.sizes, tile)
         rows = splits * self.heads * self.n_q
@@ -287,8 +289,8 @@ class _ForwardLaunches(Launches):
         split = parts.split([rows * self.d_v, rows, rows])
         self.results |= dict(zip(("part", "part_max", "part_sum"), split, strict=True))
         others = {"section": self._section(), "splits": splits}
-        self.run(variant, "attention_split", programs * splits, tile, boxes, **others)
-        self.run(variant, "attention_combine", self.heads * self.blocks(small)[0], small, boxes, **others)
+        self.run(variant, Part.name, programs * splits, tile, **others)
+        self.run(variant, Combine.name, self.heads * self.blocks(small)[0], small, **others)
 
     def _section(self) -> int:
         """How many heads run side by side: their keys and values fill half of the L2 cache."""

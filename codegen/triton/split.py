@@ -127,6 +127,7 @@ class Combine(Part):
         if not dead_rows_matter(self.spec):
             return ""
         self.loop = KeyLoop(self, self.loop_programs, self.order)
+        self.boxes = self.loop.boxes
         end = f"({self.n_k} + KEYS - 1) // KEYS" if self.listed else self.n_k
         limit = number(max(self.spec.mask.fill / 2, -LARGEST / 2))  # type: ignore[union-attr]
         inside = source.block(

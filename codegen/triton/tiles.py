@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.descriptors import Box
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer
 from fusion.codegen.triton.kernel import WrittenKernel
@@ -19,10 +18,7 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 class Tiles(WrittenKernel):
     """Coordinates, tiles of Q, K and V, and statistics of rows. outer: the coordinate that a program owns a block of:
     "i", or "j". Tiles are [outer, inner], `shape`; `length`: outer places of a block; `owned`, `visited`: which of the
-    outer and of the inner places exist. known: names of what else stands in expressions. boxes: what is read by tensor
-    descriptors."""
-
-    boxes: Mapping[str, Box] = {}
+    outer and of the inner places exist. known: names of what else stands in expressions."""
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, known: Mapping[Expr, str]):
         first = "i0" if self.outer == "i" else "first"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.backward.plan import Form, Variant
+from fusion.codegen.mlir.backward.plan import Form, TileProgram
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.scope import Scope, staged_leaf
 from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
@@ -67,7 +67,7 @@ class GroupElements:
         scope: Scope,
         g: Value,
         first: Value,
-        variant: Variant,
+        variant: TileProgram,
         staged: Sequence[tuple[Expr, Read]],
         statistics: dict[str, Value] | None,
     ):

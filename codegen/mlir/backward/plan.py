@@ -69,7 +69,7 @@ class LoadGradient:
         return self.load.operand
 
 
-class Variant(NamedTuple):
+class TileProgram(NamedTuple):
     """A score program, and what an element (i, j) contributes to gradients: of SCORE, the raw score in units of
     `programs.scale`, and of loads."""
 
@@ -84,7 +84,7 @@ class BackwardPlan:
 
     spec: AttentionSpec  # its further outputs are those at which a gradient arrives
     programs: ScorePrograms
-    variants: tuple[Variant, ...]  # with the mask, and, where that is simpler, for tiles that need none
+    variants: tuple[TileProgram, ...]  # with the mask, and, where that is simpler, for tiles that need none
     loads: tuple[LoadGradient, ...]  # gradients of what the programs read
     inner: tuple[int, ...]  # batch coordinates over which dense gradients are summed, by one thread in turn
     places: tuple[tuple[int, ...] | None, ...]
@@ -141,7 +141,7 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
     read = loads(spec.score, spec.weight, *(f.value for f in spec.further))
     wanted = {load: None for load in read if load.kind is Kind.FLOAT}
     scores = (program for program in (programs.masked, programs.full) if program is not None)
-    variants = tuple(Variant(score, _gradients(score, programs.scale, spec, list(wanted))) for score in scores)
+    variants = tuple(TileProgram(score, _gradients(score, programs.scale, spec, list(wanted))) for score in scores)
     for (_, gradients), (load, term) in itertools.product(variants, further.loads.items()):
         gradients[load] = _sum(gradients[load], term)
     found = [load for load in wanted if any(variant.gradients[load] is not ZERO for variant in variants)]

@@ -16,7 +16,7 @@ from fusion.codegen.mlir.amx import Products, products_of
 from fusion.codegen.mlir.backward.centring import CentredKeys
 from fusion.codegen.mlir.backward.element import PAIR, Elements, GroupElements, Pair
 from fusion.codegen.mlir.backward.loads import GradientSink
-from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, Variant, normalized
+from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, TileProgram, normalized
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
@@ -252,7 +252,7 @@ class BackwardTile(KernelFunction):
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Ask for what will be read and written of these rows, while products are computed."""
 
-    def _elements(self, block: Block, rows: Rows, g: Value, member: int, variant: Variant) -> GroupElements:
+    def _elements(self, block: Block, rows: Rows, g: Value, member: int, variant: TileProgram) -> GroupElements:
         """Those of one group of lanes; what they read of dense tensors is staged. member: of those worked on
         together."""
         b, lanes = self.b, self.lanes
@@ -274,7 +274,7 @@ class BackwardTile(KernelFunction):
                 staged.append((load.expr, functools.partial(load.read, area)))
         return GroupElements(self, scope, g, rows.first, variant, staged, self.lane_statistics(held.first))
 
-    def _groups(self, block: Block, rows: Rows, steps: Value, variant: Variant) -> None:
+    def _groups(self, block: Block, rows: Rows, steps: Value, variant: TileProgram) -> None:
         """P and dS of a tile."""
         b, n = self.b, rows.count
         with b.loop(0, block.groups, self.together, hint="g") as g:
