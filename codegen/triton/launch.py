@@ -247,12 +247,12 @@ class Launches:
         """Whether descriptors can describe what a kernel reads by them."""
         return all(box.fits(self.described[box.name]) for box in variant.boxes[name])
 
-    def run(self, variant: Variant, name: str, programs: int, tile: Tile, **others: int) -> None:
-        """others: integers that the kernel takes."""
+    def run(self, variant: Variant, name: str, grid: int, tile: Tile, **others: int) -> None:
+        """grid: how many programs. others: integers that the kernel takes."""
         boxes = () if variant.order.specialized else variant.boxes[name]  # such programs make descriptors themselves
         made = descriptors(boxes, self.described, (self.n_q, tile.rows), (self.n_k, tile.keys))
         arguments = (self.operands, self.sizes, self.results, others | made)
-        variant.launch(name, programs, tile, self.fixed, arguments)
+        variant.launch(name, grid, tile, self.fixed, arguments)
 
     def list_tiles(self, variant: Variant, name: str, tile: Tile, across: tuple[int, int]) -> None:
         """Make the lists of `tile_lists`, where a module has the kernel. across: the blocks that have a list each, the

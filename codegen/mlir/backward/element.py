@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fusion.codegen.mlir.backward.plan import Form, TileProgram
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.scope import Scope, staged_leaf
+from fusion.codegen.mlir.scope import Lanes, Scope, staged_leaf
 from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import SCORE, WEIGHT, Expr
+from fusion.ir.expr import SCORE, WEIGHT
+from fusion.ir.reads import dense_loads
 
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.backward.tile import BackwardTile
-
-Read = Callable[[Value], Value]  # row of the tile -> a staged vector of it
+    from fusion.codegen.mlir.backward.tile import BackwardTile, Block, Rows
 
 PAIR = 2  # rows that are worked on at a time: the second products take weights in pairs
 
@@ -59,29 +59,29 @@ class Elements:
 
 
 class GroupElements:
-    """One group of lanes of `Elements`."""
+    """One group of lanes of `Elements`; what they read of dense tensors is staged."""
 
-    def __init__(
-        self,
-        kernel: BackwardTile,
-        scope: Scope,
-        g: Value,
-        first: Value,
-        variant: TileProgram,
-        staged: Sequence[tuple[Expr, Read]],
-        statistics: dict[str, Value] | None,
-    ):
-        """A group's part of a tile.
-
-        scope: knows the lanes.
-        first: the first row.
-        statistics: those of the lanes, where these are queries.
-        """
-        self.kernel, self.scope, self.first, self.variant = kernel, scope, first, variant
-        self.b, self.staged, self.statistics = kernel.b, staged, statistics
-        keys = kernel.tiling.keys
-        size = 4 * keys * kernel.lanes
-        self.scores, *slopes = (kernel.part(half.tile, g, size) for half in kernel.halves)
+    def __init__(self, kernel: BackwardTile, block: Block, rows: Rows, g: Value, member: int, variant: TileProgram):
+        """member: of those worked on together."""
+        self.kernel, self.b, self.first, self.variant = kernel, kernel.b, rows.first, variant
+        b, lanes, keys = kernel.b, kernel.lanes, kernel.tiling.keys
+        offset = b.mul(g, lanes)
+        held = Lanes(
+            coord=kernel.axis.lane, first=b.add(block.first, offset), count=lanes,
+            valid=kernel._valid(b.sub(block.count, offset)),
+        )  # fmt: skip
+        self.scope = block.scope.inner(lanes=held)
+        collected = (variant.gradients[target] for target in (SCORE, *(entry.load for entry in kernel.collected)))
+        exprs = (variant.program, kernel.weight, kernel.plan.at_weight, *collected)
+        self.scope.prepare(*exprs, bound=kernel.batch_names | {kernel.axis.lane.name})
+        wanted, self.staged = dense_loads(*exprs), []
+        for load, areas in zip(kernel.loads, kernel.staged, strict=True):
+            if load.expr in wanted:
+                area = b.at(areas, member * keys * lanes, "f32")
+                load.stage(self.scope, rows.first, rows.count, area)
+                self.staged.append((load.expr, functools.partial(load.read, area)))
+        self.statistics = kernel.lane_statistics(held.first)
+        self.scores, *slopes = (kernel.part(half.tile, g, 4 * keys * lanes) for half in kernel.halves)
         self.slopes = slopes[0] if slopes else None
         self.weights = [kernel.part(half.weights, g, half.products.weight_bytes(keys)) for half in kernel.halves]
 

@@ -7,7 +7,6 @@ out_A^T += C^T dS;  out_B^T += D^T P            products; the latter where lanes
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -21,10 +20,10 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
 from fusion.codegen.mlir.products import Groups
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Lanes, Scope
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.work_items import Tiling
-from fusion.ir.expr import I0, I1, J0, J1, SCORE
+from fusion.ir.expr import I0, I1, J0, J1
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec, Operand
 from fusion.planning.register_tiles import Target
@@ -252,33 +251,11 @@ class BackwardTile(KernelFunction):
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Ask for what will be read and written of these rows, while products are computed."""
 
-    def _elements(self, block: Block, rows: Rows, g: Value, member: int, variant: TileProgram) -> GroupElements:
-        """Those of one group of lanes; what they read of dense tensors is staged. member: of those worked on
-        together."""
-        b, lanes = self.b, self.lanes
-        offset = b.mul(g, lanes)
-        held = Lanes(
-            coord=self.axis.lane, first=b.add(block.first, offset), count=lanes,
-            valid=self._valid(b.sub(block.count, offset)),
-        )  # fmt: skip
-        scope = block.scope.inner(lanes=held)
-        collected = (variant.gradients[target] for target in (SCORE, *(entry.load for entry in self.collected)))
-        exprs = (variant.program, self.weight, self.plan.at_weight, *collected)
-        scope.prepare(*exprs, bound=self.batch_names | {self.axis.lane.name})
-        wanted = dense_loads(*exprs)
-        staged = []
-        for load, areas in zip(self.loads, self.staged, strict=True):
-            if load.expr in wanted:
-                area = b.at(areas, member * self.tiling.keys * lanes, "f32")
-                load.stage(scope, rows.first, rows.count, area)
-                staged.append((load.expr, functools.partial(load.read, area)))
-        return GroupElements(self, scope, g, rows.first, variant, staged, self.lane_statistics(held.first))
-
     def _groups(self, block: Block, rows: Rows, steps: Value, variant: TileProgram) -> None:
         """P and dS of a tile."""
         b, n = self.b, rows.count
         with b.loop(0, block.groups, self.together, hint="g") as g:
-            members = [self._elements(block, rows, b.add(g, k), k, variant) for k in range(self.together)]
+            members = [GroupElements(self, block, rows, b.add(g, k), k, variant) for k in range(self.together)]
             tile = Elements(self, g, members)
             pairs = b.mul(b.div(n, PAIR), PAIR, "pairs")
             with b.carry(0, pairs, PAIR, tile.no_sums, hint="r") as (loop, r, sums):
