@@ -62,9 +62,9 @@ class Forward(Tiles):
         self.boxes = self.loop.boxes
         load_q = self._load_queries()
         range_text = self._key_range()
-        stages = self._stages()
-        finish = self._finish()
-        loops = source.with_used(range_text, source.block(stages, finish))
+        stages = [self.loop.call(*stage, begin="start") for stage in self._stages()]
+        after = self.loop.finish("start", "stop"), self._again(), self._finish()
+        loops = source.with_used(range_text, source.block(*self.loop.initial(), *stages, *after))
         later = source.block(*load_q, *self.loop.pointers(), loops)
         return self.loop.functions, self._programs(self._placed(later))
 
@@ -133,18 +133,16 @@ class Forward(Tiles):
             return listed(f"({self.n_k} + KEYS - 1) // KEYS", f"{self.place_factor(listed=True)} * blocks + block")
         return key_limits(self.spec.mask, self.n_k, self.writer.value)
 
-    def _stages(self) -> str:
-        lines, stages = self.loop.initial(), []
+    def _stages(self) -> list[tuple[str, str, bool]]:
+        """From where to where each stage goes, and whether its tiles need neither the mask nor bounds."""
         if self.listed:
-            stages += [("0", "full_count", False, False), ("tiles_across - partial_count", "tiles_across", True, True)]
-        elif self.single:
-            stages.append(("start", "stop", True, True))
-        else:
-            if self.spec.mask is not None and self.spec.mask.full_lo is not None and self.programs.full is not None:
-                stages.append(("start", "tl.minimum(full_start, stop)", True, True))
-            stages += [("full_start", "full_stop", False, False), ("full_stop", "stop", True, True)]
-        lines += [self.loop.call(*stage, begin="start") for stage in stages]
-        return source.block(*lines, self.loop.finish("start", "stop"), self._again())
+            return [("0", "full_count", True), ("tiles_across - partial_count", "tiles_across", False)]
+        if self.single:
+            return [("start", "stop", False)]
+        stages = [("full_start", "full_stop", True), ("full_stop", "stop", False)]
+        if self.spec.mask is not None and self.spec.mask.full_lo is not None and self.programs.full is not None:
+            return [("start", "tl.minimum(full_start, stop)", False), *stages]
+        return stages
 
     def _again(self) -> str:
         """Where rows that met no live key average over all keys in eager mode, their block is done again over all."""
@@ -155,7 +153,7 @@ class Forward(Tiles):
         end, left_out = self.n_k, f"(start > 0) | (stop < {self.n_k})"
         if self.listed:
             end, left_out = "tiles_across", "full_count + partial_count < tiles_across"
-        every = self.loop.call("0", end, True, True, listed=False, begin="0")
+        every = self.loop.call("0", end, False, listed=False, begin="0")
         return source.block(
             f"dead = (m > {limit}) == 0",
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",

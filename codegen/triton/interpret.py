@@ -29,12 +29,9 @@ def decorating() -> Iterator[None]:
     """Functions that are decorated inside will be interpreted."""
     from triton import knobs
 
-    before = knobs.runtime.interpret
-    knobs.runtime.interpret = True
-    try:
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
         yield
-    finally:
-        knobs.runtime.interpret = before
 
 
 @contextlib.contextmanager

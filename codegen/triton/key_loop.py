@@ -83,9 +83,11 @@ class KeyLoop:
             lines += ["p = tl.full([ROWS, KEYS], 0.0, tl.float32)", "alpha = tl.full([ROWS], 1.0, tl.float32)"]
         return lines
 
-    def call(self, start: str, stop: str, masked: bool, bounded: bool, *, begin: str, listed: bool = True) -> str:
-        """A stage. begin: where the first stage of the same pass started."""
-        return self.visit.call(start=start, stop=stop, begin=begin, MASKED=masked, BOUNDED=bounded, LISTED=listed)
+    def call(self, start: str, stop: str, whole: bool, *, begin: str, listed: bool = True) -> str:
+        """A stage. whole: its tiles need neither the mask nor bounds. begin: where the first stage of the same pass
+        started."""
+        masked = not whole
+        return self.visit.call(start=start, stop=stop, begin=begin, MASKED=masked, BOUNDED=masked, LISTED=listed)
 
     def finish(self, start: str, stop: str) -> str:
         """What is left after the last stage of a pass over start <= j < stop."""

@@ -62,7 +62,7 @@ class Kernel:
         fixed: Any = {"tile": tile, "splits": splits, "packs": not statistics, "group": packed}
         plan = plan or functools.partial(GpuPlanner, spec, **fixed)
         self.planner = functools.cache(lambda device: plan(machine_of(device)))
-        self._packing: dict[tuple[int, torch.device], Kernel] = {}  # by the number of heads
+        self._packing = Made()  # by the number of heads and the device
         self._may_share = may_share_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
         self._peers = functools.cache(functools.partial(peers.calls, spec))
@@ -122,11 +122,9 @@ class Kernel:
         planner = self.planner(device)
         if (group := planner.group_of(batch, n_q)) == 1:
             return self
-        if (found := self._packing.get((group, device))) is None:
-            other = planner.packing(group)
-            found = Kernel(other.spec, tuner=self.tuner, packed=group, plan=lambda _: other)
-            self._packing[group, device] = found
-        return found
+        other = planner.packing(group)
+        make = functools.partial(Kernel, other.spec, tuner=self.tuner, packed=group, plan=lambda _: other)
+        return self._packing.of((group, device), make)
 
     def _shares(self, operands: Sequence[torch.Tensor]) -> bool:
         """Whether V is the first columns of K in this call."""

@@ -52,11 +52,8 @@ class Part(Forward):
             "full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)",
         ]
 
-    def _stages(self) -> str:
-        if not self.listed:
-            return super()._stages()
-        stages = [("full_start", "full_stop", False, False), ("start", "stop", True, True)]
-        return source.block(*self.loop.initial(), *(self.loop.call(*stage, begin="start") for stage in stages))
+    def _stages(self) -> list[tuple[str, str, bool]]:
+        return [("full_start", "full_stop", True), ("start", "stop", False)] if self.listed else super()._stages()
 
     def _finish(self) -> str:
         lines = [*self._settled(self.programs), *self._maximum_and_sum()] if self.softmax else []
@@ -135,7 +132,7 @@ class Combine(Part):
             *self._load_queries(),
             *self.loop.pointers(),
             *self.loop.initial(),
-            self.loop.call("0", end, True, True, listed=False, begin="0"),
+            self.loop.call("0", end, False, listed=False, begin="0"),
             self.loop.finish("0", self.n_k),
             *self._settled(self.loop_programs),
             f"m = {in_own_units('m', self.loop_programs)}",
