@@ -17,7 +17,7 @@ import torch
 from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.ir import integers
-from fusion.ir.expr import E, Expr, I, coord, coordinates
+from fusion.ir.expr import C, E, Expr, I, coord, coordinates
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import magnitude
 from fusion.planning.gpu_clocks import BY_KEYS, QUERIES
@@ -110,7 +110,8 @@ def boxes(spec: AttentionSpec, d: int, d_v: int) -> dict[str, Box]:
     """Q, K, V and the output's gradient, as far as their index maps are boxes, by their names in the kernels."""
     output = tuple(coord(name) for name in spec.output.dims)
     read = [(number, name, *spec.access(number)) for number, name in enumerate("qkv") if spec.values[number] is None]
-    found = [_box(*each, panels(d_v if each[-1] is E else d)) for each in (*read, (None, "do", output, I, E))]
+    parts = {C: panels(d, "c"), E: panels(d_v, "e")}
+    found = [_box(*each, parts[each[-1]]) for each in (*read, (None, "do", output, I, E))]
     return {box.name: box for box in found if box is not None}
 
 
@@ -125,7 +126,7 @@ def _box(
     (rows,), (columns,) = along
     rest = integers.add(index[columns], integers.mul(-1, column))
     whole = rest is NOTHING
-    padded = any(panel.inside("c") for panel in parts)
+    padded = any(panel.inside for panel in parts)
     aligned = all(factor % UNIT == 0 for factor in integers.terms(rest).values())
     if index[rows] is not row or column.name in coordinates(rest) or not aligned or padded and not whole:
         return None

@@ -122,7 +122,7 @@ class Forward(Tiles):
             return lines
         for part, panel in zip(self.parts(self.writer, 0), self.columns, strict=True):
             name = f"q{panel.suffix}"
-            lines.append(load_where(name, part.pointers, (panel.inside("c"),), widened))
+            lines.append(load_where(name, part.pointers, (panel.inside,), widened))
             if not (part.rows or part.both):
                 lines.append(f"{name} = tl.broadcast_to({name}, [ROWS, {panel.width}])")
         return lines
@@ -169,14 +169,14 @@ class Forward(Tiles):
             if self.spec.normalizer is Normalizer.ZERO_SOFTMAX:
                 result = f"tl.where(factor == factor, {result}, 0.0)"
             lines += [
-                f"out{panel.suffix}_at = out_rows + tl.cast(e{panel.suffix}, tl.int64) * out_stride_e",
+                f"out{panel.suffix}_at = out_rows + tl.cast({panel.column}, tl.int64) * out_stride_e",
                 f"tl.store(out{panel.suffix}_at, ({result}).to({dtype}), mask={self._rows_inside(panel)})",
             ]
         return source.block(*lines)
 
     def _rows_inside(self, panel: Panel) -> str:
         """Which elements of a block's panel of the output exist."""
-        return f"(rows <= i1)[:, None] & ({panel.inside('e')})" if panel.inside("e") else "(rows <= i1)[:, None]"
+        return f"(rows <= i1)[:, None] & ({panel.inside})" if panel.inside else "(rows <= i1)[:, None]"
 
     def _output_rows(self) -> str:
         """Pointers to the rows of the output; those of packed heads lie side by side in the block."""

@@ -159,8 +159,7 @@ class KeyLoop:
 
     def _of(self, column: Expr, panel: Panel, key: str, mask: str) -> Writer:
         """The writer for a panel's columns of the keys `key`, of which those exist that `mask` says."""
-        named = {column: f"{column.attr}{panel.suffix}", J: key}
-        inside = {column.name: panel.inside(column.name)} if panel.inside(column.name) else {}
+        named, inside = {column: panel.column, J: key}, {column.name: panel.inside} if panel.inside else {}
         if not inside and all(self.keys.known.get(coordinate) == name for coordinate, name in named.items()):
             return self.keys
         return self.keys.where(named, mask, inside)
@@ -184,8 +183,10 @@ class KeyLoop:
                 lines.append(made(to, value, writer))
             else:
                 part = matrix(writer, number, index, J, column)
-                lines += self._load(name, part, panel, mask, always)
-                tiles.append(self._tile(name, part, panel))
+                lines += self._load(number, part, panel, mask, always)
+                self.blocks[f"{name}_block"] = sum_of(f"{part.operand}_ptr", part.block)
+                within = sum_of(f"{name}_block", part.rows if part.advance else "", part.columns)
+                tiles.append(f"{to}_tile = {within}")
         return lines, tiles
 
     def _boxed(self, box: Box, panel: Panel, mask: str) -> str:
@@ -193,22 +194,15 @@ class KeyLoop:
         first = "tl.where(first > begin, first, 0) - KEYS" if mask == "before_ok" else "first"
         return box.load_described(panel, first) if self.order.specialized else box.load(self.keys, panel, first)
 
-    def _tile(self, name: str, part: Matrix, panel: Panel) -> str:
-        self.blocks[f"{name}_block"] = sum_of(f"{part.operand}_ptr", part.block)
-        within = sum_of(f"{name}_block", part.rows if part.advance else "", part.columns)
-        return f"{name}{panel.suffix}_tile = {within}"
-
-    def _load(self, name: str, part: Matrix, panel: Panel, mask: str, always: bool = False) -> list[str]:
+    def _load(self, number: int, part: Matrix, panel: Panel, mask: str, always: bool) -> list[str]:
         """Statements that read a tile of K or V, with masks only where it may be cut off (always: in every stage) or is
         padded."""
-        column, operand = ("c", 1) if name == "k" else ("e", 2)
-        name = f"{name}{panel.suffix}"
+        name, inside, stored = f"{'qkv'[number]}{panel.suffix}", panel.inside, self.spec.operands[number]
         first = "first - KEYS" if mask == "before_ok" else "first"
         moved = f"tl.cast({first}, tl.int64) * {brackets(part.advance)}" if part.advance else ""
         at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
-        inside = panel.inside(column)
-        widened = cast(self.spec.operands[operand].dtype, self.spec.dtype)
-        nothing = "0.0" if self.spec.operands[operand].torch_dtype.is_floating_point else "0"
+        widened = cast(stored.dtype, self.spec.dtype)
+        nothing = "0.0" if stored.torch_dtype.is_floating_point else "0"
         limits = f"{mask} & ({inside})" if inside else mask
         masked = f"{name} = tl.load({name}_at, mask={limits}, other={nothing}){widened}"
         lines = [f"{name}_at = {at}"]

@@ -59,7 +59,7 @@ class Part(Forward):
         lines = [*self._settled(self.programs), *self._maximum_and_sum()] if self.softmax else []
         lines.append(self._at())
         for panel in self.values:
-            at, acc = f"part_ptr + at * {self.d_v} + e{panel.suffix}", f"acc{panel.suffix}"
+            at, acc = f"part_ptr + at * {self.d_v} + {panel.column}", f"acc{panel.suffix}"
             lines.append(f"tl.store({at}, {acc}, mask={self._rows_inside(panel)})")
         if self.softmax:
             lines += [
@@ -98,7 +98,7 @@ class Combine(Part):
         """Statements that add the parts up, relative to the largest of their maxima."""
         loop, sums = [self._at()], []
         for panel in self.values:
-            name, at = f"part{panel.suffix}", f"part_ptr + at * {self.d_v} + e{panel.suffix}"
+            name, at = f"part{panel.suffix}", f"part_ptr + at * {self.d_v} + {panel.column}"
             loop.append(f"{name} = tl.load({at}, mask={self._rows_inside(panel)}, other=0.0)")
             sums.append((f"acc{panel.suffix}", name))
         start = nothing_summed(self.values, self.softmax)

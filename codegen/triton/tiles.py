@@ -24,7 +24,7 @@ class Tiles(WrittenKernel):
         first = "i0" if self.outer == "i" else "first"
         super().__init__(spec, {I: "i", J: "j", C: "c", E: "e", SCORE: "s", OUTER_FIRST: first, **known})
         self.d, self.d_v, w = d, d_v, self.writer
-        self.columns, self.values = panels(d), panels(d_v)
+        self.columns, self.values = panels(d, "c"), panels(d_v, "e")
         self.softmax = spec.normalizer is not Normalizer.NONE
         # Columns of a tile whose rows are the inner coordinate, for reading matrices.
         inside = {I: "row"} if self.inner == "i" else {J: "key"}
@@ -69,7 +69,7 @@ class Tiles(WrittenKernel):
 
     def places(self) -> list[str]:
         """Statements of the columns of Q and K, and of V, by panels."""
-        return [*(panel.columns("c") for panel in self.columns), *(panel.columns("e") for panel in self.values)]
+        return [panel.numbers for panel in (*self.columns, *self.values)]
 
     def of_block(self, later: str) -> str:
         """`later`, after what it uses of a block's columns and values."""
@@ -81,7 +81,7 @@ class Tiles(WrittenKernel):
         index, row, column = self.spec.access(number)
         found = []
         for panel in self.panels_of(number):
-            at = writer.where({column: f"{column.attr}{panel.suffix}"}) if panel.suffix else writer
+            at = writer.where({column: panel.column}) if panel.suffix else writer
             found.append(matrix(at, number, index, row, column, name=name, moving=False))
         return found
 
@@ -96,7 +96,7 @@ class Tiles(WrittenKernel):
         lines = []
         for part, panel in zip(parts, self.panels_of(number), strict=True):
             to = f"{'qkv'[number]}{panel.suffix}"
-            at, inside = f"{to}_at", panel.inside("e" if number == 2 else "c")
+            at, inside = f"{to}_at", panel.inside
             whole, cut = (load_where(to, at, limits, widened) for limits in ((inside,), (mask, inside)))
             lines += [f"{at} = {part.pointers}", source.by_mask(cut, whole) if bounded else cut]
         return source.block(*lines)
@@ -107,8 +107,8 @@ class Tiles(WrittenKernel):
             return self.read(1, self.parts(writer, 1), mask)
         lines = []
         for panel in self.columns:
-            limits = {C.name: panel.inside(C.name)} if panel.inside(C.name) else {}
-            at = writer.where({C: f"{C.name}{panel.suffix}"}, mask, limits)
+            limits = {C.name: panel.inside} if panel.inside else {}
+            at = writer.where({C: panel.column}, mask, limits)
             lines.append(made(f"k{panel.suffix}", self.spec.k_value, at))
         return source.block(*lines)
 

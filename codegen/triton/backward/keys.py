@@ -237,10 +237,9 @@ class Joint(Keys):
             f"sums_at += (row - block * ROWS) * {self.d}",
         ]
         for panel in self.columns:
-            inside = panel.inside("c")
-            mask = f", mask={inside}" if inside else ""
+            mask = f", mask={panel.inside}" if panel.inside else ""
             added = f"tl.dot(to_dq, k{panel.suffix}, input_precision=PRECISION)"
-            lines.append(f'tl.atomic_add(sums_at + c{panel.suffix}, {added}, sem="relaxed"{mask})')
+            lines.append(f'tl.atomic_add(sums_at + {panel.column}, {added}, sem="relaxed"{mask})')
         return lines
 
     def _rows(self) -> list[str]:

@@ -22,7 +22,7 @@ class Prepare(Role):
     def body(self) -> tuple[list[Visit], str]:
         delta = " + ".join(f"tl.sum(do{p.suffix} * o{p.suffix}, 1)[:, None]" for p in self.values)
         lines = [
-            *(panel.columns("e") for panel in self.values),
+            *(panel.numbers for panel in self.values),
             *self.rows_of_output("do", "i", dtype="tl.float32"),
             *self.rows_of_output("o", "i", "out", "tl.float32"),
             f"row_place = tl.cast({self.place()}, tl.int64) * {self.n_q} + i",

@@ -88,8 +88,7 @@ class Role(Tiles):
         """Statements that write the gradient of Q, K or V."""
         dtype, lines = DTYPES[self.spec.operands[number].dtype], []
         for name, part, panel in zip(self.gradient(number), parts, self.panels_of(number), strict=False):
-            inside = panel.inside("e" if number == 2 else "c")
-            limits = f"{self.owned} & ({inside})" if inside else self.owned
+            limits = f"{self.owned} & ({panel.inside})" if panel.inside else self.owned
             lines += [f"{name}_at = {part.pointers}", f"tl.store({name}_at, {name}.to({dtype}), mask={limits})"]
         return lines
 
@@ -98,9 +97,9 @@ class Role(Tiles):
         axes = [f"tl.cast(b{axis}, tl.int64) * {tensor}_stride_b{axis}" for axis in range(len(self.spec.batch))]
         lines = []
         for panel in self.values:
-            across = f"tl.cast(e{panel.suffix}, tl.int64) * {tensor}_stride_e"
+            across = f"tl.cast({panel.column}, tl.int64) * {tensor}_stride_e"
             at = sum_of(f"{tensor}_ptr", *axes, f"tl.cast({rows}, tl.int64) * {tensor}_stride_i", across)
-            lines.append(load_where(f"{name}{panel.suffix}", at, (panel.inside("e"),), f".to({dtype or self.dtype})"))
+            lines.append(load_where(f"{name}{panel.suffix}", at, (panel.inside,), f".to({dtype or self.dtype})"))
         return lines
 
     def statistics(self) -> list[str]:
