@@ -46,19 +46,13 @@ class Request:
     needs: tuple[bool, ...] = ()  # the marked operands
 
 
-class Notes:
-    """What has been begun, and what is known to fail: by kernel and tile. path: a file that says so, too."""
-
-    def __init__(self, path: Path | None = None):
-        self.path = path
-
-    def known(self, kernel: str, tile: Tile | str) -> str | None:
-        """Why a tile is not to be tried, or None."""
-        return None if self.path is None else read(self.path)["lost"].get(f"{kernel}: {tile}")
-
-    def begin(self, kernel: str, tile: Tile | str) -> None:
-        if self.path is not None:
-            _write(self.path, read(self.path) | {"current": f"{kernel}: {tile}", "patience": TILE})
+def begin(state: Path, kernel: str, tile: Tile | str) -> str | None:
+    """Why a tile is not to be tried, or None: then it is begun. state: the file that says so, and what is known to
+    fail."""
+    found, name = read(state), f"{kernel}: {tile}"
+    if name not in found["lost"]:
+        _write(state, found | {"current": name, "patience": TILE})
+    return found["lost"].get(name)
 
 
 def read(path: Path) -> dict[str, Any]:

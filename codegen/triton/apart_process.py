@@ -28,7 +28,7 @@ def main() -> None:
     request = apart.load(folder / "request.pt", device)
     spec = AttentionSpec.from_json(request.spec)
     clock = by_events if device.type == "cuda" else _by_clock
-    tuner = Tuner(tile_clocks(spec, machine_of(device)), clock, apart.Notes(folder / "state.json"))
+    tuner = Tuner(tile_clocks(spec, machine_of(device)), clock, folder / "state.json")
     if request.backward:
         Differentiable(spec, tuner=tuner).backward(*request.backward, request.operands, request.sizes, request.needs)
     else:

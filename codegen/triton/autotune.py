@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -157,11 +158,11 @@ def _out_of_resources(error: Exception) -> bool:
 
 class Tuner:
     """Measures tiles, and remembers the fastest. times: ranks what is to be measured; without it tiles nearer to the
-    table's come first. clock: measures in this process; without it another one is asked to. notes: of what is measured
-    in this process."""
+    table's come first. clock: measures in this process; without it another one is asked to. notes: see
+    `apart.begin`."""
 
-    def __init__(self, times: Times | None = None, clock: Clock | None = None, notes: apart.Notes | None = None):
-        self.times, self.clock, self.notes = times, clock, notes or apart.Notes()
+    def __init__(self, times: Times | None = None, clock: Clock | None = None, notes: Path | None = None):
+        self.times, self.clock, self.notes = times, clock, notes
         self._settled: dict[tuple, tuple[Tile | None, str]] = {}  # the tile, and the peer that is faster or ""
 
     def measures(self, call: Call) -> bool:
@@ -268,8 +269,7 @@ class Tuner:
         seconds = {}
         for number, (name, run) in enumerate(runs.items()):
             log.info("%s: measuring %d of %d, %s", stage.kernel, number + 1, len(runs), name)
-            if (reason := self.notes.known(stage.kernel, name)) is None:
-                self.notes.begin(stage.kernel, name)
+            if (reason := self.notes and apart.begin(self.notes, stage.kernel, name)) is None:
                 try:
                     for result in stage.results:
                         result.fill_(math.nan)  # what another has written there must not count
