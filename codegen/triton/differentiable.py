@@ -169,11 +169,12 @@ class Differentiable:
             for n, x in enumerate(operands)
             if needs[n]
         }
-        sums = None
+        *batch, n_q, _, d, _ = extents
+        results = self._results(given, made, (*batch, n_q))
         if Joint.name in tiles:
-            sums = torch.zeros((*extents[:-3], extents[-2]), dtype=torch.float32, device=made[0].device)
-        self._launch(given, extents, made, tiles, sums)
-        if sums is not None:
+            results["dq_sums"] = torch.zeros((*batch, n_q, d), dtype=torch.float32, device=made[0].device)
+        self._launch(given, extents, made, tiles, results)
+        if (sums := results.get("dq_sums")) is not None:
             strided(made[0], self.trained.q, (*self.trained.axes, I, C), sums.shape).copy_(sums)
         return [made[n] for n in sorted(made)]
 
@@ -183,29 +184,16 @@ class Differentiable:
         extents: tuple[int, ...],
         made: dict[int, Tensor],
         tiles: Mapping[str, Tile],
-        sums: Tensor | None,
+        results: dict[str, Tensor],
     ) -> None:
         *batch, n_q, n_k, d, d_v = extents
-        operands, sizes, device = given.operands, given.sizes, given.operands[0].device
-        machine = self.kernel.planner(device).machine
+        operands, sizes = given.operands, given.sizes
         by_keys = tuple(name for name in BY_KEYS if name in tiles)
-        made_for = (d, d_v, given.needs, device.type == "cpu", by_keys)
-        results = self._results(given, made, (*batch, n_q)) | ({} if sums is None else {"dq_sums": sums})
+        made_for = (d, d_v, given.needs, operands[0].device.type == "cpu", by_keys)
         variant, described = self._variant(made_for), functools.partial(self._variant, made_for, described=True)
         of_call = (self.trained, operands, sizes, results, extents)
         launches = _BackwardLaunches(variant, described, self._groups()(sizes), *of_call)
-        stages = [
-            Stage(
-                kernel=name,
-                variant=variant,
-                tile=self.tile or tiles[name],
-                launch=launch,
-                others=functools.partial(candidates, name, self.trained, (n_q, n_k, d, d_v), tiles[name], machine),
-                results=[made[n] for n in sorted(made.keys() & WRITTEN[name])],
-            )
-            for name, launch in launches.by_kernel().items()
-            if name in variant.kernels
-        ]
+        stages = self._stages(launches, made, tiles)
         call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
         owner = next((stage for stage in stages if stage.kernel in BY_KEYS), None)
         if launches.noted and stages[0].kernel == Prepare.name and owner is not None:
@@ -213,14 +201,33 @@ class Differentiable:
             stages[0] = replace(stages[0], tile=replace(stages[0].tile, rows=rows), others=None)
 
         def reset() -> None:
-            for tensor in (*made.values(), *(() if sums is None else (sums,))):
-                tensor.zero_()
+            for tensor in (*made.values(), results.get("dq_sums")):
+                if tensor is not None:
+                    tensor.zero_()
 
         def request() -> Request:
             arrived: dict[str, Any] = {"backward": (given.grad, given.out, given.statistics), "needs": given.needs}
             return Request(spec=self.trained.to_json(), operands=operands, sizes=tuple(sizes), **arrived)
 
         autotune.run(stages, call, self.tuner, reset, request)
+
+    def _stages(
+        self, launches: _BackwardLaunches, made: Mapping[int, Tensor], tiles: Mapping[str, Tile]
+    ) -> list[Stage]:
+        machine = self.kernel.planner(launches.device).machine
+        extents = (launches.n_q, launches.n_k, launches.d, launches.d_v)
+        return [
+            Stage(
+                kernel=name,
+                variant=launches.variant,
+                tile=self.tile or tiles[name],
+                launch=launch,
+                others=functools.partial(candidates, name, self.trained, extents, tiles[name], machine),
+                results=[made[n] for n in sorted(made.keys() & WRITTEN[name])],
+            )
+            for name, launch in launches.by_kernel().items()
+            if name in launches.variant.kernels
+        ]
 
     def _results(self, given: Backward, made: Mapping[int, Tensor], rows: tuple[int, ...]) -> dict[str, Tensor]:
         """What kernels read and write beside the operands, by name."""
