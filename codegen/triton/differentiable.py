@@ -18,7 +18,7 @@ from fusion.codegen.emitter import Backward
 from fusion.codegen.reference import gradients as pulled
 from fusion.codegen.triton import autotune
 from fusion.codegen.triton.apart import Request
-from fusion.codegen.triton.autotune import Call, Stage, Tuner, call_of
+from fusion.codegen.triton.autotune import Call, Stage, Tuner
 from fusion.codegen.triton.backward import (
     WRITTEN,
     Joint,
@@ -37,7 +37,7 @@ from fusion.codegen.triton.gradients import (
     unsupported_gradient,
     with_arriving,
 )
-from fusion.codegen.triton.launch import Kernel, Launches, check_sizes, precision
+from fusion.codegen.triton.launch import Kernel, Launches, check_sizes
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.variant import Variant
 from fusion.ir.expr import ZERO, C, I
@@ -186,15 +186,14 @@ class Differentiable:
         tiles: Mapping[str, Tile],
         results: dict[str, Tensor],
     ) -> None:
-        *batch, n_q, n_k, d, d_v = extents
         operands, sizes = given.operands, given.sizes
         by_keys = tuple(name for name in BY_KEYS if name in tiles)
-        made_for = (d, d_v, given.needs, operands[0].device.type == "cpu", by_keys)
+        made_for = (*extents[-2:], given.needs, operands[0].device.type == "cpu", by_keys)
         variant, described = self._variant(made_for), functools.partial(self._variant, made_for, described=True)
         of_call = (self.trained, operands, sizes, results, extents)
         launches = _BackwardLaunches(variant, described, self._groups()(sizes), *of_call)
         stages = self._stages(launches, made, tiles)
-        call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
+        call = launches.call(self.tuner)
         owner = next((stage for stage in stages if stage.kernel in BY_KEYS), None)
         if launches.noted and stages[0].kernel == Prepare.name and owner is not None:
             rows = autotune.settled(owner, call, self.tuner).rows

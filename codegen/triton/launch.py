@@ -13,7 +13,7 @@ import torch
 from fusion.codegen import reference
 from fusion.codegen.triton import autotune, peers
 from fusion.codegen.triton.apart import Request
-from fusion.codegen.triton.autotune import Stage, Tuner, call_of
+from fusion.codegen.triton.autotune import Call, Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
 from fusion.codegen.triton.descriptors import boxes, descriptors
 from fusion.codegen.triton.forward import Forward
@@ -133,16 +133,13 @@ class Kernel:
         return alike and k.data_ptr() == v.data_ptr()
 
     def _launch(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], results: dict[str, Any]) -> None:
-        *batch, n_q, n_k, _, _ = extents = self.extents(sizes)
-        run = _ForwardLaunches(self, operands, sizes, results, extents)
-        stage = self._stage(run.device, sizes, run)
-        call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
+        run = _ForwardLaunches(self, operands, sizes, results)
 
         def request() -> Request:
             given: dict[str, Any] = {"statistics": self.statistics, "packed": self.packed}
             return Request(spec=self.spec.to_json(), operands=operands, sizes=tuple(sizes), **given)
 
-        autotune.run([stage], call, self.tuner, lambda: None, request)
+        autotune.run([self._stage(run.device, sizes, run)], run.call(self.tuner), self.tuner, lambda: None, request)
 
     def _stage(self, device: torch.device, sizes: Sequence[int], run: _ForwardLaunches | None = None) -> Stage:
         """The schedule and the planned tile for a call, and what else may compute it: not where statistics of rows are
@@ -237,6 +234,9 @@ class Launches:
         self.fixed = fixed_constants(spec.dtype, self.device)
         self.described = dict(zip("qkv", operands, strict=False))  # what descriptors may describe
 
+    def call(self, tuner: Tuner | None) -> Call:
+        return call_of(self.operands, self.sizes, (self.heads, self.n_q, self.n_k), precision(self.spec.dtype), tuner)
+
     def blocks(self, tile: Tile) -> tuple[int, int]:
         """How many tiles there are along the queries, and along the keys."""
         return -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
@@ -263,8 +263,8 @@ class Launches:
 
 
 class _ForwardLaunches(Launches):
-    def __init__(self, kernel: Kernel, *given: Any):
-        super().__init__(kernel.spec, *given)
+    def __init__(self, kernel: Kernel, operands: Sequence[torch.Tensor], sizes: Sequence[int], results: dict[str, Any]):
+        super().__init__(kernel.spec, operands, sizes, results, kernel.extents(sizes))
         self.planner = kernel.planner(self.device)
 
     def __call__(self, variant: Variant, tile: Tile) -> None:
