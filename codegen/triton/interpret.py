@@ -20,15 +20,19 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton.language as tl
+from triton import knobs
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.jit import JITFunction
 
 _REDUCTIONS = ("max", "min", "sum", "cumsum")
+_FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
 @contextlib.contextmanager
 def decorating() -> Iterator[None]:
     """Functions that are decorated inside will be interpreted."""
-    from triton import knobs
-
     with knobs.runtime.scope():
         knobs.runtime.interpret = True
         yield
@@ -37,11 +41,7 @@ def decorating() -> Iterator[None]:
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """Interpreted kernels can be called inside."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    with _language_restored(), _exact_products(), _exact_float8(), _fused_multiply_add(), _plain_integers():
+    with _language_restored(), _exact(), _plain_integers():
         for name in _REDUCTIONS:
             function = getattr(tl, name)
             if isinstance(function, JITFunction):
@@ -53,8 +53,6 @@ def running() -> Iterator[None]:
 def _language_restored() -> Iterator[None]:
     """Undo what is replaced in Triton's language inside. The interpreter does so itself for the kernel, but not for the
     device functions that a kernel calls, and then nothing compiles any more in this process."""
-    import triton.language as tl
-
     modules = (tl, tl.core, tl.math, tl.standard)
     places = (*modules, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
     before = [dict(vars(place)) for place in places]
@@ -73,8 +71,6 @@ def _language_restored() -> Iterator[None]:
 
 def _plain_integers() -> AbstractContextManager:
     """Inside, an interpreted scalar becomes a Python integer whether it is kept in an array of shape [] or [1]."""
-    from triton.runtime import interpreter
-
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor, *rest):
@@ -84,34 +80,21 @@ def _plain_integers() -> AbstractContextManager:
     return mock.patch.object(interpreter, "_patch_lang_tensor", patched)
 
 
-def _fused_multiply_add() -> AbstractContextManager:
-    """Inside, products of float32 are not rounded before something is added to them: the interpreter rounds twice."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+def _exact() -> AbstractContextManager:
+    """Inside, products are rounded once, and not before something is added to them; numbers are rounded to the nearest
+    bfloat16; float8 is widened to float16 as torch does it (the interpreter takes infinities and NaN for numbers)."""
+    builder = InterpreterBuilder
+    dot, truncate, convert = builder.create_dot, builder.create_fp_trunc, builder.create_fp_to_fp
 
     def create_fma(self, x, y, z):
         exact = x.data.astype("float64") * y.data + z.data
         return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
-    return mock.patch.object(InterpreterBuilder, "create_fma", create_fma)
-
-
-def _exact_products() -> AbstractContextManager:
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot, truncate = InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc
-
     def create_dot(self, a, b, d, *rest):
         if not {a.dtype.scalar, b.dtype.scalar} <= {tl.float32, tl.float16, tl.bfloat16}:
             return dot(self, a, b, d, *rest)
-        exact = dot(self, *map(widened, (a, b, d)), *rest)
+        exact = dot(self, *map(_widened, (a, b, d)), *rest)
         return TensorHandle(exact.data.astype(d.data.dtype), d.dtype.scalar)
-
-    def widened(handle):
-        values = handle.data
-        if handle.dtype.scalar == tl.bfloat16:
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        return TensorHandle(values.astype(np.float64), tl.float64)
 
     def create_fp_trunc(self, source, target):
         if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
@@ -119,22 +102,19 @@ def _exact_products() -> AbstractContextManager:
             return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
         return truncate(self, source, target)
 
-    return mock.patch.multiple(InterpreterBuilder, create_dot=create_dot, create_fp_trunc=create_fp_trunc)
-
-
-def _exact_float8() -> AbstractContextManager:
-    """Inside, float8 is widened to float16 as torch does it: the interpreter takes infinities and NaN for numbers."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    convert = InterpreterBuilder.create_fp_to_fp
-    formats = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-
     def create_fp_to_fp(self, source, target, rounding):
-        stored = formats.get(source.dtype.scalar)
+        stored = _FLOAT8.get(source.dtype.scalar)
         if stored is None or target.scalar != tl.float16:
             return convert(self, source, target, rounding)
         bits = torch.from_numpy(source.data.view("uint8"))
         return TensorHandle(bits.view(stored).to(torch.float16).numpy(), tl.float16)
 
-    return mock.patch.object(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
+    made = (create_fma, create_dot, create_fp_trunc, create_fp_to_fp)
+    return mock.patch.multiple(builder, **{function.__name__: function for function in made})
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    values = handle.data
+    if handle.dtype.scalar == tl.bfloat16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return TensorHandle(values.astype(np.float64), tl.float64)
