@@ -148,17 +148,20 @@ class Forward(Tiles):
         """Where rows that met no live key average over all keys in eager mode, their block is done again over all."""
         if not dead_rows_matter(self.spec):
             return ""
-        assert self.spec.mask is not None
-        limit = number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2))
         end, left_out = self.n_k, f"(start > 0) | (stop < {self.n_k})"
         if self.listed:
             end, left_out = "tiles_across", "full_count + partial_count < tiles_across"
         every = self.loop.call("0", end, False, listed=False, begin="0")
         return source.block(
-            f"dead = (m > {limit}) == 0",
+            f"dead = {self._dead()}",
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",
             source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", self.n_k))),
         )
+
+    def _dead(self) -> str:
+        """Which rows met no live key."""
+        assert self.spec.mask is not None
+        return f"(m > {number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2))}) == 0"
 
     def _finish(self) -> str:
         lines = self._row_factor() if self.softmax else []

@@ -155,22 +155,12 @@ def _groups(spec: AttentionSpec, index: tuple[Expr, ...]) -> tuple[Expr, ...] | 
     """For each batch coordinate how many of its values share an element; None where there is no such number."""
     found = []
     for b, extent in zip(spec.axes, spec.batch, strict=True):
-        holders = {part for e in index for part in walk(e) if b in part.args or part is b}
-        quotients = {part for part in holders if part.op == "floordiv" and part.args[0] is b}
-        if not holders:
-            found.append(extent)
-        elif not quotients:
-            found.append(integers.integer(1))
-        elif len(quotients) == 1 and not _outside(index, b, next(iter(quotients))):
-            found.append(next(iter(quotients)).args[1])
-        else:
+        quotients = {part for e in index for part in walk(e) if part.op == "floordiv" and part.args[0] is b}
+        alone = any(b in walk(substitute(e, dict.fromkeys(quotients, const(0)))) for e in index)
+        if len(quotients) + alone > 1:
             return None
+        found.append(integers.integer(1) if alone else quotients.pop().args[1] if quotients else extent)
     return tuple(found)
-
-
-def _outside(index: tuple[Expr, ...], b: Expr, quotient: Expr) -> bool:
-    """Whether a coordinate occurs anywhere but in that quotient."""
-    return any(b in walk(substitute(e, {quotient: const(0)})) for e in index)
 
 
 def _injective(spec: AttentionSpec, index: tuple[Expr, ...], own: Sequence[Expr], grouped: bool) -> bool:

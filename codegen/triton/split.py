@@ -12,11 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.expressions import number
 from fusion.codegen.triton.forward import Forward, in_own_units
 from fusion.codegen.triton.key_loop import PLAIN, KeyLoop, Order, nothing_summed
 from fusion.codegen.triton.stages import Visit
-from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.numbers import LOG2E
@@ -126,7 +124,6 @@ class Combine(Part):
         self.loop = KeyLoop(self, self.loop_programs, self.order)
         self.boxes = self.loop.boxes
         end = f"({self.n_k} + KEYS - 1) // KEYS" if self.listed else self.n_k
-        limit = number(max(self.spec.mask.fill / 2, -LARGEST / 2))  # type: ignore[union-attr]
         inside = source.block(
             "list_at = tile_list_ptr" if self.listed else "",
             *self._load_queries(),
@@ -138,7 +135,7 @@ class Combine(Part):
             f"m = {in_own_units('m', self.loop_programs)}",
         )
         return source.block(
-            f"dead = ((m > {limit}) == 0) & (rows <= i1)",
+            f"dead = ({self._dead()}) & (rows <= i1)",
             "if tl.max(dead.to(tl.int32), 0) != 0:",
             source.indented(inside),
         )
