@@ -185,12 +185,11 @@ def _form(load: Expr) -> Form:
 def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
     """An operand that is read in several ways has one buffer: per thread, unless all reads are dense along one
     dimension."""
-    mixed = set()
+    kinds: dict[int, set[tuple[Form, int | None]]] = {}
     for entry in gradients:
-        for other in gradients:
-            same = other.operand == entry.operand and {other.form, entry.form} <= {Form.DENSE, Form.SCATTERED}
-            if same and (other.form is not entry.form or column_dimension(other.load) != column_dimension(entry.load)):
-                mixed.add(entry.operand)
+        if entry.form in (Form.DENSE, Form.SCATTERED):
+            kinds.setdefault(entry.operand, set()).add((entry.form, column_dimension(entry.load)))
+    mixed = {operand for operand, found in kinds.items() if len(found) > 1}
     return [replace(e, form=Form.SCATTERED) if e.operand in mixed and e.form is Form.DENSE else e for e in gradients]
 
 
