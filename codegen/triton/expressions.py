@@ -18,6 +18,7 @@ import dataclasses
 import enum
 import keyword
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +78,7 @@ RESERVED = frozenset(
 
 def number(value: float | int | bool | str | None) -> str:
     """A constant as text. Floats below float32's normal range are typed: Triton would make them float64."""
-    if isinstance(value, bool) or isinstance(value, int):
+    if isinstance(value, int):
         return str(value)
     assert isinstance(value, float)
     if math.isnan(value) or math.isinf(value):
@@ -98,7 +99,7 @@ class Writer:
     lines: dict[Level, list[str]] = field(default_factory=lambda: {level: [] for level in Level})
     helpers: set[str] = field(default_factory=set)  # functions of `mathematics` in use
     names: set[str] = field(default_factory=lambda: set(RESERVED))
-    uses: dict[Expr, int] = field(default_factory=dict)
+    uses: Counter[Expr] = field(default_factory=Counter)
     mask: str = "j_ok"  # name of the predicate that says which keys of the tile exist
     limits: dict[str, str] = field(default_factory=dict)
     outer: str = "i"
@@ -122,9 +123,7 @@ class Writer:
 
     def count(self, *roots: Expr | None) -> None:
         """Count the users of every value below the roots: what has several gets a name."""
-        for part in walk(*(root for root in roots if root is not None)):
-            for arg in part.args:
-                self.uses[arg] = self.uses.get(arg, 0) + 1
+        self.uses.update(arg for part in walk(*(root for root in roots if root is not None)) for arg in part.args)
 
     def fresh(self, hint: str) -> str:
         name, n = hint, 1
@@ -162,7 +161,7 @@ class Writer:
     def apart(self, known: dict[Expr, str], **changed: Any) -> Writer:
         """A writer with lines of its own, and names and helpers in common."""
         lines: dict[Level, list[str]] = {level: [] for level in Level}
-        return dataclasses.replace(self, known=dict(known), lines=lines, uses={}, **changed)
+        return dataclasses.replace(self, known=dict(known), lines=lines, uses=Counter(), **changed)
 
     def where(self, values: dict[Expr, str], mask: str | None = None, limits: dict[str, str] | None = None) -> Writer:
         """A writer into the same lines for which some coordinates have other names."""
@@ -189,10 +188,10 @@ class Writer:
         if expr.is_leaf and expr.op != "load":
             raise KeyError(f"{expr} is not bound here")
         own = self.level_of(expr)
-        text, precedence = self._load(expr, own) if expr.op == "load" else self._operation(expr, own)
         if expr.op == "load":
-            return self._assign(expr, text, self.operand(expr.operand), own), _ATOM
-        if own < level or self.uses.get(expr, 0) > 1:
+            return self._assign(expr, self._load(expr, own), self.operand(expr.operand), own), _ATOM
+        text, precedence = self._operation(expr, own)
+        if own < level or self.uses[expr] > 1:
             return self._assign(expr, text, _HINTS[expr.kind], own), _ATOM
         return text, precedence
 
@@ -266,7 +265,7 @@ class Writer:
         self.helpers.add(name)
         return name
 
-    def _load(self, expr: Expr, level: Level) -> tuple[str, int]:
+    def _load(self, expr: Expr, level: Level) -> str:
         at = self.address(expr, level, self.operand(expr.operand))
         stored = self.spec.operands[expr.operand].dtype
         nothing = "0.0" if stored in FLOAT8 else "0"
@@ -275,9 +274,9 @@ class Writer:
         mask = f", mask={' & '.join(limits)}, other={nothing}" if limits else ""
         loaded = f"tl.load({at}{mask})"
         if expr.kind is Kind.FLOAT:
-            return loaded + (cast(stored, "float32") or ".to(tl.float32)"), _ATOM
+            return loaded + (cast(stored, "float32") or ".to(tl.float32)")
         held = "tl.int32" if self.spec.operands[expr.operand].torch_dtype.itemsize == 1 else "tl.int64"
-        return (f"{loaded} != 0", 0) if expr.kind is Kind.BOOL else (f"tl.cast({loaded}, {held})", _ATOM)
+        return f"{loaded} != 0" if expr.kind is Kind.BOOL else f"tl.cast({loaded}, {held})"
 
     def address(self, expr: Expr, level: Level, name: str) -> str:
         """Pointers to the elements that a load's index names, in the tensor of that name; outer parts are added up

@@ -17,6 +17,7 @@ share the keys of a tile.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ class KeyLoop:
         self.boxes = {name: box for name, box in boxes(self.spec, kernel.d, kernel.d_v).items() if name in read}
         # Keys as rows, for reading K and V: lines of their own at the level of tiles.
         self.keys = self.writer.where({J: "key"}, "key_ok")
-        self.keys.lines, self.keys.uses = self.writer.lines | {Level.TILE: []}, {}
+        self.keys.lines, self.keys.uses = self.writer.lines | {Level.TILE: []}, Counter()
         self.blocks: dict[str, str] = {}  # where the block's keys and values begin
         self.sums = [f"acc{panel.suffix}" for panel in self.values]
         self.visit = self._visit()
