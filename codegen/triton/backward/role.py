@@ -146,22 +146,21 @@ class Role(Tiles):
         return source.block(
             weights,
             f"dp = {upstream}",
-            *of_weight,
+            of_weight,
             f"dx = y * (dp{times}{further} - delta)" if self.softmax else f"dx = dp{times}{further}",
             "" if self.softmax and not further and self.inner == "i" else only_existing,
             "dw = y * dp",
             source.by_mask(*gradients),
         )
 
-    def _further(self) -> tuple[list[str], str]:
+    def _further(self) -> tuple[str, str]:
         """Statements of what further outputs add to the gradient of a weight, and the text that adds it."""
         w, value = self.writer, self.gradients.further.weight
         if value is ZERO:
-            return [], ""
-        outside, lines = set(w.known), []
-        lines.append(f"dfurther = {source.spread(self.bound(value, lines), self.shape)}")
+            return "", ""
+        outside, statement = set(w.known), self.statement("dfurther", value)
         self._forget_tile(outside)
-        return lines, " + dfurther"
+        return statement, " + dfurther"
 
     def _variant(self, full: bool) -> tuple[str, str]:
         """(from s to x and w, from dx and dw to ds and what is summed), with the mask or, full, without."""
@@ -169,13 +168,11 @@ class Role(Tiles):
         outside = set(w.known)
         score, gradient = (found.program, found.full) if full else (self.spec.score, found.score)
         assert score is not None and gradient is not None
-        lines: list[str] = []
-        lines.append(f"x = {source.spread(self.bound(score, lines), self.shape)}")
+        lines = [self.statement("x", score)]
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.bound(self.spec.weight, lines)}")
-        after = self.summed(full)  # before ds: then fewer values are held at a time
-        after.append(f"ds = {source.spread(self.bound(gradient, after), self.shape)}")
-        after += self.existing("ds", gradient)
+        # Sums before ds: then fewer values are held at a time.
+        after = [*self.summed(full), self.statement("ds", gradient), *self.existing("ds", gradient)]
         self._forget_tile(outside)
         return source.block(*lines), source.block(*after)
 
