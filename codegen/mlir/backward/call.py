@@ -119,8 +119,10 @@ class BackwardCall:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
-        written = *self.results.values(), *self.sinks.values()
-        self.located = (*self.read, self.rows, self.statistics, *written)
+        self.located: dict[tuple, Tensor] = {("ptr", n): x for n, x in enumerate(self.read)}
+        self.located |= {("ptr", "rows"): self.rows, ("ptr", "statistics"): self.statistics}
+        for name, tensors in (("result", self.results), ("sink", self.sinks)):
+            self.located |= {("ptr", name, n): x for n, x in tensors.items()}
         if not self._make_deltas(choice):
             return None
         if (steps := self.derived.steps.get(choice)) is None:
@@ -288,7 +290,7 @@ class BackwardCall:
         """Run a kernel; own: what it alone reads or writes. False where it met values that its products cannot take."""
         if (launch := self.derived.launchers.get((kind, choice))) is None:
             launch = self.derived.launchers[kind, choice] = self._launcher(kind, choice, own)
-        return launch([*map(address, self.located), *map(address, own.values())])
+        return launch([*map(address, self.located.values()), *map(address, own.values())])
 
     def _launcher(self, kind: type[BackwardKernel], choice: int, own: Iterable[tuple]) -> Launch:
         kernel = self._compiled(kind, choice)
@@ -305,10 +307,7 @@ class BackwardCall:
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // kernel.text.rows)
         split, threads = self._split(blocks)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
-        given: list[tuple] = [("ptr", name) for name in (*range(len(self.read)), "rows", "statistics")]
-        given += [("ptr", "result", number) for number in self.results]
-        given += [("ptr", "sink", number) for number in self.sinks]
-        return kernel.launcher(values, [*given, *own], threads, rows)
+        return kernel.launcher(values, [*self.located, *own], threads, rows)
 
     def _compiled(self, kind: type[BackwardKernel], choice: int) -> CompiledKernel:
         needs = self.needs if kind.gradients else (False,) * len(self.needs)
