@@ -26,8 +26,8 @@ class KernelText:
 
 
 class WrittenKernel:
-    """A kernel with the first line of its class's docstring. known: names of coordinates, beside those of the batch.
-    outer, inner: see `Writer`. boxes: what it reads by tensor descriptors."""
+    """A kernel, whose docstring is the first line of its class's. known: names of coordinates, beside those of the
+    batch. outer, inner: see `Writer`. boxes: what it reads by tensor descriptors."""
 
     name = ""
     outer, inner = "i", "j"

@@ -71,6 +71,7 @@ class Part(Forward):
         return f"at = tl.cast(split * ({self.heads}) + {self.place()}, tl.int64) * {self.n_q} + rows[:, None]"
 
     def _again(self) -> str:
+        """Nothing: a part does not know whether another has met a live key."""
         return ""
 
 
