@@ -109,8 +109,10 @@ def _exact() -> AbstractContextManager:
         bits = torch.from_numpy(source.data.view("uint8"))
         return TensorHandle(bits.view(stored).to(torch.float16).numpy(), tl.float16)
 
-    made = (create_fma, create_dot, create_fp_trunc, create_fp_to_fp)
-    return mock.patch.multiple(builder, **{function.__name__: function for function in made})
+    return mock.patch.multiple(
+        builder, create_fma=create_fma, create_dot=create_dot, create_fp_trunc=create_fp_trunc,
+        create_fp_to_fp=create_fp_to_fp,
+    )  # fmt: skip
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:

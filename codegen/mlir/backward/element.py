@@ -66,10 +66,8 @@ class GroupElements:
         self.kernel, self.b, self.first, self.variant = kernel, kernel.b, rows.first, variant
         b, lanes, keys = kernel.b, kernel.lanes, kernel.tiling.keys
         offset = b.mul(g, lanes)
-        held = Lanes(
-            coord=kernel.axis.lane, first=b.add(block.first, offset), count=lanes,
-            valid=kernel._valid(b.sub(block.count, offset)),
-        )  # fmt: skip
+        first, valid = b.add(block.first, offset), kernel._valid(b.sub(block.count, offset))
+        held = Lanes(coord=kernel.axis.lane, first=first, count=lanes, valid=valid)
         self.scope = block.scope.inner(lanes=held)
         collected = (variant.gradients[target] for target in (SCORE, *(entry.load for entry in kernel.collected)))
         exprs = (variant.program, kernel.weight, kernel.plan.at_weight, *collected)
@@ -80,7 +78,7 @@ class GroupElements:
                 area = b.at(areas, member * keys * lanes, "f32")
                 load.stage(self.scope, rows.first, rows.count, area)
                 self.staged.append((load.expr, functools.partial(load.read, area)))
-        self.statistics = kernel.lane_statistics(held.first)
+        self.statistics = kernel.lane_statistics(first)
         self.scores, *slopes = (kernel.part(half.tile, g, 4 * keys * lanes) for half in kernel.halves)
         self.slopes = slopes[0] if slopes else None
         self.weights = [kernel.part(half.weights, g, half.products.weight_bytes(keys)) for half in kernel.halves]
