@@ -20,8 +20,9 @@ from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import Queries, backward_kernels, may_join
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.dtypes import FLOAT8
-from fusion.codegen.triton.forward import Forward, KernelText
+from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.further import further_kernels, tiles_of_further
+from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, TileLists
 from fusion.ir.spec import AttentionSpec

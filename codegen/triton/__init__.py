@@ -1,11 +1,11 @@
 """GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
 
 It is an emitter (`fusion.codegen.emitter`). `forward` writes the kernel around the loop of `key_loop`, `expressions`
-and `matrices` the values and addresses in it, `panels` divides head dimensions, `mathematics` has functions that Triton
-lacks, `module` writes and loads files, `autotune` measures other tiles than the planned (`candidates`) and takes
-smaller ones where they do not fit, `launch` makes the call, `split` is for few queries, `features`, `polynomial`,
-`sparse_kernel` and `sparse_call` are for approximate attention, `interpret` runs it on CPU tensors in Triton's
-interpreter. Nothing of Triton is imported before a kernel is made.
+and `matrices` the values and addresses in it, `kernel` and `tiles` what it has in common with others, `panels` divides
+head dimensions, `mathematics` has functions that Triton lacks, `module` writes and loads files, `autotune` measures
+other tiles than the planned (`candidates`) and takes smaller ones where they do not fit, `launch` makes the call,
+`split` is for few queries, `features`, `polynomial`, `sparse_kernel` and `sparse_call` are for approximate attention,
+`interpret` runs it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before a kernel is made.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | N
     for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype), *written):
         if dtype not in DTYPES:
             return Refusal(Ground.DTYPE, f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}")
-    for index in (
-        *spec.q,
-        *(index for number in (1, 2) for part in loads(spec.element(number)) for index in part.args),
-    ):
+    for index in (index for number in (0, 1, 2) for part in loads(spec.element(number)) for index in part.args):
         if any(contains(part, C) or contains(part, E) for part in loads(index)):
             return Refusal(Ground.INDIRECT_COLUMN, f"a column of Q, K or V is itself read from a tensor: {index}")
     return None

@@ -46,22 +46,16 @@ class Request:
     needs: tuple[bool, ...] = ()  # the marked operands
 
 
-class Notes:
-    """What has been begun, and what is known to fail: by kernel and tile. path: a file that says so, too."""
-
-    def __init__(self, path: Path | None = None):
-        self.path = path
-
-    def known(self, kernel: str, tile: Tile | str) -> str | None:
-        """Why a tile is not to be tried, or None."""
-        return None if self.path is None else _read(self.path)["lost"].get(f"{kernel}: {tile}")
-
-    def begin(self, kernel: str, tile: Tile | str) -> None:
-        if self.path is not None:
-            _write(self.path, _read(self.path) | {"current": f"{kernel}: {tile}", "patience": TILE})
+def begin(state: Path, kernel: str, tile: Tile | str) -> str | None:
+    """Why a tile is not to be tried, or None: then it is begun. state: the file that says so, and what is known to
+    fail."""
+    found, name = read(state), f"{kernel}: {tile}"
+    if name not in found["lost"]:
+        _write(state, found | {"current": name, "patience": TILE})
+    return found["lost"].get(name)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
@@ -79,19 +73,20 @@ def measure(request: Request) -> None:
 
 
 def _measure(request: Request, folder: Path) -> None:
-    state = folder / "state.json"
-    _write(state, {"current": None, "patience": STARTING, "lost": {}})
-    torch.save(_packed(request), folder / "request.pt")
+    state, waiting = folder / "state.json", {"current": None, "patience": STARTING}
+    device, tf32 = str(request.operands[0].device), torch.backends.cuda.matmul.allow_tf32
+    _write(state, waiting | {"lost": {}, "device": device, "tf32": tf32})
+    save(request, folder / "request.pt")
 
     def lost(reason: str) -> None:
-        found = _read(state)
+        found = read(state)
         log.warning("measuring %s: %s", found["current"] or "tiles", reason)
         if found["current"] is None:
             raise RuntimeError(f"the process that measures does not come to its first tile: {reason}")
-        _write(state, {"current": None, "patience": STARTING, "lost": found["lost"] | {found["current"]: reason}})
+        _write(state, found | waiting | {"lost": found["lost"] | {found["current"]: reason}})
 
     attended.attend(
-        (*COMMAND, str(folder)), state, time.time() + WHOLE, lambda: _read(state)["patience"], lost, _environment()
+        (*COMMAND, str(folder)), state, time.time() + WHOLE, lambda: read(state)["patience"], lost, _environment()
     )
 
 
@@ -101,35 +96,28 @@ def _environment() -> dict[str, str]:
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def _packed(request: Request) -> dict[str, Any]:
-    """What torch can save: memory that tensors share is saved once, and its gaps too."""
-    memory: list[Tensor] = []
-    places = []
-    for tensor in (tensors := [*request.operands, *request.backward]):
+def save(request: Request, path: Path) -> None:
+    """Memory that tensors share is saved once, and its gaps too, but nothing around it."""
+    memory: list[tuple[Tensor, Tensor]] = []  # and its copy, as far from an address that 16 divides
+
+    def copied(tensor: Tensor) -> Tensor:
         flat = _flat(tensor)
-        if (found := _within(flat, memory)) is None:
-            found = len(memory), 0
-            memory.append(flat)
-        places.append((*found, tuple(tensor.shape), tensor.stride()))
-    given = {field.name: getattr(request, field.name) for field in fields(request)}
-    given |= {"operands": len(request.operands), "backward": len(request.backward)}
-    return {
-        "given": given,
-        "memory": [torch.empty_like(flat, device="cpu").copy_(flat) for flat in memory],
-        "beyond": [flat.data_ptr() % 16 // flat.element_size() for flat in memory],
-        "places": places,
-        "device": str(tensors[0].device),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
-    }
+        for other, copy in memory:
+            offset = (flat.data_ptr() - other.data_ptr()) // flat.element_size()
+            if other.dtype == flat.dtype and 0 <= offset <= other.numel() - flat.numel():
+                return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset() + offset)
+        beyond = flat.data_ptr() % 16 // flat.element_size()
+        copy = torch.empty(beyond + flat.numel(), dtype=flat.dtype)[beyond:].copy_(flat)
+        memory.append((flat, copy))
+        return copy.as_strided(tensor.shape, tensor.stride())
+
+    call = {field.name: getattr(request, field.name) for field in fields(request)}
+    torch.save(call | {name: [*map(copied, call[name])] for name in ("operands", "backward")}, path)
 
 
-def _within(flat: Tensor, memory: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Which piece of memory holds all of another, and from which element on."""
-    for at, other in enumerate(memory):
-        offset = (flat.data_ptr() - other.data_ptr()) // flat.element_size()
-        if other.dtype == flat.dtype and 0 <= offset <= other.numel() - flat.numel():
-            return at, offset
-    return None
+def load(path: Path, device: torch.device | str) -> Request:
+    """What was saved, on a device."""
+    return Request(**torch.load(path, map_location=device, weights_only=True))
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -137,16 +125,3 @@ def _flat(tensor: Tensor) -> Tensor:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     extent = last + 1 if tensor.numel() else 0
     return tensor.detach().as_strided((extent,), (1,))
-
-
-def unpacked(saved: dict[str, Any]) -> Request:
-    """What `_packed` made of a request."""
-    memory = []
-    for flat, beyond in zip(saved["memory"], saved["beyond"], strict=True):
-        memory.append(torch.empty(beyond + flat.numel(), dtype=flat.dtype, device=saved["device"])[beyond:].copy_(flat))
-    tensors = [
-        memory[at].as_strided(shape, stride, memory[at].storage_offset() + offset)
-        for at, offset, shape, stride in saved["places"]
-    ]
-    count = saved["given"]["operands"]
-    return Request(**saved["given"] | {"operands": tensors[:count], "backward": tensors[count:]})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fusion.codegen.triton.apart import Notes, unpacked
+from fusion.codegen.triton import apart
 from fusion.codegen.triton.autotune import Tuner, by_events
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel, machine_of
@@ -20,15 +20,15 @@ from fusion.planning.gpu_model import tile_clocks
 def main() -> None:
     """Repeat the call whose request lies in the folder that is named, and measure tiles meanwhile."""
     folder = Path(sys.argv[1])
-    saved = torch.load(folder / "request.pt", weights_only=True)
-    device = torch.device(saved["device"])
+    state = apart.read(folder / "state.json")
+    device = torch.device(state["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.backends.cuda.matmul.allow_tf32 = saved["tf32"]
-    request = unpacked(saved)
+    torch.backends.cuda.matmul.allow_tf32 = state["tf32"]
+    request = apart.load(folder / "request.pt", device)
     spec = AttentionSpec.from_json(request.spec)
     clock = by_events if device.type == "cuda" else _by_clock
-    tuner = Tuner(tile_clocks(spec, machine_of(device)), clock, Notes(folder / "state.json"))
+    tuner = Tuner(tile_clocks(spec, machine_of(device)), clock, folder / "state.json")
     if request.backward:
         Differentiable(spec, tuner=tuner).backward(*request.backward, request.operands, request.sizes, request.needs)
     else:

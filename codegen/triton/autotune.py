@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -157,13 +158,12 @@ def _out_of_resources(error: Exception) -> bool:
 
 class Tuner:
     """Measures tiles, and remembers the fastest. times: ranks what is to be measured; without it tiles nearer to the
-    table's come first. clock: measures in this process; without it another one is asked to. notes: of what is measured
-    in this process."""
+    table's come first. clock: measures in this process; without it another one is asked to. notes: see
+    `apart.begin`."""
 
-    def __init__(self, times: Times | None = None, clock: Clock | None = None, notes: apart.Notes | None = None):
-        self.times, self.clock, self.notes = times, clock, notes or apart.Notes()
-        self._tiles: dict[tuple, Tile | None] = {}
-        self._peers: dict[tuple, str] = {}
+    def __init__(self, times: Times | None = None, clock: Clock | None = None, notes: Path | None = None):
+        self.times, self.clock, self.notes = times, clock, notes
+        self._settled: dict[tuple, tuple[Tile | None, str]] = {}  # the tile, and the peer that is faster or ""
 
     def measures(self, call: Call) -> bool:
         """Whether a call may be timed: not while a CUDA graph is captured, nor where results must not depend on it."""
@@ -180,17 +180,16 @@ class Tuner:
         if torch.are_deterministic_algorithms_enabled():
             return None
         key = self._key(stage, call)
-        if key not in self._tiles:
+        if key not in self._settled:
             found = remembered(stage.variant.digest, call.device).get(f"{stage.kernel}: {call.situation}")
-            self._tiles[key] = None if found is None else Tile(**found["tile"])
-            self._peers[key] = "" if found is None else found.get("peer", "")
-        return self._tiles[key]
+            self._settled[key] = (None, "") if found is None else (Tile(**found["tile"]), found["peer"])
+        return self._settled[key][0]
 
     def peer(self, stage: Stage, call: Call) -> str:
         """The name of what was measured to be faster than the stage in its tile; empty where nothing was."""
         if not stage.peers or self.tile(stage, call) is None:
             return ""
-        found = self._peers.get(self._key(stage, call), "")
+        _, found = self._settled.get(self._key(stage, call), (None, ""))
         return found if found in stage.peers else ""
 
     def have_measured(self, stages: Sequence[Stage], call: Call, request: Callable[[], Request]) -> None:
@@ -201,10 +200,10 @@ class Tuner:
                 return
             apart.measure(request())
             for key, stage in keys.items():
-                del self._tiles[key]
+                del self._settled[key]
                 if self.tile(stage, call) is None:
                     log.info("%s: nothing was measured; it runs in tiles of %s", stage.kernel, stage.tile)
-                    self._tiles[key] = stage.tile
+                    self._settled[key] = stage.tile, ""
 
     @staticmethod
     def _key(stage: Stage, call: Call) -> tuple:
@@ -230,7 +229,7 @@ class Tuner:
             if peer and rivals[peer] > (1 - MARGIN) * seconds.get(best, math.inf):
                 peer = ""
             log.info("%s: %s, after %.1f s", stage.kernel, peer or best, time.perf_counter() - started)
-            self._tiles[self._key(stage, call)], self._peers[self._key(stage, call)] = best, peer
+            self._settled[self._key(stage, call)] = best, peer
             name = f"{stage.kernel}: {call.situation}"
             remember(stage.variant.digest, call.device, name, best, seconds | rivals, failed, peer)
 
@@ -270,8 +269,7 @@ class Tuner:
         seconds = {}
         for number, (name, run) in enumerate(runs.items()):
             log.info("%s: measuring %d of %d, %s", stage.kernel, number + 1, len(runs), name)
-            if (reason := self.notes.known(stage.kernel, name)) is None:
-                self.notes.begin(stage.kernel, name)
+            if (reason := self.notes and apart.begin(self.notes, stage.kernel, name)) is None:
                 try:
                     for result in stage.results:
                         result.fill_(math.nan)  # what another has written there must not count

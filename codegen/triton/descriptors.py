@@ -17,7 +17,7 @@ import torch
 from fusion.codegen.triton.expressions import Writer
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.ir import integers
-from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates
+from fusion.ir.expr import C, E, Expr, I, coord, coordinates
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import magnitude
 from fusion.planning.gpu_clocks import BY_KEYS, QUERIES
@@ -109,28 +109,24 @@ class Box:
 def boxes(spec: AttentionSpec, d: int, d_v: int) -> dict[str, Box]:
     """Q, K, V and the output's gradient, as far as their index maps are boxes, by their names in the kernels."""
     output = tuple(coord(name) for name in spec.output.dims)
-    found = (
-        _box(0, "q", spec.q, (I, C), panels(d)),
-        _box(1, "k", spec.k, (J, C), panels(d)),
-        _box(2, "v", spec.v, (J, E), panels(d_v)),
-        _box(None, "do", output, (I, E), panels(d_v)),
-    )
-    made = {name for name, value in zip("qkv", spec.values, strict=True) if value is not None}
-    return {box.name: box for box in found if box is not None and box.name not in made}
+    read = [(number, name, *spec.access(number)) for number, name in enumerate("qkv") if spec.values[number] is None]
+    parts = {C: panels(d, "c"), E: panels(d_v, "e")}
+    found = [_box(*each, parts[each[-1]]) for each in (*read, (None, "do", output, I, E))]
+    return {box.name: box for box in found if box is not None}
 
 
 def _box(
-    operand: int | None, name: str, index: Sequence[Expr], matrix: tuple[Expr, Expr], parts: tuple[Panel, ...]
+    operand: int | None, name: str, index: Sequence[Expr], row: Expr, column: Expr, parts: tuple[Panel, ...]
 ) -> Box | None:
-    """matrix: the coordinates of rows and columns."""
+    """row, column: their coordinates."""
     dims = [dim for dim, part in enumerate(index) if part is not NOTHING]
-    along = [[dim for dim in dims if mark.name in coordinates(index[dim])] for mark in matrix]
+    along = [[dim for dim in dims if mark.name in coordinates(index[dim])] for mark in (row, column)]
     if any(len(found) != 1 for found in along) or along[0] == along[1] or len(dims) > MOST_DIMENSIONS:
         return None
-    ((rows,), (columns,)), (row, column) = along, matrix
+    (rows,), (columns,) = along
     rest = integers.add(index[columns], integers.mul(-1, column))
     whole = rest is NOTHING
-    padded = any(panel.inside("c") for panel in parts)
+    padded = any(panel.inside for panel in parts)
     aligned = all(factor % UNIT == 0 for factor in integers.terms(rest).values())
     if index[rows] is not row or column.name in coordinates(rest) or not aligned or padded and not whole:
         return None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from fusion.codegen.emitter import Backward
 from fusion.codegen.reference import gradients as pulled
 from fusion.codegen.triton import autotune
 from fusion.codegen.triton.apart import Request
-from fusion.codegen.triton.autotune import Call, Stage, Tuner, call_of
+from fusion.codegen.triton.autotune import Call, Stage, Tuner
 from fusion.codegen.triton.backward import (
     WRITTEN,
     Joint,
@@ -26,12 +26,10 @@ from fusion.codegen.triton.backward import (
     Queries,
     backward_kernels,
     may_join,
-    query_coordinates,
 )
 from fusion.codegen.triton.candidates import candidates
-from fusion.codegen.triton.descriptors import READ, descriptors
 from fusion.codegen.triton.expressions import Writer
-from fusion.codegen.triton.further import FurtherByKeys, FurtherByRows, further_kernels, tiles_of_further
+from fusion.codegen.triton.further import FurtherByKeys, further_kernels, tiles_of_further
 from fusion.codegen.triton.gradients import (
     arriving,
     delta_of_further,
@@ -39,11 +37,11 @@ from fusion.codegen.triton.gradients import (
     unsupported_gradient,
     with_arriving,
 )
-from fusion.codegen.triton.launch import Kernel, check_sizes, empty_lists, fixed_constants, list_tile, precision
+from fusion.codegen.triton.launch import Kernel, Launches, check_sizes
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
 from fusion.codegen.triton.variant import Variant
-from fusion.ir.expr import ZERO
-from fusion.ir.results import coordinate_extents, further_shape, no_statistics, size_of
+from fusion.ir.expr import ZERO, C, I
+from fusion.ir.results import empty_result, no_statistics, size_of
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.strided import strided
@@ -102,26 +100,21 @@ class Differentiable:
         return [out, statistics, *(self._further(operands, sizes, statistics) if self.spec.further else ())]
 
     def _further(self, operands: Sequence[Tensor], sizes: Sequence[int], statistics: Tensor) -> list[Tensor]:
-        *batch, n_q, n_k, d, d_v = self.kernel.extents(sizes)
-        device, extents = operands[0].device, coordinate_extents(self.spec, sizes)
-        made = [
-            torch.empty(further_shape(f, extents), dtype=getattr(torch, f.dtype), device=device)
-            for f in self.spec.further
-        ]
+        extents, device = self.kernel.extents(sizes), operands[0].device
+        d, d_v = extents[-2:]
+        made = [empty_result(self.spec, k + 1, operands[0], sizes) for k in range(len(self.spec.further))]
         results = {"statistics": statistics} | {f"further{k}": tensor for k, tensor in enumerate(made)}
         variant = self._made.of(
             (d, d_v, device.type == "cpu", "further"),
             lambda: Variant(self.spec, further_kernels(self.spec, d, d_v), d, d_v, device.type == "cpu"),
         )
-        fixed, arguments = fixed_constants(self.spec.dtype, device), (operands, sizes, results, {})
         tiles = tiles_of_further(self.kernel.planner(device).backward(d, d_v))
-        call = Call(device=device, sizes=sizes)
-        heads, blocks = math.prod(batch), {FurtherByRows.name: lambda tile: -(-n_q // tile.rows)}
-        blocks[FurtherByKeys.name] = lambda tile: -(-n_k // tile.keys)
+        launches, call = Launches(self.spec, operands, sizes, results, extents), Call(device=device, sizes=sizes)
         for name in variant.kernels:
 
             def launch(tile: Tile, name: str = name) -> None:
-                variant.launch(name, heads * blocks[name](tile), tile, fixed, arguments)
+                blocks = launches.blocks(tile)[name == FurtherByKeys.name]
+                launches.run(variant, name, launches.heads * blocks, tile)
 
             tile = self.tile or tiles[name]
             autotune.launch(Stage(kernel=name, variant=variant, tile=tile, launch=launch, others=None), call)
@@ -129,17 +122,21 @@ class Differentiable:
 
     def backward(self, *given: Any) -> list[Tensor]:
         """The gradients, in order, of each wanted operand's shape. given: the fields of `Backward`."""
-        grad, out, statistics, operands, sizes, needs, further = Backward(*given)
-        places = tuple(place for place, g in enumerate(further) if g is not None)
-        kernels, found = self._with(places) if places else self, [g for g in further if g is not None]
-        read, of_read = (*operands, *found), (*needs, *(False for _ in found))
+        call = Backward(*given)
+        places = tuple(place for place, g in enumerate(call.further) if g is not None)
+        kernels, found = self._with(places) if places else self, [g for g in call.further if g is not None]
+        of_read = (*call.needs, *(False for _ in found))
         reason = kernels.without_kernels(of_read)
         if self.spec.mask is not None and not all(math.isfinite(size_of(g)) for g in found):
             reason = "what arrives at a further output is not finite, where a mask may hide it"
         if reason is None:
-            return kernels._gradients(grad, out, statistics, read, sizes, of_read)
+            return kernels._gradients(call._replace(operands=(*call.operands, *found), needs=of_read))
         log.debug("gradients of %s by the reference: %s", self.spec, reason)
-        return reference.backward(self.spec, grad, operands, sizes, needs, further=further)
+        return self._by_reference(self.spec, call)
+
+    @staticmethod
+    def _by_reference(spec: AttentionSpec, call: Backward) -> list[Tensor]:
+        return reference.backward(spec, call.grad, call.operands, call.sizes, call.needs, further=call.further)
 
     def _with(self, places: tuple[int, ...]) -> Differentiable:
         """What differentiates where gradients arrive at these of the further outputs."""
@@ -154,73 +151,89 @@ class Differentiable:
             return "deterministic algorithms are asked for, and gradients of captured tensors are summed atomically"
         return None
 
-    def _gradients(self, grad, out, statistics, operands, sizes, needs) -> list[Tensor]:
-        *batch, n_q, n_k, d, d_v = extents = self.kernel.extents(sizes)
+    def _gradients(self, given: Backward) -> list[Tensor]:
+        operands, needs = given.operands, given.needs
+        extents = self.kernel.extents(given.sizes)
         check_sizes(extents)
         if 0 in extents:
             count = len(operands) - len(self.trained.further)
-            spec, further = replace(self.trained, operands=self.trained.operands[:count]), operands[count:]
-            return reference.backward(spec, grad, operands[:count], sizes, needs[:count], further=further)
+            spec = replace(self.trained, operands=self.trained.operands[:count])
+            return self._by_reference(
+                spec, given._replace(operands=operands[:count], needs=needs[:count], further=operands[count:])
+            )
         joint = not torch.are_deterministic_algorithms_enabled() and self._joins(needs)
-        tiles = self.kernel.planner(operands[0].device).backward(d, d_v, joint)
-        made = {n: self._memory(n, tensor) for n, tensor in enumerate(operands) if needs[n]}
-        sums = None
+        tiles = self.kernel.planner(operands[0].device).backward(*extents[-2:], joint)
+        # To be filled: q, k and v in their dtype (zero, should the attention read only parts of them), others float32.
+        made = {
+            n: torch.zeros(x.shape, dtype=x.dtype if n < 3 else torch.float32, device=x.device)
+            for n, x in enumerate(operands)
+            if needs[n]
+        }
+        *batch, n_q, _, d, _ = extents
+        results = self._results(given, made, (*batch, n_q))
         if Joint.name in tiles:
-            sums = torch.zeros((*batch, n_q, d), dtype=torch.float32, device=made[0].device)
-        self._launch(grad, out, statistics, operands, sizes, needs, made, (batch, n_q, n_k, d, d_v), tiles, sums)
-        if sums is not None:
-            strided(made[0], self.trained.q, query_coordinates(self.trained), sums.shape).copy_(sums)
+            results["dq_sums"] = torch.zeros((*batch, n_q, d), dtype=torch.float32, device=made[0].device)
+        self._launch(given, extents, made, tiles, results)
+        if (sums := results.get("dq_sums")) is not None:
+            strided(made[0], self.trained.q, (*self.trained.axes, I, C), sums.shape).copy_(sums)
         return [made[n] for n in sorted(made)]
 
-    def _memory(self, number: int, tensor: Tensor) -> Tensor:
-        """A gradient to be filled: q, k and v in their dtype (zero, should the attention read only parts of them),
-        others float32."""
-        return torch.zeros(tensor.shape, dtype=tensor.dtype if number < 3 else torch.float32, device=tensor.device)
-
-    def _launch(self, grad, out, statistics, operands, sizes, needs, made, extents, tiles, sums) -> None:
-        batch, n_q, n_k, d, d_v = extents
-        device, by_keys = operands[0].device, tuple(name for name in BY_KEYS if name in tiles)
-        machine = self.kernel.planner(device).machine
-        made_for = (d, d_v, needs, device.type == "cpu", by_keys)
+    def _launch(
+        self,
+        given: Backward,
+        extents: tuple[int, ...],
+        made: dict[int, Tensor],
+        tiles: Mapping[str, Tile],
+        results: dict[str, Tensor],
+    ) -> None:
+        operands, sizes = given.operands, given.sizes
+        by_keys = tuple(name for name in BY_KEYS if name in tiles)
+        made_for = (*extents[-2:], given.needs, operands[0].device.type == "cpu", by_keys)
         variant, described = self._variant(made_for), functools.partial(self._variant, made_for, described=True)
-        results = self._results(grad, out, statistics, operands, sizes, made, (*batch, n_q))
-        results |= {} if sums is None else {"dq_sums": sums}
-        # How many values of each batch coordinate K and V tell apart.
-        shared = [extent // group for extent, group in zip(batch, self._groups()(sizes), strict=True)]
-        launches = _Launches(self.trained, variant, described, operands, sizes, results, batch, (n_q, n_k), shared)
-        stages = [
-            Stage(
-                kernel=name,
-                variant=variant,
-                tile=self.tile or tiles[name],
-                launch=launch,
-                others=functools.partial(candidates, name, self.trained, extents[1:], tiles[name], machine),
-                results=[made[n] for n in sorted(made.keys() & WRITTEN.get(name, set()))],
-            )
-            for name, launch in launches.by_kernel.items()
-            if name in variant.kernels
-        ]
-        call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
+        of_call = (self.trained, operands, sizes, results, extents)
+        launches = _BackwardLaunches(variant, described, self._groups()(sizes), *of_call)
+        stages = self._stages(launches, made, tiles)
+        call = launches.call(self.tuner)
         owner = next((stage for stage in stages if stage.kernel in BY_KEYS), None)
         if launches.noted and stages[0].kernel == Prepare.name and owner is not None:
             rows = autotune.settled(owner, call, self.tuner).rows
             stages[0] = replace(stages[0], tile=replace(stages[0].tile, rows=rows), others=None)
 
         def reset() -> None:
-            for tensor in (*made.values(), *(() if sums is None else (sums,))):
-                tensor.zero_()
+            for tensor in (*made.values(), results.get("dq_sums")):
+                if tensor is not None:
+                    tensor.zero_()
 
         def request() -> Request:
-            given: dict[str, Any] = {"backward": (grad, out, statistics), "needs": tuple(needs)}
-            return Request(spec=self.trained.to_json(), operands=operands, sizes=tuple(sizes), **given)
+            arrived: dict[str, Any] = {"backward": (given.grad, given.out, given.statistics), "needs": given.needs}
+            return Request(spec=self.trained.to_json(), operands=operands, sizes=tuple(sizes), **arrived)
 
         autotune.run(stages, call, self.tuner, reset, request)
 
-    def _results(self, grad, out, statistics, operands, sizes, made, rows) -> dict[str, Tensor]:
+    def _stages(
+        self, launches: _BackwardLaunches, made: Mapping[int, Tensor], tiles: Mapping[str, Tile]
+    ) -> list[Stage]:
+        machine = self.kernel.planner(launches.device).machine
+        extents = (launches.n_q, launches.n_k, launches.d, launches.d_v)
+        return [
+            Stage(
+                kernel=name,
+                variant=launches.variant,
+                tile=self.tile or tiles[name],
+                launch=launch,
+                others=functools.partial(candidates, name, self.trained, extents, tiles[name], machine),
+                results=[made[n] for n in sorted(made.keys() & WRITTEN[name])],
+            )
+            for name, launch in launches.by_kernel().items()
+            if name in launches.variant.kernels
+        ]
+
+    def _results(self, given: Backward, made: Mapping[int, Tensor], rows: tuple[int, ...]) -> dict[str, Tensor]:
         """What kernels read and write beside the operands, by name."""
+        out, statistics, operands, sizes = given.out, given.statistics, given.operands, given.sizes
         names = [Writer(spec=self.spec).operand(n) for n in range(len(operands))]
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
-        results |= {"dout": grad, "out": out, "statistics": statistics}
+        results |= {"dout": given.grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty((2, *rows), dtype=torch.float32, device=out.device)  # and log_share
         if self.spec.row_scale is not None:  # planes: the maximum, and what `of_rows` returns
             row_max, row_sum = statistics[:2]
@@ -242,73 +255,54 @@ class Differentiable:
 
         def make() -> Variant:
             kernels = backward_kernels(self.trained, d, d_v, needs, described, by_keys)
-            read = set().union(*READ.values()) if described else ()
-            return Variant(self.trained, kernels, d, d_v, interpreted, read=read)
+            return Variant(self.trained, kernels, d, d_v, interpreted)
 
         return self._made.of((*made_for, described), make)
 
 
-class _Launches:
-    """The launches of one call, by the kernel whose tile they are in, in order. described: the module whose loops read
-    by tensor descriptors."""
+class _BackwardLaunches(Launches):
+    """with_descriptors: the module whose loops read by tensor descriptors. groups: how many values of each batch
+    coordinate share K and V."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        variant: Variant,
-        described: Callable[[], Variant],
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        results: dict[str, Tensor],
-        batch: Sequence[int],
-        rows_and_keys: tuple[int, int],
-        shared: Sequence[int],
-    ):
-        self.spec, self.variant, self.results, self.batch = spec, variant, results, batch
-        self.described, self.operands, self.sizes = described, operands, sizes
-        self.n_q, self.n_k = rows_and_keys
-        self.heads, self.shared = math.prod(batch), math.prod(shared)
-        self.device, self.fixed = operands[0].device, fixed_constants(spec.dtype, operands[0].device)
-        self.listed = KeyLists.name in variant.kernels or RowLists.name in variant.kernels
-        self.noted = spec.mask is not None and spec.mask.skips
+    def __init__(self, variant: Variant, with_descriptors: Callable[[], Variant], groups: Sequence[int], *given: Any):
+        super().__init__(*given)
+        self.variant, self.with_descriptors, self.groups = variant, with_descriptors, groups
+        self.described["do"] = self.results["dout"]
+        self.noted = self.spec.mask is not None and self.spec.mask.skips
         self.noted_rows = 0
-        self.by_kernel = {Prepare.name: self.prepare, Queries.name: self.queries}
-        self.by_kernel |= {name: functools.partial(self.keys, name) for name in BY_KEYS}
 
-    def prepare(self, tile: Tile) -> None:
+    def by_kernel(self) -> dict[str, Callable[[Tile], None]]:
+        """By the kernel whose tile they are in, in order."""
+        by_keys = {name: functools.partial(self._keys, name) for name in BY_KEYS}
+        return {Prepare.name: self._prepare, Queries.name: self._queries} | by_keys
+
+    def _prepare(self, tile: Tile) -> None:
         """delta, and which blocks of as many rows as in the kernel of dK and dV have dead ones."""
-        self.noted_rows = tile.rows
-        blocks = -(-self.n_q // tile.rows)
+        self.noted_rows, (blocks, _) = tile.rows, self.blocks(tile)
         if self.noted:
-            count = places(self.spec, self.batch) if self.listed else self.heads
+            listed = RowLists.name in self.variant.kernels or KeyLists.name in self.variant.kernels
+            count = places(self.spec, self.batch) if listed else self.heads
             self.results["dead"] = torch.zeros([count * blocks], dtype=torch.int32, device=self.device)
-        self._launch(Prepare.name, self.heads * blocks, tile)
+        self.run(self.variant, Prepare.name, self.heads * blocks, tile)
 
-    def queries(self, tile: Tile) -> None:
-        rows, keys = -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
-        self._list(KeyLists.name, tile, (rows, keys))
-        self._launch(Queries.name, self.heads * rows, tile)
+    def _queries(self, tile: Tile) -> None:
+        rows, keys = self.blocks(tile)
+        self.list_tiles(self.variant, KeyLists.name, tile, (rows, keys))
+        self._loop(Queries.name, self.heads * rows, tile)
 
-    def keys(self, name: str, tile: Tile) -> None:
+    def _keys(self, name: str, tile: Tile) -> None:
         """A kernel whose programs own keys."""
-        rows, keys = -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
+        rows, keys = self.blocks(tile)
         if self.noted and Prepare.name in self.variant.kernels and self.noted_rows != tile.rows:
-            self.prepare(Tile(rows=tile.rows, keys=16, warps=4, stages=1))
-        self._list(RowLists.name, tile, (keys, rows))
-        self._launch(name, self.shared * keys, tile)
+            self._prepare(Tile(rows=tile.rows, keys=16, warps=4, stages=1))
+        self.list_tiles(self.variant, RowLists.name, tile, (keys, rows))
+        shared = math.prod(extent // group for extent, group in zip(self.batch, self.groups, strict=True))
+        self._loop(name, shared * keys, tile)
 
-    def _list(self, name: str, tile: Tile, across: tuple[int, int]) -> None:
-        if name in self.variant.kernels:
-            self.results |= empty_lists(self.spec, self.batch, across, self.device)
-            self._launch(name, len(self.results["tile_counts"]), list_tile(tile))
-
-    def _launch(self, name: str, programs: int, tile: Tile) -> None:
-        variant, others = self.variant, {}
-        if tile.described and name in READ:
-            tensors = dict(zip("qkv", self.operands, strict=False)) | {"do": self.results["dout"]}
-            found = self.described()
-            read = [box for box in found.boxes.values() if box.name in READ[name]]
-            if all(box.fits(tensors[box.name]) for box in read):
-                variant = found
-                others = descriptors(read, tensors, (self.n_q, tile.rows), (self.n_k, tile.keys))
-        variant.launch(name, programs, tile, self.fixed, (self.operands, self.sizes, self.results, others))
+    def _loop(self, name: str, programs: int, tile: Tile) -> None:
+        """A kernel with a loop over tiles, which it reads by descriptors where the tile says so and they can be."""
+        if tile.described:
+            found = self.with_descriptors()
+            if self.describes(found, name):
+                return self.run(found, name, programs, tile)
+        self.run(self.variant, name, programs, tile)

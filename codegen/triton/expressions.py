@@ -18,6 +18,7 @@ import dataclasses
 import enum
 import keyword
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +38,17 @@ class Level(enum.IntEnum):
     TILE = 2
 
 
-_FUNCTIONS = {name: f"tl.{name}" for name in "abs floor ceil rsqrt exp log sin cos erf where".split()}
-_FUNCTIONS |= {"sqrt": "tl.sqrt_rn", "iabs": "tl.abs", "imin": "tl.minimum", "imax": "tl.maximum", "iwhere": "tl.where"}
+_CALLS = {name: f"tl.{name}({{}})" for name in "abs floor ceil rsqrt exp log sin cos erf where".split()}
+_CALLS |= {op: f"tl.{name}({{}})" for op, name in (
+    ("sqrt", "sqrt_rn"), ("iabs", "abs"), ("imin", "minimum"), ("imax", "maximum"), ("iwhere", "where"),
+)}  # fmt: skip
+_CALLS |= {op: f"tl.{op}({{}}, propagate_nan=tl.PropagateNan.ALL)" for op in ("minimum", "maximum")}
+_CALLS |= dict.fromkeys(("to_float", "bool_to_float"), "tl.cast({}, tl.float32)")
+_CALLS |= {"to_int": "tl.cast({}, tl.int64)", "bool_to_int": "tl.cast({}, tl.int32)"}
+_CALLS |= {f"round_{name}": f"({{}}).to(tl.{name}).to(tl.float32)" for name in ("bfloat16", "float16")}
+"""How operations are written, {} being their operands."""
 _HELPERS = {name: name for name in "tanh sigmoid expm1 log1p atan trunc".split()}
 _HELPERS |= {"round": "round_half_even", "pow": "power", "hash": "hashed"}
-_ROUNDED = {"round_bfloat16": "tl.bfloat16", "round_float16": "tl.float16"}
 _SIGNS = {
     "+": ("fadd add", 5), "-": ("fsub", 5), "*": ("fmul mul", 6), "/": ("div", 6), "&": ("and", 3), "|": ("or", 1),
     "==": ("feq ieq", 0), "!=": ("fne ine", 0), "<": ("flt ilt", 0), "<=": ("fle ile", 0),
@@ -71,7 +78,7 @@ RESERVED = frozenset(
 
 def number(value: float | int | bool | str | None) -> str:
     """A constant as text. Floats below float32's normal range are typed: Triton would make them float64."""
-    if isinstance(value, bool) or isinstance(value, int):
+    if isinstance(value, int):
         return str(value)
     assert isinstance(value, float)
     if math.isnan(value) or math.isinf(value):
@@ -92,7 +99,7 @@ class Writer:
     lines: dict[Level, list[str]] = field(default_factory=lambda: {level: [] for level in Level})
     helpers: set[str] = field(default_factory=set)  # functions of `mathematics` in use
     names: set[str] = field(default_factory=lambda: set(RESERVED))
-    uses: dict[Expr, int] = field(default_factory=dict)
+    uses: Counter[Expr] = field(default_factory=Counter)
     mask: str = "j_ok"  # name of the predicate that says which keys of the tile exist
     limits: dict[str, str] = field(default_factory=dict)
     outer: str = "i"
@@ -116,9 +123,7 @@ class Writer:
 
     def count(self, *roots: Expr | None) -> None:
         """Count the users of every value below the roots: what has several gets a name."""
-        for part in walk(*(root for root in roots if root is not None)):
-            for arg in part.args:
-                self.uses[arg] = self.uses.get(arg, 0) + 1
+        self.uses.update(arg for part in walk(*(root for root in roots if root is not None)) for arg in part.args)
 
     def fresh(self, hint: str) -> str:
         name, n = hint, 1
@@ -156,7 +161,7 @@ class Writer:
     def apart(self, known: dict[Expr, str], **changed: Any) -> Writer:
         """A writer with lines of its own, and names and helpers in common."""
         lines: dict[Level, list[str]] = {level: [] for level in Level}
-        return dataclasses.replace(self, known=dict(known), lines=lines, uses={}, **changed)
+        return dataclasses.replace(self, known=dict(known), lines=lines, uses=Counter(), **changed)
 
     def where(self, values: dict[Expr, str], mask: str | None = None, limits: dict[str, str] | None = None) -> Writer:
         """A writer into the same lines for which some coordinates have other names."""
@@ -183,10 +188,10 @@ class Writer:
         if expr.is_leaf and expr.op != "load":
             raise KeyError(f"{expr} is not bound here")
         own = self.level_of(expr)
-        text, precedence = self._load(expr, own) if expr.op == "load" else self._operation(expr, own)
         if expr.op == "load":
-            return self._assign(expr, text, self.operand(expr.operand), own), _ATOM
-        if own < level or self.uses.get(expr, 0) > 1:
+            return self._assign(expr, self._load(expr, own), self.operand(expr.operand), own), _ATOM
+        text, precedence = self._operation(expr, own)
+        if own < level or self.uses[expr] > 1:
             return self._assign(expr, text, _HINTS[expr.kind], own), _ATOM
         return text, precedence
 
@@ -199,36 +204,28 @@ class Writer:
                 (f"tl.cast({text}, tl.int64)", _ATOM) if magnitude(arg) < 2**31 and not arg.is_const else (text, own)
                 for (text, own), arg in zip(args, expr.args, strict=True)
             ]
-        texts = [text for text, _ in args]
+        joined = ", ".join(text for text, _ in args)
         if op == "detach":
             return args[0]
         if op == "div" and exact:
-            return f"tl.div_rn({', '.join(texts)})", _ATOM
+            return f"tl.div_rn({joined})", _ATOM
         if op in _INFIX:
             return self._infix(op, args)
-        if op in _FUNCTIONS:
-            return f"{_FUNCTIONS[op]}({', '.join(texts)})", _ATOM
-        if op in ("minimum", "maximum"):
-            return f"tl.{op}({', '.join(texts)}, propagate_nan=tl.PropagateNan.ALL)", _ATOM
+        if op == "to_float" and not exact and (parts := self._converted_apart(expr.args[0])) is not None:
+            return self._text(parts, level)
+        if op in _CALLS:
+            return _CALLS[op].format(joined), _ATOM
         if op == "pow" and (simple := _simple_power(expr.args[1], *args[0])) is not None:
             return simple
         if op == "tanh" and expr.attr == "bfloat16":
             self._helper("tanh")
-            return f"{self._helper('tanh_bfloat16')}({texts[0]}, UNIT_TANH)", _ATOM
+            return f"{self._helper('tanh_bfloat16')}({joined}, UNIT_TANH)", _ATOM
         if op in _HELPERS:
-            return f"{self._helper(_HELPERS[op])}({', '.join(texts)})", _ATOM
+            return f"{self._helper(_HELPERS[op])}({joined})", _ATOM
         if op in ("floordiv", "mod"):
             return self._division(expr, args)
         if op in ("neg", "not"):
-            return f"{'-' if op == 'neg' else '~'}({texts[0]})", 7
-        if op in _ROUNDED:
-            return f"({texts[0]}).to({_ROUNDED[op]}).to(tl.float32)", _ATOM
-        if op == "to_float" and not exact and (parts := self._converted_apart(expr.args[0])) is not None:
-            return self._text(parts, level)
-        if op in ("to_float", "bool_to_float"):
-            return f"tl.cast({texts[0]}, tl.float32)", _ATOM
-        if op in ("to_int", "bool_to_int"):
-            return f"tl.cast({texts[0]}, {'tl.int64' if op == 'to_int' else 'tl.int32'})", _ATOM
+            return f"{'-' if op == 'neg' else '~'}({joined})", 7
         raise NotImplementedError(op)
 
     def _converted_apart(self, value: Expr) -> Expr | None:
@@ -268,7 +265,7 @@ class Writer:
         self.helpers.add(name)
         return name
 
-    def _load(self, expr: Expr, level: Level) -> tuple[str, int]:
+    def _load(self, expr: Expr, level: Level) -> str:
         at = self.address(expr, level, self.operand(expr.operand))
         stored = self.spec.operands[expr.operand].dtype
         nothing = "0.0" if stored in FLOAT8 else "0"
@@ -277,9 +274,9 @@ class Writer:
         mask = f", mask={' & '.join(limits)}, other={nothing}" if limits else ""
         loaded = f"tl.load({at}{mask})"
         if expr.kind is Kind.FLOAT:
-            return loaded + (cast(stored, "float32") or ".to(tl.float32)"), _ATOM
+            return loaded + (cast(stored, "float32") or ".to(tl.float32)")
         held = "tl.int32" if self.spec.operands[expr.operand].torch_dtype.itemsize == 1 else "tl.int64"
-        return (f"{loaded} != 0", 0) if expr.kind is Kind.BOOL else (f"tl.cast({loaded}, {held})", _ATOM)
+        return f"{loaded} != 0" if expr.kind is Kind.BOOL else f"tl.cast({loaded}, {held})"
 
     def address(self, expr: Expr, level: Level, name: str) -> str:
         """Pointers to the elements that a load's index names, in the tensor of that name; outer parts are added up

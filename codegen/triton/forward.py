@@ -11,17 +11,17 @@ itself is `key_loop`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.dtypes import DTYPES, cast
-from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer, number
-from fusion.codegen.triton.key_loop import KeyLoop, Order
-from fusion.codegen.triton.matrices import matrix, sum_of
-from fusion.codegen.triton.panels import Panel, panels
-from fusion.codegen.triton.stages import key_limits, listed
-from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, coord, coordinates, walk
+from fusion.codegen.triton.expressions import Level, number
+from fusion.codegen.triton.key_loop import PLAIN, KeyLoop, Order
+from fusion.codegen.triton.matrices import sum_of
+from fusion.codegen.triton.panels import Panel
+from fusion.codegen.triton.stages import Visit, key_limits, listed
+from fusion.codegen.triton.tiles import Tiles, load_where
+from fusion.ir.expr import I0, I1, ROW_MAX, ROW_SUM
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_matter, first_key_lives
@@ -35,18 +35,7 @@ SINGLE_FROM = 512
 registers that the output needs (they spill), and products take so long that masks cost little."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelText:
-    """Functions of a module: their text, the helpers that they use, the kernel's name and run-time parameters in
-    order."""
-
-    name: str
-    text: str
-    helpers: frozenset[str]
-    parameters: tuple[str, ...]
-
-
-class Forward:
+class Forward(Tiles):
     """One block of ROWS query rows of one head.
 
     d, d_v: columns of Q and K, of V. statistics: also write each row's maximum and sum."""
@@ -56,55 +45,33 @@ class Forward:
 
     relative_to_maximum = False  # whether sums come from the loop relative to the maximum itself, see `_excess`
 
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order | None = None):
-        self.spec, self.d, self.d_v, self.statistics = spec, d, d_v, statistics
-        self.order = order or Order()
-        self.indent = 8 if self.order.persistent else 4
-        self.columns, self.values = panels(d), panels(d_v)
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order = PLAIN):
+        super().__init__(spec, d, d_v, {I0: "i0", I1: "i1"})
+        self.statistics, self.order = statistics, order
         # Folding constants rounds scores otherwise than the backward does: by far less than 16 bits, but not than 32.
         self.programs: ScorePrograms = score_programs(spec, folded=spec.dtype != "float32")
         if self.whole_rows and first_key_lives(spec):  # each row has an ordinary score from the first tile on
             self.programs = replace(self.programs, guarded=False)
-        self.softmax = spec.normalizer is not Normalizer.NONE
-        known = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
-        known |= {coord("i0"): "i0", coord("i1"): "i1", I: "i", J: "j", C: "c", E: "e", SCORE: "s", OUTER_FIRST: "i0"}
-        self.writer = Writer(spec=spec, known=known)
-        mask = spec.mask
-        self.repeats = dead_rows_matter(spec)
-        self.listed = mask is not None and mask.tile_live is not None
         # Warp specialisation takes one loop only; with two Triton 3.6 to 3.9 fail.
-        self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM or self.order.specialized
+        self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM or order.specialized
         values = [value for *_, value in row_epilogue(spec)] if self.softmax else []
         self.writer.count(self.programs.masked, self.programs.full, spec.weight, *values)
 
-    def text(self) -> KernelText:
-        """The functions: those of the loop over keys, and the kernel itself."""
-        self.loop = KeyLoop(self.spec, self.programs, self.writer, (self.d, self.d_v), self.order, self.listed)
-        loop = self.loop.text()
-        return kernel_text(self.name, self._doc(), self._kernel(), self.writer, [loop])
-
-    def _doc(self) -> str:
-        return (self.__doc__ or "").strip().splitlines()[0]
-
-    def _kernel(self) -> str:
+    def body(self) -> tuple[list[Visit], str]:
+        self.loop = KeyLoop(self, self.programs, self.order)
+        self.boxes = self.loop.boxes
         load_q = self._load_queries()
         range_text = self._key_range()
-        stages = self._stages()
-        finish = self._finish()
-        range_text = source.without_dead(range_text, source.block(stages, finish))
-        return self._programs(self._placed(source.block(*load_q, *self.loop.pointers(), *range_text, stages, finish)))
+        stages = [self.loop.call(*stage, begin="start") for stage in self._stages()]
+        after = self.loop.finish("start", "stop"), self._again(), self._finish()
+        loops = source.with_used(range_text, source.block(*self.loop.initial(), *stages, *after))
+        later = source.block(*load_q, *self.loop.pointers(), loops)
+        return self.loop.functions, self._programs(self._placed(later))
 
     def _placed(self, later: str) -> str:
         """Statements for a block of rows, after those that say where it lies and what they use of its coordinates."""
-        places = [
-            "rows = i0 + tl.arange(0, ROWS)",
-            "i = tl.minimum(rows, i1)[:, None]",
-            *(panel.columns("c") for panel in self.columns),
-            *(panel.columns("e") for panel in self.values),
-            *self.writer.lines[Level.BLOCK],
-            *self.writer.lines[Level.ROW],
-        ]
-        return source.block(self._position(), *source.without_dead(places, later), later)
+        rows = ["rows = i0 + tl.arange(0, ROWS)", "i = tl.minimum(rows, i1)[:, None]"]
+        return source.block(self._position(), source.with_used(rows, self.of_block(later)))
 
     def _programs(self, body: str) -> str:
         """The body for a program's block of rows, or for one after the other where programs are persistent: then all
@@ -124,12 +91,11 @@ class Forward:
     def _position(self) -> str:
         """From the program's number to block and batch coordinates. Heads are taken in groups of `section`, whose keys
         fit the L2 cache together; within a group all heads' longest blocks go first."""
-        n_q = self.writer.value(self.spec.n_q)
         extents = [self.writer.factor(extent) for extent in self.spec.batch]
-        lines = [f"blocks = ({n_q} + ROWS - 1) // ROWS"]
+        lines = [f"blocks = ({self.n_q} + ROWS - 1) // ROWS"]
         if extents:
             lines += [
-                f"heads = {' * '.join(extents)}",
+                f"heads = {self.heads}",
                 "group = program // (section * blocks)",
                 "place = program % (section * blocks)",
                 "members = tl.minimum(section, heads - group * section)",
@@ -143,71 +109,59 @@ class Forward:
                 lines += [f"b{axis} = head % {extents[axis]}", f"head = head // {extents[axis]}"]
             else:
                 lines.append("b0 = head")
-        lines += ["i0 = block * ROWS", f"i1 = tl.minimum(i0 + ROWS, {n_q}) - 1"]
+        lines += ["i0 = block * ROWS", f"i1 = tl.minimum(i0 + ROWS, {self.n_q}) - 1"]
         return source.block(*lines)
 
     def _load_queries(self) -> list[str]:
-        widened = cast(self.spec.operands[0].dtype, self.spec.dtype)
+        widened, lines = cast(self.spec.operands[0].dtype, self.spec.dtype), []
         if self.order.specialized:
-            box, n_q = self.loop.boxes["q"], self.writer.value(self.spec.n_q)
-            return [
-                line
-                for panel in box.panels
-                for line in (
-                    box.describe(self.writer, panel, n_q),
-                    f"q{panel.suffix} = {box.load_described(panel, 'i0')}{widened}",
-                )
-            ]
-        lines = []
-        for panel in self.columns:
-            name, column = f"q{panel.suffix}", f"c{panel.suffix}"
-            writer = self.writer if column == "c" else self.writer.where({C: column})
-            part = matrix(writer, 0, self.spec.q, I, C)
-            inside = f", mask={panel.inside('c')}, other=0.0" if panel.inside("c") else ""
-            lines.append(f"{name} = tl.load({part.pointers}{inside}){widened}")
+            box = self.loop.boxes["q"]
+            for panel in box.panels:
+                lines.append(box.describe(self.writer, panel, self.n_q))
+                lines.append(f"q{panel.suffix} = {box.load_described(panel, 'i0')}{widened}")
+            return lines
+        for part, panel in zip(self.parts(self.writer, 0), self.columns, strict=True):
+            name = f"q{panel.suffix}"
+            lines.append(load_where(name, part.pointers, (panel.inside,), widened))
             if not (part.rows or part.both):
                 lines.append(f"{name} = tl.broadcast_to({name}, [ROWS, {panel.width}])")
         return lines
 
     def _key_range(self) -> list[str]:
         """Which keys to visit (see `stages`)."""
-        n_k = self.writer.value(self.spec.n_k)
         if self.listed:
-            across, place = f"({n_k} + KEYS - 1) // KEYS", f"{place_in_list(self.writer)} * blocks + block"
-            return listed(across, place)
-        return key_limits(self.spec.mask, n_k, self.writer.value)
+            return listed(f"({self.n_k} + KEYS - 1) // KEYS", f"{self.place_factor(listed=True)} * blocks + block")
+        return key_limits(self.spec.mask, self.n_k, self.writer.value)
 
-    def _stages(self) -> str:
-        lines, stages = self.loop.initial(), []
+    def _stages(self) -> list[tuple[str, str, bool]]:
+        """From where to where each stage goes, and whether its tiles need neither the mask nor bounds."""
         if self.listed:
-            stages += [("0", "full_count", False, False), ("tiles_across - partial_count", "tiles_across", True, True)]
-        elif self.single:
-            stages.append(("start", "stop", True, True))
-        else:
-            if self.spec.mask is not None and self.spec.mask.full_lo is not None and self.programs.full is not None:
-                stages.append(("start", "tl.minimum(full_start, stop)", True, True))
-            stages += [("full_start", "full_stop", False, False), ("full_stop", "stop", True, True)]
-        lines += [self.loop.call(*stage, begin="start", indent=self.indent) for stage in stages]
-        return source.block(*lines, self.loop.finish("start", "stop", self.indent), self._again())
+            return [("0", "full_count", True), ("tiles_across - partial_count", "tiles_across", False)]
+        if self.single:
+            return [("start", "stop", False)]
+        stages = [("full_start", "full_stop", True), ("full_stop", "stop", False)]
+        if self.spec.mask is not None and self.spec.mask.full_lo is not None and self.programs.full is not None:
+            return [("start", "tl.minimum(full_start, stop)", False), *stages]
+        return stages
 
     def _again(self) -> str:
         """Where rows that met no live key average over all keys in eager mode, their block is done again over all."""
-        if not self.repeats:
+        if not dead_rows_matter(self.spec):
             return ""
-        assert self.spec.mask is not None
-        n_k = self.writer.value(self.spec.n_k)
-        limit = number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2))
-        left_out = f"(start > 0) | (stop < {n_k})"
-        end = "tiles_across" if self.listed else n_k
-        deeper = self.indent + 4
-        every = self.loop.call("0", end, True, True, indent=deeper, listed=False, begin="0")
+        end, left_out = self.n_k, f"(start > 0) | (stop < {self.n_k})"
         if self.listed:
-            left_out = "full_count + partial_count < tiles_across"
+            end, left_out = "tiles_across", "full_count + partial_count < tiles_across"
+        every = self.loop.call("0", end, False, listed=False, begin="0")
         return source.block(
-            f"dead = (m > {limit}) == 0",
+            f"dead = {self._dead()}",
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",
-            source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", n_k, deeper))),
+            source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", self.n_k))),
         )
+
+    def _dead(self) -> str:
+        """Which rows met no live key."""
+        assert self.spec.mask is not None
+        return f"(m > {number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2))}) == 0"
 
     def _finish(self) -> str:
         lines = self._row_factor() if self.softmax else []
@@ -218,14 +172,14 @@ class Forward:
             if self.spec.normalizer is Normalizer.ZERO_SOFTMAX:
                 result = f"tl.where(factor == factor, {result}, 0.0)"
             lines += [
-                f"out{panel.suffix}_at = out_rows + tl.cast(e{panel.suffix}, tl.int64) * out_stride_e",
+                f"out{panel.suffix}_at = out_rows + tl.cast({panel.column}, tl.int64) * out_stride_e",
                 f"tl.store(out{panel.suffix}_at, ({result}).to({dtype}), mask={self._rows_inside(panel)})",
             ]
         return source.block(*lines)
 
     def _rows_inside(self, panel: Panel) -> str:
         """Which elements of a block's panel of the output exist."""
-        return f"(rows <= i1)[:, None] & ({panel.inside('e')})" if panel.inside("e") else "(rows <= i1)[:, None]"
+        return f"(rows <= i1)[:, None] & ({panel.inside})" if panel.inside else "(rows <= i1)[:, None]"
 
     def _output_rows(self) -> str:
         """Pointers to the rows of the output; those of packed heads lie side by side in the block."""
@@ -276,12 +230,11 @@ class Forward:
 
     def _write_statistics(self, excess: str) -> list[str]:
         """Each row's maximum and sum, float32, packed as [2, b0, b1, ..., i]. excess: the factor that the sum lacks."""
-        n_q = self.writer.value(self.spec.n_q)
         return [
             *(self._excess(self.programs) if excess else []),
-            f"statistics_at = statistics_ptr + tl.cast({place_of(self.writer)}, tl.int64) * {n_q} + rows[:, None]",
+            f"statistics_at = statistics_ptr + tl.cast({self.place()}, tl.int64) * {self.n_q} + rows[:, None]",
             f"tl.store(statistics_at, {self.writer.known[ROW_MAX]}, mask=(rows <= i1)[:, None])",
-            f"statistics_at += tl.cast({heads_of(self.writer)}, tl.int64) * {n_q}",
+            f"statistics_at += tl.cast({self.heads}, tl.int64) * {self.n_q}",
             f"tl.store(statistics_at, row_sum{excess}, mask=(rows <= i1)[:, None])",
         ]
 
@@ -292,61 +245,3 @@ def in_own_units(m: str, programs: ScorePrograms) -> str:
     for unit, value in programs.fills:
         row_max = f"tl.where({m} == {number(unit)}, {number(value)}, {row_max})"
     return row_max
-
-
-def heads_of(writer: Writer) -> str:
-    """The number of batch elements."""
-    return " * ".join(writer.factor(extent) for extent in writer.spec.batch) or "1"
-
-
-def place_of(writer: Writer, axes: Sequence[int] | None = None) -> str:
-    """The number of a batch element, counted with the last coordinate fastest, or of some of its coordinates."""
-    place = "0"
-    for axis in range(len(writer.spec.batch)) if axes is None else axes:
-        inner = f"({place})" if " " in place else place
-        place = f"b{axis}" if place == "0" else f"{inner} * {writer.factor(writer.spec.batch[axis])} + b{axis}"
-    return place
-
-
-def place_in_list(writer: Writer) -> str:
-    """The number of the lists of live tiles of the batch coordinates at hand, as a factor."""
-    return place_factor(writer, axes_of(writer.spec))
-
-
-def place_factor(writer: Writer, axes: Sequence[int] | None = None) -> str:
-    """`place_of` as a factor."""
-    place = place_of(writer, axes)
-    return f"({place})" if " " in place else place
-
-
-def axes_of(spec: AttentionSpec) -> list[int]:
-    """The batch coordinates that tell lists of live tiles apart (see `tile_lists`)."""
-    mask = spec.mask
-    assert mask is not None
-    facts = (mask.key_lo, mask.key_hi, mask.full_lo, mask.full_hi, mask.tile_live, mask.tile_mixed)
-    names = {name for fact in facts if fact is not None for name in coordinates(fact)}
-    return sorted(int(name[1:]) for name in names if name.startswith("b"))
-
-
-def kernel_text(name: str, doc: str, body: str, writer: Writer, functions: Sequence[str] = ()) -> KernelText:
-    """The kernel with this body. functions: of its module that it calls. Numbers of keys, tiles and parts change with
-    each token of a generation; that they are one, or multiples of 16, is worth no variant."""
-    spec = writer.spec
-    parameters, constants = signature(source.free_names(body), spec)
-    keys = {str(part.attr) for part in walk(spec.n_k) if part.op == "size"}
-    varying = [p for p in parameters if p in {*keys, "section", "splits", "programs"} or p.endswith("_tiles")]
-    given = [*parameters, *(f"{constant}: tl.constexpr" for constant in constants)]
-    text = "\n\n".join([*functions, source.definition(name, given, doc, body, varying)])
-    return KernelText(name=name, text=text, helpers=frozenset(writer.helpers), parameters=parameters)
-
-
-def signature(names: list[str], spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(run-time parameters: pointers, sizes, strides, others; constants) among the free names of a kernel."""
-    pointers = sorted(n for n in names if n.endswith("_ptr"))
-    sizes = [n for n in spec.sizes if n in names]
-    strides = sorted(n for n in names if "_stride_" in n)
-    others = [n for n in ("section", "splits", "programs") if n in names]
-    others += sorted(n for n in names if n.endswith("_tiles"))
-    strides = [n for n in strides if n not in spec.sizes]
-    constants = [n for n in ("ROWS", "KEYS", "ROTATED", "PRECISION", "UNIT_TANH") if n in names]
-    return (*pointers, *sizes, *strides, *others), tuple(constants)

@@ -16,7 +16,7 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.backward import Queries
 from fusion.codegen.triton.dtypes import DTYPES
 from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.forward import KernelText
+from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.matrices import sum_of
 from fusion.codegen.triton.stages import Visit
 from fusion.codegen.triton.tiles import Tiles
@@ -36,8 +36,6 @@ _EXISTS = {"i": "rows_ok", "j": "j_ok"}
 class _Further(Tiles):
     """What both kernels share: values of a tile, and what becomes of them."""
 
-    length, shape, exists = "ROWS", "[ROWS, KEYS]", "j_ok"
-
     def __init__(self, spec: AttentionSpec, d: int, d_v: int):
         super().__init__(spec, d, d_v, {ROW_MAX: "row_max", ROW_SUM: "row_sum"})
         self.outputs = {k: f for k, f in enumerate(spec.further) if (f.over == "i") == (self.outer == "j")}
@@ -45,9 +43,9 @@ class _Further(Tiles):
         self.value_of = {k: substitute(f.value, {WEIGHT: made}) for k, f in self.outputs.items()}
         self.writer.count(*self.value_of.values())
 
-    def statistics(self, rows: str) -> list[str]:
-        """Statements that read row_max and row_sum of rows."""
-        return [*self.maximum(rows), self.plane("row_sum", 1)] if self.softmax else []
+    def statistics(self) -> list[str]:
+        """Statements that read row_max and row_sum of the rows i."""
+        return [*self.maximum(), self.plane("row_sum", 1)] if self.softmax else []
 
     def start(self) -> list[str]:
         """Statements that begin what is reduced. A maximum of Triton passes over what is not a number; eager's does
@@ -65,17 +63,17 @@ class _Further(Tiles):
         parts = [f"s = {score}"]
         for k, f in self.outputs.items():
             if f.over:
-                parts += [self.statement(f"value_{k}", self.value_of[k], self.shape), self._reduced(k, f)]
+                parts += [self.statement(f"value_{k}", self.value_of[k]), self._reduced(k, f)]
             elif "j" in f.dims:
-                parts += [self.statement(f"value_{k}", self.value_of[k], self.shape), self.store(k, f"value_{k}")]
+                parts += [self.statement(f"value_{k}", self.value_of[k]), self.store(k, f"value_{k}")]
         return source.block(*parts)
 
     def _reduced(self, k: int, further: FurtherOutput) -> str:
-        term = f"tl.where({self.exists}, value_{k}, {_IDENTITY[further.reduction]})"
+        term = f"tl.where({self.visited}, value_{k}, {_IDENTITY[further.reduction]})"
         total = _COMBINED[further.reduction].format(f"total_{k}", f"{_REDUCED[further.reduction]}({term}, 1)")
         lines = [f"total_{k} = {total}"]
         if further.reduction is not Reduction.SUM:
-            unordered = f"tl.where({self.exists}, value_{k} != value_{k}, False).to(tl.int32)"
+            unordered = f"tl.where({self.visited}, value_{k} != value_{k}, False).to(tl.int32)"
             lines.append(f"unordered_{k} = tl.maximum(unordered_{k}, tl.max({unordered}, 1))")
         return source.block(*lines)
 
@@ -104,10 +102,10 @@ class FurtherByRows(_Further):
 
     def body(self) -> tuple[list[Visit], str]:
         w = self.writer
-        tile = source.block(self.keys("k", self.inside, "key_ok"), self.tile(self.product("q", "k", 0)))
-        loop = source.block(*source.without_dead(self.tile_of_keys(), tile), tile)
+        tile = source.block(self.keys(self.inside, "key_ok"), self.tile(self.product("q", "k", 0)))
+        loop = source.with_used(self.tile_of_keys(), tile)
         later = source.block(
-            self.read("q", self.parts(w, 0), 0, ""),
+            self.read(0, self.parts(w, 0), ""),
             *self.start(),
             f"for first in tl.range(0, {self.n_k}, KEYS):",
             source.indented(loop),
@@ -115,10 +113,9 @@ class FurtherByRows(_Further):
         )
         without_keys = [k for k, f in self.outputs.items() if not (f.over or "j" in f.dims)]
         of_rows = [self.store(k, source.spread(w.value(self.value_of[k]), "[ROWS, 1]")) for k in without_keys]
-        statistics = self.statistics("i")
+        statistics = self.statistics()
         kept = [*self.places(), *w.lines[Level.BLOCK], *statistics, *w.lines[Level.ROW]]
-        body = source.without_dead(kept, source.block(*of_rows, later))
-        return [], source.block(*self.query_block(), *body, *of_rows, later)
+        return [], source.block(*self.query_block(), source.with_used(kept, source.block(*of_rows, later)))
 
 
 class FurtherByKeys(_Further):
@@ -126,15 +123,14 @@ class FurtherByKeys(_Further):
 
     name = "attention_further_keys"
     outer, inner = "j", "i"
-    length, shape, exists = "KEYS", "[KEYS, ROWS]", "rows_ok"
 
     def body(self) -> tuple[list[Visit], str]:
         w = self.writer
         extents = [w.value(extent) for extent in self.spec.batch]
         own = w.apart(w.known)
         own.lines = w.lines | {Level.TILE: []}
-        keys = self.keys("k", own, "j_ok")
-        tile = source.block(self.read("q", self.parts(self.inside, 0), 0, ""), self.tile(self.product("k", "q", 0)))
+        keys = self.keys(own, "j_ok")
+        tile = source.block(self.read(0, self.parts(self.inside, 0), ""), self.tile(self.product("k", "q", 0)))
         rows = [
             "rows = first_row + tl.arange(0, ROWS)",
             f"rows_ok = (rows < {self.n_q})[None, :]",
@@ -142,9 +138,9 @@ class FurtherByKeys(_Further):
             "row = rows[:, None]",
             "i = rows[None, :]",
             *self.inside.lines[Level.TILE],
-            *self.statistics("i"),
+            *self.statistics(),
         ]
-        loop = source.block(*source.without_dead(rows, tile), tile)
+        loop = source.with_used(rows, tile)
         later = source.block(
             keys,
             *self.start(),
@@ -153,8 +149,7 @@ class FurtherByKeys(_Further):
             *self.finish(),
         )
         position = self.key_block(extents, [f"b{axis}" for axis in range(len(extents))])
-        kept = source.without_dead([*self.places(), *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
-        return [], source.block(*position, *kept, later)
+        return [], source.block(*position, self.of_block(later))
 
 
 def tiles_of_further(tiles: Mapping[str, Tile]) -> dict[str, Tile]:

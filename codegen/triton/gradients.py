@@ -31,7 +31,6 @@ from fusion.ir.expr import (
     J,
     Kind,
     const,
-    coord,
     coordinates,
     loads,
     substitute,
@@ -122,7 +121,7 @@ def arriving(spec: AttentionSpec) -> FurtherGradients:
 def delta_of_further(spec: AttentionSpec) -> AttentionSpec:
     """Such a spec, with the one further output that delta lacks: the sum over the keys of the weight times what arrives
     at it."""
-    dims = (*(f"b{axis}" for axis in range(len(spec.batch))), "i")
+    dims = (*(axis.name for axis in spec.axes), "i")
     value = apply("fmul", WEIGHT, arriving(spec).weight)
     lacked = FurtherOutput(value=value, dims=dims, dtype="float32", reduction=Reduction.SUM, over="j")
     return replace(spec, further=(lacked,))
@@ -143,15 +142,11 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
     read = [load for e in (spec.score, spec.weight, *spec.sinks) for load in loads(e)]
     if any(load.operand < 3 and needs[load.operand] for load in read):
         return "the score program reads elements of q, k or v"
-    batch = [coord(f"b{axis}") for axis in range(len(spec.batch))]
     if _groups(spec, spec.k) is None or _groups(spec, spec.k) != _groups(spec, spec.v):
         return "several queries share elements of K and V in a way that is not heads in equal groups"
-    for what, index, grouped, own in (
-        ("q", spec.q, False, (I, C)),
-        ("k", spec.k, True, (J, C)),
-        ("v", spec.v, True, (J, E)),
-    ):
-        if not _injective(spec, index, [*batch, *own], grouped):
+    for number, what in enumerate("qkv"):
+        index, *own = spec.access(number)
+        if not _injective(spec, index, own, grouped=number > 0):
             return f"elements of {what} are read more than once: {', '.join(map(str, index))}"
     return None
 
@@ -159,40 +154,25 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
 def _groups(spec: AttentionSpec, index: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
     """For each batch coordinate how many of its values share an element; None where there is no such number."""
     found = []
-    for axis, extent in enumerate(spec.batch):
-        b = coord(f"b{axis}")
-        holders = {part for e in index for part in walk(e) if b in part.args or part is b}
-        quotients = {part for part in holders if part.op == "floordiv" and part.args[0] is b}
-        if not holders:
-            found.append(extent)
-        elif not quotients:
-            found.append(integers.integer(1))
-        elif len(quotients) == 1 and not _outside(index, b, next(iter(quotients))):
-            found.append(next(iter(quotients)).args[1])
-        else:
+    for b, extent in zip(spec.axes, spec.batch, strict=True):
+        quotients = {part for e in index for part in walk(e) if part.op == "floordiv" and part.args[0] is b}
+        alone = any(b in walk(substitute(e, dict.fromkeys(quotients, const(0)))) for e in index)
+        if len(quotients) + alone > 1:
             return None
+        found.append(integers.integer(1) if alone else quotients.pop().args[1] if quotients else extent)
     return tuple(found)
 
 
-def _outside(index: tuple[Expr, ...], b: Expr, quotient: Expr) -> bool:
-    """Whether a coordinate occurs anywhere but in that quotient."""
-    return any(b in walk(substitute(e, {quotient: const(0)})) for e in index)
-
-
-def _injective(spec: AttentionSpec, index: tuple[Expr, ...], expected: list[Expr], grouped: bool) -> bool:
+def _injective(spec: AttentionSpec, index: tuple[Expr, ...], own: Sequence[Expr], grouped: bool) -> bool:
     """Whether an index map takes different coordinates (but for those that share by groups) to different elements: each
     dimension must be affine in coordinates of its own, with factors in mixed radix."""
     groups = _groups(spec, index) if grouped else tuple(integers.integer(1) for _ in spec.batch)
     assert groups is not None
-    extents = dict(zip((coord(f"b{a}") for a in range(len(spec.batch))), spec.batch, strict=True))
-    extents |= {I: spec.n_q, J: spec.n_k, C: spec.d, E: spec.d_v}
-    atoms: dict[Expr, Expr] = {}  # what stands for each coordinate -> its extent, where it is constant
-    for axis, group in enumerate(groups):
-        b = coord(f"b{axis}")
-        if group is extents[b]:
-            continue
-        atoms[b if group is integers.integer(1) else integers.floordiv(b, group)] = integers.floordiv(extents[b], group)
-    atoms |= {c: extents[c] for c in expected if c not in extents or not c.name.startswith("b")}
+    extents = {I: spec.n_q, J: spec.n_k, C: spec.d, E: spec.d_v}
+    atoms = {coordinate: extents[coordinate] for coordinate in own}  # what stands for each coordinate -> its extent
+    for b, extent, group in zip(spec.axes, spec.batch, groups, strict=True):
+        if group is not extent:
+            atoms[integers.floordiv(b, group)] = integers.floordiv(extent, group)
     seen: set[Expr] = set()
     for expr in index:
         factors = []

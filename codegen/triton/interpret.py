@@ -20,34 +20,28 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton.language as tl
+from triton import knobs
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.jit import JITFunction
 
 _REDUCTIONS = ("max", "min", "sum", "cumsum")
+_FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
 @contextlib.contextmanager
 def decorating() -> Iterator[None]:
     """Functions that are decorated inside will be interpreted."""
-    from triton import knobs
-
-    before = knobs.runtime.interpret
-    knobs.runtime.interpret = True
-    try:
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
         yield
-    finally:
-        knobs.runtime.interpret = before
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """Interpreted kernels can be called inside."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    mended = (_exact_products(), _exact_float8(), _fused_multiply_add(), _plain_integers(), _replaced_once())
-    with _language_restored(), contextlib.ExitStack() as stack:
-        for each in mended:
-            stack.enter_context(each)
+    with _language_restored(), _exact(), _plain_integers(), _replaced_once():
         for name in _REDUCTIONS:
             function = getattr(tl, name)
             if isinstance(function, JITFunction):
@@ -59,8 +53,6 @@ def running() -> Iterator[None]:
 def _language_restored() -> Iterator[None]:
     """Undo what is replaced in Triton's language inside. The interpreter does so itself for the kernel, but not for the
     device functions that a kernel calls, and then nothing compiles any more in this process."""
-    import triton.language as tl
-
     modules = (tl, tl.core, tl.math, tl.standard)
     places = (*modules, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
     before = [dict(vars(place)) for place in places]
@@ -80,14 +72,13 @@ def _language_restored() -> Iterator[None]:
 def _replaced_once() -> AbstractContextManager:
     """Inside, Triton's language is replaced for the functions of a module when one of them is called first. The
     interpreter does so whenever a function calls another, which takes longer than most functions."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    call, seen = InterpretedFunction.__call__, set[int]()
+    call, seen = InterpretedFunction.__call__, dict[int, dict]()
 
     def called(self, *args, **kwargs):
-        if (module := id(self.fn.__globals__)) in seen:
+        module = self.fn.__globals__
+        if id(module) in seen:
             return self.rewrite()(*args, **kwargs)
-        seen.add(module)
+        seen[id(module)] = module
         return call(self, *args, **kwargs)
 
     return mock.patch.object(InterpretedFunction, "__call__", called)
@@ -95,8 +86,6 @@ def _replaced_once() -> AbstractContextManager:
 
 def _plain_integers() -> AbstractContextManager:
     """Inside, an interpreted scalar becomes a Python integer whether it is kept in an array of shape [] or [1]."""
-    from triton.runtime import interpreter
-
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor, *rest):
@@ -106,63 +95,43 @@ def _plain_integers() -> AbstractContextManager:
     return mock.patch.object(interpreter, "_patch_lang_tensor", patched)
 
 
-def _fused_multiply_add() -> AbstractContextManager:
-    """Inside, products of float32 are not rounded before something is added to them: the interpreter rounds twice."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+def _exact() -> AbstractContextManager:
+    """Inside, products are rounded once, and not before something is added to them; numbers are rounded to the nearest
+    bfloat16; float8 is widened to float16 as torch does it (the interpreter takes infinities and NaN for numbers)."""
+    builder = InterpreterBuilder
+    dot, truncate, convert = builder.create_dot, builder.create_fp_trunc, builder.create_fp_to_fp
 
     def create_fma(self, x, y, z):
         exact = x.data.astype("float64") * y.data + z.data
         return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
-    return mock.patch.object(InterpreterBuilder, "create_fma", create_fma)
-
-
-def _exact_products() -> AbstractContextManager:
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    dot, truncate = InterpreterBuilder.create_dot, InterpreterBuilder.create_fp_trunc
-
     def create_dot(self, a, b, d, *rest):
         if not {a.dtype.scalar, b.dtype.scalar} <= {tl.float32, tl.float16, tl.bfloat16}:
             return dot(self, a, b, d, *rest)
-        exact = dot(self, *map(widened, (a, b, d)), *rest)
+        exact = dot(self, *map(_widened, (a, b, d)), *rest)
         return TensorHandle(exact.data.astype(d.data.dtype), d.dtype.scalar)
-
-    def widened(handle):
-        values = handle.data
-        if handle.dtype.scalar == tl.bfloat16:
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        return TensorHandle(values.astype(np.float64), tl.float64)
 
     def create_fp_trunc(self, source, target):
         if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
-            return TensorHandle(_to_bits(source.data), tl.bfloat16)
+            rounded = torch.from_numpy(np.array(source.data)).to(torch.bfloat16)
+            return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
         return truncate(self, source, target)
 
-    return mock.patch.multiple(InterpreterBuilder, create_dot=create_dot, create_fp_trunc=create_fp_trunc)
-
-
-def _exact_float8() -> AbstractContextManager:
-    """Inside, float8 is widened to float16 as torch does it: the interpreter takes infinities and NaN for numbers."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    convert = InterpreterBuilder.create_fp_to_fp
-    formats = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-
     def create_fp_to_fp(self, source, target, rounding):
-        stored = formats.get(source.dtype.scalar)
+        stored = _FLOAT8.get(source.dtype.scalar)
         if stored is None or target.scalar != tl.float16:
             return convert(self, source, target, rounding)
         bits = torch.from_numpy(source.data.view("uint8"))
         return TensorHandle(bits.view(stored).to(torch.float16).numpy(), tl.float16)
 
-    return mock.patch.object(InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
+    return mock.patch.multiple(
+        builder, create_fma=create_fma, create_dot=create_dot, create_fp_trunc=create_fp_trunc,
+        create_fp_to_fp=create_fp_to_fp,
+    )  # fmt: skip
 
 
-def _to_bits(values: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16, ties to even; NaN stays NaN."""
-    wide = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
-    nearest = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
+def _widened(handle: TensorHandle) -> TensorHandle:
+    values = handle.data
+    if handle.dtype.scalar == tl.bfloat16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return TensorHandle(values.astype(np.float64), tl.float64)

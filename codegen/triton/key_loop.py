@@ -17,18 +17,19 @@ share the keys of a tile.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.descriptors import boxes
+from fusion.codegen.triton.descriptors import Box, boxes
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import Level, Writer, number
 from fusion.codegen.triton.matrices import Matrix, brackets, made, matrix, sum_of
-from fusion.codegen.triton.panels import Panel, panels
+from fusion.codegen.triton.panels import Panel
 from fusion.codegen.triton.stages import Visit, visit
-from fusion.ir.expr import C, E, Expr, J, const, coordinates
-from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.codegen.triton.tiles import Tiles
+from fusion.ir.expr import Expr, J, const, coordinates
 from fusion.lowering.numbers import exponent_units
 from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import ScorePrograms, is_tame
@@ -53,84 +54,64 @@ class Order:
     specialized: bool = False
 
 
+PLAIN = Order()
+
+
 class KeyLoop:
-    """The text of `visit_keys`, and of `last_product` in the rotated order. writer: of the kernel. sizes: d and d_v.
-    listed: tiles come from a list (`tile_lists`)."""
+    """`visit_keys` of a kernel, and `last_product` in the rotated order."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        programs: ScorePrograms,
-        writer: Writer,
-        sizes: tuple[int, int],
-        order: Order,
-        listed: bool,
-    ):
-        self.spec, self.programs, self.writer, self.listed = spec, programs, writer, listed
-        self.softmax = spec.normalizer is not Normalizer.NONE
-        self.rotated, self.shared, self.specialized = order.rotated, order.shared, order.specialized
-        self.spread = order.spread
+    def __init__(self, kernel: Tiles, programs: ScorePrograms, order: Order):
+        self.kernel, self.programs, self.order = kernel, programs, order
+        self.spec, self.writer, self.listed, self.softmax = kernel.spec, kernel.writer, kernel.listed, kernel.softmax
         # Where the first key is known at run time only, tiles are counted: ptxas serialises products otherwise (C7515).
-        self.numbered = not listed and spec.mask is not None and spec.mask.key_lo is not None
-        self.columns, self.values = panels(sizes[0]), panels(sizes[1])
-        self.boxes = boxes(spec, *sizes) if order.described or order.specialized else {}
+        self.numbered = not self.listed and self.spec.mask is not None and self.spec.mask.key_lo is not None
+        self.columns, self.values = kernel.columns, kernel.values
+        read = ("q", "k", "v") if order.specialized else ("k", "v") if order.described else ()
+        self.boxes = {name: box for name, box in boxes(self.spec, kernel.d, kernel.d_v).items() if name in read}
         # Keys as rows, for reading K and V: lines of their own at the level of tiles.
-        self.keys = writer.where({J: "key"}, "key_ok")
-        self.keys.lines, self.keys.uses = writer.lines | {Level.TILE: []}, {}
+        self.keys = self.writer.where({J: "key"}, "key_ok")
+        self.keys.lines, self.keys.uses = self.writer.lines | {Level.TILE: []}, Counter()
         self.blocks: dict[str, str] = {}  # where the block's keys and values begin
-
-    @property
-    def state(self) -> list[str]:
-        names = [f"acc{panel.suffix}" for panel in self.values]
-        names += ["m", "l"] if self.softmax else []
-        return [*names, "p", "alpha"] if self.rotated else names
+        self.sums = [f"acc{panel.suffix}" for panel in self.values]
+        self.visit = self._visit()
+        self.last = self._last() if order.rotated else None
+        self.functions = [self.visit] if self.last is None else [self.visit, self.last]
 
     def initial(self) -> list[str]:
         """Statements that begin the state."""
         lines = nothing_summed(self.values, self.softmax)
-        if self.rotated:
+        if self.order.rotated:
             lines += ["p = tl.full([ROWS, KEYS], 0.0, tl.float32)", "alpha = tl.full([ROWS], 1.0, tl.float32)"]
         return lines
 
-    def text(self) -> str:
-        """The functions; afterwards they can be called."""
-        self.visit = self._visit()
-        if not self.rotated:
-            return self.visit.text
-        self.last = self._last()
-        return f"{self.visit.text}\n\n{self.last.text}"
+    def call(self, start: str, stop: str, whole: bool, *, begin: str, listed: bool = True) -> str:
+        """A stage. whole: its tiles need neither the mask nor bounds. begin: where the first stage of the same pass
+        started."""
+        masked = not whole
+        return self.visit.call(start=start, stop=stop, begin=begin, MASKED=masked, BOUNDED=masked, LISTED=listed)
 
-    def call(
-        self, start: str, stop: str, masked: bool, bounded: bool, *, begin: str, indent: int = 4, listed: bool = True
-    ) -> str:
-        """A stage. begin: where the first stage of the same pass started."""
-        return self.visit.call(
-            indent, start=start, stop=stop, begin=begin, MASKED=masked, BOUNDED=bounded, LISTED=listed
-        )
-
-    def finish(self, start: str, stop: str, indent: int = 4) -> str:
+    def finish(self, start: str, stop: str) -> str:
         """What is left after the last stage of a pass over start <= j < stop."""
-        return self.last.call(indent, start=start, stop=stop) if self.rotated else ""
+        return "" if self.last is None else self.last.call(start=start, stop=stop)
 
     def pointers(self) -> list[str]:
         """Statements that point to the block's keys and values, or describe them."""
         lines = [f"{name} = {at}" for name, at in sorted(self.blocks.items())]
-        if self.specialized:
-            n_k = self.writer.value(self.spec.n_k)
+        if self.order.specialized:
             found = [self.boxes[name] for name in ("k", "v")]
-            lines += [box.describe(self.writer, panel, n_k) for box in found for panel in box.panels]
+            lines += [box.describe(self.writer, panel, self.kernel.n_k) for box in found for panel in box.panels]
         return lines
 
     def _visit(self) -> Visit:
-        k, tiles_of_k = self._key_parts()
-        key, mask = ("key_before", "before_ok") if self.rotated else ("key", "key_ok")
-        v, tiles = self._value_parts(key, mask, self.rotated)
+        k, tiles_of_k = self._parts(1)
+        rotated = self.order.rotated
+        v, tiles = self._parts(2, "key_before", "before_ok", True) if rotated else self._parts(2)
         loads, programs = self._programs_text()
         softmax = source.block(programs, self._statistics())
-        softmax = self._hidden(softmax) if self.spread else softmax
-        steps = [*self._scaled(), *v, *self._products(), softmax] if self.rotated else [softmax, *v, *self._products()]
+        softmax = self._hidden(softmax) if self.order.spread else softmax
+        steps = [*self._scaled(), *v, *self._products(), softmax] if rotated else [softmax, *v, *self._products()]
         loop = source.block(*k, loads, *self._scores(), *steps)
-        end = self.writer.value(self.spec.n_k) if self.listed else "stop"
+        end = self.kernel.n_k if self.listed else "stop"
         columns = [
             "key = (first + tl.arange(0, KEYS))[:, None]",
             f"key_ok = key < {end}",
@@ -138,25 +119,25 @@ class KeyLoop:
             "before_ok = key_before >= begin",
             "j = (first + tl.arange(0, KEYS))[None, :]",
             f"j_ok = j < {end}",
+            *self.keys.lines[Level.TILE],
         ]
-        columns += self.keys.lines[Level.TILE]
-        loop = source.block(*self._first(), *source.without_dead(columns, loop), loop)
-        turns = "start, stop" if self.listed else "start, stop, KEYS"
-        if self.numbered:
-            turns = "0, (stop - start + KEYS - 1) // KEYS"
-        before = source.block(*tiles_of_k, *tiles)
-        turns += ", warp_specialize=True" if self.specialized else ""
-        head = f"for {'number' if self.listed or self.numbered else 'first'} in tl.range({turns}):"
+        loop = source.block(*self._first(), source.with_used(columns, loop))
         doc = "Keys start <= j < stop, in tiles; BOUNDED: the last tile may be cut off; MASKED: keys may be dead."
+        turns = "0, (stop - start + KEYS - 1) // KEYS" if self.numbered else "start, stop, KEYS"
         if self.listed:
             doc = "Tiles start <= number < stop, LISTED: of a list; BOUNDED: of the last; MASKED: keys may be dead."
-        queries = [f"q{panel.suffix}" for panel in self.columns]
-        return self._function("visit_keys", doc, source.block(before, head, source.indented(loop)), self.state, queries)
+            turns = "start, stop"
+        turns += ", warp_specialize=True" if self.order.specialized else ""
+        head = f"for {'number' if self.listed or self.numbered else 'first'} in tl.range({turns}):"
+        text = source.block(*tiles_of_k, *tiles, head, source.indented(loop))
+        state = [*self.sums, *(["m", "l"] if self.softmax else []), *(["p", "alpha"] if rotated else [])]
+        first = [*(f"q{panel.suffix}" for panel in self.columns), "start", "stop"]
+        return visit("visit_keys", doc, text, state=state, first=first, writer=self.writer)
 
     def _last(self) -> Visit:
         """The product of the weights of the last tile with its values."""
         self.keys.forget(Level.TILE)
-        v, tiles = self._value_parts("key", "key_ok", True)
+        v, tiles = self._parts(2, always=True)
         later = source.block(*tiles, *self._scaled(), *v, *self._products())
         columns = [
             "first = (stop - 1) // KEYS * KEYS",
@@ -164,18 +145,10 @@ class KeyLoop:
             "key_ok = (key >= start) & (key < stop)",
             *self.keys.lines[Level.TILE],
         ]
-        body = source.block(*source.without_dead(columns, later), later)
         doc = "The sums with the weights p of the last tile of start <= j < stop."
-        return self._function("last_product", doc, body, self._sums(), ["p", "alpha"])
-
-    def _function(self, name: str, doc: str, body: str, state: list[str], first: list[str]) -> Visit:
-        return visit(
-            name, doc, body, state=state, first=[*first, "start", "stop"], helpers=self.writer.helpers,
-            sizes=self.spec.sizes,
-        )  # fmt: skip
-
-    def _sums(self) -> list[str]:
-        return [f"acc{panel.suffix}" for panel in self.values]
+        first = ["p", "alpha", "start", "stop"]
+        body = source.with_used(columns, later)
+        return visit("last_product", doc, body, state=self.sums, first=first, writer=self.writer)
 
     def _first(self) -> list[str]:
         """`first`, the first key of a tile, from its number or its place in the list."""
@@ -185,72 +158,52 @@ class KeyLoop:
             return []
         return ["if LISTED:", "    first = tl.load(list_at + number) * KEYS", "else:", "    first = number * KEYS"]
 
-    def _of(self, column: Expr, panel: Panel, key: str = "key", mask: str = "key_ok") -> Writer:
+    def _of(self, column: Expr, panel: Panel, key: str, mask: str) -> Writer:
         """The writer for a panel's columns of the keys `key`, of which those exist that `mask` says."""
-        named = {column: f"{column.attr}{panel.suffix}", J: key}
-        inside = {column.name: panel.inside(column.name)} if panel.inside(column.name) else {}
+        named, inside = {column: panel.column, J: key}, {column.name: panel.inside} if panel.inside else {}
         if not inside and all(self.keys.known.get(coordinate) == name for coordinate, name in named.items()):
             return self.keys
         return self.keys.where(named, mask, inside)
 
-    def _key_parts(self) -> tuple[list[str], list[str]]:
-        """Statements that read the tile of K, and those before the loop that point to it."""
+    def _parts(
+        self, number: int, key: str = "key", mask: str = "key_ok", always: bool = False
+    ) -> tuple[list[str], list[str]]:
+        """Statements that read the tile of K or V, operand `number`, and those before the loop that point to it.
+        always: with masks in every stage."""
+        name, (index, _, column) = "qkv"[number], self.spec.access(number)
+        value, box = self.spec.values[number], self.boxes.get(name)
+        read = {(p.start, p.width) for p in self.columns} if self.order.shared and number == 2 else set()
         lines, tiles = [], []
-        for panel in self.columns:
-            if "k" in self.boxes:
-                lines.append(self._box("k", panel, "first"))
-                continue
-            writer = self._of(C, panel)
-            if self.spec.k_value is not None:
-                lines.append(made(f"k{panel.suffix}", self.spec.k_value, writer))
-                continue
-            part = matrix(writer, 1, self.spec.k, J, C)
-            lines += self._load("k", part, panel, "key_ok")
-            tiles.append(self._tile("k", part, panel))
+        for panel in self.kernel.panels_of(number):
+            to, writer = f"{name}{panel.suffix}", self._of(column, panel, key, mask)
+            if (panel.start, panel.width) in read:
+                lines.append(f"{to} = k{panel.suffix}")
+            elif box is not None:
+                lines.append(f"{to} = {self._boxed(box, panel, mask)}{cast(box.dtype(self.spec), self.spec.dtype)}")
+            elif value is not None:
+                lines.append(made(to, value, writer))
+            else:
+                part = matrix(writer, number, index, J, column)
+                lines += self._load(number, part, panel, mask, always)
+                self.blocks[f"{name}_block"] = sum_of(f"{part.operand}_ptr", part.block)
+                within = sum_of(f"{name}_block", part.rows if part.advance else "", part.columns)
+                tiles.append(f"{to}_tile = {within}")
         return lines, tiles
 
-    def _value_parts(self, key: str, mask: str, always: bool) -> tuple[list[str], list[str]]:
-        """Statements that read the tile of V, and those before the loop that point to it."""
-        lines, tiles = [], []
-        for panel in self.values:
-            if self.shared and (panel.start, panel.width) in {(p.start, p.width) for p in self.columns}:
-                lines.append(f"v{panel.suffix} = k{panel.suffix}")
-                continue
-            if "v" in self.boxes:  # before the first tile of a pass: where there is nothing, and zeros are read
-                before = "tl.where(first > begin, first, 0) - KEYS"
-                lines.append(self._box("v", panel, before if mask == "before_ok" else "first"))
-                continue
-            writer = self._of(E, panel, key, mask)
-            if self.spec.v_value is not None:
-                lines.append(made(f"v{panel.suffix}", self.spec.v_value, writer))
-                continue
-            part = matrix(writer, 2, self.spec.v, J, E)
-            lines += self._load("v", part, panel, mask, always)
-            tiles.append(self._tile("v", part, panel))
-        return lines, tiles
+    def _boxed(self, box: Box, panel: Panel, mask: str) -> str:
+        # Before the first tile of a pass: where there is nothing, and zeros are read.
+        first = "tl.where(first > begin, first, 0) - KEYS" if mask == "before_ok" else "first"
+        return box.load_described(panel, first) if self.order.specialized else box.load(self.keys, panel, first)
 
-    def _box(self, name: str, panel: Panel, first: str) -> str:
-        box = self.boxes[name]
-        widened = cast(box.dtype(self.spec), self.spec.dtype)
-        tile = box.load_described(panel, first) if self.specialized else box.load(self.keys, panel, first)
-        return f"{name}{panel.suffix} = {tile}{widened}"
-
-    def _tile(self, name: str, part: Matrix, panel: Panel) -> str:
-        self.blocks[f"{name}_block"] = sum_of(f"{part.operand}_ptr", part.block)
-        within = sum_of(f"{name}_block", part.rows if part.advance else "", part.columns)
-        return f"{name}{panel.suffix}_tile = {within}"
-
-    def _load(self, name: str, part: Matrix, panel: Panel, mask: str, always: bool = False) -> list[str]:
+    def _load(self, number: int, part: Matrix, panel: Panel, mask: str, always: bool) -> list[str]:
         """Statements that read a tile of K or V, with masks only where it may be cut off (always: in every stage) or is
         padded."""
-        column, operand = ("c", 1) if name == "k" else ("e", 2)
-        name = f"{name}{panel.suffix}"
+        name, inside, stored = f"{'qkv'[number]}{panel.suffix}", panel.inside, self.spec.operands[number]
         first = "first - KEYS" if mask == "before_ok" else "first"
         moved = f"tl.cast({first}, tl.int64) * {brackets(part.advance)}" if part.advance else ""
         at = sum_of(f"{name}_tile", moved, "" if part.advance else part.rows, part.both)
-        inside = panel.inside(column)
-        widened = cast(self.spec.operands[operand].dtype, self.spec.dtype)
-        nothing = "0.0" if self.spec.operands[operand].torch_dtype.is_floating_point else "0"
+        widened = cast(stored.dtype, self.spec.dtype)
+        nothing = "0.0" if stored.torch_dtype.is_floating_point else "0"
         limits = f"{mask} & ({inside})" if inside else mask
         masked = f"{name} = tl.load({name}_at, mask={limits}, other={nothing}){widened}"
         lines = [f"{name}_at = {at}"]
@@ -266,9 +219,9 @@ class KeyLoop:
     def _scores(self) -> list[str]:
         lines = []
         for panel in self.columns:
-            sum_ = ", s" if lines and not self.spread else ""
+            sum_ = ", s" if lines and not self.order.spread else ""
             pair = f"q{panel.suffix}, tl.trans(k{panel.suffix})"
-            name = f"s{panel.suffix}" if self.spread else "s"
+            name = f"s{panel.suffix}" if self.order.spread else "s"
             lines.append(f"{name} = tl.dot({pair}{sum_}, input_precision=PRECISION)")
         return lines
 
@@ -284,7 +237,7 @@ class KeyLoop:
             f"acc{p.suffix} = tl.dot({weights}, v{p.suffix}, acc{p.suffix}, input_precision=PRECISION)"
             for p in self.values
         ]
-        if self.spread:  # waits for the product: ptxas serialises all of them where one is in flight as the loop ends
+        if self.order.spread:  # waits for the product: ptxas serialises all where one is in flight as the loop ends
             lines += [f"acc{p.suffix} = tl.where({ALWAYS_TOO}, acc{p.suffix}, 0.0)" for p in self.values]
         return lines
 
@@ -335,7 +288,7 @@ class KeyLoop:
         lines.append(f"alpha = tl.exp2(tl.minimum(m * {unit}, shift) - shift)")
         lines.append(f"p = tl.exp2(tl.fma(x, {units}, -shift[:, None]))")
         lines.append("l = l * alpha + tl.sum(p, 1)")
-        lines += ["m = m_new"] if self.rotated else [*self._scaled(), "m = m_new"]
+        lines += ["m = m_new"] if self.order.rotated else [*self._scaled(), "m = m_new"]
         if self.spec.weight is not const(1.0):
             lines.append("p = p * w")
         return source.block(*lines)

@@ -13,14 +13,15 @@ import torch
 from fusion.codegen import reference
 from fusion.codegen.triton import autotune, peers
 from fusion.codegen.triton.apart import Request
-from fusion.codegen.triton.autotune import Stage, Tuner, call_of
+from fusion.codegen.triton.autotune import Call, Stage, Tuner, call_of
 from fusion.codegen.triton.candidates import candidates, residents
 from fusion.codegen.triton.descriptors import boxes, descriptors
-from fusion.codegen.triton.forward import Forward, KernelText
-from fusion.codegen.triton.key_loop import Order
+from fusion.codegen.triton.forward import Forward
+from fusion.codegen.triton.kernel import KernelText
+from fusion.codegen.triton.key_loop import PLAIN, Order
 from fusion.codegen.triton.split import Combine, Part
 from fusion.codegen.triton.tile_lists import TileLists, places
-from fusion.codegen.triton.variant import PLAIN, Variant
+from fusion.codegen.triton.variant import Variant
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.results import output_extents, result_names, statistics_shape
 from fusion.ir.sizes import size_function
@@ -61,7 +62,7 @@ class Kernel:
         fixed: Any = {"tile": tile, "splits": splits, "packs": not statistics, "group": packed}
         plan = plan or functools.partial(GpuPlanner, spec, **fixed)
         self.planner = functools.cache(lambda device: plan(machine_of(device)))
-        self._packing: dict[tuple[int, torch.device], Kernel] = {}  # by the number of heads
+        self._packing = Made()  # by the number of heads and the device
         self._may_share = may_share_values(spec)
         self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
         self._peers = functools.cache(functools.partial(peers.calls, spec))
@@ -89,8 +90,7 @@ class Kernel:
 
         def make() -> Variant:
             kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
-            read = ("q", "k", "v") if order.specialized else ("k", "v") if order.described else ()
-            return Variant(self.spec, kernels, d, d_v, interpreted, order, read)
+            return Variant(self.spec, kernels, d, d_v, interpreted, order)
 
         return self._variants.of((d, d_v, interpreted, split, order), make)
 
@@ -114,8 +114,7 @@ class Kernel:
         if n_k == 0 or d == 0 or out.numel() == 0:  # nothing worth a kernel
             return (reference.run(self.spec, operands, sizes) if out.numel() else out), statistics
         check_sizes((*extents, n_k))
-        results = {"out": out, "statistics": statistics}
-        self._packed(batch, n_q, device)._launch(operands, sizes, results)
+        self._packed(batch, n_q, device)._launch(operands, sizes, {"out": out, "statistics": statistics})
         return out, statistics
 
     def _packed(self, batch: Sequence[int], n_q: int, device: torch.device) -> Kernel:
@@ -123,11 +122,9 @@ class Kernel:
         planner = self.planner(device)
         if (group := planner.group_of(batch, n_q)) == 1:
             return self
-        if (found := self._packing.get((group, device))) is None:
-            other = planner.packing(group)
-            found = Kernel(other.spec, tuner=self.tuner, packed=group, plan=lambda _: other)
-            self._packing[group, device] = found
-        return found
+        other = planner.packing(group)
+        make = functools.partial(Kernel, other.spec, tuner=self.tuner, packed=group, plan=lambda _: other)
+        return self._packing.of((group, device), make)
 
     def _shares(self, operands: Sequence[torch.Tensor]) -> bool:
         """Whether V is the first columns of K in this call."""
@@ -135,63 +132,43 @@ class Kernel:
         alike = self._may_share and k.dtype == v.dtype and k.stride() == v.stride()
         return alike and k.data_ptr() == v.data_ptr()
 
-    def _launch(self, operands, sizes, results) -> None:
-        *batch, n_q, n_k, d, d_v = self.extents(sizes)
-        extents = (n_q, n_k, d, d_v)
-
-        def launch(variant: Variant, tile: Tile) -> None:
-            schedule = self._split if "attention_split" in variant.kernels else self._flash
-            schedule(variant, tile, operands, sizes, dict(results), batch, extents)
-
-        tensors = dict(zip("qkv", operands, strict=False))
-
-        def reads(variant: Variant) -> bool:
-            return all(box.fits(tensors[name]) for name, box in variant.boxes.items())
-
-        stage = self._stage(operands[0].device, extents, sizes, launch, self._shares(operands), reads)
-        stage = replace(stage, results=[results["out"]])
-        if self.tuner is not None:
-            stage = self._beside_peers(stage, operands, sizes, results["out"])
-        call = call_of(operands, sizes, (math.prod(batch), n_q, n_k), precision(self.spec.dtype), self.tuner)
+    def _launch(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], results: dict[str, Any]) -> None:
+        run = _ForwardLaunches(self, operands, sizes, results)
 
         def request() -> Request:
             given: dict[str, Any] = {"statistics": self.statistics, "packed": self.packed}
             return Request(spec=self.spec.to_json(), operands=operands, sizes=tuple(sizes), **given)
 
-        autotune.run([stage], call, self.tuner, lambda: None, request)
+        autotune.run([self._stage(run.device, sizes, run)], run.call(self.tuner), self.tuner, lambda: None, request)
 
-    def _beside_peers(self, stage: Stage, operands, sizes, out: torch.Tensor | None) -> Stage:
-        """A stage with what else may compute it: not where statistics of rows are wanted."""
-        calls = {} if self.statistics else self._peers(operands[0].device)
-        given = (operands, sizes, self.extents(sizes), out)
-        found = {name: functools.partial(call, *given) for name, call in calls.items()}
-        return replace(stage, peers=found, trusted=lambda: peers.as_exact_as_eager(self.spec, operands, sizes, out))
-
-    def _stage(
-        self,
-        device: torch.device,
-        extents,
-        sizes,
-        launch: Callable[[Variant, Tile], None],
-        shared: bool = False,
-        reads: Callable[[Variant], bool] = lambda _: True,
-    ) -> Stage:
-        """The schedule and the planned tile for a call. shared: V is the first columns of K. reads: whether a variant's
-        descriptors can describe the operands."""
-        d, d_v = extents[2:]
+    def _stage(self, device: torch.device, sizes: Sequence[int], run: _ForwardLaunches | None = None) -> Stage:
+        """The schedule and the planned tile for a call, and what else may compute it: not where statistics of rows are
+        wanted. run: what launches; None where nothing is launched."""
+        *_, n_q, n_k, d, d_v = extents = self.extents(sizes)
         planner = self.planner(device)
         choice = planner.choose(sizes)
-        table = choice.tile
 
         def variant(tile: Tile) -> tuple[Variant, Tile]:
-            return self._variant_of(choice, tile, device, (d, d_v), shared, reads)
+            return self._variant_of(choice, tile, device, (d, d_v), run)
 
+        def launch(tile: Tile) -> None:
+            assert run is not None
+            run(*variant(tile))
+
+        def trusted() -> bool:
+            return run is None or peers.as_exact_as_eager(self.spec, run.operands, sizes, run.results["out"])
+
+        calls = {} if self.tuner is None or self.statistics else self._peers(device)
+        given = (run.operands, sizes, extents, run.results["out"]) if run is not None else ()
         return Stage(
-            kernel="attention_split" if choice.splits > 1 else "attention_forward",
-            variant=variant(table)[0],
-            tile=table,
-            launch=lambda tile: launch(*variant(tile)),
-            others=lambda: candidates("attention_forward", self.spec, extents, table, planner.machine),
+            kernel=_kernel_of(choice),
+            variant=variant(choice.tile)[0],
+            tile=choice.tile,
+            launch=launch,
+            others=lambda: candidates(Forward.name, self.spec, (n_q, n_k, d, d_v), choice.tile, planner.machine),
+            results=[] if run is None else [run.results["out"]],
+            peers={name: functools.partial(call, *given) for name, call in calls.items()},
+            trusted=trusted,
         )
 
     def _variant_of(
@@ -200,16 +177,15 @@ class Kernel:
         tile: Tile,
         device: torch.device,
         widths: tuple[int, int],
-        shared: bool = False,
-        reads: Callable[[Variant], bool] = lambda _: True,
+        run: _ForwardLaunches | None = None,
     ) -> tuple[Variant, Tile]:
         """The module for a tile in a choice's schedule, and the tile it runs in: without descriptors, and in the
-        choice's own tile where warps were to have roles, if `reads` says that they cannot describe the operands."""
+        choice's own tile where warps were to have roles, if they cannot describe the operands of the call `run`."""
         split, interpreted = choice.splits > 1, device.type == "cpu"
-        order = order_of(tile, split, shared, self.packed)
+        order = order_of(tile, split, run is not None and self._shares(run.operands), self.packed)
         if not order.specialized or self._specializes(*widths):
             found = self.variant(*widths, interpreted, split, order)
-            if reads(found):
+            if run is None or run.describes(found, _kernel_of(choice)):
                 return found, tile
         order = replace(order, described=False, specialized=False)
         return self.variant(*widths, interpreted, split, order), choice.tile if tile.specialized else tile
@@ -223,98 +199,114 @@ class Kernel:
         heads, planner = math.prod(batch), self.planner(device)
         choice = planner.choose(sizes)
         if (self.tuner is not None or self._variants) and 0 not in (heads, n_q, n_k, d, d_v):
-            stage = self._stage(device, (n_q, n_k, d, d_v), sizes, lambda *_: None)
+            stage = self._stage(device, sizes)
             aligned = [torch.empty(0, device=device)]
             call = call_of(aligned, sizes, (heads, n_q, n_k), precision(self.spec.dtype), self.tuner)
             measured = self.tuner is not None and self.tuner.tile(stage, call) is not None
             choice = planner.in_tile(choice, autotune.settled(stage, call, self.tuner), sizes, measured)
             if self.tuner is not None:
-                stage = self._beside_peers(stage, aligned, sizes, None)
                 choice = replace(choice, peer=self.tuner.peer(stage, call))
         return choice
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Nothing: Triton compiles a kernel for the tensors of its first launch."""
 
-    def _section(self, operands, heads: int, extents) -> int:
-        """How many heads run side by side: their keys and values fill half of the L2 cache."""
-        _, n_k, d, d_v = extents
-        half = self.planner(operands[0].device).machine.level("L2").capacity // 2
-        return max(1, min(heads, half // max(1, n_k * (d + d_v) * operands[1].element_size())))
 
-    def _flash(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
-        n_q, n_k, d, d_v = extents
-        heads, fixed = math.prod(batch), self._fixed(operands)
-        programs = grid = heads * -(-n_q // tile.rows)
+def _kernel_of(choice: Choice) -> str:
+    return Part.name if choice.splits > 1 else Forward.name
+
+
+class Launches:
+    """The launches of one call. results: what kernels read and write beside the operands, by name. extents: of the
+    batch coordinates, queries, keys, columns of Q and of V."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        operands: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        results: dict[str, Any],
+        extents: Sequence[int],
+    ):
+        self.spec, self.operands, self.sizes, self.results = spec, operands, sizes, results
+        *self.batch, self.n_q, self.n_k, self.d, self.d_v = extents
+        self.heads, self.device = math.prod(self.batch), operands[0].device
+        self.fixed = fixed_constants(spec.dtype, self.device)
+        self.described = dict(zip("qkv", operands, strict=False))  # what descriptors may describe
+
+    def call(self, tuner: Tuner | None) -> Call:
+        return call_of(self.operands, self.sizes, (self.heads, self.n_q, self.n_k), precision(self.spec.dtype), tuner)
+
+    def blocks(self, tile: Tile) -> tuple[int, int]:
+        """How many tiles there are along the queries, and along the keys."""
+        return -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
+
+    def describes(self, variant: Variant, name: str) -> bool:
+        """Whether descriptors can describe what a kernel reads by them."""
+        return all(box.fits(self.described[box.name]) for box in variant.boxes[name])
+
+    def run(self, variant: Variant, name: str, grid: int, tile: Tile, **others: int) -> None:
+        """grid: how many programs. others: integers that the kernel takes."""
+        boxes = () if variant.order.specialized else variant.boxes[name]  # such programs make descriptors themselves
+        made = descriptors(boxes, self.described, (self.n_q, tile.rows), (self.n_k, tile.keys))
+        arguments = (self.operands, self.sizes, self.results, others | made)
+        variant.launch(name, grid, tile, self.fixed, arguments)
+
+    def list_tiles(self, variant: Variant, name: str, tile: Tile, across: tuple[int, int]) -> None:
+        """Make the lists of `tile_lists`, where a module has the kernel. across: the blocks that have a list each, the
+        tiles that each may meet."""
+        if name in variant.kernels:
+            lists = places(self.spec, self.batch) * across[0]
+            for what, each in (("tile_list", across[1]), ("tile_counts", 2)):
+                self.results[what] = torch.empty([lists, each], dtype=torch.int32, device=self.device)
+            self.run(variant, name, lists, list_tile(tile))
+
+
+class _ForwardLaunches(Launches):
+    def __init__(self, kernel: Kernel, operands: Sequence[torch.Tensor], sizes: Sequence[int], results: dict[str, Any]):
+        super().__init__(kernel.spec, operands, sizes, results, kernel.extents(sizes))
+        self.planner = kernel.planner(self.device)
+
+    def __call__(self, variant: Variant, tile: Tile) -> None:
+        self.list_tiles(variant, TileLists.name, tile, self.blocks(tile))
+        schedule = self._split if Part.name in variant.kernels else self._flash
+        schedule(variant, tile)
+
+    def _flash(self, variant: Variant, tile: Tile) -> None:
+        machine = self.planner.machine
+        programs = grid = self.heads * self.blocks(tile)[0]
         if variant.order.persistent:
-            machine = self.planner(operands[0].device).machine
-            together = residents(self.spec, d, d_v, tile, machine)
-            grid = min(programs, together * machine.cores)
-        others = {"section": self._section(operands, heads, extents), "programs": programs}
-        others |= self._descriptors(variant, operands, (n_q, n_k), tile)
-        arguments = (operands, sizes, results, others)
-        self._list(variant, tile, arguments, batch, extents)
-        variant.launch("attention_forward", grid, tile, fixed, arguments)
+            grid = min(programs, residents(self.spec, self.d, self.d_v, tile, machine) * machine.cores)
+        self.run(variant, Forward.name, grid, tile, section=self._section(), programs=programs)
 
-    def _fixed(self, operands) -> dict[str, object]:
-        return fixed_constants(self.spec.dtype, operands[0].device)
+    def _split(self, variant: Variant, tile: Tile) -> None:
+        programs, small = self.heads * self.blocks(tile)[0], combining_tile(tile)
+        splits = self.planner.splits_of(programs, self.sizes, tile)
+        rows = splits * self.heads * self.n_q
+        parts = torch.empty([rows * (self.d_v + 2)], dtype=torch.float32, device=self.device)
+        split = parts.split([rows * self.d_v, rows, rows])
+        self.results |= dict(zip(("part", "part_max", "part_sum"), split, strict=True))
+        others = {"section": self._section(), "splits": splits}
+        self.run(variant, Part.name, programs * splits, tile, **others)
+        self.run(variant, Combine.name, self.heads * self.blocks(small)[0], small, **others)
 
-    def _list(self, variant, tile: Tile, arguments: tuple, batch, extents) -> None:
-        """Make the lists of tiles, where the kernels of a call want them."""
-        if TileLists.name not in variant.kernels:
-            return
-        (operands, _, results, _), (n_q, n_k, _, _) = arguments, extents
-        blocks = -(-n_q // tile.rows), -(-n_k // tile.keys)
-        results |= empty_lists(self.spec, batch, blocks, operands[0].device)
-        variant.launch(TileLists.name, len(results["tile_counts"]), list_tile(tile), self._fixed(operands), arguments)
-
-    def _split(self, variant, tile: Tile, operands, sizes, results, batch, extents) -> None:
-        n_q, n_k, _, d_v = extents
-        heads, fixed = math.prod(batch), self._fixed(operands)
-        programs = heads * -(-n_q // tile.rows)
-        splits = self.planner(operands[0].device).splits_of(programs, sizes, tile)
-        rows = splits * heads * n_q
-        parts = torch.empty([rows * (d_v + 2)], dtype=torch.float32, device=operands[0].device)
-        results["part"], results["part_max"], results["part_sum"] = parts.split([rows * d_v, rows, rows])
-        others = {"section": self._section(operands, heads, extents), "splits": splits}
-        others |= self._descriptors(variant, operands, (n_q, n_k), tile)
-        arguments, small = (operands, sizes, results, others), combining_tile(tile)
-        self._list(variant, tile, arguments, batch, extents)
-        variant.launch("attention_split", programs * splits, tile, fixed, arguments)
-        variant.launch("attention_combine", heads * -(-n_q // small.rows), small, fixed, arguments)
-
-    def _descriptors(self, variant: Variant, operands, extents: tuple[int, int], tile: Tile) -> dict[str, object]:
-        if not variant.order.described:
-            return {}
-        (n_q, n_k), tensors = extents, dict(zip("qkv", operands, strict=False))
-        return descriptors(variant.boxes.values(), tensors, (n_q, tile.rows), (n_k, tile.keys))
+    def _section(self) -> int:
+        """How many heads run side by side: their keys and values fill half of the L2 cache."""
+        half = self.planner.machine.level("L2").capacity // 2
+        each = max(1, self.n_k * (self.d + self.d_v) * self.operands[1].element_size())
+        return max(1, min(self.heads, half // each))
 
 
-def forward_kernels(
-    spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order | None = None
-) -> list[KernelText]:
+def forward_kernels(spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order = PLAIN) -> list[KernelText]:
     """The kernel of the schedule `flash`, or where a mask has a map those of `block_sparse`, in launch order."""
     forward = Forward(spec, d, d_v, statistics, order)
     return [TileLists(spec).text(), forward.text()] if forward.listed else [forward.text()]
 
 
-def split_kernels(
-    spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order | None = None
-) -> list[KernelText]:
+def split_kernels(spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order = PLAIN) -> list[KernelText]:
     """The kernels of the schedule `split_k`, in launch order."""
-    part, combine = Part(spec, d, d_v, order), Combine(spec, d, d_v, statistics, order)
+    part, combine = Part(spec, d, d_v, order=order), Combine(spec, d, d_v, statistics, order)
     return [*([TileLists(spec).text()] if part.listed else []), part.text(), combine.text()]
-
-
-def empty_lists(
-    spec: AttentionSpec, batch: Sequence[int], blocks: tuple[int, int], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Memory for the lists of `tile_lists`; blocks: (those that have a list each, tiles that each may meet)."""
-    lists = places(spec, batch) * blocks[0]
-    return {
-        "tile_list": torch.empty([lists, blocks[1]], dtype=torch.int32, device=device),
-        "tile_counts": torch.empty([lists, 2], dtype=torch.int32, device=device),
-    }
 
 
 def combining_tile(tile: Tile) -> Tile:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fusion import disk_cache
-from fusion.codegen.triton import interpret, source
-from fusion.codegen.triton.forward import KernelText
+from fusion.codegen.triton import source
+from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.mathematics import HELPERS
 from fusion.ir.spec import AttentionSpec
 
@@ -73,6 +73,8 @@ def _title(spec: AttentionSpec, d: int, d_v: int) -> str:
 
 def load(text: str, interpreted: bool = False) -> ModuleType:
     """The module with this text, from a file named after its content."""
+    from fusion.codegen.triton import interpret
+
     name = f"attention_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     path = disk_cache.directory() / f"{name}.py"
     if not path.exists():
@@ -95,6 +97,8 @@ def run(
 ) -> None:
     """Launch a kernel of a loaded module. options: what only compiled kernels take."""
     if device.type == "cpu":
+        from fusion.codegen.triton import interpret
+
         with interpret.running():
             kernel[(programs,)](*arguments, **constants)
     else:

@@ -11,27 +11,31 @@ from fusion.planning.head_dims import panel_widths
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """Columns start .. start + width - 1 of a head dimension, of which those below `extent` exist. suffix: of the names
-    of what belongs to it, empty for the first."""
+    of what belongs to it, empty for the first. column: the name of its column numbers."""
 
     start: int
     width: int
     extent: int
     suffix: str
+    column: str
 
-    def columns(self, name: str) -> str:
+    @property
+    def numbers(self) -> str:
         """The statement that makes the panel's column numbers."""
         numbers = f"tl.arange(0, {self.width})"
         numbers = f"({self.start} + {numbers})" if self.start else numbers
-        return f"{name}{self.suffix} = {numbers}[None, :]"
+        return f"{self.column} = {numbers}[None, :]"
 
-    def inside(self, name: str) -> str:
+    @property
+    def inside(self) -> str:
         """The predicate that says which columns exist; empty where all do."""
-        return f"{name}{self.suffix} < {self.extent}" if self.start + self.width > self.extent else ""
+        return f"{self.column} < {self.extent}" if self.start + self.width > self.extent else ""
 
 
-def panels(extent: int) -> tuple[Panel, ...]:
-    first, *rest = panel_widths(extent)
-    return (
-        Panel(start=0, width=first, extent=extent, suffix=""),
-        *(Panel(start=first, width=width, extent=extent, suffix="_1") for width in rest),
-    )
+def panels(extent: int, column: str) -> tuple[Panel, ...]:
+    """column: the name of the coordinate along them."""
+    found, start = [], 0
+    for width, suffix in zip(panel_widths(extent), ("", "_1"), strict=False):
+        found.append(Panel(start=start, width=width, extent=extent, suffix=suffix, column=f"{column}{suffix}"))
+        start += width
+    return tuple(found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from fusion.codegen.reference.forward import Execution
 from fusion.codegen.triton.flex import flex
 from fusion.exactness import errors
 from fusion.ir import integers
-from fusion.ir.expr import C, E, Expr, I, J, const, coord
+from fusion.ir.expr import Expr, I, J, const, coord
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.strided import is_strided, strided
@@ -35,14 +34,6 @@ raises RuntimeError where there is no kernel for the tensors."""
 
 View = Callable[[Tensor, Sequence[int]], Tensor]
 """(a tensor, extents of b0, b1, rows and columns) -> [B, H, n, columns] of it."""
-
-
-class Peer(NamedTuple):
-    """What may run in place of our own kernel. name: in reports. of: how it computes a spec on a device; None where it
-    cannot. It is asked only about specs that are `plain`."""
-
-    name: str
-    of: Callable[[AttentionSpec, torch.device], Attend | None]
 
 
 def sdpa(kind: SDPBackend, spec: AttentionSpec, device: torch.device) -> Attend | None:
@@ -63,12 +54,14 @@ def sdpa(kind: SDPBackend, spec: AttentionSpec, device: torch.device) -> Attend 
     return attend
 
 
-PEERS = (
-    Peer("sdpa cudnn", functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
-    Peer("sdpa flash", functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)),
-    Peer("sdpa efficient", functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION)),
-    Peer("flex flash", flex),
-)
+PEERS: dict[str, Callable[[AttentionSpec, torch.device], Attend | None]] = {
+    "sdpa cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "flex flash": flex,
+}
+"""What may run in place of our own kernel, by its name in reports: how it computes a `plain` spec on a device, or
+None."""
 
 
 def plain(spec: AttentionSpec) -> bool:
@@ -85,7 +78,7 @@ Call = Callable[[Sequence[Tensor], Sequence[int], Sequence[int], Tensor], None]
 
 def calls(spec: AttentionSpec, device: torch.device) -> Mapping[str, Call]:
     """What computes a spec on a device, by name."""
-    views = [_view(index, axes) for index, axes in ((spec.q, (I, C)), (spec.k, (J, C)), (spec.v, (J, E)))]
+    views = [_view(*spec.access(number)) for number in (0, 1, 2)]
     if None in views or not plain(spec):
         return {}
     dims = [spec.output.dims.index(name) for name in ("b0", "b1", "i", "e")]
@@ -99,16 +92,16 @@ def calls(spec: AttentionSpec, device: torch.device) -> Mapping[str, Call]:
             qkv = [view(x.detach(), shape) for view, x, shape in zip(views, operands, shapes, strict=False) if view]
             attend(qkv, out.permute(dims), operands, sizes)
 
-    found = {peer.name: attend for peer in PEERS if (attend := peer.of(spec, device)) is not None}
+    found = {name: attend for name, of in PEERS.items() if (attend := of(spec, device)) is not None}
     return {name: functools.partial(call, attend) for name, attend in found.items()}
 
 
-def _view(index: Sequence[Expr], axes: tuple[Expr, Expr]) -> View | None:
+def _view(index: Sequence[Expr], row: Expr, column: Expr) -> View | None:
     """How a tensor that is read at these indices becomes [B, H, n, columns], if it is a strided view; fewer heads where
     groups of them share one."""
     atoms = [monomial[0] for part in index for monomial in integers.terms(part) if len(monomial) == 1]
     heads = next((atom for atom in atoms if atom.op == "floordiv" and atom.args[0] is coord("b1")), coord("b1"))
-    own = (coord("b0"), heads, *axes)
+    own = (coord("b0"), heads, row, column)
     if not is_strided(index, own) or heads.args and not heads.args[1].is_const:
         return None
     group = heads.args[1].integer if heads.args else 1

@@ -50,20 +50,15 @@ def feature_tile(d: int, d_v: int, wanted: int) -> FeatureTile:
     return FeatureTile(rows=64, keys=64, near=32, parents=parents)
 
 
-@functools.lru_cache(maxsize=64)
-def kernels(d: int, d_v: int, degree: int, planes: int, interpreted: bool, wanted: int) -> FeatureKernels:
-    """The kernels for features of `degree` in d coordinates, d_v columns of values, loaded once."""
-    return FeatureKernels(d, d_v, degree, planes, interpreted, feature_tile(d, d_v, wanted))
-
-
 class FeatureKernels:
-    """Attention with the polynomial features of one shape. planes: bf16 planes of the top degree."""
+    """Attention with the features of `degree` in d coordinates, d_v columns of values. planes: bf16 planes of the top
+    degree. wanted: features of a block, by the cost model."""
 
-    def __init__(self, d: int, d_v: int, degree: int, planes: int, interpreted: bool, tile: FeatureTile):
-        self.d, self.d_v, self.degree, self.planes, self.tile = d, d_v, degree, planes, tile
-        self.source = features_module(d, d_v, degree)
+    def __init__(self, d: int, d_v: int, degree: int, planes: int, interpreted: bool, wanted: int = MOST_FEATURES):
+        self.d, self.d_v, self.planes = d, d_v, planes
+        self.tile, self.source = feature_tile(d, d_v, wanted), features_module(d, d_v, degree)
         self.module = module.load(self.source, interpreted)
-        self.table = ParentTable(monomials(d, degree), tile.parents)
+        self.table = ParentTable(monomials(d, degree), self.tile.parents)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, powers: Tensor, chunk: int = 0) -> Tensor:
@@ -130,6 +125,10 @@ class FeatureKernels:
         module.run(getattr(self.module, name), programs, given[0].device, given, constants, options)
 
 
+kernels = functools.lru_cache(maxsize=64)(FeatureKernels)
+"""Those of a shape, loaded once."""
+
+
 class ParentTable:
     """Parents in blocks, and what their products with every coordinate are worth.
 
@@ -177,7 +176,7 @@ def check_module(d: int, d_v: int, degree: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (torch.randn(2, 200, width, device=device) / d**0.5 for width in (d, d, d_v))
     powers = torch.tensor([[1 / math.factorial(g) for g in range(degree + 1)]] * 2, dtype=torch.float64)
-    run = FeatureKernels(d, d_v, degree, 2, device == "cpu", feature_tile(d, d_v, MOST_FEATURES))
+    run = FeatureKernels(d, d_v, degree, 2, device == "cpu")
     for chunk in (0, 64):
         found = run.attend(q, k, v, torch.arange(2), powers, chunk)
         expected = reference.attend(q.cpu().double(), k.cpu().double(), v.cpu().double(), powers, chunk)

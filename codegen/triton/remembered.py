@@ -43,7 +43,7 @@ def remembered(digest: str, device: torch.device) -> dict[str, Any]:
     path = path_of(digest, device)
     try:
         content = json.loads(path.read_text())
-        if {name: content.get(name) for name in _header(digest, device)} != _header(digest, device):
+        if not _header(digest, device).items() <= content.items():
             return {}
         return {name: choice for name, choice in content["choices"].items() if _sound(choice["tile"], choice["peer"])}
     except FileNotFoundError:

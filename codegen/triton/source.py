@@ -41,17 +41,15 @@ def loads_first(lines: Sequence[str]) -> tuple[list[str], list[str]]:
     return first, [line for line in lines if line not in first]
 
 
-def without_dead(lines: Sequence[str], used_later: str) -> list[str]:
-    """The statements `name = text` whose names are used by later ones or in `used_later`."""
-    kept: list[str] = []
-    used = set(_reads(parse(used_later)))
+def with_used(lines: Sequence[str], later: str) -> str:
+    """Those of the statements `name = text` whose names are used by later ones or in `later`, and `later` itself."""
+    kept, used = [later], set(_reads(parse(later)))
     for line in reversed(lines):
         name = line.split(" = ")[0]
-        if name.isidentifier() and name not in used:
-            continue
-        kept.append(line)
-        used |= set(_reads(parse(line)))
-    return kept[::-1]
+        if not name.isidentifier() or name in used:
+            kept.append(line)
+            used |= set(_reads(parse(line)))
+    return block(*kept[::-1])
 
 
 def parse(text: str) -> ast.Module:
@@ -66,27 +64,12 @@ def parse(text: str) -> ast.Module:
         raise KernelTextError(f"generated text is not Python: {error.msg}, line {centre}:\n{shown}") from error
 
 
-def call(target: str, function: str, arguments: Iterable[str], indent: int = 4) -> str:
-    """`target = function(arguments)`, or without a target the call, broken into lines of at most WIDTH characters."""
-    return _listing(f"{target} = {function}(" if target else f"{function}(", arguments, ")", indent)
-
-
 def definition(name: str, parameters: Iterable[str], doc: str, body: str, varying: Sequence[str] = ()) -> str:
     """A function under triton.jit. varying: parameters whose values Triton is not to compile variants for."""
-    head = _listing(f"def {name}(", parameters, "):", 0)
     inner = textwrap.indent(f'"""{doc}"""\n{body.rstrip()}\n', "    ", lambda line: bool(line.strip()))
     shown = ", ".join(f'"{parameter}"' for parameter in varying)
     decorator = f"@triton.jit(do_not_specialize=[{shown}])" if varying else "@triton.jit"
-    return f"{decorator}\n{head}\n{inner}"
-
-
-def _listing(head: str, items: Iterable[str], tail: str, indent: int) -> str:
-    items = list(items)
-    line = f"{head}{', '.join(items)}{tail}"
-    if len(line) + indent <= WIDTH:
-        return line
-    inner = _filled([f"{item}, " for item in items], WIDTH - indent - 5)
-    return f"{head}\n{textwrap.indent(inner, '    ')}\n{tail}"
+    return f"{decorator}\ndef {name}({', '.join(parameters)}):\n{inner}"
 
 
 def _filled(pieces: Iterable[str], width: int) -> str:
@@ -100,20 +83,31 @@ def _filled(pieces: Iterable[str], width: int) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Assignments and calls that are longer than WIDTH, broken after commas and before signs, in brackets."""
-    return "\n".join(_wrapped_line(line) for line in text.splitlines())
+    """Lines that are longer than WIDTH, broken: definitions, and calls of functions of the module, between parameters;
+    other assignments and calls after commas and before signs, in brackets."""
+    return "\n".join(line if len(line) <= WIDTH else _wrapped_line(line) for line in text.splitlines())
 
 
 def _wrapped_line(line: str) -> str:
-    if len(line) <= WIDTH:
-        return line
-    indent = len(line) - len(line.lstrip())
-    target, value = "", line.strip()
-    if assigned := re.fullmatch(r"(\w+ [-+]?= )(.*)", value):
-        target, value = assigned[1], assigned[2]
-    inner = _filled(re.split(r"(?<=, )|(?= [+&|] )", value), WIDTH - indent - 5)
-    inner = "\n".join(part.strip() for part in inner.splitlines())
-    return textwrap.indent(f"{target}(\n{textwrap.indent(inner, '    ')}\n)", " " * indent)
+    indent, text = len(line) - len(line.lstrip()), line.strip()
+    defined = re.fullmatch(r"(def \w+\()(.*)(\):)", text)
+    called = re.fullmatch(r"((?:[\w, ]+ = )?\w+\()(.*)(\))", text)
+    if defined or called and _arguments(called[2]):
+        head, listed, tail = (defined or called).groups()  # type: ignore[union-attr]
+        pieces = [f"{item}, " for item in (listed.split(", ") if defined else _arguments(listed))]
+    else:
+        assigned = re.match(r"\w+ [-+]?= ", text)
+        target = assigned[0] if assigned else ""
+        head, pieces, tail = f"{target}(", re.split(r"(?<=, )|(?= [+&|] )", text.removeprefix(target)), ")"
+    inner = "\n".join(part.strip() for part in _filled(pieces, WIDTH - indent - 5).splitlines())
+    return textwrap.indent(f"{head}\n{textwrap.indent(inner, '    ')}\n{tail}", " " * indent)
+
+
+def _arguments(text: str) -> list[str]:
+    """Those that stand between the brackets of a call; none where that is not all."""
+    call = ast.parse(f"f({text})", mode="eval").body
+    alone = isinstance(call, ast.Call) and not call.keywords
+    return [text[part.col_offset - 2 : (part.end_col_offset or 0) - 2] for part in call.args] if alone else []
 
 
 def spread(value: str, shape: str) -> str:

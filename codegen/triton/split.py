@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.expressions import number
-from fusion.codegen.triton.forward import Forward, KernelText, heads_of, in_own_units, kernel_text, place_of
-from fusion.codegen.triton.key_loop import KeyLoop, Order, nothing_summed
-from fusion.ir.fills import LARGEST
+from fusion.codegen.triton.forward import Forward, in_own_units
+from fusion.codegen.triton.key_loop import PLAIN, KeyLoop, Order, nothing_summed
+from fusion.codegen.triton.stages import Visit
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.numbers import LOG2E
@@ -26,10 +25,6 @@ class Part(Forward):
 
     name = "attention_split"
     whole_rows = False
-
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, order: Order | None = None):
-        super().__init__(spec, d, d_v, order=order)
-        self.repeats = False
 
     def _programs(self, body: str) -> str:
         return source.block("split = tl.program_id(0) % splits", "program = tl.program_id(0) // splits", body)
@@ -55,17 +50,14 @@ class Part(Forward):
             "full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)",
         ]
 
-    def _stages(self) -> str:
-        if not self.listed:
-            return super()._stages()
-        stages = [("full_start", "full_stop", False, False), ("start", "stop", True, True)]
-        return source.block(*self.loop.initial(), *(self.loop.call(*stage, begin="start") for stage in stages))
+    def _stages(self) -> list[tuple[str, str, bool]]:
+        return [("full_start", "full_stop", True), ("start", "stop", False)] if self.listed else super()._stages()
 
     def _finish(self) -> str:
         lines = [*self._settled(self.programs), *self._maximum_and_sum()] if self.softmax else []
-        lines += self.places("split")
+        lines.append(self._at())
         for panel in self.values:
-            at, acc = f"part_ptr + at * {self.d_v} + e{panel.suffix}", f"acc{panel.suffix}"
+            at, acc = f"part_ptr + at * {self.d_v} + {panel.column}", f"acc{panel.suffix}"
             lines.append(f"tl.store({at}, {acc}, mask={self._rows_inside(panel)})")
         if self.softmax:
             lines += [
@@ -74,10 +66,13 @@ class Part(Forward):
             ]
         return source.block(*lines)
 
-    def places(self, split: str) -> list[str]:
-        """`at`: the number of a row among all rows of all heads and parts."""
-        number = f"tl.cast({split} * ({heads_of(self.writer)}) + {place_of(self.writer)}, tl.int64)"
-        return [f"at = {number} * {self.writer.value(self.spec.n_q)} + rows[:, None]"]
+    def _at(self) -> str:
+        """The statement of `at`, the number of a row among all rows of all heads and parts."""
+        return f"at = tl.cast(split * ({self.heads}) + {self.place()}, tl.int64) * {self.n_q} + rows[:, None]"
+
+    def _again(self) -> str:
+        """Nothing: a part does not know whether another has met a live key."""
+        return ""
 
 
 class Combine(Part):
@@ -86,24 +81,23 @@ class Combine(Part):
     name = "attention_combine"
     relative_to_maximum = True
 
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order | None = None):
-        super().__init__(spec, d, d_v, order)
-        self.statistics, self.repeats = statistics, dead_rows_matter(spec)
-        self.visited = self.programs
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, statistics: bool = False, order: Order = PLAIN):
+        super().__init__(spec, d, d_v, statistics, order)
+        self.loop_programs = self.programs
         # Parts have their maxima in the score's own units.
         self.programs = replace(self.programs, scale=1.0, fills=())
 
-    def text(self) -> KernelText:
-        """The kernel; the loop over keys is that of `Part`, in the same module."""
+    def body(self) -> tuple[list[Visit], str]:
+        """The loop over keys is that of `Part`, in the same module."""
         again = self._again()
         body = self._placed(source.block(*self._sum_of_parts(), again, Forward._finish(self)))
-        return kernel_text(self.name, self._doc(), source.block("program = tl.program_id(0)", body), self.writer)
+        return [], source.block("program = tl.program_id(0)", body)
 
     def _sum_of_parts(self) -> list[str]:
         """Statements that add the parts up, relative to the largest of their maxima."""
-        loop, sums = self.places("split"), []
+        loop, sums = [self._at()], []
         for panel in self.values:
-            name, at = f"part{panel.suffix}", f"part_ptr + at * {self.d_v} + e{panel.suffix}"
+            name, at = f"part{panel.suffix}", f"part_ptr + at * {self.d_v} + {panel.column}"
             loop.append(f"{name} = tl.load({at}, mask={self._rows_inside(panel)}, other=0.0)")
             sums.append((f"acc{panel.suffix}", name))
         start = nothing_summed(self.values, self.softmax)
@@ -126,25 +120,23 @@ class Combine(Part):
 
     def _again(self) -> str:
         """All keys, for blocks with a row whose parts met no live key."""
-        if not self.repeats:
+        if not dead_rows_matter(self.spec):
             return ""
-        self.loop = KeyLoop(self.spec, self.visited, self.writer, (self.d, self.d_v), self.order, self.listed)
-        self.loop.text()
-        n_k = self.writer.value(self.spec.n_k)
-        end = f"({n_k} + KEYS - 1) // KEYS" if self.listed else n_k
-        limit = number(max(self.spec.mask.fill / 2, -LARGEST / 2))  # type: ignore[union-attr]
+        self.loop = KeyLoop(self, self.loop_programs, self.order)
+        self.boxes = self.loop.boxes
+        end = f"({self.n_k} + KEYS - 1) // KEYS" if self.listed else self.n_k
         inside = source.block(
             "list_at = tile_list_ptr" if self.listed else "",
             *self._load_queries(),
             *self.loop.pointers(),
             *self.loop.initial(),
-            self.loop.call("0", end, True, True, indent=8, listed=False, begin="0"),
-            self.loop.finish("0", n_k, 8),
-            *self._settled(self.visited),
-            f"m = {in_own_units('m', self.visited)}",
+            self.loop.call("0", end, False, listed=False, begin="0"),
+            self.loop.finish("0", self.n_k),
+            *self._settled(self.loop_programs),
+            f"m = {in_own_units('m', self.loop_programs)}",
         )
         return source.block(
-            f"dead = ((m > {limit}) == 0) & (rows <= i1)",
+            f"dead = ({self._dead()}) & (rows <= i1)",
             "if tl.max(dead.to(tl.int32), 0) != 0:",
             source.indented(inside),
         )

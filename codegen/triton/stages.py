@@ -9,10 +9,11 @@ the others at its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fusion.codegen.triton import source
+from fusion.codegen.triton.expressions import Writer
 from fusion.ir.expr import Expr
 from fusion.ir.mask_facts import MaskFacts
 
@@ -28,21 +29,18 @@ class Visit:
     parameters: tuple[str, ...]
     text: str
 
-    def call(self, indent: int = 4, **given: object) -> str:
+    def call(self, **given: object) -> str:
         """A call with these arguments, the others under their own names."""
-        arguments = [str(given.get(name, name)) for name in self.parameters]
-        return source.call(", ".join(self.state), self.name, arguments, indent)
+        arguments = ", ".join(str(given.get(name, name)) for name in self.parameters)
+        return f"{', '.join(self.state)}{' = ' if self.state else ''}{self.name}({arguments})"
 
 
-def visit(
-    name: str, doc: str, body: str, *,
-    state: Sequence[str], first: Sequence[str], helpers: Collection[str], sizes: Collection[str],
-) -> Visit:  # fmt: skip
+def visit(name: str, doc: str, body: str, *, state: Sequence[str], first: Sequence[str], writer: Writer) -> Visit:
     """The function with this body. first: parameters after the state; what else the body reads follows, constants (in
-    capitals) last. helpers: functions of the module. sizes: of the spec, which are no constants."""
+    capitals) last. writer: of the kernel."""
     leading = [*state, *first]
-    rest = [found for found in source.free_names(body) if found not in {*leading, *helpers, *GLOBALS}]
-    constants = [found for found in rest if found.isupper() and found not in sizes]
+    rest = [found for found in source.free_names(body) if found not in {*leading, *writer.helpers, *GLOBALS}]
+    constants = [found for found in rest if found.isupper() and found not in writer.spec.sizes]
     parameters = [*leading, *(found for found in rest if found not in constants), *constants]
     given = [f"{found}: tl.constexpr" if found in constants else found for found in parameters]
     returned = f"return {', '.join(state)}" if state else ""

@@ -17,8 +17,9 @@ import math
 from collections.abc import Sequence
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.expressions import Level, Writer
-from fusion.codegen.triton.forward import KernelText, axes_of, kernel_text
+from fusion.codegen.triton.expressions import Level
+from fusion.codegen.triton.kernel import WrittenKernel, axes_of
+from fusion.codegen.triton.stages import Visit
 from fusion.ir.expr import J0, J1, Expr, coord
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec
@@ -31,32 +32,30 @@ def places(spec: AttentionSpec, batch: Sequence[int]) -> int:
     return math.prod(batch[axis] for axis in axes_of(spec))
 
 
-class TileLists:
+class TileLists(WrittenKernel):
     """Numbers of the tiles of keys that one block of ROWS query rows meets, full ones first."""
 
     name = "attention_tiles"
-    outer, inner = ("i0", "i1", "ROWS"), ("j0", "j1", "KEYS")
+    block, along = ("i0", "i1", "ROWS"), ("j0", "j1", "KEYS")
 
     def __init__(self, spec: AttentionSpec):
+        super().__init__(spec, {coord(name): name for name in ("i0", "i1", "j0", "j1")})
         assert spec.mask is not None and spec.mask.tile_live is not None
-        self.spec, self.mask = spec, spec.mask
-        known = {coord(name): name for name in ("i0", "i1", "j0", "j1", *(f"b{k}" for k in range(len(spec.batch))))}
-        self.writer = Writer(spec=spec, known=known)
-        self.extents = {"i0": self.writer.value(spec.n_q), "j0": self.writer.value(spec.n_k)}
+        self.mask, self.extents = spec.mask, {"i0": self.n_q, "j0": self.n_k}
 
-    def text(self) -> KernelText:
-        first, last, size = self.outer
+    def body(self) -> tuple[list[Visit], str]:
+        first, last, size = self.block
         count = self.extents[first]
         outside = [
             f"blocks = ({count} + {size} - 1) // {size}",
-            f"tiles_across = ({self.extents[self.inner[0]]} + {self.inner[2]} - 1) // {self.inner[2]}",
+            f"tiles_across = ({self.extents[self.along[0]]} + {self.along[2]} - 1) // {self.along[2]}",
             "program = tl.program_id(0)",
             *self._coordinates("program // blocks"),
             f"{first} = program % blocks * {size}",
             f"{last} = tl.minimum({first} + {size}, {count}) - 1",
             "list_at = tile_list_ptr + tl.cast(program, tl.int64) * tiles_across",
         ]
-        body = source.block(
+        return [], source.block(
             *outside,
             "full_count = 0",
             "partial_count = 0",
@@ -65,7 +64,6 @@ class TileLists:
             "tl.store(tile_counts_ptr + 2 * program, full_count)",
             "tl.store(tile_counts_ptr + 2 * program + 1, partial_count)",
         )
-        return kernel_text(self.name, (self.__doc__ or "").strip().splitlines()[0], body, self.writer)
 
     def _coordinates(self, rest: str) -> list[str]:
         lines = [f"rest = {rest}"]
@@ -76,7 +74,7 @@ class TileLists:
 
     def _lanes(self) -> str:
         """Look up LANES tiles and add the live ones to the lists."""
-        first, last, size = self.inner
+        first, last, size = self.along
         live, whole = self._conditions(*self.mask.visits()), self._whole()
         return source.block(
             f"number = start + tl.arange(0, {LANES})",
@@ -102,7 +100,7 @@ class TileLists:
 
     def _whole(self) -> list[str]:
         """That the tile is not cut off along the list, and nothing in it needs the mask."""
-        mask, (first, _, size) = self.mask, self.inner
+        mask, (first, _, size) = self.mask, self.along
         inside = [] if mask.key_lo is None else [apply("ile", mask.key_lo, J0)]
         inside += [] if mask.key_hi is None else [apply("ilt", J1, mask.key_hi)]
         return [f"({first} + {size} <= {self.extents[first]})", *self._conditions(*inside, *mask.whole())]
@@ -120,7 +118,7 @@ class RowLists(TileLists):
     dead: whether blocks with a row that met no live key, told by `dead`, [place, block of rows], meet all keys."""
 
     name = "attention_row_blocks"
-    outer, inner = TileLists.inner, TileLists.outer
+    block, along = TileLists.along, TileLists.block
 
     def __init__(self, spec: AttentionSpec, dead: bool):
         super().__init__(spec)

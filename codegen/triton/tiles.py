@@ -5,53 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.descriptors import Box
 from fusion.codegen.triton.dtypes import DTYPES, cast
 from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer
-from fusion.codegen.triton.forward import KernelText, heads_of, kernel_text, place_of
+from fusion.codegen.triton.kernel import WrittenKernel
 from fusion.codegen.triton.matrices import Matrix, made, matrix
 from fusion.codegen.triton.panels import Panel, panels
 from fusion.codegen.triton.stages import Visit, visit
-from fusion.ir.expr import SCORE, C, E, Expr, I, J, coord
+from fusion.ir.expr import SCORE, C, E, Expr, I, J
 from fusion.ir.spec import AttentionSpec, Normalizer
 
 
-class Tiles:
+class Tiles(WrittenKernel):
     """Coordinates, tiles of Q, K and V, and statistics of rows. outer: the coordinate that a program owns a block of:
-    "i", or "j". Tiles are [outer, inner]. known: names of what else stands in expressions. boxes: what is read by
-    tensor descriptors."""
-
-    name = ""
-    outer, inner = "i", "j"
-    boxes: Mapping[str, Box] = {}
+    "i", or "j". Tiles are [outer, inner], `shape`; `length`: outer places of a block; `owned`, `visited`: which of the
+    outer and of the inner places exist. known: names of what else stands in expressions."""
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, known: Mapping[Expr, str]):
-        self.spec, self.columns, self.values = spec, panels(d), panels(d_v)
-        self.softmax = spec.normalizer is not Normalizer.NONE
-        self.known: dict[Expr, str] = {coord(f"b{axis}"): f"b{axis}" for axis in range(len(spec.batch))}
         first = "i0" if self.outer == "i" else "first"
-        self.known |= {I: "i", J: "j", C: "c", E: "e", SCORE: "s", OUTER_FIRST: first, **known}
-        self.writer = w = Writer(spec=spec, known=dict(self.known), outer=self.outer, inner=self.inner)
+        super().__init__(spec, {I: "i", J: "j", C: "c", E: "e", SCORE: "s", OUTER_FIRST: first, **known})
+        self.d, self.d_v, w = d, d_v, self.writer
+        self.columns, self.values = panels(d, "c"), panels(d_v, "e")
+        self.softmax = spec.normalizer is not Normalizer.NONE
         # Columns of a tile whose rows are the inner coordinate, for reading matrices.
         inside = {I: "row"} if self.inner == "i" else {J: "key"}
         self.inside = w.apart(self.known | inside, mask="key_ok")
         self.inside.lines[Level.BLOCK], self.inside.lines[Level.ROW] = w.lines[Level.BLOCK], w.lines[Level.ROW]
-        self.n_q, self.n_k = w.value(spec.n_q), w.value(spec.n_k)
-        self.dtype = DTYPES[spec.dtype]
-
-    def text(self) -> KernelText:
-        visits, body = self.body()
-        doc = (self.__doc__ or "").strip().splitlines()[0]
-        return kernel_text(self.name, doc, body, self.writer, [part.text for part in visits])
-
-    def body(self) -> tuple[list[Visit], str]:
-        """(functions that the kernel calls, its body)."""
-        raise NotImplementedError
+        self.dtype, by_rows = DTYPES[spec.dtype], self.outer == "i"
+        self.length, self.shape = ("ROWS", "[ROWS, KEYS]") if by_rows else ("KEYS", "[KEYS, ROWS]")
+        self.owned, self.visited = ("rows_ok", "j_ok") if by_rows else ("j_ok", "rows_ok")
 
     def visit(self, name: str, doc: str, body: str, state: Sequence[str]) -> Visit:
-        first = ("start", "stop")
-        helpers, sizes = self.writer.helpers, self.spec.sizes
-        return visit(name, doc, body, state=state, first=first, helpers=helpers, sizes=sizes)
+        return visit(name, doc, body, state=state, first=("start", "stop"), writer=self.writer)
 
     def decode(self, number_: str, extents: list[str], names: list[str]) -> list[str]:
         """Statements that take a program's number apart, the last name fastest."""
@@ -85,48 +69,53 @@ class Tiles:
 
     def places(self) -> list[str]:
         """Statements of the columns of Q and K, and of V, by panels."""
-        return [*(panel.columns("c") for panel in self.columns), *(panel.columns("e") for panel in self.values)]
+        return [panel.numbers for panel in (*self.columns, *self.values)]
 
-    def parts(self, writer: Writer, number: int, name: str = "", moving: bool = False) -> list[Matrix]:
+    def of_block(self, later: str) -> str:
+        """`later`, after what it uses of a block's columns and values."""
+        lines = self.writer.lines
+        return source.with_used([*self.places(), *lines[Level.BLOCK], *lines[Level.ROW]], later)
+
+    def parts(self, writer: Writer, number: int, name: str = "") -> list[Matrix]:
         """Q, K or V, operand `number`, or its gradient of that name, by panels."""
-        index = (self.spec.q, self.spec.k, self.spec.v)[number]
-        row, column = I if number == 0 else J, E if number == 2 else C
+        index, row, column = self.spec.access(number)
         found = []
         for panel in self.panels_of(number):
-            at = writer.where({column: f"{column.attr}{panel.suffix}"}) if panel.suffix else writer
-            found.append(matrix(at, number, index, row, column, name=name, moving=moving))
+            at = writer.where({column: panel.column}) if panel.suffix else writer
+            found.append(matrix(at, number, index, row, column, name=name, moving=False))
         return found
 
     def panels_of(self, number: int) -> tuple[Panel, ...]:
         """The panels of operand `number` (Q, K, V)."""
         return self.values if number == 2 else self.columns
 
-    def read(self, name: str, parts: Sequence[Matrix], number: int, mask: str, bounded: bool = False) -> str:
+    def read(self, number: int, parts: Sequence[Matrix], mask: str, bounded: bool = False) -> str:
         """Statements that read Q, K or V at its parts of offsets; bounded: with the mask only where tiles are cut
         off."""
         widened = cast(self.spec.operands[number].dtype, self.spec.dtype)
         lines = []
         for part, panel in zip(parts, self.panels_of(number), strict=True):
-            to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
-            inside = panel.inside("e" if number == 2 else "c")
+            to = f"{'qkv'[number]}{panel.suffix}"
+            at, inside = f"{to}_at", panel.inside
             whole, cut = (load_where(to, at, limits, widened) for limits in ((inside,), (mask, inside)))
             lines += [f"{at} = {part.pointers}", source.by_mask(cut, whole) if bounded else cut]
         return source.block(*lines)
 
-    def keys(self, name: str, writer: Writer, mask: str) -> str:
+    def keys(self, writer: Writer, mask: str) -> str:
         """Statements that read a tile of K, or make it of what is stored."""
         if self.spec.k_value is None:
-            return self.read(name, self.parts(writer, 1), 1, mask)
+            return self.read(1, self.parts(writer, 1), mask)
         lines = []
         for panel in self.columns:
-            limits = {C.name: panel.inside(C.name)} if panel.inside(C.name) else {}
-            at = writer.where({C: f"{C.name}{panel.suffix}"}, mask, limits)
-            lines.append(made(f"{name}{panel.suffix}", self.spec.k_value, at))
+            limits = {C.name: panel.inside} if panel.inside else {}
+            at = writer.where({C: panel.column}, mask, limits)
+            lines.append(made(f"k{panel.suffix}", self.spec.k_value, at))
         return source.block(*lines)
 
     def boxed(self, name: str, first: str) -> str:
-        """Statements that read the tile of the rows from `first` on by descriptors."""
-        box = self.boxes[name]
+        """Statements that read the tile of the rows from `first` on by descriptors, where that is how it is read."""
+        if (box := self.boxes.get(name)) is None:
+            return ""
         widened = cast(box.dtype(self.spec), self.spec.dtype)
         return source.block(*(f"{name}{p.suffix} = {box.load(self.inside, p, first)}{widened}" for p in box.panels))
 
@@ -159,8 +148,7 @@ class Tiles:
 
     def in_plane(self, tensor: str, number: int) -> str:
         """Where rows are in a plane, from 1 on, of a tensor of numbers of rows."""
-        heads = heads_of(self.writer)
-        planes = heads if number == 1 else f"{number} * {heads}"
+        planes = self.heads if number == 1 else f"{number} * {self.heads}"
         return f"{tensor}_ptr + tl.cast({planes}, tl.int64) * {self.n_q} + row_place"
 
     def bound(self, expr: Expr, lines: list[str]) -> str:
@@ -169,16 +157,16 @@ class Tiles:
         lines += self.writer.take(Level.TILE)
         return text
 
-    def statement(self, name: str, expr: Expr, shape: str) -> str:
-        """The statements of a value in that shape under a name."""
+    def statement(self, name: str, expr: Expr) -> str:
+        """The statements of a value for each score of a tile under a name."""
         lines: list[str] = []
-        text = source.spread(self.bound(expr, lines), shape)
+        text = source.spread(self.bound(expr, lines), self.shape)
         return source.block(*lines, f"{name} = {text}")
 
-    def maximum(self, rows: str) -> list[str]:
-        """Statements that read row_max of rows, shaped as `rows`, and say where their statistics are."""
+    def maximum(self) -> list[str]:
+        """Statements that read row_max of the rows i, and say where their statistics are."""
         return [
-            f"row_place = tl.cast({place_of(self.writer)}, tl.int64) * {self.n_q} + {rows}",
+            f"row_place = tl.cast({self.place()}, tl.int64) * {self.n_q} + i",
             "row_max = tl.load(statistics_ptr + row_place)",
         ]
 

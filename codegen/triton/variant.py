@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextvars
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from fusion.codegen.triton import module
-from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.expressions import Writer
-from fusion.codegen.triton.forward import KernelText
-from fusion.codegen.triton.key_loop import Order
+from fusion.codegen.triton.kernel import KernelText
+from fusion.codegen.triton.key_loop import PLAIN, Order
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Tile
-
-PLAIN = Order()
 
 
 def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:
@@ -43,8 +40,8 @@ def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callabl
 
 
 class Variant:
-    """A loaded module: the functions of its kernels by name, and what makes their arguments. boxes: the tensors that
-    they read by descriptors, of those named in `read`."""
+    """A loaded module: by the names of its kernels their functions and what makes their arguments, and the tensors that
+    they read by descriptors."""
 
     def __init__(
         self,
@@ -54,12 +51,11 @@ class Variant:
         d_v: int,
         interpreted: bool,
         order: Order = PLAIN,
-        read: Collection[str] = (),
     ):
         self.source = module.module_text(spec, kernels, d, d_v)
         self.module = module.load(self.source, interpreted)
         self.digest, self.order = hashlib.sha256(self.source.encode()).hexdigest(), order
-        self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
+        self.boxes = {kernel.name: kernel.boxes for kernel in kernels}
         self.reduced: dict[tuple[str, torch.device, Tile], Tile] = {}  # what runs in place of a tile that is too large
         self.kernels = {
             kernel.name: (getattr(self.module, kernel.name), argument_function(kernel.parameters, spec))

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from fusion.ir.expr import ROW_SUM, WEIGHT, Expr, Kind, const, coord, coordinates, load, loads, node
+from fusion.ir.expr import ROW_SUM, WEIGHT, C, E, Expr, I, J, Kind, const, coord, coordinates, load, loads, node
 from fusion.ir.mask_facts import MASK_EXPRESSIONS, MaskFacts
 from fusion.ir.mixing import PARTS_OF_MIXING, Mixing
 from fusion.ir.serial import dumped, loaded
@@ -222,9 +222,18 @@ class AttentionSpec:
         indices += [index for part in loads(*filter(None, self.values)) for index in part.args]
         return tuple(sorted({part.operand for part in loads(*indices)}))
 
+    @property
+    def axes(self) -> tuple[Expr, ...]:
+        """The batch coordinates."""
+        return tuple(coord(f"b{axis}") for axis in range(len(self.batch)))
+
+    def access(self, number: int) -> tuple[tuple[Expr, ...], Expr, Expr]:
+        """How operand 0, 1 or 2 is indexed, and the coordinates of its rows and columns."""
+        return ((self.q, I, C), (self.k, J, C), (self.v, J, E))[number]
+
     def element(self, number: int) -> Expr:
         """What is multiplied of operand 0, 1 or 2, a FLOAT expression."""
-        index, value = (self.q, self.k, self.v)[number], self.values[number]
+        index, value = self.access(number)[0], self.values[number]
         return load(number, index, Kind.FLOAT) if value is None else value
 
     def describe(self, expr: Expr) -> str:

@@ -28,7 +28,8 @@ from fusion.codegen.mlir.launch import WORK_PER_THREAD
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.reference import gradients as pulled
 from fusion.errors import LargeTableError
-from fusion.ir.expr import Expr, I, J, coord, coordinates, loads
+from fusion.ir.expr import Expr, I, J, coordinates, loads
+from fusion.ir.results import result_names
 from fusion.lowering.row_gradients import lost_logarithms
 
 if TYPE_CHECKING:
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in a copy of its own
 
 NOTHING: Mapping[tuple, Tensor] = {}
-
-
-def _permuted(x: Tensor, order: Sequence[int]) -> Tensor:
-    return x if list(order) == list(range(x.dim())) else x.permute(order)
 
 
 class BackwardCall:
@@ -95,8 +92,8 @@ class BackwardCall:
         rows[:3, :count] = statistics[:3].view(3, count)
         self.concentrated = rows[0, :count] < 0
         rows[0].abs_()
-        order = [self.spec.output.dims.index(name) for name in (*(f"b{a}" for a in range(len(self.batch))), "i", "e")]
-        product = _permuted(self.arriving[0], order).float() * _permuted(out, order).float()
+        order = [self.spec.output.dims.index(name) for name in result_names(self.spec)]
+        product = self.arriving[0].permute(order).float() * out.permute(order).float()
         torch.sum(product, -1, out=rows[3, :count].view(*self.batch, self.n_q))
         if self.spec.row_scale is not None:
             _, *self.scaled = pulled.of_rows(self.spec, self.operands, self.sizes, *statistics[3:])
@@ -122,8 +119,10 @@ class BackwardCall:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry)
         self.sums: dict[Expr, Tensor] = {}
-        written = *self.results.values(), *self.sinks.values()
-        self.located = (*self.read, self.rows, self.statistics, *written)
+        self.located: dict[tuple, Tensor] = {("ptr", n): x for n, x in enumerate(self.read)}
+        self.located |= {("ptr", "rows"): self.rows, ("ptr", "statistics"): self.statistics}
+        for name, tensors in (("result", self.results), ("sink", self.sinks)):
+            self.located |= {("ptr", name, n): x for n, x in tensors.items()}
         if not self._make_deltas(choice):
             return None
         if (steps := self.derived.steps.get(choice)) is None:
@@ -274,8 +273,7 @@ class BackwardCall:
         """Whether the kernel writes every element of a gradient: all tiles are visited, and all is read by them."""
         if not self.plan.written_once(entry) or self.spec.mask is not None:
             return False
-        names = [*(coord(f"b{axis}") for axis in range(len(self.batch))), I, J]
-        extents = dict(zip(names, (*self.batch, self.n_q, self.n_k), strict=True))
+        extents = dict(zip((*self.spec.axes, I, J), (*self.batch, self.n_q, self.n_k), strict=True))
         shape = self.operands[entry.operand].shape
         return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
 
@@ -292,7 +290,7 @@ class BackwardCall:
         """Run a kernel; own: what it alone reads or writes. False where it met values that its products cannot take."""
         if (launch := self.derived.launchers.get((kind, choice))) is None:
             launch = self.derived.launchers[kind, choice] = self._launcher(kind, choice, own)
-        return launch([*map(address, self.located), *map(address, own.values())])
+        return launch([*map(address, self.located.values()), *map(address, own.values())])
 
     def _launcher(self, kind: type[BackwardKernel], choice: int, own: Iterable[tuple]) -> Launch:
         kernel = self._compiled(kind, choice)
@@ -309,10 +307,7 @@ class BackwardCall:
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // kernel.text.rows)
         split, threads = self._split(blocks)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
-        given: list[tuple] = [("ptr", name) for name in (*range(len(self.read)), "rows", "statistics")]
-        given += [("ptr", "result", number) for number in self.results]
-        given += [("ptr", "sink", number) for number in self.sinks]
-        return kernel.launcher(values, [*given, *own], threads, rows)
+        return kernel.launcher(values, [*self.located, *own], threads, rows)
 
     def _compiled(self, kind: type[BackwardKernel], choice: int) -> CompiledKernel:
         needs = self.needs if kind.gradients else (False,) * len(self.needs)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
-from fusion.codegen.mlir.backward.plan import BackwardPlan, LoadGradient, access
+from fusion.codegen.mlir.backward.plan import BackwardPlan, LoadGradient
 from fusion.codegen.mlir.calling import Launch, empty_strided
-from fusion.ir.expr import coord
 from fusion.ir.results import packed_strides
 from fusion.ir.spec import AttentionSpec
 
@@ -32,8 +31,8 @@ class Sum(NamedTuple):
 def summing(spec: AttentionSpec, number: int, shape: Sequence[int], extents: Sequence[int]) -> Sum | None:
     """For Q, K or V of this shape, which has so many batch elements.., rows and columns; None where it is indexed by
     anything but a coordinate, one divided by a constant, or 0."""
-    index, row, column = access(spec, number)
-    names = [*(coord(f"b{axis}") for axis in range(len(spec.batch))), row, column]
+    index, *own = spec.access(number)
+    names = [*spec.axes, *own]
     kept, repeats = [], [1] * len(names)
     for expr, size in zip(index, shape, strict=True):
         if expr.is_const and size == 1:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.backward.plan import Form
+from fusion.codegen.mlir.backward.plan import Form, TileProgram
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.scope import Scope, staged_leaf
+from fusion.codegen.mlir.scope import Lanes, Scope, staged_leaf
 from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import SCORE, WEIGHT, Expr
+from fusion.ir.expr import SCORE, WEIGHT
+from fusion.ir.reads import dense_loads
 
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.backward.tile import BackwardTile
-
-Read = Callable[[Value], Value]  # row of the tile -> a staged vector of it
+    from fusion.codegen.mlir.backward.tile import BackwardTile, Block, Rows
 
 PAIR = 2  # rows that are worked on at a time: the second products take weights in pairs
 
@@ -59,31 +59,27 @@ class Elements:
 
 
 class GroupElements:
-    """One group of lanes of `Elements`."""
+    """One group of lanes of `Elements`; what they read of dense tensors is staged."""
 
-    def __init__(
-        self,
-        kernel: BackwardTile,
-        scope: Scope,
-        g: Value,
-        first: Value,
-        program: Expr,
-        full: bool,
-        staged: Sequence[tuple[Expr, Read]],
-        statistics: dict[str, Value] | None,
-    ):
-        """A group's part of a tile.
-
-        scope: knows the lanes.
-        first: the first row.
-        full: whether `program` is that of full tiles.
-        statistics: those of the lanes, where these are queries.
-        """
-        self.kernel, self.scope, self.first, self.program, self.full = kernel, scope, first, program, full
-        self.b, self.staged, self.statistics = kernel.b, staged, statistics
-        keys = kernel.tiling.keys
-        size = 4 * keys * kernel.lanes
-        self.scores, *slopes = (kernel.part(half.tile, g, size) for half in kernel.halves)
+    def __init__(self, kernel: BackwardTile, block: Block, rows: Rows, g: Value, member: int, variant: TileProgram):
+        """member: of those worked on together."""
+        self.kernel, self.b, self.first, self.variant = kernel, kernel.b, rows.first, variant
+        b, lanes, keys = kernel.b, kernel.lanes, kernel.tiling.keys
+        offset = b.mul(g, lanes)
+        first, valid = b.add(block.first, offset), kernel._valid(b.sub(block.count, offset))
+        held = Lanes(coord=kernel.axis.lane, first=first, count=lanes, valid=valid)
+        self.scope = block.scope.inner(lanes=held)
+        collected = (variant.gradients[target] for target in (SCORE, *(entry.load for entry in kernel.collected)))
+        exprs = (variant.program, kernel.weight, kernel.plan.at_weight, *collected)
+        self.scope.prepare(*exprs, bound=kernel.batch_names | {kernel.axis.lane.name})
+        wanted, self.staged = dense_loads(*exprs), []
+        for load, areas in zip(kernel.loads, kernel.staged, strict=True):
+            if load.expr in wanted:
+                area = b.at(areas, member * keys * lanes, "f32")
+                load.stage(self.scope, rows.first, rows.count, area)
+                self.staged.append((load.expr, functools.partial(load.read, area)))
+        self.statistics = kernel.lane_statistics(first)
+        self.scores, *slopes = (kernel.part(half.tile, g, 4 * keys * lanes) for half in kernel.halves)
         self.slopes = slopes[0] if slopes else None
         self.weights = [kernel.part(half.weights, g, half.products.weight_bytes(keys)) for half in kernel.halves]
 
@@ -102,7 +98,7 @@ class GroupElements:
         score = b.load(b.at(self.scores, at, "f32"), kernel.vector, "s", align=align)
         position = b.add(self.first, r, "row")
         row = self.scope.inner({SCORE: score, kernel.axis.row: position}, leaf=staged_leaf(self.staged, r))
-        x = row.vector(self.program)
+        x = row.vector(self.variant.program)
         known, weight = self.statistics or kernel.row_statistics(position), x
         if known is not None:
             weight = b.mul(kernel.context.math.exp2(b.fma(x, known["unit"], known["shift"])), known["factor"], "p")
@@ -126,7 +122,7 @@ class GroupElements:
             collected[0] = b.add(collected[0], missing, "missing")
         elif kernel.corrects:
             self._collect_shares(row, weight, upstream, through, collected)
-        slope = gradients.vector(plan.score[1 if self.full else 0]) if kernel.wants_slopes else upstream
+        slope = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_slopes else upstream
         if kernel.reduces_lanes:
             slope = b.select(self.scope.lanes.valid, slope, b.constant(0.0, kernel.vector), "slope")
         return weight if factor is None else b.mul(weight, factor), slope, collected
@@ -142,7 +138,7 @@ class GroupElements:
     def _collect(self, gradients: Scope, sums: Sequence[Value]) -> list[Value]:
         collected = list(sums)
         for k, (entry, sink) in enumerate(zip(self.kernel.collected, self.kernel.sinks, strict=True)):
-            term = gradients.vector(entry.full if self.full else entry.masked)
+            term = gradients.vector(self.variant.gradients[entry.load])
             if entry.form in (Form.PER_QUERY, Form.PER_KEY):
                 collected[k] = self.b.add(collected[k], term, "sum")
             else:
@@ -157,4 +153,4 @@ class GroupElements:
         sums[count] = b.add(sums[count], upstream, "drift")
         shares = self._scope(row, weight, None if through is None else b.constant(0.0, self.kernel.vector), further=0)
         for k, entry in enumerate(self.kernel.collected, start=count + 1):
-            sums[k] = b.add(sums[k], shares.vector(entry.full if self.full else entry.masked), "share")
+            sums[k] = b.add(sums[k], shares.vector(self.variant.gradients[entry.load]), "share")

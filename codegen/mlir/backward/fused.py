@@ -41,22 +41,16 @@ QUERY_GRADIENT_SPAN = 8 * KEY_SPAN
 
 
 class TiledQueryGradient:
-    """Memory and products on tiles. product: that of Q and K; groups: lane groups of a block (even)."""
+    """Memory and products on tiles. product: that of Q and K; groups: lane groups of a block (even); rows: of a tile.
+    slope_bytes, pair_bytes, step_bytes: of slopes, of keys, and of the sums of a key step of queries."""
 
-    def __init__(self, b: Builder, product: Amx, groups: int):
+    def __init__(self, b: Builder, product: Amx, groups: int, rows: int):
         self.b, self.product, self.pairs = b, product, groups // 2
         self.planes, self.blocks = product.planes, product.e_blocks
         self.tile = TILE_ELEMENTS * self.planes
-
-    def slope_bytes(self, rows: int) -> int:
-        return 2 * self.tile * (rows // 16) * self.pairs
-
-    def pair_bytes(self) -> int:
-        return 2 * self.tile * self.pairs * self.blocks
-
-    def step_bytes(self) -> int:
-        """Sums of 32 queries."""
-        return 4 * 32 * 16 * self.blocks
+        self.slope_bytes = 2 * self.tile * (rows // 16) * self.pairs
+        self.pair_bytes = 2 * self.tile * self.pairs * self.blocks
+        self.step_bytes = 4 * 32 * 16 * self.blocks
 
     def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         """The block's keys from `first` on, those from `limit` on as zeros."""
@@ -115,23 +109,16 @@ class TiledQueryGradient:
 
 
 class VectorQueryGradient:
-    """The same by multiply-adds, of float32 or of pairs. rows: of a tile."""
+    """The same by multiply-adds, of float32 or of pairs."""
 
     def __init__(self, b: Builder, product: MultiplyAdd, groups: int, rows: int):
         self.b, self.product, self.groups, self.rows = b, product, groups, rows
         self.lanes, self.width, self.vector = product.lanes, product.e_padded, product.vector
         self.words = self.lanes // product.per_word  # of a row of dS, in a lane group
-
-    def slope_bytes(self, rows: int) -> int:
-        """None where the product for dK has them."""
-        return 0 if self.product.per_word == 1 else 4 * self.groups * rows * self.words
-
-    def pair_bytes(self) -> int:
-        return 4 * self.groups * self.words * self.width
-
-    def step_bytes(self) -> int:
-        """Sums of a key step of queries."""
-        return 4 * self.product.key_step * self.width
+        # None where the product for dK has them.
+        self.slope_bytes = 0 if product.per_word == 1 else 4 * groups * rows * self.words
+        self.pair_bytes = 4 * groups * self.words * self.width
+        self.step_bytes = 4 * product.key_step * self.width
 
     def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         """The block's keys from `first` on, those from `limit` on as zeros."""
@@ -208,33 +195,29 @@ class FusedKernel(KeysKernel):
 
     @property
     def reduces_lanes(self) -> bool:
-        return self.has_slopes
-
-    @property
-    def has_slopes(self) -> bool:
-        """Whether dS is stored once more for dQ."""
-        return self.queries.slope_bytes(self.tiling.keys) > 0
+        """Where dS is stored once more for dQ."""
+        return self.queries.slope_bytes > 0
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
-        product, groups = products[0], self.tiling.groups
+        product, sizes = products[0], (self.tiling.groups, self.tiling.keys)
         if isinstance(product, Amx):
-            self.queries = TiledQueryGradient(self.b, product, groups)
+            self.queries = TiledQueryGradient(self.b, product, *sizes)
         else:
-            self.queries = VectorQueryGradient(self.b, product, groups, self.tiling.keys)
-        self.row_slopes = self.area(self.queries.slope_bytes(self.tiling.keys), "row_slopes")
-        self.key_pairs = self.area(self.queries.pair_bytes(), "key_pairs")
+            self.queries = VectorQueryGradient(self.b, product, *sizes)
+        self.row_slopes = self.area(self.queries.slope_bytes, "row_slopes")
+        self.key_pairs = self.area(self.queries.pair_bytes, "key_pairs")
         packed = super()._packed_areas(products)
         self.query_sums = packed[4:]
         return packed
 
     def _step_sizes(self, products: Sequence[Products]) -> list[int]:
         """After the packed rows: dQ of this span of keys, and of those before."""
-        return [*super()._step_sizes(products), *[self.queries.step_bytes()] * self.spans]
+        return [*super()._step_sizes(products), *[self.queries.step_bytes] * self.spans]
 
     @contextlib.contextmanager
     def _element(self, scope: Scope, blocks: Value):
         b = self.b
-        self.sum_bytes = b.mul(self.params[("key_steps",)], self.queries.step_bytes())
+        self.sum_bytes = b.mul(self.params[("key_steps",)], self.queries.step_bytes)
         for area in self.query_sums:
             self._zero(area, self.sum_bytes)
         yield
@@ -257,7 +240,7 @@ class FusedKernel(KeysKernel):
         super()._pack_lanes(block)
         self.queries.pack_keys(self.centred or self.readers[0], block.first, self.n_lanes, self.key_pairs, self.staging)
         with self.b.when(self.b.compare("slt", block.groups, self.tiling.groups, "partial")):
-            self._zero(self.row_slopes, self.queries.slope_bytes(self.tiling.keys))
+            self._zero(self.row_slopes, self.queries.slope_bytes)
 
     def keep_slopes(self, row: Value, g: Value, slopes: Sequence[Pair]) -> None:
         for u in range(PAIR):
@@ -265,8 +248,8 @@ class FusedKernel(KeysKernel):
 
     def _second_products(self, block: Block, start: Value, steps: Value) -> None:
         super()._second_products(block, start, steps)
-        sums = self.part(self.query_sums[0], start, self.queries.step_bytes())
-        slopes = self.row_slopes if self.has_slopes else self.score_half.weights
+        sums = self.part(self.query_sums[0], start, self.queries.step_bytes)
+        slopes = self.row_slopes if self.reduces_lanes else self.score_half.weights
         self.queries.accumulate(slopes, self.key_pairs, sums, steps, block.count)
 
     def _write_queries(self, scope: Scope) -> None:

@@ -17,7 +17,7 @@ import contextlib
 import math
 
 from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
-from fusion.codegen.mlir.backward.plan import Form, LaneAxis, access
+from fusion.codegen.mlir.backward.plan import Form, LaneAxis
 from fusion.codegen.mlir.backward.tile import BackwardTile, Block, GradientProducts, Rows
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
@@ -114,7 +114,7 @@ class BackwardKernel(BackwardTile):
             number = len(spec.operands) if number == OUTPUT_GRADIENT else len(self.context.operands) - 1
             index, row, column = tuple(coord(name) for name in spec.output.dims), I, E
         else:
-            index, row, column = access(spec, number)
+            index, row, column = spec.access(number)
         return RowReader(self.context, scope, Access(operand=number, index=index, row=row, column=column))
 
     def _pack_lanes(self, block: Block) -> None:

@@ -18,9 +18,10 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fusion.ir import integers
-from fusion.ir.expr import SCORE, ZERO, C, E, Expr, I, J, Kind, const, coord, coordinates, loads
+from fusion.ir.expr import ZERO, Expr, I, J, Kind, const, coordinates, loads
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering import row_gradients
@@ -58,17 +59,22 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadGradient:
-    """The gradient of one load: `masked` and `full` are what an element (i, j) contributes in the two variants of
-    the programs."""
+    """The gradient of one load."""
 
     load: Expr
     form: Form
-    masked: Expr
-    full: Expr | None
 
     @property
     def operand(self) -> int:
         return self.load.operand
+
+
+class TileProgram(NamedTuple):
+    """A score program, and what an element (i, j) contributes to gradients: of SCORE, the raw score in units of
+    `programs.scale`, and of loads."""
+
+    program: Expr
+    gradients: dict[Expr, Expr]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +84,7 @@ class BackwardPlan:
 
     spec: AttentionSpec  # its further outputs are those at which a gradient arrives
     programs: ScorePrograms
-    score: tuple[Expr, Expr | None]  # gradient of the raw score in units of `programs.scale`, masked and full
+    variants: tuple[TileProgram, ...]  # with the mask, and, where that is simpler, for tiles that need none
     loads: tuple[LoadGradient, ...]  # gradients of what the programs read
     inner: tuple[int, ...]  # batch coordinates over which dense gradients are summed, by one thread in turn
     places: tuple[tuple[int, ...] | None, ...]
@@ -131,27 +137,21 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
     """The plan of a spec, whose further outputs are those at which a gradient arrives; the gradients of all float loads
     are in it, whether needed or not. everywhere: keys that the mask hides are seen, too."""
     programs = score_programs(spec, folded=True)
-    variants = [programs.masked] if programs.full is None else [programs.masked, programs.full]
     further = further_gradients(spec, len(spec.operands) + 1)  # they are read after operands and dO
     read = loads(spec.score, spec.weight, *(f.value for f in spec.further))
     wanted = {load: None for load in read if load.kind is Kind.FLOAT}
-    found = [_gradients(variant, programs.scale, spec, list(wanted)) for variant in variants]
-    for gradient, (load, term) in itertools.product(found, further.loads.items()):
-        gradient[load] = _sum(gradient[load], term)
-    gradients = []
-    for load in wanted:
-        parts = [gradient[load] for gradient in found]
-        if any(part is not ZERO for part in parts):
-            full = parts[1] if len(parts) > 1 else None
-            gradients.append(LoadGradient(load=load, form=_form(load), masked=parts[0], full=full))
-    gradients = _one_form_per_operand(gradients)
-    score = found[0][SCORE], found[1][SCORE] if len(found) > 1 else None
+    scores = (program for program in (programs.masked, programs.full) if program is not None)
+    variants = tuple(TileProgram(score, _gradients(score, programs.scale, spec, list(wanted))) for score in scores)
+    for (_, gradients), (load, term) in itertools.product(variants, further.loads.items()):
+        gradients[load] = _sum(gradients[load], term)
+    found = [load for load in wanted if any(variant.gradients[load] is not ZERO for variant in variants)]
+    collected = _one_form_per_operand([LoadGradient(load=load, form=_form(load)) for load in found])
     return BackwardPlan(
         spec=spec,
         programs=programs,
-        score=score,
-        loads=tuple(gradients),
-        inner=_inner(spec, gradients),
+        variants=variants,
+        loads=tuple(collected),
+        inner=_inner(spec, collected),
         places=tuple(_places(spec, number) for number in (0, 1, 2)),
         at_weight=None if further.weight is ZERO else further.weight,
         at_log_sum=None if further.log_sum is ZERO else further.log_sum,
@@ -185,12 +185,11 @@ def _form(load: Expr) -> Form:
 def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
     """An operand that is read in several ways has one buffer: per thread, unless all reads are dense along one
     dimension."""
-    mixed = set()
+    kinds: dict[int, set[tuple[Form, int | None]]] = {}
     for entry in gradients:
-        for other in gradients:
-            same = other.operand == entry.operand and {other.form, entry.form} <= {Form.DENSE, Form.SCATTERED}
-            if same and (other.form is not entry.form or column_dimension(other.load) != column_dimension(entry.load)):
-                mixed.add(entry.operand)
+        if entry.form in (Form.DENSE, Form.SCATTERED):
+            kinds.setdefault(entry.operand, set()).add((entry.form, column_dimension(entry.load)))
+    mixed = {operand for operand, found in kinds.items() if len(found) > 1}
     return [replace(e, form=Form.SCATTERED) if e.operand in mixed and e.form is Form.DENSE else e for e in gradients]
 
 
@@ -224,15 +223,10 @@ def _inner(spec: AttentionSpec, gradients: Sequence[LoadGradient]) -> tuple[int,
     return tuple(axis for axis in range(len(spec.batch)) if not all(f"b{axis}" in names for names in bare))
 
 
-def access(spec: AttentionSpec, number: int) -> tuple[tuple[Expr, ...], Expr, Expr]:
-    """How Q, K or V (number 0, 1, 2) is indexed, and the coordinates of its rows and columns."""
-    return ((spec.q, I, C), (spec.k, J, C), (spec.v, J, E))[number]
-
-
 def _places(spec: AttentionSpec, number: int) -> tuple[int, ...] | None:
     """Of `BackwardPlan.places`."""
-    index, row, column = access(spec, number)
-    wanted = [*(coord(f"b{axis}") for axis in range(len(spec.batch))), row, column]
+    index, *own = spec.access(number)
+    wanted = [*spec.axes, *own]
     if len(index) != len(wanted) or set(index) != set(wanted):
         return None
     return tuple(index.index(name) for name in wanted)

@@ -7,7 +7,6 @@ out_A^T += C^T dS;  out_B^T += D^T P            products; the latter where lanes
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -16,12 +15,12 @@ from fusion.codegen.mlir.amx import Products, products_of
 from fusion.codegen.mlir.backward.centring import CentredKeys
 from fusion.codegen.mlir.backward.element import PAIR, Elements, GroupElements, Pair
 from fusion.codegen.mlir.backward.loads import GradientSink
-from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, normalized
+from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, TileProgram, normalized
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
 from fusion.codegen.mlir.products import Groups
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Lanes, Scope
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.expr import I0, I1, J0, J1
@@ -114,7 +113,8 @@ class BackwardTile(KernelFunction):
         self.skips = spec.mask is not None and spec.mask.skips and not self.plan.everywhere
         self.worst = self.area(64, "worst") if tiling.planes > 1 else None
         self.read = (self.programs.masked, self.programs.full, self.weight, self.plan.at_weight)
-        self.dense = dense_loads(*self.read, *(entry.masked for entry in self.collected))
+        masked = self.plan.variants[0].gradients
+        self.dense = dense_loads(*self.read, *(masked[entry.load] for entry in self.collected))
         self._areas()
 
     def _count_sums(self, needs: Sequence[bool]) -> int:
@@ -207,15 +207,16 @@ class BackwardTile(KernelFunction):
         b, step = self.b, self.score_half.products.key_step
         steps = b.div(b.add(rows.count, step - 1), step, "steps")
         start = b.div(rows.first, step)
-        whole = None if self.programs.full is None else self._whole(self._tile_scope(block, rows))
+        masked, *full = self.plan.variants
+        whole = self._whole(self._tile_scope(block, rows)) if full else None
         self._first_products(block, rows, start, steps)
         if whole is None:
-            self._groups(block, rows, steps, full=False)
+            self._groups(block, rows, steps, masked)
         else:
             with b.when(whole):
-                self._groups(block, rows, steps, full=True)
+                self._groups(block, rows, steps, *full)
             with b.otherwise():
-                self._groups(block, rows, steps, full=False)
+                self._groups(block, rows, steps, masked)
         self._second_products(block, start, steps)
 
     def _first_products(self, block: Block, rows: Rows, start: Value, steps: Value) -> None:
@@ -250,35 +251,11 @@ class BackwardTile(KernelFunction):
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Ask for what will be read and written of these rows, while products are computed."""
 
-    def _elements(self, block: Block, rows: Rows, g: Value, member: int, full: bool) -> GroupElements:
-        """Those of one group of lanes; what they read of dense tensors is staged. member: of those worked on
-        together."""
-        b, lanes = self.b, self.lanes
-        program = self.programs.full if full else self.programs.masked
-        assert program is not None
-        offset = b.mul(g, lanes)
-        held = Lanes(
-            coord=self.axis.lane, first=b.add(block.first, offset), count=lanes,
-            valid=self._valid(b.sub(block.count, offset)),
-        )  # fmt: skip
-        scope = block.scope.inner(lanes=held)
-        collected = [entry.full if full else entry.masked for entry in self.collected]
-        exprs = (program, self.weight, self.plan.at_weight, self.plan.score[1 if full else 0], *collected)
-        scope.prepare(*exprs, bound=self.batch_names | {self.axis.lane.name})
-        wanted = dense_loads(*exprs)
-        staged = []
-        for load, areas in zip(self.loads, self.staged, strict=True):
-            if load.expr in wanted:
-                area = b.at(areas, member * self.tiling.keys * lanes, "f32")
-                load.stage(scope, rows.first, rows.count, area)
-                staged.append((load.expr, functools.partial(load.read, area)))
-        return GroupElements(self, scope, g, rows.first, program, full, staged, self.lane_statistics(held.first))
-
-    def _groups(self, block: Block, rows: Rows, steps: Value, full: bool) -> None:
+    def _groups(self, block: Block, rows: Rows, steps: Value, variant: TileProgram) -> None:
         """P and dS of a tile."""
         b, n = self.b, rows.count
         with b.loop(0, block.groups, self.together, hint="g") as g:
-            members = [self._elements(block, rows, b.add(g, k), k, full) for k in range(self.together)]
+            members = [GroupElements(self, block, rows, b.add(g, k), k, variant) for k in range(self.together)]
             tile = Elements(self, g, members)
             pairs = b.mul(b.div(n, PAIR), PAIR, "pairs")
             with b.carry(0, pairs, PAIR, tile.no_sums, hint="r") as (loop, r, sums):

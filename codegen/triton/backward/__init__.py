@@ -13,16 +13,16 @@ from fusion.codegen.triton.backward.keys import Joint, Keys, KeysAlone, ValuesAl
 from fusion.codegen.triton.backward.prepare import Prepare
 from fusion.codegen.triton.backward.queries import Queries
 from fusion.codegen.triton.backward.role import Role
-from fusion.codegen.triton.forward import KernelText
 from fusion.codegen.triton.gradients import gradients_of
+from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists
-from fusion.ir.expr import C, Expr, I, coord
+from fusion.ir.expr import C, I
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.strided import is_strided
 from fusion.lowering.gradients import Axes
 
 BY_KEYS = (Keys, KeysAlone, ValuesAlone, Joint)
-WRITTEN = {Queries.name: {0}, Keys.name: {1, 2}, KeysAlone.name: {1}, ValuesAlone.name: {2}, Joint.name: {1, 2}}
+WRITTEN = {kind.name: kind.written for kind in (Prepare, Queries, *BY_KEYS)}
 """The operands whose gradients each kernel writes (`Joint` adds to dQ)."""
 
 
@@ -31,12 +31,7 @@ def may_join(spec: AttentionSpec, needs: tuple[bool, ...]) -> bool:
     that are summed over queries; and Q is a strided view."""
     captured = gradients_of(spec, needs).captured
     own = all(item.axes is Axes.QUERIES and item.sink is None for item in captured)
-    return own and all(needs[:3]) and is_strided(spec.q, query_coordinates(spec))
-
-
-def query_coordinates(spec: AttentionSpec) -> tuple[Expr, ...]:
-    """Of an element of Q: of the batch, the row and the column."""
-    return (*(coord(f"b{axis}") for axis in range(len(spec.batch))), I, C)
+    return own and all(needs[:3]) and is_strided(spec.q, (*spec.axes, I, C))
 
 
 def backward_kernels(
@@ -58,6 +53,6 @@ def backward_kernels(
         kernels += [KeyLists(spec).text()] if role.listed else []
         kernels.append(Queries(spec, d, d_v, needs, described).text())
     wanted = {number for number, needed in ((1, needs[1] or True in by_key), (2, needs[2])) if needed}
-    found = [kind for kind in BY_KEYS if kind.name in by_keys and WRITTEN[kind.name] & wanted]
+    found = [kind for kind in BY_KEYS if kind.name in by_keys and kind.written & wanted]
     kernels += [RowLists(spec, dead=role.softmax).text()] if role.listed and found else []
     return [*kernels, *(kind(spec, d, d_v, needs, described).text() for kind in found)]

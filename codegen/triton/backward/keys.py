@@ -7,13 +7,11 @@ from collections.abc import Callable
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role
 from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.forward import place_factor, place_in_list, place_of
 from fusion.codegen.triton.stages import Visit, listed
 from fusion.codegen.triton.tile_lists import LANES
 from fusion.ir import integers
 from fusion.ir.expr import Expr
 from fusion.ir.mask_facts import MaskFacts
-from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
 from fusion.planning.gpu_clocks import JOINT, KEYS, KEYS_ALONE, VALUES_ALONE
 
@@ -21,12 +19,12 @@ from fusion.planning.gpu_clocks import JOINT, KEYS, KEYS_ALONE, VALUES_ALONE
 class Keys(Role):
     """dK and dV of one block of KEYS keys of one head of K, summed over the query heads that share it."""
 
-    name, visits = KEYS, "differentiate_rows"
+    name, visits, written = KEYS, "differentiate_rows", frozenset({1, 2})
     outer, inner = "j", "i"
 
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
-        super().__init__(spec, d, d_v, needs, described)
-        self.differentiates = needs[1] or bool(self.captured(Axes.QUERIES))
+    @property
+    def differentiates(self) -> bool:
+        return self.needs[1] or bool(self.captured(Axes.QUERIES))
 
     def body(self) -> tuple[list[Visit], str]:
         w = self.writer
@@ -37,47 +35,43 @@ class Keys(Role):
         reads = [
             *head.lines[Level.BLOCK],
             *head.lines[Level.ROW],
-            self.read("k", k, 1, "j_ok"),
-            self.read("v", v, 2, "j_ok") if self.differentiates else "",
+            self.read(1, k, "j_ok"),
+            self.read(2, v, "j_ok") if self.differentiates else "",
         ]
-        start = [*self.zeros("dk", 1, "KEYS"), *self.zeros("dv", 2, "KEYS")]
-        finish = self.store("dv", dv, 2, "j_ok") if self.needs[2] else []
-        finish += self.store("dk", dk, 1, "j_ok") if self.needs[1] else []
+        start, finish = [*self.zeros(1), *self.zeros(2)], [*self.store(2, dv), *self.store(1, dk)]
         body = source.block(*reads, *start, *self._members(self._member(visit)), *finish)
-        return [visit], source.block(*self._position(), *source.without_dead(self.places(), body), body)
+        return [visit], source.block(*self._position(), source.with_used(self.places(), body))
 
     def _member(self, visit: Visit) -> str:
         """What one query head adds: the blocks of its rows that visit these keys."""
         mask = self.spec.mask
-        indent = 4 if all(group is integers.integer(1) for group in self.gradients.groups) else 8
         after: list[str] = []
         for n, item in self.captured(Axes.QUERIES):
             after += self.add(item, f"sum_{n}[:, None]", "j_ok")
         member = source.block(
             *self._rows(),
-            *self.sums_to("KEYS", Axes.QUERIES),
-            *self.stages(visit, self._notes_dead or mask is not None and mask.full is not None, indent),
+            *self.sums_to(Axes.QUERIES),
+            *self.stages(visit, self._notes_dead or mask is not None and mask.full is not None),
             *after,
         )
         lines = self.writer.lines
-        return source.block(*source.without_dead([*lines[Level.BLOCK], *lines[Level.ROW]], member), member)
+        return source.with_used([*lines[Level.BLOCK], *lines[Level.ROW]], member)
 
     def _visit(self) -> Visit:
         """The function that visits blocks of rows. In the rotated order that for dP runs beside the exponentials, since
         the product for dV, which waits for them, comes behind it."""
-        into_dv = source.block(*self.accumulated("dv", f"p.to({self.dtype})", "do", 2))
+        into_dv = source.block(*self.accumulated(2, f"p.to({self.dtype})", "do"))
         plain, rotated = into_dv, ""
         if self.softmax and self.differentiates and into_dv:
             plain, rotated = (f"if {order}:\n{source.indented(into_dv)}" for order in ("not ROTATED", "ROTATED"))
         scores, upstream = self.product("k", "q", 0), self.product("v", "do", 2)
-        q, do = (self.boxed(name, "block * ROWS") if name in self.boxes else "" for name in ("q", "do"))
         inner = source.block(
-            q or self.read("q", self.parts(self.inside, 0), 0, ""),
-            do or source.block(*self.rows_of_output("do", "row")),
-            *self.statistics("i"),
-            self.tile(scores, upstream, "[KEYS, ROWS]", "rows_ok", plain),
+            self.boxed("q", "block * ROWS") or self.read(0, self.parts(self.inside, 0), ""),
+            self.boxed("do", "block * ROWS") or source.block(*self.rows_of_output("do", "row")),
+            *self.statistics(),
+            self.tile(scores, upstream, plain),
             rotated,
-            *self.accumulated("dk", f"ds.to({self.dtype})", "q", 1),
+            *self.accumulated(1, f"ds.to({self.dtype})", "q"),
             *self.to_queries(),
         )
         rows = [
@@ -87,7 +81,7 @@ class Keys(Role):
             "i = rows[None, :]",
             *self.inside.lines[Level.TILE],
         ]
-        loop = source.block(*source.without_dead(rows, inner), inner)
+        loop = source.with_used(rows, inner)
         turns, doc, first = "for block in tl.range(start, stop):", "Blocks of rows start <= block < stop", ""
         if self.listed:
             turns, doc = "for number in tl.range(start, stop):", "Blocks of rows start <= number < stop of a list"
@@ -96,7 +90,7 @@ class Keys(Role):
             turns, doc = "for number in tl.range(start, stop):", f"{doc}, or those before dead_stop in place of others"
             first = "block = number\nif MASKED:\n    block += tl.where(number < live_start, dead_stop - live_start, 0)"
         text = source.block(turns, source.indented(source.block(first, loop)))
-        state = [*self.sums("dk", 1), *self.sums("dv", 2)]
+        state = [*self.gradient(1), *self.gradient(2)]
         state += [f"sum_{n}" for n, _ in self.captured(Axes.QUERIES)]
         return self.visit(self.visits, f"{doc}; MASKED: scores may be dead, or rows not exist.", text, state)
 
@@ -140,7 +134,7 @@ class Keys(Role):
         list."""
         blocks = f"({self.n_q} + ROWS - 1) // ROWS"
         if self.listed:
-            return listed(blocks, f"{place_in_list(self.writer)} * key_blocks + program % key_blocks")
+            return listed(blocks, f"{self.place_factor(listed=True)} * key_blocks + program % key_blocks")
         mask = self.spec.mask
         whole = f"full_stop = tl.maximum(full_start, tl.minimum(stop, {self.n_q} // ROWS))"
         if mask is None or not (self.skips or mask.full is not None):
@@ -186,7 +180,7 @@ class Keys(Role):
 
         dead: list[str] = []
         if self._notes_dead:
-            at = f"dead_ptr + {place_factor(self.writer)} * blocks + number"
+            at = f"dead_ptr + {self.place_factor()} * blocks + number"
             dead = [
                 f"dead = tl.load({at}, mask=number < blocks, other=0) != 0",
                 "dead_start = tl.minimum(dead_start, tl.min(tl.where(dead, number, blocks), 0))",
@@ -208,26 +202,21 @@ class Keys(Role):
         lines: list[str] = []
         for n, _, gradient in self.gradients_of_tile(full, Axes.QUERIES):
             value = self.bound(gradient, lines)
-            lines.append(f"sum_{n} += tl.sum({source.spread(value, '[KEYS, ROWS]')}, 1)")
+            lines.append(f"sum_{n} += tl.sum({source.spread(value, self.shape)}, 1)")
         return lines
 
 
 class KeysAlone(Keys):
     """dK alone, beside `ValuesAlone`."""
 
-    name = KEYS_ALONE
-
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
-        super().__init__(spec, d, d_v, (*needs[:2], False, *needs[3:]), described)
+    name, written = KEYS_ALONE, frozenset({1})
 
 
 class ValuesAlone(Keys):
     """dV alone: of the scores only the weights are wanted."""
 
-    name, visits = VALUES_ALONE, "weigh_rows"
-
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
-        super().__init__(spec, d, d_v, tuple(needs[2] and n == 2 for n in range(len(needs))), described)
+    name, visits, written = VALUES_ALONE, "weigh_rows", frozenset({2})
+    captures = False
 
 
 class Joint(Keys):
@@ -241,18 +230,16 @@ class Joint(Keys):
         since a list says only whether rows are cut off."""
         existing = "ds = tl.where(j_ok, ds, 0.0)"
         existing = existing if self.listed else f"if MASKED:\n    {existing}"
-        width, place = self.columns[-1].extent, place_of(self.writer)
         lines = [
             existing,
             f"to_dq = tl.trans(ds.to({self.dtype}))",
-            f"sums_at = dq_sums_ptr + (tl.cast({place}, tl.int64) * {self.n_q} + block * ROWS) * {width}",
-            f"sums_at += (row - block * ROWS) * {width}",
+            f"sums_at = dq_sums_ptr + (tl.cast({self.place()}, tl.int64) * {self.n_q} + block * ROWS) * {self.d}",
+            f"sums_at += (row - block * ROWS) * {self.d}",
         ]
         for panel in self.columns:
-            inside = panel.inside("c")
-            mask = f", mask={inside}" if inside else ""
+            mask = f", mask={panel.inside}" if panel.inside else ""
             added = f"tl.dot(to_dq, k{panel.suffix}, input_precision=PRECISION)"
-            lines.append(f'tl.atomic_add(sums_at + c{panel.suffix}, {added}, sem="relaxed"{mask})')
+            lines.append(f'tl.atomic_add(sums_at + {panel.column}, {added}, sem="relaxed"{mask})')
         return lines
 
     def _rows(self) -> list[str]:

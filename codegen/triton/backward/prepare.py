@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.backward.role import Role, any_dead
-from fusion.codegen.triton.forward import place_factor, place_in_list, place_of
 from fusion.codegen.triton.stages import Visit
 from fusion.ir.expr import ZERO
 from fusion.ir.spec import Normalizer
@@ -19,16 +18,14 @@ class Prepare(Role):
     """
 
     name = "attention_backward_prepare"
-    differentiates = False
 
     def body(self) -> tuple[list[Visit], str]:
-        place = place_of(self.writer)
         delta = " + ".join(f"tl.sum(do{p.suffix} * o{p.suffix}, 1)[:, None]" for p in self.values)
         lines = [
-            *(panel.columns("e") for panel in self.values),
+            *(panel.numbers for panel in self.values),
             *self.rows_of_output("do", "i", dtype="tl.float32"),
             *self.rows_of_output("o", "i", "out", "tl.float32"),
-            f"row_place = tl.cast({place}, tl.int64) * {self.n_q} + i",
+            f"row_place = tl.cast({self.place()}, tl.int64) * {self.n_q} + i",
         ]
         if self.gradients.further.weight is not ZERO:
             delta = f"{delta} + tl.load(lacked_ptr + row_place)"
@@ -39,11 +36,10 @@ class Prepare(Role):
             delta = f"{delta} - tl.load(off_ptr + row_place)"
         lines += [f"tl.store(delta_ptr + row_place, {delta}, mask=rows_ok)", *self._log_share()]
         if self.skips:
-            dead = place_in_list(self.writer) if self.listed else place_factor(self.writer)
             lines += [
                 "row_max = tl.load(statistics_ptr + row_place)",
                 f"if {any_dead(self.spec)} != 0:",
-                f"    tl.store(dead_ptr + {dead} * blocks + block, 1)",
+                f"    tl.store(dead_ptr + {self.place_factor(self.listed)} * blocks + block, 1)",
             ]
         return [], source.block(*self.query_block(), *lines)
 

@@ -3,68 +3,53 @@
 from __future__ import annotations
 
 from fusion.codegen.triton import source
-from fusion.codegen.triton.backward.role import Role, any_dead, dead_limit
+from fusion.codegen.triton.backward.role import SHARE, Role, any_dead, dead_limit
 from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.forward import place_in_list
 from fusion.codegen.triton.stages import Visit, key_limits, listed
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import ZERO, Expr, Kind, contains, node, substitute
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.expr import ZERO, Expr, contains, substitute
 from fusion.lowering.gradients import Axes
 from fusion.planning.gpu_clocks import QUERIES
-
-SHARE = node("upstream", (), Kind.FLOAT, "share")  # A score's weight before the weight program, in the place of dx
 
 
 class Queries(Role):
     """dQ of one block of ROWS query rows of one head, and gradients of what the rows' scores read."""
 
-    name = QUERIES
-    differentiates = True
-
-    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
-        super().__init__(spec, d, d_v, needs, described)
-        self.writer.known |= {SHARE: "y"}
+    name, written = QUERIES, frozenset({0})
 
     def body(self) -> tuple[list[Visit], str]:
         w, mask = self.writer, self.spec.mask
         q, dq = (self.parts(w, 0, name) for name in ("", "dq"))
         visit = self._visit()
-        finish = self._finish()
-        if self.needs[0]:
-            finish += self.store("dq", dq, 0, "rows_ok")
-        finish += self._sinks()
+        finish = [*self._finish(), *self.store(0, dq), *self._sinks()]
         later = source.block(
-            self.read("q", q, 0, ""),
+            self.read(0, q, ""),
             *self.rows_of_output("do", "i"),
-            *self.statistics("i"),
+            *self.statistics(),
             *self._keys(),
-            *self.zeros("dq", 0, "ROWS"),
-            *self.sums_to("ROWS", Axes.KEYS, Axes.BOTH),
+            *self.zeros(0),
+            *self.sums_to(Axes.KEYS, Axes.BOTH),
             *(f"{name} = tl.full([ROWS], 0.0, tl.float32)" for name in self._corrections()),
             *self.stages(visit, mask is not None and mask.full is not None and mask.full_lo is not None),
             *finish,
         )
-        kept = source.without_dead([*self.places(), *w.lines[Level.BLOCK], *w.lines[Level.ROW]], later)
-        return [visit], source.block(*self.query_block(), *kept, later)
+        return [visit], source.block(*self.query_block(), self.of_block(later))
 
     def _visit(self) -> Visit:
         """`differentiate_keys`."""
         k, v = (self.parts(self.inside, number) for number in (1, 2))
         inner = source.block(
-            *(
-                self.boxed(name, "first") if name in self.boxes else self.read(name, at, number, "key_ok", bounded=True)
-                for name, at, number in (("k", k, 1), ("v", v, 2))
-            ),
-            self.tile(self.product("q", "k", 0), self.product("do", "v", 2), "[ROWS, KEYS]", "j_ok"),
-            *self.accumulated("dq", f"ds.to({self.dtype})", "k", 0),
+            self.boxed("k", "first") or self.read(1, k, "key_ok", bounded=True),
+            self.boxed("v", "first") or self.read(2, v, "key_ok", bounded=True),
+            self.tile(self.product("q", "k", 0), self.product("do", "v", 2)),
+            *self.accumulated(0, f"ds.to({self.dtype})", "k"),
         )
         turns, doc = "for first in tl.range(start, stop, KEYS):", "Keys start <= first < stop, in tiles"
         if self.listed:
             turns, doc = "for number in tl.range(start, stop):", "Tiles start <= number < stop of a list"
-        tile = source.block(*self._first(), *source.without_dead(self.tile_of_keys(), inner), inner)
+        tile = source.block(*self._first(), source.with_used(self.tile_of_keys(), inner))
         loop = source.block(turns, source.indented(tile))
-        state = self.sums("dq", 0)
+        state = self.gradient(0)
         state += [*(f"sum_{n}" for n, _ in self.captured(Axes.KEYS, Axes.BOTH)), *self._corrections()]
         return self.visit("differentiate_keys", f"{doc}; MASKED: keys may be dead, or not exist.", loop, state)
 
@@ -85,7 +70,7 @@ class Queries(Role):
             limits = self.ranges_of(lambda value: key_limits(self.spec.mask, self.n_k, value))
             every = ("start = 0", f"stop = {self.n_k}", "full_start = 0", "full_stop = 0")
             return [*limits, *([f"if {dead} != 0:", *(f"    {line}" for line in every)] if dead else [])]
-        lines = listed(f"({self.n_k} + KEYS - 1) // KEYS", f"{place_in_list(self.writer)} * blocks + block")
+        lines = listed(f"({self.n_k} + KEYS - 1) // KEYS", f"{self.place_factor(listed=True)} * blocks + block")
         if dead:
             lines += [
                 f"every = {dead} != 0",
@@ -113,14 +98,14 @@ class Queries(Role):
             if f"share_{n}" in corrections:
                 sums[f"share_{n}"] = substitute(item.full, {UPSTREAM: SHARE, WEIGHT_UPSTREAM: ZERO})
             for name, part in sums.items():
-                value = source.spread(self.bound(part, lines), "[ROWS, KEYS]")
+                value = source.spread(self.bound(part, lines), self.shape)
                 if found := self.existing("part", part):
                     lines += [f"part = {value}", *found]
                     value = "part"
                 lines.append(f"{name} += tl.sum({value}, 1)")
         for _, item, gradient in self.gradients_of_tile(full, Axes.NEITHER):
             value = self.bound(gradient, lines)
-            lines += self.add(item, source.spread(value, "[ROWS, KEYS]"), "rows_ok & j_ok")
+            lines += self.add(item, source.spread(value, self.shape), "rows_ok & j_ok")
         return lines
 
     def _finish(self) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from fusion.codegen.triton import source
 from fusion.codegen.triton.descriptors import READ, boxes
@@ -14,99 +16,99 @@ from fusion.codegen.triton.matrices import Matrix, sum_of
 from fusion.codegen.triton.stages import Visit
 from fusion.codegen.triton.tiles import Tiles, load_where
 from fusion.ir.derivative import SINK_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
-from fusion.ir.expr import WEIGHT, ZERO, Expr, const, coord, substitute
+from fusion.ir.expr import I0, I1, WEIGHT, ZERO, Expr, Kind, const, node, substitute
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.gradients import Axes
 from fusion.lowering.numbers import LOG2E
 from fusion.lowering.score_programs import is_tame
 
+SHARE = node("upstream", (), Kind.FLOAT, "share")
+"""A score's weight before the weight program, in the place of dx."""
+
+KNOWN = {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink", SHARE: "y"}
+
 
 class Role(Tiles):
     """What the two kernels share: coordinates, statistics, and the gradient of the scores of a tile.
 
+    needs: marks the operands whose gradients are wanted, by this kernel or others.
     described: tiles of the loop are read by tensor descriptors where they can be.
-    differentiates: whether the gradient of the scores is wanted.
     The loop over tiles is a function (see `stages`), called with MASKED for those that need the mask or are cut off.
     """
 
-    differentiates: bool
+    written: ClassVar[frozenset[int]] = frozenset()  # those of Q, K and V (0, 1, 2) whose gradients it writes
+    captures = True  # whether it may also have those of captured tensors
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...], described: bool = False):
-        super().__init__(spec, d, d_v, {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink"})
-        self.needs = needs
+        super().__init__(spec, d, d_v, KNOWN)
+        mine = ((n in self.written) if n < 3 else self.captures for n in range(len(needs)))
+        self.needs = needs = tuple(map(operator.and_, needs, mine))
         read = READ.get(self.name, ()) if described else ()
         self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
         self.gradients: Gradients = gradients_of(spec, needs)
         w, found = self.writer, self.gradients
         # Key ranges of a block of rows are computed in places of their own.
-        known = self.known | {coord("i0"): "i0", coord("i1"): "i1"}
-        self.ranges = w.apart(known, outer="i", inner="j")
+        self.ranges = w.apart(self.known | {I0: "i0", I1: "i1"}, outer="i", inner="j")
         captured = [part for item in found.captured for part in {item.gradient, item.full}]
         w.known[WEIGHT] = "y"
         w.count(spec.score, spec.weight, found.further.weight, found.score, found.program, found.full, *captured)
 
-    def stages(self, visit: Visit, before: bool, indent: int = 4) -> list[str]:
+    def stages(self, visit: Visit, before: bool) -> list[str]:
         """The calls of it: for tiles that need no mask, and for the others; before: also before the former."""
         if self.listed:
             return [
-                visit.call(indent, start=0, stop="full_count", MASKED=False),
-                visit.call(indent, start="tiles_across - partial_count", stop="tiles_across", MASKED=True),
+                visit.call(start=0, stop="full_count", MASKED=False),
+                visit.call(start="tiles_across - partial_count", stop="tiles_across", MASKED=True),
             ]
-        first = [visit.call(indent, stop="full_start", MASKED=True)] if before else []
+        first = [visit.call(stop="full_start", MASKED=True)] if before else []
         return [
             *first,
-            visit.call(indent, start="full_start", stop="full_stop", MASKED=False),
-            visit.call(indent, start="full_stop", MASKED=True),
+            visit.call(start="full_start", stop="full_stop", MASKED=False),
+            visit.call(start="full_stop", MASKED=True),
         ]
 
-    def store(self, name: str, parts: Sequence[Matrix], number: int, mask: str) -> list[str]:
+    def gradient(self, number: int) -> list[str]:
+        """The names of the gradient of Q, K or V, by panels; none where it is not wanted."""
+        return [f"d{'qkv'[number]}{panel.suffix}" for panel in self.panels_of(number)] if self.needs[number] else []
+
+    def zeros(self, number: int) -> list[str]:
+        """Statements that begin the gradient of Q, K or V."""
+        each = zip(self.gradient(number), self.panels_of(number), strict=False)
+        return [f"{name} = tl.full([{self.length}, {panel.width}], 0.0, tl.float32)" for name, panel in each]
+
+    def accumulated(self, number: int, left: str, right: str) -> list[str]:
+        """Statements that add left @ right to the gradient of Q, K or V."""
+        return [
+            f"{name} = tl.dot({left}, {right}{panel.suffix}, {name}, input_precision=PRECISION)"
+            for name, panel in zip(self.gradient(number), self.panels_of(number), strict=False)
+        ]
+
+    def store(self, number: int, parts: Sequence[Matrix]) -> list[str]:
         """Statements that write the gradient of Q, K or V."""
         dtype, lines = DTYPES[self.spec.operands[number].dtype], []
-        for part, panel in zip(parts, self.panels_of(number), strict=True):
-            to, at = f"{name}{panel.suffix}", f"{name}{panel.suffix}_at"
-            inside = panel.inside("e" if number == 2 else "c")
-            limits = " & ".join([mask, f"({inside})"] if inside else [mask])
-            lines += [f"{at} = {part.pointers}", f"tl.store({at}, {to}.to({dtype}), mask={limits})"]
+        for name, part, panel in zip(self.gradient(number), parts, self.panels_of(number), strict=False):
+            limits = f"{self.owned} & ({panel.inside})" if panel.inside else self.owned
+            lines += [f"{name}_at = {part.pointers}", f"tl.store({name}_at, {name}.to({dtype}), mask={limits})"]
         return lines
-
-    def zeros(self, name: str, number: int, rows: str) -> list[str]:
-        """Statements that begin the gradient of Q, K or V, where it is wanted."""
-        if not self.needs[number]:
-            return []
-        return [
-            f"{name}{panel.suffix} = tl.full([{rows}, {panel.width}], 0.0, tl.float32)"
-            for panel in self.panels_of(number)
-        ]
-
-    def sums(self, name: str, number: int) -> list[str]:
-        """The names of the gradient of Q, K or V."""
-        return [f"{name}{panel.suffix}" for panel in self.panels_of(number)] if self.needs[number] else []
-
-    def accumulated(self, name: str, left: str, right: str, number: int) -> list[str]:
-        """Statements that add left @ right to the gradient of Q, K or V, where it is wanted."""
-        return [
-            f"{name}{p.suffix} = tl.dot({left}, {right}{p.suffix}, {name}{p.suffix}, input_precision=PRECISION)"
-            for p in (self.panels_of(number) if self.needs[number] else ())
-        ]
 
     def rows_of_output(self, name: str, rows: str, tensor: str = "dout", dtype: str = "") -> list[str]:
         """Statements that read the output or its gradient, [rows, d_v]."""
         axes = [f"tl.cast(b{axis}, tl.int64) * {tensor}_stride_b{axis}" for axis in range(len(self.spec.batch))]
         lines = []
         for panel in self.values:
-            across = f"tl.cast(e{panel.suffix}, tl.int64) * {tensor}_stride_e"
+            across = f"tl.cast({panel.column}, tl.int64) * {tensor}_stride_e"
             at = sum_of(f"{tensor}_ptr", *axes, f"tl.cast({rows}, tl.int64) * {tensor}_stride_i", across)
-            lines.append(load_where(f"{name}{panel.suffix}", at, (panel.inside("e"),), f".to({dtype or self.dtype})"))
+            lines.append(load_where(f"{name}{panel.suffix}", at, (panel.inside,), f".to({dtype or self.dtype})"))
         return lines
 
-    def statistics(self, rows: str) -> list[str]:
-        """row_max, log_share (of 1 / row_sum) or share (the scale of the row), and delta of rows, shaped as `rows`."""
+    def statistics(self) -> list[str]:
+        """row_max, log_share (of 1 / row_sum) or share (the scale of the row), and delta of the rows i."""
         if not self.softmax:
             return []
         scaled = self.spec.row_scale is not None
         lines = [
-            *self.maximum(rows),
+            *self.maximum(),
             self.plane("share", 1) if scaled else f"log_share = tl.load({self.in_plane('delta', 1)})",
             *(["delta = tl.load(delta_ptr + row_place)"] if self.differentiates else []),
         ]
@@ -121,22 +123,21 @@ class Role(Tiles):
             return f"tl.exp2(({score} - row_max) * {LOG2E}) * share"
         return f"tl.exp2(({score} - row_max) * {LOG2E} + log_share)"
 
-    def tile(self, score: str, upstream: str, shape: str, exists: str, with_p: str = "") -> str:
+    def tile(self, score: str, upstream: str, with_p: str = "") -> str:
         """Statements from s to ds and to what is summed, or to p where that is all that is wanted. score, upstream:
-        products of the tile. exists: the inner places that do, where the tile is cut off. with_p: what uses the weights
-        p, as soon as they are there."""
+        products of the tile. with_p: what uses the weights p, as soon as they are there."""
         times = "" if self.spec.weight is const(1.0) else " * w"
-        whole = [] if self.gradients.program is None else [self._variant(True, shape)]
-        programs, gradients = zip(self._variant(False, shape), *whole, strict=True)
+        whole = [] if self.gradients.program is None else [self._variant(True)]
+        programs, gradients = zip(self._variant(False), *whole, strict=True)
         weight = self.weight_of("x") if self.softmax else "x"
-        of_weight, further = self._further(shape)
+        of_weight, further = self._further()
         # y is 0 there, and the row may be NaN. Rows beyond the last repeat it, and are as NaN as that.
-        only_existing = f"if MASKED:\n    dx = tl.where({exists}, dx, 0.0)"
+        only_existing = f"if MASKED:\n    dx = tl.where({self.visited}, dx, 0.0)"
         weights = source.block(
             f"s = {score}",
             source.by_mask(*programs),
             f"y = {weight}",
-            f"if MASKED:\n    y = tl.where({exists}, y, 0.0)",
+            f"if MASKED:\n    y = tl.where({self.visited}, y, 0.0)",
             f"p = y{times}",
             with_p,
         )
@@ -145,36 +146,33 @@ class Role(Tiles):
         return source.block(
             weights,
             f"dp = {upstream}",
-            *of_weight,
+            of_weight,
             f"dx = y * (dp{times}{further} - delta)" if self.softmax else f"dx = dp{times}{further}",
             "" if self.softmax and not further and self.inner == "i" else only_existing,
             "dw = y * dp",
             source.by_mask(*gradients),
         )
 
-    def _further(self, shape: str) -> tuple[list[str], str]:
+    def _further(self) -> tuple[str, str]:
         """Statements of what further outputs add to the gradient of a weight, and the text that adds it."""
         w, value = self.writer, self.gradients.further.weight
         if value is ZERO:
-            return [], ""
-        outside, lines = set(w.known), []
-        lines.append(f"dfurther = {source.spread(self.bound(value, lines), shape)}")
+            return "", ""
+        outside, statement = set(w.known), self.statement("dfurther", value)
         self._forget_tile(outside)
-        return lines, " + dfurther"
+        return statement, " + dfurther"
 
-    def _variant(self, full: bool, shape: str) -> tuple[str, str]:
+    def _variant(self, full: bool) -> tuple[str, str]:
         """(from s to x and w, from dx and dw to ds and what is summed), with the mask or, full, without."""
         w, found = self.writer, self.gradients
         outside = set(w.known)
         score, gradient = (found.program, found.full) if full else (self.spec.score, found.score)
         assert score is not None and gradient is not None
-        lines: list[str] = []
-        lines.append(f"x = {source.spread(self.bound(score, lines), shape)}")
+        lines = [self.statement("x", score)]
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.bound(self.spec.weight, lines)}")
-        after = self.summed(full)  # before ds: then fewer values are held at a time
-        after.append(f"ds = {source.spread(self.bound(gradient, after), shape)}")
-        after += self.existing("ds", gradient)
+        # Sums before ds: then fewer values are held at a time.
+        after = [*self.summed(full), self.statement("ds", gradient), *self.existing("ds", gradient)]
         self._forget_tile(outside)
         return source.block(*lines), source.block(*after)
 
@@ -195,9 +193,9 @@ class Role(Tiles):
         """Statements that add a tile's gradients of captured tensors."""
         raise NotImplementedError
 
-    def sums_to(self, length: str, *axes: Axes) -> list[str]:
+    def sums_to(self, *axes: Axes) -> list[str]:
         """Statements that start sums along the inner coordinate."""
-        return [f"sum_{n} = tl.full([{length}], 0.0, tl.float32)" for n, _ in self.captured(*axes)]
+        return [f"sum_{n} = tl.full([{self.length}], 0.0, tl.float32)" for n, _ in self.captured(*axes)]
 
     def ranges_of(self, lines: Callable[[Callable[[Expr], str]], list[str]]) -> list[str]:
         """Statements about the rows i0..i1, made with a function that takes expressions in them to texts."""
@@ -205,13 +203,13 @@ class Role(Tiles):
         return [*self.ranges.take(Level.BLOCK), *made]
 
     @property
-    def skips(self) -> bool:
-        return self.spec.mask is not None and self.spec.mask.skips
+    def differentiates(self) -> bool:
+        """Whether the gradient of the scores is wanted."""
+        return True
 
     @property
-    def listed(self) -> bool:
-        """Whether the tiles to visit are listed (see `tile_lists`)."""
-        return self.spec.mask is not None and self.spec.mask.tile_live is not None
+    def skips(self) -> bool:
+        return self.spec.mask is not None and self.spec.mask.skips
 
     def captured(self, *axes: Axes) -> list[tuple[int, Captured]]:
         """The captured gradients that are summed over certain axes, numbered."""

@@ -15,7 +15,7 @@ from fusion.approximate import certificates
 from fusion.approximate.eligible import plain
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.codegen.reference import polynomial as reference
-from fusion.codegen.triton.polynomial import FeatureKernels, feature_tile, supports
+from fusion.codegen.triton.polynomial import FeatureKernels, supports
 from fusion.ir.request import Approximation, Request
 from fusion.machine import machine
 from fusion.planning.problem import Problem
@@ -44,7 +44,7 @@ def test_kernels_agree_with_the_reference(n_q, n_k, d, d_v, degree, planes):
     generator = torch.Generator().manual_seed(d * degree)
     q, k = (F.normalize(torch.randn(h, n, d, generator=generator), dim=-1) for h, n in ((2, n_q), (1, n_k)))
     v, powers = torch.randn(1, n_k, d_v, generator=generator), COEFFICIENTS[:, : degree + 1]
-    run = FeatureKernels(d, d_v, degree, planes, True, feature_tile(d, d_v, 64))
+    run = FeatureKernels(d, d_v, degree, planes, True)
     expected = reference.attend(q.double(), k.double(), v.double(), powers)
     for values in (v, v.bfloat16()):
         exact = expected if values is v else reference.attend(q.double(), k.double(), values.double(), powers)
@@ -59,7 +59,7 @@ def test_roundings_of_the_top_degree_are_those_that_are_counted():
     exact = reference.attend(q.double(), k.double(), v.double(), COEFFICIENTS[:1, :3])
     owner, errors = torch.zeros(1, dtype=torch.int64), []
     for planes in (1, 2):
-        run = FeatureKernels(16, 16, 2, planes, True, feature_tile(16, 16, 64))
+        run = FeatureKernels(16, 16, 2, planes, True)
         errors.append(float((run.attend(q, k, v, owner, COEFFICIENTS[:1, :3]) - exact).abs().max()))
     assert errors[0] > 8 * errors[1] > 0
 
@@ -68,7 +68,7 @@ def test_roundings_of_the_top_degree_are_those_that_are_counted():
 def test_causal_chunks(n):
     q, k = (F.normalize(torch.randn(2, n, 12), dim=-1) for _ in range(2))
     v, owner = torch.randn(2, n, 5), torch.tensor([1, 0])
-    run = FeatureKernels(12, 5, 3, 2, True, feature_tile(12, 5, 64))
+    run = FeatureKernels(12, 5, 3, 2, True)
     found = run.attend(q, k, v, owner, COEFFICIENTS[:, :4], 64)
     expected = reference.attend(q.double(), k[owner].double(), v[owner].double(), COEFFICIENTS[:, :4], 64)
     assert_within((found - expected).abs(), rounding(COEFFICIENTS[:, :4], 2) * v.abs().max())

@@ -223,7 +223,7 @@ def there(uncompiled, own_cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were kernels, beside one tile."""
     monkeypatch.setattr(launch, "candidates", lambda kernel, spec, extents, tile, machine: [tile])
     monkeypatch.setattr(flex, "runs", lambda spec, device: True)
-    monkeypatch.setattr(peers, "PEERS", [peer for peer in peers.PEERS if peer.name == "flex flash"])
+    monkeypatch.setattr(peers, "PEERS", {"flex flash": peers.PEERS["flex flash"]})
     flex._of_spec.cache_clear()
 
 

@@ -204,10 +204,10 @@ def test_the_maximum_moves_up_late() -> None:
 def test_panels() -> None:
     """One or two powers of two, 16 or more, that hold the columns, and never more than one alone."""
     for extent in range(1, 1025):
-        parts = list(panels(extent))
+        parts = list(panels(extent, "c"))
         assert len(parts) <= 2 and all(part.width >= 16 and part.width & (part.width - 1) == 0 for part in parts)
         assert extent <= panelled(extent) <= padded(extent) and parts[-1].start < extent
-        assert (parts[-1].inside("c") == "") == (panelled(extent) == extent)
+        assert (parts[-1].inside == "") == (panelled(extent) == extent)
     assert [panelled(d) for d in (24, 40, 64, 72, 80, 96, 100, 160, 192, 576)] == [
         32,
         48,

@@ -93,7 +93,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch, own_cache) -> None:
     """What CPUs have, too; beside one tile."""
     monkeypatch.setattr(launch, "candidates", lambda kernel, spec, extents, tile, machine: [tile])
     kinds = {"sdpa math": SDPBackend.MATH, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
-    here = [peers.Peer(name, functools.partial(peers.sdpa, kind)) for name, kind in kinds.items()]
+    here = {name: functools.partial(peers.sdpa, kind) for name, kind in kinds.items()}
     monkeypatch.setattr(peers, "PEERS", here)
 
 
