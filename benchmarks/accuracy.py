@@ -35,7 +35,9 @@ def results(call: Callable[..., Tensor], operands: list[Tensor], arriving: Tenso
     if arriving is None:
         return {"o": out}
     out.backward(arriving.to(out.dtype))
-    return {"o": out.detach()} | {f"d{name}": x.grad for name, x in zip("qkv", operands, strict=True)}
+    return {"o": out.detach()} | {
+        f"d{name}": x.grad for name, x in zip("qkv", operands, strict=True) if x.grad is not None
+    }
 
 
 def main() -> None:

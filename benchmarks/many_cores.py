@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -66,7 +67,7 @@ class Chosen:
     def __init__(self, choice: Choice):
         self.choice = choice
 
-    def choose(self, sizes: list[int], made: object = ()) -> Choice:
+    def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
         return self.choice
 
 
@@ -91,7 +92,10 @@ def measure(heads: int, n_q: int, n_k: int, d: int, dtype: str) -> str:
             call(operands, sizes)
             found.append(1e6 * (time.perf_counter() - start))
     whole, parts = map(statistics.median, times)
-    expected = [1e6 * plan(spec, machine, sizes=sizes, choice=choice).time for choice in choices]
+    expected = [
+        1e6 * plan(spec, machine, sizes=dict(zip(spec.sizes, sizes, strict=True)), choice=choice).time
+        for choice in choices
+    ]
     cells = f"{whole:.0f} | {parts:.0f} | {whole / parts:.2f} | {expected[0] / expected[1]:.2f} |"
     return f"| {heads} | {n_q} | {n_k} | {d} | {cut.tile.rows} x {cut.tile.keys}, {cut.splits} parts | {cells}"
 

@@ -25,15 +25,14 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.overlap import OverlappingKernel
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, raise_flag
-from fusion.codegen.mlir.parts import Parts, Sums
+from fusion.codegen.mlir.parts import TileParts
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.codegen.mlir.x86 import BIAS, MANTISSA
-from fusion.ir.expr import I0, I1, J0, J1, Expr
+from fusion.ir.expr import I0, I1
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.ir.tile_map import CELL_KEYS
 from fusion.lowering.dead_rows import dead_rows_need_keys
 from fusion.planning.register_tiles import Target
 
@@ -59,9 +58,7 @@ class AttentionKernel(OverlappingKernel):
         self.staging = self.area(8 * p.staging_elements(), "staging")
         self.finished = self.area(self.lanes * p.e_padded * 4, "finished")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
-        self.record_rows = p.e_padded + 2  # of a group: its output, sum and maximum
-        record_bytes = 4 * tiling.groups * self.record_rows * self.lanes
-        self.parts = Parts(self, record_bytes) if tiling.cut else None
+        self.parts = TileParts(self) if tiling.cut else None
         self.near = self._near() if self.looks_ahead else None
         if self.near is not None:
             self.query_norms = self.area(tiling.groups * 4 * self.lanes, "query_norms")
@@ -122,51 +119,22 @@ class AttentionKernel(OverlappingKernel):
         self._attend(item, low, high)
         self._end(item)
 
-    def _part_of_item(self, parts: Parts, top: Scope, piece: Value) -> None:
+    def _part_of_item(self, parts: TileParts, top: Scope, piece: Value) -> None:
         b, mask, (number, part) = self.b, self.spec.mask, parts.piece(piece)
         item, cut = self._begin(top, number, part), parts.cut()
         low, high = parts.keys(part, *self._item_keys(item))
         skips = mask is not None and mask.skips
         self._visit(item, KeyRange(low=low, high=high, skipping=b.constant(1, "i1") if skips else None))
         with b.when(cut):
-            self._leave(item, parts.record(piece))
+            parts.leave(item, piece)
         with parts.last_of(number, cut):
             with b.when(cut):
-                self._merge(parts, item)
+                self._clear(item, float("-inf"))
+                parts.merge(item)
             if mask is not None and skips and dead_rows_need_keys(self.spec):
                 with b.when(self._any_dead(item, mask.fill)):
                     self._visit(item, KeyRange(low=0, high=self.n_k))
             self._end(item)
-
-    def _group_sums(self, item: Item, g: Value) -> Sums:
-        """Of a group of an item whose partial sums are merged."""
-        memory = self._group_memory(g)
-        return Sums(maximum=memory.maximum, vectors=[(memory.output, self.products.e_padded + 1)])
-
-    def _recorded_sums(self, record: Value, g: Value) -> Sums:
-        """The same in a record."""
-        b, lanes, rows = self.b, self.lanes, self.record_rows
-        start = b.at(record, b.mul(g, rows * lanes), "f32")
-        return Sums(maximum=b.at(start, (rows - 1) * lanes, "f32"), vectors=[(start, rows - 1)])
-
-    def _leave(self, item: Item, record: Value) -> None:
-        """Copy the item's sums to where others see them."""
-        b = self.b
-        with b.loop(0, item.groups, hint="g") as g:
-            if self.several is not None:
-                with b.when(self.several):
-                    self._merge_partial_sums(g, 1, 0)
-            own, there = self._group_sums(item, g), self._recorded_sums(record, g)
-            b.store(b.load(own.maximum, self.vector, "m"), there.maximum)
-            for (source, count), (target, _) in zip(own.vectors, there.vectors, strict=True):
-                with b.loop(0, count * self.lanes, self.lanes, hint="e") as e:
-                    b.store(b.load(b.at(source, e, "f32"), self.vector, "o"), b.at(target, e, "f32"))
-
-    def _merge(self, parts: Parts, item: Item) -> None:
-        """The sums of all parts of an item, in place of those of one."""
-        self._clear(item, float("-inf"))
-        with parts.records(item.number) as record, self.b.loop(0, item.groups, hint="g") as g:
-            parts.join(self._group_sums(item, g), self._recorded_sums(record, g))
 
     def _item_keys(self, item: Item) -> tuple[Value | int, Value]:
         """The keys that an item visits, as far as the mask says."""
@@ -175,7 +143,7 @@ class AttentionKernel(OverlappingKernel):
         ranged = item.scope.inner({I0: item.first, I1: last})
         low, high = self._key_range(ranged, self.products.key_step)
         if mask is not None and mask.tile_live is not None:
-            low, high = self._live_range(ranged, mask.tile_live, low, high)
+            low, high = self._live_range(ranged, mask.tile_live, low, high, self.products.key_step)
         return low, high
 
     def _end(self, item: Item) -> None:
@@ -214,26 +182,6 @@ class AttentionKernel(OverlappingKernel):
             number=number, scope=scope, readers=readers, first=first, count=count, groups=groups,
             padded_groups=padded_groups,
         )  # fmt: skip
-
-    def _live_range(self, rows: Scope, live: Expr, low: Value | int, high: Value) -> tuple[Value, Value]:
-        """The key range of an item without the dead cells at its ends, by the map of live tiles."""
-        b, step = self.b, self.products.key_step
-        cells = b.div(b.add(self.n_k, CELL_KEYS - 1), CELL_KEYS, "cells")
-        zero, last = b.constant(0, "i64"), b.sub(self.n_k, 1)
-
-        def dead(first: Value, end: Value) -> Value:
-            tile = rows.inner({J0: first, J1: b.least(end, last)})
-            none = b.compare("eq", b.as_value(tile.integer(live), "i64"), 0)
-            return b.convert("arith.extui", none, "i64", "dead")
-
-        with b.carry(0, cells, 1, [zero, zero], hint="cell") as (loop, cell, (before, behind)):
-            first = b.mul(cell, CELL_KEYS)
-            until = dead(zero, b.add(first, CELL_KEYS - 1))
-            loop.yields(b.add(before, until, "before"), b.add(behind, dead(first, last), "behind"))
-        start = b.mul(loop.results[0], CELL_KEYS)
-        stop = b.mul(b.sub(cells, loop.results[1]), CELL_KEYS)
-        start = b.mul(b.div(b.least(start, self.n_k), step), step)
-        return b.most(low, start, "key_lo"), b.least(high, stop, "key_hi")
 
     def _pack(self, readers: list[RowReader], low: Value | int, high: Value) -> None:
         """Make sure that keys [low, high) (low on a step) are packed."""

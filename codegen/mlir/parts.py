@@ -9,10 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fusion.codegen.mlir.builder import PTR, Value
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.ir.spec import Normalizer
+
+if TYPE_CHECKING:
+    from fusion.codegen.mlir.tile import TileKernel
+    from fusion.codegen.mlir.work_items import Item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +85,42 @@ class Parts:
                 x, y = (b.load(place, kernel.vector, "x") for place in (at, b.at(theirs, e, "f32")))
                 b.store(b.add(b.mul(x, factors[0]), b.mul(y, factors[1])), at)
         b.store(m_new, own.maximum)
+
+
+class TileParts(Parts):
+    """Those of a kernel in tiles, whose lanes are queries."""
+
+    kernel: TileKernel
+
+    def __init__(self, kernel: TileKernel):
+        self.rows = kernel.products.e_padded + 2  # of a group: its output, sum and maximum
+        super().__init__(kernel, 4 * kernel.tiling.groups * self.rows * kernel.lanes)
+
+    def _own(self, g: Value) -> Sums:
+        """Of a group that works here, whose partial sums are merged."""
+        memory = self.kernel._group_memory(g)
+        return Sums(maximum=memory.maximum, vectors=[(memory.output, self.rows - 1)])
+
+    def _recorded(self, record: Value, g: Value) -> Sums:
+        """Of a group, in a record."""
+        b, lanes = self.b, self.kernel.lanes
+        start = b.at(record, b.mul(g, self.rows * lanes), "f32")
+        return Sums(maximum=b.at(start, (self.rows - 1) * lanes, "f32"), vectors=[(start, self.rows - 1)])
+
+    def leave(self, item: Item, piece: Value) -> None:
+        """Copy the item's sums to the record of a piece of work."""
+        b, kernel, record = self.b, self.kernel, self.record(piece)
+        with b.loop(0, item.groups, hint="g") as g:
+            if kernel.several is not None:
+                with b.when(kernel.several):
+                    kernel._merge_partial_sums(g, 1, 0)
+            own, there = self._own(g), self._recorded(record, g)
+            b.store(b.load(own.maximum, kernel.vector, "m"), there.maximum)
+            for (source, count), (target, _) in zip(own.vectors, there.vectors, strict=True):
+                with b.loop(0, count * kernel.lanes, kernel.lanes, hint="e") as e:
+                    b.store(b.load(b.at(source, e, "f32"), kernel.vector, "o"), b.at(target, e, "f32"))
+
+    def merge(self, item: Item) -> None:
+        """Add the sums of all parts of an item to its own, which are cleared."""
+        with self.records(item.number) as record, self.b.loop(0, item.groups, hint="g") as g:
+            self.join(self._own(g), self._recorded(record, g))

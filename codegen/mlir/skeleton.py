@@ -20,6 +20,7 @@ from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.ir.tile_map import CELL_KEYS
 from fusion.lowering.numbers import decided
 from fusion.lowering.ranges import ranges
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
@@ -155,6 +156,28 @@ class KernelFunction(ThreadFunction):
         if mask is not None and mask.key_hi is not None:
             end = b.most(b.least(b.as_value(scope.integer(mask.key_hi), "i64"), self.n_k), 0, "key_hi")
         return start, end
+
+    def _live_range(
+        self, rows: Scope, live: Expr, low: Value | int, high: Value, step: int
+    ) -> tuple[Value | int, Value]:
+        """The key range of an item without the dead cells at its ends, by the map of live tiles."""
+        b = self.b
+        cells = b.div(b.add(self.n_k, CELL_KEYS - 1), CELL_KEYS, "cells")
+        zero, last = b.constant(0, "i64"), b.sub(self.n_k, 1)
+
+        def dead(first: Value, end: Value) -> Value:
+            tile = rows.inner({J0: first, J1: b.least(end, last)})
+            none = b.compare("eq", b.as_value(tile.integer(live), "i64"), 0)
+            return b.convert("arith.extui", none, "i64", "dead")
+
+        with b.carry(0, cells, 1, [zero, zero], hint="cell") as (loop, cell, (before, behind)):
+            first = b.mul(cell, CELL_KEYS)
+            until = dead(zero, b.add(first, CELL_KEYS - 1))
+            loop.yields(b.add(before, until, "before"), b.add(behind, dead(first, last), "behind"))
+        start = b.mul(loop.results[0], CELL_KEYS)
+        stop = b.mul(b.sub(cells, loop.results[1]), CELL_KEYS)
+        start = b.mul(b.div(b.least(start, self.n_k), step), step)
+        return b.most(low, start, "key_lo"), b.least(high, stop, "key_hi")
 
     def _with_keys(self, tile: Scope, first: Value, count: Value) -> Scope:
         """A scope of rows that also knows the first and last key of a tile: some key, where the tile has none."""
