@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from fusion.ir import AttentionSpec, Normalizer
-from fusion.ir.expr import ROW_SUM, Expr, Kind, const, node
+from fusion.ir.expr import Expr, const
 from fusion.ir.primitives import ATOM, PRIMITIVES
 from fusion.ir.printing import number_text
 
@@ -40,7 +40,7 @@ def _weight(spec: AttentionSpec, names: Mapping[int, str]) -> str:
     function = _sub("<mi>softmax</mi>", "<mi>j</mi>")
     sinks = "".join(f"<mo>,</mo>{_mathml(sink, names)[0]}" for sink in spec.sinks)
     text = f"{function}<mo>(</mo>{_pair('x')}{sinks}<mo>)</mo>"
-    if spec.row_scale is not None and spec.row_scale is not node("div", (const(1.0), ROW_SUM), Kind.FLOAT):
+    if spec.row_scale is not None and spec.scales_rows:
         exponential = f"<msup><mi>e</mi><mrow>{_pair('x')}<mo>−</mo>{_sub('<mi>m</mi>', '<mi>i</mi>')}</mrow></msup>"
         text = f"{exponential}<mo>·</mo>{_grouped(spec.row_scale, names)}"
     return text
