@@ -26,15 +26,12 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     from fusion.runtime.bound import teach_inductor
 
     teach_inductor()
+    has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)
     # Patches that are passed hold for backward graphs, too, which are compiled later.
-    patches = (list_mode_options(mode) if mode else {}) | inductor_passes.below_rewrite(config, _has_dtensors(module))
+    patches = (list_mode_options(mode) if mode else {}) | inductor_passes.below_rewrite(config, has_dtensors)
     compiled = cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
     # It takes its arguments one by one, but carries the mark of the function within, which takes a list. Dynamo knows;
     # its minifier (TORCHDYNAMO_REPRO_AFTER) goes by the mark.
     if getattr(compiled, "_boxed_call", False):
         compiled._boxed_call = False
     return compiled
-
-
-def _has_dtensors(module: GraphModule) -> bool:
-    return any(marks.dtensor(node) or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
+from fusion.backend import fuse
 from fusion.errors import RewriteError
 from fusion.options import Options
 from fusion.report.report import publish
@@ -50,8 +51,6 @@ def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = 
 
 
 def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Options) -> GraphModule:
-    from fusion.backend import fuse
-
     if type(module.graph._codegen) is not torch.fx.graph.CodeGen:
         raise RewriteError(
             "rewrite was given the module of an exported program, whose inputs are packed; give the ExportedProgram"
@@ -153,8 +152,6 @@ torch.fx.node.has_side_effect(require)
 
 
 def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedProgram:
-    from fusion.backend import fuse
-
     module = program.graph_module
     origins = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = [node.meta.get("val") for node in origins]
