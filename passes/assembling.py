@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +31,6 @@ def _triangle(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     limit = integers.add(index[-2], diagonal)
     lower = packet(here) is aten.tril
     keep = apply("ile", index[-1], limit) if lower else apply("ile", limit, index[-1])
-    if value.kind is Kind.BOOL:
-        return apply("and", keep, value)
     return where(keep, value, const(0, value.kind))
 
 
@@ -212,7 +209,7 @@ def _index_put(pullback: PullBack, here: Node, index: Index) -> Expr | None:
 OPERATIONS: dict[object, Callable[[PullBack, Node, Index], Expr | None]] = {
     aten.tril: _triangle, aten.triu: _triangle, aten.cumsum: _cumsum, aten.diff: _diff,
     aten.cat: _cat, aten.concat: _cat, aten.stack: _stack, aten.constant_pad_nd: _pad, aten.pad: _pad,
-    aten.index: tables.indexed, aten.index_select: tables.selected, aten.gather: tables.gathered,
+    aten.index: tables.indexed, aten.index_select: tables.picked, aten.gather: tables.picked,
     aten.index_put: _index_put,
     aten.slice_scatter: _slice_scatter, aten.select_scatter: _select_scatter,
     aten.copy: _overwritten, aten.fill: _overwritten,
@@ -222,10 +219,8 @@ OPERATIONS: dict[object, Callable[[PullBack, Node, Index], Expr | None]] = {
 
 def literal(here: Node) -> Expr | None:
     """A tensor constant of one element that the trace lifted into the graph."""
-    if here.op != "get_attr" or not str(here.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
-        return None
-    tensor = operator.attrgetter(str(here.target))(here.graph.owning_module)
-    if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1 or tensor.dtype.is_complex:
+    tensor = nodes.lifted(here)
+    if tensor is None or tensor.numel() != 1 or tensor.dtype.is_complex:
         return None
     return const(tensor.item(), casts.kind_of(tensor.dtype))
 
@@ -254,8 +249,7 @@ def created(here: Node, index: Index) -> Expr | None:
         if dtype is Kind.INT:
             return integers.add(nodes.size_expr(start), integers.mul(nodes.size_expr(step), index[0]))
         if isinstance(start, (int, float)) and isinstance(step, (int, float)):
-            scaled = apply("fmul", apply("to_float", index[0]), const(float(step)))
-            return apply("fadd", scaled, const(float(start)))
+            return apply("to_float", index[0]) * step + start
     if kind is aten.eye:
         return casts.cast(apply("ieq", *index), nodes.dtype(here))
     return None

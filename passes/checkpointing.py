@@ -97,10 +97,6 @@ class Checkpoints:
     def __init__(self, module: GraphModule, fused: Mapping[str, GraphModule]):
         self.fused = {id(module.get_submodule(name)): body for name, body in fused.items()}
 
-    def handles(self, target: Any) -> bool:
-        """Whether a call is that of a checkpointed graph."""
-        return target is tag_activation_checkpoint
-
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call; what happens in it is not."""
         body, *given = args

@@ -87,6 +87,5 @@ def mark(graph: torch.fx.Graph) -> None:
         held = nodes.value(node)
         if is_dtensor(held):
             with held.to_local().fake_mode:
-                plain = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
-            node.meta["val"] = plain
+                node.meta["val"] = nodes.empty_like(held)
             marks.dtensor.set(node, True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -110,7 +111,7 @@ class _Retrace(KnowingItems):
             raise nodes.Unsupported(Ground.HOOK, message)
         if (level := vmap.own(target)) is not None:
             return level(*args)
-        if self.checkpoints.handles(target):
+        if target is tag_activation_checkpoint:
             return self.checkpoints.call(args, kwargs)
         if (converted := dtensor.conversion(target, args)) is not None:
             return dtensor.convert(converted, args, kwargs)

@@ -41,7 +41,7 @@ from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.over_keys import depends_on_product
 from fusion.passes.tables import Table
-from fusion.passes.views import Index, broadcast_index, source
+from fusion.passes.views import Index, broadcast_index, number_of, source
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
@@ -275,7 +275,7 @@ class PullBack:
             return value
         if not depends_on_product(value):
             return None
-        return apply("fmul", value, self.kept(here, args["p"], index, shape(here)))
+        return value * self.kept(here, args["p"], index, shape(here))
 
     def kept(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
         """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0. The element's
@@ -287,10 +287,7 @@ class PullBack:
         if p >= 1:
             return const(0.0)
         seed = self.load(drawn_from, (integers.integer(0),))
-        row: Expr = integers.integer(0)
-        for entry, extent in zip(index[:-1], extents[:-1], strict=True):
-            row = integers.add(integers.mul(row, extent), entry)
-        drawn = apply("hash", apply("hash", seed, row), index[-1])
+        drawn = apply("hash", apply("hash", seed, number_of(index[:-1], extents[:-1])), index[-1])
         keep = apply("ilt", drawn, integers.integer(round((1 - p) * 2**31)))
         return where(keep, const(1 / (1 - p)), const(0.0))
 
@@ -323,10 +320,10 @@ class PullBack:
         if {query.dtype, key.dtype} != {nodes.dtype(here)}:
             return None
         nodes.specialize(nodes.value(parts.left).shape[parts.left_index.index(C)])
-        scale, added = apply("fmul", query_scale, key_scale), False
+        scale, added = query_scale * key_scale, False
         if packet(here) in ADDING:
             args = arguments(here)
-            scale, added = apply("fmul", scale, const(float(args["alpha"]))), args["beta"] != 0
+            scale, added = scale * args["alpha"], args["beta"] != 0
         found = Product(node=here, index=index, query=query, key=key, extent=parts.extent, scale=scale, held=not added)
         return self._with_added(here, index, self.product(found)) if added else self.product(found)
 

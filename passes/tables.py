@@ -72,19 +72,11 @@ def indexed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return pullback.value(origin, (*index[:first], *positions, *index[first + rank :]))
 
 
-def selected(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    """`index_select`."""
-    dim = nodes.normalize_dim(arguments(here)["dim"], len(index))
-    return _along(pullback, here, index, dim, (index[dim],))
-
-
-def gathered(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    """`gather`."""
-    return _along(pullback, here, index, nodes.normalize_dim(arguments(here)["dim"], len(index)), index)
-
-
-def _along(pullback: PullBack, here: Node, index: Index, dim: int, at: Index) -> Expr | None:
+def picked(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """`index_select`, and `gather`, whose positions have the index of the result."""
     args = arguments(here)
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    at = index if packet(here) is aten.gather else (index[dim],)
     if len(shape(args["self"])) != len(index) or len(shape(args["index"])) != len(at):
         return None  # tensors without dimensions
     position = _position(pullback, here, args["index"], at, dim)

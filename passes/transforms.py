@@ -150,8 +150,7 @@ def _alike(held: Any) -> Any:
     """A tensor of the same form that belongs to no level, and may have a gradient; numbers as they are."""
     if not isinstance(held, torch.Tensor):
         return held
-    made = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
-    return made.requires_grad_(held.is_floating_point())
+    return nodes.empty_like(held).requires_grad_(held.is_floating_point())
 
 
 def _refusal(members: Sequence[Node], tangents: bool) -> str | None:
