@@ -117,13 +117,11 @@ def compare(
 
 
 def _competitors(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    from torch._inductor import config
-
     from fusion.inductor_passes import without_ours
 
     return {
         "eager": original,
-        "inductor": torch.compile(original, dynamic=False, options=without_ours(config) or None),
+        "inductor": torch.compile(original, dynamic=False, options=without_ours() or None),
         "fusion": torch.compile(original, backend="fusion", dynamic=False, options=options),
     }
 

@@ -28,20 +28,19 @@ def install(options: Mapping[str, Any] | None = None) -> contextlib.AbstractCont
     Returns a context manager, which brings back what was installed before; `uninstall` takes the pass out, too. Raises
     OptionError for options that do not exist, or that need the backend: `inner`, `verify="run"`, `approximate`.
     """
-    chosen, previous = _parsed(options), inductor_passes.options_of(config)
+    chosen, previous = _parsed(options), inductor_passes.installed()
     uninstall()
-    _put(chosen)
+    _put(_settings(chosen))
     installed = contextlib.ExitStack()
     if previous is not None:
-        installed.callback(_put, previous)
+        installed.callback(lambda: _put(_settings(previous)))
     installed.callback(uninstall)
     return installed
 
 
 def uninstall() -> None:
     """Take out what `install` put in. What others put there stays, and so does what is compiled."""
-    for name, value in inductor_passes.without_ours(config).items():
-        setattr(config, name, value)
+    _put(inductor_passes.without_ours())
 
 
 def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
 
 def _settings(options: Options) -> dict[str, Any]:
     teach_inductor()
-    return inductor_passes.with_rewrite(config, options, _rewritten)
+    return inductor_passes.with_rewrite(options, _rewritten)
 
 
 def _rewritten(graph: GraphModule, inputs: Sequence[Any], options: Options) -> GraphModule | None:
@@ -75,6 +74,6 @@ def _rewritten(graph: GraphModule, inputs: Sequence[Any], options: Options) -> G
     return fused if report.fused else None
 
 
-def _put(options: Options) -> None:
-    for name, value in _settings(options).items():
+def _put(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
         setattr(config, name, value)
