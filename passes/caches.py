@@ -112,12 +112,7 @@ def stored(
 
 def _adopted(walk_: PullBack, inner: PullBack, expr: Expr) -> Expr:
     """An expression of another walk, with the numbers that its tensors have in this one."""
-
-    def number(old: int) -> int:
-        table = inner.tables.get(old)
-        return walk_.number(inner.loaded[old]) if table is None else tables.number_of(walk_, table)
-
-    return renumbered(expr, number)
+    return renumbered(expr, lambda old: walk_.number(inner.loaded[old], inner.tables.get(old)))
 
 
 class _Source:

@@ -26,7 +26,7 @@ from fusion.passes.masks import decided, understand
 from fusion.passes.nodes import Unsupported
 from fusion.passes.operands import Access, scales_rows
 from fusion.passes.pullback import Product, PullBack
-from fusion.passes.tables import Table
+from fusion.passes.tables import Numbers, Table
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
@@ -242,8 +242,8 @@ class _Resolver:
 
     def __init__(self, products: list[Product], main: Product, walked: PullBack, operands: list[Node]):
         self.products, self.main, self.walked, self.operands = products, main, walked, operands
-        self.numbers: dict[tuple[Node, Table | None], int] = {}
-        self.tables: dict[int, Table] = {}
+        self.number = Numbers(operands)
+        self.tables = self.number.tables
         self.of_elements: set[int] = set()
 
     def __call__(self, expr: Expr) -> Expr:
@@ -260,10 +260,10 @@ class _Resolver:
                 raise Unsupported(
                     Ground.ADDED_TO_PRODUCT, "two products to which something is added by the same operation (baddbmm)"
                 )
-            return load(self._number(product.node), product.index, Kind.FLOAT)
+            return load(self.number(product.node), product.index, Kind.FLOAT)
         if part.op == "load":
             index, table = tuple(self(arg) for arg in part.args), self.walked.tables.get(part.operand)
-            return load(self._number(self.walked.loaded[part.operand], table), index, part.kind)
+            return load(self.number(self.walked.loaded[part.operand], table), index, part.kind)
         return None
 
     def access(self, position: int, access: Access) -> Access:
@@ -282,19 +282,12 @@ class _Resolver:
 
     def renumbered(self, expr: Expr, held: list[Node]) -> Expr:
         """An expression whose loads are numbered by their position in `held`, in the spec's numbers."""
-        return renumbered(expr, lambda number: self._number(held[number]))
+        return renumbered(expr, lambda number: self.number(held[number]))
 
     def key_sets(self) -> tuple[tuple[int, KeySet], ...]:
         """What is known of operands that are masks, by number."""
         known = self.walked.key_sets
-        return tuple((number, known[node]) for (node, table), number in self.numbers.items() if node in known)
-
-    def _number(self, node: Node, table: Table | None = None) -> int:
-        if (node, table) not in self.numbers:
-            self.numbers[node, table] = len(self.operands)
-            self.operands.append(node)
-            self.tables |= {} if table is None else {self.numbers[node, table]: table}
-        return self.numbers[node, table]
+        return tuple((number, known[node]) for (node, _), number in self.number.known.items() if node in known)
 
 
 class _Sizes:

@@ -178,7 +178,7 @@ class AttentionSpec:
         """The score program and normaliser as mathematics."""
         from fusion.ir.printing import to_text
 
-        names = {number: operand.name for number, operand in enumerate(self.operands)}
+        names = self.names
         inner = to_text(self.score, names)
         if (mixing := self.mixing) is not None and mixing.scores is not None:
             own = f"{to_text(mixing.scored, names)} + " if mixing.own_score else ""
@@ -196,6 +196,11 @@ class AttentionSpec:
             mixed = f"{own}sum over h of {_factor(mixing.weights, names)} * {text}"
             text = mixed if mixing.weighted is WEIGHT else f"{to_text(mixing.weighted, names)}, w = {mixed}"
         return text
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Those of the operands, by number."""
+        return {number: operand.name for number, operand in enumerate(self.operands)}
 
     def programs(self) -> tuple[Expr, ...]:
         """What is computed for each score and weight."""
@@ -235,7 +240,7 @@ class AttentionSpec:
         """An expression of this spec with its operands' names."""
         from fusion.ir.printing import to_text
 
-        return to_text(expr, {number: operand.name for number, operand in enumerate(self.operands)})
+        return to_text(expr, self.names)
 
     def describe_further(self, further: FurtherOutput) -> str:
         """A further output in words, e.g. "sum over keys of w * w"."""
