@@ -194,13 +194,12 @@ def _scales_rows(node: Node, met: Upstream) -> bool:
 def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
     """Whether what is made of statistics for the factor of `scaling` has no other use than in the weights. Else it
     would have to be written beside the scaled product; beside the plain one the statistics are enough."""
-    inside, todo = {scaling, anchor}, [anchor]
-    while todo:
-        here = todo.pop()
-        if here is anchor or not is_contraction(here):
-            above = [p for p in here.all_input_nodes if Met.PRODUCT in met[p] and p not in inside]
-            inside.update(above)
-            todo += above
+
+    def made_of_scores(here: Node) -> list[Node]:
+        ends = here is not anchor and is_contraction(here)
+        return [] if ends else [parent for parent in here.all_input_nodes if Met.PRODUCT in met[parent]]
+
+    inside = {scaling, *nodes.walk_up([anchor], made_of_scores)}
     factor = scaling.args[1]
     assert isinstance(factor, Node)
     made = {factor}

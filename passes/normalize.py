@@ -228,7 +228,7 @@ def drop_seeds(graph: torch.fx.Graph) -> None:
 
 def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
     """`marks.requires_grad` on every node: the trace itself records values detached from autograd."""
-    given = (nodes.value(node) for node in origin.graph.nodes if node.op == "placeholder")
+    given = map(nodes.value, origin.graph.find_nodes(op="placeholder"))
     for node, enabled in nodes.with_gradients(traced.graph):
         if node.op == "placeholder":
             marks.requires_grad.set(node, bool(getattr(next(given), "requires_grad", False)))

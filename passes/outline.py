@@ -208,7 +208,7 @@ def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
     mode = get_proxy_mode()
     if mode is None:
         raise Unsupported(Ground.DEFECT, "an outlined part outside of a trace")
-    (made,) = next(node for node in body.graph.nodes if node.op == "output").args
+    (made,) = body.graph.output_node().args
     with disable_proxy_modes_tracing():
         results = tree_map_only(torch.Tensor, nodes.empty_like, tuple(map(nodes.value, made)))
     tracer = mode.tracer

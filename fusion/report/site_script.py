@@ -64,7 +64,7 @@ def script(
     options: of the backend.
     """
     text = function_text(cut)
-    names = [node.name for node in cut.module.graph.nodes if node.op == "placeholder"]
+    names = [node.name for node in cut.module.graph.find_nodes(op="placeholder")]
     if values is None:
         rows, held = [example(node) for node in cut.inputs], []
     else:
