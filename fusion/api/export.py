@@ -126,7 +126,8 @@ def _import(program: ExportedProgram) -> MlirProgram:
 
 
 def _results(program: ExportedProgram) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    values = [node.meta["val"] for node in program.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
+    results: Any = program.graph.output_node().args[0]
+    values = [node.meta["val"] for node in results if isinstance(node, torch.fx.Node)]
     return tuple((tuple(int(extent) for extent in value.shape), value.dtype) for value in values)
 
 

@@ -206,7 +206,8 @@ def _carry_attributes(origin: GraphModule, fused: GraphModule) -> None:
 def _signature(program: ExportedProgram, fused: GraphModule) -> Any:
     """The program's signature with the names of the new graph's results."""
     signature = copy.deepcopy(program.graph_signature)
-    for spec, result in zip(signature.output_specs, fused.graph.output_node().args[0], strict=True):
+    results: Any = fused.graph.output_node().args[0]
+    for spec, result in zip(signature.output_specs, results, strict=True):
         if isinstance(spec.arg, TensorArgument):
             spec.arg = TensorArgument(name=result.name)
         elif isinstance(result, Node):

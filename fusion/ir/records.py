@@ -86,7 +86,7 @@ def from_json(kind: type[Record], text: str) -> Record:
             return tuple(made(choices[0], part) for part in value)
         if choices:  # it, or None
             return made(choices[0], value)
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             hints = _hints(hint)
             return hint(**{name: made(hints[name], part) for name, part in value.items()})
         return hint(value)  # an enumeration, a number or a name

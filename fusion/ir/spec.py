@@ -277,7 +277,7 @@ class AttentionSpec:
     ) -> AttentionSpec:
         """With every expression changed: `of_keys` those that say where K and V are read, `change` all others. given:
         what stands in the place of changed fields."""
-        changes = dict.fromkeys(("k", "k_value", "v", "v_value"), of_keys or change)
+        changes: dict[str, Callable[[Expr], Expr]] = dict.fromkeys(("k", "k_value", "v", "v_value"), of_keys or change)
         names = [field.name for field in fields(self) if field.name not in given]
         changed = {name: records.mapped(getattr(self, name), changes.get(name, change)) for name in names}
         return replace(self, **changed, **given)
