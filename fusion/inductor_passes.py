@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
@@ -41,7 +41,7 @@ class RewritePass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         from torch._inductor.virtualized import V
 
-        values = [nodes.value(node) for node in graph.nodes if node.op == "placeholder"]
+        values = [nodes.value(node) for node in graph.find_nodes(op="placeholder")]
         module = graph.owning_module
         if V.aot_compilation or module is None or any(value is None for value in values) or not _is_whole(graph):
             return
@@ -78,7 +78,7 @@ def _source() -> str:
 
 def _put_in_place(fused: GraphModule, module: GraphModule) -> None:
     """Give `module`, whose graph Inductor holds, the computation of `fused`. Its inputs and its output stay."""
-    inputs, made = ([node for node in graph.nodes if node.op == "placeholder"] for graph in (module.graph, fused.graph))
+    inputs, made = (graph.find_nodes(op="placeholder") for graph in (module.graph, fused.graph))
     output = module.graph.output_node()
     output.args = ((),)
     for node in reversed(module.graph.nodes):
@@ -115,7 +115,7 @@ class BelowAutogradPass(CustomGraphPass):
         self.process_matters = process_matters
 
     def __call__(self, graph: Graph) -> None:
-        if torch._inductor.config.pattern_matcher:
+        if config.pattern_matcher:
             _drop_patterns()
         _leave_autograd(graph)
 
@@ -136,37 +136,40 @@ def _process() -> str:
     return f", for process {dist.get_rank()} of {dist.get_world_size()}" if known else ""
 
 
-def with_rewrite(config: Any, options: Options, rewrite: Rewrite) -> dict[str, Any]:
+def with_rewrite(options: Options, rewrite: Rewrite) -> dict[str, Any]:
     """Settings of Inductor with both our passes, after everybody else's that stand in `config`. Passes before autograd
     run before AOTAutograd looks into its cache, unless the user decided that: its key is then the rewritten graph, and
     what is found in a graph is reported however much of it is cached."""
-    settings = below_rewrite(config, process_matters=True)
+    settings = below_rewrite(process_matters=True)
     early = getattr(config, "pre_grad_pass_timing", None) == "default"
     before = _others(config.pre_grad_custom_pass)
     settings["pre_grad_custom_pass"] = _setting([*before, RewritePass(options, rewrite, early)])
     return settings | ({"pre_grad_pass_timing": "early"} if early else {})
 
 
-def below_rewrite(config: Any, process_matters: bool) -> dict[str, Any]:
+def below_rewrite(process_matters: bool) -> dict[str, Any]:
     """Settings of Inductor for a graph that is rewritten already."""
     below = [*_others(config.joint_custom_pre_pass), BelowAutogradPass(process_matters)]
-    return without_ours(config) | {"joint_custom_pre_pass": _setting(below)}
+    return without_ours() | {"joint_custom_pre_pass": _setting(below)}
 
 
-def without_ours(config: Any) -> dict[str, Any]:
+def without_ours() -> dict[str, Any]:
     """Settings of Inductor without our passes; empty where there are none."""
     settings: dict[str, Any] = {}
     for name in ("pre_grad_custom_pass", "joint_custom_pre_pass"):
         if len(others := _others(held := getattr(config, name))) < len(_listed(held)):
             settings[name] = _setting(others)
-    rewrites = [entry for entry in _listed(config.pre_grad_custom_pass) if isinstance(entry, RewritePass)]
-    return settings | ({"pre_grad_pass_timing": "default"} if any(entry.early for entry in rewrites) else {})
+    early = any(entry.early for entry in _rewrites())
+    return settings | ({"pre_grad_pass_timing": "default"} if early else {})
 
 
-def options_of(config: Any) -> Options | None:
-    """Those of the rewrite that stands in `config`."""
-    rewrites = [entry for entry in _listed(config.pre_grad_custom_pass) if isinstance(entry, RewritePass)]
-    return rewrites[-1].options if rewrites else None
+def installed() -> Options | None:
+    """The options of the rewrite that stands in Inductor's settings."""
+    return next((entry.options for entry in reversed(_rewrites())), None)
+
+
+def _rewrites() -> list[RewritePass]:
+    return [entry for entry in _listed(config.pre_grad_custom_pass) if isinstance(entry, RewritePass)]
 
 
 def _listed(setting: Any) -> list[Any]:
@@ -184,9 +187,8 @@ def _setting(passes: Sequence[Any]) -> Any:
 
 def _leave_autograd(graph: Graph) -> None:
     """Gradients are traced when this graph reaches Inductor: its calls need not look for them."""
-    for node in graph.nodes:
-        if node.target is torch.ops.fusion.attention.default:
-            node.target = torch.ops.fusion.attention_below_autograd.default
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fusion.attention.default):
+        node.target = torch.ops.fusion.attention_below_autograd.default
 
 
 _PATTERNS = "torch._inductor.fx_passes.fuse_attention"

@@ -19,22 +19,19 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
         from torch._dynamo.backends.debugging import aot_eager
 
         return aot_eager(module, list(example_inputs))
-    from torch._inductor import config, list_mode_options
+    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     from fusion import inductor_passes
     from fusion.runtime.bound import teach_inductor
 
     teach_inductor()
+    has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)
     # Patches that are passed hold for backward graphs, too, which are compiled later.
-    patches = (list_mode_options(mode) if mode else {}) | inductor_passes.below_rewrite(config, _has_dtensors(module))
+    patches = (list_mode_options(mode) if mode else {}) | inductor_passes.below_rewrite(has_dtensors)
     compiled = cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
     # It takes its arguments one by one, but carries the mark of the function within, which takes a list. Dynamo knows;
     # its minifier (TORCHDYNAMO_REPRO_AFTER) goes by the mark.
     if getattr(compiled, "_boxed_call", False):
         compiled._boxed_call = False
     return compiled
-
-
-def _has_dtensors(module: GraphModule) -> bool:
-    return any(marks.dtensor(node) or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)

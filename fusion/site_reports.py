@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fusion.approximate import dispatch
 from fusion.errors import UnknownMachineError
-from fusion.ir import AttentionSpec
 from fusion.ir.sizes import size_value
 from fusion.lowering import further_gradients
 from fusion.options import Options
@@ -58,7 +57,10 @@ def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> A
         planned=_planned(part, hints, options),
         source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(values),
         approximation=_approximation(part, hints, options),
-        gradients=_gradients(part.spec) if part.differentiable else "",
+        gradients="\n".join(
+            f"through {part.spec.describe_further(further)}: the reference interpreter, as {why}"
+            for further, why in (further_gradients.left_out(part.spec) if part.differentiable else ())
+        ),
     )
 
 
@@ -73,12 +75,6 @@ def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
         return f"{count} of them, read through {table}"
     every, heads = size_value(part.spec.among, sizes), size_value(part.spec.n_q, sizes)
     return f"{count} of {every} for each query, read through {table}" + f", once for {heads} heads" * (heads > 1)
-
-
-def _gradients(spec: AttentionSpec) -> str:
-    """Which gradients of further outputs are the reference interpreter's, a line each."""
-    left = further_gradients.left_out(spec)
-    return "\n".join(f"through {spec.describe_further(f)}: the reference interpreter, as {why}" for f, why in left)
 
 
 def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:

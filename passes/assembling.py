@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,30 +24,25 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def _triangle(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    args = arguments(here)
+def _triangle(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     value = pullback.value(args["self"], index)
     diagonal = nodes.size_expr(args["diagonal"])
     limit = integers.add(index[-2], diagonal)
     lower = packet(here) is aten.tril
     keep = apply("ile", index[-1], limit) if lower else apply("ile", limit, index[-1])
-    if value.kind is Kind.BOOL:
-        return apply("and", keep, value)
     return where(keep, value, const(0, value.kind))
 
 
-def _cumsum(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def _cumsum(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """A running sum of one constant, such as of a comparison that is false everywhere."""
-    args = arguments(here)
     dim = nodes.normalize_dim(args["dim"], len(index))
     if nodes.dtype(here).is_floating_point or not (value := pullback.value(args["self"], index)).is_const:
         return None
     return integers.mul(value.integer, integers.add(index[dim], 1))
 
 
-def _diff(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def _diff(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """Differences of neighbours that are the same everywhere, that to what was put in front included."""
-    args = arguments(here)
     origin, front = args["self"], args.get("prepend")
     dim = nodes.normalize_dim(args.get("dim", -1), len(index))
     if args.get("n", 1) != 1 or args.get("append") is not None or nodes.dtype(here).is_floating_point:
@@ -70,9 +64,8 @@ def _diff(pullback: PullBack, here: Node, index: Index) -> Expr | None:
 _MOST_PIECES = 4
 
 
-def _cat(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def _cat(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """The piece that the index falls into, where the bounds of the coordinates tell; of packed columns, both halves."""
-    args = arguments(here)
     tensors = [t for t in args["tensors"] if shape(t) != (integers.integer(0),)]
     dim = nodes.normalize_dim(args.get("dim", 0), len(index))
     position = index[dim]
@@ -92,8 +85,7 @@ def _cat(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return _chosen(number, [pullback.value(tensor, (*index[:dim], within, *index[dim + 1 :])) for tensor in tensors])
 
 
-def _stack(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    args = arguments(here)
+def _stack(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     dim = nodes.normalize_dim(args.get("dim", 0), len(index))
     tensors, rest = args["tensors"], (*index[:dim], *index[dim + 1 :])
     if index[dim].is_const:
@@ -111,8 +103,7 @@ def _chosen(number: Expr, pieces: list[Expr]) -> Expr:
     return result
 
 
-def _pad(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    args = arguments(here)
+def _pad(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     origin, pad = args["self"], args["pad"]
     extents, moved = shape(origin), list(index)
     inside = const(True)
@@ -139,9 +130,8 @@ def _pad(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return where(inside, value, fill)
 
 
-def _slice_scatter(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def _slice_scatter(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """`x[..., start:end] = y`: y where the index is inside of the slice, else x."""
-    args = arguments(here)
     dim = nodes.normalize_dim(args["dim"], len(index))
     extent = shape(here)[dim]
     low = integers.integer(0) if args["start"] is None else _clamped(args["start"], extent)
@@ -150,7 +140,7 @@ def _slice_scatter(pullback: PullBack, here: Node, index: Index) -> Expr | None:
         return None
     position = integers.sub(index[dim], low)
     inside = apply("and", apply("ile", low, index[dim]), apply("ilt", index[dim], high))
-    return _put(pullback, here, index, inside, (*index[:dim], position, *index[dim + 1 :]))
+    return _put(pullback, here, args, index, inside, (*index[:dim], position, *index[dim + 1 :]))
 
 
 def _clamped(bound: Any, extent: Expr) -> Expr | None:
@@ -163,18 +153,16 @@ def _clamped(bound: Any, extent: Expr) -> Expr | None:
     return at if integers.is_nonnegative(integers.sub(extent, at)) else apply("imin", at, extent)
 
 
-def _select_scatter(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def _select_scatter(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """`x[:, at] = y`."""
-    args = arguments(here)
     dim = nodes.normalize_dim(args["dim"], len(index))
     at = nodes.size_expr(args["index"])
     at = integers.add(shape(here)[dim], at) if at.is_const and at.integer < 0 else at
-    return _put(pullback, here, index, apply("ieq", index[dim], at), (*index[:dim], *index[dim + 1 :]))
+    return _put(pullback, here, args, index, apply("ieq", index[dim], at), (*index[:dim], *index[dim + 1 :]))
 
 
-def _put(pullback: PullBack, here: Node, index: Index, inside: Expr, at: Index) -> Expr | None:
+def _put(pullback: PullBack, here: Node, args: dict[str, Any], index: Index, inside: Expr, at: Index) -> Expr | None:
     """The element at `at` of what was written where `inside` holds, else that of the tensor before."""
-    args = arguments(here)
     before = pullback.value(args["self"], index)
     if inside is FALSE:
         return before
@@ -187,17 +175,15 @@ def _put(pullback: PullBack, here: Node, index: Index, inside: Expr, at: Index) 
     return pointwise.build(aten.where, casts.Call(args=(inside, value, before), kwargs={}, dtype=nodes.dtype(here)))
 
 
-def _overwritten(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def _overwritten(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """What `copy` and `fill` return: the source in the dtype of the tensor that it is written to."""
-    args = arguments(here)
     source = args["src"] if packet(here) is aten.copy else args["value"]
     value = pullback.argument(source, index, shape(here))
     return casts.cast(value if isinstance(value, Expr) else const(value), nodes.dtype(here))
 
 
-def _index_put(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def _index_put(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """`scores[mask] = number`, for a mask of whole dimensions."""
-    args = arguments(here)
     masks = [(k, t) for k, t in enumerate(args["indices"]) if t is not None]
     if len(masks) != 1 or nodes.dtype(masks[0][1]) is not torch.bool or args.get("accumulate"):
         return None
@@ -209,23 +195,21 @@ def _index_put(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return pointwise.build(aten.masked_fill, casts.Call(args=given, kwargs={}, dtype=nodes.dtype(here)))
 
 
-OPERATIONS: dict[object, Callable[[PullBack, Node, Index], Expr | None]] = {
+OPERATIONS: dict[object, Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]] = {
     aten.tril: _triangle, aten.triu: _triangle, aten.cumsum: _cumsum, aten.diff: _diff,
     aten.cat: _cat, aten.concat: _cat, aten.stack: _stack, aten.constant_pad_nd: _pad, aten.pad: _pad,
-    aten.index: tables.indexed, aten.index_select: tables.selected, aten.gather: tables.gathered,
+    aten.index: tables.indexed, aten.index_select: tables.picked, aten.gather: tables.picked,
     aten.index_put: _index_put,
     aten.slice_scatter: _slice_scatter, aten.select_scatter: _select_scatter,
     aten.copy: _overwritten, aten.fill: _overwritten,
 }  # fmt: skip
-"""Operation -> the element at an index of its result, or None where it is to be loaded."""
+"""Operation -> the element at an index of its result, from its arguments; None where it is to be loaded."""
 
 
 def literal(here: Node) -> Expr | None:
     """A tensor constant of one element that the trace lifted into the graph."""
-    if here.op != "get_attr" or not str(here.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
-        return None
-    tensor = operator.attrgetter(str(here.target))(here.graph.owning_module)
-    if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1 or tensor.dtype.is_complex:
+    tensor = nodes.lifted(here)
+    if tensor is None or tensor.numel() != 1 or tensor.dtype.is_complex:
         return None
     return const(tensor.item(), casts.kind_of(tensor.dtype))
 
@@ -254,8 +238,7 @@ def created(here: Node, index: Index) -> Expr | None:
         if dtype is Kind.INT:
             return integers.add(nodes.size_expr(start), integers.mul(nodes.size_expr(step), index[0]))
         if isinstance(start, (int, float)) and isinstance(step, (int, float)):
-            scaled = apply("fmul", apply("to_float", index[0]), const(float(step)))
-            return apply("fadd", scaled, const(float(start)))
+            return apply("to_float", index[0]) * step + start
     if kind is aten.eye:
         return casts.cast(apply("ieq", *index), nodes.dtype(here))
     return None

@@ -114,7 +114,7 @@ def _from_callable(
     keep: Callable[..., Tensor], module: GraphModule, bounds: integers.Bounds, batch: list[Expr], device: torch.device
 ) -> tuple[Expr, list[Node]]:
     traced = _trace(keep, device)
-    output = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    output = traced.graph.output_node().args[0]
     heads = _heads(bounds, batch)
     extents = (bounds[batch[0]], integers.mul(*(bounds[b] for b in batch[1:]))) if heads else (_MANY, _MANY)
     walk = PullBack({coord("B"): extents[0], coord("H"): extents[1], I: bounds[I], J: bounds[J]}, bounds[J])

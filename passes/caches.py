@@ -10,6 +10,7 @@ element is the stored one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ _PACKED = (torch.int8, torch.uint8)
 _READ = (*_PRODUCTS, *_PACKED, torch.int16, torch.int32, torch.int64, torch.bool)
 
 _MOST_NODES = 64
-_THROUGH = (aten.to, aten._to_copy, aten.type_as, aten.cat, aten.concat, aten.stack)
+_THROUGH = (*views.CASTS, aten.cat, aten.concat, aten.stack)
 _MOST_BYTES = 1.25
 """Bytes that may be read through a table for one that a copy would have: scales and the table itself."""
 
@@ -111,12 +112,7 @@ def stored(
 
 def _adopted(walk_: PullBack, inner: PullBack, expr: Expr) -> Expr:
     """An expression of another walk, with the numbers that its tensors have in this one."""
-
-    def number(old: int) -> int:
-        table = inner.tables.get(old)
-        return walk_.number(inner.loaded[old]) if table is None else tables.number_of(walk_, table)
-
-    return renumbered(expr, number)
+    return renumbered(expr, lambda old: walk_.number(inner.loaded[old], inner.tables.get(old)))
 
 
 class _Source:
@@ -152,12 +148,9 @@ class _Source:
                 return False
         read = bytes_per_element(self.element, self._itemsize, self.column, self.width)
         most = (_MOST_BYTES if self.indirect else 1.0) * nodes.dtype(self.here).itemsize
-        return not trained and self.row is J and read <= most and self._columns_are_free()
-
-    def _columns_are_free(self) -> bool:
-        """Whether no column is looked up in a table."""
-        entries = [entry for read in loads(self.element) for entry in read.args]
-        return not any(self.column.name in coordinates(part) for part in loads(*entries))
+        looked_up = loads(*(entry for read in loads(self.element) for entry in read.args))
+        columns_are_free = not any(self.column.name in coordinates(part) for part in looked_up)
+        return not trained and self.row is J and read <= most and columns_are_free
 
     def _node(self, read: Expr) -> Node:
         return self.inner.loaded[read.operand]
@@ -186,26 +179,22 @@ def _split(value: Expr, column: Expr) -> tuple[Expr, Expr]:
             return element, apply(value.op, scale, right)
         if value.op == "fmul" and free[0] and not free[1]:
             element, scale = _split(right, column)
-            return element, apply("fmul", scale, left)
+            return element, scale * left
     return value, ONE
 
 
 def _leads_to_cache(here: Node) -> bool:
     """Whether a narrow tensor, or one that is read through a table, is met on the way up; nothing is evaluated."""
-    seen: set[Node] = set()
-    stack = [here]
-    while stack and len(seen) < _MOST_NODES:
-        node = stack.pop()
-        if node in seen or not nodes.is_tensor(node):
-            continue
-        seen.add(node)
-        if marks.stored(node) or nodes.dtype(node) in _PACKED:
-            return True
-        if packet(node) in tables.OPERATIONS and nodes.dtype(node).is_floating_point:
-            return True
-        if views.is_view(node) or packet(node) in pointwise.BUILDERS or packet(node) in _THROUGH:
-            stack += node.all_input_nodes
-    return False
+
+    def parents(node: Node) -> list[Node]:
+        through = views.is_view(node) or packet(node) in pointwise.BUILDERS or packet(node) in _THROUGH
+        return list(filter(nodes.is_tensor, node.all_input_nodes)) if through else []
+
+    def is_cache(node: Node) -> bool:
+        gathered = packet(node) in tables.OPERATIONS and nodes.dtype(node).is_floating_point
+        return gathered or marks.stored(node) or nodes.dtype(node) in _PACKED
+
+    return any(map(is_cache, itertools.islice(nodes.walk_up([here], parents), _MOST_NODES)))
 
 
 def _is_kept(inner: PullBack, here: Node) -> bool:

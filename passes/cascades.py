@@ -137,16 +137,15 @@ def _may_be_cascade(site: Site) -> bool:
 
 def _reductions(product: Node, met: Upstream) -> list[Node]:
     """The reductions and softmaxes of scores that the weights of a product are made of, in order."""
-    found, seen, todo = list[Node](), {product}, list(product.all_input_nodes)
-    while todo:
-        here = todo.pop()
-        if here in seen or here.op != "call_function" or is_contraction(here) or Met.PRODUCT not in met[here]:
-            continue
-        seen.add(here)
-        todo += here.all_input_nodes
-        if here.target in _CUTS and any(Met.PRODUCT in met[parent] for parent in here.all_input_nodes):
-            found.append(here)
-    return sorted(found)
+
+    def parents(here: Node) -> list[Node]:
+        return [p for p in made_of_scores(here) if p.op == "call_function" and not is_contraction(p)]
+
+    def made_of_scores(here: Node) -> list[Node]:
+        return [parent for parent in here.all_input_nodes if Met.PRODUCT in met[parent]]
+
+    every = nodes.walk_up(parents(product), parents)
+    return sorted(here for here in every if here.target in _CUTS and made_of_scores(here))
 
 
 def _all_but_the_last_softmax(reductions: list[Node]) -> list[Node]:

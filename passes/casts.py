@@ -100,7 +100,7 @@ def float_arithmetic(name: str, left: Expr, right: Expr, dtype: torch.dtype) -> 
     if any(part.op == "reduce" for part in walk(left, right)):  # a shift, which `recognize` takes off as it is
         return apply(name, left, right)
     if name == "fsub" and (_is_hard_mask(left, dtype) or right.op == "where"):
-        name, right = "fadd", apply("neg", right)
+        name, right = "fadd", -right
     if name == "fadd":
         for value, mask in ((left, right), (right, left)):
             if (masked := _add_hard_mask(value, mask, dtype)) is not None:

@@ -46,7 +46,7 @@ def bodies(module: GraphModule) -> dict[str, Body]:
 
 def lift_seeds(body: GraphModule) -> None:
     """Make the seeds of dropout inputs, after all others: what is computed again then has the same mask."""
-    last = [node for node in body.graph.nodes if node.op == "placeholder"][-1:]
+    last = body.graph.find_nodes(op="placeholder")[-1:]
     for node in list(body.graph.nodes):
         if marks.is_seed(node):
             with body.graph.inserting_after(*last):
@@ -97,10 +97,6 @@ class Checkpoints:
     def __init__(self, module: GraphModule, fused: Mapping[str, GraphModule]):
         self.fused = {id(module.get_submodule(name)): body for name, body in fused.items()}
 
-    def handles(self, target: Any) -> bool:
-        """Whether a call is that of a checkpointed graph."""
-        return target is tag_activation_checkpoint
-
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call; what happens in it is not."""
         body, *given = args
@@ -108,7 +104,7 @@ class Checkpoints:
         mode = get_proxy_mode()
         if mode is None:
             raise nodes.Unsupported(Ground.DEFECT, "a checkpointed part outside of a trace")
-        seeds = [p.meta["val"] for p in body.graph.nodes if p.op == "placeholder" and marks.is_seed(p)]
+        seeds = [p.meta["val"] for p in filter(marks.is_seed, body.graph.find_nodes(op="placeholder"))]
         given += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
         with disable_proxy_modes_tracing():
             result = KnowingItems(body).run(*given)

@@ -14,7 +14,7 @@ from fusion.ir.expr import Expr
 from fusion.lowering.numbers import is_moderate
 from fusion.passes import marks, nodes
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
-from fusion.passes.views import Index, broadcast_index
+from fusion.passes.views import RESHAPES, Index, broadcast_index
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
@@ -123,10 +123,9 @@ def _broadcast(left: Index, right: Index) -> Index | None:
     return tuple(y if x is one else x for x, y in pairs)
 
 
-MOVES = {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.contiguous, aten.clone,
-         aten.unsqueeze, aten.squeeze, aten.movedim, aten.moveaxis, aten.flatten, aten.unflatten, aten.swapaxes,
-         aten.swapdims, aten.t, aten.mT, aten.adjoint, aten.numpy_T, aten.view_as, aten.reshape_as, aten.to,
-         aten._to_copy}  # fmt: skip
+MOVES = {*RESHAPES, aten.permute, aten.transpose, aten.contiguous, aten.clone, aten.unsqueeze, aten.squeeze,
+         aten.movedim, aten.moveaxis, aten.swapaxes, aten.swapdims, aten.t, aten.mT, aten.adjoint, aten.numpy_T,
+         aten.to, aten._to_copy}  # fmt: skip
 """Views, copies and casts, as they stand behind parameters and products."""
 
 

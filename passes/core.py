@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fusion.ir.expr import Expr
 from fusion.ir.spec import Normalizer
@@ -25,10 +24,6 @@ class Mixed:
     program: Expr
     adds: bool
 
-    def mapped(self, change: Callable[[Expr], Expr]) -> Mixed:
-        """With both expressions changed."""
-        return replace(self, matrix=change(self.matrix), program=change(self.program))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
@@ -47,16 +42,6 @@ class Core:
     mixed_scores: Mixed | None = None
     mixed_weights: Mixed | None = None
     origin: Expr | None = None
-
-    def mapped(self, change: Callable[[Expr], Expr]) -> Core:
-        """With every expression changed, but for sums over heads."""
-        return replace(
-            self,
-            score=change(self.score),
-            weight=change(self.weight),
-            sinks=tuple(map(change, self.sinks)),
-            row_scale=self.row_scale and change(self.row_scale),
-        )
 
     @property
     def mixes_heads(self) -> bool:

@@ -47,11 +47,5 @@ def cut_out(site: Site) -> CutOut | None:
 
 def _feeding(root: Node, inside: set[Node]) -> set[Node]:
     """The nodes of `inside` that `root` depends on through others of them, without items of tuples made elsewhere."""
-    found, stack = set(), [root]
-    while stack:
-        node = stack.pop()
-        taken_out = node.target is operator.getitem and node.args[0] not in inside
-        if node in inside and node not in found and not taken_out:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
+    own = {node for node in inside if node.target is not operator.getitem or node.args[0] in inside}
+    return {*nodes.walk_up([root], lambda node: own.intersection(node.all_input_nodes))}

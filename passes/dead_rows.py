@@ -8,6 +8,7 @@ does not multiply, and `exp(x) / (exp(x).sum() + eps)` is 0 / eps. Both are 0 in
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node, rebuild, walk
 from fusion.ir.ops import apply, conjuncts, remake
@@ -15,7 +16,6 @@ from fusion.ir.primitives import ROUNDED, is_bounded
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
 
-Facts = frozenset[Expr]
 _LOW, _VANISHES = -1e3, -200.0
 """Constants that are not above the first are fills of masks; exp of what is below the second is 0."""
 
@@ -27,9 +27,9 @@ def selected(core: Expr, condition: Expr) -> Expr:
     if core.attr != "softmax":
         return core
     columns = core.args[1:] if core.op == "scaled_softmax" else core.args
-    if not may_be_infinite(columns[0], facts(apply("not", condition))):
+    if not may_be_infinite(columns[0], conjuncts(apply("not", condition))):
         return core
-    if may_be_infinite(columns[0], facts(condition)):
+    if may_be_infinite(columns[0], conjuncts(condition)):
         message = "the weights are masked after the softmax in another way than the scores before it"
         raise Unsupported(Ground.MASKED_AFTER, message, core)
     return node(core.op, core.args, Kind.FLOAT, "safe_softmax")
@@ -73,7 +73,7 @@ def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
         return column
     fill = const(column.value * factor)
     there = rebuild(shift, lambda part: fill if part is ROW_MAX else None)
-    distance = apply("fsub", fill, there)
+    distance = fill - there
     if distance.is_const and distance.value >= _VANISHES or (there is not shift and not there.is_const):
         raise Unsupported(
             Ground.SOFTMAX_BY_HAND, "a softmax by hand, less something that depends on a mask's finite fill", column
@@ -114,12 +114,7 @@ def _in_dead_rows(value: Expr) -> Expr:
     return value if args == value.args else remake(value, args)
 
 
-def facts(condition: Expr) -> Facts:
-    """What holds where the condition does."""
-    return frozenset(conjuncts(condition))
-
-
-def may_be_infinite(value: Expr, known: Facts) -> bool:
+def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
     """Whether a value may be infinite where all of `known` holds, unless Q or K are. A load over the keys may."""
     if value.op == "const":
         return math.isinf(value.value)
@@ -130,13 +125,14 @@ def may_be_infinite(value: Expr, known: Facts) -> bool:
     if value.op == "where":
         condition, then, otherwise = value.args
         outcome = _outcome(condition, known)
-        return (outcome is not False and may_be_infinite(then, known | facts(condition))) or (
-            outcome is not True and may_be_infinite(otherwise, known | facts(apply("not", condition)))
+        opposite = apply("not", condition)
+        return (outcome is not False and may_be_infinite(then, [*known, *conjuncts(condition)])) or (
+            outcome is not True and may_be_infinite(otherwise, [*known, *conjuncts(opposite)])
         )
     return value.op == "log" or any(may_be_infinite(arg, known) for arg in value.args)
 
 
-def _outcome(condition: Expr, known: Facts) -> bool | None:
+def _outcome(condition: Expr, known: Sequence[Expr]) -> bool | None:
     """Whether a predicate holds, where all of `known` do; None where that does not say."""
     if condition.is_const:
         return bool(condition.attr)

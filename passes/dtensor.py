@@ -75,9 +75,9 @@ def convert(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def refuse_absent(module: GraphModule) -> None:
     """Raise `Unsupported` where this process holds no part of a DTensor."""
-    for node in module.graph.nodes:
-        held = nodes.value(node) if node.op == "placeholder" else None
-        if held is not None and is_dtensor(held) and real(held.device_mesh).get_coordinate() is None:
+    for node in module.graph.find_nodes(op="placeholder"):
+        held = nodes.value(node)
+        if is_dtensor(held) and real(held.device_mesh).get_coordinate() is None:
             raise Unsupported(Ground.OTHER_PROCESSES, f"{node.name} is a DTensor of other processes than this one")
 
 
@@ -87,6 +87,5 @@ def mark(graph: torch.fx.Graph) -> None:
         held = nodes.value(node)
         if is_dtensor(held):
             with held.to_local().fake_mode:
-                plain = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
-            node.meta["val"] = plain
+                node.meta["val"] = nodes.empty_like(held)
             marks.dtensor.set(node, True)

@@ -16,37 +16,24 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusion.ir import integers
-from fusion.ir.expr import ONE, E, Expr, J, const, coord, coordinates, substitute, walk
+from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
-from fusion.passes.core import Core
 from fusion.passes.folding import forget
 from fusion.passes.heads import head_sum
 from fusion.passes.nodes import Unsupported, packet, shape
-from fusion.passes.operands import Access, locate, mark_stored, scale_of_values
+from fusion.passes.operands import locate, mark_stored, scale_of_values
 from fusion.passes.pullback import PullBack
 from fusion.passes.recognize import attentions
-from fusion.passes.sdpa import Found, is_sdpa, pull_back_sdpa
+from fusion.passes.sdpa import Attention, is_sdpa, pull_back_sdpa
 from fusion.passes.upstream import FURTHER_PRODUCTS, NORMALISED, Met, Upstream, is_statistic, looks_like_attention
 from fusion.passes.views import Index, broadcast_index, source
 from fusion.refusals import Ground, Refusal
 
 aten = torch.ops.aten
-
-
-@dataclass(slots=True, kw_only=True)
-class Attention:
-    """One attention of a site, still in terms of graph nodes. value_scale: what rows of V are multiplied by."""
-
-    core: Core
-    value: Access
-    value_scale: Expr = ONE
-    pullback: PullBack
-    keys: Expr
-    d_v: Expr
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,13 +194,12 @@ def _scales_rows(node: Node, met: Upstream) -> bool:
 def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
     """Whether what is made of statistics for the factor of `scaling` has no other use than in the weights. Else it
     would have to be written beside the scaled product; beside the plain one the statistics are enough."""
-    inside, todo = {scaling, anchor}, [anchor]
-    while todo:
-        here = todo.pop()
-        if here is anchor or not is_contraction(here):
-            above = [p for p in here.all_input_nodes if Met.PRODUCT in met[p] and p not in inside]
-            inside.update(above)
-            todo += above
+
+    def made_of_scores(here: Node) -> list[Node]:
+        ends = here is not anchor and is_contraction(here)
+        return [] if ends else [parent for parent in here.all_input_nodes if Met.PRODUCT in met[parent]]
+
+    inside = {scaling, *nodes.walk_up([anchor], made_of_scores)}
     factor = scaling.args[1]
     assert isinstance(factor, Node)
     made = {factor}
@@ -249,18 +235,19 @@ def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | Non
     row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, met, apart)
     if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and (after or apart)):
         return None
-    names = _names(atoms, row, column)
+    batch = iter(range(len(atoms)))
+    names = {atom: "i" if atom is row else "e" if atom is column else f"b{next(batch)}" for atom in atoms}
     renamed = {atom: coord(name) for atom, name in names.items()}
     bounds = {renamed[atom]: extent for atom, extent in zip(atoms, extents, strict=True)}
     index = _substituted(index, renamed)
     after = [replace(factor, index=_substituted(factor.index, renamed)) for factor in after]
-    found = pull_back_sdpa(anchor, index, bounds) if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, met)
+    found = (
+        [pull_back_sdpa(anchor, index, bounds)] if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, met)
+    )
     if found is None:
         return None
-    rest = {"pullback": found.pullback, "keys": found.keys, "d_v": bounds[E]}
-    attentions = [Attention(core=core, value=found.value, value_scale=found.scale, **rest) for core in found.cores]
     dims = tuple(names[atom] for atom in atoms)
-    return Site(anchor=anchor, root=root, dims=dims, bounds=bounds, attentions=attentions)
+    return Site(anchor=anchor, root=root, dims=dims, bounds=bounds, attentions=found)
 
 
 def _substituted(index: Index, renamed: dict[Expr, Expr]) -> Index:
@@ -284,11 +271,6 @@ def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr])
         else:
             return None
     return index, found
-
-
-def _names(atoms: Index, row: Expr, column: Expr) -> dict[Expr, str]:
-    batch = iter(range(len(atoms)))
-    return {atom: "i" if atom is row else "e" if atom is column else f"b{next(batch)}" for atom in atoms}
 
 
 def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr | None, Expr | None]:
@@ -315,7 +297,7 @@ def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr
 
 def _pull_back(
     anchor: Node, index: Index, bounds: dict[Expr, Expr], after: Sequence[_Factor], met: Upstream
-) -> Found | None:
+) -> list[Attention] | None:
     """The attentions of a product with V; None where what follows the product does not scale its rows."""
     parts = factors(anchor, index, J)
     weights, at, other, other_at = parts.left, parts.left_index, parts.right, parts.right_index
@@ -324,7 +306,7 @@ def _pull_back(
     pullback = PullBack(bounds | {J: parts.extent}, parts.extent, anchor)
     weight = pullback.value(weights, at)
     if packet(anchor) in ADDING:
-        weight = apply("fmul", weight, const(_factor_of_sum(anchor)))
+        weight = weight * _factor_of_sum(anchor)
     for factor in after:
         by = pullback.value(factor.node, factor.index)
         if "e" in coordinates(by) or not any(part.op == "reduce" for part in walk(by)):
@@ -336,7 +318,8 @@ def _pull_back(
         raise pullback.explained(problem) from problem
     accept = scale_of_values(other, cores[0].normalizer, bool(marks.requires_grad(anchor)))
     value, scale = locate(pullback, other, other_at, J, E, bounds[E], accept)
-    return Found(cores=cores, value=value, scale=scale, pullback=pullback, keys=parts.extent)
+    rest = {"value": value, "value_scale": scale, "pullback": pullback, "keys": parts.extent, "d_v": bounds[E]}
+    return [Attention(core=core, **rest) for core in cores]
 
 
 def _factor_of_sum(anchor: Node) -> float:

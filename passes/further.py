@@ -30,10 +30,9 @@ from fusion.passes.caches import are_plain
 from fusion.passes.find import Site
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.recognize import in_terms_of
-from fusion.passes.views import Index, reshape_index, source
+from fusion.passes.views import RESHAPES, Index, number_of, reshape_index, source
 
 aten = torch.ops.aten
-_RESHAPES = {aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as}
 _REDUCTIONS = {aten.sum: Reduction.SUM, aten.mean: Reduction.SUM, aten.amax: Reduction.MAX, aten.amin: Reduction.MIN}
 
 
@@ -170,28 +169,19 @@ class _Walk:
 
 def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str, ...] | None:
     """The coordinates c1, c2, .. such that `index` is element number (c1 * n2 + c2) * n3 + .., each taken once."""
-    number, count = _flat(index, extents)
+    number, count = number_of(index, extents), integers.mul(*extents)
     for order in itertools.permutations(sorted(coordinates(number))):
         own = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)
-        if _flat(tuple(map(coord, order)), own) == (number, count):
+        if number_of(tuple(map(coord, order)), own) is number and integers.mul(*own) is count:
             return order
     return None
-
-
-def _flat(index: Index, extents: Index) -> tuple[Expr, Expr]:
-    """The number of an element in row-major order, and how many there are."""
-    number: Expr = integers.integer(0)
-    count: Expr = integers.integer(1)
-    for entry, extent in zip(index, extents, strict=True):
-        number, count = integers.add(integers.mul(number, extent), entry), integers.mul(count, extent)
-    return number, count
 
 
 def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) -> Index | None:
     """The element of a user that is made of `node[index]` and has its own place; None where that is not known. That it
     is the right element need not be believed: the user is pulled back from there."""
     extents, old = shape(user), shape(node)
-    if packet(user) in _RESHAPES:
+    if packet(user) in RESHAPES:
         try:
             return reshape_index(old, extents, index, bounds)
         except Unsupported:

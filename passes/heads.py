@@ -19,6 +19,7 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, C, Expr, Kind, contains, coord, coordinates, node, rebuild, substitute
 from fusion.ir.ops import apply
+from fusion.ir.records import mapped
 from fusion.passes import nodes
 from fusion.passes.contractions import einsum_letters, factors, is_contraction
 from fusion.passes.core import Core, Mixed
@@ -176,7 +177,7 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
         raise Unsupported(Ground.HEADS_MIXED, "what is mixed is no dimension of heads by itself", None, here)
     own = pullback.value(found.mixed, found.mixed_index(index, index[found.to]))
     result = node("mix", (matrix, value, index[found.to], own), Kind.FLOAT, head.name)
-    return result if found.bias is None else apply("fadd", result, pullback.value(found.bias, (index[found.to],)))
+    return result if found.bias is None else result + pullback.value(found.bias, (index[found.to],))
 
 
 # --- in what was pulled back --------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def named(
         replace(access, index=tuple(map(of_head, access.index)), value=access.value and of_head(access.value))
         for access in (query, key)
     )
-    return replace(core.mapped(of_head), **sums), (query, key, value), axis
+    return replace(mapped(core, of_head), **sums), (query, key, value), axis
 
 
 def _of_one_head(core: Core) -> list[Expr]:

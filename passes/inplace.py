@@ -45,8 +45,9 @@ def make_functional(graph: torch.fx.Graph) -> None:
         target: Any = parts[-1].args[0] if parts else node.args[0]
         if recorded[target] and not enabled:  # its gradient passes by the write
             continue
-        family = _aliases(target)
-        if family is None or not _only_through(target, node, family, position):
+        family = _family(target)
+        given = any(member.op != "call_function" for member in family)  # memory that comes from outside the graph
+        if given or not _only_through(target, node, family, position):
             continue
         if (computed := _computed(node, function, bool(parts))) is None:
             continue
@@ -223,12 +224,6 @@ def _family(node: Node) -> set[Node]:
                 family.add(user)
                 stack.append(user)
     return family
-
-
-def _aliases(node: Node) -> set[Node] | None:
-    """Every node that may share memory with this one; None if that memory comes from outside the graph."""
-    family = _family(node)
-    return None if any(member.op != "call_function" for member in family) else family
 
 
 def mark_mutations(graph: torch.fx.Graph) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -40,14 +40,13 @@ class KeySet:
     outside: Expr
 
 
-def scattered(pullback: PullBack, here: Node, index: Index) -> None:
+def scattered(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> None:
     """Note what is known of a mask that is made by `scatter`. It is loaded all the same: who can, asks for its keys."""
-    if (found := _key_set(pullback, here, index)) is not None:
+    if (found := _key_set(pullback, here, args, index)) is not None:
         pullback.key_sets[here] = found
 
 
-def _key_set(pullback: PullBack, here: Node, index: Index) -> KeySet | None:
-    args = arguments(here)
+def _key_set(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> KeySet | None:
     written, positions = args.get("value"), args["index"]
     if nodes.dtype(here) is not torch.bool or not isinstance(written, (bool, int, float)) or args.get("reduce"):
         return None

@@ -50,7 +50,8 @@ def decided_otherwise(here: Node, value: Expr, pulled: Set[Node], loaded: Sequen
     value: what the node was pulled back to. pulled: nodes that are in the program now. loaded: those that it loads.
     anchor: the product with V.
     """
-    if not _decides(here):
+    given = any(nodes.is_tensor(node) and _is_float(node) for node in here.all_input_nodes)
+    if not given or (_is_float(here) and nodes.packet(here) not in _ROUNDING):
         return False
     wide = torch.float64 if anchor is not None and nodes.dtype(anchor) is torch.float64 else torch.float32
     others = {dtype for dtype in _dtypes(here, pulled) if dtype is not wide}
@@ -67,24 +68,14 @@ def _is_exact(part: Expr, dtype: torch.dtype, loaded: Sequence[Node]) -> bool:
     return part.op in _EXACT
 
 
-def _decides(here: Node) -> bool:
-    given = [node for node in here.all_input_nodes if nodes.is_tensor(node) and _is_float(node)]
-    return bool(given) and (not _is_float(here) or nodes.packet(here) in _ROUNDING)
-
-
 def _is_float(node: Node) -> bool:
     return nodes.dtype(node).is_floating_point
 
 
 def _dtypes(here: Node, pulled: Set[Node]) -> Iterator[torch.dtype]:
     """Of the floats that a node is made of within the program, and of those that are loaded for them."""
-    seen, stack = set[Node](), [here]
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node in seen or not nodes.is_tensor(node):
-                continue
-            seen.add(node)
-            if _is_float(node):
-                yield nodes.dtype(node)
-            if node in pulled:
-                stack.append(node)
+
+    def parents(node: Node) -> list[Node]:
+        return list(filter(nodes.is_tensor, node.all_input_nodes)) if node is here or node in pulled else []
+
+    return (nodes.dtype(node) for node in nodes.walk_up(parents(here), parents) if _is_float(node))

@@ -97,12 +97,8 @@ def alike(held: Any, mode: FakeTensorMode) -> Any:
     base again, with sizes that nothing is known of.)"""
     names, context = held.__tensor_flatten__()
     with mode:
-        parts = {name: _empty_like(getattr(held, name)) for name in names}
+        parts = {name: nodes.empty_like(getattr(held, name)) for name in names}
     return type(held).__tensor_unflatten__(parts, context, held.size(), held.stride())
-
-
-def _empty_like(held: Tensor) -> Tensor:
-    return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
 
 
 def involved(node: Node) -> bool:

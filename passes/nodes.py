@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import sympy
@@ -15,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.utils._sympy import functions as torch_sympy
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, const, is_number, size
+from fusion.ir.expr import ONE, Expr, const, is_number, size
 from fusion.ir.ops import apply, as_float
 from fusion.ir.widths import LARGEST_SIZE
 from fusion.refusals import Ground, Refusal
@@ -54,6 +55,22 @@ def is_tensor(node: Any) -> bool:
 def is_nested(held: Any) -> bool:
     """Whether a value is a nested tensor, of which Dynamo has jagged ones only."""
     return isinstance(held, torch.Tensor) and held.is_nested
+
+
+def empty_like(held: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same form that belongs to the modes of now; of a DTensor the global tensor."""
+    return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+
+
+def walk_up(starts: Iterable[Node], parents: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """Every node on the way up, the starts included, each once. parents: where to go on from a node."""
+    seen, todo = set[Node](), list(starts)
+    while todo:
+        here = todo.pop()
+        if here not in seen:
+            seen.add(here)
+            yield here
+            todo += parents(here)
 
 
 def with_gradients(graph: Graph) -> Iterator[tuple[Node, bool]]:
@@ -185,7 +202,7 @@ def _float_from_sympy(expr: sympy.Expr) -> Expr:
         return _power(*args)
     name = type(expr).__name__.removeprefix("OpaqueUnaryFn_")
     if name == "log2":
-        return apply("div", apply("log", args[0]), const(math.log(2)))
+        return apply("log", args[0]) / math.log(2)
     if name in ("sqrt", "exp", "log", "sin", "cos", "tanh", "atan"):
         return apply(name, args[0])
     raise Unsupported(Ground.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({expr})")
@@ -195,7 +212,7 @@ def _power(base: Expr, exponent: Expr) -> Expr:
     if is_number(exponent, 0.5):
         return apply("sqrt", base)
     if exponent.is_const and exponent.value < 0:
-        return apply("div", const(1.0), _power(base, const(-exponent.value)))
+        return ONE / _power(base, const(-exponent.value))
     return base if is_number(exponent, 1.0) else apply("pow", base, exponent)
 
 
@@ -224,6 +241,15 @@ def specialize(extent: Any) -> None:
         for symbol in extent.node.expr.free_symbols:
             extent.node.shape_env.evaluate_expr(symbol)  # torch records the guard: another value compiles again
         raise Specialized
+
+
+def lifted(node: Node) -> torch.Tensor | None:
+    """The tensor of a constant that the trace lifted into the graph, if a node is one."""
+    name = str(node.target)
+    if node.op != "get_attr" or not name.startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
+        return None
+    tensor = operator.attrgetter(name)(node.graph.owning_module)
+    return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def writes(node: Node) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -110,7 +111,7 @@ class _Retrace(KnowingItems):
             raise nodes.Unsupported(Ground.HOOK, message)
         if (level := vmap.own(target)) is not None:
             return level(*args)
-        if self.checkpoints.handles(target):
+        if target is tag_activation_checkpoint:
             return self.checkpoints.call(args, kwargs)
         if (converted := dtensor.conversion(target, args)) is not None:
             return dtensor.convert(converted, args, kwargs)
@@ -227,7 +228,7 @@ def drop_seeds(graph: torch.fx.Graph) -> None:
 
 def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
     """`marks.requires_grad` on every node: the trace itself records values detached from autograd."""
-    given = (nodes.value(node) for node in origin.graph.nodes if node.op == "placeholder")
+    given = map(nodes.value, origin.graph.find_nodes(op="placeholder"))
     for node, enabled in nodes.with_gradients(traced.graph):
         if node.op == "placeholder":
             marks.requires_grad.set(node, bool(getattr(next(given), "requires_grad", False)))

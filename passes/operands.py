@@ -27,7 +27,6 @@ from fusion.refusals import Ground
 if TYPE_CHECKING:
     from fusion.passes.pullback import PullBack
 
-aten = torch.ops.aten
 _STORED = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes all of whose values every dtype of products holds exactly."""
 

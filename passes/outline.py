@@ -19,7 +19,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from fusion.passes import dtensor, nodes, vmap
 from fusion.passes.nodes import Unsupported
@@ -208,18 +208,11 @@ def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
     mode = get_proxy_mode()
     if mode is None:
         raise Unsupported(Ground.DEFECT, "an outlined part outside of a trace")
-    (made,) = next(node for node in body.graph.nodes if node.op == "output").args
+    (made,) = body.graph.output_node().args
     with disable_proxy_modes_tracing():
-        results = tree_map(_alike, tuple(map(nodes.value, made)))
+        results = tree_map_only(torch.Tensor, nodes.empty_like, tuple(map(nodes.value, made)))
     tracer = mode.tracer
     sealed = _Sealed(body)
     tracer.root.register_module(tracer.get_fresh_qualname("outlined"), sealed)
     call = tracer.create_proxy("call_function", wrap, tree_map(tracer.unwrap_proxy, (sealed, *args)), {})
     return track_tensor_tree(results, call, constant=None, tracer=tracer)
-
-
-def _alike(held: Any) -> Any:
-    """A tensor of the same form that belongs to the running trace; other values as they are."""
-    if not isinstance(held, torch.Tensor):
-        return held
-    return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)

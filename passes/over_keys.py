@@ -27,9 +27,8 @@ aten = torch.ops.aten
 MAX_SINKS = 4
 
 
-def _softmax(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def _softmax(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """A softmax whose dimension `dim` is at key J (further columns, which the product never reads, are sinks)."""
-    args = arguments(here)
     origin = args["self"]
     dim = nodes.normalize_dim(args["dim"], len(index))
     # With a single key, J is 0, and a reshape may have said so.
@@ -44,8 +43,8 @@ def _softmax(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return node("softmax", columns, Kind.FLOAT, kind)
 
 
-def _log_softmax(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    inner = _softmax(pullback, here, index)
+def _log_softmax(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
+    inner = _softmax(pullback, here, args, index)
     return apply("log", inner) if inner is not None else None
 
 
@@ -127,25 +126,24 @@ def _behind(part: Expr) -> Expr | None:
     return rebuild(part.args[0], _behind) if part.op == "detach" else None
 
 
-def _norm(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def _norm(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """The norm of order 1: a sum of magnitudes."""
-    args = arguments(here)
     if args["ord"] != 1 or args.get("dtype") is not None:
         return None
     return reduction(pullback, "sum", here, index, partial(apply, "abs"))
 
 
-def _reduce(name: str) -> Callable[[PullBack, Node, Index], Expr | None]:
-    return lambda pullback, here, index: reduction(pullback, name, here, index)
+def _reduce(name: str) -> Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]:
+    return lambda pullback, here, args, index: reduction(pullback, name, here, index)
 
 
-OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {
+OPERATIONS: dict[Any, Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]] = {
     aten.softmax: _softmax, aten._softmax: _softmax, aten.special_softmax: _softmax, aten._safe_softmax: _softmax,
     aten.log_softmax: _log_softmax, aten._log_softmax: _log_softmax, aten.special_log_softmax: _log_softmax,
     aten.sum: _reduce("sum"), aten.amax: _reduce("max"), aten.logsumexp: _reduce("logsumexp"),
     aten.special_logsumexp: _reduce("logsumexp"), aten.linalg_vector_norm: _norm,
 }  # fmt: skip
-"""Operation -> the element at an index of its result, or None where it is to be loaded."""
+"""Operation -> the element at an index of its result, from its arguments; None where it is to be loaded."""
 
 
 _made_from_product: WeakKeyDictionary[Expr, bool] = WeakKeyDictionary()

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, Kind, const, walk
+from fusion.ir.expr import ONE, Expr, Kind, const, walk
 from fusion.ir.ops import apply, rounding_to, where
 from fusion.ir.primitives import ROUNDED
 from fusion.passes.casts import FILL, Builder, Call, float_arithmetic, float_function, kind_of, operand, round_constants
-from fusion.passes.elementary import ELEMENTARY
+from fusion.passes.elementary import ELEMENTARY, INFINITY
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def _arithmetic(on_float: str, on_integer: Callable[[Expr, Expr], Expr], on_bool
             return None
         right = operand(right, Kind.FLOAT)
         if alpha != 1:
-            right = apply("fmul", right, const(float(alpha)))
+            right = right * float(alpha)
         return float_arithmetic(on_float, operand(left, Kind.FLOAT), right, call.dtype)
 
     return builder
@@ -73,7 +73,7 @@ def _remainder(call: Call) -> Expr | None:
         return integers.mod(left, right) if right.is_const and right.integer > 0 else None
     if not _is_power_of_two(right):
         return None  # a rounded quotient can be off by one, or by any number where it is large
-    return apply("fsub", left, apply("fmul", right, apply("floor", apply("div", left, right))))
+    return left - right * apply("floor", left / right)
 
 
 def _power(base: Expr, exponent: Expr, call: Call) -> Expr:
@@ -83,7 +83,7 @@ def _power(base: Expr, exponent: Expr, call: Call) -> Expr:
     if value in (0.5, -0.5):
         return apply("sqrt" if value > 0 else "rsqrt", base)
     if value == -1.0:
-        return apply("div", const(1.0), base)
+        return ONE / base
     if value in _PRODUCTS:
         return reduce(partial(apply, "fmul"), [base] * int(value))
     return apply("pow", base, exponent)
@@ -174,11 +174,6 @@ def _select(condition: Any, then: Any, otherwise: Any, dtype: torch.dtype) -> Ex
     return round_constants(result, dtype) if kind is Kind.FLOAT else result
 
 
-def _masked_fill(call: Call) -> Expr | None:
-    value, mask, fill = call.args[:3]
-    return _select(mask, fill, value, call.dtype)
-
-
 def _extremum(on_float: str, on_integer: str) -> Builder:
     """Of two values; other overloads of max and min are reductions."""
 
@@ -215,9 +210,8 @@ def _clamp_one(side: str) -> Builder:
 
 
 def _lerp(start: Expr, end: Expr, weight: Expr, call: Call) -> Expr:
-    distance = apply("fsub", end, start)
-    near_start = apply("fadd", start, apply("fmul", weight, distance))
-    near_end = apply("fsub", end, apply("fmul", distance, apply("fsub", const(1.0), weight)))
+    distance = end - start
+    near_start, near_end = start + weight * distance, end - distance * (1.0 - weight)
     mixed = where(apply("flt", apply("abs", weight), const(0.5)), near_start, near_end)
     # Rounded once, as torch does: beside a part of a fill a score is lost.
     fills = (part.is_const and -math.inf < part.value <= FILL for part in walk(start, end) if part.kind is Kind.FLOAT)
@@ -227,14 +221,9 @@ def _lerp(start: Expr, end: Expr, weight: Expr, call: Call) -> Expr:
 def _addcmul(name: str) -> Builder:
     def compose(base: Expr, left: Expr, right: Expr, call: Call) -> Expr:
         factor = const(float(call.kwargs.get("value", 1)))
-        return float_arithmetic("fadd", base, apply(name, apply("fmul", factor, left), right), call.dtype)
+        return float_arithmetic("fadd", base, apply(name, factor * left, right), call.dtype)
 
     return float_function(compose, 3)
-
-
-def _reverse_subtract(call: Call) -> Expr | None:
-    left, right, *rest = call.args
-    return BUILDERS[aten.sub](replace(call, args=(right, left, *rest)))
 
 
 def _is_nan(call: Call) -> Expr:
@@ -249,13 +238,14 @@ def _tanh(x: Expr, call: Call) -> Expr:
 
 BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.add: _arithmetic("fadd", integers.add, "or"), aten.mul: _arithmetic("fmul", integers.mul, "and"),
-    aten.sub: _arithmetic("fsub", integers.sub), aten.rsub: _reverse_subtract,
+    aten.sub: _arithmetic("fsub", integers.sub),
+    aten.rsub: lambda call: BUILDERS[aten.sub](replace(call, args=(call.args[1], call.args[0], *call.args[2:]))),
     aten.div: _divide, aten.remainder: _remainder,
     aten.floor_divide: lambda call: _divide(replace(call, kwargs={"rounding_mode": "floor"})),
-    aten.pow: float_function(_power, 2), aten.neg: _either(lambda x: apply("neg", x), integers.neg),
-    aten.abs: _either(lambda x: apply("abs", x), lambda x: apply("iabs", x)),
-    aten.square: float_function(lambda x, call: apply("fmul", x, x)),
-    aten.reciprocal: float_function(lambda x, call: apply("div", const(1.0), x)),
+    aten.pow: float_function(_power, 2), aten.neg: _either(lambda x: -x, integers.neg),
+    aten.abs: _either(partial(apply, "abs"), partial(apply, "iabs")),
+    aten.square: float_function(lambda x, call: x * x),
+    aten.reciprocal: float_function(lambda x, call: ONE / x),
     aten.eq: _compare("eq"), aten.ne: _compare("ne"), aten.lt: _compare("lt"), aten.le: _compare("le"),
     aten.gt: _compare("lt", swap=True), aten.ge: _compare("le", swap=True),
     aten.logical_and: _logical(_and, True), aten.logical_or: _logical(_or, True),
@@ -264,11 +254,11 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.bitwise_or: _logical(_or, False), aten.bitwise_not: _logical(_not, False),
     aten.bitwise_xor: _logical(_exclusive_or, False),
     aten.where: lambda call: _select(*call.args, call.dtype) if len(call.args) == 3 else None,
-    aten.masked_fill: _masked_fill,
+    aten.masked_fill: lambda call: _select(call.args[1], call.args[2], call.args[0], call.dtype),
     aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),
     aten.max: _extremum("maximum", "imax"), aten.min: _extremum("minimum", "imin"),
     aten.clamp: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
-    aten.isinf: lambda call: apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), const(math.inf)),
+    aten.isinf: lambda call: apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), INFINITY),
     aten.isnan: _is_nan,
     aten.lerp: float_function(_lerp, 3), aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
 }  # fmt: skip

@@ -40,8 +40,8 @@ from fusion.passes.narrow import Narrow
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.over_keys import depends_on_product
-from fusion.passes.tables import Table
-from fusion.passes.views import Index, broadcast_index, source
+from fusion.passes.tables import Numbers
+from fusion.passes.views import Index, broadcast_index, number_of, source
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
@@ -76,11 +76,11 @@ class PullBack:
         self.bounds, self.anchor = bounds, anchor
         self.keys = keys
         self.reads_tables = False  # (of keys and values: see `caches`)
-        self.tables: dict[int, Table] = {}
         self.scales: set[Node] = set()
         self.key_sets: dict[Node, KeySet] = {}
         self.products: list[Product] = []
-        self.loaded: list[Node] = []
+        self.number = Numbers([])  # under which number a tensor is loaded
+        self.loaded, self.tables = self.number.tensors, self.number.tables
         self.interior: dict[Node, None] = {}
         self.partly_detached = False
         self.limit: str | None = None
@@ -188,14 +188,6 @@ class PullBack:
             raise Unsupported(Ground.DTYPE, f"values of dtype {nodes.dtype(here)}")
         return load(self.number(here), index, kind)
 
-    def number(self, here: Node) -> int:
-        """Under which number a tensor is loaded."""
-        for number, known in enumerate(self.loaded):
-            if known is here and number not in self.tables:
-                return number
-        self.loaded.append(here)
-        return len(self.loaded) - 1
-
     def argument(self, value: Any, index: Index, extents: Sequence[Expr]) -> Any:
         """An argument of a pointwise call at `index` of its result of shape `extents`."""
         if not isinstance(value, Node):
@@ -220,8 +212,10 @@ class PullBack:
             return self._pointwise(here, index)
         if is_contraction(here) and ((product := self._contraction(here, index)) or kind not in _OPERATIONS):
             return product
+        if kind is None:
+            return self._item(here, index) if here.target is operator.getitem else None
         if operation := _OPERATIONS.get(kind):
-            return operation(self, here, index)
+            return operation(self, here, arguments(here), index)
         return assembling.created(here, index)
 
     def _pointwise(self, here: Node, index: Index) -> Expr | None:
@@ -255,8 +249,8 @@ class PullBack:
             return over_keys.detached(result)
         return over_keys.without_gradient(result)
 
-    def _cast(self, here: Node, index: Index) -> Expr | None:
-        origin, dtype = arguments(here)["self"], nodes.dtype(here)
+    def _cast(self, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
+        origin, dtype = args["self"], nodes.dtype(here)
         if is_float8(nodes.dtype(origin)) and not marks.stored(origin):
             return None  # kernels do not read it: the widened copy is loaded
         value = self.value(origin, index)
@@ -267,15 +261,14 @@ class PullBack:
             return whole if is_exact(self._limits(whole), nodes.dtype(origin)) else None
         return self.cast(value, dtype)
 
-    def _dropout(self, here: Node, index: Index) -> Expr | None:
+    def _dropout(self, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
         """Dropout of scores or weights; that of anything else is computed by the graph and loaded."""
-        args = arguments(here)
         value = self.value(next(a for a in here.args if isinstance(a, Node)), index)
         if not args.get("train", True) or args.get("p", 0.5) == 0:
             return value
         if not depends_on_product(value):
             return None
-        return apply("fmul", value, self.kept(here, args["p"], index, shape(here)))
+        return value * self.kept(here, args["p"], index, shape(here))
 
     def kept(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
         """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0. The element's
@@ -287,22 +280,17 @@ class PullBack:
         if p >= 1:
             return const(0.0)
         seed = self.load(drawn_from, (integers.integer(0),))
-        row: Expr = integers.integer(0)
-        for entry, extent in zip(index[:-1], extents[:-1], strict=True):
-            row = integers.add(integers.mul(row, extent), entry)
-        drawn = apply("hash", apply("hash", seed, row), index[-1])
+        drawn = apply("hash", apply("hash", seed, number_of(index[:-1], extents[:-1])), index[-1])
         keep = apply("ilt", drawn, integers.integer(round((1 - p) * 2**31)))
         return where(keep, const(1 / (1 - p)), const(0.0))
 
     def _item(self, here: Node, index: Index) -> Expr | None:
         """Item 0 of native_dropout and of max(dim)."""
-        if here.target is not operator.getitem:
-            return None
         origin, item = here.args
         if not isinstance(origin, Node) or item != 0:
             return None
         if packet(origin) is aten.native_dropout:
-            return self._dropout(origin, index)
+            return self._dropout(origin, arguments(origin), index)
         if packet(origin) is aten.max:
             return over_keys.reduction(self, "max", origin, index)
         return None
@@ -323,10 +311,10 @@ class PullBack:
         if {query.dtype, key.dtype} != {nodes.dtype(here)}:
             return None
         nodes.specialize(nodes.value(parts.left).shape[parts.left_index.index(C)])
-        scale, added = apply("fmul", query_scale, key_scale), False
+        scale, added = query_scale * key_scale, False
         if packet(here) in ADDING:
             args = arguments(here)
-            scale, added = apply("fmul", scale, const(float(args["alpha"]))), args["beta"] != 0
+            scale, added = scale * args["alpha"], args["beta"] != 0
         found = Product(node=here, index=index, query=query, key=key, extent=parts.extent, scale=scale, held=not added)
         return self._with_added(here, index, self.product(found)) if added else self.product(found)
 
@@ -361,9 +349,9 @@ class PullBack:
         return combined
 
 
-_OPERATIONS: dict[Any, Callable[[PullBack, Node, Index], Expr | None]] = {
+_OPERATIONS: dict[Any, Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]] = {
     aten.to: PullBack._cast, aten._to_copy: PullBack._cast, aten.type_as: PullBack._cast,
     aten.dropout: PullBack._dropout, aten.native_dropout: PullBack._dropout, aten.feature_dropout: PullBack._dropout,
-    aten.scatter: scattered, None: PullBack._item, **assembling.OPERATIONS, **over_keys.OPERATIONS,
+    aten.scatter: scattered, **assembling.OPERATIONS, **over_keys.OPERATIONS,
 }  # fmt: skip
-"""Operation -> the element at an index of its result, or None where it is to be loaded; None stands for getitem."""
+"""Operation -> the element at an index of its result, from its arguments; None where it is to be loaded."""

@@ -21,6 +21,7 @@ from fusion.passes.shifts import free_of_keys, has, is_maximum, strip_shift, wit
 from fusion.refusals import Ground
 
 _DETACHED = apply("detach", ROW_MAX)
+_LOG_SUM = ROW_MAX + apply("log", ROW_SUM)
 
 
 def attentions(weight: Expr) -> list[Core]:
@@ -49,7 +50,7 @@ def in_terms_of(value: Expr, core: Core) -> Expr | None:
             known[part] = maximum
         elif is_maximum(part, columns, "logsumexp"):
             infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
-            known[part] = where(infinite, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
+            known[part] = where(infinite, ROW_MAX, _LOG_SUM)
         elif _is_sum_below_maximum(part, columns):
             known[part] = ROW_SUM
     found = substitute(value, known)
@@ -108,7 +109,7 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
     return node("scaled_softmax", (_BY_LOG_SUM, *shift.args), Kind.FLOAT, "softmax")
 
 
-_BY_LOG_SUM = apply("exp", apply("fsub", ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM))))
+_BY_LOG_SUM = apply("exp", ROW_MAX - _LOG_SUM)
 """1 / ROW_SUM, but 1 in a row of nothing but large fills, where the logarithm of the sum is lost."""
 _SHIFTS = ("max", "detached max", "logsumexp")
 """Reductions after which exponentials do not overflow."""
@@ -158,8 +159,8 @@ def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
     if denominator is total:
         return node("softmax", columns, Kind.FLOAT, "softmax")
     # In terms of m = max of x and l = sum of exp(x - m): S = l * exp(m - r), and the quotient is exp(x - m) / u.
-    further = ZERO if shift is ROW_MAX else apply("fsub", ROW_MAX, shift)
-    scale = apply("div", ONE, _less(substitute(denominator, maximum | {total: ROW_SUM}), further))
+    further = ZERO if shift is ROW_MAX else ROW_MAX - shift
+    scale = ONE / _less(substitute(denominator, maximum | {total: ROW_SUM}), further)
     if has(scale, "reduce", "dot"):
         return None
     kind = quotient_kind(*(substitute(e, maximum | attached | {total: ROW_SUM}) for e in (shift, denominator)))
@@ -171,7 +172,7 @@ def _less(value: Expr, further: Expr) -> Expr:
     where it can be done: it overflows together with eager's, and the quotient need not."""
     if value is ROW_SUM or further is ZERO or is_number(value, 0.0):
         return value
-    whole = {ROW_SUM: apply("fmul", ROW_SUM, apply("exp", further))}
+    whole = {ROW_SUM: ROW_SUM * apply("exp", further)}
     depends = [ROW_SUM in walk(arg) for arg in value.args]
     if value.op in ("fadd", "fsub", "neg", "maximum", "minimum"):
         return remake(value, tuple(_less(arg, further) for arg in value.args))
@@ -182,10 +183,10 @@ def _less(value: Expr, further: Expr) -> Expr:
         arms = (_less(arg, further) for arg in value.args[1:])
         return where(substitute(value.args[0], whole), *arms)
     if value.op == "exp" and not any(depends):
-        return apply("exp", apply("fsub", value.args[0], further))
+        return apply("exp", value.args[0] - further)
     # In two steps: the exponential may be beyond float32 where its product with a small number is not.
-    half = apply("exp", apply("fmul", further, const(-0.5)))
-    return apply("fmul", apply("fmul", substitute(value, whole), half), half)
+    half = apply("exp", further * -0.5)
+    return substitute(value, whole) * half * half
 
 
 def _own_maximum(value: Expr, columns: tuple[Expr, ...]) -> Expr | None:
@@ -208,7 +209,7 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
             return shifted
         for x, added in (exponent.args, exponent.args[::-1]) if exponent.op == "fadd" else ():
             if has(added, "reduce") and free_of_keys(added):
-                return x, apply("neg", added)
+                return x, -added
         return exponent, ZERO
     if is_number(value, 0.0):
         return const(-math.inf), None
@@ -220,7 +221,7 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
     if (found := _exponent_and_shift(other)) is None:
         return None
     condition, factor, _ = indicator.args
-    dead = apply("fadd", found[0], const(-math.inf))
+    dead = found[0] + -math.inf
     arms = (dead, found[0]) if is_number(factor, 0.0) else (found[0], dead)
     return where(condition, *arms), found[1]
 
@@ -239,9 +240,9 @@ def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
     if factor.value > 1 and may_be_far(x):
         return None
     if shift.op == "reduce" and shift.attr in ("max", "detached max"):  # rounding is monotone: the largest stays it
-        columns = tuple(apply("fmul", column, factor) for column in shift.args)
-        return apply("fmul", x, factor), node("reduce", columns, Kind.FLOAT, shift.attr)
-    return apply("fmul", x, factor), apply("fmul", shift, factor)
+        columns = tuple(column * factor for column in shift.args)
+        return x * factor, node("reduce", columns, Kind.FLOAT, shift.attr)
+    return x * factor, shift * factor
 
 
 def _selected_exponent(condition: Expr, then: Expr, otherwise: Expr) -> tuple[Expr, Expr | None] | None:
@@ -272,9 +273,9 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
                 message = f"something independent of the softmax is added to the weights: {arg}"
                 raise Unsupported(Ground.WEIGHTS_ADDED, message, expr)
         left, right = (_terms(arg) for arg in expr.args)
-        return left + (right if expr.op == "fadd" else [(apply("neg", c), core) for c, core in right])
+        return left + (right if expr.op == "fadd" else [(-c, core) for c, core in right])
     if expr.op == "neg":
-        return [(apply("neg", c), core) for c, core in _terms(expr.args[0])]
+        return [(-c, core) for c, core in _terms(expr.args[0])]
     if expr.op in ("fmul", "div"):
         for inner, factor in (expr.args, expr.args[::-1]) if expr.op == "fmul" else (expr.args,):
             if not has(factor, "softmax", "scaled_softmax", "dot", "reduce"):
@@ -299,14 +300,14 @@ def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
     if core.op == "scaled_softmax":
         scale, *columns = core.args
     else:
-        scale, columns = apply("div", ONE, ROW_SUM), without_shift(core.args)
+        scale, columns = ONE / ROW_SUM, without_shift(core.args)
     columns = tuple(columns)
     own: dict[Expr, Expr] = {}
     for part in walk(factor):
         if (maximum := _own_maximum(part, columns)) is not None:
             own[part] = maximum
         elif is_maximum(part, columns, "logsumexp"):
-            own[part] = apply("fadd", ROW_MAX, apply("log", ROW_SUM))
+            own[part] = _LOG_SUM
     factor = substitute(factor, own)
     if core.attr != "softmax" or has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
         raise Unsupported(Ground.FURTHER_REDUCTION, "the result is scaled by another reduction over the keys", factor)

@@ -15,7 +15,7 @@ from fusion.ir.expr import Expr, contains, coord
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols
 from fusion.passes.nodes import arguments, normalize_dim, packet, shape
-from fusion.passes.views import source
+from fusion.passes.views import CASTS, EXPANSIONS, source
 
 aten = torch.ops.aten
 ONE = integers.integer(1)
@@ -85,8 +85,8 @@ def row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
     return found
 
 
-_ELEMENTWISE = (aten.to, aten._to_copy, aten.type_as, aten.contiguous, aten.detach, aten.__and__, aten.__or__,
-                aten.multiply, aten.divide, aten.subtract, aten.hardswish, aten.log_sigmoid)  # fmt: skip
+_ELEMENTWISE = (*CASTS, aten.contiguous, aten.detach, aten.__and__, aten.__or__, aten.multiply, aten.divide,
+                aten.subtract, aten.hardswish, aten.log_sigmoid)  # fmt: skip
 """Operations that torch does not tag as working element by element."""
 
 
@@ -230,8 +230,3 @@ def _digit(extents: tuple[Expr, ...], dim: int, place: Expr, row: Expr, rows: Ro
     if digit is not row or outer is None:
         raise Whole
     return replace(rows, dim=dim, outer=outer, inner=inner)
-
-
-RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as,
-            aten.squeeze, aten.unsqueeze)  # fmt: skip
-EXPANSIONS = (aten.expand, aten.expand_as, aten.broadcast_to)

@@ -25,15 +25,18 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a product with V was pulled back to. cores: the attentions whose weights sum to those of the product. value,
-    scale: where V is read, and what its rows are multiplied by."""
+class Attention:
+    """One attention of a product with V, still in terms of graph nodes; where there are several, their weights add up.
 
-    cores: list[Core]
+    value, value_scale: where V is read, and what its rows are multiplied by.
+    """
+
+    core: Core
     value: Access
-    scale: Expr
+    value_scale: Expr
     pullback: PullBack
     keys: Expr
+    d_v: Expr
 
 
 def is_sdpa(here: Node) -> bool:
@@ -41,7 +44,7 @@ def is_sdpa(here: Node) -> bool:
     return here.op == "call_function" and packet(here) is aten.scaled_dot_product_attention
 
 
-def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Found:
+def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Attention:
     """The attention of an SDPA call at `index` of its result."""
     args = arguments(anchor)
     query, key, value = args["query"], args["key"], args["value"]
@@ -60,7 +63,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Foun
     (q, q_scale), (k, k_scale) = access(query, I, C, d), access(key, J, C, d)
     trained = bool(marks.requires_grad(anchor))
     v, v_scale = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
-    scale = apply("fmul", apply("fmul", q_scale, k_scale), _scale(args["scale"], d))
+    scale = q_scale * k_scale * _scale(args["scale"], d)
     score = pullback.product(Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, held=False))
     if args["is_causal"]:
         score = where(apply("ile", J, I), score, const(-math.inf))
@@ -70,7 +73,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Foun
     if args["dropout_p"] != 0:
         weight = pullback.kept(anchor, args["dropout_p"], (*index[:-1], J), (*shape(anchor)[:-1], keys))
     core = Core(score=score, normalizer=Normalizer.SAFE_SOFTMAX, weight=weight)
-    return Found(cores=[core], value=v, scale=v_scale, pullback=pullback, keys=keys)
+    return Attention(core=core, value=v, value_scale=v_scale, pullback=pullback, keys=keys, d_v=bounds[E])
 
 
 def _scale(scale: Any, d: Expr) -> Expr:

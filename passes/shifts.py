@@ -52,13 +52,13 @@ def strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
     if ops == {"fsub"} and (shift := _common(columns, 0)) is not None and has(shift, "reduce"):
         rest = tuple(column.args[1] for column in columns)
         # x - x is 0, or NaN where x is infinite: there r - x is NaN, or +inf, and so is eager's row.
-        turned = (apply("fsub", apply("fsub", x, x), x) for x in rest)
+        turned = (x - x - x for x in rest)
         return tuple(turned) if _is_ignored(shift, rest) else None
     if ops in ({"fsub"}, {"fadd"}):
         if (shift := _common(columns, 1)) is None or not has(shift, "reduce"):
             return None
         rest = tuple(column.args[0] for column in columns)
-        taken = shift if ops == {"fsub"} else apply("neg", shift)
+        taken = shift if ops == {"fsub"} else -shift
         return rest if _is_ignored(taken, rest) else None
     if ops not in ({"fmul"}, {"div"}):
         return None
@@ -102,7 +102,7 @@ def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:
         return all(_is_ignored(arg, columns) for arg in shift.args if arg.kind is Kind.FLOAT)
     if shift.op == "neg" and shift.args[0].op == "neg":
         return _is_ignored(shift.args[0].args[0], columns)
-    return not may_be_lowest(shift) and not may_be_infinite(shift, frozenset())
+    return not may_be_lowest(shift) and not may_be_infinite(shift)
 
 
 def _scale(op: str, factor: Expr) -> float:
@@ -125,4 +125,4 @@ def _undone(scale: float, column: Expr) -> Expr | None:
     down = _scale(column.op, column.args[1]) if column.op in ("fmul", "div") else 1.0
     if math.frexp(down)[0] != 0.5 or not 1 < scale <= 1 / down:
         return None
-    return apply("fmul", column.args[0], const(down * scale))
+    return column.args[0] * (down * scale)

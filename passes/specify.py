@@ -10,9 +10,10 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import AttentionSpec, Operand, Output, integers
-from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, const, coord, load, rebuild, size, walk
+from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, const, coord, load, rebuild, renumbered, size, walk
 from fusion.ir.mixing import Mixing
-from fusion.ir.ops import apply, where
+from fusion.ir.ops import where
+from fusion.ir.records import mapped
 from fusion.ir.sizes import size_value
 from fusion.ir.spec import FurtherOutput, Normalizer
 from fusion.passes import heads, marks, nodes
@@ -25,7 +26,7 @@ from fusion.passes.masks import decided, understand
 from fusion.passes.nodes import Unsupported
 from fusion.passes.operands import Access, scales_rows
 from fusion.passes.pullback import Product, PullBack
-from fusion.passes.tables import Table
+from fusion.passes.tables import Numbers, Table
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
@@ -134,24 +135,18 @@ def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:
 def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, block_mask: BlockMask | None) -> Core:
     """The core in terms of the spec's operands, under the user's own mask, with what the bounds decide decided."""
     bounds = site.bounds | {J: attention.keys}
-    found = core.mapped(resolve)
+    found = mapped(replace(core, origin=None), resolve)
     score, weight = decided(found.score, bounds), decided(found.weight, bounds)
     if block_mask is not None:
         score = _under_block_mask(score, block_mask, site, bounds, core.normalizer, resolve)
-    return replace(
-        found,
-        score=score,
-        weight=weight,
-        mixed_scores=core.mixed_scores and core.mixed_scores.mapped(resolve),
-        mixed_weights=core.mixed_weights and core.mixed_weights.mapped(resolve),
-    )
+    return replace(found, score=score, weight=weight)
 
 
 def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename: _Sizes) -> AttentionSpec:
     """The spec whose heads, a batch coordinate, are mixed, if they are. All keys count for what other heads see."""
     if head is None:
         return spec
-    scores, weights = (mixed and mixed.mapped(rename) for mixed in (core.mixed_scores, core.mixed_weights))
+    scores, weights = mapped((core.mixed_scores, core.mixed_weights), rename)
     matrices = {"scores": scores and scores.matrix, "weights": weights and weights.matrix}
     programs = {"scored": scores and scores.program, "weighted": weights and weights.program}
     given = {name: expr for name, expr in (matrices | programs).items() if expr is not None}
@@ -171,7 +166,7 @@ def _spec(
 ) -> AttentionSpec:
     """The spec of a resolved core; the table of its sizes is still empty. widths: d and d_v."""
     q, k, v = (tuple(map(rename, access.index)) for access in accesses)
-    k_value, v_value = (access.value and rename(access.value) for access in accesses[1:])
+    k_value, v_value = (mapped(access.value, rename) for access in accesses[1:])
     mask = understand(core.score, core.normalizer)
     out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
     return AttentionSpec(
@@ -189,12 +184,12 @@ def _spec(
         score=rename(core.score),
         weight=rename(core.weight),
         sinks=tuple(map(rename, core.sinks)),
-        row_scale=None if core.row_scale is None else rename(core.row_scale),
+        row_scale=mapped(core.row_scale, rename),
         normalizer=core.normalizer,
         dtype=_product_dtype(accesses),
         out_dtype=str(out).removeprefix("torch."),
         output=Output(dims=site.dims, order=_memory_order(site)),
-        mask=mask and mask.mapped(rename),
+        mask=mapped(mask, rename),
         sizes=(),
     )
 
@@ -230,11 +225,10 @@ def _with_scaled_values(attention: Attention, trained: bool) -> Core:
     if scale is ONE:
         return core
     if (mixed := core.mixed_weights) is not None:
-        return replace(core, mixed_weights=replace(mixed, program=apply("fmul", mixed.program, scale)))
+        return replace(core, mixed_weights=replace(mixed, program=mixed.program * scale))
     if scales_rows(scale, core.normalizer, trained):
-        rows = apply("div", ONE, ROW_SUM) if core.row_scale is None else core.row_scale
-        return replace(core, row_scale=apply("fmul", rows, scale))
-    return replace(core, weight=apply("fmul", core.weight, scale))
+        return replace(core, row_scale=(core.row_scale or ONE / ROW_SUM) * scale)
+    return replace(core, weight=core.weight * scale)
 
 
 def _require_float(accesses: Sequence[Access]) -> None:
@@ -248,8 +242,8 @@ class _Resolver:
 
     def __init__(self, products: list[Product], main: Product, walked: PullBack, operands: list[Node]):
         self.products, self.main, self.walked, self.operands = products, main, walked, operands
-        self.numbers: dict[tuple[Node, Table | None], int] = {}
-        self.tables: dict[int, Table] = {}
+        self.number = Numbers(operands)
+        self.tables = self.number.tables
         self.of_elements: set[int] = set()
 
     def __call__(self, expr: Expr) -> Expr:
@@ -259,17 +253,17 @@ class _Resolver:
         if part.op == "dot":
             product = self.products[part.operand]
             if product == self.main:
-                return apply("fmul", SCORE, self(product.scale))
+                return SCORE * self(product.scale)
             if product.node is self.main.node:
                 raise Unsupported(Ground.TWO_ELEMENTS, "two different elements of one product enter the same score")
             if not product.held:
                 raise Unsupported(
                     Ground.ADDED_TO_PRODUCT, "two products to which something is added by the same operation (baddbmm)"
                 )
-            return load(self._number(product.node), product.index, Kind.FLOAT)
+            return load(self.number(product.node), product.index, Kind.FLOAT)
         if part.op == "load":
             index, table = tuple(self(arg) for arg in part.args), self.walked.tables.get(part.operand)
-            return load(self._number(self.walked.loaded[part.operand], table), index, part.kind)
+            return load(self.number(self.walked.loaded[part.operand], table), index, part.kind)
         return None
 
     def access(self, position: int, access: Access) -> Access:
@@ -288,26 +282,12 @@ class _Resolver:
 
     def renumbered(self, expr: Expr, held: list[Node]) -> Expr:
         """An expression whose loads are numbered by their position in `held`, in the spec's numbers."""
-
-        def leaf(part: Expr) -> Expr | None:
-            if part.op != "load":
-                return None
-            index = tuple(rebuild(arg, leaf) for arg in part.args)
-            return load(self._number(held[part.operand]), index, part.kind)
-
-        return rebuild(expr, leaf)
+        return renumbered(expr, lambda number: self.number(held[number]))
 
     def key_sets(self) -> tuple[tuple[int, KeySet], ...]:
         """What is known of operands that are masks, by number."""
         known = self.walked.key_sets
-        return tuple((number, known[node]) for (node, table), number in self.numbers.items() if node in known)
-
-    def _number(self, node: Node, table: Table | None = None) -> int:
-        if (node, table) not in self.numbers:
-            self.numbers[node, table] = len(self.operands)
-            self.operands.append(node)
-            self.tables |= {} if table is None else {self.numbers[node, table]: table}
-        return self.numbers[node, table]
+        return tuple((number, known[node]) for (node, _), number in self.number.known.items() if node in known)
 
 
 class _Sizes:

@@ -9,7 +9,7 @@ or the error that eager mode would have raised.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -49,9 +49,24 @@ class Table:
     call: Node = field(compare=False)
 
 
-def indexed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+class Numbers:
+    """The numbers of tensors in a list, which those that are new are added to; one that is read as a table counts as
+    another tensor, and what it is a table of is noted by number."""
+
+    def __init__(self, tensors: list[Node]):
+        self.tensors, self.tables = tensors, dict[int, Table]()
+        self.known: dict[tuple[Node, Table | None], int] = {}
+
+    def __call__(self, tensor: Node, table: Table | None = None) -> int:
+        if (tensor, table) not in self.known:
+            self.known[tensor, table] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.tables |= {} if table is None else {self.known[tensor, table]: table}
+        return self.known[tensor, table]
+
+
+def indexed(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """Indexing by tensors, as in `mask[batch_idx, kv_idx]` or `cache[table]`."""
-    args = arguments(here)
     origin, tensors = args["self"], args["indices"]
     given = [t for t in tensors if t is not None]
     if any(not nodes.is_tensor(t) or nodes.dtype(t) not in (torch.int64, torch.int32) for t in given):
@@ -72,19 +87,10 @@ def indexed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return pullback.value(origin, (*index[:first], *positions, *index[first + rank :]))
 
 
-def selected(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    """`index_select`."""
-    dim = nodes.normalize_dim(arguments(here)["dim"], len(index))
-    return _along(pullback, here, index, dim, (index[dim],))
-
-
-def gathered(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    """`gather`."""
-    return _along(pullback, here, index, nodes.normalize_dim(arguments(here)["dim"], len(index)), index)
-
-
-def _along(pullback: PullBack, here: Node, index: Index, dim: int, at: Index) -> Expr | None:
-    args = arguments(here)
+def picked(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
+    """`index_select`, and `gather`, whose positions have the index of the result."""
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    at = index if packet(here) is aten.gather else (index[dim],)
     if len(shape(args["self"])) != len(index) or len(shape(args["index"])) != len(at):
         return None  # tensors without dimensions
     position = _position(pullback, here, args["index"], at, dim)
@@ -106,14 +112,4 @@ def _position(pullback: PullBack, here: Node, tensor: Node, at: Index, dim: int)
     name = str(here.target).split(".")[1]
     at_call = here if marks.mutations(tensor) else None
     table = Table(positions=tensor, extent=extent, dim=dim, operation=name, at=at_call, call=here)
-    return load(number_of(pullback, table), at, Kind.INT)
-
-
-def number_of(pullback: PullBack, table: Table) -> int:
-    """Under which number a table is loaded."""
-    for number, known in pullback.tables.items():
-        if known == table:
-            return number
-    pullback.tables[len(pullback.loaded)] = table
-    pullback.loaded.append(table.positions)
-    return len(pullback.loaded) - 1
+    return load(pullback.number(tensor, table), at, Kind.INT)

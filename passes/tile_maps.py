@@ -145,7 +145,7 @@ def _alternatives(predicate: Expr) -> bool:
 
 def _on_device(found: Specified) -> Node:
     """A tensor that says where a map is made, the same for all attentions of a graph."""
-    inputs = (node for node in found.operands[0].graph.nodes if node.op == "placeholder")
+    inputs = found.operands[0].graph.find_nodes(op="placeholder")
     held = ((node, nodes.value(node)) for node in inputs if not (marks.mutations(node) or marks.dtensor(node)))
     alike = (node for node, value in held if isinstance(value, Tensor) and value.device.type == found.device)
     return next(alike, found.operands[0])

@@ -57,8 +57,7 @@ def untraced() -> Iterator[None]:
 
 def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMode]:
     """What Dynamo has recorded of the inputs of its graph, fake where it is not, and the mode of these."""
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    recorded = [nodes.value(node) for node in placeholders]
+    recorded = [nodes.value(node) for node in module.graph.find_nodes(op="placeholder")]
     mode = detect_fake_mode([*recorded, *example_inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
     fakes = []
     for found, given in zip(recorded, example_inputs, strict=True):
@@ -103,9 +102,7 @@ def _is_known(fake: Any) -> bool:
 
 def carry_placeholders(origin: GraphModule, traced: GraphModule) -> None:
     """Dynamo's notes on its inputs (sources, static marks), without which Inductor treats parameters as inputs."""
-    sources = [node for node in origin.graph.nodes if node.op == "placeholder"]
-    targets = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    for source, target in zip(sources, targets, strict=True):
+    for source, target in zip(*(module.graph.find_nodes(op="placeholder") for module in (origin, traced)), strict=True):
         for key, value in source.meta.items():
             target.meta.setdefault(key, value)
         if hasattr(source, "_dynamo_source"):

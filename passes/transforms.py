@@ -67,9 +67,8 @@ def runs(module: GraphModule) -> list[Run]:
     inside = {node for part in parts(module.graph) if transforms(part) for node in part}
     found: list[Run] = []
     members: list[Node] = []
-    outside = torch.is_grad_enabled() and any(
-        getattr(nodes.value(node), "requires_grad", False) for node in module.graph.nodes if node.op == "placeholder"
-    )
+    given = map(nodes.value, module.graph.find_nodes(op="placeholder"))
+    outside = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in given)
     levels = {"jvp": 0, "grad": int(outside), "trained": int(outside and _trains_tangents(module.graph))}
     around: autocast.Regions = ()
     for node, regions in autocast.regions(module.graph):
@@ -119,7 +118,7 @@ def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, l
     """The run of these nodes; none if it is no graph of tensors and numbers. levels: how many of each are around."""
     graph, made = Graph(), dict[Node, Node]()
     inputs, outputs = ends(members)
-    mode = detect_fake_mode([nodes.value(node) for node in module.graph.nodes if node.op == "placeholder"])
+    mode = detect_fake_mode([*map(nodes.value, module.graph.find_nodes(op="placeholder"))])
     values = list[Any]()
     for given in inputs:
         if given.op == "get_attr" and not nodes.is_tensor(given):
@@ -150,8 +149,7 @@ def _alike(held: Any) -> Any:
     """A tensor of the same form that belongs to no level, and may have a gradient; numbers as they are."""
     if not isinstance(held, torch.Tensor):
         return held
-    made = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
-    return made.requires_grad_(held.is_floating_point())
+    return nodes.empty_like(held).requires_grad_(held.is_floating_point())
 
 
 def _refusal(members: Sequence[Node], tangents: bool) -> str | None:

@@ -26,8 +26,8 @@ from fusion.ir.expr import Expr
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
 from fusion.passes.nodes import Unsupported, arguments, normalize_dim, packet, shape
-from fusion.passes.row_wise import EXPANSIONS, ONE, RESHAPES, Inputs, Rows, Whole, row_wise
-from fusion.passes.views import is_view
+from fusion.passes.row_wise import ONE, Inputs, Rows, Whole, row_wise
+from fusion.passes.views import EXPANSIONS, RESHAPES, is_view
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.scaled_dot_product_attention)
@@ -121,16 +121,14 @@ def _rewrite(graph: Graph, read: Mapping[Node, Rows | None], inputs: Mapping[Nod
 
 def _part(graph: Graph, origin: Node, rows: Rows, symbols: Symbols) -> Node:
     """These rows of a tensor that is made whole."""
-    extents, part, dim = shape(origin), origin, rows.dim
+    extents, dim, part = shape(origin), rows.dim, origin
+    steps: list[tuple[Any, tuple[Any, ...]]] = [(aten.slice.Tensor, (dim + rows.is_factor, rows.start, rows.end))]
     if rows.is_factor:
         split = [*extents[:dim], rows.outer, rows.extent, rows.inner, *extents[dim + 1 :]]
-        part, dim = derived(graph, origin, aten.reshape.default, (part, [symbols.value(n) for n in split])), dim + 1
-        marks.requires_grad.set(part, marks.requires_grad(origin))
-    part = derived(graph, origin, aten.slice.Tensor, (part, dim, rows.start, rows.end))
-    marks.requires_grad.set(part, marks.requires_grad(origin))
-    if rows.is_factor:
-        sizes = [symbols.value(n) for n in rows.within(extents)]
-        part = derived(graph, origin, aten.reshape.default, (part, sizes))
+        apart, together = ([symbols.value(n) for n in sizes] for sizes in (split, rows.within(extents)))
+        steps = [(aten.reshape.default, (apart,)), *steps, (aten.reshape.default, (together,))]
+    for target, args in steps:
+        part = derived(graph, origin, target, (part, *args))
         marks.requires_grad.set(part, marks.requires_grad(origin))
     return part
 
@@ -140,8 +138,8 @@ def _of_parts(graph: Graph, node: Node, rows: Rows, parts: Mapping[Node, Node], 
     target: Any = node.target
     kind = packet(node)
     args, kwargs = map_arg((node.args, node.kwargs), lambda given: parts.get(given, given))
-    if kind in RESHAPES or kind in EXPANSIONS:
-        target = aten.reshape.default if kind in RESHAPES else aten.expand.default
+    if kind in (*RESHAPES, *EXPANSIONS, aten.squeeze, aten.unsqueeze):
+        target = aten.expand.default if kind in EXPANSIONS else aten.reshape.default
         args, kwargs = (args[0], [symbols.value(n) for n in rows.within(shape(node))]), {}
     elif kind is aten.scaled_dot_product_attention and arguments(node)["is_causal"]:
         given = arguments(node) | {"is_causal": False, "attn_mask": _causal(graph, node, rows)}

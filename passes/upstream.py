@@ -105,5 +105,4 @@ def looks_like_attention(met: Met) -> bool:
 def escaping_weights(graph: Graph) -> list[Node]:
     """The attention weights that a graph returns, or hands to the next graph."""
     met = Upstream(graph)
-    outputs = (node for node in graph.nodes if node.op == "output")
-    return [out for node in outputs for out in node.all_input_nodes if looks_like_attention(met[out])]
+    return [out for out in graph.output_node().all_input_nodes if looks_like_attention(met[out])]

@@ -28,6 +28,11 @@ Rule = Callable[[Node, dict[str, Any], Index, integers.Bounds], Index | None]
 the call changes values (a cast) or has a form that is not resolved."""
 _RULES: dict[Any, Rule] = {}
 _rule = nodes.rules(_RULES)
+CASTS = (aten.to, aten._to_copy, aten.type_as)
+RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
+EXPANSIONS = (aten.expand, aten.expand_as, aten.broadcast_to)
+PIECES = (aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten.unbind, aten.unsafe_split,
+          aten.unsafe_chunk)  # fmt: skip
 
 
 def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Index] | None:
@@ -63,7 +68,7 @@ def _identity(node: Node, args: dict[str, Any], index: Index, bounds: integers.B
     return index
 
 
-@_rule(aten.to, aten._to_copy, aten.type_as)
+@_rule(*CASTS)
 def _conversion(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     origin = args["self"]
     if nodes.dtype(origin) != nodes.dtype(node) or nodes.value(origin).device != nodes.value(node).device:
@@ -71,7 +76,7 @@ def _conversion(node: Node, args: dict[str, Any], index: Index, bounds: integers
     return index
 
 
-@_rule(aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
+@_rule(*RESHAPES)
 def _reshape(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     if nodes.dtype(args["self"]) != nodes.dtype(node):
         return None  # view(dtype)
@@ -101,6 +106,14 @@ def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds
                 flat = integers.add(integers.mul(flat, new[k]), index[k])
         result.extend(_unflatten(flat, old[b0:b], bounds))
     return tuple(result)
+
+
+def number_of(index: Index, extents: Sequence[Expr]) -> Expr:
+    """The number of an element in row-major order."""
+    number = integers.integer(0)
+    for entry, extent in zip(index, extents, strict=True):
+        number = integers.add(integers.mul(number, extent), entry)
+    return number
 
 
 def _group(new: Sequence[Expr], old: Sequence[Expr], a0: int, b0: int) -> tuple[int, int]:
@@ -192,7 +205,7 @@ def _squeeze(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bo
     return tuple(zero if extent is one and k in named else next(remaining) for k, extent in enumerate(extents))
 
 
-@_rule(aten.expand, aten.expand_as, aten.broadcast_to)
+@_rule(*EXPANSIONS)
 def _expand(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     return broadcast_index(shape(node), shape(args["self"]), index)
 
@@ -288,8 +301,7 @@ def _from_getitem(node: Node, index: Index) -> tuple[Node, Index] | None:
     if not isinstance(origin, Node) or not isinstance(item, int) or origin.op != "call_function":
         return None
     kind = packet(origin)
-    if kind not in (aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten.unbind, aten.unsafe_split,
-                    aten.unsafe_chunk):  # fmt: skip
+    if kind not in PIECES:
         return None
     args = arguments(origin)
     tensor = args["self"]

@@ -117,13 +117,11 @@ def compare(
 
 
 def _competitors(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    from torch._inductor import config
-
     from fusion.inductor_passes import without_ours
 
     return {
         "eager": original,
-        "inductor": torch.compile(original, dynamic=False, options=without_ours(config) or None),
+        "inductor": torch.compile(original, dynamic=False, options=without_ours() or None),
         "fusion": torch.compile(original, backend="fusion", dynamic=False, options=options),
     }
 
@@ -158,18 +156,14 @@ def _generators() -> list[Tensor]:
 def _require_eager(original: Callable[..., Any], failures: Mapping[str, str]) -> None:
     if "eager" in failures:
         raise ComparisonError(
-            f"compare was asked to run {_name(original)}, which fails in eager mode: {failures['eager']}; give the "
-            "inputs that it takes"
+            f"compare was asked to run {getattr(original, '__name__', type(original).__name__)}, which fails in eager "
+            f"mode: {failures['eager']}; give the inputs that it takes"
         )
 
 
 def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """What torch.compile was given, or the function itself."""
     return getattr(function, "_torchdynamo_orig_callable", getattr(function, "_orig_mod", function))
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _first_calls(runs: dict[str, Callable[..., Any]], args: Any, kwargs: Any):

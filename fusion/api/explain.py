@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fusion.api.compare import original_of
+from fusion.backend import fuse
 from fusion.options import Options
 from fusion.report.report import NO_ATTENTION, Report
 
@@ -18,8 +19,6 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Repor
     function: a module or function, compiled or not; it is called once with the arguments. Print the report, or look at
     `report.sites`.
     """
-    from fusion.backend import fuse
-
     reports: list[Report] = []
 
     def backend(module: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:

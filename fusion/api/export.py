@@ -126,8 +126,8 @@ def _import(program: ExportedProgram) -> MlirProgram:
 
 
 def _results(program: ExportedProgram) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    output = next(node for node in reversed(program.graph.nodes) if node.op == "output")
-    values = [node.meta["val"] for node in output.args[0] if isinstance(node, torch.fx.Node)]
+    results: Any = program.graph.output_node().args[0]
+    values = [node.meta["val"] for node in results if isinstance(node, torch.fx.Node)]
     return tuple((tuple(int(extent) for extent in value.shape), value.dtype) for value in values)
 
 

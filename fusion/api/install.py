@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch._inductor import config
+from torch.fx import GraphModule
+
+from fusion import inductor_passes
+from fusion.backend import fuse
 from fusion.errors import OptionError
 from fusion.options import Options
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
-
-class Installation:
-    """What `install` returns. As a context manager: leaving the `with` brings back what was installed before."""
-
-    def __init__(self, previous: Options | None) -> None:
-        self._previous = previous
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        uninstall()
-        if self._previous is not None:
-            _put(self._previous)
+from fusion.report.report import publish
+from fusion.runtime.bound import teach_inductor
 
 
-def install(options: Mapping[str, Any] | None = None) -> Installation:
+def install(options: Mapping[str, Any] | None = None) -> contextlib.AbstractContextManager[Any]:
     """From now on `torch.compile(model)` fuses attentions: the rewrite becomes a pass of Inductor's, after those that
     others have put there.
 
@@ -35,23 +25,22 @@ def install(options: Mapping[str, Any] | None = None) -> Installation:
     settings of Inductor's do, and for what is compiled later: a function that is compiled already stays as it is until
     `torch.compiler.reset()`. Models compiled with `backend="fusion"` go their own way.
 
-    Returns a context manager for use in a `with`; `uninstall` takes the pass out, too. Raises OptionError for options
-    that do not exist, or that need the backend: `inner`, `verify="run"`, `approximate`.
+    Returns a context manager, which brings back what was installed before; `uninstall` takes the pass out, too. Raises
+    OptionError for options that do not exist, or that need the backend: `inner`, `verify="run"`, `approximate`.
     """
-    chosen, previous = _parsed(options), _installed()
+    chosen, previous = _parsed(options), inductor_passes.installed()
     uninstall()
-    _put(chosen)
-    return Installation(previous)
+    _put(_settings(chosen))
+    installed = contextlib.ExitStack()
+    if previous is not None:
+        installed.callback(lambda: _put(_settings(previous)))
+    installed.callback(uninstall)
+    return installed
 
 
 def uninstall() -> None:
     """Take out what `install` put in. What others put there stays, and so does what is compiled."""
-    from torch._inductor import config
-
-    from fusion import inductor_passes
-
-    for name, value in inductor_passes.without_ours(config).items():
-        setattr(config, name, value)
+    _put(inductor_passes.without_ours())
 
 
 def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -74,35 +63,17 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    from torch._inductor import config
-
-    from fusion import inductor_passes
-    from fusion.runtime.bound import teach_inductor
-
     teach_inductor()
-    return inductor_passes.with_rewrite(config, options, _rewritten)
+    return inductor_passes.with_rewrite(options, _rewritten)
 
 
 def _rewritten(graph: GraphModule, inputs: Sequence[Any], options: Options) -> GraphModule | None:
     """The graph with its attentions fused, None where there are none; its report goes to those who collect them."""
-    from fusion.backend import fuse
-    from fusion.report.report import publish
-
     fused, report = fuse(graph, inputs, options)
     publish(report)
     return fused if report.fused else None
 
 
-def _put(options: Options) -> None:
-    from torch._inductor import config
-
-    for name, value in _settings(options).items():
+def _put(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
         setattr(config, name, value)
-
-
-def _installed() -> Options | None:
-    from torch._inductor import config
-
-    from fusion import inductor_passes
-
-    return inductor_passes.options_of(config)

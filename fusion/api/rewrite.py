@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves
 
+from fusion.backend import fuse
 from fusion.errors import RewriteError
 from fusion.options import Options
 from fusion.report.report import publish
@@ -50,13 +51,11 @@ def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = 
 
 
 def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Options) -> GraphModule:
-    from fusion.backend import fuse
-
     if type(module.graph._codegen) is not torch.fx.graph.CodeGen:
         raise RewriteError(
             "rewrite was given the module of an exported program, whose inputs are packed; give the ExportedProgram"
         )
-    origins = [node for node in module.graph.nodes if node.op == "placeholder"]
+    origins = module.graph.find_nodes(op="placeholder")
     if len(inputs) != len(origins):
         names = ", ".join(node.name for node in origins) or "none"
         raise RewriteError(
@@ -69,7 +68,7 @@ def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Optio
     publish(report)
     if not report.fused:
         return module
-    placeholders = [node for node in fused.graph.nodes if node.op == "placeholder"]
+    placeholders = fused.graph.find_nodes(op="placeholder")
     _lower_state(module, fused, list(state), placeholders)
     _restore_placeholders(origins, fused, placeholders[len(state) :], inputs)
     fused.graph.lint()
@@ -89,7 +88,7 @@ def _lifted(module: GraphModule, names: list[str], given: list[Any]) -> GraphMod
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in given]
     lifted = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
-    for node, fake in zip((n for n in lifted.graph.nodes if n.op == "placeholder"), fakes, strict=True):
+    for node, fake in zip(lifted.graph.find_nodes(op="placeholder"), fakes, strict=True):
         node.meta["val"] = fake
     return lifted
 
@@ -153,10 +152,8 @@ torch.fx.node.has_side_effect(require)
 
 
 def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedProgram:
-    from fusion.backend import fuse
-
     module = program.graph_module
-    origins = [node for node in module.graph.nodes if node.op == "placeholder"]
+    origins = module.graph.find_nodes(op="placeholder")
     inputs = [node.meta.get("val") for node in origins]
     guards = _guards(inputs)
     fused, report = fuse(module, inputs, options)
@@ -168,7 +165,7 @@ def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedPro
     publish(report)
     if not report.fused:
         return program
-    for origin, node in zip(origins, (n for n in fused.graph.nodes if n.op == "placeholder"), strict=True):
+    for origin, node in zip(origins, fused.graph.find_nodes(op="placeholder"), strict=True):
         node.target = origin.target
         node._rename(origin.name)
     _carry_attributes(module, fused)
@@ -209,8 +206,8 @@ def _carry_attributes(origin: GraphModule, fused: GraphModule) -> None:
 def _signature(program: ExportedProgram, fused: GraphModule) -> Any:
     """The program's signature with the names of the new graph's results."""
     signature = copy.deepcopy(program.graph_signature)
-    output = next(node for node in reversed(fused.graph.nodes) if node.op == "output")
-    for spec, result in zip(signature.output_specs, output.args[0], strict=True):
+    results: Any = fused.graph.output_node().args[0]
+    for spec, result in zip(signature.output_specs, results, strict=True):
         if isinstance(spec.arg, TensorArgument):
             spec.arg = TensorArgument(name=result.name)
         elif isinstance(result, Node):

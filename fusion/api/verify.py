@@ -153,7 +153,7 @@ class _Record:
             exec(compile(text, "<attention>", "exec"), space)
             self.functions[key] = space["attention"]
         wanted = [self.gradients and isinstance(v, Tensor) and v.requires_grad for v in values]
-        named = [node.name for node in cut.module.graph.nodes if node.op == "placeholder"]
+        named = [node.name for node in cut.module.graph.find_nodes(op="placeholder")]
         outcome = check.check(
             self.functions[key],
             values,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from fusion.ir.expr import ROW_SUM, SCORE, Expr, I, J, Kind, const, node
+from fusion.ir.expr import SCORE, I, J, Kind, const, node
 from fusion.ir.fills import is_dead
-from fusion.ir.ops import apply, where
+from fusion.ir.ops import where
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import plain_scale
 
@@ -33,7 +33,7 @@ def plain(spec: AttentionSpec) -> Plain | str:
         return "the weights have no softmax"
     if spec.weight is not const(1.0) or spec.sinks:
         return "the weights are changed after the softmax, or it has sinks"
-    if spec.row_scale is not None and spec.row_scale is not node("div", (const(1.0), ROW_SUM), Kind.FLOAT):
+    if spec.scales_rows:
         return "the rows are scaled in a way of their own"
     if any(o.dtype not in ("float32", "bfloat16", "float16") for o in spec.operands[:3]):
         return "Q, K and V must be float32, bfloat16 or float16"
@@ -45,23 +45,18 @@ def plain(spec: AttentionSpec) -> Plain | str:
             return "the mask is neither absent nor causal from the first key on"
         if spec.mask.fill > DEAD:
             return "masked scores are not far enough below the others"
-        score, causal = _live_branch(score), True
+        if score.op == "where":  # of which one branch holds the score
+            score = score.args[1] if is_dead(score.args[2]) else score.args[2]
+        causal = True
     scale = plain_scale(score)
     if scale is None:
         return "the score program is not a constant times the score"
     return Plain(scale=scale, causal=causal)
 
 
-def _live_branch(score: Expr) -> Expr:
-    """The branch of a selection that holds the score."""
-    if score.op != "where":
-        return score
-    return score.args[1] if is_dead(score.args[2]) else score.args[2]
-
-
 def canonical(spec: AttentionSpec, plain: Plain) -> AttentionSpec:
     """The same attention with its score program written as one product, under one selection where it is masked."""
-    score = apply("fmul", SCORE, const(plain.scale))
+    score = SCORE * plain.scale
     if spec.mask is not None:
         score = where(spec.mask.live, score, const(-math.inf))
         return replace(spec, score=score, mask=replace(spec.mask, fill=-math.inf))

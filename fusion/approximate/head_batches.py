@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from fusion.approximate.certificates import Certificate
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates, size, walk
 from fusion.ir.spec import AttentionSpec, Operand, Output
@@ -98,6 +99,20 @@ class Heads:
     def coordinates(self, heads: Tensor) -> tuple[tuple[int, ...], ...]:
         """Batch coordinates of these heads."""
         return _coordinates(tuple(heads.tolist()), self.batch)
+
+    def unfit(self, causal: bool) -> str | None:
+        """Why such a call runs exact whatever the data are, or None."""
+        if 0 in self.extents:
+            return "the call is empty"
+        unequal = causal and self.n_q != self.n_k
+        return "causal with unequal numbers of queries and keys" if unequal else None
+
+    def exact(self, method: str, epsilon: float, heads: Tensor, reason: str, bound: float | None = None) -> Certificate:
+        """That the exact kernel runs for these heads."""
+        return Certificate(
+            method=method, ran="exact", heads=self.coordinates(heads), epsilon=epsilon, n_q=self.n_q, n_k=self.n_k,
+            reason=reason, bound=bound,
+        )  # fmt: skip
 
     def store(self, out: Tensor) -> Tensor:
         """[H, N_q, d_v] in the dimensions and layout that the spec asks for."""

@@ -122,21 +122,19 @@ class PolynomialAttention:
 
     def _bounds_from_sizes(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Known:
         """What the sizes alone say."""
-        heads, reason, limit = self.gather(operands, sizes), None, cost.MAX_FEATURES
-        if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
-            reason = "the call is empty"
-        elif self.plain.causal and heads.n_q != heads.n_k:
-            reason = "causal with unequal numbers of queries and keys"
-        elif not self.always and (limit := self._limit(heads.extents)) == 0:
+        heads, limit = self.gather(operands, sizes), cost.MAX_FEATURES
+        if (reason := heads.unfit(self.plain.causal)) is not None or self.always:
+            pass
+        elif (limit := self._limit(heads.extents)) == 0:
             reason = "even degree 1 is predicted to be slower at this length"
-        elif not self.always and not cost.worth_a_look(*self._problem(heads.extents)):
+        elif not cost.worth_a_look(*self._problem(heads.extents)):
             reason = "looking at the data would cost too much of the exact kernel's time at this length"
-        elif not self.always and self._choose(heads.extents, 0.0, 0.0, 1.0, limit) is None:
+        elif self._choose(heads.extents, 0.0, 0.0, 1.0, limit) is None:
             reason = "no polynomial is both certified and predicted to be faster at this length"
         every = torch.arange(len(heads.q))
         beyond = "a sample of queries and keys is beyond every polynomial that is certified and predicted to be faster"
-        exact = self._exact_certificate(heads, every, reason, None) if reason else None
-        beyond = self._exact_certificate(heads, every, beyond, None)
+        exact = heads.exact(METHOD, self.epsilon, every, reason) if reason else None
+        beyond = heads.exact(METHOD, self.epsilon, every, beyond)
         known = _Known(extents=heads.extents, exact=exact, beyond=beyond, limit=limit, largest=LARGEST)
         if not reason:
             known = dataclasses.replace(known, largest=self._largest_bound(known))
@@ -232,7 +230,8 @@ class PolynomialAttention:
             if key is None:
                 found = self.some(heads.q[chosen], heads.k[owner], heads.v[owner], sizes).float()
                 bound = _known(max(figures.bounds[head] for head in choices))
-                record(self._exact_certificate(heads, chosen, "no polynomial is certified and faster at this B", bound))
+                reason = "no polynomial is certified and faster at this B"
+                record(heads.exact(METHOD, self.epsilon, chosen, reason, bound))
             elif len(groups) == 1:
                 found = self._attend(data.queries, data.keys, data.values, heads.owner, list(choices.values()), sizes)
             else:
@@ -265,12 +264,6 @@ class PolynomialAttention:
                     degree=choice.polynomial.degree, features=choice.features,
                 )
             )  # fmt: skip
-
-    def _exact_certificate(self, heads: Heads, chosen: Tensor, reason: str, bound: float | None) -> Certificate:
-        return Certificate(
-            method=METHOD, ran="exact", heads=heads.coordinates(chosen), epsilon=self.epsilon, n_q=heads.n_q,
-            n_k=heads.n_k, reason=reason, bound=bound,
-        )  # fmt: skip
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, choices: list[Choice], sizes: Sequence[int]

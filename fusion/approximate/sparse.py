@@ -177,13 +177,9 @@ class SparseAttention:
         """What the sizes alone say: the certificate of such a call, where the exact kernel runs whatever the data are;
         the certificate of a call where a glance at the data ends the matter; whether leaving out tiles can pay,
         and by bounds of every row."""
-        heads, reason = self.gather(operands, sizes), None
+        heads = self.gather(operands, sizes)
         selecting, fine, every = True, True, torch.arange(len(heads.q))
-        if not (heads.n_q and heads.n_k and heads.q.shape[-1] and heads.v.shape[-1] and len(heads.q)):
-            reason = "the call is empty"
-        elif self.plain.causal and heads.n_q != heads.n_k:
-            reason = "causal with unequal numbers of queries and keys"
-        elif not self.always:
+        if (reason := heads.unfit(self.plain.causal)) is None and not self.always:
             on_gpu = self.machine.kind == "gpu"
             machine = self.machine if on_gpu else with_cores(self.machine, torch.get_num_threads())
             problem = problem_of(heads.extents, self.spec.dtype, self.plain.causal)
@@ -194,8 +190,9 @@ class SparseAttention:
                 reason = "looking at the data would cost too much of the exact kernel's time at this length"
             elif not selecting and self.rounding is None:
                 reason = "bounds of the scores would cost as much as the exact kernel"
-        exact = reason and self._exact(heads, every, reason)
-        found = self._known[tuple(sizes)] = exact or None, self._exact(heads, every, UNCERTIFIED), selecting, fine
+        exact = None if reason is None else heads.exact(METHOD, self.epsilon, every, reason)
+        beyond = heads.exact(METHOD, self.epsilon, every, UNCERTIFIED)
+        found = self._known[tuple(sizes)] = exact, beyond, selecting, fine
         return found
 
     def _inspect(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool, fine: bool) -> _Likely:
@@ -242,7 +239,7 @@ class SparseAttention:
             out = found.new_empty(len(every), *found.shape[1:]) if out is None else out
             out[some] = found
             if runner is None:
-                record(self._exact(heads, every[some], reason))
+                record(heads.exact(METHOD, self.epsilon, every[some], reason))
             else:
                 self._certify(heads, some, torch.tensor(parts.rounding.errors, dtype=torch.float64)[some])
         assert out is not None
@@ -283,9 +280,3 @@ class SparseAttention:
 
         for number, head in enumerate(some):
             record(functools.partial(certificate, number, heads.coordinates(torch.tensor([head]))))
-
-    def _exact(self, heads: Heads, chosen: Tensor, reason: str) -> Certificate:
-        return Certificate(
-            method=METHOD, ran="exact", heads=heads.coordinates(chosen), epsilon=self.epsilon, n_q=heads.n_q,
-            n_k=heads.n_k, reason=reason,
-        )  # fmt: skip

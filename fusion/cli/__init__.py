@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print JSON")
         sub.set_defaults(run=command.run)
     return whole
 

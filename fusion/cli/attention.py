@@ -13,7 +13,7 @@ from fusion.planning.problem import Problem
 def attention_of(problem: Problem) -> AttentionSpec:
     """softmax(q k^T / sqrt(d)) v with the problem's heads, and its causal and window masks."""
     batch, head = coord("b0"), coord("b1")
-    row, score = add(I, problem.diagonal), apply("fmul", SCORE, const(problem.d**-0.5))
+    row, score = add(I, problem.diagonal), SCORE * problem.d**-0.5
     dead = const(float("-inf"))
     if problem.causal:
         score = where(apply("ile", J, row), score, dead)

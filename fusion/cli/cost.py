@@ -59,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sweep", choices=["M"], help="plot the I/O of each schedule against M")
     parser.add_argument("--output", help="file of the plot (default io-against-M.png)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    """None of its own."""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
     parser.add_argument("--compare", action="store_true", help="also measure eager, Inductor and fusion")
     parser.add_argument("--strict", action="store_true", help="exit code 1 unless every attention was fused")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,12 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = target.load(arguments)
     with torch.no_grad():
-        try:
-            report = explain(found.function, *found.args, **found.kwargs)
-        except Exception as problem:
-            raise target.TargetError(
-                f"{found.name} cannot be run on these inputs: {type(problem).__name__}: {problem}"
-            ) from problem
+        report = found.given_to(explain)
     if arguments.compare:
         report.compare(*found.args, **found.kwargs)
     if arguments.html:

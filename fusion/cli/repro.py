@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random", action="store_true", help="random numbers in the place of floating-point tensors")
     parser.add_argument("--grad", action="store_true", help="compare gradients as well")
     parser.add_argument("--output", default="repro.py", metavar="FILE", help="where to write (default %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fusion.errors import TargetError
 
+Result = TypeVar("Result")
 INPUT_NAMES = ("inputs", "example_inputs")
 
 
@@ -29,6 +30,15 @@ class Target:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def given_to(self, command: Callable[..., Result], **keywords: Any) -> Result:
+        """What a command makes of the callable and the arguments. Raises TargetError where it cannot be run on them."""
+        try:
+            return command(self.function, *self.args, **keywords, **self.kwargs)
+        except Exception as problem:
+            raise TargetError(
+                f"{self.name} cannot be run on these inputs: {type(problem).__name__}: {problem}"
+            ) from problem
 
 
 def add_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:

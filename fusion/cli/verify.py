@@ -25,7 +25,6 @@ exit codes: 0 right; 1 something is wrong (fusion repro writes a script that sho
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
     parser.add_argument("--grad", action="store_true", help="compare gradients as well")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,13 +37,7 @@ def verified(arguments: argparse.Namespace, site: int | None = None) -> Verifica
     """What came of the target. Raises TargetError where it cannot be run."""
     from fusion.api.verify import verify
 
-    found = target.load(arguments)
-    try:
-        return verify(found.function, *found.args, gradients=arguments.grad, site=site, **found.kwargs)
-    except Exception as problem:
-        raise target.TargetError(
-            f"{found.name} cannot be run on these inputs: {type(problem).__name__}: {problem}"
-        ) from problem
+    return target.load(arguments).given_to(verify, gradients=arguments.grad, site=site)
 
 
 def to_dict(found: Verification) -> dict[str, Any]:

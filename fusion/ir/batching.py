@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.ir.expr import Expr, coord, load, rebuild, size
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Operand, Output
+from fusion.ir.spec import AttentionSpec, Operand, Output
 from fusion.ir.tile_map import MapSpec
 
 Index = tuple[Expr, ...]
@@ -28,7 +28,7 @@ def batched(spec: AttentionSpec) -> AttentionSpec:
         k=_index(spec.k),
         v=_index(spec.v),
         output=Output(dims=_names(spec.output.dims), order=_names(spec.output.order)),
-        further=tuple(map(_further, spec.further)),
+        further=tuple(replace(f, value=_moved(f.value), dims=_names(f.dims)) for f in spec.further),
     )
 
 
@@ -41,10 +41,6 @@ def batched_map(spec: MapSpec) -> MapSpec:
 
 def _new_size(sizes: Names) -> str:
     return next(name for k in range(len(sizes) + 1) if (name := f"mapped{k}") not in sizes)
-
-
-def _further(further: FurtherOutput) -> FurtherOutput:
-    return replace(further, value=_moved(further.value), dims=_names(further.dims))
 
 
 def _operand(operand: Operand) -> Operand:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fusion.ir.expr import ZERO, Expr, Kind, node, walk
-from fusion.ir.ops import apply
 from fusion.ir.primitives import PRIMITIVES
 
 UPSTREAM = node("upstream", (), Kind.FLOAT)
@@ -38,7 +37,7 @@ def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, E
         terms = derivative(gradient, part, *part.args)
         for arg, term in zip(part.args, terms if isinstance(terms, tuple) else (terms,), strict=True):
             if term is not None and arg.kind is Kind.FLOAT and not arg.is_const:
-                arriving[arg] = apply("fadd", arriving[arg], term) if arg in arriving else term
+                arriving[arg] = arriving[arg] + term if arg in arriving else term
     return {target: arriving.get(target, ZERO) for target in targets}
 
 

@@ -70,7 +70,7 @@ def in_units(dead: Expr, scale: float, divide: Callable[[Expr], Expr | None]) ->
     if dead.op in ROUNDED.values():  # values apart are further apart than the division rounds
         constants = [part.value for part in walk(dead) if part.is_const and part.kind is Kind.FLOAT]
         fits = all(math.isinf(value) or abs(value) / scale < LARGEST / 16 for value in constants)
-        return apply("fmul", dead, const(1 / scale)) if fits else None
+        return dead * (1 / scale) if fits else None
     if dead.op != "fadd":
         return None
     fill, rest = sorted(dead.args, key=lambda arg: not arg.is_const)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fusion.ir.expr import J0, J1, Expr, const
 from fusion.ir.ops import apply
@@ -57,11 +56,3 @@ class MaskFacts:
         found = [] if self.full_lo is None else [apply("ile", self.full_lo, J0)]
         found += [] if self.full_hi is None else [apply("ilt", J1, self.full_hi)]
         return found if self.tile_mixed is None else [*found, apply("ieq", self.tile_mixed, const(0))]
-
-    def expressions(self) -> tuple[Expr, ...]:
-        """All that are there."""
-        return tuple(e for name in MASK_EXPRESSIONS if (e := getattr(self, name)) is not None)
-
-    def mapped(self, change: Callable[[Expr], Expr]) -> MaskFacts:
-        facts = {name: getattr(self, name) for name in MASK_EXPRESSIONS}
-        return replace(self, **{name: fact and change(fact) for name, fact in facts.items()})

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fusion.ir.expr import SCORE, WEIGHT, Expr
-
-PARTS_OF_MIXING = ("head", "scores", "scored", "weights", "weighted")
-"""The fields of `Mixing` that are expressions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +33,3 @@ class Mixing:
     def axis(self) -> int:
         """The number of the batch coordinate."""
         return int(self.head.name[1:])
-
-    def expressions(self) -> tuple[Expr, ...]:
-        """All that are there."""
-        return tuple(e for name in PARTS_OF_MIXING if (e := getattr(self, name)) is not None)
-
-    def mapped(self, change: Callable[[Expr], Expr]) -> Mixing:
-        return replace(self, **{name: (e := getattr(self, name)) and change(e) for name in PARTS_OF_MIXING})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fusion.ir.expr import Expr
 from fusion.ir.primitives import ATOM, PRIMITIVES, Primitive
 
-_LEAVES = {"score": "s", "row_max": "m", "row_sum": "l", "weight": "w"}
+LETTERS = {"score": "s", "row_max": "m", "row_sum": "l", "weight": "w"}
 
 
 def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:
@@ -32,8 +32,8 @@ def _text(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
         return text, 7 if text.startswith("-") else ATOM
     if expr.op in ("coord", "size"):
         return expr.name, ATOM
-    if expr.op in _LEAVES:
-        return _LEAVES[expr.op], ATOM
+    if expr.op in LETTERS:
+        return LETTERS[expr.op], ATOM
     if expr.op == "load":
         index = ", ".join(_text(arg, names)[0] for arg in expr.args)
         return f"{names.get(expr.operand, f't{expr.attr}')}[{index}]", ATOM

@@ -68,15 +68,10 @@ def _is_polynomial_shift_free(expr: Expr) -> bool:
     return moved is expr
 
 
-def _without_parts(program: Expr, parts: Sequence[Expr]) -> Expr:
-    """The program with every part replaced by a leaf that depends on nothing."""
-    leaves = {part: load(-1 - number, (), part.kind) for number, part in enumerate(parts)}
-    return substitute(program, leaves)
-
-
 def dense_loads(*programs: Expr | None, but: Sequence[Expr] = ()) -> list[Expr]:
     """Loads at indices linear in row and key; not integers, which are gathered, nor what only `but` reads."""
-    found = {e: None for p in programs if p is not None for e in loads(_without_parts(p, but))}
+    leaves = {part: load(-1 - number, (), part.kind) for number, part in enumerate(but)}  # which depend on nothing
+    found = {e: None for p in programs if p is not None for e in loads(substitute(p, leaves))}
     return [e for e in found if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
 
 

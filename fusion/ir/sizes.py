@@ -35,3 +35,16 @@ def size_value(expr: Expr, sizes: Mapping[str, Any]) -> Any:
     if expr.op in ("const", "size"):
         return expr.integer if expr.op == "const" else sizes[expr.name]
     return int(evaluate(expr, lambda leaf: torch.tensor(sizes[leaf.name])))
+
+
+def leaves(
+    sizes: Mapping[str, int], known: Mapping[Expr, Any], load: Callable[[Expr], Any] | None = None
+) -> Callable[[Expr], Any]:
+    """The leaves of `evaluate`: sizes by name, loads by a function of their own, and what else is known."""
+
+    def leaf(part: Expr) -> Any:
+        if part.op == "size":
+            return torch.tensor(sizes[part.name])
+        return load(part) if load is not None and part.op == "load" else known[part]
+
+    return leaf

@@ -16,19 +16,18 @@ Any schedule of a spec computes this function.
 from __future__ import annotations
 
 import enum
-import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from fusion.ir.expr import ROW_SUM, WEIGHT, C, E, Expr, I, J, Kind, const, coord, coordinates, load, loads, node
-from fusion.ir.mask_facts import MASK_EXPRESSIONS, MaskFacts
-from fusion.ir.mixing import PARTS_OF_MIXING, Mixing
-from fusion.ir.serial import dumped, loaded
+from fusion.ir import records
+from fusion.ir.expr import ONE, ROW_SUM, WEIGHT, C, E, Expr, I, J, Kind, const, coord, coordinates, load, loads, node
+from fusion.ir.mask_facts import MaskFacts
+from fusion.ir.mixing import Mixing
 
 
 class Normalizer(enum.Enum):
@@ -179,7 +178,7 @@ class AttentionSpec:
         """The score program and normaliser as mathematics."""
         from fusion.ir.printing import to_text
 
-        names = {number: operand.name for number, operand in enumerate(self.operands)}
+        names = self.names
         inner = to_text(self.score, names)
         if (mixing := self.mixing) is not None and mixing.scores is not None:
             own = f"{to_text(mixing.scored, names)} + " if mixing.own_score else ""
@@ -190,7 +189,7 @@ class AttentionSpec:
             text = text[:-1] + "; sinks " + ", ".join(to_text(sink, names) for sink in self.sinks) + ")"
         if self.weight is not const(1.0):
             text += f" * ({to_text(self.weight, names)})"
-        if self.row_scale is not None and self.row_scale is not node("div", (const(1.0), ROW_SUM), Kind.FLOAT):
+        if self.row_scale is not None and self.scales_rows:
             text += f", rows scaled by {to_text(self.row_scale, names)}"
         if mixing is not None and mixing.weights is not None:
             own = f"{text} + " if mixing.own_weight else ""
@@ -198,10 +197,20 @@ class AttentionSpec:
             text = mixed if mixing.weighted is WEIGHT else f"{to_text(mixing.weighted, names)}, w = {mixed}"
         return text
 
+    @property
+    def names(self) -> dict[int, str]:
+        """Those of the operands, by number."""
+        return {number: operand.name for number, operand in enumerate(self.operands)}
+
     def programs(self) -> tuple[Expr, ...]:
         """What is computed for each score and weight."""
         mixed = () if self.mixing is None else (self.mixing.scored, self.mixing.weighted)
         return (self.score, self.weight, *mixed)
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether rows are scaled by something else than one over their sum."""
+        return self.row_scale not in (None, node("div", (ONE, ROW_SUM), Kind.FLOAT))
 
     @property
     def values(self) -> tuple[Expr | None, Expr | None, Expr | None]:
@@ -240,7 +249,7 @@ class AttentionSpec:
         """An expression of this spec with its operands' names."""
         from fusion.ir.printing import to_text
 
-        return to_text(expr, {number: operand.name for number, operand in enumerate(self.operands)})
+        return to_text(expr, self.names)
 
     def describe_further(self, further: FurtherOutput) -> str:
         """A further output in words, e.g. "sum over keys of w * w"."""
@@ -270,87 +279,27 @@ class AttentionSpec:
 
     def expressions(self) -> tuple[Expr, ...]:
         """Every expression of the spec."""
-        facts = () if self.mask is None else self.mask.expressions()
-        every = (*self.batch, self.n_q, self.n_k, self.d, self.d_v, *self.q, *self.k, *self.v, *self.values, self.score)
-        further = [f.value for f in self.further] + list(self.mixing.expressions() if self.mixing else ())
-        rest = (self.weight, *self.sinks, self.row_scale, self.among, *facts, *further)
-        return tuple(e for e in (*every, *rest) if e is not None)
+        return tuple(records.expressions(self))
 
     def mapped(
-        self, change: Callable[[Expr], Expr], of_keys: Callable[[Expr], Expr] | None = None, **fields: Any
+        self, change: Callable[[Expr], Expr], of_keys: Callable[[Expr], Expr] | None = None, **given: Any
     ) -> AttentionSpec:
-        """With every expression that depends on coordinates changed: `of_keys` those that say where K and V are read,
-        `change` all others. fields: what stands in the place of changed ones."""
-        of_keys = of_keys or change
-        changed = {
-            "q": tuple(map(change, self.q)),
-            "k": tuple(map(of_keys, self.k)),
-            "v": tuple(map(of_keys, self.v)),
-            "k_value": self.k_value and of_keys(self.k_value),
-            "v_value": self.v_value and of_keys(self.v_value),
-            "score": change(self.score),
-            "weight": change(self.weight),
-            "sinks": tuple(map(change, self.sinks)),
-            "row_scale": self.row_scale and change(self.row_scale),
-            "mask": self.mask and self.mask.mapped(change),
-            "further": tuple(replace(further, value=change(further.value)) for further in self.further),
-            "mixing": self.mixing and self.mixing.mapped(change),
-            "among": self.among and change(self.among),
-        }
-        return replace(self, **(changed | fields))
+        """With every expression changed: `of_keys` those that say where K and V are read, `change` all others. given:
+        what stands in the place of changed fields."""
+        changes: dict[str, Callable[[Expr], Expr]] = dict.fromkeys(("k", "k_value", "v", "v_value"), of_keys or change)
+        names = [field.name for field in fields(self) if field.name not in given]
+        changed = {name: records.mapped(getattr(self, name), changes.get(name, change)) for name in names}
+        return replace(self, **changed, **given)
 
     def to_json(self) -> str:
         """The whole spec as text: what the op carries through graphs, caches and processes."""
-        nodes, number = dumped(self.expressions())
-
-        def ref(expr: Expr | None) -> int | None:
-            return None if expr is None else number[expr]
-
-        document: dict[str, object] = {"nodes": nodes, "sizes": self.sizes}
-        document |= {name: ref(getattr(self, name)) for name in _EXPRESSION_FIELDS}
-        document |= {name: [ref(e) for e in getattr(self, name)] for name in _EXPRESSION_TUPLES}
-        document["operands"] = [[o.dtype, o.rank, o.name, o.order] for o in self.operands]
-        document |= {"normalizer": self.normalizer.value, "dtype": self.dtype, "out_dtype": self.out_dtype}
-        document["output"] = [self.output.dims, self.output.order]
-        if self.further:
-            document["further"] = [[ref(f.value), f.dims, f.dtype, f.reduction.value, f.over] for f in self.further]
-        if (mixing := self.mixing) is not None:
-            parts = (ref(getattr(mixing, name)) for name in PARTS_OF_MIXING)
-            document["mixing"] = [*parts, mixing.own_score, mixing.own_weight]
-        if self.mask is not None:
-            mask: dict[str, object] = {name: ref(getattr(self.mask, name)) for name in MASK_EXPRESSIONS}
-            document["mask"] = mask | {"fill": repr(self.mask.fill)}
-        return json.dumps(document, separators=(",", ":"))
+        return records.to_json(self)
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def from_json(text: str) -> AttentionSpec:
         """The spec that `to_json` wrote; equal text gives the same object."""
-        document = json.loads(text)
-        nodes = loaded(document["nodes"])
-
-        def at(position: int | None) -> Expr | None:
-            return None if position is None else nodes[position]
-
-        mask, mixing = document.get("mask"), document.get("mixing")
-        facts = {name: at(mask[name]) for name in MASK_EXPRESSIONS} | {"fill": float(mask["fill"])} if mask else None
-        fields = {name: at(document.get(name)) for name in _EXPRESSION_FIELDS}
-        fields |= {name: tuple(nodes[p] for p in document[name]) for name in _EXPRESSION_TUPLES}
-        return AttentionSpec(
-            sizes=tuple(document["sizes"]),
-            operands=tuple(Operand(dtype=t, rank=r, name=n, order=tuple(o)) for t, r, n, o in document["operands"]),
-            normalizer=Normalizer(document["normalizer"]),
-            dtype=document["dtype"],
-            out_dtype=document["out_dtype"],
-            output=Output(dims=tuple(document["output"][0]), order=tuple(document["output"][1])),
-            mask=None if facts is None else MaskFacts(**facts),  # type: ignore[arg-type]
-            mixing=None if mixing is None else _mixing(at, *mixing),
-            further=tuple(
-                FurtherOutput(value=nodes[v], dims=tuple(d), dtype=t, reduction=Reduction(r), over=o)
-                for v, d, t, r, o in document.get("further", ())
-            ),
-            **fields,  # type: ignore[arg-type]
-        )
+        return records.from_json(AttentionSpec, text)
 
 
 def _factor(expr: Expr, names: Mapping[int, str]) -> str:
@@ -358,13 +307,3 @@ def _factor(expr: Expr, names: Mapping[int, str]) -> str:
 
     text = to_text(expr, names)
     return text if expr.op in ("load", "score") else f"({text})"
-
-
-_EXPRESSION_FIELDS = ("n_q", "n_k", "d", "d_v", "k_value", "v_value", "score", "weight", "row_scale", "among")
-_EXPRESSION_TUPLES = ("batch", "q", "k", "v", "sinks")
-
-
-def _mixing(at: Callable[[int | None], Expr | None], *fields: Any) -> Mixing:
-    *parts, own_score, own_weight = fields
-    named: dict[str, Any] = {name: at(part) for name, part in zip(PARTS_OF_MIXING, parts, strict=True)}
-    return Mixing(**named, own_score=own_score, own_weight=own_weight)

@@ -13,14 +13,12 @@ live, and how many need the mask. A mask that is the same for all queries has a 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fusion.ir import integers
+from fusion.ir import integers, records
 from fusion.ir.expr import I0, I1, J0, J1, Expr, J, Kind, contains, coordinates, load, loads, walk
 from fusion.ir.primitives import PRIMITIVES
-from fusion.ir.serial import dumped, loaded
 from fusion.ir.sizes import size_value
 
 CELL_ROWS, CELL_KEYS = 32, 64
@@ -60,20 +58,13 @@ class MapSpec:
 
     def to_json(self) -> str:
         """The map as text: what the op carries."""
-        roots = (*self.batch, self.n_q, self.n_k, self.live, self.full)
-        nodes, number = dumped(roots)
-        document = {"nodes": nodes, "roots": [number[e] for e in roots], "sizes": self.sizes, "rows": self.rows}
-        return json.dumps(document, separators=(",", ":"))
+        return records.to_json(self)
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def from_json(text: str) -> MapSpec:
         """The map that `to_json` wrote; equal text gives the same object."""
-        document = json.loads(text)
-        nodes, sizes = loaded(document["nodes"]), tuple(document["sizes"])
-        *batch, n_q, n_k, live, full = (nodes[position] for position in document["roots"])
-        rest = {"live": live, "full": full, "rows": document["rows"]}
-        return MapSpec(sizes=sizes, batch=tuple(batch), n_q=n_q, n_k=n_k, **rest)
+        return records.from_json(MapSpec, text)
 
 
 def lookup(operand: int, batch: tuple[Expr, ...], rows: bool) -> tuple[Expr, Expr]:

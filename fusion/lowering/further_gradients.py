@@ -63,14 +63,14 @@ def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
         arriving = load(number, tuple(map(coord, further.dims)), Kind.FLOAT)
         reads = [part for part in loads(further.value) if part.kind is Kind.FLOAT]
         for target, term in adjoints(_value(further), arriving, [WEIGHT, LOG_SUM, *reads]).items():
-            totals[target] = apply("fadd", totals[target], term) if target in totals else term
+            totals[target] = totals[target] + term if target in totals else term
     weight, log_sum = (totals.pop(target, ZERO) for target in (WEIGHT, LOG_SUM))
     kept = {target: term for target, term in totals.items() if term is not ZERO}
     unseen = [substitute(term, {WEIGHT: ZERO}) for term in (weight, *kept.values())]
     return FurtherGradients(
         weight=weight,
         log_sum=log_sum,
-        loads={target: apply("fmul", FURTHER_UPSTREAM, term) for target, term in kept.items()},
+        loads={target: FURTHER_UPSTREAM * term for target, term in kept.items()},
         everywhere=not _is_finite(unseen[0], first) or any(term is not ZERO for term in unseen[1:]),
     )
 

@@ -25,7 +25,7 @@ from fusion.ir.spec import AttentionSpec
 LOG_SUM = node("row_sum", (), Kind.FLOAT, "log")
 """The log-sum-exp of a row in the place of ROW_MAX + log(ROW_SUM): its gradient is exp(x - LOG_SUM), as eager computes
 it, also where the logarithm is lost beside a huge fill."""
-_LOG_SUM = apply("fadd", ROW_MAX, apply("log", ROW_SUM))
+_LOG_SUM = ROW_MAX + apply("log", ROW_SUM)
 _POINTS = 256
 
 
@@ -43,14 +43,13 @@ def in_log_sums(expr: Expr) -> Expr:
 def divisor(spec: AttentionSpec) -> Expr:
     """u: what rows are divided by."""
     scale = row_scale(spec)
-    return apply("div", scale.args[1], scale.args[0]) if scale.op == "div" else apply("div", ONE, scale)
+    return scale.args[1] / scale.args[0] if scale.op == "div" else ONE / scale
 
 
 def slope(spec: AttentionSpec) -> Expr:
     """du / dl, that through LOG_SUM included."""
     found = adjoints(divisor(spec), ONE, [ROW_SUM, LOG_SUM])
-    through = apply("fmul", found[LOG_SUM], apply("exp", apply("fsub", ROW_MAX, LOG_SUM)))
-    return apply("fadd", found[ROW_SUM], through)
+    return found[ROW_SUM] + found[LOG_SUM] * apply("exp", ROW_MAX - LOG_SUM)
 
 
 def lost_logarithms(row_max: torch.Tensor, row_sum: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,8 @@ def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
     dead, total = apply("feq", ROW_MAX, const(-math.inf)), KEY_SUM
     if spec.sinks:
         yield "base", BASE, where(dead, ZERO, ROW_MAX)
-        yield "shrink", SHRINK, apply("exp", apply("fsub", KEY_MAX, BASE))
-        terms = (apply("exp", apply("fsub", sink, BASE)) for sink in spec.sinks)
-        total = functools.reduce(lambda x, y: apply("fadd", x, y), terms, apply("fmul", KEY_SUM, SHRINK))
+        yield "shrink", SHRINK, apply("exp", KEY_MAX - BASE)
+        total = sum((apply("exp", sink - BASE) for sink in spec.sinks), KEY_SUM * SHRINK)
     if spec.normalizer is Normalizer.ZERO_SOFTMAX or (spec.normalizer is Normalizer.SOFTMAX and keeps_ends(spec)):
         total = where(dead, const(math.nan), total)
     yield "row_sum", ROW_SUM, total
@@ -49,8 +48,7 @@ def needs_maximum(spec: AttentionSpec) -> bool:
 
 
 def _factor(spec: AttentionSpec, shrink: Expr) -> Expr:
-    factor = apply("div", ONE, ROW_SUM) if spec.row_scale is None else spec.row_scale
-    factor = apply("fmul", factor, shrink)
+    factor = (spec.row_scale or ONE / ROW_SUM) * shrink
     if spec.normalizer is not Normalizer.SAFE_SOFTMAX:
         return factor
     dead = apply("feq", ROW_MAX, const(-math.inf))
@@ -64,6 +62,6 @@ def weight(spec: AttentionSpec) -> Expr:
     base = ROW_MAX
     if spec.normalizer is Normalizer.SAFE_SOFTMAX:
         base = where(apply("feq", ROW_MAX, const(-math.inf)), ZERO, ROW_MAX)
-    found = apply("fmul", apply("exp", apply("fsub", spec.score, base)), _factor(spec, ONE))
+    found = apply("exp", spec.score - base) * _factor(spec, ONE)
     zero = spec.normalizer is Normalizer.ZERO_SOFTMAX
     return where(apply("feq", found, found), found, ZERO) if zero else found

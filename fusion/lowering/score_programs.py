@@ -81,14 +81,14 @@ def _folded(expr: Expr, kept: Set[Expr]) -> Expr:
         if part in kept:
             return part
         if part.op == "div" and _is_factor(part.args[1]):
-            return _folded(ops.apply("fmul", part.args[0], const(1.0 / part.args[1].value)), kept)
+            return _folded(part.args[0] * (1.0 / part.args[1].value), kept)
         if part.op == "fmul":
             left, right = (rebuild(arg, visit) for arg in part.args)
             if left.is_const:
                 left, right = right, left
             if _is_factor(right) and left.op == "fmul" and _is_factor(left.args[1]):
                 left, right = left.args[0], const(right.value * left.args[1].value)
-            return ops.apply("fmul", left, right)
+            return left * right
         return None
 
     return rebuild(expr, visit)

@@ -179,9 +179,7 @@ def to_python(module: GraphModule, weights: str, attributes: Mapping[str, Any]) 
         ]
     lines += [f"    {line}".rstrip() for line in code.src.strip().splitlines()]
     lines += ["", "", "def inputs():", "    torch.manual_seed(0)", "    return ["]
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            lines.append(f"        {example(node)},  # {node.name}")
+    lines += [f"        {example(node)},  # {node.name}" for node in module.graph.find_nodes(op="placeholder")]
     lines += ["    ]", "", "", 'if __name__ == "__main__":', "    result = Graph()(*inputs())"]
     lines += ["    for leaf in torch.utils._pytree.tree_leaves(result):", "        print(leaf)"]
     return "\n".join(lines) + "\n"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion.exactness import is_float
 from fusion.passes import nodes
 from fusion.passes.cut_out import CutOut
 from fusion.passes.find import Site
@@ -63,7 +64,7 @@ def script(
     options: of the backend.
     """
     text = function_text(cut)
-    names = [node.name for node in cut.module.graph.nodes if node.op == "placeholder"]
+    names = [node.name for node in cut.module.graph.find_nodes(op="placeholder")]
     if values is None:
         rows, held = [example(node) for node in cut.inputs], []
     else:
@@ -114,7 +115,7 @@ def _rows(values: Sequence[Any], random: bool) -> tuple[list[str], list[Any]]:
     """(an expression per value, what these find in `held`)."""
     rows, held = [], []
     for value in values:
-        if isinstance(value, Tensor) and random and _is_numbers(value):
+        if random and is_float(value) and value.unique().numel() > FEW:
             rows.append(_like(value))
         elif isinstance(value, Tensor):
             rows.append(f"held[{len(held)}]")
@@ -122,11 +123,6 @@ def _rows(values: Sequence[Any], random: bool) -> tuple[list[str], list[Any]]:
         else:
             rows.append(repr(value))
     return rows, held
-
-
-def _is_numbers(value: Tensor) -> bool:
-    """Whether a tensor is neither integers, nor booleans, nor a mask of floats."""
-    return value.is_floating_point() and value.unique().numel() > FEW
 
 
 def _like(value: Tensor) -> str:

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -30,15 +30,8 @@ _forward: dict[tuple[str, str, str], Executor] = {}
 _training: dict[tuple[str, str, str], GuardedTraining] = {}
 
 
-class Holder(Protocol):
-    """What keeps an executor beside these tables."""
-
-    def forget(self) -> None:
-        """Ask for it again at the next use."""
-        ...
-
-
-holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+holders: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What keeps an executor beside these tables, and has a method `forget` to ask for it again at the next use."""
 
 
 def executor(spec: str, device: str, request: str = "auto") -> Executor:

@@ -31,7 +31,7 @@ from fusion.runtime import autograd, derivatives, executor, mapping
 from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 
-VERSION = 16
+VERSION = 17
 """To be raised with every change of what the ops return, or of their callers: Inductor's caches are keyed by it."""
 
 

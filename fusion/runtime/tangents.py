@@ -26,6 +26,7 @@ from torch import Tensor
 from fusion.codegen.reference.forward import Execution
 from fusion.ir import AttentionSpec, Normalizer, Operand, Output
 from fusion.ir.expr import C, E, I, J, const, coord, loads
+from fusion.ir.records import expressions
 from fusion.ir.request import Request
 from fusion.ir.results import result_names, size_of
 from fusion.ir.steps import Tangents
@@ -41,8 +42,7 @@ LARGEST = 2.0**100
 @functools.lru_cache(maxsize=1024)
 def have_kernels(spec: AttentionSpec, moving: tuple[bool, ...], emitter: str, device: str) -> bool:
     """Whether kernels compute the tangent of an attention, for ordinary operands. moving: operands that have one."""
-    masked = () if spec.mask is None else spec.mask.expressions()
-    read = {part.operand for part in loads(spec.score, *masked)}
+    read = {part.operand for part in loads(spec.score, *expressions(spec.mask))}
     return (
         device == "cpu"  # GPUs would wait for whether operands are finite
         and Request.parse(emitter).emitter != "reference"

@@ -150,10 +150,6 @@ class _Cells:
             return self._coordinate(part.name, torch.device("cpu"))
         return torch.tensor(self.sizes[part.name])
 
-    def _exact(self, expr: Expr) -> Tensor:
-        value = evaluate(expr, self._leaf, torch.float64)
-        return value.reshape([1] * (self.rank - value.dim()) + list(value.shape))
-
     # --- over cells ---------------------------------------------------------------------------------------------
 
     def _pooled(self, values: Tensor, largest: bool, done: Sequence[int] = ()) -> Tensor:
@@ -171,7 +167,8 @@ class _Cells:
 
     def _interval(self, expr: Expr) -> Interval:
         if not {"i", "j"} <= coordinates(expr):
-            values = self._exact(expr)
+            values = evaluate(expr, self._leaf, torch.float64)
+            values = values.reshape([1] * (self.rank - values.dim()) + list(values.shape))
             return Interval(low=self._pooled(values, False), high=self._pooled(values, True))
         if expr.op == "load":
             return self._dense(expr)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion.ir.expr import SCORE, Expr, I, J, Kind, coord
 from fusion.ir.ops import evaluate
-from fusion.ir.sizes import size_value
+from fusion.ir.sizes import leaves, size_value
 from fusion.ir.spec import AttentionSpec
 
 _ROWS = 7
@@ -52,12 +52,7 @@ class _Facts:
         return torch.cat([anywhere, rows.mT, *around], -1).clamp(0, n_k - 1)
 
     def _value(self, expr: Expr) -> Tensor:
-        def leaf(part: Expr):
-            if part.op == "size":
-                return torch.tensor(self.sizes[str(part.attr)])
-            return self._load(part) if part.op == "load" else self.known[part]
-
-        return evaluate(expr, leaf)
+        return evaluate(expr, leaves(self.sizes, self.known, self._load))
 
     def _load(self, part: Expr):
         """Made-up elements: of the same index the same."""

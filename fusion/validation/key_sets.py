@@ -38,15 +38,12 @@ def contradiction(found: Specified, hints: Mapping[str, int]) -> str | None:
         gathered = gathered.flatten(place - 1, place)
     if masked.shape != gathered.shape:
         return f"the result has the shape {list(gathered.shape)} where it had {list(masked.shape)}"
-    apart = ~torch.isclose(gathered, masked, rtol=1e-9, atol=1e-9 * _scale(masked), equal_nan=True)
+    finite = masked[masked.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    apart = ~torch.isclose(gathered, masked, rtol=1e-9, atol=1e-9 * scale, equal_nan=True)
     if apart.any():
         return f"{int(apart.sum())} of {apart.numel()} elements differ with {_SMALL['Nset']} keys in each set"
     return None
-
-
-def _scale(result: Tensor) -> float:
-    finite = result[result.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 1.0
 
 
 def _small_sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:

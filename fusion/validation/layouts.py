@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 from fusion.ir.results import packed_strides
+from fusion.passes import views
 
 aten = torch.ops.aten
 ALONG_DIMENSIONS = {aten.repeat, aten.tile, aten.repeat_interleave, aten.flip, aten.roll}
 RESHAPES = {
-    aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as,
-    aten.permute, aten.transpose, aten.swapaxes, aten.swapdims, aten.t, aten.numpy_T, aten.mT, aten.adjoint,
-    aten.movedim, aten.moveaxis, aten.unsqueeze, aten.squeeze, aten.expand, aten.expand_as, aten.broadcast_to,
-    aten.slice, aten.narrow, aten.select, aten.unfold, aten.diagonal,
+    *views.RESHAPES, *views.EXPANSIONS, aten.permute, aten.transpose, aten.swapaxes, aten.swapdims, aten.t, aten.mT,
+    aten.numpy_T, aten.adjoint, aten.movedim, aten.moveaxis, aten.unsqueeze, aten.squeeze, aten.slice, aten.narrow,
+    aten.select, aten.unfold, aten.diagonal,
 }  # fmt: skip
-PIECES = {aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten.unbind, aten.unsafe_split,
-          aten.unsafe_chunk}  # fmt: skip
 
 Index = tuple[Tensor, ...]
 

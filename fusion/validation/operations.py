@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.ir.primitives import hashed
-from fusion.passes import marks, nodes
+from fusion.passes import marks, nodes, views
 from fusion.passes.contractions import is_contraction
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
@@ -84,7 +84,7 @@ def _item(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     origin, item = node.args
     if not isinstance(origin, Node) or not isinstance(item, int):
         raise NotReplayable
-    if nodes.packet(origin) in layouts.PIECES:
+    if nodes.packet(origin) in views.PIECES:
         return _moved(replay, node, origin, item, index, rank)
     if nodes.packet(origin) in (aten.max, aten.min) and item == 0:
         return _reduction(replay, origin, index, rank)

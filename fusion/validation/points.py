@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusion.ir.expr import Expr, J, coord, coordinates, loads
 from fusion.ir.ops import evaluate
+from fusion.ir.sizes import leaves
 from fusion.ir.spec import AttentionSpec
 
 WORLDS = 64
@@ -59,11 +60,7 @@ def _edges(spec: AttentionSpec, sizes: Mapping[str, int], places: Mapping[str, T
     known = {coord(name): at for name, at in places.items()} | {J: torch.arange(n_k).view(1, -1)}
     found = []
     for part in parts[:4]:
-
-        def leaf(atom: Expr) -> Tensor:
-            return torch.tensor(sizes[str(atom.attr)]) if atom.op == "size" else known[atom]
-
-        holds = evaluate(part, leaf).expand(WORLDS, n_k)
+        holds = evaluate(part, leaves(sizes, known)).expand(WORLDS, n_k)
         changes = (holds[:, 1:] != holds[:, :-1]).to(torch.int8)
         first, last = changes.argmax(1), n_k - 2 - changes.flip(1).argmax(1)
         found += [t.view(-1, 1) + torch.tensor([-1, 0, 1, 2]) for t in (first, last)]

@@ -16,7 +16,7 @@ from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, J, Kind, coord, loads
 from fusion.ir.mixing import Mixing
 from fusion.ir.ops import evaluate
-from fusion.ir.sizes import size_value
+from fusion.ir.sizes import leaves, size_value
 from fusion.ir.spec import Normalizer
 from fusion.passes.specify import Specified
 from fusion.validation.replay import Replay, within
@@ -48,14 +48,7 @@ class Program(Execution):
         self._run()
 
     def value(self, expr: Expr, extra: dict[Expr, Tensor]) -> Tensor:
-        known = self.known | extra
-
-        def leaf(part: Expr):
-            if part.op == "size":
-                return torch.tensor(self.sizes[str(part.attr)])
-            return self._load(part) if part.op == "load" else known[part]
-
-        return evaluate(expr, leaf, self.dtype)
+        return evaluate(expr, leaves(self.sizes, self.known | extra, self._load), self.dtype)
 
     def _load(self, part: Expr, rank: int = 3):
         dtype = {Kind.FLOAT: self.dtype, Kind.INT: torch.int64, Kind.BOOL: torch.bool}[part.kind]
@@ -78,12 +71,7 @@ class Program(Execution):
         rank = 4 if "c" in columns else 3
         known = {e: t.unsqueeze(-1) for e, t in self.known.items()} if rank == 4 else self.known
         known = known | {coord(name): at for name, at in columns.items()}
-
-        def leaf(part: Expr):
-            if part.op == "size":
-                return torch.tensor(self.sizes[part.name])
-            return self._load(part, rank) if part.op == "load" else known[part]
-
+        leaf = leaves(self.sizes, known, lambda part: self._load(part, rank))
         return evaluate(self.spec.element(operand), leaf, self.dtype)
 
     def _raw_score(self) -> Tensor:

@@ -13,7 +13,6 @@ program (`program`) takes as well.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,6 @@ from fusion.validation import layouts
 from fusion.validation.layouts import Index
 from fusion.validation.worlds import Role, Worlds
 
-aten = torch.ops.aten
 MOST_ELEMENTS = 1 << 22
 
 
@@ -214,11 +212,9 @@ def rule_of(node: Node) -> Rule | None:
 
 
 def literal(node: Node) -> Tensor | None:
-    """The value of a constant that the trace lifted into the graph, if a node is one."""
-    if not str(node.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
-        return None
-    tensor = operator.attrgetter(str(node.target))(node.graph.owning_module)
-    return tensor if isinstance(tensor, Tensor) and not hasattr(tensor, "fake_mode") else None
+    """The value of a constant of the graph, if a node is one."""
+    tensor = nodes.lifted(node)
+    return None if hasattr(tensor, "fake_mode") else tensor
 
 
 @rule("literal")

@@ -24,7 +24,7 @@ from fusion.passes.find import Site
 from fusion.passes.specify import Specified
 from fusion.validation import facts, points
 from fusion.validation.program import OutOfBounds, Program, Sample
-from fusion.validation.replay import Read, Region, Replay
+from fusion.validation.replay import Region, Replay
 from fusion.validation.rule import Values, difference
 from fusion.validation.structure import fingerprint
 from fusion.validation.worlds import SPECIAL, Role, Worlds
@@ -297,28 +297,20 @@ def _by_element(replay: Replay, scalar: Tensor) -> dict[Node, tuple[Tensor, Tens
     parts: dict[Node, list[tuple[Tensor, Tensor]]] = {}
     for read, grad in zip(reads, found, strict=True):
         if grad is not None:
-            parts.setdefault(read.leaf, []).append((_keys(read), grad.double().flatten()))
+            rows = torch.arange(read.numbers.shape[0]).view(-1, *[1] * (read.numbers.dim() - 1))
+            keys = (read.numbers + rows * _ROW).flatten()
+            parts.setdefault(read.leaf, []).append((keys, grad.double().flatten()))
     return {leaf: (torch.cat([k for k, _ in own]), torch.cat([g for _, g in own])) for leaf, own in parts.items()}
-
-
-def _keys(read: Read) -> Tensor:
-    rows = torch.arange(read.numbers.shape[0]).view(-1, *[1] * (read.numbers.dim() - 1))
-    return (read.numbers + rows * _ROW).flatten()
 
 
 def _is_made_of(operands: set[Node], operand: Node, interior: set[Node]) -> bool:
     """Whether an operand was looked into as far as another one, whose values then decide its own. One that was looked
     into in vain is read as it is: what stands above it is not of its kind, and would be given other values."""
-    todo, seen = [operand], {operand}
-    while todo:
-        here = todo.pop()
-        if here is not operand and here in operands:
-            return True
-        if here in interior or not nodes.is_tensor(here):  # of several results, those looked into are
-            found = [node for node in here.all_input_nodes if node not in seen]
-            seen.update(found)
-            todo += found
-    return False
+
+    def parents(here: Node) -> list[Node]:  # of several results, those looked into are
+        return here.all_input_nodes if here in interior or not nodes.is_tensor(here) else []
+
+    return any(here in operands for here in nodes.walk_up(parents(operand), parents))
 
 
 def _below(site: Site) -> Iterator[Node]:

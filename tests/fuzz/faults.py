@@ -20,7 +20,7 @@ import torch
 from fusion.ir import AttentionSpec, Expr, Normalizer, integers
 from fusion.ir.expr import ONE, I, J, const, coord, node, rebuild, substitute, walk
 from fusion.ir.ops import apply
-from fusion.passes import assembling, casts, inplace, marks, pointwise, pullback, rewrite, shifts, views
+from fusion.passes import casts, inplace, marks, pointwise, pullback, rewrite, shifts, views
 from tests.fuzz import kernel_faults
 from tests.fuzz.campaign import BAD, Record
 from tests.fuzz.check import check
@@ -186,12 +186,12 @@ def _wrapped(node: Any, args: dict[str, Any], index: Any) -> Any:
 
 
 def _next_column(packet: Any) -> Fault:
-    made = assembling.OPERATIONS[packet]
+    made = pullback._OPERATIONS[packet]
 
-    def shifted(pull: Any, here: Any, index: Any) -> Expr | None:
-        return made(pull, here, (*index[:-1], integers.add(index[-1], 1)))
+    def shifted(pull: Any, here: Any, args: dict[str, Any], index: Any) -> Expr | None:
+        return made(pull, here, args, (*index[:-1], integers.add(index[-1], 1)))
 
-    return lambda: mock.patch.dict(assembling.OPERATIONS, {packet: shifted})
+    return lambda: mock.patch.dict(pullback._OPERATIONS, {packet: shifted})
 
 
 FAULTS["tril off by one"], FAULTS["triu off by one"] = map(_next_column, (aten.tril, aten.triu))

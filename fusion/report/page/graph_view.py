@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from statistics import fmean
 
 from fusion.passes.graph_excerpt import Excerpt, ExcerptNode
 
@@ -45,14 +46,10 @@ def _layers(region: Excerpt) -> list[list[ExcerptNode]]:
         layers[depth - distance[box.name]].append(box)
     order: dict[str, float] = {}
     for layer in reversed(layers):  # children are placed: parents above the middle of them
-        layer.sort(key=lambda box: _middle([order[user] for user in users[box.name]]))
+        layer.sort(key=lambda box: fmean([order[user] for user in users[box.name]] or [0.5]))
         for position, box in enumerate(layer):
             order[box.name] = (position + 0.5) / len(layer)
     return layers
-
-
-def _middle(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.5
 
 
 def _edge(start: tuple[float, float], end: tuple[float, float]) -> str:

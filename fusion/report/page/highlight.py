@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import keyword
 import re
 import tokenize
+from collections.abc import Iterable
 from html import escape
 
 _MLIR = re.compile(
@@ -23,40 +25,31 @@ def highlight(text: str) -> str:
 
 def mlir(text: str) -> str:
     """Comments `i.c`, strings `i.s`, operation names `i.k`, types `i.t`."""
-    parts, done = [], 0
-    for match in _MLIR.finditer(text):
-        parts += [escape(text[done : match.start()], quote=False), _span(str(match.lastgroup), match[0])]
-        done = match.end()
-    return "".join([*parts, escape(text[done:], quote=False)])
+    return _marked(text, ((*match.span(), str(match.lastgroup)) for match in _MLIR.finditer(text)))
 
 
 def python(text: str) -> str:
     """Comments, strings and keywords; text that is no whole Python (a line out of a function) as far as it goes."""
-    lines = text.splitlines(keepends=True)
-    spans: list[tuple[int, int, int, int, str]] = []
+    starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
+    spans: list[tuple[int, int, str]] = []
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             kind = {tokenize.COMMENT: "c", tokenize.STRING: "s", tokenize.NUMBER: "t"}.get(token.type)
             if token.type == tokenize.NAME and keyword.iskeyword(token.string):
                 kind = "k"
             if kind:
-                spans.append((*token.start, *token.end, kind))
+                begin, end = (starts[row - 1] + column for row, column in (token.start, token.end))
+                spans.append((begin, end, kind))
     except (tokenize.TokenError, SyntaxError):
         pass  # what was read so far is highlighted
-    return _marked(lines, spans)
+    return _marked(text, spans)
 
 
-def _marked(lines: list[str], spans: list[tuple[int, int, int, int, str]]) -> str:
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    text, parts, done = "".join(lines), [], 0
-    for row, column, end_row, end_column, kind in spans:
-        begin, end = starts[row - 1] + column, starts[end_row - 1] + end_column
-        parts += [escape(text[done:begin], quote=False), _span(kind, text[begin:end])]
+def _marked(text: str, spans: Iterable[tuple[int, int, str]]) -> str:
+    """spans: (begin, end, kind) in order."""
+    parts, done = [], 0
+    for begin, end, kind in spans:
+        marked = f"<i class={kind}>{escape(text[begin:end], quote=False)}</i>"
+        parts += [escape(text[done:begin], quote=False), marked]
         done = end
     return "".join([*parts, escape(text[done:], quote=False)])
-
-
-def _span(kind: str, text: str) -> str:
-    return f"<i class={kind}>{escape(text, quote=False)}</i>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,13 +131,11 @@ def to_svg(shown: MaskMap) -> str:
     parts = []
     for r, row in enumerate(shown.cells):
         c = 0
-        while c < width:  # equal neighbours are one rectangle
-            end = c
-            while end < width and row[end] == row[c]:
-                end += 1
-            x, y, w = c * size, r * size, (end - c) * size
-            parts.append(f'<rect class="m{row[c]}" x="{x}" y="{y}" width="{w}" height="{size}"/>')
-            c = end
+        for kind, alike in itertools.groupby(row):  # equal neighbours are one rectangle
+            count = len(list(alike))
+            x, y, w = c * size, r * size, count * size
+            parts.append(f'<rect class="m{kind}" x="{x}" y="{y}" width="{w}" height="{size}"/>')
+            c += count
     lines = "".join(f"M{c * size} 0V{height * size}" for c in range(width + 1))
     lines += "".join(f"M0 {r * size}H{width * size}" for r in range(height + 1))
     live = 1 - shown.shares[DEAD]

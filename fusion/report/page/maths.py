@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from html import escape
 
 from fusion.ir import AttentionSpec, Normalizer
-from fusion.ir.expr import ROW_SUM, Expr, Kind, const, node
+from fusion.ir.expr import Expr, const
 from fusion.ir.primitives import ATOM, PRIMITIVES
-from fusion.ir.printing import number_text
+from fusion.ir.printing import LETTERS, number_text
 
 _SIGNS = {"*": "·", "-": "−", "%": "mod"}
 """Signs of the printed form that mathematics writes otherwise."""
@@ -17,7 +17,7 @@ _SUPERSCRIPT = 8
 
 def spec_to_mathml(spec: AttentionSpec) -> str:
     """The attention of a spec: what one row of the result is, and the score program in it."""
-    names = {number: operand.name for number, operand in enumerate(spec.operands)}
+    names = spec.names
     total = '<munder><mo movablelimits="false">∑</mo><mi>j</mi></munder>'
     weight = "" if spec.weight is const(1.0) else _grouped(spec.weight, names) + "<mo>·</mo>"
     value = _sub("<mi>v</mi>", "<mi>j</mi>")
@@ -40,7 +40,7 @@ def _weight(spec: AttentionSpec, names: Mapping[int, str]) -> str:
     function = _sub("<mi>softmax</mi>", "<mi>j</mi>")
     sinks = "".join(f"<mo>,</mo>{_mathml(sink, names)[0]}" for sink in spec.sinks)
     text = f"{function}<mo>(</mo>{_pair('x')}{sinks}<mo>)</mo>"
-    if spec.row_scale is not None and spec.row_scale is not node("div", (const(1.0), ROW_SUM), Kind.FLOAT):
+    if spec.row_scale is not None and spec.scales_rows:
         exponential = f"<msup><mi>e</mi><mrow>{_pair('x')}<mo>−</mo>{_sub('<mi>m</mi>', '<mi>i</mi>')}</mrow></msup>"
         text = f"{exponential}<mo>·</mo>{_grouped(spec.row_scale, names)}"
     return text
@@ -75,9 +75,8 @@ def _mathml(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
         return sign + digits, 7 if sign else ATOM
     if expr.op in ("coord", "size"):
         return _symbol(expr.name), ATOM
-    if expr.op in ("score", "row_max", "row_sum", "weight"):
-        letter = {"score": "s", "row_max": "m", "row_sum": "l", "weight": "w"}[expr.op]
-        return f"<mi>{letter}</mi>", ATOM
+    if expr.op in LETTERS:
+        return f"<mi>{LETTERS[expr.op]}</mi>", ATOM
     if expr.op == "load":
         index = "<mo>,</mo>".join(_mathml(arg, names)[0] for arg in expr.args)
         return _sub(_word(names.get(expr.operand, f"t{expr.attr}")), index), ATOM

@@ -168,7 +168,6 @@ def _mask(spec: AttentionSpec, sizes: Mapping[str, int], plan: Plan) -> str:
     found = mask_map.mask_map(spec, sizes, (plan.B_r, plan.B_c))
     if found is None or spec.mask is None:
         return ""
-    names = {number: operand.name for number, operand in enumerate(spec.operands)}
     kinds = [kind for kind in mask_map.NAMES if found.shares[kind] or kind != mask_map.DATA]
     swatch = (
         '<svg class="mask" width="14" height="14" aria-hidden="true"><rect class="m{}" width="14" height="14"/></svg>'
@@ -178,7 +177,7 @@ def _mask(spec: AttentionSpec, sizes: Mapping[str, int], plan: Plan) -> str:
     told += " Batch element 0." if mask_map.is_positional(spec) else ""
     told += " Evenly spaced rows and columns of each cell were looked at." if found.sampled else ""
     return (
-        f'<h3>Mask</h3><div class="wide" tabindex="0">{expression_to_mathml(spec.mask.live, names)}</div>'
+        f'<h3>Mask</h3><div class="wide" tabindex="0">{expression_to_mathml(spec.mask.live, spec.names)}</div>'
         f'<div class="columns">{mask_map.to_svg(found)}<div><ul class="legend">{legend}</ul><p>{told}</p></div></div>'
     )
 
