@@ -10,9 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 UPWARD = {
-    ("fusion.ir.expr", "fusion.ir.ops"): "operators of an expression",
+    ("fusion.ir.expr", "fusion.ir.ops"): "Python's operators on an expression, in normal form",
     ("fusion.ir.expr", "fusion.ir.printing"): "its text",
-    ("fusion.ir.primitives", "fusion.ir.ops"): "derivatives, which are expressions",
 }
 """Imports in functions that go the other way, and for what."""
 

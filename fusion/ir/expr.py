@@ -75,22 +75,22 @@ class Expr:
         return self.attr
 
     def __neg__(self) -> Expr:
-        return _float_operation("neg", self)
+        return operation("neg", self)
 
     def __add__(self, other: Expr | float) -> Expr:
-        return _float_operation("fadd", self, other)
+        return operation("fadd", self, other)
 
     def __sub__(self, other: Expr | float) -> Expr:
-        return _float_operation("fsub", self, other)
+        return operation("fsub", self, other)
 
     def __rsub__(self, other: float) -> Expr:
-        return _float_operation("fsub", other, self)
+        return operation("fsub", other, self)
 
     def __mul__(self, other: Expr | float) -> Expr:
-        return _float_operation("fmul", self, other)
+        return operation("fmul", self, other)
 
     def __truediv__(self, other: Expr | float) -> Expr:
-        return _float_operation("div", self, other)
+        return operation("div", self, other)
 
     @property
     def is_const(self) -> bool:
@@ -101,9 +101,10 @@ class Expr:
         return not self.args
 
 
-def _float_operation(name: str, *args: Expr | float) -> Expr:
-    """Arithmetic of FLOAT values, for formulas that are written out; integers are built by `fusion.ir.integers`."""
-    from fusion.ir.ops import apply
+def operation(name: str, *args: Expr | float) -> Expr:
+    """A primitive of FLOAT or BOOL values, for formulas that are written out, in normal form; integers are built by
+    `fusion.ir.integers`."""
+    from fusion.ir.ops import apply  # which simplifies by what primitives are, whose derivatives are formulas
 
     return apply(name, *(arg if isinstance(arg, Expr) else const(float(arg)) for arg in args))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fusion.ir.expr import ZERO, Expr, Kind
+from fusion.ir.expr import ZERO, Expr, Kind, operation
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
 ATOM = 9
@@ -110,34 +110,28 @@ def _truncating_int(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int64)
 
 
-def _apply(name: str, *args: Expr) -> Expr:
-    from fusion.ir.ops import apply  # which simplifies by this table
-
-    return apply(name, *args)
-
-
 def _where(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
-    return _apply("where", condition, then, otherwise)
+    return operation("where", condition, then, otherwise)
 
 
 def _of_abs(g: Expr, y: Expr, x: Expr) -> Expr:
-    return _where(_apply("flt", ZERO, x), g, _where(_apply("flt", x, ZERO), -g, ZERO))
+    return _where(operation("flt", ZERO, x), g, _where(operation("flt", x, ZERO), -g, ZERO))
 
 
 def _of_extremum(order: str) -> Derivative:
     def derivative(g: Expr, y: Expr, a: Expr, b: Expr) -> tuple[Expr, Expr]:
-        tied, half = _apply("feq", a, b), g * 0.5
-        loses = _apply("flt", a, b) if order == "maximum" else _apply("flt", b, a)
+        tied, half = operation("feq", a, b), g * 0.5
+        loses = operation("flt", a, b) if order == "maximum" else operation("flt", b, a)
         return _where(tied, half, _where(loses, ZERO, g)), _where(tied, half, _where(loses, g, ZERO))
 
     return derivative
 
 
 def _of_power(g: Expr, y: Expr, base: Expr, exponent: Expr) -> tuple[Expr, Expr]:
-    steeper = _apply("pow", base, exponent - 1.0)
-    to_base = _where(_apply("feq", exponent, ZERO), ZERO, g * (exponent * steeper))
-    flat = _apply("and", _apply("feq", base, ZERO), _apply("fle", ZERO, exponent))
-    return to_base, _where(flat, ZERO, g * (y * _apply("log", base)))
+    steeper = operation("pow", base, exponent - 1.0)
+    to_base = _where(operation("feq", exponent, ZERO), ZERO, g * (exponent * steeper))
+    flat = operation("and", operation("feq", base, ZERO), operation("fle", ZERO, exponent))
+    return to_base, _where(flat, ZERO, g * (y * operation("log", base)))
 
 
 def _primitive(
@@ -201,15 +195,15 @@ PRIMITIVES: dict[str, Primitive] = {
     "log": _unary(torch.log, "log({0})", lambda g, y, x: g / x, cost=2),
     "log1p": _unary(torch.log1p, "log1p({0})", lambda g, y, x: g / (x + 1.0), cost=2),
     "expm1": _unary(torch.expm1, "expm1({0})", lambda g, y, x: g * (y + 1.0), cost=2),
-    "sin": _unary(torch.sin, "sin({0})", lambda g, y, x: g * _apply("cos", x), bounded=True, tame=True, cost=3),
-    "cos": _unary(torch.cos, "cos({0})", lambda g, y, x: -(g * _apply("sin", x)), bounded=True, tame=True, cost=3),
+    "sin": _unary(torch.sin, "sin({0})", lambda g, y, x: g * operation("cos", x), bounded=True, tame=True, cost=3),
+    "cos": _unary(torch.cos, "cos({0})", lambda g, y, x: -(g * operation("sin", x)), bounded=True, tame=True, cost=3),
     "tanh": _unary(torch.tanh, "tanh({0})", lambda g, y, x: g * (1.0 - y * y), bounded=True, tame=True, cost=1),
     "sigmoid": _unary(
         torch.sigmoid, "sigmoid({0})", lambda g, y, x: g * y * (1.0 - y),
         mathml="<mrow><mi>σ</mi><mo>(</mo>{0}<mo>)</mo></mrow>", bounded=True, tame=True, cost=1,
     ),
     "erf": _unary(
-        torch.erf, "erf({0})", lambda g, y, x: g * (2 / math.sqrt(math.pi)) * _apply("exp", -(x * x)),
+        torch.erf, "erf({0})", lambda g, y, x: g * (2 / math.sqrt(math.pi)) * operation("exp", -(x * x)),
         bounded=True, tame=True, cost=2,
     ),
     "atan": _unary(torch.atan, "atan({0})", lambda g, y, x: g / (x * x + 1.0), bounded=True, cost=3),
