@@ -57,6 +57,25 @@ def test_forward(target: str, name: str, dtype: str) -> None:
     check(c, plan(c, SETS[target]))
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("causal", "float32"), ("causal", "bfloat16"), ("soft_cap", "bfloat16"), ("left_padded", "float16")],
+)
+@pytest.mark.parametrize("target", SETS)
+def test_keys_in_parts(target: str, name: str, dtype: str) -> None:
+    c = case(name, dtype, 40, 24, group=2)
+    chosen = plan(c, SETS[target])
+    assert chosen.tiling is not None
+    chosen = replace(chosen, tiling=replace(chosen.tiling, keys=64), cuts=True)
+    with quick.compiling_for(chosen):
+        run = quick.kernel(c.spec, chosen, trained=False)
+        assert isinstance(run, Kernel)
+        for n_k in (334, 335):  # two parts, and three
+            operands, sizes = draw(c, SIZES | {"Nk": n_k}, "heads_inside")
+            assert run.choice(sizes).splits > 1
+            assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("target", SETS)
 def test_few_queries(target: str, dtype: str) -> None:
