@@ -10,10 +10,16 @@ from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
 from fusion.planning.cpu_rows import LEAST_PART, part_counts
 from fusion.planning.problem import Problem
-from fusion.planning.tiles import Tiles, cpu_tiles, grid
+from fusion.planning.tiles import ROW_COUNTS, Tiles, cpu_tiles, grid
 
 PIECES = 4
 """Pieces of work per core at most."""
+
+
+def may_cut(cores: int, heads: int, n_q: int, n_k: int, rows: int) -> bool:
+    """Whether so many cores could do with more pieces than `heads` have blocks of rows, and keys are enough for it.
+    rows: of the register tile."""
+    return n_k >= 2 * LEAST_PART and 2 * heads * -(-n_q // (ROW_COUNTS[-1] * rows)) <= PIECES * cores
 
 
 def part_tiles(

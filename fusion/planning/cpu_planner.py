@@ -3,6 +3,7 @@ predicted to take less. Keys are cut into parts where that fills the cores."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu import cpu_time, predict
-from fusion.planning.cpu_parts import part_tiles
+from fusion.planning.cpu_parts import may_cut, part_tiles
 from fusion.planning.cpu_rows import FEW_QUERIES, LEAST_PART, WEIGHED, best_parts, row_time
 from fusion.planning.from_spec import problem_of, tile_times
 from fusion.planning.register_tiles import Target, planes_of, target_of
@@ -74,13 +75,16 @@ class CpuPlanner:
         """The tile of whole keys and 1, or a tile with keys in parts and how many, where that is faster. compiled, cut:
         tiles whose kernels exist, with whole keys and with parts. By the machine's cores, whatever the number of
         threads, since results depend on the parts."""
-        problem, n_k = problem_of(self.spec, sizes), self._extents(sizes)[-3]
+        *batch, n_q, n_k, _, _ = self._extents(sizes)
+        if self.spec.further or not may_cut(self.machine.cores, math.prod(batch), n_q, n_k, self.register_tile[0]):
+            return whole, 1
+        problem = problem_of(self.spec, sizes)
         try:
             tiles = part_tiles(problem, self.machine, self.register_tile)
-        except NoFittingTileError:
+        except NoFittingTileError:  # the largest tile may not fit the cache
             return whole, 1
-        if self.spec.further:
-            return whole, 1
+        keep = tiles["B_c"] == whole[1]
+        tiles = {name: column[keep] for name, column in tiles.items()}
         times = cpu_time(self.machine, problem, tiles, self.register_tile, skip=problem.masked).total
         columns = (tiles[name].tolist() for name in ("B_r", "B_c", "B_s"))
         pieces = [((rows, keys), -(-n_k // size)) for rows, keys, size in zip(*columns, strict=True)]

@@ -18,6 +18,8 @@ Tiles = dict[str, np.ndarray]
 
 MOST_BLOCKS = 200
 """Sizes of one tile variable that a search tries at most."""
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12)
+"""Register tiles of rows that a CPU kernel's tile may have."""
 SEARCHED_WHOLE = (MOST_BLOCKS // 2) ** 2
 """Up to so many queries and keys a search tries every balanced block: a size n has at most 2 sqrt(n) of them."""
 
@@ -68,7 +70,7 @@ def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multipl
     fast level. K and V are read in place, so they do not count against the level. The smallest tile is always legal:
     caches spill, they do not refuse."""
     n_q, n_k = least_multiple(problem.n_q, row_multiple), least_multiple(problem.n_k, col_multiple)
-    rows = sorted({min(n_q, row_multiple * count) for count in (1, 2, 3, 4, 6, 8, 12)})
+    rows = sorted({min(n_q, row_multiple * count) for count in ROW_COUNTS})
     cols = sorted({min(n_k, least_multiple(count, col_multiple)) for count in (64, 128, 256, 512)})
     tiles = grid({"B_r": rows, "B_c": cols, "stages": [1]})
     near = footprint_bytes(problem, tiles["B_r"], tiles["B_c"], 0)

@@ -228,6 +228,12 @@ def test_keys_are_cut_where_blocks_of_rows_do_not_fill_the_cores() -> None:
     assert many.splits >= 16 and many.tile.rows * many.splits >= 64 * 48
 
 
+def test_blocks_that_do_not_fit_the_cache_are_not_weighed() -> None:
+    machine = replace(Machine.detect(), cores=2)
+    wide = CpuPlanner(case("plain", d=1024, d_v=1024).spec, machine)
+    assert wide.choose((1, 1, 500, 4096)).splits == 1
+
+
 def test_further_outputs_keep_whole_keys() -> None:
     c = case("plain")
     sums = FurtherOutput(value=ROW_SUM, dims=("b0", "b1", "i"), dtype="float32")
