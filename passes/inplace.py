@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 
 from fusion.passes import marks, nodes
@@ -130,7 +131,7 @@ def _computed(node: Node, function: torch._ops.OpOverload, of_part: bool) -> tor
         args = (source,)
     written = nodes.value(node)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), enable_python_dispatcher():
             held = function(*torch.fx.node.map_arg(args, nodes.value), **torch.fx.node.map_arg(kwargs, nodes.value))
     except (RuntimeError, TypeError):
         return None

@@ -290,6 +290,14 @@ def impurity() -> Callable[[Node], bool]:
     return impure
 
 
+def erase_unused(graph: Graph, impure: Callable[[Node], bool]) -> None:
+    """Erase pure nodes that nothing uses, in this graph alone. `Graph.eliminate_dead_code` goes into the graphs that
+    calls carry as well, as Dynamo has them, and takes `s.masked_fill_(...)` there for pure (torch 2.13)."""
+    for node in reversed(graph.nodes):
+        if not node.users and not impure(node):
+            graph.erase_node(node)
+
+
 def rules(table: dict[Any, F]) -> Callable[..., Callable[[F], F]]:
     """A decorator that puts a function into a table, for each of what the decorator is given."""
 

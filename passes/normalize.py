@@ -56,7 +56,7 @@ def normalize(
     mark_mutations(traced.graph)
     write_casts(traced.graph)
     _mark_gradients(module, traced)
-    traced.graph.eliminate_dead_code(nodes.impurity())
+    nodes.erase_unused(traced.graph, nodes.impurity())
     write_extrema(traced.graph)
     _mark_stops(traced)
     seed_dropout(traced.graph)

@@ -71,7 +71,7 @@ def rewrite(
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
         results |= _replace(module.graph, sites[number], parts, symbols, emitter, results)
-    module.graph.eliminate_dead_code(impurity())
+    nodes.erase_unused(module.graph, impurity())
     drop_seeds(module.graph)
     module.graph.lint()
     module.recompile()

@@ -80,7 +80,7 @@ def row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
     for origin, wanted in found.items():
         if sum(argument is origin for argument in given) > 1:
             raise Whole  # an operand that is read in two ways
-        for extent in shape(origin) if wanted.is_factor else ():
+        for extent in shape(origin) if wanted.is_factor and nodes.is_tensor(origin) else ():
             symbols.require(extent)
     return found
 
@@ -214,9 +214,19 @@ def _of_view(node: Node, rows: Rows) -> Inputs:
     depending = [dim for dim, place in enumerate(places) if contains(place, row)]
     if not depending and packet(node) in EXPANSIONS:
         return {}
-    if len(depending) != 1:
+    if len(depending) != 1 or depending[0] in _counted(node):
         raise Whole
     return {origin: _digit(shape(origin), depending[0], places[depending[0]], row, rows, bounds)}
+
+
+def _counted(node: Node) -> list[int]:
+    """The dimensions of its input in which a view's arguments count positions, which are others among fewer rows."""
+    args, kind = arguments(node), packet(node)
+    extents = shape(args["self"])
+    if kind not in _POSITIONS or (kind is aten.slice and shape(node) == extents):
+        return []
+    dims = args[_POSITIONS[kind]]
+    return [normalize_dim(dim, len(extents)) for dim in ([dims] if isinstance(dims, int) else dims)]
 
 
 def _digit(extents: tuple[Expr, ...], dim: int, place: Expr, row: Expr, rows: Rows, bounds: integers.Bounds) -> Rows:
@@ -230,3 +240,7 @@ def _digit(extents: tuple[Expr, ...], dim: int, place: Expr, row: Expr, rows: Ro
     if digit is not row or outer is None:
         raise Whole
     return replace(rows, dim=dim, outer=outer, inner=inner)
+
+
+_POSITIONS = {aten.slice: "dim", aten.narrow: "dim", aten.unfold: "dimension", aten.repeat_interleave: "dim",
+              aten.flip: "dims", aten.roll: "dims"}  # fmt: skip

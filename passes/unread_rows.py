@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -86,7 +87,7 @@ def _selected(node: Node) -> Rows | None:
         extent, count = extents[dim], ONE if packet(node) is aten.select else shape(node)[dim]
     except Unsupported:
         return None
-    if not count.is_const or (extent.is_const and 2 * count.integer > extent.integer):
+    if not count.is_const or not count.integer or (extent.is_const and 2 * count.integer > extent.integer):
         return None
     if start < 0 and extent.is_const:
         start = max(start + extent.integer, 0)
@@ -104,7 +105,7 @@ def _rewrite(graph: Graph, read: Mapping[Node, Rows | None], inputs: Mapping[Nod
     mode = detect_fake_mode([nodes.value(node) for node in graph.nodes])
     assert mode is not None
     for node in list(graph.nodes):
-        with graph.inserting_before(node), mode, torch.no_grad():
+        with graph.inserting_before(node), mode, torch.no_grad(), enable_python_dispatcher():
             if (rows := read[node]) is not None:
                 if node.target is operator.getitem and node.args[0] not in made:
                     continue  # several results, made whole
@@ -114,9 +115,8 @@ def _rewrite(graph: Graph, read: Mapping[Node, Rows | None], inputs: Mapping[Nod
                 }
                 made[node] = _of_parts(graph, node, rows, parts, symbols)
             elif node in inputs and (origin := node.all_input_nodes[0]) in made:
-                node.replace_all_uses_with(_selection(graph, node, made[origin]))
-                graph.erase_node(node)
-    graph.eliminate_dead_code(nodes.impurity())
+                _select_all(node, made[origin])
+    nodes.erase_unused(graph, nodes.impurity())
 
 
 def _part(graph: Graph, origin: Node, rows: Rows, symbols: Symbols) -> Node:
@@ -151,13 +151,12 @@ def _of_parts(graph: Graph, node: Node, rows: Rows, parts: Mapping[Node, Node], 
     return made
 
 
-def _selection(graph: Graph, node: Node, part: Node) -> Node:
-    """A slice, or the selection of a row, of a tensor of which no more was made."""
-    if packet(node) is aten.slice:
-        return part
-    made = derived(graph, node, aten.select.int, (part, arguments(node)["dim"], 0))
-    made.meta = {**node.meta, "val": nodes.value(made)}
-    return made
+def _select_all(node: Node, part: Node) -> None:
+    """Let a slice, or the selection of a row, be of a tensor of which no more was made."""
+    dim = arguments(node)["dim"]
+    node.args, node.kwargs = (part, dim, 0, END) if packet(node) is aten.slice else (part, dim, 0), {}
+    target: Any = node.target
+    node.meta["val"] = target(*map_arg(node.args, nodes.value))
 
 
 def _causal(graph: Graph, node: Node, rows: Rows) -> Node:

@@ -218,10 +218,10 @@ def _reduction(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     extent, at = shape[dim], list(replay.further(index))
     if not args.get("keepdim"):
         at.insert(dim, replay.zero)
-    if (first := _first_of_keys(replay.region, origin, dim)) is not None:
-        at[dim] = _columns(replay.region, first, extent, rank)
-    elif is_contraction(node):  # of a product that is written as a sum
+    if is_contraction(node) and node is not replay.region.anchor:  # of Q and K, written as a sum
         at[dim] = replay.region.positions(extent).view([1] * rank + [-1])
+    elif (first := _first_of_keys(replay.region, origin, dim)) is not None:
+        at[dim] = _columns(replay.region, first, extent, rank)
     elif extent <= 64:
         at[dim] = torch.arange(extent).view([1] * rank + [-1])
     else:

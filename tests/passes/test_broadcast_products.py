@@ -63,6 +63,14 @@ FUSED = [scores_by_a_sum, kept_dimension, features_in_front, scores_by_vecdot, v
          keys_of_all_heads, exponentials_by_einsums, sum_of_exponentials_by_an_einsum]  # fmt: skip
 
 
+@pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)
+def test_is_fused_with_as_many_keys_as_columns(function):
+    """A sum over columns, of which validation takes a few, is then as long as one over keys."""
+    q, k, v = (torch.randn(3, 2, 8, 8) for _ in range(3))
+    (site,) = as_exact_as_eager(function, [q, k, v, torch.arange(8) < torch.tensor([[8], [5], [1]])])
+    assert site.fused, site.refusal
+
+
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)

@@ -100,6 +100,40 @@ def test_numbers_of_a_module(dynamic):
     assert_as_exact_as_eager(*results)
 
 
+def masked_in_place(q, k, v):
+    s = q @ k.mT
+    s.masked_fill_(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
+    return torch.nan_to_num(s.softmax(-1)) @ v
+
+
+def written_as_a_function(q, k, v):
+    s = q @ k.mT
+    F.relu(s, inplace=True)
+    return torch.nan_to_num(s.softmax(-1)) @ v
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("body", [masked_in_place, written_as_a_function])
+def test_writes_in_a_part_that_is_not_fused_stay(body, beside):
+    """Weights whose NaN become 0 are not fused in training. beside: whether something else in the graph is."""
+    torch._dynamo.reset()
+    given = [torch.randn(2, 3, 40, 16, requires_grad=True) for _ in range(3)]
+    wide = [x.detach().double().requires_grad_() for x in given]
+
+    def function(q, k, v):
+        out = checkpoint(body, q, k, v, use_reentrant=False)
+        return out + Scaled()(q, k, v) if beside else out
+
+    with fusion.collect_reports() as reports:
+        compiled = torch.compile(function, backend="fusion", options={"inner": "eager"})
+        results = [
+            (out := run(*inputs), *torch.autograd.grad(out.square().sum(), inputs))
+            for run, inputs in ((compiled, given), (function, given), (function, wide))
+        ]
+    assert [(report.fused, len(report.sites)) for report in reports] == [(int(beside), 1 + beside)]
+    assert_as_exact_as_eager(*results)
+
+
 def test_a_call_outside_of_a_trace_is_refused():
     x = torch.randn(3, 4, requires_grad=True)
     module = captured(function, x)

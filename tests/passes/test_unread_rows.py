@@ -72,6 +72,9 @@ READS = {
     "behind a view": (lambda x: x.transpose(0, 1)[-1], 1),
     "of flattened rows": (lambda x: x.flatten(0, 1).softmax(-1).unflatten(0, x.shape[:2])[:, 3], 1),
     "twice": (lambda x: x[:, 0] + x[:, 0].exp(), 1),
+    "of a slice": (lambda x: x[:, :10].tanh()[:, 3], 10),
+    "behind a slice of all": (lambda x: x[:, :, 8:].repeat(1, 1, 2)[:, 3, :D], 1),
+    "of windows of a slice": (lambda x: x[:, 10:].reshape(-1, 2, 5, D)[:, :, 1], 10),
 }
 
 
@@ -132,6 +135,18 @@ def test_one_graph_serves_all_lengths():
     assert len(reports) == 1 and rows_of(reports)[1] == 1
 
 
+def pulled_towards(x):
+    return torch.lerp(x, x.exp(), x[:, :, :1].sigmoid())[:, 3]
+
+
+def test_sizes_may_be_dynamic_where_torch_computes_shapes_in_python():
+    model, x = Model(pulled_towards, causal), torch.randn(2, N, D)
+    with torch.no_grad():
+        actual, reports = compiled(model, x, inner="eager", dynamic=True)
+        assert_as_exact_as_eager(actual, model(x), copy.deepcopy(model).double()(x.double()))
+    assert rows_of(reports)[1] == 1
+
+
 def in_place(x):
     x = x * 1
     x[:, 1:].mul_(x[:, :1])
@@ -159,6 +174,9 @@ WHOLE = {
     "every other row": Model(lambda x: x[:, ::2].sum(1)),
     "a norm over rows": Model(lambda x: F.normalize(x, dim=1)[:, 0]),
     "an operation of rows": Model(lambda x: x.cumsum(1)[:, -1]),
+    "windows of a piece": Model(lambda x: x.chunk(2, 1)[1].reshape(-1, 2, 5, D)[:, :, 1].sum(1)),
+    "repeated": Model(lambda x: x.repeat_interleave(2, 1, output_size=2 * N)[:, 6:8].sum(1)),
+    "none": Model(lambda x: x[:, :0].sum(1)),
     "turned around": Model(lambda x: x.flip(1)[:, 0]),
     "written to": Model(in_place),
     "chosen at run time": Model(lambda x: x[torch.arange(2), x[:, 0].argmax(-1) % N]),
