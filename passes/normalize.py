@@ -77,7 +77,7 @@ def _trace(
     def run():  # without annotations: the graph would have them, as text, and no key in AOTAutograd's cache
         values = placed(fakes, mode)
         with torch.fx.traceback.preserve_node_meta():
-            return _Retrace(outlined, bodies, sealed).run(*values)
+            return _Retrace(outlined, Checkpoints(outlined, bodies), sealed).run(*values)
 
     # Activation checkpointing counts what autograd saves: not what it saves for this trace.
     with mode, torch.autograd.graph.saved_tensors_hooks(_same, _same):
@@ -89,12 +89,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Retrace(KnowingItems):
-    """Runs Dynamo's graph; torch's fused encoder modules run as the operations they stand for."""
+    """Runs Dynamo's graph, or a part of it; torch's fused encoder modules run as the operations they stand for.
+    checkpoints: of the whole graph."""
 
-    def __init__(self, module: GraphModule, bodies: Mapping[str, GraphModule], sealed: bool):
+    def __init__(self, module: GraphModule, checkpoints: Checkpoints, sealed: bool):
         super().__init__(module)
-        self.bodies, self.sealed = bodies, sealed
-        self.checkpoints = Checkpoints(module, bodies)
+        self.checkpoints, self.sealed = checkpoints, sealed
         self.repeats = Repeats()
 
     def run_node(self, n: Node) -> Any:
@@ -127,7 +127,7 @@ class _Retrace(KnowingItems):
             body = self.fetch_attr(target)
             if self.sealed or not traces_through(body.graph):
                 return record(body, args)
-            result = vmap.through(_Retrace(body, self.bodies, self.sealed), args)
+            result = vmap.through(_Retrace(body, self.checkpoints, self.sealed), args)
             self.repeats.note(result)
             return result
         return super().call_module(target, args, kwargs)

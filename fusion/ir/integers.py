@@ -163,7 +163,7 @@ def floordiv(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS
     if divisor.op == "const" and value.op == "const":
         return integer(value.integer // divisor.integer)
     quotient, rest = _split(value, divisor)
-    if is_below(rest, divisor, bounds):
+    if rest is integer(0) or is_below(rest, divisor, bounds):
         return quotient
     if rest.op == "floordiv":
         rest = floordiv(rest.args[0], mul(rest.args[1], divisor), bounds)
@@ -180,7 +180,7 @@ def mod(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> 
     if divisor.op == "const" and value.op == "const":
         return integer(value.integer % divisor.integer)
     _, rest = _split(value, divisor)
-    if is_below(rest, divisor, bounds):
+    if rest is integer(0) or is_below(rest, divisor, bounds):
         return rest
     if rest.op == "mod" and _split(rest.args[1], divisor)[1] is integer(0):
         return mod(rest.args[0], divisor, bounds)

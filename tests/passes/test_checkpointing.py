@@ -134,6 +134,19 @@ def test_writes_in_a_part_that_is_not_fused_stay(body, beside):
     assert_as_exact_as_eager(*results)
 
 
+def test_a_checkpointed_part_beside_a_vmap():
+    """Whose part of the graph has no checkpointed one."""
+    given = [torch.randn(2, 3, 20, 16) for _ in range(3)]
+
+    def function(q, k, v):
+        return torch.vmap(torch.vmap(Scaled()))(checkpoint(Scaled(), q, k, v, use_reentrant=False), k, v)
+
+    with torch.no_grad(), fusion.collect_reports() as reports:
+        actual = torch.compile(function, backend="fusion", options={"inner": "eager", "strict": True})(*given)
+        assert_as_exact_as_eager(actual, function(*given), function(*(x.double() for x in given)))
+    assert [report.fused for report in reports] == [2]
+
+
 def test_a_call_outside_of_a_trace_is_refused():
     x = torch.randn(3, 4, requires_grad=True)
     module = captured(function, x)

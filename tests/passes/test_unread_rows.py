@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusion
 from tests.models.build import build
@@ -145,6 +146,19 @@ def test_sizes_may_be_dynamic_where_torch_computes_shapes_in_python():
         actual, reports = compiled(model, x, inner="eager", dynamic=True)
         assert_as_exact_as_eager(actual, model(x), copy.deepcopy(model).double()(x.double()))
     assert rows_of(reports)[1] == 1
+
+
+def test_as_many_heads_as_sequences():
+    """Torch writes one of the two dimensions of the product as s * s // s."""
+
+    def function(q, k, v, w):
+        return (checkpoint(by_hand, q, k, v, use_reentrant=False) @ w)[:, :, 3].tanh()
+
+    given = *(torch.randn(2, 2, N, 8) for _ in range(3)), torch.randn(8, 5)
+    with torch.no_grad():
+        actual, reports = compiled(function, *given, inner="eager", dynamic=True)
+        assert_as_exact_as_eager(actual, function(*given), function(*(x.double() for x in given)))
+    assert reports[0].fused == 1
 
 
 def in_place(x):

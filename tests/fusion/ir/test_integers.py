@@ -78,6 +78,11 @@ def test_a_reshape_and_back_is_the_coordinate():
     assert integers.add(integers.mul(W, quotient), rest) is Z
 
 
+def test_a_quotient_without_a_rest_is_the_factor():
+    assert integers.floordiv(integers.mul(H, H), H) is H
+    assert integers.mod(integers.mul(H, W), W) is integers.integer(0)
+
+
 def test_equal_polynomials_are_one_object():
     assert integers.mul(integers.add(X, 1), integers.add(Y, 2)) is integers.add(integers.mul(X, Y), Y, X, X, 2)
 
