@@ -120,6 +120,7 @@ class AttentionKernel(OverlappingKernel):
         self._end(item)
 
     def _part_of_item(self, parts: TileParts, top: Scope, piece: Value) -> None:
+        """The keys of one part; whoever is the last of an item goes on with the sums of all."""
         b, mask, (number, part) = self.b, self.spec.mask, parts.piece(piece)
         item, cut = self._begin(top, number, part), parts.cut()
         low, high = parts.keys(part, *self._item_keys(item))
