@@ -143,8 +143,8 @@ def check(seed, dynamic=False):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_random_functions_compute_what_is_read(dynamic):
-    left_out = sum(check(seed, dynamic) for seed in range(30))
-    assert left_out > 4
+    left_out = sum(check(seed, dynamic) for seed in range(18))
+    assert left_out > 2
 
 
 @pytest.mark.long
