@@ -106,12 +106,9 @@ class _RowKernel(KernelFunction):
         self.outputs, self.maxima, self.totals = self._areas(record)
 
     def _areas(self, record: Value) -> tuple[Value, Value, Value]:
-        starts = 0, self.e_padded, self.e_padded + self.lanes
-        hints = "outputs", "maxima", "totals"
-        outputs, maxima, totals = (
-            self.b.at(record, MOST_ROWS * n, "f32", hint) for n, hint in zip(starts, hints, strict=True)
-        )
-        return outputs, maxima, totals
+        """Where outputs, maxima and totals lie in a record."""
+        maxima = self.b.at(record, MOST_ROWS * self.e_padded, "f32", "maxima")
+        return record, maxima, self.b.at(maxima, MOST_ROWS * self.lanes, "f32", "totals")
 
     def _sums(self, record: Value, r: Value) -> Sums:
         """Of row r, in a record."""

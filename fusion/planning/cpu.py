@@ -244,8 +244,8 @@ def _cache_traffic(
     machine: Machine, kernel: _Kernel, tile: tuple[int, int], taken: np.ndarray, n_k: float
 ) -> tuple[np.ndarray, np.ndarray, float, float]:
     """(bytes of scores and weights that each set moves between the first and the second cache, those of K and V, those
-    of its Q and output for each block of keys; share of K and V that comes from beyond). n_k: of a
-    head or a part."""
+    of its Q and output for each block of keys; share of K and V that comes from beyond). n_k: keys of a head, or
+    of a part."""
     (rows, keys), step, dims = tile, kernel.row_step, kernel.d + kernel.e
     nearest, second = (level.capacity for level in machine.levels[:2])
     scores, block = step * keys * (kernel.score + kernel.staged), keys * dims * kernel.size
