@@ -6,7 +6,7 @@ others; the call around them stays as it is, so that the inner compiler recomput
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +91,13 @@ class KnowingItems(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
+def _is_shared(value: Any, results: Sequence[Any]) -> bool:
+    """Whether one of the results is this tensor, or a view of its memory."""
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(result, torch.Tensor) and torch._C._is_alias_of(value, result) for result in results
+    )
+
+
 class Checkpoints:
     """Runs the calls of one graph's checkpointed graphs while it is traced again: each stays one call."""
 
@@ -112,6 +119,8 @@ class Checkpoints:
         tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
         proxies = tree_map(tracer.unwrap_proxy, (body, *given))
         call = tracer.create_proxy("call_function", tag_activation_checkpoint, proxies, kwargs)
+        shared = [proxy.node for value, proxy in zip(given, proxies[1:], strict=True) if _is_shared(value, result)]
+        marks.aliases.set(call.node, tuple(shared))
         if not any(map(dtensor.is_dtensor, result)):
             return track_tensor_tree(result, call, constant=None, tracer=tracer)
         # One by one: of DTensors that are not tracked yet, torch cannot note a copy.

@@ -189,16 +189,19 @@ MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_a
 """Operations that return their input where they can and copy it where they must."""
 
 
-def _is_view(node: Node) -> bool:
-    target = node.target
+def _shared(node: Node) -> list[Node]:
+    """The inputs whose memory a node may share."""
+    target, inputs = node.target, node.all_input_nodes
     if node.op not in ("call_function", "call_method"):
-        return False
+        return []
+    if marks.aliases.on(node):
+        return list(marks.aliases(node))
     if not isinstance(target, torch._ops.OpOverload):
-        return True  # getitem and the like: assume it aliases
+        return inputs  # getitem and the like: assume it aliases
     kind = nodes.packet(node)
-    if kind in (aten.to, aten._to_copy) and nodes.dtype(node) is not nodes.dtype(node.all_input_nodes[0]):
-        return False  # another dtype: a copy
-    return _returns_alias(target) or kind in MAYBE_ALIAS
+    if kind in (aten.to, aten._to_copy) and nodes.dtype(node) is not nodes.dtype(inputs[0]):
+        return []  # another dtype: a copy
+    return inputs[:1] if _returns_alias(target) or kind in MAYBE_ALIAS else []
 
 
 @functools.cache
@@ -215,15 +218,12 @@ def may_copy(node: Node) -> bool:
 
 def _family(node: Node) -> set[Node]:
     """Every node that may share memory with this one."""
-    root = node
-    while _is_view(root) and root.all_input_nodes:
-        root = root.all_input_nodes[0]
-    family, stack = {root}, [root]
+    family, stack = {node}, [node]
     while stack:
-        for user in stack.pop().users:
-            if user not in family and _is_view(user) and user.all_input_nodes[0] in family:
-                family.add(user)
-                stack.append(user)
+        here = stack.pop()
+        near = {*_shared(here), *(user for user in here.users if here in _shared(user))} - family
+        family |= near
+        stack += near
     return family
 
 
@@ -249,7 +249,7 @@ def changes(passed: Iterable[Node], anchor: Node | None) -> bool:
     return any(anchor is None or by < anchor for by in later)
 
 
-def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, int]) -> bool:
+def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, float]) -> bool:
     """Whether after the write the memory is read through `target`, the write's result and views made later only."""
     own = {target, write}
     for node in sorted(family, key=position.__getitem__):

@@ -41,6 +41,9 @@ stop_gradient = Mark[bool]("stop_gradient", False)
 mutations = Mark[tuple[Node, ...]]("mutations", ())
 """The nodes that change this node's memory in place."""
 
+aliases = Mark[tuple[Node, ...]]("aliases", ())
+"""Of a checkpointed part: the arguments that it returns, or returns views of."""
+
 attention_root = Mark[bool]("attention_root", False)
 """Whether a fused attention will take this node's place."""
 

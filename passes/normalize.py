@@ -7,7 +7,7 @@ placeholders are carried over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ from fusion.refusals import Ground
 
 aten = torch.ops.aten
 
+_SILENT = (aten.atleast_1d, aten.atleast_2d, aten.atleast_3d, aten.broadcast_tensors, aten.cartesian_prod,
+           aten.chain_matmul, aten.conj_physical, aten.meshgrid, aten.sum_to_size)  # fmt: skip
+"""Operations that may return their input, or views of it, of which their schemas say nothing. They are traced as the
+operations that they call."""
+_CALLED: dict[Any, Callable[..., Any]] = {
+    overload: overload.decompose for packet in _SILENT for overload in map(packet.__getattr__, packet.overloads())
+}
 _EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
 _DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS | varlen.DECOMPOSITIONS
 
@@ -49,9 +56,9 @@ def normalize(
     _refuse_fake_constants(traced)
     carry_placeholders(module, traced)
     dtensor.mark(traced.graph)
+    drop_inactive_dropout(traced.graph)
     write_to_the_whole(traced.graph)
     make_functional(traced.graph)
-    drop_inactive_dropout(traced.graph)
     drop_settled_assertions(traced.graph)
     mark_mutations(traced.graph)
     write_casts(traced.graph)
@@ -81,7 +88,7 @@ def _trace(
 
     # Activation checkpointing counts what autograd saves: not what it saves for this trace.
     with mode, torch.autograd.graph.saved_tensors_hooks(_same, _same):
-        return make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
+        return make_fx(run, _CALLED, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,11 +163,13 @@ def _refuse_fake_constants(traced: GraphModule) -> None:
             )
 
 
-_DROPOUTS = (aten.dropout, aten.feature_dropout, aten.dropout_, aten.feature_dropout_)
+_DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout,
+             aten.dropout_, aten.feature_dropout_, aten.alpha_dropout_, aten.feature_alpha_dropout_)  # fmt: skip
 
 
 def drop_inactive_dropout(graph: torch.fx.Graph) -> None:
-    """Remove dropout in eval mode and with p = 0, which FX would otherwise keep alive as a random operation."""
+    """Remove dropout in eval mode and with p = 0: it returns its input itself, through which others may write, and FX
+    would otherwise keep it alive as a random operation."""
     for node in list(graph.nodes):
         if node.op != "call_function" or nodes.packet(node) not in _DROPOUTS:
             continue

@@ -42,7 +42,7 @@ class Given:
     def made(self) -> FakeTensor:
         """The value, in the running trace."""
         with untraced():
-            value = self.mode.from_tensor(self.recorded, static_shapes=True)
+            value = self.mode.from_tensor(_by_itself(self.recorded), static_shapes=True)
         set_proxy_slot(value, self.tracer, _ProxyTensor(Proxy(self.node, self.tracer), None))
         return value
 
@@ -73,7 +73,15 @@ def _of_mode(mode: FakeTensorMode, fake: Any, source: ConstantSource) -> Any:
     """Tensors whose sizes are known are made where a call asks for them."""
     if nodes.is_nested(fake):
         return nested.alike(fake, mode)
-    return mode.from_tensor(fake, source=source) if isinstance(fake, torch.Tensor) and not _is_known(fake) else fake
+    made = isinstance(fake, torch.Tensor) and not _is_known(fake)
+    return mode.from_tensor(_by_itself(fake), source=source) if made else fake
+
+
+def _by_itself(fake: torch.Tensor) -> torch.Tensor:
+    """A tensor that is no view: torch would not take one of what is written to out of the mode that it was made in."""
+    if type(fake) is not FakeTensor or not fake._is_view():
+        return fake
+    return fast_detach(fake.fake_mode, fake).requires_grad_(fake.requires_grad)
 
 
 def placed(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
