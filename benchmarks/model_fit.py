@@ -38,7 +38,7 @@ from fusion.ir.ops import apply, where
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import Costs, cpu_counts
 from fusion.planning.cpu_planner import CpuPlanner
-from fusion.planning.from_spec import problem_of, tile_times
+from fusion.planning.from_spec import problem_of
 from fusion.planning.register_tiles import Target, target_of
 
 
@@ -221,13 +221,14 @@ def main() -> None:
     rows, counted = [], []
     for dtype, shape in itertools.product(arguments.dtype, shapes):
         spec = specification(shape, dtype)
-        tilings, times = tilings_for(spec, target), tile_times(spec, machine)
+        tilings = tilings_for(spec, target)
         share = arguments.seconds / len(shapes) / len(arguments.dtype)
         multiples = target.register_tile(tilings[0].planes)
-        tile = Kernel(spec, tilings, target, CpuPlanner(spec, machine, times, multiples)).choice(shape.sizes).tile
+        planner = CpuPlanner(spec, machine, register_tile=multiples)
+        tile = Kernel(spec, tilings, target, planner).choice(shape.sizes).tile
         chosen = tile.rows, tile.keys
         found = measure(shape, dtype, tilings[0], target, chosen, share)
-        predicted = times(shape.sizes, multiples, list(found))
+        predicted = planner.tile_times(shape.sizes, list(found))
         rows.append(report(shape, dtype, found, chosen, {tile: predicted[tile] for tile in found}))
         problem, clock = problem_of(spec, shape.sizes), machine.clock or 2.5e9
         for tile, seconds in found.items():

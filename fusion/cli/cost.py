@@ -218,7 +218,7 @@ def _symbolic(arguments: argparse.Namespace) -> int:
         print()
     print("lower bounds (orders; constant 1)")
     for bound in BOUNDS.values():
-        print(f"  {bound()}")
+        print(f"  {bound}")
     return 0
 
 

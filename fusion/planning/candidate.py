@@ -24,6 +24,7 @@ class Candidate:
     reason: why it cannot be used, if so.
     needed: what its smallest tile needs then, elements.
     share: s, the live share that io is counted with.
+    resources: seconds that each is busy.
     """
 
     schedule: str

@@ -14,13 +14,23 @@ from fusion.planning import bounds
 from fusion.planning.candidate import Candidate, Given
 from fusion.planning.compiled import Counts, counts
 from fusion.planning.cpu import cpu_time
-from fusion.planning.cpu_parts import part_tiles
-from fusion.planning.cpu_rows import FEW_QUERIES, row_tiles, row_time
+from fusion.planning.cpu_rows import FEW_QUERIES, row_time
 from fusion.planning.least_io import least_io
 from fusion.planning.optimum import snapped_tile
 from fusion.planning.problem import Problem
 from fusion.planning.schedules import schedule
-from fusion.planning.tiles import SEARCHED_WHOLE, Tile, Tiles, cpu_tiles, gpu_tiles, grid, pick, sizes_of
+from fusion.planning.tiles import (
+    SEARCHED_WHOLE,
+    Tile,
+    Tiles,
+    cpu_tiles,
+    gpu_tiles,
+    grid,
+    part_tiles,
+    pick,
+    row_tiles,
+    sizes_of,
+)
 from fusion.planning.timing import Times, gpu_time, shares_of, streaming_time
 
 
@@ -96,34 +106,32 @@ def _tiles_and_times(
     problem: Problem, machine: Machine, name: str, multiples: tuple[int, int], features: int, given: Given
 ) -> tuple[Tiles, Times]:
     fixed, chosen = dict(given), schedule(name)
-    modelled = chosen.query_stationary and chosen.runs_on(machine.kind)
-    few = fixed["B_r"] == 1 if "B_r" in fixed else problem.n_q <= FEW_QUERIES
-    if machine.kind == "cpu" and modelled and "B_s" in chosen.tile and not few:
-        tiles = part_tiles(problem, machine, multiples, fixed)
-        return tiles, cpu_time(machine, problem, tiles, multiples, skip=problem.masked)
-    if machine.kind == "cpu" and modelled and "B_s" in chosen.tile:
-        tiles = row_tiles(problem, machine, fixed.get("B_s"))
-        splits = np.ceil(max(1, problem.n_k) / tiles["B_s"])
-        return tiles, row_time(machine, problem, splits, ragged=problem.masked)
-    if machine.kind == "cpu" and modelled and fixed.get("B_r") == 1:
-        times = row_time(machine, problem, np.ones(1), ragged=problem.masked)
-        return grid({"B_r": [1], "B_c": [fixed["B_c"]], "stages": [1]}), times
+    cut, modelled = "B_s" in chosen.tile, chosen.query_stationary and chosen.runs_on(machine.kind)
     if machine.kind == "cpu" and modelled:
-        tiles = cpu_tiles(problem, machine, *multiples)
-        if fixed:
-            tiles = grid({"B_r": [fixed["B_r"]], "B_c": [fixed["B_c"]], "stages": [1]})
-        return tiles, cpu_time(machine, problem, tiles, multiples, skip=chosen.skips)
+        by_rows = fixed["B_r"] == 1 if "B_r" in fixed else cut and problem.n_q <= FEW_QUERIES
+        if cut:
+            tiles = row_tiles(problem, machine, fixed) if by_rows else part_tiles(problem, machine, multiples, fixed)
+        else:
+            tiles = cpu_tiles(problem, machine, *multiples, fixed)
+        if by_rows:
+            return tiles, row_time(machine, problem, _splits(problem, tiles), ragged=problem.masked)
+        return tiles, cpu_time(machine, problem, tiles, multiples, skip=problem.masked if cut else chosen.skips)
     if machine.kind == "gpu" and modelled:
         tiles = _of_size(problem, machine, fixed) if fixed else gpu_tiles(problem, machine)
-        tiles = _with_splits(tiles, problem, machine, fixed.get("B_s")) if "B_s" in chosen.tile else tiles
-        splits = np.ceil(max(1, problem.n_k) / tiles["B_s"]) if "B_s" in chosen.tile else 1
+        tiles = _with_splits(tiles, problem, machine, fixed.get("B_s")) if cut else tiles
         shares = shares_of(problem, tiles) if chosen.skips else np.ones(len(tiles["B_r"]))
-        return tiles, gpu_time(machine, problem, tiles, shares, splits)
+        return tiles, gpu_time(machine, problem, tiles, shares, _splits(problem, tiles))
     tile = _least_io(name, problem, machine.fast_elements(problem.dtype), features)
     tiles = {key: np.array([size]) for key, size in tile.items()}
     share = problem.live_share(tile["B_r"], tile["B_c"]) if chosen.skips else 1.0
     result = _counts(name, problem, machine, tile, share, features)
     return tiles, streaming_time(machine, problem, result, len(chosen.phases))
+
+
+def _splits(problem: Problem, tiles: Tiles) -> np.ndarray:
+    """Into how many parts tiles cut the keys."""
+    n_k = max(1, problem.n_k)
+    return np.ceil(n_k / tiles.get("B_s", np.array([n_k])))
 
 
 @functools.lru_cache(maxsize=4096)

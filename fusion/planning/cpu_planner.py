@@ -16,10 +16,10 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu import cpu_time, predict
-from fusion.planning.cpu_parts import may_cut, part_tiles
-from fusion.planning.cpu_rows import FEW_QUERIES, LEAST_PART, WEIGHED, best_parts, row_time
-from fusion.planning.from_spec import problem_of, tile_times
+from fusion.planning.cpu_rows import FEW_QUERIES, WEIGHED, best_parts, row_time
+from fusion.planning.from_spec import problem_of
 from fusion.planning.register_tiles import Target, planes_of, target_of
+from fusion.planning.tiles import LEAST_PART, cpu_tiles, may_cut, part_tiles
 
 WORTH_ALL_HEADS = 12
 """Rows from which on a kernel that mixes heads, which packs K and V of all of them for a block of 48 rows, is as fast
@@ -31,19 +31,20 @@ WORTH_CUTTING = 0.9
 """Share of the time with whole keys that parts have to stay below."""
 
 Pair = tuple[int, int]
-TileTimes = Callable[[Sequence[int], Pair, Collection[Pair]], Mapping[Pair, float]]
-"""(values of the spec's sizes, register tile, tiles) -> predicted seconds of these (B_r, B_c) and other good ones."""
+TileTimes = Callable[[Sequence[int], Collection[Pair]], Mapping[Pair, float]]
+"""(values of the spec's sizes, tiles) -> predicted seconds of these (B_r, B_c) and other good ones."""
 
 
 class CpuPlanner:
-    """The choices of a spec on a CPU. times: the cost model. register_tile: (rows, keys), of which tiles are."""
+    """The choices of a spec on a CPU. times: in place of the cost model. register_tile: (rows, keys), of which tiles
+    are."""
 
     def __init__(
         self, spec: AttentionSpec, machine: Machine, times: TileTimes | None = None, register_tile: Pair | None = None
     ):
         unit = target_of(machine)
         self.spec, self.machine, self.lanes = spec, machine, unit.lanes
-        self.times = times or tile_times(spec, machine)
+        self.times = times or self.tile_times
         self.register_tile = register_tile or unit.register_tile(planes_of(spec, unit))
         self.schedule = query_stationary(spec)
         self._extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
@@ -58,7 +59,7 @@ class CpuPlanner:
         if by_rows is not None and n_q <= FEW_QUERIES:
             return by_rows
         compiled = {(choice.tile.rows, choice.tile.keys) for choice in made if choice.splits == 1}
-        seconds = dict(self.times(sizes, self.register_tile, [tile for tile in compiled if tile[0] > 1]))
+        seconds = dict(self.times(sizes, [tile for tile in compiled if tile[0] > 1]))
         if by_rows is not None:
             seconds[1, self.lanes] = self._seconds(by_rows, sizes)
         rows, keys = _cheapest(seconds, compiled)
@@ -94,27 +95,28 @@ class CpuPlanner:
         made = {(tile, parts) for tile, parts in seconds if tile in (compiled if parts == 1 else cut)}
         return _cheapest(seconds, made)
 
+    def tile_times(self, sizes: Sequence[int], more: Collection[Pair] = ()) -> dict[Pair, float]:
+        """The predicted seconds of these and of every legal tile (B_r, B_c), on as many threads as torch uses."""
+        problem, here = problem_of(self.spec, sizes), with_cores(self.machine, torch.get_num_threads())
+        legal = cpu_tiles(problem, here, *self.register_tile)
+        pairs = zip(legal["B_r"].tolist(), legal["B_c"].tolist(), strict=True)
+        return predict(here, problem, dict.fromkeys([*more, *pairs]), self.register_tile)
+
     def _by_rows(self, extents: tuple[int, ...], sizes: Sequence[int]) -> Choice:
-        """The choice row by row."""
-        *_, n_k, _, _ = extents
-        parts = self._parts_of(extents, sizes)
+        """The choice row by row. Keys are cut by the machine's cores, so that results do not depend on the number of
+        threads. Parts are looked at once for all lengths of a kind, so that a cache that grows is not planned anew with
+        every token."""
+        *others, n_k, d, d_v = extents
+        key = (*others, n_k // LEAST_PART, d, d_v)
+        if (parts := self._parts.get(key)) is None:
+            ragged = self.spec.mask is not None and self.spec.mask.skips
+            parts = self._parts[key] = best_parts(self.machine, problem_of(self.spec, sizes), ragged=ragged)
         return rows_choice(self.schedule if parts == 1 else "split_k", self.lanes, n_k, parts)
 
     def _seconds(self, by_rows: Choice, sizes: Sequence[int]) -> float:
         """Predicted seconds row by row."""
         machine, parts = with_cores(self.machine, torch.get_num_threads()), np.array([by_rows.splits])
         return float(row_time(machine, problem_of(self.spec, sizes), parts, ragged=False).total[0])
-
-    def _parts_of(self, extents: tuple[int, ...], sizes: Sequence[int]) -> int:
-        """Into how many parts the keys of a call with few queries are cut: by the machine's cores, so that results do
-        not depend on the number of threads. Looked at once for all lengths of a kind, so that a cache that grows is
-        not planned anew with every token."""
-        *others, n_k, d, d_v = extents
-        key = (*others, n_k // LEAST_PART, d, d_v)
-        if (found := self._parts.get(key)) is None:
-            ragged = self.spec.mask is not None and self.spec.mask.skips
-            found = self._parts[key] = best_parts(self.machine, problem_of(self.spec, sizes), ragged=ragged)
-        return found
 
 
 def _cheapest(seconds: Mapping[Any, float], compiled: Collection) -> Any:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
 from fusion.planning.problem import Problem
 from fusion.planning.register_tiles import target_of
-from fusion.planning.tiles import Tiles, grid
+from fusion.planning.tiles import part_counts
 from fusion.planning.timing import Times
 
 FEW_QUERIES = 8
@@ -26,9 +25,6 @@ WEIGHED = 32
 
 MOST_ROWS = 8
 """Rows that share keys in a piece of work."""
-
-LEAST_PART = 512
-"""Keys of a part at least."""
 
 VECTOR, PAIR_VECTOR = 1.1, 0.55
 """Cycles of the stated clock for a vector of K or V and a row; the second where rows share keys and bfloat16 is
@@ -100,21 +96,6 @@ def _items(problem: Problem) -> tuple[int, int, int]:
     kv_heads = max(1, problem.batch) * max(1, problem.heads_kv)
     rows = max(1, problem.problems * problem.n_q // kv_heads)
     return kv_heads, rows, kv_heads * -(-rows // MOST_ROWS)
-
-
-def row_tiles(problem: Problem, machine: Machine, size: int | None = None) -> Tiles:
-    """A row against a vector of keys, in every number of parts, or parts of a size. Raises NoFittingTileError."""
-    if problem.training:
-        raise NoFittingTileError("CPU kernels cut keys into parts without training")
-    sizes = [size] if size is not None else [-(-max(1, problem.n_k) // count) for count in part_counts(problem.n_k)[1:]]
-    if not sizes:
-        raise NoFittingTileError(f"parts of at least {LEAST_PART} keys: {problem.n_k} keys are too few to be cut")
-    return grid({"B_r": [1], "B_c": [machine.lanes()], "stages": [1], "B_s": sizes})
-
-
-def part_counts(n_k: int) -> list[int]:
-    """The numbers of parts that are weighed: powers of two."""
-    return [1 << power for power in range(max(1, n_k // LEAST_PART).bit_length())]
 
 
 def best_parts(machine: Machine, problem: Problem, *, ragged: bool) -> int:

@@ -1,10 +1,10 @@
-"""The problem that the planner sees in an `AttentionSpec` at given sizes, and what it predicts for the CPU kernel."""
+"""The problem that the planner sees in an `AttentionSpec` at given sizes."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,10 +16,7 @@ from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.sizes import size_value
 from fusion.ir.traffic import stored_bytes
-from fusion.machine import Machine, with_cores
-from fusion.planning.cpu import predict
 from fusion.planning.problem import Problem
-from fusion.planning.tiles import cpu_tiles
 
 _SAMPLES = 256
 
@@ -65,23 +62,6 @@ def _stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mappin
     """Mean bytes of an element of k and v in memory; 0 where both are stored as they are multiplied, in no table."""
     as_is = not spec.tables and all(spec.values[n] is None and spec.operands[n] not in spec.stored for n in (1, 2))
     return 0 if as_is else stored_bytes(spec, d, d_v, n_k, sizes)
-
-
-def tile_times(
-    spec: AttentionSpec, machine: Machine
-) -> Callable[[Sequence[int], tuple[int, int], Collection[tuple[int, int]]], dict[tuple[int, int], float]]:
-    """A function of (values of `spec.sizes`, register tile (rows, keys), more tiles): the predicted seconds of these
-    and of every legal tile (B_r, B_c) of the CPU kernel, on as many threads as torch uses."""
-
-    def times(
-        sizes: Sequence[int], multiples: tuple[int, int], more: Collection[tuple[int, int]]
-    ) -> dict[tuple[int, int], float]:
-        problem, here = problem_of(spec, sizes), with_cores(machine, torch.get_num_threads())
-        legal = cpu_tiles(problem, here, *multiples)
-        pairs = zip(legal["B_r"].tolist(), legal["B_c"].tolist(), strict=True)
-        return predict(here, problem, dict.fromkeys([*more, *pairs]), multiples)
-
-    return times
 
 
 def _density(spec: AttentionSpec, sizes: Mapping[str, int], n_q: int, n_k: int) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from fusion.errors import NoFittingTileError, ProblemError, UnknownScheduleError
@@ -31,29 +31,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How one attention problem is to be run, and what that is predicted to cost.
+class Plan(Candidate):
+    """How one attention problem is to be run, and what that is predicted to cost: the candidate that was chosen.
 
-    tile: (name, size) pairs, see `B_r`, `B_c`, `stages`, `splits`.
-    time: s.
-    io, bound: elements moved by all of the problem's heads, and the lower bound on them for a fast memory of `capacity`
-        elements; ratio = io / bound.
+    bound: a lower bound on `io`, for a fast memory of `capacity` elements; ratio = io / bound.
     choice: what was chosen for a kernel, where this is its plan.
-    formula: the I/O of one head with numbers put in.
     """
 
     problem: Problem
     machine: Machine = field(repr=False)
-    schedule: str
-    tile: tuple[tuple[str, int], ...]
-    time: float
-    io: float
     bound: float
     capacity: int
-    footprint: float
-    share: float
     features: int = 1
-    resources: tuple[tuple[str, float], ...] = ()
     choice: Choice | None = None
 
     @property
@@ -122,7 +111,7 @@ class Plan:
             f"problem    {self.problem}",
             f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}",
             f"schedule   {self.schedule} {tile_text(self.tile)}, footprint {number_text(self.footprint)} elements, "
-            f"{find_schedule(self.schedule).kernels_text}",
+            f"{self.kernels_text}",
             f"I/O        {self.symbolic}",
             f"           = {self.formula} per head",
             f"           x {self.problem.problems} heads = {number_text(self.io)} elements"
@@ -252,16 +241,10 @@ def _plan(
     return Plan(
         problem=problem,
         machine=target,
-        schedule=best.schedule,
-        tile=best.tile,
-        time=best.time,
-        io=best.io,
         bound=lower_bound(problem, capacity, backward=best.schedule.startswith("backward")),
         capacity=capacity,
-        footprint=best.footprint,
-        share=best.share,
         features=features,
-        resources=best.resources,
+        **{entry.name: getattr(best, entry.name) for entry in fields(best)},
     )
 
 

@@ -15,11 +15,15 @@ from fusion.planning.problem import Problem
 Tile = dict[str, int]
 Tiles = dict[str, np.ndarray]
 
-
 MOST_BLOCKS = 200
 """Sizes of one tile variable that a search tries at most."""
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12)
 """Register tiles of rows that a CPU kernel's tile may have."""
+LEAST_PART = 512
+"""Keys of a part at least, where a CPU kernel cuts them."""
+MOST_PIECES = 4
+"""Pieces of work per core at most, where keys are cut for the sake of idle cores."""
+NOTHING_FIXED: Mapping[str, int] = {}
 SEARCHED_WHOLE = (MOST_BLOCKS // 2) ** 2
 """Up to so many queries and keys a search tries every balanced block: a size n has at most 2 sqrt(n) of them."""
 
@@ -65,10 +69,14 @@ def footprint_bytes(problem: Problem, rows: np.ndarray, cols: np.ndarray, stages
     return rows * (problem.d * size + problem.d_v * 4) + stages * cols * dims * size + rows * cols * 4 + 8 * rows
 
 
-def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multiple: int) -> Tiles:
+def cpu_tiles(
+    problem: Problem, machine: Machine, row_multiple: int, col_multiple: int, fixed: Mapping[str, int] = NOTHING_FIXED
+) -> Tiles:
     """(B_r, B_c) for the CPU kernel: multiples of its register tile, no larger than the problem asks for, inside the
     fast level. K and V are read in place, so they do not count against the level. The smallest tile is always legal:
-    caches spill, they do not refuse."""
+    caches spill, they do not refuse. fixed: sizes that are settled, by name."""
+    if "B_r" in fixed:
+        return grid({"B_r": [fixed["B_r"]], "B_c": [fixed["B_c"]], "stages": [1]})
     n_q, n_k = least_multiple(problem.n_q, row_multiple), least_multiple(problem.n_k, col_multiple)
     rows = sorted({min(n_q, row_multiple * count) for count in ROW_COUNTS})
     cols = sorted({min(n_k, least_multiple(count, col_multiple)) for count in (64, 128, 256, 512)})
@@ -78,6 +86,50 @@ def cpu_tiles(problem: Problem, machine: Machine, row_multiple: int, col_multipl
         (tiles["B_r"] == rows[0]) & (tiles["B_c"] == cols[0])
     )
     return {name: column[keep] for name, column in tiles.items()}
+
+
+def may_cut(cores: int, heads: int, n_q: int, n_k: int, rows: int) -> bool:
+    """Whether so many cores could do with more pieces than `heads` have blocks of rows, and keys are enough for it.
+    rows: of the register tile."""
+    return n_k >= 2 * LEAST_PART and 2 * heads * -(-n_q // (ROW_COUNTS[-1] * rows)) <= MOST_PIECES * cores
+
+
+def part_counts(n_k: int) -> list[int]:
+    """The numbers of parts that are weighed: powers of two."""
+    return [1 << power for power in range(max(1, n_k // LEAST_PART).bit_length())]
+
+
+def part_tiles(
+    problem: Problem, machine: Machine, multiples: tuple[int, int], fixed: Mapping[str, int] = NOTHING_FIXED
+) -> Tiles:
+    """Every tile (B_r, B_c) of the CPU kernel with every number of parts (B_s) that may keep cores busy. multiples: the
+    register tile (rows, keys). fixed: sizes that are settled, by name. Raises NoFittingTileError."""
+    counts, sizes = _parts(problem, fixed)
+    tiles = cpu_tiles(problem, machine, *multiples, fixed)
+    index = grid({"tile": range(len(tiles["B_r"])), "part": range(len(sizes))})
+    found = {name: column[index["tile"]] for name, column in tiles.items()} | {"B_s": sizes[index["part"]]}
+    pieces = problem.problems * -(-max(1, problem.n_q) // found["B_r"]) * counts[index["part"]]
+    keep = (pieces <= MOST_PIECES * machine.cores) | ("B_s" in fixed)
+    if not keep.any():
+        raise NoFittingTileError(f"parts of keys: there is work enough for {machine.cores} cores without")
+    return {name: column[keep] for name, column in found.items()}
+
+
+def row_tiles(problem: Problem, machine: Machine, fixed: Mapping[str, int] = NOTHING_FIXED) -> Tiles:
+    """A row against a vector of keys, in every number of parts, or parts of a size. Raises NoFittingTileError."""
+    sizes = _parts(problem, fixed)[1]
+    return grid({"B_r": [1], "B_c": [machine.lanes()], "stages": [1], "B_s": sizes})
+
+
+def _parts(problem: Problem, fixed: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Into how many parts the keys may be cut, and how many keys each part has then."""
+    if problem.training:
+        raise NoFittingTileError("CPU kernels cut keys into parts without training")
+    if "B_s" in fixed:
+        return np.ones(1, dtype=np.int64), np.array([fixed["B_s"]])
+    if not (counts := part_counts(problem.n_k)[1:]):
+        raise NoFittingTileError(f"parts of at least {LEAST_PART} keys: {problem.n_k} keys are too few to be cut")
+    return np.array(counts), -(-max(1, problem.n_k) // np.array(counts))
 
 
 def gpu_tiles(problem: Problem, machine: Machine) -> Tiles:

@@ -10,9 +10,9 @@ import fusion
 import fusion.planning.plan as planner
 from fusion.errors import FusionError, NoFittingTileError, ProblemError, UnknownMachineError, UnknownScheduleError
 from fusion.machine import Machine
-from fusion.planning.cpu_rows import row_tiles
 from fusion.planning.from_spec import problem_of
 from fusion.planning.plan import Problem, compare, plan
+from fusion.planning.tiles import row_tiles
 from tests.codegen.mlir.cases import case
 from tests.float8 import stored as float8
 

@@ -50,7 +50,7 @@ def test_the_cost_model_chooses_the_tile_and_a_compiled_one_is_kept() -> None:
     rows, keys = target.register_tile(base[0].planes)
     small, large = (rows, 2 * keys), (3 * rows, 4 * keys)
     seconds = {small: 1.0, large: 2.0}
-    planner = CpuPlanner(c.spec, Machine.detect(), lambda sizes, multiples, more: seconds)
+    planner = CpuPlanner(c.spec, Machine.detect(), lambda sizes, more: seconds)
     run = Kernel(c.spec, base, target, planner)
 
     def check(n: int) -> set[tuple[int, int]]:
