@@ -20,7 +20,8 @@ from fusion.machine import Machine, of_target
 from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import BACKWARD, Work, kernel_clocks, redundancy, work_of
-from fusion.planning.gpu_feasible import Fact, fact_of, slowed
+from fusion.planning.gpu_facts import Fact
+from fusion.planning.gpu_feasible import fact_of, slowed
 from fusion.planning.gpu_model import USUAL, USUAL_HEADS, best, extent_of, may_rotate
 from rows import GPU_ROWS
 from static_cells import Cell, backward_tiles

@@ -25,7 +25,8 @@ from fusion.machine import Machine, of_target
 from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import BACKWARD, JOINT, Work, registers, work_of
-from fusion.planning.gpu_feasible import Fact, cell_of, fact_of, fits, most_registers, place_of, slowed, spills_known
+from fusion.planning.gpu_facts import Fact
+from fusion.planning.gpu_feasible import cell_of, fact_of, fits, most_registers, place_of, slowed, spills_known
 from fusion.planning.gpu_model import USUAL, USUAL_HEADS, all_tiles, extent_of, in_order, may_rotate
 from rows import GPU_ROWS
 from static_cells import Cell, compiled, joins

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 Cell = tuple[str, str, str, int, int]
 """Architecture, kernel, kind of program, d and d_v as they are computed; products are of 16 bits."""
@@ -14,8 +16,43 @@ Cell = tuple[str, str, str, int, int]
 Place = tuple[int, int, int, int, str]
 """Rows, keys, warps, stages and order of a tile."""
 
-Facts = dict[Place, tuple[int, int, int, int, bool]]
-"""Bytes of shared memory, registers of a thread, instructions of the loop, spills, whether products are serialised."""
+SPILLED = 10
+"""Instructions that a move of a register to or from memory costs as much as, since it is waited for. An assumption."""
+
+MOST_SPILLED = 0.05
+"""Share of a loop's instructions above which such moves make a tile useless; around a loop they cost nothing."""
+
+FEW_SPILLED = 0.01
+"""Share up to which a loop counts as one that does not spill."""
+
+DOUBTED = 1.3
+"""By how much less time a tile whose loop spills has to be predicted to take than one whose loop does not, to be
+chosen: nothing has been timed, and what spills cost is an assumption."""
+
+
+class Fact(NamedTuple):
+    """A compiled kernel."""
+
+    shared: int  # bytes
+    registers: int  # of a thread
+    instructions: int  # of a trip of its main loop
+    spills: int  # those among them that move registers to and from memory
+    serialised: bool  # whether matrix products wait for each other
+
+    @property
+    def spilled(self) -> float:
+        """Share of the main loop's instructions that move registers to and from memory."""
+        return self.spills / max(1, self.instructions)
+
+    @property
+    def slowed(self) -> float:
+        """By what factor spills make the kernel slower; infinite where the tile is useless."""
+        if self.serialised or self.spilled > MOST_SPILLED:
+            return math.inf
+        return (1 + SPILLED * self.spilled) * (1.0 if self.spilled <= FEW_SPILLED else DOUBTED)
+
+
+Facts = dict[Place, Fact]
 
 SAME_CODE = {
     **dict.fromkeys(("sm_86", "sm_87", "sm_89", "sm_120", "sm_121"), "sm_80"),
@@ -37,7 +74,7 @@ def read(version: str) -> dict[Cell, Facts]:
     if not (file := file_of(version)).exists():
         return {}
     held = json.loads(file.read_text())
-    return {tuple(cell): {tuple(row[:5]): tuple(row[5:]) for row in rows} for *cell, rows in held}
+    return {tuple(cell): {tuple(row[:5]): Fact(*row[5:]) for row in rows} for *cell, rows in held}
 
 
 def to_json(facts: Mapping[Cell, Facts]) -> str:

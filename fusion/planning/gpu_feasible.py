@@ -8,7 +8,7 @@ known (a test compares).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fusion.planning import gpu_facts
 from fusion.planning.gpu_clocks import (
@@ -26,23 +26,11 @@ from fusion.planning.gpu_clocks import (
     registers,
     shared_bytes,
 )
+from fusion.planning.gpu_facts import Fact
 
 if TYPE_CHECKING:
     from fusion.machine import Machine
     from fusion.planning.choice import Tile
-
-SPILLED = 10
-"""Instructions that a move of a register to or from memory costs as much as, since it is waited for. An assumption."""
-
-MOST_SPILLED = 0.05
-"""Share of a loop's instructions above which such moves make a tile useless; around a loop they cost nothing."""
-
-FEW_SPILLED = 0.01
-"""Share up to which a loop counts as one that does not spill."""
-
-DOUBTED = 1.3
-"""By how much less time a tile whose loop spills has to be predicted to take than one whose loop does not, to be
-chosen: nothing has been timed, and what spills cost is an assumption."""
 
 MARGIN = 0.84
 """Share of a thread's registers that an estimate may reach."""
@@ -70,35 +58,6 @@ FLOAT32_SCORES = 1 << 17
 backward half of them, 32 x 32 at most, with one stage."""
 
 
-class Fact(NamedTuple):
-    """A compiled kernel.
-
-    shared: bytes.
-    registers: of a thread.
-    instructions: of a trip of its main loop.
-    spills: those among them that move registers to and from memory.
-    serialised: whether matrix products wait for each other.
-    """
-
-    shared: int
-    registers: int
-    instructions: int
-    spills: int
-    serialised: bool
-
-    @property
-    def spilled(self) -> float:
-        """Share of the main loop's instructions that move registers to and from memory."""
-        return self.spills / max(1, self.instructions)
-
-    @property
-    def slowed(self) -> float:
-        """By what factor spills make the kernel slower; infinite where the tile is useless."""
-        if self.serialised or self.spilled > MOST_SPILLED:
-            return math.inf
-        return (1 + SPILLED * self.spilled) * (1.0 if self.spilled <= FEW_SPILLED else DOUBTED)
-
-
 def slowed(work: Work, tile: Tile, machine: Machine) -> float:
     """By what factor a kernel is slower in a tile than without spills; infinite where it cannot be had."""
     if (fact := fact_of(work, tile, machine)) is not None:
@@ -110,15 +69,14 @@ def fact_of(work: Work, tile: Tile, machine: Machine) -> Fact | None:
     """What compiling this kernel in this tile has shown, if it was compiled."""
     if tile.described or tile.persistent or tile.specialized:
         return None
-    found = facts_of(work, machine).get(place_of(tile))
-    return None if found is None else Fact(*found)
+    return facts_of(work, machine).get(place_of(tile))
 
 
 def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
     """Whether this kernel spills too much in this tile with another number of stages, which moves registers little."""
     *size, _, order = place_of(tile)
     for (*other, _, its), fact in facts_of(work, machine).items():
-        if (other, its) == (size, order) and Fact(*fact).spilled > MOST_SPILLED:
+        if (other, its) == (size, order) and fact.spilled > gpu_facts.MOST_SPILLED:
             return True
     return False
 

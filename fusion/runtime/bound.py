@@ -19,14 +19,11 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from fusion.runtime import executor, kernels
+from fusion.runtime import kernels
+from fusion.runtime.executor import OF_OPERATORS
 
-#: By operator: what runs it, from a spec, a type of device and a request, and how many arguments come before the spec
-OPERATORS: dict[str, tuple[Callable[[str, str, str], Callable[..., Any]], int]] = {
-    "attention_below_autograd": (lambda *described: kernels.executor(*described).__call__, 2),
-    "attention_forward": (executor.forward_of, 2),
-    "attention_backward": (executor.backward_of, 5),
-}
+BOUND = ("attention_below_autograd", "attention_forward", "attention_backward")
+"""The operators that have bound functions."""
 
 
 class Bound:
@@ -34,7 +31,7 @@ class Bound:
 
     def __init__(self, spec: str, device: str, request: str, operator: str):
         self.described, self.operator = (spec, device, request), operator
-        self._find, self._before = OPERATORS[operator]
+        self._find, self._before = OF_OPERATORS[operator]
         self._run: Callable[..., Any] | None = None
         kernels.holders.add(self)
 
@@ -65,7 +62,7 @@ def teach_inductor() -> None:
         from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
     except ImportError:
         return
-    for name in OPERATORS:
+    for name in BOUND:
         write = CustomCodegen(python=functools.partial(_write_call, name))
         CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(f"torch.ops.fusion.{name}.default", write)
 
@@ -79,7 +76,7 @@ def _write_call(operator: str, node: Any, writeline: Callable[[str], None]) -> N
     if V.graph.fx_wrapper:  # it makes a graph, not code
         writeline(ExternKernelAllocLine(wrapper, node))  # type: ignore[arg-type]
         return
-    given, n = node.codegen_args(), OPERATORS[operator][1]
+    given, n = node.codegen_args(), OF_OPERATORS[operator][1]
     arguments = f"{given[n]}, {node.get_device().type!r}, {given[n + 1]}, {operator!r}"
     name = f"attention_{hashlib.sha256(arguments.encode()).hexdigest()[:12]}"
     wrapper.add_import_once("from fusion.runtime.bound import bound_attention")

@@ -25,7 +25,7 @@ from fusion.errors import ShardingError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.expr import coordinates
 from fusion.ir.sharding import Extent, accesses, one_part, size_of_batch, split_dims
-from fusion.runtime import executor, op
+from fusion.runtime import op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,22 +235,20 @@ def _batch_dims(spec: str) -> tuple[frozenset[int], ...]:
 # --- the rules --------------------------------------------------------------------------------------------------
 
 
-def _attention(called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> DTensor:
-    call = _Call.of(operands, sizes, spec, emitter)
+def _attention(called: Any, *arguments: Any) -> DTensor:
+    call = _Call.of(*arguments)
     return call.output(called(*call.arguments()))
 
 
-def _forward(
-    called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str
-) -> tuple[DTensor, DTensor]:
-    call = _Call.of(operands, sizes, spec, emitter)
+def _forward(called: Any, *arguments: Any) -> tuple[DTensor, DTensor]:
+    call = _Call.of(*arguments)
     out, statistics = called(*call.arguments())
     return call.output(out), call.statistics(statistics)
 
 
-def _backward(called: Any, **arguments: Any) -> list[Tensor]:
-    grad, out, statistics, operands, sizes, spec, emitter, needs = executor.BackwardArguments(**arguments)
-    call = _Call.of(operands, sizes, spec, emitter)
+def _backward(called: Any, grad: Tensor, out: Tensor, statistics: Tensor, *arguments: Any) -> list[Tensor]:
+    *described, needs = arguments
+    call = _Call.of(*described)
     at = call.output_placements()
     results = call.local(grad, at), call.local(out, at)
     kept = call.local(statistics, call.statistics_placements(statistics.dim()))
@@ -272,7 +270,7 @@ def _rule(compute: Callable[..., Any]) -> Callable[..., Any]:
         names = [argument.name for argument in called._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         with torch.no_grad():  # gradients have been taken care of above
-            return compute(called, **given)
+            return compute(called, *(given[name] for name in names))
 
     return rule
 

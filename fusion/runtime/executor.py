@@ -1,89 +1,86 @@
-"""What the ops run: from their arguments to a kernel's call."""
+"""What the ops of attentions run: from their arguments to a kernel's call.
+
+`OF_OPERATORS` has a function of (spec, type of device, request), the first and the last as text, for each of them. It
+makes what is called with the other arguments, in the order of the operator's schema (`fusion.runtime.op`).
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from fusion.approximate import dispatch
-from fusion.codegen.emitter import Backward
 from fusion.ir import AttentionSpec
 from fusion.ir.request import Request
 from fusion.ir.results import is_zero, laid_out
 from fusion.runtime.kernels import differentiable, executor
 
-
-class BackwardArguments(NamedTuple):
-    """Arguments of `fusion::attention_backward`, in the order of its schema: see `fusion.runtime.op`."""
-
-    grad: Tensor
-    out: Tensor
-    statistics: Tensor
-    operands: Sequence[Tensor]
-    sizes: Sequence[int]
-    spec: str
-    emitter: str
-    needs: Sequence[bool]
+Run = Callable[..., Any]
 
 
-def attention(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
-    """`fusion::attention`: see `fusion.runtime.op`."""
-    return executor(spec, operands[0].device.type, emitter)(operands, sizes)
+def attention_of(spec: str, device: str, request: str) -> Run:
+    """(operands, sizes) -> output."""
+    return executor(spec, device, request).__call__  # methods are called faster than objects
 
 
-def attention_forward(
-    operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str
-) -> tuple[Tensor, Tensor]:
-    """`fusion::attention_forward`: see `fusion.runtime.op`."""
-    return forward_of(spec, operands[0].device.type, emitter)(operands, sizes)
-
-
-def forward_of(spec: str, device: str, request: str) -> Callable[[Sequence[Tensor], Sequence[int]], tuple]:
-    """(operands, sizes) -> (output, statistics)."""
+def outputs_of(reason: str, spec: str, device: str, request: str) -> Run:
+    """(operands, sizes) -> [output, statistics, *further outputs]. reason: why these are exact."""
     outputs, allowed = differentiable(spec, device, request).outputs, Request.parse(request).approximation
+    if allowed is None:
+        return outputs
 
-    def run(operands: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        if allowed is not None:
-            dispatch.note_exact(allowed, operands, dispatch.TRAINING)
-        out, statistics = outputs(operands, sizes)
-        return out, statistics
+    def exact(operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        dispatch.note_exact(allowed, operands, reason)
+        return outputs(operands, sizes)
 
-    return run
-
-
-def attention_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> list[Tensor]:
-    """`fusion::attention_outputs`: see `fusion.runtime.op`."""
-    if (allowed := Request.parse(emitter).approximation) is not None:
-        dispatch.note_exact(allowed, operands, dispatch.WEIGHTS)
-    return differentiable(spec, operands[0].device.type, emitter).outputs(operands, sizes)
+    return exact
 
 
-def attention_outputs_backward(grad: Tensor, further: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
-    """`fusion::attention_outputs_backward`: see `fusion.runtime.op`. Gradients that are all zero cost one look."""
-    arriving = [None if is_zero(g) else g for g in further]
-    return _backward(BackwardArguments(grad, *arguments), arriving if any(g is not None for g in arriving) else ())
-
-
-def attention_backward(*arguments: Any) -> list[Tensor]:
-    """`fusion::attention_backward`: see `fusion.runtime.op`."""
-    return _backward(BackwardArguments(*arguments), ())
-
-
-def _backward(given: BackwardArguments, further: Sequence[Tensor | None]) -> list[Tensor]:
-    *arguments, spec, emitter, needs = given
-    return backward_of(spec, given.operands[0].device.type, emitter)(*arguments, needs, further)
-
-
-def backward_of(spec: str, device: str, request: str) -> Callable[..., list[Tensor]]:
-    """A function of the fields of `Backward` -> the gradients of the operands that are needed, in order in memory."""
+def backward_of(spec: str, device: str, request: str) -> Run:
+    """(grad, out, statistics, operands, sizes, needs, further) -> the gradients of the operands that are needed, in
+    order in memory. further: see `fusion.codegen.emitter.Backward`."""
     kernels, described = differentiable(spec, device, request), AttentionSpec.from_json(spec).operands
 
-    def run(*given: Any) -> list[Tensor]:
-        *before, operands, sizes, needs, further = Backward(*given)
-        found = kernels.backward(*before, operands, sizes, tuple(needs), *((further,) if further else ()))
+    def backward(*given: Any) -> list[Tensor]:
+        grad, out, statistics, operands, sizes, needs, *further = given
+        found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs), *further)
         wanted = [(t, o) for t, o, needed in zip(operands, described, needs, strict=True) if needed]
         return [laid_out(gradient, *place) for gradient, place in zip(found, wanted, strict=True)]
+
+    return backward
+
+
+def outputs_backward_of(spec: str, device: str, request: str) -> Run:
+    """(grad, further, out, statistics, operands, sizes, needs) -> as `backward_of`. Gradients that are all zero cost
+    one look."""
+    run = backward_of(spec, device, request)
+
+    def backward(grad: Tensor, further: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+        arriving = [None if is_zero(g) else g for g in further]
+        return run(grad, *rest, arriving) if any(g is not None for g in arriving) else run(grad, *rest)
+
+    return backward
+
+
+OF_OPERATORS: dict[str, tuple[Callable[[str, str, str], Run], int]] = {
+    "attention": (attention_of, 2),
+    "attention_below_autograd": (attention_of, 2),
+    "attention_forward": (functools.partial(outputs_of, dispatch.TRAINING), 2),
+    "attention_outputs": (functools.partial(outputs_of, dispatch.WEIGHTS), 2),
+    "attention_backward": (backward_of, 5),
+    "attention_outputs_backward": (outputs_backward_of, 6),
+}
+"""By name: what finds what runs, and how many arguments come before the spec; the last of them are operands, sizes."""
+
+
+def implementation(operator: str) -> Run:
+    """What an operator computes, of the arguments of its schema."""
+    find, n = OF_OPERATORS[operator]
+
+    def run(*given: Any) -> Any:
+        return find(given[n], given[n - 2][0].device.type, given[n + 1])(*given[:n], *given[n + 2 :])
 
     return run

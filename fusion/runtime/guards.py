@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,10 +50,12 @@ def _must_raise(error: Exception) -> bool:
 
 
 class GuardedKernel:
-    """A kernel that is left for the reference interpreter at its first failure."""
+    """A kernel that is left for the reference interpreter at its first failure; an approximation for the exact one."""
 
-    def __init__(self, spec: AttentionSpec, kernel: Kernel):
-        self.spec, self.kernel, self.broken = spec, kernel, False
+    FAILED = "a kernel failed; running %s in the reference interpreter from now on"
+
+    def __init__(self, spec: AttentionSpec, kernel: Kernel | Executor):
+        self.spec, self.kernel, self.broken = spec, cast("Kernel", kernel), ""
         self._run = kernel.__call__  # methods are called faster than objects
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -63,28 +65,23 @@ class GuardedKernel:
             except Exception as error:
                 if _must_raise(error):
                     raise
-                self.broken = True
-                log.exception("a kernel failed; running %s in the reference interpreter from now on", self.spec)
+                self.broken = f"{type(error).__name__}: {error}"
+                log.exception(self.FAILED, self.spec)
+        return self._instead(operands, sizes)
+
+    def _instead(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         return reference.run(self.spec, operands, sizes)
 
 
-class GuardedApproximation:
-    """An approximation that is left for the exact kernel at its first failure."""
+class GuardedApproximation(GuardedKernel):
+    FAILED = "an approximation failed; %s runs exact from now on"
 
     def __init__(self, spec: AttentionSpec, allowed: Approximation, run: Executor, exact: Executor):
-        self.spec, self.allowed, self.run, self.exact = spec, allowed, run, exact
-        self.broken: str | None = None
+        super().__init__(spec, run)
+        self.allowed, self.exact = allowed, exact
 
-    def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        if self.broken is None:
-            try:
-                return self.run(operands, sizes)
-            except Exception as error:
-                if _must_raise(error):
-                    raise
-                self.broken = f"the approximation failed before ({type(error).__name__}: {error})"
-                log.exception("an approximation failed; %s runs exact from now on", self.spec)
-        dispatch.note_exact(self.allowed, operands, self.broken)
+    def _instead(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        dispatch.note_exact(self.allowed, operands, f"the approximation failed before ({self.broken})")
         return self.exact(operands, sizes)
 
 

@@ -37,8 +37,7 @@ holders: weakref.WeakSet[Any] = weakref.WeakSet()
 def executor(spec: str, device: str, request: str = "auto") -> Executor:
     """The function that computes a spec on a type of device; built at first use. spec, request: as text."""
     key = (spec, device, request)
-    found = _forward.get(key)
-    if found is None:
+    if (found := _forward.get(key)) is None:
         found = _forward[key] = _build(AttentionSpec.from_json(spec), device, Request.parse(request))
     return found
 
@@ -46,8 +45,7 @@ def executor(spec: str, device: str, request: str = "auto") -> Executor:
 def differentiable(spec: str, device: str, request: str = "auto") -> GuardedTraining:
     """The two functions that train with a spec on a type of device; built at first use. Gradients are exact."""
     key = (spec, device, request)
-    found = _training.get(key)
-    if found is None:
+    if (found := _training.get(key)) is None:
         exact = replace(Request.parse(request), approximation=None)
         found = _training[key] = _build_training(AttentionSpec.from_json(spec), device, exact)
     return found

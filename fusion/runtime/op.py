@@ -67,9 +67,9 @@ def _fake_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, e
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
-    given = executor.BackwardArguments(*arguments)
-    places = zip(given.operands, AttentionSpec.from_json(given.spec).operands, strict=True)
-    return [results.empty_gradient(*place) for place in itertools.compress(places, given.needs)]
+    *_, operands, _, spec, _, needs = arguments
+    places = zip(operands, AttentionSpec.from_json(spec).operands, strict=True)
+    return [results.empty_gradient(*place) for place in itertools.compress(places, needs)]
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------
@@ -146,45 +146,47 @@ def _differentiate_derivative(describe: Callable[[Sequence[Any]], derivatives.Fu
 # --- the operators ----------------------------------------------------------------------------------------------
 
 _ATTENTION = "(Tensor[] operands, SymInt[] sizes, str spec, str emitter)"
-_OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "attention": (f"{_ATTENTION} -> Tensor", executor.attention, _fake),
-    "attention_below_autograd": (f"{_ATTENTION} -> Tensor", executor.attention, _fake),
-    "attention_forward": (f"{_ATTENTION} -> (Tensor, Tensor)", executor.attention_forward, _fake_forward),
+_OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "attention": (f"{_ATTENTION} -> Tensor", _fake),
+    "attention_below_autograd": (f"{_ATTENTION} -> Tensor", _fake),
+    "attention_forward": (f"{_ATTENTION} -> (Tensor, Tensor)", _fake_forward),
     "attention_backward": (
         "(Tensor grad, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec, str emitter, "
         "bool[] needs) -> Tensor[]",
-        executor.attention_backward,
         _fake_backward,
     ),
-    "attention_outputs": (f"{_ATTENTION} -> Tensor[]", executor.attention_outputs, _fake_outputs),
+    "attention_outputs": (f"{_ATTENTION} -> Tensor[]", _fake_outputs),
     "attention_outputs_backward": (
         "(Tensor grad, Tensor[] further, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec, "
         "str emitter, bool[] needs) -> Tensor[]",
-        executor.attention_outputs_backward,
-        lambda grad, further, *arguments: _fake_backward(grad, *arguments),
+        _fake_backward,
     ),
     "attention_derivative": (
         "(Tensor[] inputs, SymInt[] sizes, str spec, str emitter, str steps) -> Tensor[]",
-        derivatives.execute,
         derivatives.fake,
     ),
-    "tile_map": ("(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", tile_map, _fake_tile_map),
+    "tile_map": ("(Tensor[] operands, SymInt[] sizes, str spec) -> Tensor", _fake_tile_map),
     "table": (
         "(Tensor positions, SymInt extent, int dim, str operation) -> Tensor",
-        table,
         lambda positions, extent, dim, operation: positions.new_empty(positions.shape),
     ),
 }
-"""By name: the schema, what runs, and the shapes of what it returns."""
+"""By name: the schema, and the shapes of what it returns."""
+_RUN = {
+    **{name: executor.implementation(name) for name in executor.OF_OPERATORS},
+    "attention_derivative": derivatives.execute,
+    "tile_map": tile_map,
+    "table": table,
+}
 
 _library = torch.library.Library("fusion", "DEF")
-for _name, (_schema, _run, _shapes) in _OPERATORS.items():
+for _name, (_schema, _shapes) in _OPERATORS.items():
     _library.define(_name + _schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
     # `torch.library.register_fake` without its search for the caller, which looks at every file that was imported.
     _held = torch._library.simple_registry.singleton.find(f"fusion::{_name}").fake_impl
     _library._registration_handles.append(_held.register(_shapes, __file__, _library))
     for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _run, _key)
+        _library.impl(_name, _RUN[_name], _key)
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
 autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands, derivatives.of_attention)
 for _name in ("attention_forward", "attention_outputs"):

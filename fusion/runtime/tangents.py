@@ -31,7 +31,8 @@ from fusion.ir.request import Request
 from fusion.ir.results import result_names, size_of
 from fusion.ir.steps import Tangents
 from fusion.lowering.gradients import adds_up_to_zero
-from fusion.runtime import executor
+from fusion.runtime.executor import backward_of
+from fusion.runtime.kernels import differentiable
 
 _QKV = range(3)
 
@@ -75,13 +76,14 @@ def tangent(
     width = run.d * len(values)
     wide = _between(spec, dtype, run.d, width + (0 if of_v is None else run.d_v))
     every = torch.cat([*values, *_there(of_v)], -1)
-    out, statistics = executor.attention_forward([q, k, every, *rest], sizes, wide, exact)
+    out, statistics = differentiable(wide, q.device.type, exact).outputs([q, k, every, *rest], sizes)
     found = torch.zeros((), dtype=torch.float32) if of_v is None else out[..., width:]
     if values:
         paired = _between(spec, dtype, run.d + run.d_v, width)
         operands = [F.pad(q, (0, run.d_v)), torch.cat([k, v], -1), torch.cat(values, -1), *rest]
-        given = torch.cat(arriving, -1).float(), out[..., :width], statistics, operands, sizes, paired, exact
-        (of_queries,) = executor.attention_backward(*given, [n == 0 for n in range(count)])
+        given = torch.cat(arriving, -1).float(), out[..., :width], statistics, operands, sizes
+        backward = backward_of(paired, q.device.type, exact)
+        (of_queries,) = backward(*given, [n == 0 for n in range(count)])
         found = found + of_queries[..., run.d :]
     names = result_names(spec)
     return found.permute([names.index(name) for name in spec.output.dims])

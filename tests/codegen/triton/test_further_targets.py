@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="kernels need triton")
 
 from benchmarks.offline.facts import Facts, facts_of
-from fusion.planning.gpu_feasible import FEW_SPILLED
+from fusion.planning.gpu_facts import FEW_SPILLED
 from tests.codegen.mlir.cases import case
 from tests.codegen.triton.whole import whole
 

@@ -12,7 +12,8 @@ from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import Extents
 from fusion.planning.gpu_clocks import BACKWARD, FORWARD, Work, redundancy, shared_bytes, work_of
-from fusion.planning.gpu_feasible import Fact, estimated, fact_of, slowed
+from fusion.planning.gpu_facts import Fact
+from fusion.planning.gpu_feasible import estimated, fact_of, slowed
 from fusion.planning.gpu_model import TileModel
 from tests.codegen.mlir.cases import case
 from tests.codegen.triton.whole import whole
@@ -41,7 +42,7 @@ def known() -> Iterator[tuple[Work, Tile, Fact]]:
         )  # fmt: skip
         for (rows, keys, warps, stages, order), fact in facts.items():
             form = {} if order == "plain" else {order: True}
-            yield work, Tile(rows=rows, keys=keys, warps=warps, stages=stages, **form), Fact(*fact)
+            yield work, Tile(rows=rows, keys=keys, warps=warps, stages=stages, **form), fact
 
 
 def test_estimates_are_below_what_is_known() -> None:
