@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -33,6 +34,12 @@ def is_float(value: Any) -> bool:
 def widened(value: Any) -> Any:
     """A tensor of floating-point numbers in float64; anything else as it is."""
     return value.double() if is_float(value) else value
+
+
+def floats(result: Any) -> list[Tensor]:
+    """The floating-point tensors of a result, as they are now; a model's output object counts as its tuple."""
+    result = result.to_tuple() if hasattr(result, "to_tuple") else result
+    return [leaf.detach().clone() for leaf in filter(is_float, tree_leaves(result))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

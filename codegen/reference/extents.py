@@ -9,7 +9,7 @@ import torch
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import C, E, Expr, I, J, Kind, coord, load, loads
 from fusion.ir.ops import evaluate
-from fusion.ir.sizes import size_value
+from fusion.ir.sizes import leaves, size_value
 
 
 def shapes_read(
@@ -23,12 +23,11 @@ def shapes_read(
     extents |= {coord(name): extents[I if name[0] == "i" else J] for name in ("i0", "i1", "j0", "j1")}
     axes = {c: torch.arange(n).view([-1 if c is d else 1 for d in extents]) for c, n in extents.items()}
 
-    def leaf(part: Expr):
-        if part.op != "load":
-            return axes[part] if part.op == "coord" else torch.tensor(sizes[part.name])
+    def element(part: Expr):
         value = torch.tensor(largest(part.operand))
         return (lambda *_: value) if part.args else value
 
+    leaf = leaves(sizes, axes, element)
     found = [[1] * operand.rank for operand in spec.operands]
     whole = [load(number, index, Kind.FLOAT) for number, index in enumerate((spec.q, spec.k, spec.v))]
     for read in loads(*whole, *spec.expressions()):

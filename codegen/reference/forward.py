@@ -10,7 +10,7 @@ import torch
 from fusion.ir.expr import HEAD, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.results import REDUCE, result_names
-from fusion.ir.sizes import size_value
+from fusion.ir.sizes import leaves, size_value
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Reduction
 from fusion.lowering.row_gradients import LOG_SUM, depends_on_maximum, row_scale
 
@@ -20,8 +20,7 @@ def run(
 ) -> torch.Tensor:
     """The attention of `spec` on its operand tensors and the values of `spec.sizes`: [`spec.output.dims`], in memory as
     `spec.output.order` says. dtype: of the computation; by default float32, or float64 where an operand is."""
-    execution = Execution(spec, operands, sizes, dtype)
-    return execution.store(execution.rows(0, execution.n_q, *execution.gathered()))
+    return run_all(spec, operands, sizes, dtype)[0]
 
 
 def run_all(
@@ -63,14 +62,7 @@ class Execution:
 
     def value(self, expr: Expr, extra: dict[Expr, torch.Tensor]) -> torch.Tensor:
         known = self.axes | extra
-
-        def leaf(part: Expr):
-            if part.op == "size":
-                return torch.tensor(self.sizes[part.name], device=self.device)
-            if part.op == "load":
-                return self.loader(part, known)
-            return known[part]
-
+        leaf = leaves(self.sizes, known, lambda part: self.loader(part, known), self.device)
         return evaluate(expr, leaf, self.dtype).to(self.device)
 
     def loader(self, part: Expr, known: dict[Expr, torch.Tensor]):
@@ -134,10 +126,6 @@ class Execution:
         if view is not None:
             return view.expand(shape)
         return tensor[tuple(self.value(e, positions).expand(shape) for e in index)]
-
-    def rows(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """[b.., count, d_v]: the output of query rows first..first+count-1."""
-        return self.results(first, count, q, k, v)[0]
 
     def results(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         """The output of query rows first..first+count-1, [b.., count, d_v], and what they contribute to each further

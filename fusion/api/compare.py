@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion.errors import ComparisonError
-from fusion.exactness import errors, is_float, widened
+from fusion.exactness import errors, floats, widened
 from fusion.planning.texts import aligned, bytes_text, seconds_text
 
 COMPETITORS = ("eager", "inductor", "fusion")
@@ -171,24 +171,18 @@ def _first_calls(runs: dict[str, Callable[..., Any]], args: Any, kwargs: Any):
     for name, run in runs.items():
         started = time.perf_counter()
         try:
-            results[name] = [r.clone() for r in _tensors(run(*args, **kwargs))]
+            results[name] = floats(run(*args, **kwargs))
         except Exception as problem:
             failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split()[:30])}"
         first[name] = time.perf_counter() - started
     return results, first, failures
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    """The floating-point tensors of a result (a model's output object counts as its tuple)."""
-    result = result.to_tuple() if hasattr(result, "to_tuple") else result
-    return list(filter(is_float, tree_leaves(result)))
-
-
 def _exact(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Tensor] | None, str]:
     """The result in float64, or why there is none."""
     try:
         run = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
-        return _tensors(run(*tree_map(widened, args), **tree_map(widened, kwargs))), ""
+        return floats(run(*tree_map(widened, args), **tree_map(widened, kwargs))), ""
     except Exception as problem:
         return None, f"There is no float64 reference ({type(problem).__name__}: {str(problem).splitlines()[0]})."
 

@@ -38,13 +38,16 @@ def size_value(expr: Expr, sizes: Mapping[str, Any]) -> Any:
 
 
 def leaves(
-    sizes: Mapping[str, int], known: Mapping[Expr, Any], load: Callable[[Expr], Any] | None = None
+    sizes: Mapping[str, int],
+    known: Mapping[Expr, Any],
+    load: Callable[[Expr], Any] | None = None,
+    device: torch.device | None = None,
 ) -> Callable[[Expr], Any]:
     """The leaves of `evaluate`: sizes by name, loads by a function of their own, and what else is known."""
 
     def leaf(part: Expr) -> Any:
         if part.op == "size":
-            return torch.tensor(sizes[part.name])
+            return torch.tensor(sizes[part.name], device=device)
         return load(part) if load is not None and part.op == "load" else known[part]
 
     return leaf

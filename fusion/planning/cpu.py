@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -201,7 +201,8 @@ def _item_counts(
     """The counts of every block of rows of one head. A `set` is a register tile of rows."""
     (rows, keys), lanes, clock = tile, machine.lanes(), machine.clock or 2.5e9
     n_q, n_k, step, dims = max(1, problem.n_q), max(1, problem.n_k), kernel.row_step, kernel.d + kernel.e
-    start, end = problem.key_ranges(step) if skip else _all_keys(n_q, n_k, step)
+    visited = problem if skip else replace(problem, causal=False, window=None)
+    start, end = visited.key_ranges(step)
     met = (end - start) * (problem.density if skip else 1.0)
     sets = len(met)
     item = np.arange(sets) // max(1, rows // step)
@@ -260,11 +261,6 @@ def _cache_traffic(
     rewritten = taken * step * (12 + 2 * kernel.size + 2 * kernel.staged) * lost
     turned = step * (kernel.d * kernel.size + 8 * kernel.e) * _spilled(block + scores + own, nearest)
     return rewritten, streamed, turned, _spilled(n_k * dims * kernel.size + own + scores, second)
-
-
-def _all_keys(n_q: int, n_k: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    count = -(-n_q // rows)
-    return np.zeros(count, dtype=np.int64), np.full(count, n_k)
 
 
 def _spilled(size: float, capacity: int) -> float:

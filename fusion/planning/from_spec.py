@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from fusion.errors import ProblemError
 from fusion.ir import AttentionSpec
-from fusion.ir.expr import Expr, Kind, walk
+from fusion.ir.expr import Expr, Kind, coord, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.reads import dense_loads, distance_parts
-from fusion.ir.sizes import size_value
+from fusion.ir.sizes import leaves, size_value
 from fusion.ir.traffic import stored_bytes
 from fusion.planning.problem import Problem
 
@@ -70,10 +71,8 @@ def _density(spec: AttentionSpec, sizes: Mapping[str, int], n_q: int, n_k: int) 
     if mask is None or (mask.key_lo is None and mask.key_hi is None) or not n_q or not n_k:
         return 1.0
     rows = torch.arange(0, n_q, max(1, n_q // _SAMPLES))
-
-    def leaf(part: Expr) -> torch.Tensor:
-        return rows if part.op == "coord" and part.attr in ("i0", "i1") else torch.tensor(sizes.get(str(part.attr), 0))
-
+    known = defaultdict(lambda: torch.tensor(0), {coord("i0"): rows, coord("i1"): rows})  # the first batch
+    leaf = leaves(sizes, known)
     low = torch.zeros_like(rows) if mask.key_lo is None else evaluate(mask.key_lo, leaf).clamp(0)
     high = torch.full_like(rows, n_k) if mask.key_hi is None else evaluate(mask.key_hi, leaf).clamp(max=n_k)
     return float((high - low).clamp(0).sum() / (len(rows) * n_k))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
 
-from fusion.exactness import errors, is_float
+from fusion.exactness import errors, floats, widened
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +28,11 @@ def compared(compiled: Callable[..., Any], module: GraphModule, fused: GraphModu
         if trusted:
             return trusted[0](*arguments)
         given = [_copied(argument) for argument in arguments]
-        eager = _floats(_without_gradient(module, given, torch.Tensor.clone))
+        eager = floats(_without_gradient(module, given, torch.Tensor.clone))
         exact = _exact(module, given)
         kept = [_copied(argument) for argument in given]
         result = compiled(*arguments)
-        problem = _difference(_floats(result), eager, exact)
+        problem = _difference(floats(result), eager, exact)
         trusted.append(compiled if problem is None else module)
         if problem is None:
             return result
@@ -59,14 +58,9 @@ def _without_gradient(module: GraphModule, given: Sequence[Any], change: Callabl
 def _exact(module: GraphModule, given: Sequence[Any]) -> list[Tensor] | None:
     """The result in float64; None where the graph asks for another dtype."""
     try:
-        wide = _without_gradient(module, given, lambda x: x.double() if x.is_floating_point() else x.clone())
+        return floats(_without_gradient(module, given, lambda x: widened(x.clone())))
     except RuntimeError:
         return None
-    return _floats(wide)
-
-
-def _floats(result: Any) -> list[Tensor]:
-    return [leaf.detach().clone() for leaf in filter(is_float, tree_leaves(result))]
 
 
 def _difference(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None) -> str | None:

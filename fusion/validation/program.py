@@ -6,7 +6,7 @@ tested against.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -26,24 +26,17 @@ class OutOfBounds(Exception):
     """A spec reads what is not in an operand, whether or not it discards it then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """The coordinate of every dimension of the result, [worlds, 1] ("e": [worlds, columns]), and the spec's sizes."""
-
-    places: dict[str, Tensor]
-    sizes: dict[str, int]
-
-
 class Program(Execution):
     """One part of a site on a sample. Axes of scores: [worlds, 1, keys]; of V: [worlds, columns, keys]. `out` is
-    [worlds, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`."""
+    [worlds, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`. places: the
+    coordinate of every dimension of the result, [worlds, 1] ("e": [worlds, columns]). sizes: of the spec."""
 
-    def __init__(self, part: Specified, sample: Sample, replay: Replay):
-        self.spec, self.part, self.replay, self.sizes = part.spec, part, replay, sample.sizes
+    def __init__(self, part: Specified, places: Mapping[str, Tensor], sizes: dict[str, int], replay: Replay):
+        self.spec, self.part, self.replay, self.sizes = part.spec, part, replay, sizes
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.axes: dict[Expr, Tensor] = {}
         self.n_k = replay.region.keys.shape[1]
-        self.known = {coord(name): at.unsqueeze(-1) for name, at in sample.places.items()}
+        self.known = {coord(name): at.unsqueeze(-1) for name, at in places.items()}
         self.known[J] = replay.region.keys.unsqueeze(1)
         self._run()
 

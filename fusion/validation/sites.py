@@ -23,7 +23,7 @@ from fusion.passes import nodes
 from fusion.passes.find import Site
 from fusion.passes.specify import Specified
 from fusion.validation import facts, points
-from fusion.validation.program import OutOfBounds, Program, Sample
+from fusion.validation.program import OutOfBounds, Program
 from fusion.validation.replay import Region, Replay
 from fusion.validation.rule import Values, difference
 from fusion.validation.structure import fingerprint
@@ -161,8 +161,7 @@ class _Comparison:
         replays = Replay(self.region), Replay(self.region, torch.float64), Replay(self.region, torch.float32)
         eager, exact, single = (replay.value(self.site.root, index, 2) for replay in replays)
         programs = [
-            Program(part, Sample(places=self.places, sizes=sizes), replays[2])
-            for part, sizes in zip(self.parts, self.sizes, strict=True)
+            Program(part, self.places, sizes, replays[2]) for part, sizes in zip(self.parts, self.sizes, strict=True)
         ]
         ours = sum((p.out for p in programs[1:]), programs[0].out)
         held = {nodes.dtype(node) for node in (self.site.root, *self.region.leaves)}

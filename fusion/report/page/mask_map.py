@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import FALSE, TRUE, Expr, I, J, Kind, coordinates, walk
 from fusion.ir.ops import evaluate
+from fusion.ir.sizes import leaves
 
 DEAD, MIXED, FULL, DATA = 0, 1, 2, 3
 NAMES = {DEAD: "dead", MIXED: "mixed", FULL: "full", DATA: "decided by data"}
@@ -95,12 +97,8 @@ def _decided(expr: Expr, optimistic: bool) -> Expr:
 
 
 def _evaluate(expr: Expr, sizes: Mapping[str, int], positions: Mapping[Expr, torch.Tensor]) -> torch.Tensor:
-    def leaf(part: Expr) -> torch.Tensor:
-        if part.op == "size":
-            return torch.tensor(sizes[part.name])
-        return positions.get(part, torch.tensor(0))  # batch coordinates: element 0
-
-    return torch.as_tensor(evaluate(expr, leaf))
+    known = defaultdict(lambda: torch.tensor(0), positions)  # batch coordinates: element 0
+    return torch.as_tensor(evaluate(expr, leaves(sizes, known)))
 
 
 def _tiles(expr: Expr, sizes: Mapping[str, int], i: torch.Tensor, j: torch.Tensor, rows: int, columns: int):

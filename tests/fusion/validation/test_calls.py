@@ -23,8 +23,8 @@ def test_the_first_call(monkeypatch, caplog, program, wrong):
     given, same, wide = faults.inputs(), faults.inputs(), [x.double() for x in faults.inputs()]
     before = counters["fusion"]["invalid"]
     if wrong:
-        rows = Execution.rows
-        monkeypatch.setattr(Execution, "rows", lambda *arguments: rows(*arguments) + 1)
+        results = Execution.results
+        monkeypatch.setattr(Execution, "results", lambda *arguments: [x + 1 for x in results(*arguments)])
     compiled = torch.compile(program, backend="fusion", options=OPTIONS)
     with torch.no_grad():
         for _ in range(2):
