@@ -180,9 +180,6 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return result if found.bias is None else result + pullback.value(found.bias, (index[found.to],))
 
 
-# --- in what was pulled back --------------------------------------------------------------------------------------
-
-
 def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
     """(the sum over heads behind a softmax, the weights of one head), or None; raises `Unsupported`."""
     if (mix := _outermost(weight, "softmax", "scaled_softmax")) is None:
@@ -240,9 +237,6 @@ def _outermost(expr: Expr, *beyond: str) -> Expr | None:
             seen.add(here)
             stack += here.args
     return None
-
-
-# --- in a spec ------------------------------------------------------------------------------------------------------
 
 
 def named(

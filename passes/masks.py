@@ -85,8 +85,6 @@ def _zero_weights(weight: Expr) -> Expr:
     return TRUE
 
 
-# --- key ranges -------------------------------------------------------------------------------------------------
-
 Ends = tuple[Expr | None, Expr | None]
 """(lo, hi) of lo <= j < hi; None where unbounded."""
 

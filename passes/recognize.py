@@ -66,9 +66,6 @@ def _is_sum_below_maximum(value: Expr, columns: tuple[Expr, ...]) -> bool:
     return tuple(e.args[0] for e in exponents) == columns and all(is_maximum(e.args[1], columns) for e in exponents)
 
 
-# --- hand-written softmax ---------------------------------------------------------------------------------------
-
-
 def _fold_softmax(expr: Expr) -> Expr:
     """Replace exp(x - r) / g(sum of exp(x - r)), and exp(x - logsumexp(x)), by softmax nodes, from the leaves up."""
     made: dict[Expr, Expr] = {}
@@ -256,9 +253,6 @@ def _selected_exponent(condition: Expr, then: Expr, otherwise: Expr) -> tuple[Ex
 def _is_indicator(value: Expr) -> bool:
     """Whether a value is 1 where a predicate holds and 0 elsewhere, or the reverse."""
     return value.op == "where" and {arg.attr for arg in value.args[1:] if arg.is_const} == {0.0, 1.0}
-
-
-# --- sums of attentions -----------------------------------------------------------------------------------------
 
 
 def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:

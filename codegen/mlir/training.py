@@ -24,15 +24,7 @@ from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.launch import ForwardKernel, Prepared
 from fusion.codegen.mlir.work_items import Tiling
-from fusion.ir.results import (
-    REDUCE,
-    coordinate_extents,
-    further_shape,
-    output_extents,
-    packed_strides,
-    size_of,
-    statistics_shape,
-)
+from fusion.ir.results import REDUCE, further_shape, packed_strides, size_of, statistics_shape
 from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
@@ -69,7 +61,7 @@ class TrainingKernel(ForwardKernel):
         """[output, what the backward needs of each row (see `training_statistics`), *further outputs]."""
         key = (torch.get_num_threads(), *sizes, *map(Tensor.stride, operands))
         if (found := self._calls.get(key)) is None:
-            shape = statistics_shape(self.spec, output_extents(self.spec, sizes))
+            shape = statistics_shape(self.spec, sizes)
             if not math.prod(self.extents(sizes)):
                 out, *further = reference.run_all(self.spec, operands, sizes)
                 return [out, torch.empty(shape), *further]
@@ -88,7 +80,7 @@ class TrainingKernel(ForwardKernel):
         values, given = {("statistics_rows",): math.prod(batch) * n_q}, [("ptr", "statistics")]
         for k, further in enumerate(self.spec.further):
             given.append(("ptr", "further", k))
-            shape = further_shape(further, coordinate_extents(self.spec, sizes))
+            shape = further_shape(self.spec, further, sizes)
             values["further_elements", k] = math.prod(shape)
             for name, n in zip(further.dims, packed_strides(shape, range(len(shape))), strict=True):
                 values["further_stride", k, name] = n
@@ -102,7 +94,7 @@ class TrainingKernel(ForwardKernel):
 
     def _copies(self, further: FurtherOutput, sizes: Sequence[int]) -> Tensor:
         """Memory for a further output, [1 or threads, ..]: threads collect sums over queries in copies of their own."""
-        shape = further_shape(further, coordinate_extents(self.spec, sizes))
+        shape = further_shape(self.spec, further, sizes)
         dtype = getattr(torch, further.dtype)
         if further.over == "i":
             return torch.full((torch.get_num_threads(), *shape), IDENTITY[further.reduction], dtype=dtype)

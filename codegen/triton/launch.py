@@ -23,7 +23,7 @@ from fusion.codegen.triton.split import Combine, Part
 from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.variant import Variant
 from fusion.errors import UnsupportedSizeError
-from fusion.ir.results import output_extents, result_names, statistics_shape
+from fusion.ir.results import result_names, statistics_shape
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.widths import LARGEST_SIZE
@@ -109,8 +109,7 @@ class Kernel:
         out = stored.permute(self._dims)
         statistics = None
         if self.statistics:
-            shape = statistics_shape(self.spec, output_extents(self.spec, sizes))
-            statistics = torch.zeros(shape, dtype=torch.float32, device=device)
+            statistics = torch.zeros(statistics_shape(self.spec, sizes), dtype=torch.float32, device=device)
         if n_k == 0 or d == 0 or out.numel() == 0:  # nothing worth a kernel
             return (reference.run(self.spec, operands, sizes) if out.numel() else out), statistics
         check_sizes((*extents, n_k))

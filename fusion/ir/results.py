@@ -15,18 +15,19 @@ REDUCE = {Reduction.SUM: torch.sum, Reduction.MAX: torch.amax, Reduction.MIN: to
 """Reductions of further outputs over a dimension."""
 
 
-def output_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
-    """The extent of each coordinate of the output."""
+def coordinate_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
+    """The extents of b.., i, j and e."""
     known = dict(zip(spec.sizes, sizes, strict=True))
-    batch = {f"b{axis}": size_value(extent, known) for axis, extent in enumerate(spec.batch)}
-    return batch | {"i": size_value(spec.n_q, known), "e": size_value(spec.d_v, known)}
+    extents = {f"b{axis}": extent for axis, extent in enumerate(spec.batch)} | {"i": spec.n_q, "j": spec.n_k}
+    return {name: size_value(extent, known) for name, extent in (extents | {"e": spec.d_v}).items()}
 
 
-def statistics_shape(spec: AttentionSpec, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
+def statistics_shape(spec: AttentionSpec, sizes: Sequence[int]) -> list[int | torch.SymInt]:
     """[3, b.., i]: what a backward needs of each row; [5, b.., i] if it `keeps_ends`. [0] without a normaliser."""
     if spec.normalizer is Normalizer.NONE:
         return [0]
-    return [5 if keeps_ends(spec) else 3, *(extents[f"b{axis}"] for axis in range(len(spec.batch))), extents["i"]]
+    known = dict(zip(spec.sizes, sizes, strict=True))
+    return [5 if keeps_ends(spec) else 3, *(size_value(extent, known) for extent in (*spec.batch, spec.n_q))]
 
 
 def keeps_ends(spec: AttentionSpec) -> bool:
@@ -34,8 +35,8 @@ def keeps_ends(spec: AttentionSpec) -> bool:
     return spec.row_scale is not None or not {ROW_MAX, ROW_SUM}.isdisjoint(walk(*(f.value for f in spec.further)))
 
 
-def further_shape(further: FurtherOutput, extents: dict[str, int | torch.SymInt]) -> list[int | torch.SymInt]:
-    """Of a further output; extents: of every coordinate (`coordinate_extents`)."""
+def further_shape(spec: AttentionSpec, further: FurtherOutput, sizes: Sequence[int]) -> list[int | torch.SymInt]:
+    extents = coordinate_extents(spec, sizes)
     return [extents[name] for name in further.dims]
 
 
@@ -43,12 +44,6 @@ def result_names(spec: AttentionSpec, further: FurtherOutput | None = None) -> l
     """The coordinates of the output in the order b.., i, e, or of a further output in the order b.., i, j."""
     names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i"]
     return [*names, "e"] if further is None else [name for name in (*names, "j") if name in further.dims]
-
-
-def coordinate_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
-    """The extents of b.., i, e and j."""
-    known = dict(zip(spec.sizes, sizes, strict=True))
-    return output_extents(spec, sizes) | {"j": size_value(spec.n_k, known)}
 
 
 def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:
@@ -60,9 +55,8 @@ def empty_result(spec: AttentionSpec, number: int, like: Tensor, sizes: Sequence
     """Memory for the output (number 0) or a further output of an attention."""
     if number:
         further = spec.further[number - 1]
-        shape = further_shape(further, coordinate_extents(spec, sizes))
-        return like.new_empty(shape, dtype=getattr(torch, further.dtype))
-    extents, order = output_extents(spec, sizes), spec.output.order
+        return like.new_empty(further_shape(spec, further, sizes), dtype=getattr(torch, further.dtype))
+    extents, order = coordinate_extents(spec, sizes), spec.output.order
     packed = like.new_empty([extents[d] for d in order], dtype=getattr(torch, spec.out_dtype))
     return packed.permute([order.index(d) for d in spec.output.dims])
 
@@ -99,8 +93,7 @@ def laid_out(gradient: Tensor, tensor: Tensor, operand: Operand) -> Tensor:
 
 def no_statistics(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """What a forward returns whose gradient needs no statistics: zeros, as the op has promised their shape."""
-    shape = statistics_shape(spec, output_extents(spec, sizes))
-    return operands[0].new_zeros(shape, dtype=statistics_dtype(operands))
+    return operands[0].new_zeros(statistics_shape(spec, sizes), dtype=statistics_dtype(operands))
 
 
 def size_of(tensor: Tensor) -> float:

@@ -86,8 +86,6 @@ def lookup(operand: int, batch: tuple[Expr, ...], rows: bool) -> tuple[Expr, Exp
     return count(0), count(1)
 
 
-# --- which predicates can be mapped -----------------------------------------------------------------------------
-
 _LOGIC = {"and", "or", "not"}
 _INTERVAL_COMPARISONS = {"ile", "ilt", "ieq", "ine", "fle", "flt", "feq", "fne"}
 _INTERVAL_ARITHMETIC = {"add", "mul", "iabs"}

@@ -19,12 +19,11 @@ from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile, query_stationary
+from fusion.planning.gpu_clocks import SPLIT_TRIPS
 from fusion.planning.gpu_model import TileModel
 from fusion.planning.head_dims import power
-from fusion.planning.packed_rows import ROWS_FROM, heads_to_pack, packed
+from fusion.planning.packed_rows import heads_to_pack, packed
 
-#: fewest tiles of keys that are worth a program of their own
-LEAST_TILES = 4
 MOST_SPLITS = 64
 
 ARITHMETIC = frozenset({"const", "add", "mul", "floordiv", "mod", "imin", "imax"})
@@ -106,7 +105,7 @@ class GpuPlanner:
 
     def group_of(self, batch: Sequence[int], n_q: int) -> int:
         """How many heads share a block of rows in a call."""
-        return heads_to_pack(self.spec, batch, n_q) if self.packs and 0 < n_q < ROWS_FROM else 1
+        return heads_to_pack(self.spec, batch, n_q) if self.packs else 1
 
     def for_training(self) -> GpuPlanner:
         """The planner of the forward that writes statistics of its rows, which are of single heads."""
@@ -133,7 +132,7 @@ class GpuPlanner:
 def splits_for(programs: int, n_k: int, keys: int, processors: int) -> int:
     """Into how many parts the n_k keys that a block visits are cut, to have two programs per processor."""
     wanted = 2 * processors // max(1, programs)
-    return max(1, min(wanted, n_k // (keys * LEAST_TILES), MOST_SPLITS))
+    return max(1, min(wanted, n_k // (keys * SPLIT_TRIPS), MOST_SPLITS))
 
 
 def visited_function(spec: AttentionSpec) -> Callable[[Sequence[int], int], int]:

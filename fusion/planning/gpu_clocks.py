@@ -54,7 +54,7 @@ PROLOGUE = 3000
 """Clocks before the first trip of a program and after the last: launch, Q, the first tiles, the result."""
 
 SPLIT_TRIPS = 4
-"""Fewest trips of a part of the keys, as in `fusion.planning.gpu`."""
+"""Fewest trips of a part of the keys: that many tiles are worth a program of their own."""
 
 MASK_INSTRUCTIONS = 5.0
 """For each score of a tile in which the mask is evaluated."""

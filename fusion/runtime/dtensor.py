@@ -110,9 +110,6 @@ def _split(
     return None
 
 
-# --- calls ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
     """One call on DTensors: what this process computes of it, and where that belongs. Sizes may be symbolic."""
@@ -173,7 +170,7 @@ class _Call:
         return DTensor.from_local(local, self.mesh, at, run_check=False, shape=size, stride=stride)
 
     def output(self, local: Tensor) -> DTensor:
-        extents, output = results.output_extents(self.spec, self.sizes), self.spec.output
+        extents, output = results.coordinate_extents(self.spec, self.sizes), self.spec.output
         shape = [extents[name] for name in output.dims]
         order = [output.dims.index(name) for name in output.order]
         return self.whole(local, shape, order, self.output_placements())
@@ -182,7 +179,7 @@ class _Call:
         return self.layout.batched(lambda axis: self.spec.output.dims.index(f"b{axis}"))
 
     def statistics(self, local: Tensor) -> DTensor:
-        shape = results.statistics_shape(self.spec, results.output_extents(self.spec, self.sizes))
+        shape = results.statistics_shape(self.spec, self.sizes)
         return self.whole(local, shape, range(len(shape)), self.statistics_placements(len(shape)))
 
     def statistics_placements(self, rank: int) -> list[Placement]:
@@ -230,9 +227,6 @@ def _batch_dims(spec: str) -> tuple[frozenset[int], ...]:
         )
         for indices in accesses(AttentionSpec.from_json(spec))
     )
-
-
-# --- the rules --------------------------------------------------------------------------------------------------
 
 
 def _attention(called: Any, *arguments: Any) -> DTensor:

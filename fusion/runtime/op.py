@@ -56,8 +56,7 @@ def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: 
 def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> tuple[Tensor, Tensor]:
     out = _fake(operands, sizes, spec, emitter)
     parsed = AttentionSpec.from_json(spec)
-    shape = results.statistics_shape(parsed, results.output_extents(parsed, sizes))
-    return out, operands[0].new_empty(shape, dtype=results.statistics_dtype(operands))
+    return out, operands[0].new_empty(results.statistics_shape(parsed, sizes), dtype=results.statistics_dtype(operands))
 
 
 def _fake_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> list[Tensor]:
@@ -70,9 +69,6 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     *_, operands, _, spec, _, needs = arguments
     places = zip(operands, AttentionSpec.from_json(spec).operands, strict=True)
     return [results.empty_gradient(*place) for place in itertools.compress(places, needs)]
-
-
-# --- autograd ---------------------------------------------------------------------------------------------------
 
 
 def _save_outputs(ctx: Any, arguments: Sequence[Any], result: Sequence[Tensor]) -> None:
@@ -142,8 +138,6 @@ def _differentiate_derivative(describe: Callable[[Sequence[Any]], derivatives.Fu
         describe(ctx.call.arguments_with(tensors)), tensors, arriving, ctx.needs_input_grad[1:]
     )
 
-
-# --- the operators ----------------------------------------------------------------------------------------------
 
 _ATTENTION = "(Tensor[] operands, SymInt[] sizes, str spec, str emitter)"
 _OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {

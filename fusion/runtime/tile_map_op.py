@@ -114,8 +114,6 @@ class _Cells:
         live, full = self.interval(self.spec.live).high, ~self.interval(self.spec.full).low
         return torch.stack(torch.broadcast_tensors(live, full), -1)
 
-    # --- element by element -------------------------------------------------------------------------------------
-
     def _axis(self, name: str) -> int:
         return {"i": self.rank - 2, "j": self.rank - 1}[name] if name in "ij" else int(name[1:])
 
@@ -149,8 +147,6 @@ class _Cells:
         if part.op == "coord":
             return self._coordinate(part.name, torch.device("cpu"))
         return torch.tensor(self.sizes[part.name])
-
-    # --- over cells ---------------------------------------------------------------------------------------------
 
     def _pooled(self, values: Tensor, largest: bool, done: Sequence[int] = ()) -> Tensor:
         """Least or greatest values over cells, along axes that are not 1 or `done`."""
@@ -211,8 +207,6 @@ class _Cells:
             factor, part = (factor * arg.integer, part) if arg.is_const else (factor, bounds)
         ends = part.low * factor, part.high * factor
         return Interval(low=ends[0], high=ends[1]) if factor >= 0 else Interval(low=ends[1], high=ends[0])
-
-    # --- mask tensors -------------------------------------------------------------------------------------------
 
     def _dense(self, expr: Expr) -> Interval:
         """Least and greatest values of a tensor over cells."""
