@@ -80,7 +80,10 @@ def implementation(operator: str) -> Run:
     """What an operator computes, of the arguments of its schema."""
     find, n = OF_OPERATORS[operator]
 
+    def forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str) -> Any:
+        return find(spec, operands[0].device.type, request)(operands, sizes)
+
     def run(*given: Any) -> Any:
         return find(given[n], given[n - 2][0].device.type, given[n + 1])(*given[:n], *given[n + 2 :])
 
-    return run
+    return forward if n == 2 else run  # the former is the same, and faster
