@@ -129,23 +129,19 @@ def _restore_placeholders(origins: list[Node], fused: GraphModule, nodes: list[N
         for origin, node, given in zip(origins, nodes, inputs, strict=True):
             node.target, node.args = origin.target, origin.args
             node._rename(origin.name)
-            what = (list(given.shape), given.dtype) if isinstance(given, torch.Tensor) else (given, None)
-            fused.graph.call_function(require, (node, origin.name, *what))
+            fused.graph.call_function(require, (node, origin.name, *_form(given)))
 
 
 def require(value: Any, name: str, expected: Any, dtype: torch.dtype | None) -> None:
     """Raise RewriteError unless a value is what its graph was rewritten for: (shape, dtype) of a tensor, or a value."""
-    if dtype is None:
-        if not isinstance(value, torch.Tensor) and value == expected:
-            return
-        found, wanted = repr(value), repr(expected)
-    else:
-        if isinstance(value, torch.Tensor) and list(value.shape) == list(expected) and value.dtype is dtype:
-            return
-        shape = list(value.shape) if isinstance(value, torch.Tensor) else None
-        found = repr(value) if shape is None else f"{value.dtype} of shape {shape}"
-        wanted = f"{dtype} of shape {list(expected)}"
+    if (form := _form(value)) == (expected, dtype):
+        return
+    wanted, found = (f"{dt} of shape {list(x)}" if dt is not None else repr(x) for x, dt in ((expected, dtype), form))
     raise RewriteError(f"this graph was rewritten for {name} = {wanted} and got {found}; rewrite it again for that")
+
+
+def _form(value: Any) -> tuple[Any, torch.dtype | None]:
+    return (list(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (value, None)
 
 
 torch.fx.node.has_side_effect(require)

@@ -75,31 +75,25 @@ def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Ten
     return table
 
 
-def cells(spec: MapSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """[b.., rows of cells, columns of cells, 2]: whether each cell is live, and whether it needs the mask."""
-    known = dict(zip(spec.sizes, sizes, strict=True))
-    return _Cells(spec, operands, known).codes()
-
-
 def _cells(
     spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q: int, patience: Patience
 ) -> Tensor | None:
-    """As `cells`; None where a look at some rows of cells shows that next to nothing can be skipped."""
+    """The codes of `Cells`; None where a look at some rows of cells shows that next to nothing can be skipped."""
     dense = [part for part in loads(spec.live, spec.full) if {"i", "j"} <= coordinates(part)]
     elements = sum(operands[part.operand].numel() for part in dense)
     if operands[0].device.type == "cpu" and elements >= WORTH_SAMPLING and n_q >= 4 * SAMPLES * CELL_ROWS:
         if not patience.looks():
             return None
         chosen = torch.arange(SAMPLES) * (n_q // CELL_ROWS - 1) // (SAMPLES - 1) * CELL_ROWS
-        seen = _Cells(spec, operands, sizes, (chosen[:, None] + torch.arange(CELL_ROWS)).flatten()).codes()
+        seen = Cells(spec, operands, sizes, (chosen[:, None] + torch.arange(CELL_ROWS)).flatten()).codes()
         if int(seen.sum()) > (1 - WORTH_READING / 2) * seen.numel():
             patience.was_vain()
             return None
         patience.paid()
-    return _Cells(spec, operands, sizes).codes()
+    return Cells(spec, operands, sizes).codes()
 
 
-class _Cells:
+class Cells:
     """Bounds over the cells of all queries, or of these rows: [b.., rows, keys], 1 for what does not matter."""
 
     def __init__(self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], rows: Tensor | None = None):
@@ -110,7 +104,7 @@ class _Cells:
         self._memo: dict[Expr, Interval] = {}
 
     def codes(self) -> Tensor:
-        """[b.., rows, columns, 2]: live, needs the mask."""
+        """[b.., rows of cells, columns of cells, 2]: whether each cell is live, and whether it needs the mask."""
         live, full = self.interval(self.spec.live).high, ~self.interval(self.spec.full).low
         return torch.stack(torch.broadcast_tensors(live, full), -1)
 

@@ -14,7 +14,7 @@ from fusion.ir.expr import ZERO, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD, MapSpec
 from fusion.planning.tile_map_cost import map_pays
-from fusion.runtime.tile_map_op import Patience, cells, tile_map
+from fusion.runtime.tile_map_op import Cells, Patience, tile_map
 from tests.numerics import assert_as_exact_as_eager, wide
 
 B0 = coord("b0")
@@ -55,12 +55,12 @@ def blocky(n_q, n_k, seed):
 def test_cells_of_random_dense_masks_are_those_of_brute_force(n_q, n_k, seed):
     mask = blocky(n_q, n_k, seed)
     expected = brute(mask, mask)
-    assert torch.equal(cells(spec_of(MASK, n_q, n_k), [mask], []), expected)
+    assert torch.equal(Cells(spec_of(MASK, n_q, n_k), [mask], {}).codes(), expected)
     hard = [LOWEST, -math.inf, HARD][seed % 3]
     bias = torch.zeros(mask.shape).masked_fill(~mask, hard)
     live, full = apply("not", apply("fle", BIAS, const(HARD))), apply("feq", BIAS, ZERO)
-    assert torch.equal(cells(spec_of(live, n_q, n_k, full), [bias], []), expected)
-    assert torch.equal(cells(spec_of(live, n_q, n_k, full), [bias.mT.contiguous().mT], []), expected)
+    assert torch.equal(Cells(spec_of(live, n_q, n_k, full), [bias], {}).codes(), expected)
+    assert torch.equal(Cells(spec_of(live, n_q, n_k, full), [bias.mT.contiguous().mT], {}).codes(), expected)
 
 
 @hypothesis.given(st.integers(1, 150), st.integers(1, 200), st.integers(0, 9), st.data())
@@ -80,7 +80,7 @@ def test_cells_of_sorted_documents_are_those_of_brute_force(n):
     numbers = torch.randint(0, 2, (2, n), generator=torch.Generator().manual_seed(n)).cumsum(1)
     same = apply("ieq", load(0, (B0, I), Kind.INT), load(0, (B0, J), Kind.INT))
     mask = numbers[:, :, None] == numbers[:, None, :]
-    assert torch.equal(cells(spec_of(same, n, n), [numbers], []), brute(mask, mask))
+    assert torch.equal(Cells(spec_of(same, n, n), [numbers], {}).codes(), brute(mask, mask))
 
 
 _shifts = st.integers(-60, 60)
@@ -96,10 +96,10 @@ def test_cells_of_predicates_of_positions_hold_what_is_live(low, high, join, div
     second = apply("ile", integers.add(row, low), column)
     i, j = torch.arange(n)[:, None] // divisor, torch.arange(n)[None, :] // divisor
     one, two = (j <= i + high)[None], (i + low <= j)[None]
-    single = cells(spec_of(first, n, n, batch=1), [], [])
+    single = Cells(spec_of(first, n, n, batch=1), [], {}).codes()
     if divisor in (1, 16):
         assert torch.equal(single.expand(1, 5, 3, 2), brute(one, one))
-    found = cells(spec_of(apply(join, first, second), n, n, batch=1), [], []).expand(1, 5, 3, 2)
+    found = Cells(spec_of(apply(join, first, second), n, n, batch=1), [], {}).codes().expand(1, 5, 3, 2)
     mask = one & two if join == "and" else one | two
     exact = brute(mask, mask)
     assert bool((found | ~exact).all())
@@ -109,7 +109,7 @@ def test_nan_and_soft_values_are_neither_dead_nor_full():
     bias = torch.zeros(2, 64, 192)
     bias[:, :, :64], bias[:, 3, 70], bias[:, :, 128:] = LOWEST, math.nan, -5.0
     live, full = apply("not", apply("fle", BIAS, const(HARD))), apply("feq", BIAS, ZERO)
-    found = cells(spec_of(live, 64, 192, full), [bias], [])
+    found = Cells(spec_of(live, 64, 192, full), [bias], {}).codes()
     assert found[0, 0].tolist() == [[False, True], [True, True], [True, True]]
     assert found[0, 1].tolist() == [[False, True], [True, False], [True, True]]
 
