@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import statistics
@@ -100,11 +101,9 @@ def compare(
         _require_eager(original, failures)
         exact, note = _exact(original, args, kwargs)
         found = {name: _error(result, results["eager"], exact) for name, result in results.items()}
-        working = {name: run for name, run in runs.items() if name not in failures}
-        peaks = {name: peak_memory(lambda run=run: run(*args, **kwargs)) for name, run in working.items()}
-        times, turns = _in_turns(
-            {name: (lambda run=run: run(*args, **kwargs)) for name, run in working.items()}, seconds
-        )
+        calls = {name: functools.partial(run, *args, **kwargs) for name, run in runs.items() if name not in failures}
+        peaks = {name: peak_memory(call) for name, call in calls.items()}
+        times, turns = _in_turns(calls, seconds)
     entries = tuple(
         Measured(name=name, failure=failures[name])
         if name in failures

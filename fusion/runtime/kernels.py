@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from fusion.approximate import dispatch
 from fusion.codegen import emitter, reference
-from fusion.codegen.emitter import Emitter, Kernel, Registration, TrainingKernel
+from fusion.codegen.emitter import Kernel, Registration, TrainingKernel
 from fusion.errors import UnknownMachineError
 from fusion.ir import AttentionSpec
 from fusion.ir.request import PLAIN, Request
@@ -60,18 +60,13 @@ def forget() -> None:
 
 
 @contextlib.contextmanager
-def emitting(
-    name: str,
-    devices: tuple[str, ...],
-    load: Callable[[], Emitter],
-    machine: Callable[[str], Machine] = find_machine,
-    further_outputs: bool = False,
-) -> Iterator[None]:
-    """An emitter that is registered while this lasts (`fusion.codegen.emitter.register`), with kernels of its own."""
+def emitting(*given: Any, **named: Any) -> Iterator[None]:
+    """An emitter that is registered, with what `fusion.codegen.emitter.register` takes, while this lasts, and has
+    kernels of its own."""
     before = dict(_forward), dict(_training)
     forget()
     try:
-        with emitter.registered(name, devices, load, machine, further_outputs):
+        with emitter.registered(*given, **named):
             yield
     finally:
         forget()
