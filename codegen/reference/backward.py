@@ -15,8 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusion.codegen.reference.forward import Execution
-from fusion.ir.results import result_names
-from fusion.ir.spec import AttentionSpec, FurtherOutput
+from fusion.ir.spec import AttentionSpec
 
 BLOCK_ELEMENTS = 1 << 22  # score elements of a block of rows that are alive at once
 
@@ -66,7 +65,7 @@ def recording() -> Iterator[None]:
 
 def _gradients(run: Execution, grads: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of the operands that are wanted, from those of the output and the further outputs."""
-    upstream = [_computed(run, *pair) for pair in zip(grads, (None, *run.spec.further), strict=True)]
+    upstream = [run.as_computed(number, grad) for number, grad in enumerate(grads)]
     total = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in wanted]
     if run.n_q and any(gradient.numel() for gradient in upstream):
         gathered = run.gathered()
@@ -76,23 +75,10 @@ def _gradients(run: Execution, grads: Sequence[torch.Tensor], wanted: Sequence[t
         sums = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in made]
         into = dict(zip([*(t for t in cut if t.requires_grad), *wanted], [*sums, *total], strict=True))
         for block in run.blocks(BLOCK_ELEMENTS):
-            parts = [_part(run, number, gradient, *block) for number, gradient in enumerate(upstream)]
+            parts = [run.cut(number, gradient, *block) for number, gradient in enumerate(upstream)]
             _add(run.results(*block, *cut), parts, into)
         _add(made, sums, dict(zip(wanted, total, strict=True)))
     return total
-
-
-def _computed(run: Execution, grad: torch.Tensor, further: FurtherOutput | None) -> torch.Tensor:
-    """The gradient of the output, [b.., i, e], or of a further output, its coordinates in the order b.., i, j."""
-    dims = (further or run.spec.output).dims
-    return grad.to(run.dtype).permute([dims.index(name) for name in result_names(run.spec, further)])
-
-
-def _part(run: Execution, number: int, upstream: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """The gradient of what some rows contribute to a result (number 0: the output)."""
-    if number and "i" not in run.spec.further[number - 1].dims:
-        return upstream  # a sum over the rows
-    return upstream.narrow(len(run.batch), first, count)
 
 
 def _add(

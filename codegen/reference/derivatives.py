@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 
 from fusion.codegen.reference.backward import recording
 from fusion.codegen.reference.forward import Execution
-from fusion.ir.results import result_names
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.steps import Gradients, Place, Step, Tangents, marked, signature
 
@@ -50,7 +49,7 @@ def derivative(
         for block in run.blocks(BLOCK_ELEMENTS >> len(steps)):  # a higher order holds more tables of scores
             parts = function(block, [_cut(run, place, x, block) for place, x in zip(takes, given, strict=True)])
             for place, into, part in zip(gives, found, parts, strict=True):
-                into[:] = [*into, part] if _has_rows(spec, place) or not into else [into[0] + part]
+                into[:] = [*into, part] if _has_rows(run, place) or not into else [into[0] + part]
     return [_as_given(run, place, parts) for place, parts in zip(gives, found, strict=True)]
 
 
@@ -125,32 +124,21 @@ def _of_marked(
     return partial
 
 
-def _names(spec: AttentionSpec, place: Place) -> tuple[list[str], tuple[str, ...]]:
-    """The coordinates of a result, as computed and as they are in its tensor."""
-    further = spec.further[place.number - 1] if place.number else None
-    return result_names(spec, further), (further or spec.output).dims
-
-
-def _has_rows(spec: AttentionSpec, place: Place) -> bool:
-    return not place.is_operand and "i" in _names(spec, place)[0]
+def _has_rows(run: Execution, place: Place) -> bool:
+    return not place.is_operand and run.has_rows(place.number)
 
 
 def _as_computed(run: Execution, place: Place, tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    if not place.is_operand:
-        names, dims = _names(run.spec, place)
-        tensor = tensor.permute([dims.index(name) for name in names])
-    return tensor.detach().to(run.dtype)
+    return (tensor.to(run.dtype) if place.is_operand else run.as_computed(place.number, tensor)).detach()
 
 
 def _cut(run: Execution, place: Place, tensor: Tensor, block: Block) -> Tensor:
-    return tensor.narrow(len(run.batch), *block) if _has_rows(run.spec, place) else tensor
+    return tensor if place.is_operand else run.cut(place.number, tensor, *block)
 
 
 def _as_given(run: Execution, place: Place, parts: list[Tensor]) -> Tensor:
     if place.is_operand:
         return parts[0]
-    names, dims = _names(run.spec, place)
-    whole = torch.cat(parts, len(run.batch)) if _has_rows(run.spec, place) else parts[0]
-    return whole.permute([names.index(name) for name in dims])
+    return run.as_given(place.number, torch.cat(parts, len(run.batch)) if _has_rows(run, place) else parts[0])

@@ -29,7 +29,8 @@ def run_all(
     """`run`, and after its result the further outputs of the spec."""
     execution = Execution(spec, operands, sizes, dtype)
     out, *further = execution.results(0, execution.n_q, *execution.gathered())
-    return [execution.store(out), *map(execution.store_further, spec.further, further)]
+    made = [x.to(getattr(torch, f.dtype)) for f, x in zip(spec.further, further, strict=True)]
+    return [execution.store(out), *(execution.as_given(k, x).contiguous() for k, x in enumerate(made, 1))]
 
 
 class Execution:
@@ -217,10 +218,27 @@ class Execution:
         p = p[..., : self.n_k] * scale
         return (torch.where(dead if safe else p.isnan(), 0.0, p) if safe or zero else p) * weight
 
-    def store_further(self, further: FurtherOutput, value: torch.Tensor) -> torch.Tensor:
-        """From [b.., i, j] without `over` to the dimensions that are asked for."""
-        names = result_names(self.spec, further)
-        return value.to(getattr(torch, further.dtype)).permute([names.index(n) for n in further.dims]).contiguous()
+    def has_rows(self, number: int) -> bool:
+        """Whether a result (number 0: the output, then further ones) has elements for each row; else it is a sum."""
+        return not number or "i" in self.spec.further[number - 1].dims
+
+    def cut(self, number: int, tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """What some rows contribute to a result, or its gradient, as computed."""
+        return tensor.narrow(len(self.batch), first, count) if self.has_rows(number) else tensor
+
+    def as_computed(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A result, or its gradient, with its coordinates in the order b.., i, e or b.., i, j."""
+        names, dims = self._names(number)
+        return tensor.to(self.dtype).permute([dims.index(name) for name in names])
+
+    def as_given(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The dimensions that are asked for, of what is computed."""
+        names, dims = self._names(number)
+        return tensor.permute([names.index(name) for name in dims])
+
+    def _names(self, number: int) -> tuple[list[str], tuple[str, ...]]:
+        further = self.spec.further[number - 1] if number else None
+        return result_names(self.spec, further), (further or self.spec.output).dims
 
     def store(self, out: torch.Tensor) -> torch.Tensor:
         """From [b.., i, e] to the dimensions and memory order that the spec asks for."""
