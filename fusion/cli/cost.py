@@ -143,7 +143,7 @@ def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> 
 def _choice(arguments: argparse.Namespace, problem: Problem, target: Machine) -> Choice | None:
     """The planner's choice of the forward's kernel; None for other schedules, and masks known by density alone."""
     from fusion.cli.attention import attention_of
-    from fusion.planning.choice import planner_for
+    from fusion.planning.planner import planner_for
 
     if target.kind == "model" or arguments.backward or problem.density < 1:
         return None

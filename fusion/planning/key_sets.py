@@ -13,8 +13,8 @@ import torch
 
 from fusion.ir import AttentionSpec
 from fusion.machine import Machine, with_cores
-from fusion.planning.choice import planner_for
 from fusion.planning.plan import plan
+from fusion.planning.planner import planner_for
 
 MASKED = 2e-9
 """Seconds for an element of the mask on a CPU: ones, positions scattered into them, and what it is combined with.

@@ -20,7 +20,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.request import PLAIN, Request
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
-from fusion.planning.choice import planner_for
+from fusion.planning.planner import planner_for
 from fusion.refusals import Ground, Refusal
 from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel, GuardedTraining
 

@@ -11,9 +11,9 @@ from fusion.cli import COMMANDS, main
 from fusion.cli.attention import attention_of
 from fusion.codegen import reference
 from fusion.machine import machine
-from fusion.planning.choice import planner_for
 from fusion.planning.from_spec import problem_of
 from fusion.planning.plan import Problem, plan
+from fusion.planning.planner import planner_for
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fusion.machine import Machine, machine
-from fusion.planning.choice import planner_for
 from fusion.planning.plan import Problem, plan
+from fusion.planning.planner import planner_for
 from fusion.planning.schedules import SCHEDULES, schedule
 from tests.codegen.mlir.cases import case
 
