@@ -145,7 +145,8 @@ def _is_reported(anchor: Node, met: Upstream) -> bool:
     if is_sdpa(anchor) or any(looks_like_attention(met[parent]) for parent in anchor.all_input_nodes):
         return True
     above = met.inputs(anchor)
-    if Met.PRODUCT | Met.GATE | Met.SUM in above and not any(map(is_parameter, anchor.all_input_nodes)):
+    normalised = Met.PRODUCT | Met.GATE | Met.SUM in above or Met.PRODUCT | Met.EXP | Met.STATISTIC in above
+    if normalised and not any(map(is_parameter, anchor.all_input_nodes)):
         return True
     users = list(anchor.users)
     while len(users) == 1 and packet(users[0]) in MOVES:
@@ -231,7 +232,7 @@ def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | Non
         return None
     index, after = walked
     if packet(anchor) is aten.matmul and any(len(shape(x)) < 2 for x in anchor.all_input_nodes):
-        raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector", anchor)
+        raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector", node=anchor)
     row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, met, apart)
     if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and (after or apart)):
         return None

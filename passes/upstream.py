@@ -12,6 +12,8 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from fusion.ir import integers
+from fusion.ir.expr import Expr
 from fusion.passes import nodes
 from fusion.passes.contractions import Factors, extended_factors, is_contraction, is_distance
 from fusion.passes.heads import head_sum
@@ -103,6 +105,23 @@ def looks_like_attention(met: Met) -> bool:
 
 
 def escaping_weights(graph: Graph) -> list[Node]:
-    """The attention weights that a graph returns, or hands to the next graph."""
+    """The attention weights that a graph returns, or hands to the next graph; what is made of a statistic of them, such
+    as a loss, is none."""
     met = Upstream(graph)
-    return [out for out in graph.output_node().all_input_nodes if looks_like_attention(met[out])]
+
+    def whole(node: Node) -> list[Node]:
+        return [] if is_contraction(node) or is_statistic(node) else node.all_input_nodes
+
+    def are_weights(node: Node) -> bool:
+        return packet(node) in SOFTMAXES | {aten.exp, aten.exp2} and Met.PRODUCT in met[node]
+
+    def count(node: Node) -> Expr | None:
+        try:
+            return integers.mul(*nodes.shape(node))
+        except nodes.Unsupported:  # a size that is no expression
+            return None
+
+    def holds(out: Node) -> bool:
+        return any(are_weights(node) and count(node) is count(out) for node in nodes.walk_up([out], whole))
+
+    return [out for out in graph.output_node().all_input_nodes if looks_like_attention(met[out]) and holds(out)]

@@ -106,6 +106,10 @@ def with_a_vector(q, k, v):
     return w @ v[0, 0, :, 0]  # here
 
 
+def with_a_vector_of_values(q, k, v):
+    return torch.softmax(q @ k.mT, -1) @ v[0, 0, :, 0]  # here
+
+
 def many_sinks(q, k, v):
     s = torch.cat([q @ k.mT, q.new_zeros(2, 3, 17, 5)], -1)
     return torch.softmax(s, -1)[..., :17] @ v
@@ -134,6 +138,15 @@ def running_sum_divided_late(q, k, v):
     return (v.mT @ e.mT).mT / e.sum(-1, keepdim=True)
 
 
+def block_by_block(q, k, v):
+    """Keys a block at a time, as FlashAttention's paper writes it; the second block's product with V."""
+    first, second = (q @ part.mT for part in k.split(9, -2))
+    before, largest = first.amax(-1, keepdim=True), torch.maximum(*(s.amax(-1, keepdim=True) for s in (first, second)))
+    total = (first - before).exp().sum(-1, keepdim=True) * (before - largest).exp()
+    e = (second - largest).exp()
+    return (torch.relu(q) * total + e @ v[..., 9:, :]) / (total + e.sum(-1, keepdim=True))
+
+
 def without_columns(q, k, v):
     return torch.softmax(q[..., :0] @ k[..., :0].mT, -1) @ v
 
@@ -152,6 +165,7 @@ def one_value_for_all_keys(q, k, v):
 UNSEEN = {
     one_value_for_all_keys: (Ground.PRODUCT_FORM, "broadcasts the index that it sums over"),
     renormalised_beside_a_sink: (Ground.FURTHER_REDUCTION, "scaled by another reduction"),
+    block_by_block: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
     without_columns: (Ground.LIMIT, "a head dimension of 0"),
     normalised_squares: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
     running_sum_less_its_logarithm: (Ground.NOT_POINTWISE, "do not come from a product"),
@@ -213,10 +227,21 @@ def test_weights_that_end_at_a_graph_break_are_noted():
     assert f"graph break at {line}" in str(report)
 
 
+def test_a_product_with_a_vector_is_named():
+    (site,) = fusion.explain(with_a_vector_of_values, *(torch.randn(2, 3, 17, 16) for _ in range(3))).sites
+    assert not site.fused and "a product with a vector" in site.reason and "# here" in site.stopped_at
+
+
 def test_weights_that_are_returned_are_noted():
     report = fusion.explain(lambda q, k: torch.softmax(q @ k.mT, -1), *(torch.randn(2, 17, 16) for _ in range(2)))
     (note,) = report.notes
     assert note.endswith("they are returned") and not report.graph_breaks
+
+
+@pytest.mark.parametrize("loss", [lambda w: -w.diagonal(0, -2, -1).log().mean(), lambda w: (w / w.sum(-2, True)).sum()])
+def test_a_loss_is_no_attention(loss):
+    report = fusion.explain(lambda q, k: loss(torch.softmax(q @ k.mT, -1)), *(torch.randn(2, 17, 16) for _ in range(2)))
+    assert not report.sites and not report.notes
 
 
 def test_breaks_of_several_graphs_are_named():
