@@ -99,11 +99,19 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
     if exponent.op != "fsub":
         return None
     x, shift = exponent.args
-    if shift.op != "reduce" or shift.attr != "logsumexp" or shift.args[0] is not x:
+    sums = [p for p in walk(shift) if p.op == "reduce" and p.attr == "logsumexp" and p.args[0] is x]
+    if len(sums) != 1 or not free_of_keys(shift):
         return None
-    if not any(may_be_far(arg) or has(arg, "load") for arg in shift.args):
-        return node("softmax", shift.args, Kind.FLOAT, "softmax")
-    return node("scaled_softmax", (_BY_LOG_SUM, *shift.args), Kind.FLOAT, "softmax")
+    columns = sums[0].args
+    if shift is not sums[0]:
+        own = {part: maximum for part in walk(shift) if (maximum := _own_maximum(part, columns)) is not None}
+        shift = substitute(shift, {**own, sums[0]: _LOG_SUM})
+        scale = apply("exp", ROW_MAX - shift)
+        kind = quotient_kind(shift, ONE)
+        return None if has(scale, "reduce", "dot") else node("scaled_softmax", (scale, *columns), Kind.FLOAT, kind)
+    if not any(may_be_far(arg) or has(arg, "load") for arg in columns):
+        return node("softmax", columns, Kind.FLOAT, "softmax")
+    return node("scaled_softmax", (_BY_LOG_SUM, *columns), Kind.FLOAT, "softmax")
 
 
 _BY_LOG_SUM = apply("exp", ROW_MAX - _LOG_SUM)

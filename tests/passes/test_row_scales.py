@@ -97,6 +97,18 @@ def less_the_log_sum_of_fills(q, k, v, bias):
     return (s - s.logsumexp(-1, keepdim=True)).exp() @ v
 
 
+def less_more_than_the_log_sum(q, k, v, bias):
+    """softmax1 by its logarithms: 0 in rows without a live key."""
+    s = scores(q, k, bias).masked_fill(~live(q, k), -math.inf)
+    return (s - torch.nn.functional.softplus(s.logsumexp(-1, keepdim=True))).exp() @ v
+
+
+def less_the_log_sum_and_a_sink(q, k, v, bias):
+    s = scores(q, k, bias)
+    log_sum = s.logsumexp(-1, keepdim=True)
+    return (s - torch.logaddexp(log_sum, torch.full_like(log_sum, 0.5))).exp() @ v
+
+
 def tiny_epsilon(q, k, v, bias):
     """The key of the maximum has a term that is less than rounding."""
     s = scores(q, k, bias)
@@ -120,7 +132,7 @@ def times_a_function_of_the_log_sum(q, k, v, bias):
 KERNELS = [
     sum_and_epsilon, one_more, one_more_than_the_detached, detached_maximum_and_epsilon,
     clamped_and_detached_maximum_and_epsilon, under_a_mask, times_a_mask, at_least, powers_of_the_sum, nothing_but_tiny,
-    less_the_log_sum, less_the_log_sum_of_fills, tiny_epsilon,
+    less_the_log_sum, less_the_log_sum_of_fills, less_more_than_the_log_sum, less_the_log_sum_and_a_sink, tiny_epsilon,
 ]  # fmt: skip
 
 
