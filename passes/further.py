@@ -128,6 +128,9 @@ class _Walk:
             return None
 
     def _whole(self, node: Node, index: Index) -> Use | None:
+        """The node itself: of weights, or of their rows."""
+        if J.name not in set().union(*map(coordinates, index)):
+            return self._of_rows(node, index)
         value, order = self._value(node, index), self._order(node, index, {"i", "j"})
         if value is None or order is None or WEIGHT not in walk(value):
             return None
@@ -145,21 +148,24 @@ class _Walk:
         if over not in (I, J) or self.pullback.bounds[over] is not extent:
             return None
         at = (*index[:dim], *([integers.integer(0)] if args.get("keepdim") else []), *index[dim + 1 :])
-        order = self._order(user, at, {"i", "j"} - {over.name})
-        if order is None:
-            return None
-        row = self._value(user, at) if over is J else None
-        if row is not None and {ROW_MAX, ROW_SUM} & {*walk(row)}:
-            if self.attention.core.normalizer is Normalizer.SAFE_SOFTMAX and ROW_SUM in walk(in_log_sums(row)):
-                return None  # eager's is NaN for a row without a live key, a kernel's 0
-            return Use(node=user, of=user, at=at, value=row, order=order)
-        value = self._value(node, index)
-        if value is None or WEIGHT not in walk(value) or packet(user) not in _REDUCTIONS:
+        if over is J and (use := self._of_rows(user, at)) is not None:
+            return use
+        order, value = self._order(user, at, {"i", "j"} - {over.name}), self._value(node, index)
+        if order is None or value is None or WEIGHT not in walk(value) or packet(user) not in _REDUCTIONS:
             return None
         return Use(
             node=user, of=node, at=index, value=value, order=order, reduction=_REDUCTIONS[packet(user)],
             over=over.name, divisor=extent if packet(user) is aten.mean else None,
         )  # fmt: skip
+
+    def _of_rows(self, node: Node, index: Index) -> Use | None:
+        """A statistic of rows that is made of their maximum and sum."""
+        row, order = self._value(node, index), self._order(node, index, {"i"})
+        if row is None or order is None or not {ROW_MAX, ROW_SUM} & {*walk(row)} or marks.mutations(node):
+            return None
+        if self.attention.core.normalizer is Normalizer.SAFE_SOFTMAX and ROW_SUM in walk(in_log_sums(row)):
+            return None  # eager's is NaN for a row without a live key, a kernel's 0
+        return Use(node=node, of=node, at=index, value=row, order=order)
 
     def _order(self, node: Node, index: Index, rest: set[str]) -> tuple[str, ...] | None:
         """The coordinates of a node's elements, the slowest first: b.. and `rest`, each once; else None."""

@@ -132,6 +132,21 @@ def merged_parts(q, k, v):
     return (o1 * f1 + o2 * f2) / (f1 + f2)
 
 
+def log_sum_of_which_weights_are_made(q, k, v):
+    s = causal(q, k)
+    total = s.logsumexp(-1)
+    return torch.exp(s - total[..., None]) @ v, total
+
+
+def divided_late_beside_its_log_sum(q, k, v):
+    """As FlashAttention's paper has it."""
+    s = scores(q, k)
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    total = e.sum(-1, keepdim=True)
+    return e @ v / total, m + total.log()
+
+
 def two_products(q, k, v):
     w = weights(q, k)
     return w @ v, w @ (v * 2)[..., :4], w
@@ -161,6 +176,8 @@ CASES = {
     over_all_heads: ["none", "none", "none", "none"],
     averaged_over_layers: ["none", "none"],
     merged_parts: ["none", "none"],
+    log_sum_of_which_weights_are_made: ["none"],
+    divided_late_beside_its_log_sum: ["none"],
     two_products: ["none"],
     used_before: ["sum i"],
 }
@@ -221,7 +238,10 @@ def test_gradients_are_eagers(function):
     assert_as_exact_as_eager(ours, gradients(function, inputs), gradients(function, [x.double() for x in inputs]))
 
 
-@pytest.mark.parametrize("function", [returned_masked, sigmoid, entropy, key_sums, weighed, merged_parts])
+IN_KERNELS = [returned_masked, sigmoid, entropy, key_sums, weighed, merged_parts, divided_late_beside_its_log_sum]
+
+
+@pytest.mark.parametrize("function", IN_KERNELS)
 def test_gradients_are_the_kernels(function, monkeypatch):
     def unused(*arguments, **further):
         raise AssertionError("the reference interpreter has the gradient")
