@@ -9,14 +9,13 @@ gathers.
 from __future__ import annotations
 
 from fusion.codegen.mlir.builder import SIZE, Value, shape_of, vector_of
-from fusion.codegen.mlir.rows import linear_strides
+from fusion.codegen.mlir.rows import LINE, linear_strides
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import Expr, I, J, Kind
 
 PREFETCH_KEYS = 128  # how far ahead, in keys
 UNIT = 4  # words of a row in a unit
-UNITS_A_LINE = 4  # of the cache, where elements are words or parts of one
 PER_WORD = {"bool": 4, "bfloat16": 2}  # elements that are moved as one word of 32 bits
 
 
@@ -52,13 +51,27 @@ class DenseLoad:
         regular = b.binary("arith.andi", b.reduce("and", scope.lanes.valid, "all_valid"), adjacent, "regular")
         end = b.select(regular, b.mul(b.div(count, self.unit_keys), self.unit_keys), 0, "end")
         with b.loop(0, end, self.unit_keys, hint="j") as j:
-            for r, column in enumerate(self._columns(corner, j, self._ahead(b.add(first_key, j)))):
+            for r, column in enumerate(self._columns(corner, j)):
                 b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
         with b.loop(end, count, hint="j") as j:
             b.store(
                 self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory), self.row_stride),
                 b.at(target, b.mul(j, lanes), "f32"),
             )
+
+    def ask_ahead(self, first: Value, rows: int, key: Value, keys: int) -> None:
+        """Ask for what lies ahead of `keys` keys, from a multiple of them on, in `rows` rows from `first` on. Where it
+        is less than a line of each row, rows take turns."""
+        b, size = self.b, keys * SIZE[self.memory]
+        turns = max(1, LINE // size)
+        taken = -(-rows // turns)
+        here = b.mul(b.rem(b.div(key, keys), turns), taken)
+        offset = b.add(b.mul(b.add(first, here), self.row_stride), b.mul(key, self.key_stride))
+        start = b.at(b.at(self.origin, offset, self.memory), self._ahead(key), self.memory)
+        with b.loop(0, taken, hint="r") as r:
+            row = b.at(start, b.mul(r, self.row_stride), self.memory)
+            for at in range(0, size, LINE):
+                b.prefetch(b.at(row, at, "i8"))
 
     def _ahead(self, key: Value) -> Value:
         """How far from an element of a key those lie that are asked for: in the same row, or behind the last key at the
@@ -67,7 +80,7 @@ class DenseLoad:
         following = b.add(b.mul(self.row_stride, self.rows), b.sub(PREFETCH_KEYS, self.n_k))
         return b.select(b.compare("slt", b.add(key, PREFETCH_KEYS), self.n_k), PREFETCH_KEYS, following, "ahead")
 
-    def _columns(self, corner: Value, key: Value, distance: Value) -> list[Value]:
+    def _columns(self, corner: Value, key: Value) -> list[Value]:
         """What is staged for `unit_keys` adjacent keys of L rows from `key`, a multiple of as many, on behind a corner.
         Several elements are moved as one word: shuffles are what this costs."""
         b, lanes = self.b, self.context.lanes
@@ -75,11 +88,6 @@ class DenseLoad:
         rows = [b.at(start, b.mul(self.row_stride, r), self.memory, "row") for r in range(lanes)]
         words = vector_of("i32" if self.per_word > 1 else self.memory, UNIT)
         parts = [b.load(row, words, "line", align=SIZE[self.memory]) for row in rows]
-        # Many short runs of many rows are too much for the hardware to foresee.
-        ahead = b.mul(b.rem(b.div(key, self.unit_keys), UNITS_A_LINE), b.mul(self.row_stride, lanes // UNITS_A_LINE))
-        line = b.at(b.at(start, ahead, self.memory), distance, self.memory)
-        for r in range(lanes // UNITS_A_LINE):
-            b.prefetch(b.at(line, b.mul(self.row_stride, r), self.memory))
         while len(parts) > UNIT:  # rows r, r + UNIT, ... behind each other
             firsts = [n for n in range(len(parts)) if n % (2 * UNIT) < UNIT]
             size = shape_of(parts[0].type)[0]

@@ -30,11 +30,7 @@ from fusion.ir.expr import Expr, I, coord
 from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.rows import needs_maximum
-from fusion.planning.register_tiles import Target
-
-KEY_SPAN = 256
-"""Errors are then those of `scaled_dot_product_attention`. With 512, one problem of fifty was beyond the numerics rule
-(benchmarks/accuracy.py)."""
+from fusion.planning.register_tiles import KEY_SPAN, Target
 
 
 class TileKernel(KernelFunction):
@@ -76,7 +72,8 @@ class TileKernel(KernelFunction):
         self.highest = self.area(together * row, "highest")
         entries = keys + (together + 1) * lanes
         self.tables = [DistanceTable(self.context, part, self.area(4 * entries, "table")) for part in self.by_distance]
-        self.staged = [self.area(together * keys * row, "staged") for _ in self.dense]
+        self.staged_at_once = together if p.overlaps else 1  # of the groups that are worked on together
+        self.staged = [self.area(self.staged_at_once * keys * row, "staged") for _ in self.dense]
 
     def _part(self, base: Value, number: Value | int, size: int, hint: str) -> Value:
         return self.b.at(base, self.b.mul(number, size), "i8", hint)
@@ -164,6 +161,9 @@ class TileKernel(KernelFunction):
         queries = [self._part(self.queries, b.add(tile.g, m), p.query_bytes(), "q_at") for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
         p.scores(at, queries, [b.at(self.scores, b.mul(r, self.lanes), "f32") for r in rows], step, beside)
+        row = b.add(tile.item.first, b.mul(b.add(tile.g, first), self.lanes))
+        for load in self.loads:
+            load.ask_ahead(row, p.group_step * self.lanes, b.add(tile.block.first, b.mul(step, p.key_step)), p.key_step)
 
     def _sets(self, tile: Tile) -> Value:
         """How many pairs (or whatever the products take at a time) of groups the tile has."""
@@ -225,7 +225,8 @@ class TileKernel(KernelFunction):
         return GroupSoftmax(self.context, memory, tile.block, self.exponent, needs_maximum(self.spec))
 
     def _staged_area(self, number: int, member: Value | int) -> Value:
-        return self._part(self.staged[number], member, 4 * self.tiling.keys * self.lanes, "staged_rows")
+        place = member if self.staged_at_once > 1 else 0
+        return self._part(self.staged[number], place, 4 * self.tiling.keys * self.lanes, "staged_rows")
 
     def _wanted(self, program: Expr) -> list[int]:
         """Which of the dense loads a program reads."""

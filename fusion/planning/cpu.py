@@ -36,8 +36,8 @@ _PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
 HIDDEN_FROM = 64  # multiply-adds a score
 LINE = 64  # bytes of a cache line
 #: Operations for a vector of a dense bias or mask, and more where its rows lie in too many pages: what kernels on AMX
-#: took longer than without one, by tile
-STAGING, WALK = 5, 5
+#: took longer than without one, by tile. And for beginning a row of a block, on vectors (AMD EPYC, family 26).
+STAGING, WALK, BEGIN_ROW = 5, 5, 12
 PAGE, PAGES = 4096, 64  # bytes of a page, and how many the first-level TLB has at least
 MERGED = 4  # cycles for a vector of output or sums that a part leaves and that is merged
 SPILL_FROM, SPILL_OVER = 0.5, 1.0  # a cache begins to lose a tile at this share of its capacity, over this range
@@ -144,7 +144,7 @@ def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _
         d=_up(d, 32) if amx else d,
         e=_up(e, 16) if amx else _up(e, multiples[1]),
         score=4 + (2 * planes or 4),
-        staged=4 * problem.dense,
+        staged=4 * problem.dense // (1 if amx else multiples[0] // machine.lanes()),
     )
 
 
@@ -223,7 +223,7 @@ def _item_counts(
     return {
         "product": per_item(2 * step * taken * dims * kernel.products / rate),
         "softmax": per_item(vectors),
-        "operation": per_item(vectors * (problem.score_flops + problem.dense * _staging(problem, rows))),
+        "operation": per_item(vectors * (problem.score_flops + problem.dense * _staging(problem, kernel, tile, lanes))),
         "output": per_item(blocks * step / lanes * kernel.e),
         "near": per_item(near / LINE),
         "stream": per_item(streamed / LINE),
@@ -235,10 +235,12 @@ def _item_counts(
     }
 
 
-def _staging(problem: Problem, rows: int) -> int:
-    """Operations for a vector of a dense operand, for blocks of so many rows."""
+def _staging(problem: Problem, kernel: _Kernel, tile: tuple[int, int], lanes: int) -> float:
+    """Operations for a vector of a dense operand."""
+    rows, keys = tile
     pages = rows * min(1.0, problem.n_k * problem.element_bytes / PAGE)
-    return STAGING + WALK * (pages > PAGES)
+    begin = 0.0 if kernel.on_tiles else BEGIN_ROW * lanes / keys
+    return STAGING + WALK * (pages > PAGES) + begin
 
 
 def _cache_traffic(
@@ -254,10 +256,11 @@ def _cache_traffic(
     again = _spilled(block + scores, nearest)  # of K and V, by all sets of an item but the first
     first = np.arange(len(taken)) % max(1, rows // step) == 0
     streamed = np.where(first, 1.0, again) * taken * dims * kernel.size
-    # Products hide that scores come from the second cache, the better the more of them there are to a score. Dense
-    # operands are staged between the products.
+    # Products hide that scores come from the second cache, the better the more of them there are to a score. Between
+    # those of AMX tiles dense operands are staged.
     exposed = min(1.0, HIDDEN_FROM / (dims * kernel.products)) ** 2
-    lost = _spilled(scores, nearest) * exposed if not kernel.staged else _spilled(block + scores + own, nearest)
+    beside = kernel.on_tiles and kernel.staged
+    lost = _spilled(block + scores + own, nearest) if beside else _spilled(scores, nearest) * exposed
     rewritten = taken * step * (12 + 2 * kernel.size + 2 * kernel.staged) * lost
     turned = step * (kernel.d * kernel.size + 8 * kernel.e) * _spilled(block + scores + own, nearest)
     return rewritten, streamed, turned, _spilled(n_k * dims * kernel.size + own + scores, second)

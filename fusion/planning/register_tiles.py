@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, "float8_e4m3fn": 1, "float8_e5m2": 1,
           "int8": 1, "uint8": 1}  # fmt: skip
 
+KEY_SPAN = 256
+"""Sums of float32 begin anew every so many keys. Errors are then those of `scaled_dot_product_attention`. With 512, one
+problem of fifty was beyond the numerics rule (benchmarks/accuracy.py)."""
+
 _AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 _PAIRS = {"avx512_bf16"}
 _AMX = {"amx_tile", "amx_bf16"} | _PAIRS

@@ -11,6 +11,7 @@ from fusion.errors import NoFittingTileError
 from fusion.machine import Machine
 from fusion.planning.head_dims import power
 from fusion.planning.problem import Problem
+from fusion.planning.register_tiles import KEY_SPAN
 
 Tile = dict[str, int]
 Tiles = dict[str, np.ndarray]
@@ -74,12 +75,14 @@ def cpu_tiles(
 ) -> Tiles:
     """(B_r, B_c) for the CPU kernel: multiples of its register tile, no larger than the problem asks for, inside the
     fast level. K and V are read in place, so they do not count against the level. The smallest tile is always legal:
-    caches spill, they do not refuse. fixed: sizes that are settled, by name."""
+    caches spill, they do not refuse. Sums of float32 begin anew with a tile at the latest. fixed: sizes that are settled,
+    by name."""
     if "B_r" in fixed:
         return grid({"B_r": [fixed["B_r"]], "B_c": [fixed["B_c"]], "stages": [1]})
     n_q, n_k = least_multiple(problem.n_q, row_multiple), least_multiple(problem.n_k, col_multiple)
     rows = sorted({min(n_q, row_multiple * count) for count in ROW_COUNTS})
-    cols = sorted({min(n_k, least_multiple(count, col_multiple)) for count in (64, 128, 256, 512)})
+    most = KEY_SPAN if problem.dtype == "float32" else 512
+    cols = sorted({min(n_k, least_multiple(count, col_multiple)) for count in (64, 128, 256, 512) if count <= most})
     tiles = grid({"B_r": rows, "B_c": cols, "stages": [1]})
     near = footprint_bytes(problem, tiles["B_r"], tiles["B_c"], 0)
     keep = (near <= machine.level(machine.fast).capacity * 0.75) | (

@@ -47,6 +47,11 @@ class QueriesKernel(BackwardKernel):
         meets = b.compare("ne", live, 0, "meets")
         return b.binary("arith.ori", meets, self.dead, "meets") if normalized(self.spec) else meets
 
+    def _prefetch(self, block: Block, rows: Rows) -> None:
+        """Dense tensors that are read."""
+        for load in self.loads:
+            load.ask_ahead(block.first, self.rows_per_block, rows.first, self.score_half.products.key_step)
+
     def lane_statistics(self, first: Value) -> dict[str, Value] | None:
         if not normalized(self.spec):
             return None
