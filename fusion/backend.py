@@ -24,6 +24,7 @@ from fusion.ir import Kind
 from fusion.ir.sizes import size_value
 from fusion.options import Options
 from fusion.passes import autocast, cascades, checkpointing, graph_excerpt, nested, nodes, transforms
+from fusion.passes.distances import read_by_distance
 from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.outline import sealed_softmaxes
@@ -167,6 +168,7 @@ def _rewritten(
         raise nodes.Unsupported(Ground.NESTED, "it has no positions in the sequences of nested tensors")
     graph = normalize(module, example_inputs, bodies)
     notes = skip_unread_rows(graph.graph) if options.block_mask is None else []
+    read_by_distance(graph.graph)
     dump.stage("normalized", graph)
     reads = functools.partial(kernels.reads, request=options.request)
     wanted = "never" if options.block_mask is not None else options.cascades
