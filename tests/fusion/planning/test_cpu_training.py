@@ -23,6 +23,12 @@ def plain(q, k, v, bias):
     return torch.softmax(q @ k.mT / 4, -1) @ v
 
 
+def by_distance(q, k, v, bias):
+    i = torch.arange(q.shape[-2])
+    table = bias.flatten()[: 2 * len(i) - 1]
+    return torch.softmax(q @ k.mT / 4 + table[i - i[:, None] + len(i) - 1], -1) @ v
+
+
 def trained(function, n, dtype=torch.float32, *, bias=True, dynamic=False, **options):
     """The one site of a training step with n queries and keys."""
     q, k, v = (torch.randn(1, 2, n, 16, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -37,9 +43,10 @@ def trained(function, n, dtype=torch.float32, *, bias=True, dynamic=False, **opt
 @pytest.fixture(autouse=True)
 def _rule(monkeypatch):
     monkeypatch.setattr(cpu_training, "PAYS", dict.fromkeys(PAYS, (20, 40)))
+    monkeypatch.setattr(cpu_training, "PAYS_BY_DISTANCE", 30)
 
 
-@pytest.mark.parametrize(("function", "least"), [(plain, 20), (causal, 20), (biased, 40)])
+@pytest.mark.parametrize(("function", "least"), [(plain, 20), (causal, 20), (biased, 40), (by_distance, 30)])
 def test_few_scores_are_left_and_more_are_fused(function, least):
     site = trained(function, least - 1)
     assert not site.fused and site.refusal.kind is Ground.SHORT_TRAINING
