@@ -33,14 +33,12 @@ ONE = integers.integer(1)
 
 def read_by_distance(graph: Graph) -> None:
     """Rewrite such reads (`embedding` and indexing) by positions [.., N_q, N_k] that the graph makes of `arange`."""
-    mode = detect_fake_mode([nodes.value(node) for node in graph.nodes])
     symbols = Symbols(graph)
     for node in list(graph.nodes):
         if (positions := _positions(node)) is None:
             continue
-        assert mode is not None
         line = _Line(graph, node, positions, symbols)
-        with graph.inserting_before(node), mode, torch.no_grad(), enable_python_dispatcher():
+        with graph.inserting_before(node):
             try:
                 made = None if line.is_followed() else line.of(positions)
                 result = None if made is None else line.spread(made)
@@ -167,7 +165,10 @@ class _Line:
         return self._call(aten.sub.Tensor, (keys, from_end))
 
     def _call(self, target: Any, args: Any, **kwargs: Any) -> Node:
-        return derived(self.graph, self.node, target, args, **kwargs)
+        mode = detect_fake_mode(nodes.value(self.node))
+        assert mode is not None
+        with mode, torch.no_grad(), enable_python_dispatcher():
+            return derived(self.graph, self.node, target, args, **kwargs)
 
 
 def _slope(expr: Expr) -> tuple[int, Expr] | None:
