@@ -164,11 +164,7 @@ def _rewritten(
 ) -> tuple[GraphModule, Report, set[str]]:
     """(the rewritten graph, the report of its attentions, the products for which it was changed in vain). but: those
     for which it is not to be changed."""
-    if options.block_mask is not None and nested.attends(module):
-        raise nodes.Unsupported(Ground.NESTED, "it has no positions in the sequences of nested tensors")
-    graph = normalize(module, example_inputs, bodies)
-    notes = skip_unread_rows(graph.graph) if options.block_mask is None else []
-    read_by_distance(graph.graph)
+    graph, notes = _normalized(module, example_inputs, bodies, options)
     dump.stage("normalized", graph)
     reads = functools.partial(kernels.reads, request=options.request)
     wanted = "never" if options.block_mask is not None else options.cascades
@@ -195,6 +191,18 @@ def _rewritten(
         told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
     report.notes = notes if report.fused else []  # else the graph stays as it was
     return graph, report, set()
+
+
+def _normalized(
+    module: GraphModule, example_inputs: Sequence[Any], bodies: Mapping[str, GraphModule], options: Options
+) -> tuple[GraphModule, list[str]]:
+    """The graph in the form that is analysed, without what need not be computed, and what to report of that."""
+    if options.block_mask is not None and nested.attends(module):
+        raise nodes.Unsupported(Ground.NESTED, "it has no positions in the sequences of nested tensors")
+    graph = normalize(module, example_inputs, bodies)
+    notes = skip_unread_rows(graph.graph) if options.block_mask is None else []
+    read_by_distance(graph.graph)
+    return graph, notes
 
 
 def _unseen(module: GraphModule, graph: GraphModule, report: Report) -> list[str]:

@@ -153,7 +153,8 @@ def test_t5_reads_its_buckets_once_for_each_distance():
     )
     tokens, targets = torch.randint(0, 50, (2, 40)), torch.randint(0, 50, (2, 30))
     model = transformers.T5Model(config).eval()
-    report = fusion.explain(model, input_ids=tokens, decoder_input_ids=targets, use_cache=False)
+    with torch.no_grad():
+        report = fusion.explain(model, input_ids=tokens, decoder_input_ids=targets, use_cache=False)
     assert report.fused == len(report.sites) == 6
     assert "-1 * i + j + 39" in str(report)
     assert "-1 * i + j + 29" in str(report)
