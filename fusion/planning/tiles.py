@@ -75,8 +75,8 @@ def cpu_tiles(
 ) -> Tiles:
     """(B_r, B_c) for the CPU kernel: multiples of its register tile, no larger than the problem asks for, inside the
     fast level. K and V are read in place, so they do not count against the level. The smallest tile is always legal:
-    caches spill, they do not refuse. Sums of float32 begin anew with a tile at the latest. fixed: sizes that are settled,
-    by name."""
+    caches spill, they do not refuse. Sums of float32 begin anew with a tile at the latest. fixed: sizes that are
+    settled, by name."""
     if "B_r" in fixed:
         return grid({"B_r": [fixed["B_r"]], "B_c": [fixed["B_c"]], "stages": [1]})
     n_q, n_k = least_multiple(problem.n_q, row_multiple), least_multiple(problem.n_k, col_multiple)
