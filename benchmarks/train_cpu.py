@@ -62,18 +62,27 @@ def biased(q, k, v, bias):
     return torch.softmax(q @ k.transpose(-1, -2) / WIDTH**0.5 + bias, -1) @ v
 
 
-CASES: dict[str, Call] = {"full": full, "causal": causal, "grouped": grouped, "bias": biased}
+def relative(q, k, v, table):
+    i = torch.arange(q.shape[2])
+    distance = (i - i[:, None]).clamp(-FARTHEST, FARTHEST) + FARTHEST
+    return torch.softmax(q @ k.transpose(-1, -2) / WIDTH**0.5 + table[distance].permute(2, 0, 1), -1) @ v
+
+
+CASES: dict[str, Call] = {"full": full, "causal": causal, "grouped": grouped, "bias": biased, "relative": relative}
 GROUP = 4
+FARTHEST = 128
 
 
 def inputs(case: str, length: int, heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Q, K and V as layers make them, [1, N, H, d] transposed, and the bias that is trained, [1, H, N, N]. Grouped: K
-    and V have a head for each GROUP heads of Q."""
+    """Q, K and V as layers make them, [1, N, H, d] transposed, and the bias that is trained, [1, H, N, N], or its table
+    by distance [2 FARTHEST + 1, H]. Grouped: K and V have a head for each GROUP heads of Q."""
     torch.manual_seed(0)
     shared = heads // GROUP if case == "grouped" else heads
     tensors = [torch.randn(1, length, n, WIDTH, dtype=dtype).transpose(1, 2) for n in (heads, shared, shared)]
     if case == "bias":
         tensors.append(torch.randn(1, heads, length, length, dtype=dtype))
+    if case == "relative":
+        tensors.append(torch.randn(2 * FARTHEST + 1, heads, dtype=dtype))
     return [t.requires_grad_() for t in tensors]
 
 
@@ -81,7 +90,7 @@ def contestants(case: str) -> dict[str, Call]:
     function = CASES[case]
     peers = {"fusion": torch.compile(function, backend="fusion"), "inductor": torch.compile(function)}
     kernels = torch.compile(function, backend="fusion", options={"training": "always"})  # few scores are fused as well
-    return peers | {"kernels": kernels, "eager" if case == "bias" else "sdpa": function}
+    return peers | {"kernels": kernels, "eager" if case in ("bias", "relative") else "sdpa": function}
 
 
 def step(function: Call, tensors: list[torch.Tensor], upstream: torch.Tensor) -> float:
