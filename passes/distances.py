@@ -10,6 +10,7 @@ All values are those of before, since the same operations take the same numbers.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -33,20 +34,14 @@ ONE = integers.integer(1)
 
 def read_by_distance(graph: Graph) -> None:
     """Rewrite such reads (`embedding` and indexing) by positions [.., N_q, N_k] that the graph makes of `arange`."""
-    symbols = Symbols(graph)
-    for node in list(graph.nodes):
-        if (positions := _positions(node)) is None:
-            continue
-        line = _Line(graph, node, positions, symbols)
-        with graph.inserting_before(node):
-            try:
-                made = None if line.is_followed() else line.of(positions)
-                result = None if made is None else line.spread(made)
-            except Unsupported:  # sizes that are data, or that no input carries
-                continue
-        if result is not None:
-            node.replace_all_uses_with(result)
-            nodes.erase_unused(graph, nodes.impurity())
+    symbols, found = Symbols(graph), [node for node in graph.nodes if _positions(node) is not None]
+    for node in found:
+        with graph.inserting_before(node), contextlib.suppress(Unsupported):  # sizes that are data
+            result = _Line(graph, node, symbols).read()
+            if result is not None and nodes.memory_order(result) == nodes.memory_order(node):
+                node.replace_all_uses_with(result)
+    if found:
+        nodes.erase_unused(graph, nodes.impurity())
 
 
 def _positions(node: Node) -> Node | None:
@@ -68,7 +63,9 @@ def _positions(node: Node) -> Node | None:
 class _Line:
     """What a node reads, over distances: number t is the distance t - (n_q - 1) between key and row."""
 
-    def __init__(self, graph: Graph, node: Node, positions: Node, symbols: Symbols):
+    def __init__(self, graph: Graph, node: Node, symbols: Symbols):
+        positions = _positions(node)
+        assert positions is not None
         self.graph, self.node, self.positions, self.symbols = graph, node, positions, symbols
         *self.outer, self.n_q, self.n_k = shape(positions)
         self.walk = PullBack({I: self.n_q, J: self.n_k}, self.n_k)
@@ -76,14 +73,19 @@ class _Line:
         indices = arguments(node)["indices"]
         self.dim = None if packet(node) is aten.embedding else list(indices).index(positions)
 
-    def is_followed(self) -> bool:
+    def read(self) -> Node | None:
+        """What takes the node's place, or None."""
+        line = None if self._is_followed() else self._of(self.positions)
+        return None if line is None else self._spread(line)
+
+    def _is_followed(self) -> bool:
         """Whether the positions are linear in row and key, and known to be within the table: the pull-back reads it."""
         if not self._has_pairs(self.positions) or (expr := self._integer(self.positions)) is None:
             return False
         extent = shape(arguments(self.node)["weight" if self.dim is None else "self"])[self.dim or 0]
         return _slope(expr) is not None and integers.is_below(expr, extent, self.walk.bounds)
 
-    def of(self, here: Node) -> Node | None:
+    def _of(self, here: Node) -> Node | None:
         """A tensor of n_q + n_k - 1 elements that holds what a tensor [.., n_q, n_k] has at each distance; None where
         that depends on more."""
         if here not in self.made:
@@ -104,7 +106,7 @@ class _Line:
         for parent in here.all_input_nodes:
             held = nodes.value(parent)
             if isinstance(held, torch.Tensor) and held.ndim:
-                if (line := self.of(parent)) is None:
+                if (line := self._of(parent)) is None:
                     return None
                 lines[parent] = line
         if not lines:
@@ -114,8 +116,9 @@ class _Line:
 
     def _has_pairs(self, here: Node) -> bool:
         *outer, rows, keys = shape(here) if nodes.value(here).ndim > 1 else (ONE, ONE)
+        several = not any(extent.is_const and extent.integer < 2 for extent in (rows, keys))
         pairs = here.op == "call_function" and (rows, keys) == (self.n_q, self.n_k)
-        return pairs and ONE not in (rows, keys) and all(extent is ONE for extent in outer)
+        return pairs and several and all(extent is ONE for extent in outer)
 
     def _linear(self, here: Node) -> Node | None:
         """Of integers a (j - i) + c, with a = 1 or -1 and c made of sizes."""
@@ -136,7 +139,7 @@ class _Line:
         expr = self.walk.value(here, (*[integers.integer(0)] * (nodes.value(here).ndim - 2), I, J))
         return None if expr.kind is not Kind.INT or loads(expr) else expr
 
-    def spread(self, line: Node) -> Node:
+    def _spread(self, line: Node) -> Node:
         """What the node reads, from what it reads at each distance."""
         args, kwargs = torch.fx.node.map_arg(
             (self.node.args, self.node.kwargs), lambda given: line if given is self.positions else given

@@ -137,6 +137,27 @@ def test_positions_that_are_more_than_a_distance_stay(name):
     assert_as_exact_as_eager(run(compiled(attention), given, torch.float32), eager, exact)
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(0, 0), (0, 5), (5, 0), (1, 5), (5, 1), (2, 2)])
+def test_few_rows_or_keys(rows, keys):
+    def attention(q, k, v, table):
+        relative = torch.arange(k.shape[2])[None] - torch.arange(q.shape[2])[:, None]
+        return (q @ k.mT + heads_last(table[relative.abs().clamp(max=20)])).softmax(-1) @ v
+
+    q, k, v, table = (t.detach() for t in inputs())
+    given = [q[:, :, :rows], k[:, :, :keys], v[:, :, :keys], table]
+    eager, exact = (run(attention, given, dtype) for dtype in (torch.float32, torch.float64))
+    assert_as_exact_as_eager(run(compiled(attention), given, torch.float32), eager, exact)
+
+
+def test_what_is_returned_keeps_its_strides():
+    def attention(q, k, v, table):
+        bias = READS["heads first"](table)
+        return (q @ k.mT + bias).softmax(-1) @ v, bias
+
+    q, k, v, table = (t.detach() for t in inputs())
+    assert compiled(attention)(q, k, v, table)[1].stride() == attention(q, k, v, table)[1].stride()
+
+
 def test_one_query_is_left_as_it_is():
     def attention(q, k, v, table):
         return (q @ k.mT + heads_last(table[torch.arange(N_K)[None].clamp(max=20)])).softmax(-1) @ v
