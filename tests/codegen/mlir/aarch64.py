@@ -100,9 +100,9 @@ def _without_splats(line: str) -> str:
     return line
 
 
-def compiled(source: str, kind: str) -> bytes:
+def compiled(source: str, kind: str, triple: str = TRIPLE, core: str = CORE) -> bytes:
     """What LLVM makes of a kernel's text: "asm" or "obj"."""
-    tools, target = _tools(), [f"-mtriple={TRIPLE}", f"-mcpu={CORE}", "-O2"]
+    tools, target = _tools(), [f"-mtriple={triple}", f"-mcpu={core}", "-O2"]
     optimise, write = [tools["opt"], *target], [tools["llc"], *target, f"-filetype={kind}"]
     return _output(write, _output(optimise, llvm_text(source).encode()))
 
