@@ -59,7 +59,8 @@ def _moved(replay: Replay, node: Node, call: Node, item: int | None, index: Inde
     region = replay.region
     origin = nodes.arguments(call)["self"]
     if node not in region.maps:
-        args, kwargs = replay.plain(_shapes(call, region)), {k: replay.plain(v) for k, v in call.kwargs.items()}
+        args = replay.plain(_shapes(call, region))
+        kwargs = {k: replay.plain(v) for k, v in call.kwargs.items() if k != "output_size"}  # which follows anyway
 
         def run(tensor: Tensor) -> Any:
             return call.target(tensor, *args[1:], **kwargs)  # type: ignore[operator]

@@ -306,7 +306,7 @@ def dropout_in_eval(q, k, v):
 
 
 def grouped_by_repeat_interleave(q, k, v):
-    k, v = (x[:, :2].repeat_interleave(2, dim=1) for x in (k, v))
+    k, v = k[:, :2].repeat_interleave(2, dim=1), v[:, :2].repeat_interleave(2, dim=1, output_size=4)
     return _weights(q @ k.mT) @ v
 
 
