@@ -37,6 +37,7 @@ _CALLED: dict[Any, Callable[..., Any]] = {
 }
 _EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
 _DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS | varlen.DECOMPOSITIONS
+_DECOMPOSITIONS[torch._C._autograd._get_data_attr] = torch.Tensor.detach  # `x.data`, which no trace follows
 
 
 def normalize(
