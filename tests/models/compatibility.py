@@ -42,9 +42,10 @@ program that knows nothing of the compiler's passes, so that what the compiler o
 compiler itself met more, those count. A site that is not fused runs as PyTorch runs it.
 
 A model's name stands for the smallest version that the survey's rules make of it; other versions may have other sites.
-Of transformers all architectures were tried; of other packages, those listed here, on 2026-11-23, when it was not
-recorded which sites were validated. "Before" is commit `16a3626`, of 2026-11-22, whose rows are in its
-`tests/models/compatibility.jsonl`.
+Of transformers, diffusers and timm all architectures were tried, on 2026-11-28. (Of timm with bare names in the place
+of torchvision, which it imports and these models do not call.) Of vit-pytorch and x-transformers those listed here were
+tried, five on 2026-11-27, the others on 2026-11-23, when it was not recorded which sites were validated. "Before" is
+commit `16a3626`, of 2026-11-22, whose rows are in its `tests/models/compatibility.jsonl`.
 """
 
 _OF_GRADIENTS = """# Compatibility in training
