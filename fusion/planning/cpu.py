@@ -144,7 +144,7 @@ def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _
         d=_up(d, 32) if amx else d,
         e=_up(e, 16) if amx else _up(e, multiples[1]),
         score=4 + (2 * planes or 4),
-        staged=4 * problem.dense // (1 if amx else multiples[0] // machine.lanes()),
+        staged=4 * problem.dense // (1 if amx else max(1, multiples[0] // machine.lanes())),
     )
 
 
