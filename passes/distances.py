@@ -4,9 +4,9 @@
 
 There are n_q n_k pairs, but n_q + n_k - 1 distances. Whatever makes positions of distances (clamps, T5's buckets with
 their logarithm) runs on these alone. What attention then reads is linear in row and key: the bias [H, N_q, N_k] is
-never made, and its gradient is added up along the diagonals: neighbours go to different elements. In the table they meet
-in few, and each addition waits for the one before. All values are those of before, since the same operations take the
-same numbers.
+never made, and its gradient is added up along the diagonals, where neighbours go to different elements. In the table
+they meet in few, and each addition waits for the one before. All values are those of before, since the same operations
+take the same numbers.
 """
 
 from __future__ import annotations
