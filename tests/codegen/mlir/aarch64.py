@@ -160,9 +160,11 @@ def _regions() -> list[tuple[int, int]]:
     """Address and bytes of what a parameter may point into."""
     own = calling.memory.own
     counters = [(own.flag_address, 8), (own.counter_address, 8), (own.arrivals_address, 8 * calling.MOST_CUT)]
+    tensors = [own.workspace]  # which may be older than a `gc.freeze`
     with contextlib.suppress(ReferenceError):
-        tensors = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor and x.device.type == "cpu"]
-    return sorted({*counters, *((storage.data_ptr(), storage.nbytes()) for storage in tensors if storage.nbytes())})
+        tensors += [x for x in gc.get_objects() if type(x) is torch.Tensor and x.device.type == "cpu"]
+    held = [x.untyped_storage() for x in tensors]
+    return sorted({*counters, *((storage.data_ptr(), storage.nbytes()) for storage in held if storage.nbytes())})
 
 
 @contextlib.contextmanager
