@@ -20,7 +20,8 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, I, J, Kind, coordinates, loads
+from fusion.ir.expr import Expr, I, J, Kind, loads
+from fusion.ir.reads import is_shift_free
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
@@ -35,13 +36,16 @@ ONE = integers.integer(1)
 
 def read_by_distance(graph: Graph) -> None:
     """Rewrite such reads (`embedding` and indexing) by positions [.., N_q, N_k] that the graph makes of `arange`."""
-    symbols, found = Symbols(graph), [node for node in graph.nodes if _positions(node) is not None]
-    for node in found:
+    symbols: Symbols | None = None
+    for node in list(graph.nodes):
+        if (positions := _positions(node)) is None:
+            continue
+        symbols = symbols or Symbols(graph)
         with graph.inserting_before(node), contextlib.suppress(Unsupported):  # sizes that are data
-            result = _Line(graph, node, symbols).read()
+            result = _Line(graph, node, positions, symbols).read()
             if result is not None and nodes.memory_order(result) == nodes.memory_order(node):
                 node.replace_all_uses_with(result)
-    if found:
+    if symbols is not None:
         nodes.erase_unused(graph, nodes.impurity())
 
 
@@ -64,15 +68,13 @@ def _positions(node: Node) -> Node | None:
 class _Line:
     """What a node reads, over distances: number t is the distance t - (n_q - 1) between key and row."""
 
-    def __init__(self, graph: Graph, node: Node, symbols: Symbols):
-        positions = _positions(node)
-        assert positions is not None
+    def __init__(self, graph: Graph, node: Node, positions: Node, symbols: Symbols):
         self.graph, self.node, self.positions, self.symbols = graph, node, positions, symbols
         *self.outer, self.n_q, self.n_k = shape(positions)
         self.walk = PullBack({I: self.n_q, J: self.n_k}, self.n_k)
         self.made: dict[Node, Node | None] = {}
-        indices = arguments(node)["indices"]
-        self.dim = None if packet(node) is aten.embedding else list(indices).index(positions)
+        args, whole = arguments(node), packet(node) is aten.embedding
+        self.table, self.dim = (args["weight"], 0) if whole else (args["self"], args["indices"].index(positions))
 
     def read(self) -> Node | None:
         """What takes the node's place, or None."""
@@ -83,8 +85,7 @@ class _Line:
         """Whether the positions are linear in row and key, and known to be within the table: the pull-back reads it."""
         if not self._has_pairs(self.positions) or (expr := self._integer(self.positions)) is None:
             return False
-        extent = shape(arguments(self.node)["weight" if self.dim is None else "self"])[self.dim or 0]
-        return _slope(expr) is not None and integers.is_below(expr, extent, self.walk.bounds)
+        return _slope(expr) is not None and integers.is_below(expr, shape(self.table)[self.dim], self.walk.bounds)
 
     def _of(self, here: Node) -> Node | None:
         """A tensor of n_q + n_k - 1 elements that holds what a tensor [.., n_q, n_k] has at each distance; None where
@@ -146,7 +147,7 @@ class _Line:
             (self.node.args, self.node.kwargs), lambda given: line if given is self.positions else given
         )
         read = self._marked(self.node.target, args, **kwargs)
-        result = self._marked(aten.index.Tensor, (read, [None] * (self.dim or 0) + [self._distances()]))
+        result = self._marked(aten.index.Tensor, (read, [None] * self.dim + [self._distances()]))
         if not self.outer:
             return result
         return self._marked(aten.reshape.default, (result, [self.symbols.value(n) for n in shape(self.node)]))
@@ -160,13 +161,10 @@ class _Line:
 
     def _distances(self) -> Node:
         """j - i + n_q - 1, [n_q, n_k]."""
-        held = nodes.value(self.positions)
-        rows, keys = (
-            self._call(aten.arange.default, (self.symbols.value(n),), device=held.device) for n in (self.n_q, self.n_k)
-        )
-        last = self.symbols.value(integers.sub(self.n_q, 1))
-        from_end = self._call(aten.sub.Tensor, (self._call(aten.unsqueeze.default, (rows, 1)), last))
-        return self._call(aten.sub.Tensor, (keys, from_end))
+        device, last = nodes.value(self.positions).device, self.symbols.value(integers.sub(self.n_q, 1))
+        keys = self._call(aten.arange.default, (self.symbols.value(self.n_k),), device=device)
+        from_last = self._call(aten.arange.start_step, (last, -1, -1), device=device)
+        return self._call(aten.add.Tensor, (self._call(aten.unsqueeze.default, (from_last, 1)), keys))
 
     def _call(self, target: Any, args: Any, **kwargs: Any) -> Node:
         mode = detect_fake_mode(nodes.value(self.node))
@@ -177,9 +175,7 @@ class _Line:
 
 def _slope(expr: Expr) -> tuple[int, Expr] | None:
     """(a, c) of a (j - i) + c, with a = 1 or -1 and c free of i and j."""
-    column = integers.linear(expr, J)
-    row = None if column is None else integers.linear(column[1], I)
-    if column is None or row is None or coordinates(row[1]):
+    parts = integers.linear(expr, J)
+    if parts is None or parts[0] not in (ONE, integers.integer(-1)) or not is_shift_free(expr):
         return None
-    found = column[0].integer if column[0].is_const else 0
-    return (found, row[1]) if abs(found) == 1 and row[0] is integers.integer(-found) else None
+    return parts[0].integer, integers.sub(expr, integers.mul(parts[0], integers.sub(J, I)))

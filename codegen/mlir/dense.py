@@ -21,10 +21,10 @@ PER_WORD = {"bool": 4, "bfloat16": 2}  # elements that are moved as one word of 
 
 class DenseLoad:
     """One such load. Make it in the item's scope (it writes base and strides there), `stage` it for a group and a
-    block. rows: of an item."""
+    block."""
 
-    def __init__(self, context: Context, scope: Scope, expr: Expr, rows: int, n_k: Value):
-        self.context, self.expr, self.b, self.rows, self.n_k = context, expr, context.b, rows, n_k
+    def __init__(self, context: Context, scope: Scope, expr: Expr):
+        self.context, self.expr, self.b = context, expr, context.b
         number = expr.operand
         self.dtype = context.operands[number].dtype
         self.memory = MEMORY_TYPE[self.dtype]
@@ -59,26 +59,22 @@ class DenseLoad:
                 b.at(target, b.mul(j, lanes), "f32"),
             )
 
-    def ask_ahead(self, first: Value, rows: int, key: Value, keys: int) -> None:
+    def ask_ahead(self, first: Value, rows: int, key: Value, keys: int, block: int, n_k: Value) -> None:
         """Ask for what lies ahead of `keys` keys, from a multiple of them on, in `rows` rows from `first` on. Where it
-        is less than a line of each row, rows take turns."""
+        is less than a line of each row, rows take turns. Behind the last of n_k keys that is the beginning of the rows
+        of the next item, which mostly comes next: `block` rows further."""
         b, size = self.b, keys * SIZE[self.memory]
         turns = max(1, LINE // size)
         taken = -(-rows // turns)
         here = b.mul(b.rem(b.div(key, keys), turns), taken)
         offset = b.add(b.mul(b.add(first, here), self.row_stride), b.mul(key, self.key_stride))
-        start = b.at(b.at(self.origin, offset, self.memory), self._ahead(key), self.memory)
+        following = b.add(b.mul(self.row_stride, block), b.sub(PREFETCH_KEYS, n_k))
+        ahead = b.select(b.compare("slt", b.add(key, PREFETCH_KEYS), n_k), PREFETCH_KEYS, following, "ahead")
+        start = b.at(b.at(self.origin, offset, self.memory), ahead, self.memory)
         with b.loop(0, taken, hint="r") as r:
             row = b.at(start, b.mul(r, self.row_stride), self.memory)
             for at in range(0, size, LINE):
                 b.prefetch(b.at(row, at, "i8"))
-
-    def _ahead(self, key: Value) -> Value:
-        """How far from an element of a key those lie that are asked for: in the same row, or behind the last key at the
-        beginning of the next item's, which mostly comes next."""
-        b = self.b
-        following = b.add(b.mul(self.row_stride, self.rows), b.sub(PREFETCH_KEYS, self.n_k))
-        return b.select(b.compare("slt", b.add(key, PREFETCH_KEYS), self.n_k), PREFETCH_KEYS, following, "ahead")
 
     def _columns(self, corner: Value, key: Value) -> list[Value]:
         """What is staged for `unit_keys` adjacent keys of L rows from `key`, a multiple of as many, on behind a corner.

@@ -166,7 +166,7 @@ class AttentionKernel(OverlappingKernel):
         count = b.least(b.sub(self.n_q, first), rows, "rows")
         groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
         readers = self._readers(scope)
-        self.loads = [DenseLoad(self.context, scope, expr, rows, self.n_k) for expr in self.dense]
+        self.loads = [DenseLoad(self.context, scope, expr) for expr in self.dense]
         self.packed.note(readers[1:], part)
         padded_groups = b.mul(b.div(b.add(groups, p.group_step - 1), p.group_step), p.group_step)
         size = p.weight_bytes(self.tiling.keys)

@@ -23,14 +23,13 @@ from fusion.codegen.mlir.products import Groups, round_up, vector_products
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram
-from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, I, J, coord
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import is_moderate
 from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import plain_scale
-from fusion.planning.register_tiles import Target, planes_of
+from fusion.planning.register_tiles import KEY_SPAN, Target, planes_of
 
 KEYS_AT_ONCE = 4
 """Keys whose heads are mixed at a time, no more than a key step: a head's factor is read once for all of them."""
@@ -288,7 +287,7 @@ class MixedHeadsKernel(KernelFunction):
         wanted, staged = dense_loads(program, weight), []
         for expr, area in zip(self.dense, self.staged, strict=False):
             if expr in wanted:
-                load = DenseLoad(self.context, scope, expr, self.groups * self.lanes, self.n_k)
+                load = DenseLoad(self.context, scope, expr)
                 load.stage(scope, self.b.constant(0, "i64"), self.n_k, area)
                 staged.append((expr, lambda key, load=load, area=area: load.read(area, key)))
         scope.prepare(program, weight, bound=self.batch_names | {"i"})

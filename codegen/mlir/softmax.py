@@ -46,7 +46,7 @@ class Group:
     output: Value  # [e][L], with the running sum as a row after it
     maximum: Value  # vector of the running maximum, in units of the programs' scale
     total: Value  # the row of the running sum
-    rows: Value  # how many rows from `output` on are in units of that maximum (`tile.KEY_SPAN`)
+    rows: Value  # how many rows from `output` on are in units of that maximum (`KEY_SPAN`)
     kept: Value | None = None
 
 

@@ -162,8 +162,9 @@ class TileKernel(KernelFunction):
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
         p.scores(at, queries, [b.at(self.scores, b.mul(r, self.lanes), "f32") for r in rows], step, beside)
         row = b.add(tile.item.first, b.mul(b.add(tile.g, first), self.lanes))
+        key, block = b.add(tile.block.first, b.mul(step, p.key_step)), self.tiling.groups * self.lanes
         for load in self.loads:
-            load.ask_ahead(row, p.group_step * self.lanes, b.add(tile.block.first, b.mul(step, p.key_step)), p.key_step)
+            load.ask_ahead(row, p.group_step * self.lanes, key, p.key_step, block, self.n_k)
 
     def _sets(self, tile: Tile) -> Value:
         """How many pairs (or whatever the products take at a time) of groups the tile has."""

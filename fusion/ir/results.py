@@ -36,6 +36,7 @@ def keeps_ends(spec: AttentionSpec) -> bool:
 
 
 def further_shape(spec: AttentionSpec, further: FurtherOutput, sizes: Sequence[int]) -> list[int | torch.SymInt]:
+    """Of a further output, in the order of its dimensions."""
     extents = coordinate_extents(spec, sizes)
     return [extents[name] for name in further.dims]
 

@@ -117,6 +117,9 @@ def _added_in_place(table):
 
 
 MORE = {
+    "buckets that are a table's": lambda table: heads_last(
+        table[torch.arange(ROWS).flip(0)[distance().clamp(-11, 11) + 11]]
+    ),
     "rows counted twice": lambda table: heads_last(table[(2 * distance() + torch.arange(N_Q)[:, None]).clamp(0, 20)]),
     "the key alone": lambda table: heads_last(table[torch.arange(N_K).clamp(max=20).expand(N_Q, N_K)]),
     "one element written": _added_in_place,

@@ -33,8 +33,8 @@ from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.products import MultiplyAdd
 from fusion.codegen.mlir.rows import RowReader, load_f32
 from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.codegen.mlir.x86 import F32
+from fusion.planning.register_tiles import KEY_SPAN
 
 QUERY_GRADIENT_SPAN = 8 * KEY_SPAN
 """Keys after which the sums of a whole head's dQ begin anew: they pass through the caches."""

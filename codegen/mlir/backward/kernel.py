@@ -25,8 +25,8 @@ from fusion.codegen.mlir.packing import clear_largest, raise_flag
 from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.tile import KEY_SPAN
 from fusion.ir.expr import E, Expr, I, coord
+from fusion.planning.register_tiles import KEY_SPAN
 
 OUTPUT_GRADIENT, OUTPUT = -1, -2  # stand for dO and O where the number of an operand is expected
 
@@ -100,8 +100,7 @@ class BackwardKernel(BackwardTile):
         scope.prepare(*self.read, bound=self.batch_names)
         self.readers = [self._reader(scope, number) for number in self.sides]
         load_of = DenseLoad if self.axis is LaneAxis.QUERIES else LaneLoad
-        rows = self.tiling.groups * self.lanes
-        self.loads = [load_of(self.context, scope, expr, rows, self.n_k) for expr in self.dense]
+        self.loads = [load_of(self.context, scope, expr) for expr in self.dense]
         self.packed.note(self.readers[2:])
         if self.centred is not None:
             self.centred.begin(self.readers[self.sides.index(1)])

@@ -49,8 +49,9 @@ class QueriesKernel(BackwardKernel):
 
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Dense tensors that are read."""
+        size, keys = self.rows_per_block, self.score_half.products.key_step
         for load in self.loads:
-            load.ask_ahead(block.first, self.rows_per_block, rows.first, self.score_half.products.key_step)
+            load.ask_ahead(block.first, size, rows.first, keys, size, self.n_k)
 
     def lane_statistics(self, first: Value) -> dict[str, Value] | None:
         if not normalized(self.spec):
