@@ -44,6 +44,27 @@ def test_make_targets_exist() -> None:
         assert named <= targets, f"{page.name} names make targets that do not exist: {sorted(named - targets)}"
 
 
+def test_a_name_is_defined_in_the_file_that_a_page_names() -> None:
+    """`name` (`file.py`), `name` in `file.py`, `file.py` (`name`)."""
+    for page in PAGES:
+        text = page.read_text()
+        places = re.findall(r"`([\w.]+)`,?\s+(?:\(|in\s+)`((?:passes|codegen|fusion)/[\w/]+\.py)`", text)
+        places += [(name, file) for file, name in re.findall(r"`([\w/]+\.py)`\s+\(`(\w+)`", text)]
+        for name, file in places:
+            plain = name.rpartition(".")[2]
+            defined = rf"^ *(?:def|class) {plain}\b|^(?:\w+, )*{plain}(?:, \w+)*(?::.*)? \|?= |\"{plain}\""
+            assert re.search(defined, (ROOT / file).read_text(), flags=re.M), f"{page.name}: {name} in {file}"
+
+
+def test_every_label_of_a_report_is_explained() -> None:
+    code = (ROOT / "fusion" / "report" / "text.py").read_text()
+    labels = set(re.findall(r'"    (\w+) |_indented\("(\w+)"', code))
+    words = {first or second for first, second in labels}
+    page = (ROOT / "docs" / "reading-a-report.md").read_text()
+    assert len(words) > 10
+    assert {word for word in words if f"**{word}" not in page} == set()
+
+
 def test_the_api_page_lists_what_the_package_offers() -> None:
     listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.M)
     assert sorted(name.rpartition(".")[2] for name in listed) == sorted(fusion.__all__)
