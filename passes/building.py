@@ -39,8 +39,7 @@ def in_place_of(
     node, like = use.node, nodes.value(use.node)
 
     def size(extent: Expr) -> Any:
-        value = symbols.value(extent)
-        return nodes.value(value) if isinstance(value, Node) else value
+        return nodes.value(symbols.value(extent))
 
     dtype = getattr(torch, further.dtype)
     made.meta["val"] = like.new_empty([size(bounds[coord(name)]) for name in use.dims], dtype=dtype)
@@ -171,8 +170,7 @@ class Symbols:
 
     def _combine(self, function: Any, left: int | Node, right: int | Node) -> Node:
         node = self.graph.call_function(function, (left, right))
-        held = [nodes.value(x) if isinstance(x, Node) else x for x in (left, right)]
-        node.meta["val"] = function(*held)
+        node.meta["val"] = function(*map(nodes.value, (left, right)))
         return node
 
 

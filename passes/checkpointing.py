@@ -37,7 +37,7 @@ def bodies(module: GraphModule) -> dict[str, Body]:
     for node, around in autocast.regions(module.graph):
         if node.op == "call_function" and node.target is tag_activation_checkpoint:
             name = str(node.args[0].target)  # type: ignore[union-attr]
-            given = [nodes.value(a) if isinstance(a, Node) else a for a in node.args[1:]]
+            given = list(map(nodes.value, node.args[1:]))
             known = found.setdefault(name, Body(graph=module.get_submodule(name), values=given, around=around))  # type: ignore[arg-type]
             if known.around != around:
                 found[name] = replace(known, around=None)

@@ -43,9 +43,9 @@ class Specialized(Exception):
     """A dynamic size was made static (torch guards on it): what was read of the graph's shapes is to be read again."""
 
 
-def value(node: Node) -> Any:
-    """The fake value recorded for a node."""
-    return node.meta.get("val", node.meta.get("example_value"))
+def value(argument: Any) -> Any:
+    """The fake value recorded for a node; what is no node is its own."""
+    return argument.meta.get("val", argument.meta.get("example_value")) if isinstance(argument, Node) else argument
 
 
 def is_tensor(node: Any) -> bool:
@@ -92,7 +92,7 @@ def number(argument: Any) -> Any:
     With dynamic=True the floats of modules (a scale, a dropout probability) are symbols. What an attention is made of
     is compiled in: torch guards on the value, and compiles again where another one is met. What follows from sizes
     alone stays a symbol (see `scalar`): a new length is no reason to compile again."""
-    held = value(argument) if isinstance(argument, Node) else argument
+    held = value(argument)
     if isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held):
         return held.node.guard_float(__file__, 0)
     return held if isinstance(held, float) else argument
@@ -100,7 +100,7 @@ def number(argument: Any) -> Any:
 
 def scalar(argument: Any) -> float | Expr | None:
     """A float argument as `number` has it, or as a FLOAT expression of sizes; None where it is neither."""
-    held = value(argument) if isinstance(argument, Node) else argument
+    held = value(argument)
     if isinstance(held, torch.SymFloat) and _follows_from_sizes(held):
         return _float_from_sympy(held.node.expr)
     plain = number(argument)
@@ -125,8 +125,7 @@ def shape(node: Node) -> tuple[Expr, ...]:
 
 def size_expr(extent: Any) -> Expr:
     """A Python int, SymInt or FX node that holds one, as an INT expression."""
-    if isinstance(extent, Node):
-        extent = value(extent)
+    extent = value(extent)
     if isinstance(extent, torch.SymInt):
         _require_sizes(extent)
         return integers.integer(1) if _is_one(extent) else _from_sympy(extent.node.expr)

@@ -172,7 +172,7 @@ def _map_tiles(
                     arguments = (list(found.operands), sizes, found.spec.to_json())
                     made = graph.call_function(torch.ops.fusion.tile_map.default, arguments)
                 nodes.copy_provenance(root, made)
-                held = [nodes.value(s) if isinstance(s, Node) else s for s in sizes]
+                held = list(map(nodes.value, sizes))
                 like = nodes.value(root)
                 shape = found.spec.shape(dict(zip(found.spec.sizes, held, strict=True)))
                 made.meta["val"] = like.new_empty(shape, dtype=torch.int32)
@@ -279,7 +279,7 @@ def _call(
     if part.differentiable:
         operands = _without_gradient(graph, root, part.spec, operands)
     arguments = (operands, sizes, part.spec.to_json(), emitter)
-    held, written = [nodes.value(s) if isinstance(s, Node) else s for s in sizes], dict[Node, Node]()
+    held, written = list(map(nodes.value, sizes)), dict[Node, Node]()
     if part.uses:
         every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
         call = graph.call_function(operator.getitem, (every, 0))

@@ -201,19 +201,19 @@ class Builder:
         return 0 if isinstance(y, int) and y == 1 else self._binary("remf", "remui", x, y, hint)
 
     def least(self, x: Operand, y: Operand, hint: str = "min") -> Any:
-        if isinstance(x, int) and isinstance(y, int):
-            return min(x, y)
-        return self._binary("minnumf", "minsi", x, y, hint)
+        return min(x, y) if isinstance(x, int) and isinstance(y, int) else self._binary("minnumf", "minsi", x, y, hint)
 
     def most(self, x: Operand, y: Operand, hint: str = "max") -> Any:
-        if isinstance(x, int) and isinstance(y, int):
-            return max(x, y)
-        return self._binary("maxnumf", "maxsi", x, y, hint)
+        return max(x, y) if isinstance(x, int) and isinstance(y, int) else self._binary("maxnumf", "maxsi", x, y, hint)
 
     def binary(self, op: str, x: Operand, y: Operand, hint: str = "t") -> Value:
         """Any two-operand operation of one type, by its full name: `binary("arith.andi", a, b)`."""
         a, b = self._alike(x, y)
         return self.op(f"{op} {a}, {b} : {a.type}", a.type, hint)
+
+    def negated(self, condition: Value, hint: str = "t") -> Value:
+        ones = -1 if shape_of(condition.type)[0] else 1
+        return self.binary("arith.xori", condition, self.constant(ones, condition.type), hint)
 
     def unary(self, op: str, x: Value, hint: str = "t") -> Value:
         return self.op(f"{op} {x} : {x.type}", x.type, hint)

@@ -17,7 +17,6 @@ from fusion.codegen.mlir.compile import MachineCode, compile_text, openmp_librar
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.errors import UnsupportedSizeError
-from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.widths import LARGEST_SIZE
 
@@ -198,8 +197,3 @@ def check_sizes(*sizes: int) -> None:
     """Raises UnsupportedSizeError where one is too large for the kernels."""
     if (largest := max(sizes)) >= LARGEST_SIZE:
         raise UnsupportedSizeError(f"a size of {largest} was met; CPU kernels take sizes below {LARGEST_SIZE}")
-
-
-def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Run-time sizes -> (batch sizes.., n_q, n_k, d, d_v)."""
-    return size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)

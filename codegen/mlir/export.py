@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fusion.codegen.mlir.calling import bytes_per_thread, extents_function
+from fusion.codegen.mlir.calling import bytes_per_thread
 from fusion.codegen.mlir.compile import PIPELINE, openmp_library
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.launch import batch_of_items, span_of
@@ -27,6 +27,7 @@ from fusion.codegen.mlir.skeleton import HEADER, KernelText
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.errors import KernelCompilationError, MlirExportError
 from fusion.ir.results import packed_strides
+from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.cpu_rows import FEW_QUERIES

@@ -224,9 +224,8 @@ class AttentionKernel(OverlappingKernel):
         no = b.constant(0, "i1")
         with b.carry(0, item.groups, 1, [no], hint="g") as (loop, g, (dead,)):
             m = b.load(b.at(self.maxima, b.mul(g, lanes), "f32"), self.vector, "m")
-            alive = self._alive(m, fill)
-            not_alive = b.binary("arith.xori", alive, b.constant(-1, alive.type))
-            found = b.binary("arith.andi", not_alive, self._valid(b.sub(item.count, b.mul(g, lanes))))
+            dead_here = b.negated(self._alive(m, fill))
+            found = b.binary("arith.andi", dead_here, self._valid(b.sub(item.count, b.mul(g, lanes))))
             loop.yields(b.binary("arith.ori", dead, b.reduce("or", found, "dead")))
         return loop.results[0]
 

@@ -19,7 +19,6 @@ from fusion.codegen.mlir.calling import (
     address,
     check_sizes,
     empty_strided,
-    extents_function,
     operand_values,
 )
 from fusion.codegen.mlir.kernel import emit
@@ -30,6 +29,7 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.work_items import AllHeads, ByRows, Tiling
 from fusion.errors import RefusedChoiceError
 from fusion.ir.results import output_layout
+from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
 from fusion.kept import Kept, Made
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary

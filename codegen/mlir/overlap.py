@@ -196,7 +196,7 @@ class OverlappingKernel(TileKernel):
     def _maxima_beside(self, tile: Tile, program: Expr) -> InterleavedWork:
         b = self.b
         softmaxes, programs = self._pair(tile, program)
-        places = [self._part(self.highest, member, 4 * self.lanes, "h_at") for member in GROUP_PAIR]
+        places = list(map(self._highest_of, GROUP_PAIR))
 
         def work(member: int, key: Value, highest: Value) -> Value:
             return softmaxes[member].raise_to(highest, softmaxes[member].apply_rows(programs[member], key, PAIR))

@@ -204,9 +204,8 @@ class _RowKernel(KernelFunction):
         b.store(nothing, b.at(ends, 1, "i64"))
         m = b.load(self._own(self.maxima, r, self.lanes), self.vector, "m")
         assert self.spec.mask is not None
-        alive = self._alive(m, self.spec.mask.fill)
-        alive = b.extract(alive, 0, "alive")
-        with b.when(b.binary("arith.xori", alive, b.constant(1, "i1"))):
+        alive = b.extract(self._alive(m, self.spec.mask.fill), 0, "alive")
+        with b.when(b.negated(alive)):
             self._clear(r, nothing, self.n_k)
 
     def _range(self, r: Value) -> tuple[Value, Value]:

@@ -135,7 +135,7 @@ class RowReader:
         direct = b.binary("arith.andi", direct, b.compare("eq", b.as_value(self.column_stride, "i64"), 1, "unit"))
         if padded != width:
             direct = b.constant(0, "i1")
-        with b.when(b.binary("arith.xori", direct, b.constant(1, "i1"), "staged")):
+        with b.when(b.negated(direct, "staged")):
             self._stage(first, count, limit, width, padded, staging)
         pointer = b.select(direct, start, staging, "rows")
         stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
@@ -166,7 +166,7 @@ class RowReader:
             return self.rows(first, count, limit, width, padded, staging)
         whole = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
         direct = b.binary("arith.andi", whole, b.compare("eq", b.as_value(stride, "i64"), 1, "unit"))
-        with b.when(b.binary("arith.xori", direct, b.constant(1, "i1"), "staged")):
+        with b.when(b.negated(direct, "staged")):
             self._stage(first, count, limit, width, padded, staging)
         lines = [
             b.select(direct, line, b.at(staging, r * run * padded, self.memory), "line")

@@ -241,7 +241,7 @@ class Scope:
         if op in ("feq", "fne", "flt", "fle"):
             return b.compare({"feq": "oeq", "fne": "une", "flt": "olt", "fle": "ole"}[op], *args)
         if op == "not":
-            return b.binary("arith.xori", args[0], b.constant(-1 if shape_of(args[0].type)[0] else 1, args[0].type))
+            return b.negated(args[0])
         raise NotImplementedError(op)
 
     def affine(self, expr: Expr) -> tuple[Value | int, int] | None:

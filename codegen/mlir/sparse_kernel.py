@@ -98,7 +98,7 @@ class SparseKernelText(AttentionKernel):
         with b.carry(0, tile.here, 1, [b.constant(0, "i1")], hint="member") as (loop, member, (any_,)):
             raw = RowProgram(program=SCORE, weight=None, scope=self._member_lanes(tile, member), staged=[])
             highest = self._softmax(tile, member).apply(raw, 0, tile.block.count, lowest)
-            b.store(highest, self._part(self.highest, member, 4 * self.lanes, "h_at"))
+            b.store(highest, self._highest_of(member))
             part, total = self._share(tile, member, highest)
             high = b.compare("ugt", part, b.mul(total, share), "high")
             high = b.binary("arith.andi", high, self._rows(tile, member))
@@ -129,7 +129,7 @@ class SparseKernelText(AttentionKernel):
         b = self.b
         keys = b.convert("arith.uitofp", tile.block.count, "f32", "keys")
         with b.loop(0, tile.here, hint="member") as member:
-            highest = b.load(self._part(self.highest, member, 4 * self.lanes, "h_at"), self.vector, "h")
+            highest = b.load(self._highest_of(member), self.vector, "h")
             part, total = self._share(tile, member, highest)
             place = b.at(self.left_out, b.mul(b.add(tile.g, member), self.lanes), "f32")
             share = b.select(self._rows(tile, member), b.div(b.mul(part, keys), total), 0.0)

@@ -148,10 +148,13 @@ class TileKernel(KernelFunction):
         self._update_maxima(tile)
         self._weights(tile, 0, tile.block.padded)
 
+    def _highest_of(self, member: Value | int) -> Value:
+        return self._part(self.highest, member, 4 * self.lanes, "h_at")
+
     def _no_maxima(self, tile: Tile) -> None:
         b = self.b
         with b.loop(0, tile.here, hint="member") as member:
-            b.store(b.constant(float("-inf"), self.vector), self._part(self.highest, member, 4 * self.lanes, "h_at"))
+            b.store(b.constant(float("-inf"), self.vector), self._highest_of(member))
 
     def _scores(self, tile: Tile, step: Value, first: Value | int = 0, beside: InterleavedWork | None = None) -> None:
         """One key step against the set of groups from member `first` on."""
@@ -260,7 +263,7 @@ class TileKernel(KernelFunction):
 
     def _maxima(self, tile: Tile, member: Value, program: Expr, low: Value | int, high: Value) -> None:
         """The score program on keys [low, high) of the block, for one group; its maxima join those in `highest`."""
-        b, place = self.b, self._part(self.highest, member, 4 * self.lanes, "h_at")
+        b, place = self.b, self._highest_of(member)
         rows = self._row_program(tile, member, program)
         b.store(self._softmax(tile, member).apply(rows, low, high, b.load(place, self.vector, "h")), place)
 
@@ -277,7 +280,7 @@ class TileKernel(KernelFunction):
             plain = self.spec.normalizer is Normalizer.NONE
             softmax.fill_beyond(0.0 if plain else float("-inf"))
             if not plain:
-                highest = b.load(self._part(self.highest, member, 4 * self.lanes, "h_at"), self.vector, "h")
+                highest = b.load(self._highest_of(member), self.vector, "h")
                 group = b.add(tile.g, member)
                 if self.statistics is not None:
                     self.statistics.note_maximum(softmax, group, highest)

@@ -24,7 +24,7 @@ from fusion.codegen.triton.tile_lists import TileLists, places
 from fusion.codegen.triton.variant import Variant
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.results import result_names, statistics_shape
-from fusion.ir.sizes import size_function
+from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.widths import LARGEST_SIZE
 from fusion.kept import Made
@@ -64,7 +64,7 @@ class Kernel:
         self.planner = functools.cache(lambda device: plan(machine_of(device)))
         self._packing = Made()  # by the number of heads and the device
         self._may_share = may_share_values(spec)
-        self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
+        self.extents = extents_function(spec)
         self._peers = functools.cache(functools.partial(peers.calls, spec))
         # Derived once: a call would spend more than 100 us on it.
         self._specializes = functools.cache(lambda d, d_v: {"q", "k", "v"} <= boxes(spec, d, d_v).keys())

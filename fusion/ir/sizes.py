@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusion.ir.expr import Expr
 from fusion.ir.ops import evaluate
+
+if TYPE_CHECKING:
+    from fusion.ir.spec import AttentionSpec
 
 _OPERATORS = {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}
 
@@ -17,6 +20,11 @@ def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequ
     """Values of `names` (sizes or coordinates) -> those of the expressions; compiled, since a call has microseconds."""
     texts = "".join(f"{_python(expr, list(names))}, " for expr in exprs)
     return eval(f"lambda s: ({texts})")  # the text holds integers and indices only
+
+
+def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Values of `spec.sizes` -> (batch sizes.., n_q, n_k, d, d_v)."""
+    return size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
 
 
 def _python(expr: Expr, names: list[str]) -> str:

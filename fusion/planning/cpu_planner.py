@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion.errors import NoFittingTileError
-from fusion.ir.sizes import size_function
+from fusion.ir.sizes import extents_function, size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary
@@ -47,7 +47,7 @@ class CpuPlanner:
         self.times = times or self.tile_times
         self.register_tile = register_tile or unit.register_tile(planes_of(spec, unit))
         self.schedule = query_stationary(spec)
-        self._extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
+        self._extents = extents_function(spec)
         self._parts: dict[tuple[int, ...], int] = {}
 
     def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:

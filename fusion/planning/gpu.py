@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from fusion.ir.expr import Expr, walk
 from fusion.ir.integers import integer
 from fusion.ir.ops import apply
-from fusion.ir.sizes import size_function
+from fusion.ir.sizes import extents_function, size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile, query_stationary
@@ -74,7 +74,7 @@ class GpuPlanner:
     ):
         self.spec, self.machine, self.policy = spec, machine, policy or TileModel()
         self.tile, self.splits, self.packs, self.group = tile, splits, packs and group == 1, group
-        self.extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
+        self.extents = extents_function(spec)
         self._visited = visited_function(spec)
         # Derived once: a call would spend 20 to 100 us on it.
         self._tiles = functools.cache(lambda *extents: self.policy.forward(spec, machine, Extents(*extents)))

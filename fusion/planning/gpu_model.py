@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fusion.ir.sizes import size_function
+from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
@@ -147,7 +147,7 @@ def expected_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent) ->
 
 def tile_clocks(spec: AttentionSpec, machine: Machine) -> Callable[[str, Sequence[int], Sequence[Tile]], list[float]]:
     """(kernel, values of `spec.sizes`, tiles) -> clocks in each tile; all the same for kernels without products."""
-    extents = size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
+    extents = extents_function(spec)
 
     def clocks(kernel: str, sizes: Sequence[int], tiles: Sequence[Tile]) -> list[float]:
         if kernel == PREPARE:

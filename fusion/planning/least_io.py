@@ -11,7 +11,7 @@ from fusion.planning.compiled import io_variables, phase_counts
 from fusion.planning.problem import Problem
 from fusion.planning.schedule import Phase, Schedule
 from fusion.planning.symbols import CUTS
-from fusion.planning.tiles import MOST_BLOCKS, Tile, balanced, grid, pick, sizes_of
+from fusion.planning.tiles import Tile, balanced, grid, pick, sizes_of
 
 
 def groups(schedule: Schedule) -> list[tuple[Phase, ...]]:
@@ -36,9 +36,7 @@ def least_io(schedule: Schedule, problem: Problem, capacity: int, share: float =
     sizes = sizes_of(problem, capacity, share, features)
     used = frozenset().union(*(io_variables(phase) for phase in schedule.phases))
     choices = {
-        name: sorted({block for cut in CUTS[name] for block in balanced(int(sizes[cut]), MOST_BLOCKS)})
-        if name in used
-        else [1]
+        name: sorted({block for cut in CUTS[name] for block in balanced(int(sizes[cut]))}) if name in used else [1]
         for name in schedule.tile
     }
     return least_of(schedule, problem, capacity, choices, share, features)

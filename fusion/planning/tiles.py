@@ -29,16 +29,16 @@ SEARCHED_WHOLE = (MOST_BLOCKS // 2) ** 2
 """Up to so many queries and keys a search tries every balanced block: a size n has at most 2 sqrt(n) of them."""
 
 
-def balanced(size: int, limit: int = MOST_BLOCKS) -> list[int]:
+def balanced(size: int) -> list[int]:
     """The blocks worth trying for `size`: for each number of blocks the smallest block that gives it. I/O depends on a
-    block only through the number of blocks, so nothing is lost; above `limit` values the list is thinned
+    block only through the number of blocks, so nothing is lost; above `MOST_BLOCKS` values the list is thinned
     geometrically."""
     size = max(1, size)
     root = math.isqrt(size)
     values = sorted({-(-size // count) for count in range(1, root + 1)} | set(range(1, min(size, root + 1) + 1)))
-    if len(values) <= limit:
+    if len(values) <= MOST_BLOCKS:
         return values
-    keep = np.unique(np.round(np.geomspace(1, len(values), limit)).astype(int) - 1)
+    keep = np.unique(np.round(np.geomspace(1, len(values), MOST_BLOCKS)).astype(int) - 1)
     return [values[index] for index in keep]
 
 
@@ -64,12 +64,6 @@ def least_multiple(size: int, multiple: int) -> int:
     return -(-max(1, size) // multiple) * multiple
 
 
-def footprint_bytes(problem: Problem, rows: np.ndarray, cols: np.ndarray, stages: np.ndarray | int = 1) -> np.ndarray:
-    """Bytes a query-stationary kernel keeps near: inputs in their dtype, scores, output and statistics in float32."""
-    dims, size = problem.d + problem.d_v, problem.element_bytes
-    return rows * (problem.d * size + problem.d_v * 4) + stages * cols * dims * size + rows * cols * 4 + 8 * rows
-
-
 def cpu_tiles(
     problem: Problem, machine: Machine, row_multiple: int, col_multiple: int, fixed: Mapping[str, int] = NOTHING_FIXED
 ) -> Tiles:
@@ -84,7 +78,8 @@ def cpu_tiles(
     most = KEY_SPAN if problem.dtype == "float32" else 512
     cols = sorted({min(n_k, least_multiple(count, col_multiple)) for count in (64, 128, 256, 512) if count <= most})
     tiles = grid({"B_r": rows, "B_c": cols, "stages": [1]})
-    near = footprint_bytes(problem, tiles["B_r"], tiles["B_c"], 0)
+    # Bytes of rows in their dtype, and of their output, scores and statistics in float32.
+    near = tiles["B_r"] * (problem.d * problem.element_bytes + 4 * problem.d_v + 4 * tiles["B_c"] + 8)
     keep = (near <= machine.level(machine.fast).capacity * 0.75) | (
         (tiles["B_r"] == rows[0]) & (tiles["B_c"] == cols[0])
     )
