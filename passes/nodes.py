@@ -314,6 +314,11 @@ def normalize_dim(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
+def normalize_dims(dims: Any, rank: int) -> list[int]:
+    """The dimensions that an argument `dim` names, as a number, as a list or, None, not at all."""
+    return [normalize_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims or ())]
+
+
 def one_dim(dims: Any, rank: int) -> int | None:
     """The dimension that an argument `dim` names, as a number or as a list of it alone; else None."""
     dims = dims if isinstance(dims, (list, tuple)) else [dims]
@@ -323,8 +328,8 @@ def one_dim(dims: Any, rank: int) -> int | None:
 def dims_of(node: Node) -> list[int]:
     """The dimensions that a reduction runs over, in order: by default all."""
     args = arguments(node)
-    rank, dims = len(shape(args["self"])), args.get("dim")
-    return sorted(normalize_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims or range(rank)))
+    rank = len(shape(args["self"]))
+    return sorted(normalize_dims(args.get("dim"), rank) or range(rank))
 
 
 def copy_provenance(origin: Node, target: Node) -> None:

@@ -45,14 +45,9 @@ def in_terms_of(value: Expr, core: Core) -> Expr | None:
     """A value in WEIGHT, ROW_MAX and ROW_SUM of a core; None where it depends on scores in any other way."""
     value, columns = _fold_softmax(value), (core.score, *core.sinks)
     known = {} if core.origin is None else {core.origin: WEIGHT}
-    for part in walk(value):
-        if (maximum := _own_maximum(part, columns)) is not None:
-            known[part] = maximum
-        elif is_maximum(part, columns, "logsumexp"):
-            infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
-            known[part] = where(infinite, ROW_MAX, _LOG_SUM)
-        elif _is_sum_below_maximum(part, columns):
-            known[part] = ROW_SUM
+    infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
+    known |= _statistics(columns, value, log_sum=where(infinite, ROW_MAX, _LOG_SUM))
+    known |= {part: ROW_SUM for part in walk(value) if _is_sum_below_maximum(part, columns)}
     found = substitute(value, known)
     beyond = ("row_max", "row_sum") if core.normalizer is Normalizer.NONE else ()
     return None if has(found, "dot", "softmax", "scaled_softmax", "reduce", *beyond) else found
@@ -104,8 +99,7 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
         return None
     columns = sums[0].args
     if shift is not sums[0]:
-        own = {part: maximum for part in walk(shift) if (maximum := _own_maximum(part, columns)) is not None}
-        shift = substitute(shift, {**own, sums[0]: _LOG_SUM})
+        shift = substitute(shift, {**_statistics(columns, shift), sums[0]: _LOG_SUM})
         scale = apply("exp", ROW_MAX - shift)
         kind = quotient_kind(shift, ONE)
         return None if has(scale, "reduce", "dot") else node("scaled_softmax", (scale, *columns), Kind.FLOAT, kind)
@@ -156,7 +150,7 @@ def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
     if len({shift for shift in shifts if shift is not None}) > 1:
         return None
     shift = next((shift for shift in shifts if shift is not None), ZERO)
-    maximum = {part: own for part in walk(shift, denominator) if (own := _own_maximum(part, columns)) is not None}
+    maximum = _statistics(columns, shift, denominator)
     shift = substitute(shift, maximum)
     attached = {_DETACHED: ROW_MAX}
     if not (shift.is_const and strip_shift(columns) is not None):  # exp(x - max of x - 1)
@@ -194,11 +188,11 @@ def _less(value: Expr, further: Expr) -> Expr:
     return substitute(value, whole) * half * half
 
 
-def _own_maximum(value: Expr, columns: tuple[Expr, ...]) -> Expr | None:
-    """ROW_MAX, or that detached, where a value is the maximum of just these columns."""
-    if is_maximum(value, columns):
-        return ROW_MAX
-    return _DETACHED if is_maximum(value, columns, "detached max") else None
+def _statistics(columns: tuple[Expr, ...], *values: Expr, log_sum: Expr | None = None) -> dict[Expr, Expr]:
+    """What stands for the maxima of just these columns that are met in some values; log_sum: for their log-sum-exps."""
+    known = {"max": ROW_MAX, "detached max": _DETACHED} | ({} if log_sum is None else {"logsumexp": log_sum})
+    parts = walk(*values)
+    return {part: own for part in parts for name, own in known.items() if is_maximum(part, columns, name)}
 
 
 def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
@@ -304,13 +298,7 @@ def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
     else:
         scale, columns = ONE / ROW_SUM, without_shift(core.args)
     columns = tuple(columns)
-    own: dict[Expr, Expr] = {}
-    for part in walk(factor):
-        if (maximum := _own_maximum(part, columns)) is not None:
-            own[part] = maximum
-        elif is_maximum(part, columns, "logsumexp"):
-            own[part] = _LOG_SUM
-    factor = substitute(factor, own)
+    factor = substitute(factor, _statistics(columns, factor, log_sum=_LOG_SUM))
     if core.attr != "softmax" or has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
         raise Unsupported(Ground.FURTHER_REDUCTION, "the result is scaled by another reduction over the keys", factor)
     return node("scaled_softmax", (apply(op, scale, factor), *columns), Kind.FLOAT, core.attr)

@@ -167,10 +167,9 @@ def _along(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
 
 @_rule(aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.linalg_vector_norm)
 def _reduction(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
-    rank, dims = len(shape(args["self"])), args.get("dim")
-    if not dims:
+    rank = len(shape(args["self"]))
+    if not (reduced := nodes.normalize_dims(args.get("dim"), rank)):
         raise Whole
-    reduced = {normalize_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)}
     left = [dim for dim in range(rank) if args["keepdim"] or dim not in reduced]
     if left[rows.dim] in reduced:
         raise Whole
@@ -225,8 +224,7 @@ def _counted(node: Node) -> list[int]:
     extents = shape(args["self"])
     if kind not in _POSITIONS or (kind is aten.slice and shape(node) == extents):
         return []
-    dims = args[_POSITIONS[kind]]
-    return [normalize_dim(dim, len(extents)) for dim in ([dims] if isinstance(dims, int) else dims)]
+    return nodes.normalize_dims(args[_POSITIONS[kind]], len(extents))
 
 
 def _digit(extents: tuple[Expr, ...], dim: int, place: Expr, row: Expr, rows: Rows, bounds: integers.Bounds) -> Rows:

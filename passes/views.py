@@ -157,7 +157,7 @@ def _unflatten(flat: Expr, extents: Sequence[Expr], bounds: integers.Bounds) -> 
 
 @_rule(aten.permute)
 def _permute(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
-    dims = [normalize_dim(d, len(index)) for d in args["dims"]]
+    dims = nodes.normalize_dims(args["dims"], len(index))
     return tuple(index[dims.index(k)] for k in range(len(index)))
 
 
@@ -179,11 +179,9 @@ def _matrix_transpose(node: Node, args: dict[str, Any], index: Index, bounds: in
 
 @_rule(aten.movedim, aten.moveaxis)
 def _movedim(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
-    origins, targets = args["source"], args["destination"]
-    origins = [origins] if isinstance(origins, int) else list(origins)
-    targets = [targets] if isinstance(targets, int) else list(targets)
     rank = len(index)
-    placed = {normalize_dim(t, rank): normalize_dim(o, rank) for o, t in zip(origins, targets, strict=True)}
+    targets, origins = (nodes.normalize_dims(args[name], rank) for name in ("destination", "source"))
+    placed = dict(zip(targets, origins, strict=True))
     rest = iter(k for k in range(rank) if k not in placed.values())
     order = [placed[k] if k in placed else next(rest) for k in range(rank)]
     return tuple(index[order.index(k)] for k in range(rank))
@@ -198,8 +196,7 @@ def _unsqueeze(node: Node, args: dict[str, Any], index: Index, bounds: integers.
 @_rule(aten.squeeze)
 def _squeeze(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     extents, dims = shape(args["self"]), args.get("dim")
-    dims = range(len(extents)) if dims is None else [dims] if isinstance(dims, int) else dims
-    named = {normalize_dim(d, len(extents)) for d in dims}
+    named = range(len(extents)) if dims is None else nodes.normalize_dims(dims, len(extents))
     remaining = iter(index)
     one, zero = integers.integer(1), integers.integer(0)
     return tuple(zero if extent is one and k in named else next(remaining) for k, extent in enumerate(extents))
@@ -265,22 +262,18 @@ def _repeat_interleave(node: Node, args: dict[str, Any], index: Index, bounds: i
 @_rule(aten.flip)
 def _flip(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     extents, moved = shape(node), list(index)
-    for d in args["dims"]:
-        d = normalize_dim(d, len(index))
+    for d in nodes.normalize_dims(args["dims"], len(index)):
         moved[d] = integers.sub(integers.sub(extents[d], 1), moved[d])
     return tuple(moved)
 
 
 @_rule(aten.roll)
 def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
-    shifts, dims = args["shifts"], args["dims"]
-    shifts = [shifts] if isinstance(shifts, int) else shifts
-    dims = [dims] if isinstance(dims, int) else dims
-    if not dims:
+    shifts = [args["shifts"]] if isinstance(args["shifts"], int) else args["shifts"]
+    if not (dims := nodes.normalize_dims(args["dims"], len(index))):
         return None
     extents, moved = shape(node), list(index)
     for shift, d in zip(shifts, dims, strict=True):
-        d = normalize_dim(d, len(index))
         if not extents[d].is_const:
             raise Unsupported(Ground.LAYOUT, "a roll over a dimension of unknown size")
         extent = extents[d].integer

@@ -65,6 +65,13 @@ def test_every_label_of_a_report_is_explained() -> None:
     assert {word for word in words if f"**{word}" not in page} == set()
 
 
+def test_reasons_that_the_page_explains_are_given() -> None:
+    page = (ROOT / "docs" / "reading-a-report.md").read_text()
+    given = "".join(file.read_text() for part in ("passes", "fusion/runtime") for file in (ROOT / part).rglob("*.py"))
+    reasons = re.findall(r'^\| "([^"]+)"', page, flags=re.M)
+    assert len(reasons) > 5 and [reason for reason in reasons if reason not in given] == []
+
+
 def test_the_api_page_lists_what_the_package_offers() -> None:
     listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.M)
     assert sorted(name.rpartition(".")[2] for name in listed) == sorted(fusion.__all__)
