@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from fusion.ir import AttentionSpec
+from tests.codegen.mlir.cases import Case, draw
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -16,6 +17,16 @@ def stored(spec: AttentionSpec, format_: torch.dtype, which: str = "kv") -> Atte
     name = str(format_).removeprefix("torch.")
     operands = [dataclasses.replace(o, dtype=name) if o.name in which else o for o in spec.operands]
     return dataclasses.replace(spec, operands=tuple(operands))
+
+
+def narrow(c: Case, format_: torch.dtype, which: str = "kv") -> Case:
+    """The case with operands that are stored in float8."""
+    return dataclasses.replace(c, spec=stored(c.spec, format_, which))
+
+
+def drawn(c: Case, shape: dict[str, int], layout: str = "packed") -> tuple[list[torch.Tensor], list[int]]:
+    operands, sizes = draw(c, shape, layout)
+    return [x.to(o.torch_dtype) for x, o in zip(operands, c.spec.operands, strict=True)], sizes
 
 
 def every_number(format_: torch.dtype) -> torch.Tensor:

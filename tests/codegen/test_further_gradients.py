@@ -11,26 +11,21 @@ import pytest
 import torch
 
 from benchmarks.offline.facts import compile_offline
-from fusion.codegen import mlir, reference, triton
+from fusion.codegen import reference
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.gradients import with_arriving
-from fusion.ir import AttentionSpec, Kind, Normalizer, Operand, integers
-from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, const, load
-from fusion.ir.ops import apply, where
+from fusion.ir import AttentionSpec, Kind, Normalizer, Operand
+from fusion.ir.expr import ROW_MAX, WEIGHT, Expr, I, J, load
+from fusion.ir.ops import apply
 from fusion.ir.spec import FurtherOutput, Reduction
 from fusion.lowering import further_gradients
 from fusion.machine import of_target
-from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from tests.codegen.mlir.cases import HEAD, PROGRAMS, Case, case, draw
+from tests.codegen.test_further_outputs import ENTROPY, FAR, LOG_SUM, SHAPES, kernel
 from tests.numerics import assert_as_exact_as_eager
 
-ENTROPY = apply("fmul", WEIGHT, apply("log", apply("fadd", WEIGHT, const(1e-3))))
-FAR = apply("fmul", WEIGHT, apply("to_float", integers.sub(I, J)))
 SQUARE = apply("fmul", WEIGHT, WEIGHT)
-INFINITE = apply("feq", apply("abs", ROW_MAX), const(math.inf))
-LOG_SUM = where(INFINITE, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
-SHAPES = ({"B": 2, "H": 1, "Nq": 40, "Nk": 75}, {"B": 1, "H": 2, "Nq": 33, "Nk": 33})
 
 
 def over(coordinate: str, value: Expr) -> FurtherOutput:
@@ -54,13 +49,6 @@ def outputs(dtype: str, with_log_sum: bool) -> tuple[FurtherOutput, ...]:
     return (*found, LOG_SUMS) if with_log_sum else found
 
 
-def trained(spec: AttentionSpec, name: str):
-    """What trains with a spec in an emitter."""
-    if name == "triton":
-        return triton.Differentiable(spec, Tile(rows=32, keys=16, warps=4, stages=1))
-    return mlir.compile_training(spec)
-
-
 emitters = pytest.mark.parametrize("name", ["mlir", "triton"])
 first_mlir = pytest.mark.parametrize("name", ["mlir", pytest.param("triton", marks=pytest.mark.long)])
 
@@ -70,7 +58,7 @@ def check(c: Case, name: str, further: Sequence[FurtherOutput] | None = None, la
     if further is None:
         further = outputs(c.spec.dtype, c.spec.normalizer is Normalizer.SOFTMAX)
     spec = replace(c.spec, further=tuple(further))
-    run = trained(spec, name)
+    run = kernel(spec, name)
     assert further_gradients.unsupported(spec) is None
     found = [
         gradients(run, spec, *draw(c, shape, layout), seed)
@@ -142,7 +130,7 @@ def test_log_sums_of_huge_scores(name: str, size: float) -> None:
     spec = replace(c.spec, score=score, operands=(*c.spec.operands, operand), further=(LOG_SUMS,))
     operands, sizes = draw(c, SHAPES[0])
     factor = torch.randn(75, generator=torch.Generator().manual_seed(0)) * size
-    assert_as_exact_as_eager(*gradients(trained(spec, name), spec, [*operands, factor], sizes, 0, at_output=0.0))
+    assert_as_exact_as_eager(*gradients(kernel(spec, name), spec, [*operands, factor], sizes, 0, at_output=0.0))
 
 
 @emitters
@@ -181,7 +169,7 @@ def test_tensors_beside_the_weights_have_gradients(name: str, other: str) -> Non
     spec, factor = with_factor(c)
     value = apply("fmul", factor, WEIGHT if other == "weight" else factor)
     for further in (over("j", value), table(value)):
-        run = trained(replace(spec, further=(further,)), name)
+        run = kernel(replace(spec, further=(further,)), name)
         operands, sizes = draw(c, SHAPES[1])
         by = "kernels" if name == "mlir" else "reference"
         found = gradients(run, run.spec, [*operands, torch.randn(2, 33, 33)], sizes, 0, by)
@@ -195,7 +183,7 @@ def test_tensors_beside_the_weights_have_gradients(name: str, other: str) -> Non
 def test_what_arrives_is_no_number(name: str, what: float, place: tuple[int, int]) -> None:
     """A masked weight has no part in its row, but where its gradient is none either."""
     c = case("causal", d=16)
-    run = trained(replace(c.spec, further=(table(WEIGHT),)), name)
+    run = kernel(replace(c.spec, further=(table(WEIGHT),)), name)
     operands, sizes = draw(c, SHAPES[1])
     out, statistics, weights = run.outputs(operands, sizes)
     grad, more = torch.randn_like(out), torch.randn_like(weights)
@@ -215,7 +203,7 @@ def test_a_derivative_that_is_infinite_without_a_weight(name: str) -> None:
     """w log(w) has none at 0: rows of a causal mask are NaN, but for the last."""
     c = case("causal", d=16)
     further = over("j", apply("fmul", WEIGHT, apply("log", WEIGHT)))
-    run = trained(replace(c.spec, further=(further,)), name)
+    run = kernel(replace(c.spec, further=(further,)), name)
     found = gradients(run, run.spec, *draw(c, SHAPES[1]), 0)
     assert bool(found[1][0].isnan().any()) and not bool(found[1][0].isnan().all())
     assert_as_exact_as_eager(*found)
@@ -251,7 +239,7 @@ def test_what_is_left_to_the_reference_interpreter(name: str) -> None:
     ):
         given = replace(given, further=(further, over("j", ENTROPY)))
         assert word in str(further_gradients.unsupported(given))
-        run = trained(given, name)
+        run = kernel(given, name)
         operands, sizes = draw(c, SHAPES[1])
         if given.operands is spec.operands:
             operands = [*operands, torch.randn(2, 33, 33)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -13,17 +11,8 @@ from fusion.codegen.mlir.export import attention_module
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import tilings_for
 from fusion.errors import MlirExportError
-from tests.codegen.mlir.cases import HERE, TARGETS, Case, assert_as_exact_as_eager, case, draw
-from tests.float8 import FORMATS, every_number, is_same, stored
-
-
-def narrow(c: Case, format_: torch.dtype, which: str = "kv") -> Case:
-    return dataclasses.replace(c, spec=stored(c.spec, format_, which))
-
-
-def drawn(c: Case, shape: dict[str, int], layout: str = "packed") -> tuple[list[torch.Tensor], list[int]]:
-    operands, sizes = draw(c, shape, layout)
-    return [x.to(o.torch_dtype) for x, o in zip(operands, c.spec.operands, strict=True)], sizes
+from tests.codegen.mlir.cases import HERE, TARGETS, assert_as_exact_as_eager, case
+from tests.float8 import FORMATS, drawn, every_number, is_same, narrow
 
 
 @pytest.mark.parametrize("queries", [1, 40])

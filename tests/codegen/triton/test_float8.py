@@ -21,28 +21,16 @@ from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from tests import numerics
 from tests.codegen.mlir.cases import (
-    Case,
     assert_as_exact_as_eager,
     assert_gradients_as_exact_as_eager,
     case,
-    draw,
 )
-from tests.float8 import FORMATS, every_number, is_same, stored
+from tests.float8 import FORMATS, drawn, every_number, is_same, narrow, stored
 
 SMALL = Tile(rows=16, keys=32, warps=4, stages=1)
 ROTATED = dataclasses.replace(SMALL, rotated=True)
 DESCRIBED = dataclasses.replace(ROTATED, described=True)
 SPECIALIZED = dataclasses.replace(SMALL, specialized=True)
-
-
-def narrow(c: Case, format_: torch.dtype, which: str = "kv") -> Case:
-    """The case with operands that are stored in float8."""
-    return dataclasses.replace(c, spec=stored(c.spec, format_, which))
-
-
-def drawn(c: Case, shape: dict[str, int], layout: str = "packed") -> tuple[list[torch.Tensor], list[int]]:
-    operands, sizes = draw(c, shape, layout)
-    return [x.to(o.torch_dtype) for x, o in zip(operands, c.spec.operands, strict=True)], sizes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
