@@ -10,6 +10,7 @@ returns its result. Integers stay Python's as long as they can: arithmetic betwe
 from __future__ import annotations
 
 import contextlib
+import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,11 @@ def literal(value: float, scalar: str) -> str:
         packed, bits, digits = {"f64": ("d", "Q", 16), "f32": ("f", "I", 8), "f16": ("e", "H", 4)}[scalar]
         return f"0x{struct.unpack(f'<{bits}', struct.pack(f'<{packed}', value))[0]:0{digits}X}"
     return f"{value:.17e}" if scalar == "f64" else f"{value:.9e}"
+
+
+def _is(x: Operand, number: int) -> bool:
+    """Whether an operand is this Python integer."""
+    return isinstance(x, int) and x == number
 
 
 class Loop:
@@ -164,47 +170,42 @@ class Builder:
         type_ = next((t for t in types if t.startswith("vector")), types[0] if types else "i64")
         return [self.as_value(x, type_) for x in operands]
 
-    def _binary(self, float_op: str, int_op: str, x: Operand, y: Operand, hint: str) -> Value:
+    def _arithmetic(
+        self, known: Callable[[int, int], int], float_op: str, int_op: str, x: Operand, y: Operand, hint: str
+    ) -> Any:
+        """known: what is done at once with two Python integers."""
+        if isinstance(x, int) and isinstance(y, int):
+            return known(x, y)
         a, b = self._alike(x, y)
         return self.op(f"arith.{float_op if is_float(a.type) else int_op} {a}, {b} : {a.type}", a.type, hint)
 
     def add(self, x: Operand, y: Operand, hint: str = "add") -> Any:
-        if isinstance(x, int) and isinstance(y, int):
-            return x + y
-        if isinstance(y, int) and y == 0 or isinstance(x, int) and x == 0:
-            return x if isinstance(x, Value) else y
-        return self._binary("addf", "addi", x, y, hint)
+        if _is(x, 0) or _is(y, 0):
+            return y if _is(x, 0) else x
+        return self._arithmetic(operator.add, "addf", "addi", x, y, hint)
 
     def sub(self, x: Operand, y: Operand, hint: str = "sub") -> Any:
-        if isinstance(x, int) and isinstance(y, int):
-            return x - y
-        return x if isinstance(y, int) and y == 0 else self._binary("subf", "subi", x, y, hint)
+        return x if _is(y, 0) else self._arithmetic(operator.sub, "subf", "subi", x, y, hint)
 
     def mul(self, x: Operand, y: Operand, hint: str = "mul") -> Any:
-        if isinstance(x, int) and isinstance(y, int):
-            return x * y
         if isinstance(x, int):
             x, y = y, x
-        if isinstance(y, int) and y == 1:
-            return x
-        return 0 if isinstance(y, int) and y == 0 else self._binary("mulf", "muli", x, y, hint)
+        if _is(y, 0) or _is(y, 1):
+            return x if _is(y, 1) else 0
+        return self._arithmetic(operator.mul, "mulf", "muli", x, y, hint)
 
     def div(self, x: Operand, y: Operand, hint: str = "div") -> Any:
         """Quotient of floats; of integers that are not negative (sizes and indices)."""
-        if isinstance(x, int) and isinstance(y, int):
-            return x // y
-        return x if isinstance(y, int) and y == 1 else self._binary("divf", "divui", x, y, hint)
+        return x if _is(y, 1) else self._arithmetic(operator.floordiv, "divf", "divui", x, y, hint)
 
     def rem(self, x: Operand, y: Operand, hint: str = "rem") -> Any:
-        if isinstance(x, int) and isinstance(y, int):
-            return x % y
-        return 0 if isinstance(y, int) and y == 1 else self._binary("remf", "remui", x, y, hint)
+        return 0 if _is(y, 1) else self._arithmetic(operator.mod, "remf", "remui", x, y, hint)
 
     def least(self, x: Operand, y: Operand, hint: str = "min") -> Any:
-        return min(x, y) if isinstance(x, int) and isinstance(y, int) else self._binary("minnumf", "minsi", x, y, hint)
+        return self._arithmetic(min, "minnumf", "minsi", x, y, hint)
 
     def most(self, x: Operand, y: Operand, hint: str = "max") -> Any:
-        return max(x, y) if isinstance(x, int) and isinstance(y, int) else self._binary("maxnumf", "maxsi", x, y, hint)
+        return self._arithmetic(max, "maxnumf", "maxsi", x, y, hint)
 
     def binary(self, op: str, x: Operand, y: Operand, hint: str = "t") -> Value:
         """Any two-operand operation of one type, by its full name: `binary("arith.andi", a, b)`."""

@@ -75,12 +75,11 @@ class Differentiable:
         plan: Callable[[Machine], GpuPlanner] | None = None,
         arriving: bool = False,
     ):
-        self.spec, self.tile, self.plan = spec, tile, plan
-        self.trained = spec if arriving else replace(spec, further=())
+        self.spec, self.trained = spec, spec if arriving else replace(spec, further=())
         self.tuner = tuner if tile is None else None
-        self.kernel = Kernel(
-            spec, tile, statistics=True, tuner=tuner, plan=plan and (lambda machine: plan(machine).for_training())
-        )
+        self.plan = plan = plan if tile is None else functools.partial(GpuPlanner, spec, tile=tile)
+        own = plan and (lambda machine: plan(machine).for_training())
+        self.kernel = Kernel(spec, statistics=True, tuner=self.tuner, plan=own)
         self.source, self.choice, self.prepare = self.kernel.source, self.kernel.choice, self.kernel.prepare
         self._made = Made()
         # Derived once: a call would spend 70 to 400 us on each.
@@ -116,8 +115,7 @@ class Differentiable:
                 blocks = launches.blocks(tile)[name == FurtherByKeys.name]
                 launches.run(variant, name, launches.heads * blocks, tile)
 
-            tile = self.tile or tiles[name]
-            autotune.launch(Stage(kernel=name, variant=variant, tile=tile, launch=launch, others=None), call)
+            autotune.launch(Stage(kernel=name, variant=variant, tile=tiles[name], launch=launch, others=None), call)
         return made
 
     def backward(self, *given: Any) -> list[Tensor]:
@@ -141,7 +139,7 @@ class Differentiable:
     def _with(self, places: tuple[int, ...]) -> Differentiable:
         """What differentiates where gradients arrive at these of the further outputs."""
         spec, own = with_arriving(self.spec, places), ("arriving", places)
-        return self._made.of(own, lambda: Differentiable(spec, self.tile, plan=self.plan, arriving=True))
+        return self._made.of(own, lambda: Differentiable(spec, plan=self.plan, arriving=True))
 
     def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
         """Why gradients are left to the reference interpreter, or None."""
@@ -219,7 +217,7 @@ class Differentiable:
             Stage(
                 kernel=name,
                 variant=launches.variant,
-                tile=self.tile or tiles[name],
+                tile=tiles[name],
                 launch=launch,
                 others=functools.partial(candidates, name, self.trained, extents, tiles[name], machine),
                 results=[made[n] for n in sorted(made.keys() & WRITTEN[name])],
@@ -242,7 +240,7 @@ class Differentiable:
         found = arriving(self.trained)
         if found.weight is not ZERO and self.trained.normalizer is not Normalizer.NONE:
             spec = delta_of_further(self.trained)
-            kernels = self._made.of(("lacked",), lambda: Differentiable(spec, self.tile, plan=self.plan))
+            kernels = self._made.of(("lacked",), lambda: Differentiable(spec, plan=self.plan))
             results["lacked"] = kernels._further(operands, sizes, statistics)[0]
         if found.log_sum is not ZERO:
             off = pulled.value(self.trained, operands, sizes, found.log_sum).squeeze(-1)

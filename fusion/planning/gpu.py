@@ -118,7 +118,8 @@ class GpuPlanner:
 
     def _backward(self, d: int, d_v: int, joint: bool = False) -> Mapping[str, Tile]:
         """The tile of each kernel of the backward, by its name. joint: see `TilePolicy`."""
-        return self.policy.backward(self.spec, self.machine, d, d_v, joint)
+        tiles = self.policy.backward(self.spec, self.machine, d, d_v, joint)
+        return tiles if self.tile is None else dict.fromkeys(tiles, self.tile)
 
     def splits_of(self, programs: int, sizes: Sequence[int], tile: Tile) -> int:
         """Into how many parts the keys are cut where the tile makes so many programs."""
