@@ -69,8 +69,7 @@ def test_gradients(monkeypatch, shape: dict[str, int], name: str) -> None:
     policy, phases = WAYS[name]
     traffic, c = count_traffic(monkeypatch), case("plain", d=D, d_v=D_V)
     operands, sizes = draw(c, shape)
-    plan = (lambda machine: GpuPlanner(c.spec, machine, policy)) if policy else None
-    run = Differentiable(c.spec, TILE, plan=plan)
+    run = Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, policy, tile=TILE))
     out, statistics = run.outputs(operands, sizes)
     run.backward(torch.randn(out.shape), out, statistics, operands, sizes, (True, True, True))
     asked, heads = problem("plain", shape), shape["B"] * shape["H"]
