@@ -355,12 +355,13 @@ class Builder:
         result, types = self.name(f"{hint}_r"), ", ".join(v.type for v in initial)
         inits = ", ".join(f"{a} = {b}" for a, b in zip(inner, initial, strict=True))
         many = f":{len(inner)}" if len(inner) > 1 else ""
-        carried = f"iter_args({inits}) -> ({types})"
-        with self._body(f"{result}{many} = {head} {carried} : i64 {{"):
+        carried = f"{result}{many} = {head} iter_args({inits}) -> ({types})" if inner else head
+        with self._body(f"{carried} : i64 {{"):
             yield handle, index, inner
             assert handle.yielded is not None, "a carrying loop must yield"
-            self.line(f"scf.yield {', '.join(map(str, handle.yielded))} : {types}")
-        names = [f"{result}#{k}" for k in range(len(inner))] if many else [result]
+            if inner:
+                self.line(f"scf.yield {', '.join(map(str, handle.yielded))} : {types}")
+        names = [f"{result}#{k}" for k in range(len(inner))] if many else [result] * len(inner)
         handle.results = [Value(n, v.type) for n, v in zip(names, initial, strict=True)]
 
     @contextlib.contextmanager

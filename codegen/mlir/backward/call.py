@@ -14,7 +14,16 @@ from fusion.codegen.mlir.backward.derived import Derived, Step, result
 from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
-from fusion.codegen.mlir.backward.plan import BackwardPlan, Form, LaneAxis, LoadGradient, column_dimension, normalized
+from fusion.codegen.mlir.backward.plan import (
+    SUM_OF_DX,
+    BackwardPlan,
+    Form,
+    LaneAxis,
+    LoadGradient,
+    RowSum,
+    column_dimension,
+    normalized,
+)
 from fusion.codegen.mlir.backward.queries import (
     DeltaErrorKernel,
     DeltaKernel,
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
 
 MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in a copy of its own
+MAX_SPREAD = 1 << 15  # of one of which every vector lane has a copy
 
 NOTHING: Mapping[tuple, Tensor] = {}
 
@@ -128,10 +138,10 @@ class BackwardCall:
         if (steps := self.derived.steps.get(choice)) is None:
             steps = self.derived.steps[choice] = self._steps(choice)
         for step in steps:
-            if not self._launch(step.kind, choice, self._sums(step)):
+            sums = [self._row_sum(entry) for entry in step.sums]
+            if not self._launch(step.kind, choice, {("ptr", "sums", k): found for k, found in enumerate(sums)}):
                 return None
-            if step.extra:
-                self._correct(step.collected)
+            self._correct(dict(zip(step.sums, sums, strict=True)))
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
 
     def _make_deltas(self, choice: int) -> bool:
@@ -145,13 +155,11 @@ class BackwardCall:
         needs, plan = self.needs, self.plan
         target, tiling = self.kernel.target, self.kernel.backward_tilings[choice]
         blocks = -(-self.n_k // (tiling.groups * target.lanes))
-        collected = {kind: plan.of(kind.axis, needs) for kind in (FusedKernel, QueriesKernel, KeysKernel)}
-        fused = needs[0] and (needs[1] or needs[2] and tiling.planes)
-        fused = fused and not collected[QueriesKernel] and not self._split(blocks)[0]
+        fused = needs[0] and (needs[1] or needs[2] and tiling.planes) and not self._split(blocks)[0]
         return [
-            Step(kind, collected[kind], plan.sums(kind.axis, needs) - len(collected[kind]))
+            Step(kind, plan.sums(kind.forms, needs))
             for kind in ((FusedKernel,) if fused else (QueriesKernel, KeysKernel))
-            if collected[kind] or any(needs[n] for n in kind.gradients)
+            if plan.of(kind.forms, needs) or any(needs[n] for n in kind.gradients)
         ]
 
     def _add_further(self, choice: int) -> bool:
@@ -232,10 +240,14 @@ class BackwardCall:
         threads = min(self.derived.threads, outer * blocks)
         return outer % threads != 0 and outer < 4 * threads, threads
 
-    def _correct(self, collected: Sequence[LoadGradient]) -> None:
-        """Where sums of dx are not 0, or with sinks their weight times delta, delta is off by that much (in exact
+    def _correct(self, found: Mapping[RowSum, Tensor]) -> None:
+        """Take over the sums of a kernel.
+
+        Where sums of dx are not 0, or with sinks their weight times delta, delta is off by that much (in exact
         arithmetic): put it right, and the sums made with it. Rows of NaN, which a mask keeps out of sums, stay out."""
-        drift, *shares = self.extra
+        self.sums |= {entry.load: x for entry, x in found.items() if entry.load is not None and not entry.share}
+        if (drift := found.get(SUM_OF_DX)) is None:
+            return
         if self.off is not None:
             drift -= self.off
         delta = self.delta
@@ -244,11 +256,13 @@ class BackwardCall:
         for sink in self.spec.sinks:
             drift -= (self._weight_of(sink) * delta.unsqueeze(-1)).squeeze(-1)
         delta += drift
-        for entry, share in zip(collected, shares, strict=True):
-            self.sums[entry.load] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
+        for entry, share in found.items():
+            if entry.load is not None and entry.share:
+                self.sums[entry.load] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
     def _make_sink(self, entry: LoadGradient) -> None:
-        """A buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
+        """A buffer [copies, .., lanes] of the operand's shape, the key's dimension innermost; where scattered with a copy
+        per thread, of small tables per lane, too.
 
         Zeroed unless the kernel writes all of it."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
@@ -261,13 +275,16 @@ class BackwardCall:
             )
         last = column_dimension(entry.load) if entry.form is Form.DENSE else None
         order = [dim for dim in range(operand.dim()) if dim != last] + ([] if last is None else [last])
-        copies = self.derived.threads if entry.form is Form.SCATTERED else 1
+        copies, lanes = 1, 1
+        if entry.form is Form.SCATTERED:
+            copies = self.derived.threads
+            lanes = self.kernel.target.lanes if operand.numel() <= MAX_SPREAD else 1
         dtype = getattr(torch, self.plan.sink_dtype(entry))
-        packed = torch.empty(copies, *(shape[dim] for dim in order), dtype=dtype)
+        packed = torch.empty(copies, *(shape[dim] for dim in order), lanes, dtype=dtype)
         in_huge_pages(packed)
         if not self._covers(entry):
             packed.zero_()
-        self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())))
+        self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())), -1)
 
     def _covers(self, entry: LoadGradient) -> bool:
         """Whether the kernel writes every element of a gradient: all tiles are visited, and all is read by them."""
@@ -277,14 +294,8 @@ class BackwardCall:
         shape = self.operands[entry.operand].shape
         return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
 
-    def _sums(self, step: Step) -> dict[tuple, Tensor]:
-        found = {}
-        lanes = self.n_q if step.kind.axis is LaneAxis.QUERIES else self.n_k
-        for k, entry in enumerate(step.collected):
-            if entry.form in (Form.PER_QUERY, Form.PER_KEY):
-                found["ptr", "sums", k] = self.sums[entry.load] = torch.empty(*self.batch, lanes)
-        self.extra = [torch.empty(*self.batch, lanes) for _ in range(step.extra)]
-        return found | {("ptr", "sums", len(step.collected) + k): extra for k, extra in enumerate(self.extra)}
+    def _row_sum(self, entry: RowSum) -> Tensor:
+        return torch.empty(*self.batch, self.n_q if entry.axis is LaneAxis.QUERIES else self.n_k)
 
     def _launch(self, kind: type[BackwardKernel], choice: int, own: Mapping[tuple, Tensor] = NOTHING) -> bool:
         """Run a kernel; own: what it alone reads or writes. False where it met values that its products cannot take."""
@@ -298,8 +309,8 @@ class BackwardCall:
         for number, memory in self.derived.results.items():
             values |= {("result_stride", number, name): n for name, n in memory.by_name.items()}
         for number, sink in self.sinks.items():
-            values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
-            values["sink_elements", number] = sink[0].numel()
+            values |= {("sink_stride", number, dim): stride for dim, stride in enumerate(sink.stride()[1:-1])}
+            values["sink_elements", number], values["sink_lane", number] = sink[0].numel(), int(sink.shape[-1] > 1)
         if normalized(self.spec):
             values |= {("statistics_rows",): self.statistics[0].numel(), ("rows_apart",): self.rows.stride(0)}
         lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
@@ -324,7 +335,8 @@ class BackwardCall:
             else:
                 parts.append(pulled.of_access(self.spec, self.operands, self.sizes, number, tensor))
         if number in self.sinks:
-            parts.append(self.sinks[number].sum(0) if self.sinks[number].shape[0] > 1 else self.sinks[number][0])
+            copies, *_, lanes = self.sinks[number].shape
+            parts.append(self.sinks[number].sum((0, -1)) if copies * lanes > 1 else self.sinks[number][0, ..., 0])
         for load, sums in self.sums.items():
             if load.operand == number:
                 upstream = sums.unsqueeze(-2 if "j" in coordinates(load) else -1)

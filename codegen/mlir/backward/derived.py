@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
-from fusion.codegen.mlir.backward.plan import BackwardPlan, LoadGradient
+from fusion.codegen.mlir.backward.plan import BackwardPlan, RowSum
 from fusion.codegen.mlir.calling import Launch, empty_strided
 from fusion.ir.results import packed_strides
 from fusion.ir.spec import AttentionSpec
@@ -80,11 +80,10 @@ def result(plan: BackwardPlan, number: int, operand: Tensor, extents: Sequence[i
 
 
 class Step(NamedTuple):
-    """A kernel, the loads whose gradients it collects, and how many sums it keeps besides theirs."""
+    """A kernel, and what it adds up for each query or key."""
 
     kind: type[BackwardKernel]
-    collected: Sequence[LoadGradient]
-    extra: int
+    sums: Sequence[RowSum]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

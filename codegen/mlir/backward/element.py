@@ -28,7 +28,7 @@ class Elements:
     def __init__(self, kernel: BackwardTile, g: Value, groups: Sequence[GroupElements]):
         """g: the number of the first group."""
         self.kernel, self.b, self.g, self.groups = kernel, kernel.b, g, groups
-        self.count = max(1, kernel.sum_count)
+        self.count = len(kernel.lane_sums)
         self.no_sums = [self.b.constant(0.0, kernel.vector)] * (self.count * len(groups))
 
     def pair(self, r: Value, sums: Sequence[Value], both: bool = True) -> list[Value]:
@@ -52,7 +52,7 @@ class Elements:
         """Add these, of one group after the other, to the sums of the groups' lanes."""
         b, kernel = self.b, self.kernel
         for group in range(len(self.groups)):
-            for k in range(kernel.sum_count):
+            for k in range(self.count):
                 place = kernel.sum_at(k, b.add(self.g, group))
                 before = b.load(place, kernel.vector, "before")
                 b.store(b.add(before, sums[group * self.count + k], "sum"), place)
@@ -115,13 +115,15 @@ class GroupElements:
         upstream = scaled if known is None else b.mul(weight, b.sub(scaled, known["delta"]), "dx")
         through = None if factor is None else b.mul(slope, weight, "dw")
         gradients = self._scope(row, upstream, through)
-        collected = self._collect(gradients, sums)
         if kernel.sums_delta_errors:
             # With sinks the weights do not add up to one: what delta lacks is then not the sum of dx.
             missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
-            collected[0] = b.add(collected[0], missing, "missing")
-        elif kernel.corrects:
-            self._collect_shares(row, weight, upstream, through, collected)
+            return weight, upstream, [b.add(sums[0], missing, "missing")]
+        for entry, sink in zip(kernel.collected, kernel.sinks, strict=True):
+            if entry.form in (Form.DENSE, Form.SCATTERED):
+                sink.add(gradients, gradients.vector(self.variant.gradients[entry.load]))
+        no_weight = None if through is None else b.constant(0.0, kernel.vector)
+        collected = self._add_up(sums, gradients, self._scope(row, weight, no_weight, further=0))
         slope = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_slopes else upstream
         if kernel.reduces_lanes:
             slope = b.select(self.scope.lanes.valid, slope, b.constant(0.0, kernel.vector), "slope")
@@ -135,22 +137,15 @@ class GroupElements:
             known[WEIGHT_UPSTREAM] = through
         return row.inner(known)
 
-    def _collect(self, gradients: Scope, sums: Sequence[Value]) -> list[Value]:
-        collected = list(sums)
-        for k, (entry, sink) in enumerate(zip(self.kernel.collected, self.kernel.sinks, strict=True)):
-            term = gradients.vector(self.variant.gradients[entry.load])
-            if entry.form in (Form.PER_QUERY, Form.PER_KEY):
-                collected[k] = self.b.add(collected[k], term, "sum")
+    def _add_up(self, sums: Sequence[Value], gradients: Scope, shares: Scope) -> list[Value]:
+        """`sums` of lanes with what this row adds; sums of the row itself are added to in memory."""
+        b, kernel, found = self.b, self.kernel, list(sums)
+        for number, entry in enumerate(kernel.sums):
+            scope = shares if entry.share else gradients
+            term = scope.vector(UPSTREAM if entry.load is None else self.variant.gradients[entry.load])
+            if entry in kernel.lane_sums:
+                place = kernel.lane_sums.index(entry)
+                found[place] = b.add(found[place], term, "sum")
             else:
-                sink.add(gradients, term)
-        return collected
-
-    def _collect_shares(
-        self, row: Scope, weight: Value, upstream: Value, through: Value | None, sums: list[Value]
-    ) -> None:
-        """The sum of dx, which is 0 but for the rounding of delta, and what each collected sum would be for dx = P."""
-        b, count = self.b, len(self.kernel.collected)
-        sums[count] = b.add(sums[count], upstream, "drift")
-        shares = self._scope(row, weight, None if through is None else b.constant(0.0, self.kernel.vector), further=0)
-        for k, entry in enumerate(self.kernel.collected, start=count + 1):
-            sums[k] = b.add(sums[k], shares.vector(self.variant.gradients[entry.load]), "share")
+                kernel.add_to_row(number, gradients, term)
+        return found

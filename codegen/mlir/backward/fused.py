@@ -14,6 +14,9 @@ By multiply-adds, lanes of the third product are columns:
     keys     K [key][d]
     sums     dQ [query][d]
 
+Sums over the keys, of gradients of loads that are free of the key, are kept for all queries, too: [query][sum][L], a
+lane for every L-th key.
+
 Pairs of bfloat16 are along the keys here and along the queries in the product for dK, so that dS is stored twice:
 
     slopes   [lane group][query][L], one pair at a time is broadcast
@@ -28,12 +31,15 @@ from collections.abc import Sequence
 from fusion.codegen.mlir.amx import TILE_ELEMENTS, Amx, Products
 from fusion.codegen.mlir.backward.element import PAIR, Pair
 from fusion.codegen.mlir.backward.keys import KeysKernel
+from fusion.codegen.mlir.backward.plan import Form, LaneAxis
 from fusion.codegen.mlir.backward.tile import Block
 from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.products import MultiplyAdd
 from fusion.codegen.mlir.rows import RowReader, load_f32
 from fusion.codegen.mlir.scope import Scope
+from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import F32
+from fusion.ir.expr import I
 from fusion.planning.register_tiles import KEY_SPAN
 
 QUERY_GRADIENT_SPAN = 8 * KEY_SPAN
@@ -185,9 +191,10 @@ class VectorQueryGradient:
 
 
 class FusedKernel(KeysKernel):
-    """dQ, dK and dV, where no gradient of a load wants a kernel whose lanes are queries."""
+    """All gradients."""
 
     gradients = (0, 1, 2)
+    forms = tuple(Form)
 
     @property
     def wants_slopes(self) -> bool:
@@ -211,13 +218,18 @@ class FusedKernel(KeysKernel):
         return packed
 
     def _step_sizes(self, products: Sequence[Products]) -> list[int]:
-        """After the packed rows: dQ of this span of keys, and of those before."""
-        return [*super()._step_sizes(products), *[self.queries.step_bytes] * self.spans]
+        """After the packed rows: dQ and other sums over this span of keys, and over those before."""
+        self.row_sums = [number for number, entry in enumerate(self.sums) if entry.axis is LaneAxis.QUERIES]
+        self.row_bytes = 4 * self.lanes * len(self.row_sums)
+        self.query_bytes = self.queries.step_bytes + products[0].key_step * self.row_bytes
+        return [*super()._step_sizes(products), *[self.query_bytes] * self.spans]
 
     @contextlib.contextmanager
     def _element(self, scope: Scope, blocks: Value):
         b = self.b
-        self.sum_bytes = b.mul(self.params[("key_steps",)], self.queries.step_bytes)
+        steps = self.params[("key_steps",)]
+        self.sum_bytes = b.mul(steps, self.query_bytes)
+        self.row_area = b.at(self.query_sums[0], b.mul(steps, self.queries.step_bytes), "i8", "row_sums")
         for area in self.query_sums:
             self._zero(area, self.sum_bytes)
         yield
@@ -227,6 +239,7 @@ class FusedKernel(KeysKernel):
             with b.when(b.compare("sge", reached, QUERY_GRADIENT_SPAN)):
                 self._add_partial_sums(before, here, self.sum_bytes)
         self._write_queries(scope)
+        self._write_row_sums()
 
     @contextlib.contextmanager
     def _one_block(self, scope: Scope, number: Value):
@@ -246,6 +259,15 @@ class FusedKernel(KeysKernel):
         for u in range(PAIR):
             self.queries.store(self.row_slopes, self.b.add(row, u), g, [pair[u] for pair in slopes])
 
+    def add_to_row(self, number: int, row: Scope, term: Value) -> None:
+        b, at = self.b, self._row_sum(row.integer(I), number)
+        term = b.select(row.lanes.valid, term, b.constant(0.0, self.vector))
+        b.store(b.add(b.load(at, self.vector, "sum", align=4 * self.lanes), term), at, align=4 * self.lanes)
+
+    def _row_sum(self, query: Value, number: int) -> Value:
+        start = self.part(self.row_area, query, self.row_bytes)
+        return self.b.at(start, self.row_sums.index(number) * self.lanes, "f32")
+
     def _second_products(self, block: Block, start: Value, steps: Value) -> None:
         super()._second_products(block, start, steps)
         sums = self.part(self.query_sums[0], start, self.queries.step_bytes)
@@ -259,3 +281,12 @@ class FusedKernel(KeysKernel):
             for block, part in enumerate(self.queries.line(self.query_sums[0], i)):
                 b.store(b.mul(part, self.programs.scale), b.at(self.finished, self.lanes * block, "f32"))
             self._write_line(scope, 0, self.finished, i, self.d)
+
+    def _write_row_sums(self) -> None:
+        """Those over the keys of a whole batch element, L queries at a time."""
+        b, lanes = self.b, self.lanes
+        with b.loop(0, self.n_q if self.row_sums else 0, lanes, hint="i") as i:
+            for number in self.row_sums:
+                lines = [b.load(self._row_sum(b.add(i, n), number), self.vector, "sum") for n in range(lanes)]
+                at = b.at(self.params[("ptr", "sums", number)], b.add(self.flat_query, i), "f32")
+                b.masked_store(sum_rows(b, lines), at, self._valid(b.sub(self.n_q, i)))

@@ -17,7 +17,7 @@ import contextlib
 import math
 
 from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
-from fusion.codegen.mlir.backward.plan import Form, LaneAxis
+from fusion.codegen.mlir.backward.plan import LaneAxis
 from fusion.codegen.mlir.backward.tile import BackwardTile, Block, GradientProducts, Rows
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
@@ -145,8 +145,8 @@ class BackwardKernel(BackwardTile):
         for half in self.halves:
             all_spans = b.constant(self.spans * half.size, "i64")
             self._zero(half.sums, b.select(several, all_spans, b.constant(half.size, "i64")))
-        with b.loop(0, self.sum_count * self.tiling.groups, hint="n") as n:
-            b.store(zero, b.at(self.sums, b.mul(n, self.lanes), "f32"))
+        with b.loop(0, len(self.lane_sums) * self.tiling.groups, hint="n") as n:
+            b.store(zero, b.at(self.kept, b.mul(n, self.lanes), "f32"))
         low, high = self._row_range(block)
         self.packed.extend(low, high, self.score_half.products.key_step, self._pack_step)
         with b.loop(low, high, keys, hint="r0") as first:
@@ -207,10 +207,9 @@ class BackwardKernel(BackwardTile):
             if half.operand in self.results:
                 self._write(block.scope, half, g, Rows(first=row, count=remaining))
         base = self.flat_query if self.axis is LaneAxis.QUERIES else self.flat_key
-        for k in range(self.sum_count):
-            if k >= len(self.collected) or self.collected[k].form in (Form.PER_QUERY, Form.PER_KEY):
-                at = b.at(self.params[("ptr", "sums", k)], b.add(base, row), "f32")
-                b.masked_store(b.load(self.sum_at(k, g), self.vector, "sum"), at, valid)
+        for k, entry in enumerate(self.lane_sums):
+            at = b.at(self.params[("ptr", "sums", self.sums.index(entry))], b.add(base, row), "f32")
+            b.masked_store(b.load(self.sum_at(k, g), self.vector, "sum"), at, valid)
 
     def _write(self, scope: Scope, half: GradientProducts, g: Value, rows: Rows) -> None:
         """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""

@@ -15,6 +15,7 @@ class KeysKernel(BackwardKernel):
     """dK, dV and gradients of loads."""
 
     axis = LaneAxis.KEYS
+    forms = (Form.PER_KEY, Form.DENSE, Form.SCATTERED)
     gradients = (1, 2)
     sides = (1, 2, 0, OUTPUT_GRADIENT)
 

@@ -6,6 +6,8 @@ Both kernels recompute scores S and weights P tile by tile from Q, K and the sta
                                                               are free of j
     role KEYS     lanes are keys, loops run over queries      dK += dS^T Q, dV += P^T dO;  everything else
 
+Where every batch element is one thread's, one kernel, whose lanes are keys, computes all (`fused`).
+
 With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient of
 every load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP. Where rows are scaled by something
 else than one over their sum, P is what that makes of the weights, and D has a factor (`fusion.lowering.row_gradients`).
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -69,6 +71,17 @@ class LoadGradient:
         return self.load.operand
 
 
+class RowSum(NamedTuple):
+    """What a kernel adds up for each query, or for each key."""
+
+    axis: LaneAxis
+    load: Expr | None  # its gradient; None: dx, which adds up to 0 over the keys but for the rounding of D
+    share: bool = False  # what the gradient would be for dx = P
+
+
+SUM_OF_DX = RowSum(LaneAxis.QUERIES, None)
+
+
 class TileProgram(NamedTuple):
     """A score program, and what an element (i, j) contributes to gradients: of SCORE, the raw score in units of
     `programs.scale`, and of loads."""
@@ -108,16 +121,18 @@ class BackwardPlan:
         alone = self.written_once(entry) and entry.operand > 2
         return self.spec.operands[entry.operand].dtype if alone else "float32"
 
-    def sums(self, axis: LaneAxis, needs: Sequence[bool]) -> int:
-        """Sums per lane that a kernel keeps: one per collected load, and for the correction one more and its share
-        in each."""
-        count = len(self.of(axis, needs))
-        return 2 * count + 1 if axis is LaneAxis.QUERIES and self.corrects(needs) else count
+    def of(self, forms: Collection[Form], needs: Sequence[bool]) -> tuple[LoadGradient, ...]:
+        """The loads whose gradients a kernel collects that collects these forms."""
+        return tuple(entry for entry in self.loads if entry.form in forms and needs[entry.operand])
 
-    def of(self, axis: LaneAxis, needs: Sequence[bool]) -> tuple[LoadGradient, ...]:
-        """The loads whose gradients a kernel collects."""
-        rows = (Form.PER_QUERY,) if axis is LaneAxis.QUERIES else (Form.PER_KEY, Form.DENSE, Form.SCATTERED)
-        return tuple(entry for entry in self.loads if entry.form in rows and needs[entry.operand])
+    def sums(self, forms: Collection[Form], needs: Sequence[bool]) -> tuple[RowSum, ...]:
+        """The sums of a kernel that collects these forms, with those for the correction."""
+        per_query, per_key = (self.of({form} & set(forms), needs) for form in (Form.PER_QUERY, Form.PER_KEY))
+        found = [RowSum(LaneAxis.KEYS, entry.load) for entry in per_key]
+        found += [RowSum(LaneAxis.QUERIES, entry.load) for entry in per_query]
+        if self.corrects(needs) and (per_query or Form.PER_KEY not in forms):
+            found += [SUM_OF_DX, *(RowSum(LaneAxis.QUERIES, entry.load, share=True) for entry in per_query)]
+        return tuple(found)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:

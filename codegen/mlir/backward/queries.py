@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 
 from fusion.codegen.mlir.amx import Products
 from fusion.codegen.mlir.backward.kernel import OUTPUT, OUTPUT_GRADIENT, BackwardKernel
-from fusion.codegen.mlir.backward.plan import STATISTICS, LaneAxis, normalized
+from fusion.codegen.mlir.backward.plan import STATISTICS, SUM_OF_DX, Form, LaneAxis, RowSum, normalized
 from fusion.codegen.mlir.backward.tile import Block, Rows
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.rows import load_f32
 from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.transpose import transpose
+from fusion.codegen.mlir.transpose import sum_rows
 from fusion.ir.expr import I0, I1
 
 
@@ -21,6 +20,7 @@ class QueriesKernel(BackwardKernel):
     """dQ, and gradients of loads that are free of the key."""
 
     axis = LaneAxis.QUERIES
+    forms = (Form.PER_QUERY,)
     gradients = (0,)
     sides = (0, OUTPUT_GRADIENT, 1, 2)
 
@@ -64,8 +64,8 @@ class RowSumsKernel(QueriesKernel):
 
     gradients = ()
 
-    def _count_sums(self, needs: Sequence[bool]) -> int:
-        return 1
+    def _sums(self, needs: Sequence[bool]) -> tuple[RowSum, ...]:
+        return (SUM_OF_DX,)
 
 
 class DeltaErrorKernel(RowSumsKernel):
@@ -134,7 +134,7 @@ class DeltaKernel(RowSumsKernel):
         with b.carry(0, padded, lanes, [b.constant(0.0, self.vector)] * lanes, hint="e") as (loop, e, sums):
             pairs = [[load_f32(b, rows, r, e, lanes) for rows in both] for r in range(lanes)]
             loop.yields(*(b.fma(*pair, total) for pair, total in zip(pairs, sums, strict=True)))
-        return functools.reduce(b.add, transpose(b, loop.results))
+        return sum_rows(b, loop.results)
 
     def _finish(self, block: Block, g: Value) -> None:
         b, offset = self.b, self.b.mul(g, self.lanes)

@@ -15,7 +15,7 @@ from fusion.codegen.mlir.amx import Products, products_of
 from fusion.codegen.mlir.backward.centring import CentredKeys
 from fusion.codegen.mlir.backward.element import PAIR, Elements, GroupElements, Pair
 from fusion.codegen.mlir.backward.loads import GradientSink
-from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, LaneAxis, TileProgram, normalized
+from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, Form, LaneAxis, RowSum, TileProgram, normalized
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
@@ -89,6 +89,8 @@ class BackwardTile(KernelFunction):
     the number of its first query among those of all elements."""
 
     axis: ClassVar[LaneAxis]
+    forms: ClassVar[tuple[Form, ...]]
+    """In which gradients of loads are collected."""
     gradients: ClassVar[tuple[int, ...]]
     """Which of Q, K and V (0, 1, 2) have their gradients written, where these are needed."""
     sums_delta_errors: ClassVar[bool] = False  # whether all that is wanted are the sums of dx
@@ -104,9 +106,9 @@ class BackwardTile(KernelFunction):
         wanted = [n for n in self.gradients if needs[n]]
         places, operands = self.plan.places, spec.operands
         self.results = {n: "f32" if places[n] is None else MEMORY_TYPE[operands[n].dtype] for n in wanted}
-        self.collected = self.plan.of(self.axis, needs)
-        self.corrects = self.axis is LaneAxis.QUERIES and self.plan.corrects(needs)
-        self.sum_count = self._count_sums(needs)
+        self.collected = self.plan.of(self.forms, needs)
+        self.sums = self._sums(needs)
+        self.lane_sums = tuple(entry for entry in self.sums if entry.axis is self.axis)
         grad = Operand(dtype=spec.out_dtype, rank=len(spec.output.dims), name="grad")
         arriving = (Operand(dtype=f.dtype, rank=len(f.dims), name="arriving") for f in spec.further)
         self.context.operands = (*spec.operands, grad, *arriving, replace(grad, name="out"))
@@ -117,9 +119,9 @@ class BackwardTile(KernelFunction):
         self.dense = dense_loads(*self.read, *(masked[entry.load] for entry in self.collected))
         self._areas()
 
-    def _count_sums(self, needs: Sequence[bool]) -> int:
-        """How many sums per lane are kept besides the products."""
-        return self.plan.sums(self.axis, needs)
+    def _sums(self, needs: Sequence[bool]) -> tuple[RowSum, ...]:
+        """What is added up besides the products."""
+        return self.plan.sums(self.forms, needs)
 
     @property
     def wants_slopes(self) -> bool:
@@ -153,7 +155,7 @@ class BackwardTile(KernelFunction):
         self.finished = self.area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
         self.together = products[0].group_step if products[0].overlaps else 1
         self.staged = [self.area(self.together * rows * row, "staged") for _ in self.dense]
-        self.sums = self.area(max(1, self.sum_count) * groups * row, "sums")
+        self.kept = self.area(max(1, len(self.lane_sums)) * groups * row, "sums")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.centred = CentredKeys(self) if self.plan.centred and 0 in self.results else None
         packed = self._packed_areas(products)
@@ -270,7 +272,7 @@ class BackwardTile(KernelFunction):
 
     def sum_at(self, k: int, g: Value) -> Value:
         """Where sum k of a group's lanes lies."""
-        return self.b.at(self.sums, self.b.mul(self.b.add(g, k * self.tiling.groups), self.lanes), "f32")
+        return self.b.at(self.kept, self.b.mul(self.b.add(g, k * self.tiling.groups), self.lanes), "f32")
 
     def lane_statistics(self, first: Value) -> dict[str, Value] | None:
         """`STATISTICS` of the lanes from `first` on; None where lanes are no queries, or there are none."""
@@ -282,6 +284,10 @@ class BackwardTile(KernelFunction):
             return None
         b = self.b
         return {n: b.broadcast(b.load(self.statistic(n, row), "f32", n), self.lanes) for n in STATISTICS}
+
+    def add_to_row(self, number: int, row: Scope, term: Value) -> None:
+        """Add a vector of lanes to sum `number` of a row; only where such sums are kept."""
+        raise NotImplementedError
 
     def keep_slopes(self, row: Value, g: Value, slopes: Sequence[Pair]) -> None:
         """What else is to be done with dS of rows `row` and `row` + 1 of the groups from g on."""
