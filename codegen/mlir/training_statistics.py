@@ -9,21 +9,26 @@ from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.softmax import GroupSoftmax
 from fusion.ir.expr import ROW_MAX, ROW_SUM, coord
 from fusion.ir.results import keeps_ends
-from fusion.lowering.gradients import adds_up_to_zero
+from fusion.ir.spec import AttentionSpec
+from fusion.lowering.gradients import slopes_are_summed
 from fusion.lowering.numbers import LOG2E
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.skeleton import KernelFunction
 
-#: Largest weight of a row from which on its delta is summed over the keys, see `backward.call`. Errors of delta go into
-#: the gradients times weights: with small ones they average out, but in the gradient of Q for what keys have in common,
-#: unless that is taken off (True: `backward.centring`). Rows of a thousand keys and random scores stay below either.
-CONCENTRATED = {True: 1 / 4, False: 1 / 8}
+
+def concentrated(spec: AttentionSpec) -> float:
+    """Largest weight of a row from which on its delta is summed over the keys, see `backward.call`. Errors of delta go
+    into the gradients times weights: with small ones they average out, but in the gradient of Q for what keys have in
+    common, unless that is taken off (`backward.centring`). Narrow results are off by more than most of them."""
+    if not slopes_are_summed(spec):
+        return 1 / 8
+    return 1 / 4 if spec.out_dtype == "float32" else 3 / 4
 
 
 class TrainingStatistics:
     """Each row's `unit`, `shift` and `factor` (`backward.plan.STATISTICS`), and its maximum and sum where asked for. A
-    unit is negative where a weight of the row is above CONCENTRATED. groups: of lanes in a work item."""
+    unit is negative where a weight of the row is above `concentrated`. groups: of lanes in a work item."""
 
     def __init__(self, kernel: KernelFunction, groups: int):
         self.kernel, self.b = kernel, kernel.b
@@ -71,7 +76,7 @@ class TrainingStatistics:
         highest = b.load(self._peak_of(g), kernel.vector, "peak")
         largest = b.mul(kernel.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
         marked = b.select(
-            b.compare("ogt", largest, CONCENTRATED[adds_up_to_zero(kernel.spec)]),
+            b.compare("ogt", largest, concentrated(kernel.spec)),
             b.unary("arith.negf", unit),
             unit,
             "marked",

@@ -243,9 +243,10 @@ class BackwardCall:
     def _correct(self, found: Mapping[RowSum, Tensor]) -> None:
         """Take over the sums of a kernel.
 
-        Where sums of dx are not 0, or with sinks their weight times delta, delta is off by that much (in exact
+        Where sums of dx are not 0, or with sinks those of P dP not delta, delta is off by that much (in exact
         arithmetic): put it right, and the sums made with it. Rows of NaN, which a mask keeps out of sums, stay out."""
-        self.sums |= {entry.load: x for entry, x in found.items() if entry.load is not None and not entry.share}
+        of_loads = {entry: x for entry, x in found.items() if entry.of.op == "load"}
+        self.sums |= {entry.of: x for entry, x in of_loads.items() if not entry.share}
         if (drift := found.get(SUM_OF_DX)) is None:
             return
         if self.off is not None:
@@ -253,16 +254,16 @@ class BackwardCall:
         delta = self.delta
         if self.spec.row_scale is not None:
             drift = self._lacked(delta, drift)
-        for sink in self.spec.sinks:
-            drift -= (self._weight_of(sink) * delta.unsqueeze(-1)).squeeze(-1)
+        if self.spec.sinks:
+            drift -= delta
         delta += drift
-        for entry, share in found.items():
-            if entry.load is not None and entry.share:
-                self.sums[entry.load] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
+        for entry, share in of_loads.items():
+            if entry.share:
+                self.sums[entry.of] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
     def _make_sink(self, entry: LoadGradient) -> None:
-        """A buffer [copies, .., lanes] of the operand's shape, the key's dimension innermost; where scattered with a copy
-        per thread, of small tables per lane, too.
+        """A buffer [copies, .., lanes] of the operand's shape, the key's dimension innermost; where scattered with a
+        copy per thread, of small tables one per lane.
 
         Zeroed unless the kernel writes all of it."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
@@ -273,8 +274,10 @@ class BackwardCall:
                 f"the gradient of {self.spec.operands[entry.operand].name}, {tuple(shape)}, is asked for, which is "
                 f"read at computed indices; kernels keep a copy per thread of up to {MAX_SCATTERED} elements"
             )
-        last = column_dimension(entry.load) if entry.form is Form.DENSE else None
-        order = [dim for dim in range(operand.dim()) if dim != last] + ([] if last is None else [last])
+        order = list(range(operand.dim()))
+        if entry.form is Form.DENSE:
+            last = column_dimension(entry.load)  # rows before it: those of one batch element lie side by side
+            order.sort(key=lambda dim: (dim == last, "i" in coordinates(entry.load.args[dim])))
         copies, lanes = 1, 1
         if entry.form is Form.SCATTERED:
             copies = self.derived.threads

@@ -4,6 +4,9 @@ dQ_i = sum_j dS_ij K_j, where the sum of dS_ij over the keys is 0 in exact arith
 keys. Rounding makes it 0 only nearly, and what is left is multiplied with what keys have in common, which in trained
 models is often more than how they differ. SageAttention (arXiv:2410.02367) takes the mean of K off in the forward,
 where softmax does not see it.
+
+Where the sum is not 0 (a soft-cap, sinks), it is made beside dQ, and the vector times the sum is added in the end. What
+the rounding of delta did to the sum is taken off before: the sum of dx tells how much that was.
 """
 
 from __future__ import annotations
@@ -51,6 +54,15 @@ class CentredKeys(RowReader):
             short = b.bitcast(b.binary("arith.andi", bits, b.constant(-65536, bits.type)), vector, "short")
             taken = b.select(b.binary("arith.andi", most, usual), short, zero, "mean")
             b.store(taken, b.at(self.mean, c, "f32"))
+
+    def add_mean(self, line: Value, factor: Value) -> None:
+        """To `padded` float32 numbers: the vector times a factor. Where it is 0, an infinite factor adds nothing."""
+        b, vector = self.b, self.kernel.vector
+        factors, zero = b.broadcast(factor, self.kernel.lanes), b.constant(0.0, vector)
+        with b.loop(0, self.padded, self.kernel.lanes, hint="c") as c:
+            mean, place = b.load(b.at(self.mean, c, "f32"), vector, "mean"), b.at(line, c, "f32")
+            x = b.load(place, vector, "x")
+            b.store(b.select(b.compare("oeq", mean, zero), x, b.fma(factors, mean, x)), place)
 
     def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
         """As `RowReader.rows`; those from `limit` on are anything finite."""

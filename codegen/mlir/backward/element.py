@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.backward.plan import Form, TileProgram
+from fusion.codegen.mlir.backward.plan import SUM_OF_DX, Form, TileProgram
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.scope import Lanes, Scope, staged_leaf
 from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
@@ -115,15 +115,14 @@ class GroupElements:
         upstream = scaled if known is None else b.mul(weight, b.sub(scaled, known["delta"]), "dx")
         through = None if factor is None else b.mul(slope, weight, "dw")
         gradients = self._scope(row, upstream, through)
-        if kernel.sums_delta_errors:
-            # With sinks the weights do not add up to one: what delta lacks is then not the sum of dx.
-            missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
-            return weight, upstream, [b.add(sums[0], missing, "missing")]
         for entry, sink in zip(kernel.collected, kernel.sinks, strict=True):
             if entry.form in (Form.DENSE, Form.SCATTERED):
                 sink.add(gradients, gradients.vector(self.variant.gradients[entry.load]))
         no_weight = None if through is None else b.constant(0.0, kernel.vector)
-        collected = self._add_up(sums, gradients, self._scope(row, weight, no_weight, further=0))
+        shares = self._scope(row, weight, no_weight, further=0)
+        # With sinks the weights do not add up to one: what delta lacks is then not the sum of dx.
+        missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
+        collected = self._add_up(sums, gradients, shares, missing)
         slope = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_slopes else upstream
         if kernel.reduces_lanes:
             slope = b.select(self.scope.lanes.valid, slope, b.constant(0.0, kernel.vector), "slope")
@@ -137,12 +136,13 @@ class GroupElements:
             known[WEIGHT_UPSTREAM] = through
         return row.inner(known)
 
-    def _add_up(self, sums: Sequence[Value], gradients: Scope, shares: Scope) -> list[Value]:
-        """`sums` of lanes with what this row adds; sums of the row itself are added to in memory."""
+    def _add_up(self, sums: Sequence[Value], gradients: Scope, shares: Scope, missing: Value) -> list[Value]:
+        """`sums` of lanes with what this row adds, `missing` to `SUM_OF_DX`; sums of the row itself are added to in
+        memory."""
         b, kernel, found = self.b, self.kernel, list(sums)
         for number, entry in enumerate(kernel.sums):
             scope = shares if entry.share else gradients
-            term = scope.vector(UPSTREAM if entry.load is None else self.variant.gradients[entry.load])
+            term = missing if entry == SUM_OF_DX else scope.vector(self.variant.gradients[entry.of])
             if entry in kernel.lane_sums:
                 place = kernel.lane_sums.index(entry)
                 found[place] = b.add(found[place], term, "sum")

@@ -238,8 +238,8 @@ class FusedKernel(KeysKernel):
             reached = b.mul(blocks, self.rows_per_block, "reached")
             with b.when(b.compare("sge", reached, QUERY_GRADIENT_SPAN)):
                 self._add_partial_sums(before, here, self.sum_bytes)
-        self._write_queries(scope)
         self._write_row_sums()
+        self._write_queries(scope)
 
     @contextlib.contextmanager
     def _one_block(self, scope: Scope, number: Value):
@@ -280,6 +280,7 @@ class FusedKernel(KeysKernel):
         with b.loop(0, self.n_q, hint="i") as i:
             for block, part in enumerate(self.queries.line(self.query_sums[0], i)):
                 b.store(b.mul(part, self.programs.scale), b.at(self.finished, self.lanes * block, "f32"))
+            self._add_mean(self.finished, i)
             self._write_line(scope, 0, self.finished, i, self.d)
 
     def _write_row_sums(self) -> None:

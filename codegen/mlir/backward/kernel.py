@@ -17,7 +17,7 @@ import contextlib
 import math
 
 from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
-from fusion.codegen.mlir.backward.plan import LaneAxis
+from fusion.codegen.mlir.backward.plan import SUM_OF_DX, SUM_OF_SLOPES, LaneAxis
 from fusion.codegen.mlir.backward.tile import BackwardTile, Block, GradientProducts, Rows
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
@@ -203,13 +203,13 @@ class BackwardKernel(BackwardTile):
         offset = b.mul(g, lanes)
         remaining = b.least(b.sub(block.count, offset), lanes)
         row, valid = b.add(block.first, offset), self._valid(b.sub(block.count, offset))
-        for half in self.halves:
-            if half.operand in self.results:
-                self._write(block.scope, half, g, Rows(first=row, count=remaining))
         base = self.flat_query if self.axis is LaneAxis.QUERIES else self.flat_key
         for k, entry in enumerate(self.lane_sums):
             at = b.at(self.params[("ptr", "sums", self.sums.index(entry))], b.add(base, row), "f32")
             b.masked_store(b.load(self.sum_at(k, g), self.vector, "sum"), at, valid)
+        for half in self.halves:
+            if half.operand in self.results:
+                self._write(block.scope, half, g, Rows(first=row, count=remaining))
 
     def _write(self, scope: Scope, half: GradientProducts, g: Value, rows: Rows) -> None:
         """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""
@@ -217,8 +217,25 @@ class BackwardKernel(BackwardTile):
         source = self.part(half.sums, g, 4 * padded * lanes)
         self._turn(source, padded, lambda cell: cell if scale == 1.0 else b.mul(cell, scale))
         with b.loop(0, rows.count, hint="r") as r:
-            line = b.at(self.finished, b.mul(r, padded), "f32")
-            self._write_line(scope, half.operand, line, b.add(rows.first, r), half.width)
+            line, row = b.at(self.finished, b.mul(r, padded), "f32"), b.add(rows.first, r)
+            if half.operand == 0:
+                self._add_mean(line, row)
+            self._write_line(scope, half.operand, line, row, half.width)
+
+    def _add_mean(self, line: Value, query: Value) -> None:
+        """To a row of the gradient of Q: what it lacks where keys were centred, see `centring`."""
+        if self.centred is None or not self.plan.adds_mean:
+            return
+        b = self.b
+        wanted = (SUM_OF_SLOPES, SUM_OF_DX, SUM_OF_SLOPES._replace(share=True))
+        starts = (self.params[("ptr", "sums", self.sums.index(entry))] for entry in wanted)
+        slopes, drift, share = (b.load(b.at(at, b.add(self.flat_query, query), "f32"), "f32", "sum") for at in starts)
+        if self.spec.sinks:
+            drift = b.sub(drift, b.load(self.statistic("delta", query), "f32", "delta"))
+        error = b.mul(drift, share)
+        finite = b.compare("olt", b.unary("math.absf", error), float("inf"))
+        slopes = b.sub(slopes, b.select(finite, error, b.constant(0.0, "f32")))
+        self.centred.add_mean(line, b.mul(slopes, self.programs.scale))
 
     def _write_line(self, scope: Scope, operand: int, line: Value, row: Value, width: int) -> None:
         """`width` float32 numbers to a row of the operand's gradient."""

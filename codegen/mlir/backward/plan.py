@@ -23,12 +23,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fusion.ir import integers
-from fusion.ir.expr import ZERO, Expr, I, J, Kind, const, coordinates, loads
+from fusion.ir.derivative import UPSTREAM
+from fusion.ir.expr import SCORE, ZERO, Expr, I, J, Kind, const, coordinates, loads
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering import row_gradients
 from fusion.lowering.further_gradients import further_gradients
-from fusion.lowering.gradients import Axes, adds_up_to_zero, of_score, of_weight, summed_over
+from fusion.lowering.gradients import Axes, adds_up_to_zero, of_score, of_weight, slopes_are_summed, summed_over
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 
 STATISTICS = ("unit", "shift", "factor", "delta")
@@ -75,11 +76,13 @@ class RowSum(NamedTuple):
     """What a kernel adds up for each query, or for each key."""
 
     axis: LaneAxis
-    load: Expr | None  # its gradient; None: dx, which adds up to 0 over the keys but for the rounding of D
+    of: Expr  # its gradient: a load, SCORE, or the program itself (`SUM_OF_DX`)
     share: bool = False  # what the gradient would be for dx = P
 
 
-SUM_OF_DX = RowSum(LaneAxis.QUERIES, None)
+SUM_OF_DX = RowSum(LaneAxis.QUERIES, UPSTREAM)
+"""Over the keys: 0 but for the rounding of D. With sinks the sum of P w dP instead, which is D but for its rounding."""
+SUM_OF_SLOPES = RowSum(LaneAxis.QUERIES, SCORE)
 
 
 class TileProgram(NamedTuple):
@@ -104,12 +107,13 @@ class BackwardPlan:
     at_weight: Expr | None  # gradient of the weight through further outputs
     at_log_sum: Expr | None  # the same of the log-sum-exp of a row
     everywhere: bool  # whether scores without a weight have gradients, too, so that no tile is skipped
-    centred: bool  # see `adds_up_to_zero`
+    centred: bool  # whether the gradient of Q is made of centred keys
+    adds_mean: bool  # and what these lack is not 0: see `centring`
 
     def corrects(self, needs: Sequence[bool]) -> bool:
-        """Whether the rounding of D is taken out: gradients of loads are long sums in which it would not average
-        out."""
-        return normalized(self.spec) and any(needs[entry.operand] for entry in self.loads)
+        """Whether the rounding of D is taken out of sums over the keys: they are long, it would not average out."""
+        wanted = self.adds_mean and needs[0] or any(needs[entry.operand] for entry in self.loads)
+        return normalized(self.spec) and wanted
 
     def written_once(self, entry: LoadGradient) -> bool:
         """Whether no two (b.., i, j) meet in an element of this gradient: it is written instead of added to."""
@@ -127,12 +131,14 @@ class BackwardPlan:
 
     def sums(self, forms: Collection[Form], needs: Sequence[bool]) -> tuple[RowSum, ...]:
         """The sums of a kernel that collects these forms, with those for the correction."""
-        per_query, per_key = (self.of({form} & set(forms), needs) for form in (Form.PER_QUERY, Form.PER_KEY))
-        found = [RowSum(LaneAxis.KEYS, entry.load) for entry in per_key]
-        found += [RowSum(LaneAxis.QUERIES, entry.load) for entry in per_query]
+        found = {form: self.of({form} & set(forms), needs) for form in (Form.PER_QUERY, Form.PER_KEY)}
+        per_key = [RowSum(LaneAxis.KEYS, entry.load) for entry in found[Form.PER_KEY]]
+        per_query = [RowSum(LaneAxis.QUERIES, entry.load) for entry in found[Form.PER_QUERY]]
+        if self.adds_mean and needs[0] and Form.PER_QUERY in forms:
+            per_query.append(SUM_OF_SLOPES)
         if self.corrects(needs) and (per_query or Form.PER_KEY not in forms):
-            found += [SUM_OF_DX, *(RowSum(LaneAxis.QUERIES, entry.load, share=True) for entry in per_query)]
-        return tuple(found)
+            per_query += [SUM_OF_DX, *(entry._replace(share=True) for entry in per_query)]
+        return (*per_key, *per_query)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -171,7 +177,8 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
         at_weight=None if further.weight is ZERO else further.weight,
         at_log_sum=None if further.log_sum is ZERO else further.log_sum,
         everywhere=everywhere or further.everywhere,
-        centred=adds_up_to_zero(spec),
+        centred=slopes_are_summed(spec),
+        adds_mean=slopes_are_summed(spec) and not adds_up_to_zero(spec),
     )
 
 

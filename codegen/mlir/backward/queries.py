@@ -71,8 +71,6 @@ class RowSumsKernel(QueriesKernel):
 class DeltaErrorKernel(RowSumsKernel):
     """Sums of dx over the keys, in the blocks that are wanted; see `call.BackwardCall._correct_concentrated`."""
 
-    sums_delta_errors = True
-
     @contextlib.contextmanager
     def _one_block(self, scope: Scope, number: Value):
         b = self.b
@@ -85,8 +83,6 @@ class DeltaErrorKernel(RowSumsKernel):
 class DeltaKernel(RowSumsKernel):
     """`STATISTICS` of each row: those of the forward, and delta, with what it lacks where rows are concentrated; see
     `call.BackwardCall._correct_concentrated`."""
-
-    sums_delta_errors = True
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         size = 4 * self.lanes * products[1].e_padded
