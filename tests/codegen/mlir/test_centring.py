@@ -2,6 +2,7 @@
 gradients of a row's scores add up to zero."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,14 @@ from fusion.ir.spec import Normalizer
 from fusion.lowering.gradients import adds_up_to_zero
 from tests.codegen.mlir.cases import TARGETS, Case, assert_gradients_as_exact_as_eager, case, draw
 from tests.numerics import assert_as_exact_as_eager
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def check(c: Case, target: str, operands: list[torch.Tensor], sizes: list[int]) -> None:
@@ -39,26 +48,6 @@ def test_keys_with_a_large_mean(name: str, group: int, target: str, dtype: str) 
     for x in operands[1:3]:
         x += 8
     check(c, target, operands, sizes)
-
-
-@pytest.mark.parametrize("threads", [1, 2], ids=["one kernel", "two kernels"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("target", ["best", "pairs", "multiply-add", "avx2"])
-@pytest.mark.parametrize(("name", "sinks"), [("soft_cap", False), ("window", False), ("plain", True)])
-def test_an_outlier_among_the_columns(name: str, sinks: bool, target: str, dtype: str, threads: int) -> None:
-    """As language models have it: large in all keys, and hardly read. The gradients of a row's scores do not add up to
-    zero here; before, the error of dQ under soft-caps was up to three times what is allowed."""
-    c = case(name, dtype, 64, sinks=sinks)
-    assert not adds_up_to_zero(c.spec) or sinks
-    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 510, "Nk": 511})
-    operands[0][..., 0] *= 0.02
-    operands[1][..., 0] += 50
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        check(c, target, operands, sizes)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e30])
@@ -93,6 +82,45 @@ def test_without_a_normaliser_they_do_not() -> None:
     assert not adds_up_to_zero(case("plain", normalizer=Normalizer.NONE).spec)
 
 
+def gradients(run: Callable, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(run(*inputs).square().sum(), inputs)
+
+
+def check_program(program: Callable, inputs: Sequence[torch.Tensor]) -> None:
+    torch._dynamo.reset()
+    with fusion.collect_reports() as reports:
+        found = gradients(torch.compile(program, backend="fusion", options={"inner": "eager"}), inputs)
+    assert [report.fused for report in reports] == [1]
+    assert_as_exact_as_eager(found, gradients(program, inputs), gradients(program, [x.double() for x in inputs]))
+
+
+@pytest.mark.parametrize("heads", [1, 4], ids=["two kernels", "one kernel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["soft-cap", "sink", "fill", "factor"])
+def test_an_outlier_among_the_columns(name: str, dtype: torch.dtype, heads: int, two_threads: None) -> None:
+    """As language models have it: large in all keys, and hardly read. The gradients of a row's scores do not add up to
+    zero here; before, the error of dQ under soft-caps was 1.6 times what is allowed."""
+    torch.manual_seed(1)
+    n, d = 512, 64
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    sink, factor = torch.randn(1, heads, 1, 1), 1 + torch.rand(1, heads, n, 1)
+    programs = {
+        "soft-cap": lambda s, x: (20 * torch.tanh(s / 20)).masked_fill(hidden, -math.inf).softmax(-1),
+        "sink": lambda s, x: torch.cat([2 * s, x.expand(1, heads, n, 1)], -1).softmax(-1)[..., :-1],
+        "fill": lambda s, x: torch.where(hidden, -1e4, 2 * s).softmax(-1),
+        "factor": lambda s, x: (s * x).masked_fill(hidden, -math.inf).softmax(-1),
+    }
+    q, k, v = (torch.randn(1, heads, n, d) for _ in range(3))
+    q[..., 0] *= 0.02
+    k[..., 0] += 50
+    v[..., 1] += 20
+    inputs = [x.to(dtype) for x in (q, k, v, factor if name == "factor" else sink)]
+    if name in ("soft-cap", "fill"):
+        inputs.pop()
+    check_program(lambda q, k, v, x=None: programs[name](q @ k.mT / 8, x) @ v, inputs)
+
+
 @pytest.mark.parametrize("fill", [-1.0, torch.finfo(torch.float32).min])
 def test_fills_that_have_weight(fill: float) -> None:
     """Keys that are filled take part in the sum, and what arrives there goes nowhere. Two rows have no live key: their
@@ -106,12 +134,5 @@ def test_fills_that_have_weight(fill: float) -> None:
     def filled(q, k, v):
         return torch.softmax((q @ k.mT / 4 + added.to(q.dtype)).masked_fill(hidden, fill), -1) @ v
 
-    def gradients(run, inputs):
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        return torch.autograd.grad(run(*inputs).square().sum(), inputs)
-
     inputs = torch.randn(1, 2, n, 16), 8 + torch.randn(1, 2, n, 16), torch.randn(1, 2, n, 16)
-    with fusion.collect_reports() as reports:
-        found = gradients(torch.compile(filled, backend="fusion", options={"inner": "eager"}), inputs)
-    assert [report.fused for report in reports] == [1]
-    assert_as_exact_as_eager(found, gradients(filled, inputs), gradients(filled, [x.double() for x in inputs]))
+    check_program(filled, inputs)
