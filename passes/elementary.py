@@ -45,7 +45,7 @@ def _threshold(x: Expr, call: Call) -> Expr:
 
 
 def _hardshrink(x: Expr, call: Call) -> Expr:
-    return where(apply("fle", apply("abs", x), _given(call, 1, "lambd", 0.5)), ZERO, x)
+    return where(apply("fle", apply("abs", x), _given(call, 1, "lambd", 0.5)), ZERO, apply("detach_nan", x))
 
 
 def _softshrink(x: Expr, call: Call) -> Expr:
@@ -94,7 +94,8 @@ def _hardtanh(x: Expr, call: Call) -> Expr:
 
 
 def _between(x: Expr, low: Expr, high: Expr) -> Expr:
-    """x clamped, without a gradient at the bounds (torch's `hardtanh`; its `clamp` has one there)."""
+    """x clamped, without a gradient at the bounds (torch's `hardtanh`; its `clamp` has one there) and of NaN."""
+    x = apply("detach_nan", x)
     return where(apply("fle", x, low), low, where(apply("fle", high, x), high, x))
 
 
@@ -152,7 +153,7 @@ def _acos(x: Expr, call: Call) -> Expr:
 
 def _asin(x: Expr, call: Call) -> Expr:
     """atan(x / sqrt(1 - x^2)), and from 1/2 on, where its derivative would be 0 * inf at the end, by acos."""
-    size = apply("abs", x)
+    size = where(apply("flt", x, ZERO), -x, x)  # whose derivative at NaN is not 0, as that of |x| is
     small = apply("fle", size, const(0.5))
     inner = where(small, x, ZERO)
     outer = _odd(x, math.pi / 2 - _acos_of_magnitude(where(small, const(0.5), size)))

@@ -109,7 +109,7 @@ def _grows_slowly(value: Expr) -> bool:
     return all(map(_grows_slowly, made))
 
 
-_SLOW = {"fadd", "fsub", "neg", "abs", "maximum", "minimum", "where", "detach", *ROUNDED.values()}
+_SLOW = {"fadd", "fsub", "neg", "abs", "maximum", "minimum", "where", "detach", "detach_nan", *ROUNDED.values()}
 
 
 def _moved(product: Node, met: Upstream) -> Moved | None:

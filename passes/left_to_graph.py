@@ -24,7 +24,7 @@ _MAX_HEAVY = 2
 aten = torch.ops.aten
 _ROUNDING = (aten.floor, aten.ceil, aten.trunc, aten.fix, aten.round, aten.frac, aten.sign, aten.sgn, aten.remainder,
              aten.fmod, aten.floor_divide, aten.div, aten.heaviside)  # fmt: skip
-_EXACT = ("where", "neg", "abs", "minimum", "maximum", "detach", "round_bfloat16", "round_float16")
+_EXACT = ("where", "neg", "abs", "minimum", "maximum", "detach", "detach_nan", "round_bfloat16", "round_float16")
 """Operations on floats whose result is one of their arguments, or what the model has rounded it to."""
 
 

@@ -195,8 +195,12 @@ def _clamp(call: Call) -> Expr | None:
     if kind is Kind.INT:
         value = value if low is None else apply("imax", value, low)
         return value if high is None else apply("imin", value, high)
-    # Selections and not extrema, as those split the gradient between equal sides: here the value gets it all.
-    value = value if low is None else where(_or_nan(apply("flt", value, low), low), low, value)
+    # Selections and not extrema, as those split the gradient between equal sides: here the value gets it all. A NaN
+    # gets none, nor does a lower bound that is no lower than the upper one.
+    value, low, high = (x if x is None else apply("detach_nan", x) for x in (value, low, high))
+    if low is not None:
+        bound = low if high is None else where(apply("flt", low, high), low, apply("detach", low))
+        value = where(_or_nan(apply("flt", value, low), low), bound, value)
     return value if high is None else where(_or_nan(apply("flt", high, value), high), high, value)
 
 

@@ -222,7 +222,7 @@ class VectorMath:
         }  # fmt: skip
         if name in _ROUNDED:
             return lambda x: b.convert("arith.extf", self.narrow(x, _ROUNDED[name]), "f32", name)
-        if name == "detach":
+        if name in ("detach", "detach_nan"):
             return lambda x: x
         if name in LIBM:
             return lambda x: self.by_lane(LIBM[name], x)

@@ -205,7 +205,7 @@ class Writer:
                 for (text, own), arg in zip(args, expr.args, strict=True)
             ]
         joined = ", ".join(text for text, _ in args)
-        if op == "detach":
+        if op in ("detach", "detach_nan"):
             return args[0]
         if op == "div" and exact:
             return f"tl.div_rn({joined})", _ATOM

@@ -188,7 +188,7 @@ def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
 def _is_linear(name: str, args: tuple[Expr, ...], position: int) -> bool:
     """Whether the derivative for the argument at `position` is a finite constant, the other being one. Of any other
     function it may be infinite where the selection does not take x, and 0 * inf is NaN."""
-    if name in ("neg", "fadd", "fsub", "detach") or PRIMITIVES[name].result is not FLOAT:
+    if name in ("neg", "fadd", "fsub", "detach", "detach_nan") or PRIMITIVES[name].result is not FLOAT:
         return True
     if name == "fmul":
         return is_finite_const(args[1 - position])

@@ -121,8 +121,9 @@ def _of_abs(g: Expr, y: Expr, x: Expr) -> Expr:
 def _of_extremum(order: str) -> Derivative:
     def derivative(g: Expr, y: Expr, a: Expr, b: Expr) -> tuple[Expr, Expr]:
         tied, half = operation("feq", a, b), g * 0.5
-        loses = operation("flt", a, b) if order == "maximum" else operation("flt", b, a)
-        return _where(tied, half, _where(loses, ZERO, g)), _where(tied, half, _where(loses, g, ZERO))
+        below, above = operation("flt", a, b), operation("flt", b, a)  # neither of NaN, where both get it all
+        a_loses, b_loses = (below, above) if order == "maximum" else (above, below)
+        return _where(tied, half, _where(a_loses, ZERO, g)), _where(tied, half, _where(b_loses, ZERO, g))
 
     return derivative
 
@@ -179,6 +180,10 @@ PRIMITIVES: dict[str, Primitive] = {
     "neg": _unary(torch.neg, "-{0}", lambda g, y, x: -g, precedence=7, mathml="<mo>−</mo>{0}", tame=True),
     "abs": _unary(torch.abs, "|{0}|", _of_abs, mathml=_MAGNITUDE, tame=True),
     "detach": _unary(lambda x: x.detach(), "detach({0})", tame=True),
+    "detach_nan": _unary(
+        lambda x: torch.where(x == x, x, x.detach()), "{0}", lambda g, y, x: _where(operation("feq", x, x), g, ZERO),
+        tame=True,
+    ),
     "floor": _unary(torch.floor, "floor({0})"),
     "ceil": _unary(torch.ceil, "ceil({0})"),
     "trunc": _unary(torch.trunc, "trunc({0})"),
