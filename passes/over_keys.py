@@ -16,7 +16,9 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import ZERO, Expr, J, Kind, coordinates, node, rebuild, substitute, walk
 from fusion.ir.ops import apply
+from fusion.ir.primitives import ROUNDED
 from fusion.passes import nodes
+from fusion.passes.dead_rows import may_be_far
 from fusion.passes.nodes import arguments, packet, shape
 from fusion.passes.views import Index
 
@@ -85,8 +87,15 @@ def reduction(
         columns = _columns(pullback, origin, inner, dim, offset)
         if columns is not None and depends_on_product(columns[0]):
             found = node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
+            if name == "logsumexp":
+                return _rounded_where_far(found, nodes.dtype(here))
             return _attached(pullback, found) if name == "max" else found
     return None
+
+
+def _rounded_where_far(log_sum: Expr, dtype: torch.dtype) -> Expr:
+    """In a row of nothing but large fills the logarithm of a sum is lost when a narrow dtype rounds it."""
+    return apply(ROUNDED[dtype], log_sum) if dtype in ROUNDED and any(map(may_be_far, log_sum.args)) else log_sum
 
 
 def detached(maximum: Expr) -> Expr | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, WEIGHT, ZERO, Expr, Kind, const, is_number, node, substitute, walk
 from fusion.ir.ops import apply, remake, where
+from fusion.ir.primitives import ROUNDED
 from fusion.ir.spec import Normalizer
 from fusion.passes.core import Core
 from fusion.passes.dead_rows import as_exponents, may_be_far, quotient_kind, selected
@@ -98,6 +99,9 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
     if len(sums) != 1 or not free_of_keys(shift):
         return None
     columns = sums[0].args
+    if shift.op in ROUNDED.values():
+        message = "weights less a logarithm of their sum that a narrow dtype rounds, where a mask's fill is finite"
+        raise Unsupported(Ground.SOFTMAX_BY_HAND, message, shift)
     if shift is not sums[0]:
         shift = substitute(shift, {**_statistics(columns, shift), sums[0]: _LOG_SUM})
         scale = apply("exp", ROW_MAX - shift)

@@ -8,6 +8,7 @@ import torch
 
 from fusion.ir.expr import Expr, Kind, const, walk
 from fusion.ir.ops import apply, remake, where
+from fusion.ir.primitives import ROUNDED
 from fusion.passes.dead_rows import may_be_far, may_be_infinite, may_be_lowest
 
 
@@ -96,6 +97,8 @@ def _common(columns: tuple[Expr, ...], position: int) -> Expr | None:
 def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:
     """Whether softmax(x - shift) is that of x in every row, those of -inf or finfo.min included: the shift is the
     largest or the log-sum of x, is clamped to a constant instead, or is ordinary."""
+    if shift.op in ("detach_nan", *ROUNDED.values()):
+        return _is_ignored(shift.args[0], columns)
     if any(is_maximum(shift, columns, name) for name in ("max", "detached max", "logsumexp")):
         return True
     if shift.op in ("where", "maximum", "minimum"):

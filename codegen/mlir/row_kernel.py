@@ -153,14 +153,14 @@ class _RowKernel(KernelFunction):
 
     def _looks(self) -> bool:
         """Whether only data says which keys are live."""
-        return self.spec.mask is not None and any(J.name in coordinates(x) for x in loads(self.spec.mask.live))
+        return self.spec.mask is not None and any(J.name in coordinates(x) for x in loads(self.spec.mask.maybe_live))
 
     def _trim(self, scope: Scope, r: Value) -> None:
         """Leave out keys at both ends of row r's, a vector at a time, as long as none of them is live: padding, or the
         room that a cache has left. Looking costs next to nothing where there are none, and less than they do else."""
         b, lanes = self.b, self.lanes
         assert self.spec.mask is not None
-        live, ends = self.spec.mask.live, b.at(self.ranges, b.mul(r, 2), "i64")
+        live, ends = self.spec.mask.maybe_live, b.at(self.ranges, b.mul(r, 2), "i64")
 
         def first(low: Value, high: Value) -> Value:
             return low

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from fusion.ir.expr import J0, J1, Expr, const
-from fusion.ir.ops import apply
+from fusion.ir.expr import J0, J1, TRUE, Expr, const, walk
+from fusion.ir.ops import apply, conjuncts
 
 MASK_EXPRESSIONS = ("live", "key_lo", "key_hi", "full_lo", "full_hi", "full", "tile_live", "tile_mixed")
 """The fields of `MaskFacts` that are expressions."""
@@ -44,6 +45,12 @@ class MaskFacts:
     def skips(self) -> bool:
         """Whether tiles may be skipped because of what is known of the mask."""
         return not (self.key_lo is None and self.key_hi is None and self.tile_live is None)
+
+    @property
+    def maybe_live(self) -> Expr:
+        """What of `live` is known before the score is: it holds wherever `live` does."""
+        known = (part for part in conjuncts(self.live) if not any(inner.op == "score" for inner in walk(part)))
+        return functools.reduce(functools.partial(apply, "and"), known, TRUE)
 
     def visits(self) -> list[Expr]:
         """What must hold for a score of the tile of rows I0..I1 and keys J0..J1 to be live: BOOL each."""

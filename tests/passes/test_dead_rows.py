@@ -346,6 +346,24 @@ def test_gradients_of_dead_rows(function, emitter):
     assert_as_exact_as_eager(gradients(compiled, given), gradients(function, given), exact, torch.float32)
 
 
+@pytest.mark.parametrize("mask", ["filled", "added"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fill", [-1e4, None], ids=str)
+def test_a_log_sum_that_a_narrow_dtype_rounds(fill, dtype, mask):
+    """In a row of fills it is the fill: every weight is 1, where the logarithm of the sum is lost."""
+
+    def masked(q, k, v):
+        low = torch.finfo(q.dtype).min if fill is None else fill
+        s, live = q @ k.mT, keep(q, k)
+        s = s.masked_fill(~live, low) if mask == "filled" else s + torch.where(live, 0.0, low).to(s.dtype)
+        return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+    given = [torch.randn(1, 2, 21, 8, dtype=dtype) for _ in range(3)]
+    exact = masked(*given).double()  # in float64 logarithms are not lost
+    actual = torch.compile(masked, backend="fusion", options={"inner": "eager"})(*given)
+    assert_as_exact_as_eager(actual, masked(*given), exact)
+
+
 @pytest.mark.parametrize(("fill", "rows"), [(-math.inf, 48), (-math.inf, 4), (-1e9, 48), (-1e9, 4)])
 def test_keys_are_visited_again_where_dead_rows_need_them(fill, rows):
     def masked(q, k, v):

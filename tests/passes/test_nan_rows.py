@@ -64,8 +64,8 @@ def by_hand(q, k, v, pad):
 
 
 def less_the_logarithm(q, k, v, pad):
-    s = (q @ k.mT * 0.3 + v[..., :1, :1]).masked_fill(~pad[:, None, None], -math.inf)
-    return torch.exp(s - s.logsumexp(-1, keepdim=True)).nan_to_num() @ v
+    s = (q @ k.mT * 0.3 + v[..., :1, :1]).float().masked_fill(~pad[:, None, None], -math.inf)
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)).nan_to_num().to(v.dtype) @ v
 
 
 FUNCTIONS = [replaced, replaced_by_a_number, filled, selected, equal_to_itself, then_dropped, added_mask, in_float32,
@@ -122,3 +122,22 @@ def test_in_training_it_is_left_alone():
     ours, theirs = (torch.autograd.grad(x.sum(), leaves) for x in (out, eager))
     exact = torch.autograd.grad(added_mask(*(x.double() for x in leaves), pad).sum(), leaves)
     assert_as_exact_as_eager(ours, theirs, exact)
+
+
+def cleaned_then_masked(q, k, v, pad):
+    return (q @ k.mT).nan_to_num().masked_fill(~pad[:, None, None], -math.inf).softmax(-1) @ v
+
+
+def large_or_masked(q, k, v, pad):
+    s = q @ k.mT
+    return s.masked_fill((s < 0) | ~pad[:, None, None], -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("rows", [1, LENGTH])
+@pytest.mark.parametrize("special", [1.0, math.nan, math.inf])
+@pytest.mark.parametrize("function", [cleaned_then_masked, large_or_masked], ids=lambda f: f.__name__)
+def test_masks_of_data_and_of_scores(function, special, rows):
+    """Kernels for few rows look which keys are live before they know scores."""
+    q, k, v, pad = given(torch.float32, special)
+    (site,) = as_exact_as_eager(function, [q[:, :, 5 : 5 + rows], k, v, pad])
+    assert site.fused
