@@ -50,8 +50,8 @@ def _hardshrink(x: Expr, call: Call) -> Expr:
 
 def _softshrink(x: Expr, call: Call) -> Expr:
     limit = _given(call, 1, "lambd", 0.5)
-    rest = where(apply("flt", x, -limit), x + limit, x * 0.0)
-    return where(apply("flt", limit, x), x - limit, rest)
+    rest = where(apply("fle", apply("abs", x), limit), ZERO, apply("detach_nan", x))
+    return where(apply("flt", limit, x), x - limit, where(apply("flt", x, -limit), x + limit, rest))
 
 
 def _leaky_relu(x: Expr, call: Call) -> Expr:
@@ -99,8 +99,10 @@ def _between(x: Expr, low: Expr, high: Expr) -> Expr:
     return where(apply("fle", x, low), low, where(apply("fle", high, x), high, x))
 
 
-def _up_to_six(x: Expr) -> Expr:
-    return _between(x + 3.0, ZERO, const(6.0))
+def _hardswish(x: Expr, call: Call) -> Expr:
+    below, above = apply("fle", x, const(-3.0)), apply("fle", const(3.0), x)
+    rising = where(apply("or", below, above), ZERO, x)
+    return where(below, apply("detach", x) * 0.0, where(above, x, rising * (rising + 3.0) / 6.0))
 
 
 def _nan_to_num(x: Expr, call: Call) -> Expr:
@@ -188,8 +190,8 @@ _FLOAT_FUNCTIONS: dict[Any, Callable[[Expr, Call], Expr | None]] = {
     aten.relu6: lambda x, call: _between(x, ZERO, const(6.0)),
     aten.silu: lambda x, call: x * apply("sigmoid", x),
     aten.mish: lambda x, call: x * apply("tanh", _softplus(x, call)),
-    aten.hardsigmoid: lambda x, call: _up_to_six(x) / 6.0,
-    aten.hardswish: lambda x, call: x * _up_to_six(x) / 6.0,
+    aten.hardsigmoid: lambda x, call: _between(x + 3.0, ZERO, const(6.0)) / 6.0,
+    aten.hardswish: _hardswish,
     aten.log_sigmoid: lambda x, call: -_softplus(-x, call),
     aten.round: lambda x, call: apply("round", x) if call.get(1, "decimals", 0) == 0 else None,
 }  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fusion.ir.expr import ZERO, Expr, Kind, operation
+from fusion.ir.expr import ONE, ZERO, Expr, Kind, operation
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
 ATOM = 9
@@ -115,7 +115,9 @@ def _where(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
 
 
 def _of_abs(g: Expr, y: Expr, x: Expr) -> Expr:
-    return _where(operation("flt", ZERO, x), g, _where(operation("flt", x, ZERO), -g, ZERO))
+    """A product with the sign, which is NaN where an infinite gradient meets 0: a root of |x|, say."""
+    down = _where(operation("flt", x, ZERO), -ONE, ZERO)
+    return g * _where(operation("flt", ZERO, x), ONE, down)
 
 
 def _of_extremum(order: str) -> Derivative:

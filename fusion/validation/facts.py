@@ -64,7 +64,7 @@ class _Facts:
             drawn = torch.remainder(number * 40503 + int(part.attr) * 977, 1009)  # type: ignore[arg-type]
             if part.kind is Kind.BOOL:
                 return drawn % 2 == 0
-            return drawn % 5 if part.kind is Kind.INT else drawn.float() / 505 - 1
+            return drawn % 5 if part.kind is Kind.INT else (2 * drawn - 1009).float() / 1009  # a divisor too
 
         return load if part.args else load()
 
