@@ -60,6 +60,13 @@ def kind_of(dtype: torch.dtype) -> Kind | None:
     return Kind.FLOAT if dtype.is_floating_point else Kind.INT
 
 
+def common_integer(tensors: list[torch.Tensor]) -> torch.dtype | None:
+    """The dtype in which an operation of integers computes: numbers, and tensors of one element, wrap around in it."""
+    if not tensors or any(kind_of(tensor.dtype) is not Kind.INT for tensor in tensors):
+        return None
+    return torch.result_type(tensors[0], tensors[-1])
+
+
 def cast(value: Expr, dtype: torch.dtype) -> Expr | None:
     """`value.to(dtype)`; constants (also those selected by a mask) are rounded as the dtype rounds them."""
     kind = kind_of(dtype)

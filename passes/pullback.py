@@ -222,8 +222,18 @@ class PullBack:
         extents = shape(here)
         if any(nodes.is_tensor(arg) and len(shape(arg)) > len(extents) for arg in here.all_input_nodes):
             return None  # a reduction of the same name: max()
-        args = tuple(self.argument(arg, index, extents) for arg in here.args)
-        kwargs = {name: self.argument(arg, index, extents) for name, arg in here.kwargs.items()}
+        common = casts.common_integer([nodes.value(x) for x in here.all_input_nodes if nodes.is_tensor(x)])
+
+        def held(given: Any) -> Any:
+            found = self.argument(given, index, extents)
+            is_integer = found.kind is Kind.INT if isinstance(found, Expr) else type(found) is int
+            if common is None or not is_integer or nodes.dtype(here).is_floating_point:
+                return found
+            number = casts.operand(found, Kind.INT)
+            wrapped = within(number, common, self._limits(number))
+            return number if wrapped is None else wrapped  # one element of int64 beside int32 is taken to fit
+
+        args, kwargs = tuple(map(held, here.args)), {name: held(arg) for name, arg in here.kwargs.items()}
         if kwargs.get("out") is not None:
             return None
         return self.built(packet(here), casts.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))

@@ -69,6 +69,8 @@ def within(value: Expr, dtype: torch.dtype, limits: Range) -> Expr | None:
     held = torch.iinfo(dtype)
     if dtype is torch.int64 or (held.min <= limits[0] and limits[1] <= held.max):
         return value
+    if value.is_const:
+        return integers.integer((value.integer - held.min) % 2**held.bits + held.min)
     if held.bits > 16 or any(part.op == "to_int" for part in walk(value)):
         return None  # kernels may compute in 32 bits; and a float beyond an integer's range becomes any number
     return integers.add(integers.mod(integers.sub(value, held.min), 2**held.bits), held.min)

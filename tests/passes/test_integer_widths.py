@@ -38,6 +38,26 @@ def lowest_turned_positive(s, mask):
     return s + (low.abs().to(s.dtype) + (-low).to(s.dtype)) * 0.01
 
 
+def compared_with_a_number_beyond(s, mask):
+    return s.masked_fill((keys(torch.uint8) > -3) | (rows(torch.int8) < 200), -1.0)
+
+
+def compared_with_the_largest(s, mask):
+    return s.masked_fill(keys(torch.int32) < torch.iinfo(torch.int64).max, -1.0)
+
+
+def compared_with_one_element(s, mask):
+    return s.masked_fill(keys(torch.uint8) < torch.arange(270)[-1] + mask.shape[-1], -1.0)
+
+
+def clamped_to_a_number_beyond(s, mask):
+    return s + keys(torch.uint8).clamp(-5, 16).to(s.dtype) * 0.01
+
+
+def divided_by_a_number_beyond(s, mask):
+    return s + (keys(torch.uint8) // 260 + rows(torch.uint8) % 259).to(s.dtype) * 0.01
+
+
 def narrowed(s, mask):
     return s + (rows(torch.int64) * 50 - keys(torch.int64) * 40).to(torch.int8).to(s.dtype) * 0.01
 
@@ -81,7 +101,9 @@ def compared_in_half_precision(s, mask):
     return s.masked_fill(far, -1.0).masked_fill(near, 2.0)
 
 
-FUNCTIONS = [less_than_nothing, compared_after_wrapping, positions_of_16_bits, positions_of_32_bits,
+FUNCTIONS = [compared_with_a_number_beyond, compared_with_the_largest, compared_with_one_element,
+             clamped_to_a_number_beyond, divided_by_a_number_beyond, less_than_nothing,
+             compared_after_wrapping, positions_of_16_bits, positions_of_32_bits,
              lowest_turned_positive, narrowed, narrowed_from_a_float, products, made_narrow, loaded, quotients,
              truth_values, beyond_float32, compared_in_half_precision]  # fmt: skip
 
