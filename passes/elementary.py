@@ -102,7 +102,7 @@ def _between(x: Expr, low: Expr, high: Expr) -> Expr:
 def _hardswish(x: Expr, call: Call) -> Expr:
     below, above = apply("fle", x, const(-3.0)), apply("fle", const(3.0), x)
     rising = where(apply("or", below, above), ZERO, x)
-    return where(below, apply("detach", x) * 0.0, where(above, x, rising * (rising + 3.0) / 6.0))
+    return where(below, apply("detach", x) * 0.0, where(above, x * 6.0 / 6.0, rising * (rising + 3.0) / 6.0))
 
 
 def _nan_to_num(x: Expr, call: Call) -> Expr:

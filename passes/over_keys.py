@@ -18,7 +18,7 @@ from fusion.ir.expr import ZERO, Expr, J, Kind, coordinates, node, rebuild, subs
 from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED
 from fusion.passes import nodes
-from fusion.passes.dead_rows import may_be_far
+from fusion.passes.casts import FILL
 from fusion.passes.nodes import arguments, packet, shape
 from fusion.passes.views import Index
 
@@ -94,8 +94,11 @@ def reduction(
 
 
 def _rounded_where_far(log_sum: Expr, dtype: torch.dtype) -> Expr:
-    """In a row of nothing but large fills the logarithm of a sum is lost when a narrow dtype rounds it."""
-    return apply(ROUNDED[dtype], log_sum) if dtype in ROUNDED and any(map(may_be_far, log_sum.args)) else log_sum
+    """In a row of nothing but fills the logarithm of a sum is lost when a narrow dtype rounds it; beside the largest
+    fills float32 loses it as well."""
+    constants = (part.value for part in walk(*log_sum.args) if part.is_const and part.kind is Kind.FLOAT)
+    lost = dtype in ROUNDED and any(-(2.0**28) < value <= FILL for value in constants)
+    return apply(ROUNDED[dtype], log_sum) if lost else log_sum
 
 
 def detached(maximum: Expr) -> Expr | None:
