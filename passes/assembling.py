@@ -12,10 +12,11 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, walk
+from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, load, rebuild, walk
 from fusion.ir.ops import apply, where
-from fusion.passes import casts, nodes, pointwise, tables
+from fusion.passes import casts, marks, nodes, pointwise, tables
 from fusion.passes.nodes import arguments, packet, shape
+from fusion.passes.over_keys import depends_on_product
 from fusion.passes.views import Index
 
 if TYPE_CHECKING:
@@ -114,10 +115,7 @@ def _pad(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> 
         if low is zero and high is zero:
             continue
         moved[dim] = integers.sub(index[dim], low)
-        if not integers.never_negative(moved[dim], pullback.bounds):
-            inside = apply("and", inside, apply("ile", zero, moved[dim]))
-        if not integers.is_below(moved[dim], extents[dim], pullback.bounds):
-            inside = apply("and", inside, apply("ilt", moved[dim], extents[dim]))
+        inside = apply("and", inside, _is_within(pullback, moved[dim], extents[dim]))
     kind = casts.kind_of(nodes.dtype(here))
     if args.get("mode", "constant") != "constant" or kind in (None, Kind.BOOL):
         return None
@@ -125,9 +123,49 @@ def _pad(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> 
     if inside is FALSE:
         return fill
     value = pullback.value(origin, tuple(moved))
-    if inside is not TRUE and any(part.op in ("load", "dot") for part in walk(value)):
-        return None  # what lies outside of its tensor would be read before it is discarded
-    return where(inside, value, fill)
+    value = value if inside is TRUE else _readable(pullback, value, fill)
+    return None if value is None else where(inside, value, fill)
+
+
+def _is_within(pullback: PullBack, position: Expr, extent: Expr) -> Expr:
+    """Whether a position is in a dimension, as far as the bounds do not tell."""
+    never_negative = integers.never_negative(position, pullback.bounds)
+    inside = TRUE if never_negative else apply("ile", integers.integer(0), position)
+    if integers.never_negative(integers.sub(integers.sub(extent, 1), position), pullback.bounds):
+        return inside
+    return apply("and", inside, apply("ilt", position, extent))
+
+
+def _read(value: Expr) -> set[Expr]:
+    return {part for part in walk(value) if part.op in ("load", "dot")}
+
+
+def _readable(pullback: PullBack, value: Expr, other: Expr) -> Expr | None:
+    """The same where it is wanted, and where `other` is, with other elements of the tensors: what lies outside of a
+    tensor is not read even where it is discarded. None where it has products of its own, or where no scores are meant:
+    what the graph makes is read faster."""
+    known = _read(other)
+    own = {part.op for part in _read(value) - known}
+    if "dot" in own or ("load" in own and not depends_on_product(other)):
+        return None
+
+    def clamped(position: Expr, extent: Expr) -> Expr:
+        if not integers.never_negative(position, pullback.bounds):
+            position = apply("imax", position, integers.integer(0))
+        last = integers.sub(extent, 1)
+        beyond = not integers.never_negative(integers.sub(last, position), pullback.bounds)
+        return apply("imin", position, last) if beyond else position
+
+    def leaf(part: Expr) -> Expr | None:
+        if part in known:
+            return part
+        if part.op != "load":
+            return None
+        index = (rebuild(entry, leaf) for entry in part.args)
+        extents = shape(pullback.loaded[part.operand])
+        return load(part.operand, tuple(map(clamped, index, extents)), part.kind)
+
+    return rebuild(value, leaf)
 
 
 def _slice_scatter(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
@@ -139,7 +177,7 @@ def _slice_scatter(pullback: PullBack, here: Node, args: dict[str, Any], index: 
     if args["step"] != 1 or low is None or high is None:
         return None
     position = integers.sub(index[dim], low)
-    inside = apply("and", apply("ile", low, index[dim]), apply("ilt", index[dim], high))
+    inside = _is_within(pullback, position, integers.sub(high, low))
     return _put(pullback, here, args, index, inside, (*index[:dim], position, *index[dim + 1 :]))
 
 
@@ -167,11 +205,11 @@ def _put(pullback: PullBack, here: Node, args: dict[str, Any], index: Index, ins
     if inside is FALSE:
         return before
     value = pullback.value(args["src"], at)
-    if inside is TRUE:
-        return value
-    known = set(walk(before))
-    if any(part.op in ("load", "dot") and part not in known for part in walk(value)):
-        return None  # what lies outside of its tensor would be read before it is discarded
+    if inside is TRUE:  # a gradient of zero is not none
+        lost = marks.requires_grad(here) and not _read(before) <= _read(value)
+        return None if lost else value
+    if (value := _readable(pullback, value, before)) is None:
+        return None
     return pointwise.build(aten.where, casts.Call(args=(inside, value, before), kwargs={}, dtype=nodes.dtype(here)))
 
 

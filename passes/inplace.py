@@ -124,11 +124,13 @@ def _computed(node: Node, function: torch._ops.OpOverload, of_part: bool) -> tor
         source = args[1]
         if not nodes.is_tensor(source) or nodes.shape(source) != nodes.shape(node):  # type: ignore[arg-type]
             return None
-        if not of_part and args[0].all_input_nodes and nodes.packet(args[0]) not in _EMPTY:  # type: ignore
-            return None  # of which the gradient is zero then, not None
         same = nodes.dtype(source) is nodes.dtype(node)  # type: ignore[arg-type]
         function, kwargs = (aten.clone.default, {}) if same else (aten.to.dtype, {"dtype": nodes.dtype(node)})
         args = (source,)
+        if not of_part and node.args[0].all_input_nodes and nodes.packet(node.args[0]) not in _EMPTY:  # type: ignore
+            if not (same and nodes.shape(node)):
+                return None
+            function, args = aten.slice_scatter.default, (node.args[0], source)  # its gradient is zero then, not None
     written = nodes.value(node)
     try:
         with torch.no_grad(), enable_python_dispatcher():

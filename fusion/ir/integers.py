@@ -221,6 +221,8 @@ def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
         # x <= m*q - 1 gives x // m <= q - 1 where the division is exact, else x // m <= top // m.
         quotient, rest = _split(add(top, 1), atom.args[1])
         return sub(quotient, 1) if rest is integer(0) else floordiv(top, atom.args[1])
+    if atom.op == "imin":
+        return next((top for arg in atom.args if (top := extreme(arg, bounds, True)) is not None), None)
     return None
 
 
@@ -232,15 +234,15 @@ def never_negative(expr: Expr, bounds: Bounds) -> bool:
 
 def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
     """Whether every term is provably >= 0 (coordinates, sizes, remainders and quotients of such are)."""
-    for monomial, coefficient in terms(expr).items():
-        if coefficient < 0:
-            return False
-        for atom in monomial:
-            if atom.op not in ("coord", "size", "mod") and not (
-                atom.op == "floordiv" and is_nonnegative(atom.args[0], bounds)
-            ):
-                return False
-    return True
+
+    def holds(atom: Expr) -> bool:
+        if atom.op == "floordiv":
+            return is_nonnegative(atom.args[0], bounds)
+        if atom.op in ("imin", "imax"):
+            return (all if atom.op == "imin" else any)(is_nonnegative(arg, bounds) for arg in atom.args)
+        return atom.op in ("coord", "size", "mod")
+
+    return all(coefficient >= 0 and all(map(holds, monomial)) for monomial, coefficient in terms(expr).items())
 
 
 def is_below(expr: Expr, limit: Expr, bounds: Bounds) -> bool:

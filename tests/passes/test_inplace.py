@@ -114,9 +114,37 @@ def bias_written_through_data(q, k, v):
     return (scores(q, k) + bias).softmax(-1) @ v
 
 
+def whole_scores(q, k, v):
+    """As MViT adds its positions where it has no class token."""
+    s = scores(q, k)
+    s[:, :, 0:, 0:] = (s.unflatten(-1, (6, 2)) + v[..., :6, None]).view(s.shape)
+    return s.softmax(-1) @ v
+
+
+def scores_behind_a_class_token(q, k, v):
+    s = scores(q, k)
+    s[:, :, 2:, 2:] = (
+        s[:, :, 2:, 2:].view(*s.shape[:2], 5, -1, 5, 2) + v[:, :, 2:, :5, None].unflatten(2, (5, 2))
+    ).view(*s.shape[:2], 10, 10)
+    return s.softmax(-1) @ v
+
+
+def shifted_load(q, k, v):
+    s = scores(q, k)
+    s[..., 3:] += v[..., 0][..., None, :-3]
+    return s.softmax(-1) @ v
+
+
+def load_of_another_length(q, k, v):
+    s = scores(q, k)
+    s[..., 4:, :-5] *= v[..., :8, :7] + q[..., 1:9, :1]
+    return s.softmax(-1) @ v
+
+
 FUSED = [weights_cut_off, first_keys_masked, last_keys_masked, scaled_corner, one_row, part_of_a_mask, copied, filled,
          written_twice, beyond_the_end, wider_mask, through_a_view, through_a_view_of_heads,
-         bias_written_through_data]  # fmt: skip
+         bias_written_through_data, whole_scores, scores_behind_a_class_token, shifted_load,
+         load_of_another_length]  # fmt: skip
 
 
 def view_read_later(q, k, v):
@@ -143,9 +171,10 @@ def shifted_scores(q, k, v):
     return s.softmax(-1) @ v
 
 
-def shifted_load(q, k, v):
+def overwritten_scores(q, k, v):
+    """The gradient of Q is zero, not None."""
     s = scores(q, k)
-    s[..., 3:] += v[..., 0][..., None, :-3]
+    s[:, :] = scores(k, v)
     return s.softmax(-1) @ v
 
 
@@ -263,7 +292,7 @@ LEFT_OR_FUSED = [
     slice_of_an_input,
     every_other_key,
     shifted_scores,
-    shifted_load,
+    overwritten_scores,
 ]
 
 
