@@ -129,11 +129,15 @@ def _pad(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> 
 
 def _is_within(pullback: PullBack, position: Expr, extent: Expr) -> Expr:
     """Whether a position is in a dimension, as far as the bounds do not tell."""
-    never_negative = integers.never_negative(position, pullback.bounds)
-    inside = TRUE if never_negative else apply("ile", integers.integer(0), position)
-    if integers.never_negative(integers.sub(integers.sub(extent, 1), position), pullback.bounds):
-        return inside
-    return apply("and", inside, apply("ilt", position, extent))
+    zero, last = integers.integer(0), integers.sub(extent, 1)
+
+    def at_most(low: Expr, high: Expr) -> Expr:
+        if integers.never_negative(integers.sub(high, low), pullback.bounds):
+            return TRUE
+        above = integers.never_negative(integers.sub(integers.sub(low, high), 1), pullback.bounds)
+        return FALSE if above else apply("ile", low, high)
+
+    return apply("and", at_most(zero, position), at_most(position, last))
 
 
 def _read(value: Expr) -> set[Expr]:
@@ -150,10 +154,10 @@ def _readable(pullback: PullBack, value: Expr, other: Expr) -> Expr | None:
         return None
 
     def clamped(position: Expr, extent: Expr) -> Expr:
-        if not integers.never_negative(position, pullback.bounds):
-            position = apply("imax", position, integers.integer(0))
         last = integers.sub(extent, 1)
         beyond = not integers.never_negative(integers.sub(last, position), pullback.bounds)
+        if not integers.never_negative(position, pullback.bounds):
+            position = apply("imax", position, integers.integer(0))
         return apply("imin", position, last) if beyond else position
 
     def leaf(part: Expr) -> Expr | None:

@@ -221,15 +221,19 @@ def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
         # x <= m*q - 1 gives x // m <= q - 1 where the division is exact, else x // m <= top // m.
         quotient, rest = _split(add(top, 1), atom.args[1])
         return sub(quotient, 1) if rest is integer(0) else floordiv(top, atom.args[1])
-    if atom.op == "imin":
-        return next((top for arg in atom.args if (top := extreme(arg, bounds, True)) is not None), None)
+    if atom.op in ("imin", "imax") and is_nonnegative(atom, bounds):
+        tops = [extreme(arg, bounds, True) for arg in atom.args]
+        found = [top for top in tops if top is not None]
+        if atom.op == "imax":
+            found = [top for top in found if all(t is not None and _is_at_most(t, top) for t in tops)]
+        return found[0] if found else None
     return None
 
 
 def never_negative(expr: Expr, bounds: Bounds) -> bool:
     """Whether expr >= 0 is provable for all coordinates within bounds (sizes that bound one are at least 1)."""
     low = extreme(expr, bounds, False)
-    return low is not None and all(c >= 0 and _all_sizes(m) for m, c in terms(low).items())
+    return low is not None and _is_at_most(integer(0), low)
 
 
 def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
@@ -252,8 +256,12 @@ def is_below(expr: Expr, limit: Expr, bounds: Bounds) -> bool:
     top = extreme(expr, bounds, True)
     if top is None:
         return False
-    margin = sub(sub(limit, 1), top)
-    return all(coefficient >= 0 and _all_sizes(m) for m, coefficient in terms(margin).items())
+    return _is_at_most(top, sub(limit, 1))
+
+
+def _is_at_most(low: Expr, high: Expr) -> bool:
+    """Whether this holds of two expressions in sizes, whatever these are."""
+    return all(coefficient >= 0 and _all_sizes(m) for m, coefficient in terms(sub(high, low)).items())
 
 
 def _all_sizes(monomial: Monomial) -> bool:

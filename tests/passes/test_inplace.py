@@ -141,10 +141,17 @@ def load_of_another_length(q, k, v):
     return s.softmax(-1) @ v
 
 
+def class_token_alone(q, k, v):
+    """The row that is read was not written to."""
+    s = scores(q, k)
+    s[..., 1:, :] += (q @ v[..., :1, :].mT)[..., 1:, :] + v[..., :1, 0, None]
+    return s[..., :1, :].softmax(-1) @ v
+
+
 FUSED = [weights_cut_off, first_keys_masked, last_keys_masked, scaled_corner, one_row, part_of_a_mask, copied, filled,
          written_twice, beyond_the_end, wider_mask, through_a_view, through_a_view_of_heads,
          bias_written_through_data, whole_scores, scores_behind_a_class_token, shifted_load,
-         load_of_another_length]  # fmt: skip
+         load_of_another_length, class_token_alone]  # fmt: skip
 
 
 def view_read_later(q, k, v):

@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 
 from fusion.ir import integers
 from fusion.ir.expr import coord, size
-from fusion.ir.ops import evaluate
+from fusion.ir.ops import apply, evaluate
 
 X, Y, Z = coord("x"), coord("y"), coord("z")
 H, W = size("h"), size("w")
@@ -17,11 +17,13 @@ def expressions(draw, depth=3):
     if depth == 0 or draw(st.booleans()):
         return draw(st.sampled_from([X, Y, Z, H, W, *map(integers.integer, range(5))]))
     left = draw(expressions(depth=depth - 1))
-    kind = draw(st.sampled_from(["add", "mul", "floordiv", "mod"]))
+    kind = draw(st.sampled_from(["add", "mul", "floordiv", "mod", "imin", "imax"]))
     if kind in ("floordiv", "mod"):
         divisor = draw(st.sampled_from([H, W, integers.mul(2, H), *map(integers.integer, (1, 2, 3, 6))]))
         return getattr(integers, kind)(left, divisor, BOUNDS)
     right = draw(expressions(depth=depth - 1))
+    if kind in ("imin", "imax"):
+        return apply(kind, integers.sub(left, draw(st.integers(0, 3))), right)
     return getattr(integers, kind)(left, right)
 
 
