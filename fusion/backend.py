@@ -108,7 +108,7 @@ def _no_collections() -> Iterator[None]:
 
 def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     if not may_hold_attention(module):
-        return module, Report(notes=[NO_ATTENTION])
+        return module, Report(notes=_sealed(module) or [NO_ATTENTION])
     if "torch.distributed.tensor" in sys.modules:
         from fusion.runtime import dtensor  # noqa: F401  (registers what the ops do with DTensors)
     started = time.perf_counter()
@@ -207,13 +207,18 @@ def _normalized(
 
 def _unseen(module: GraphModule, graph: GraphModule, report: Report) -> list[str]:
     """Attention weights that are no site, and why."""
-    sealed = dict.fromkeys(nodes.source_line(node) or node.name for node in sealed_softmaxes(module))
-    notes = [f"a softmax in a torch.autograd.Function keeps the backward that is its own ({place})" for place in sealed]
+    notes = _sealed(module)
     if report.sites:
         return notes
     end = "a graph break follows" if graph_break(module) else "they are returned"
     places = dict.fromkeys(nodes.source_line(node) or node.name for node in escaping_weights(graph.graph))
     return notes + [f"attention weights leave this graph before a product with V ({place}): {end}" for place in places]
+
+
+def _sealed(module: GraphModule) -> list[str]:
+    """Softmaxes that nothing is known of, and why."""
+    places = dict.fromkeys(nodes.source_line(node) or node.name for node in sealed_softmaxes(module))
+    return [f"a softmax in a torch.autograd.Function keeps the backward that is its own ({place})" for place in places]
 
 
 def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str, GraphModule], Report]:

@@ -18,6 +18,11 @@ class Ground(enum.Enum):
         "If it is meant, this is another computation than attention and stays as it is; if it is pointwise, it can be "
         "added (docs/extending.md)."
     )
+    OPAQUE = (
+        "Its own backward, or its level of a transform, would be lost. Without gradients (torch.no_grad) a "
+        "torch.autograd.Function is seen through. For training write it as ordinary operations, where these have the "
+        "gradient that is meant."
+    )
     DISTANCES = (
         "Write the distance by a product: the square is |q|^2 + |k|^2 - 2 q @ k.T, of which a softmax over the keys "
         "ignores |q|^2. It rounds otherwise than the difference does."
@@ -42,7 +47,8 @@ class Ground(enum.Enum):
     ADDED_TO_PRODUCT = "Add after the product: torch.bmm, then `+`."
     FURTHER_REDUCTION = (
         'Ask for it with options={"cascades": "always"}: each reduction takes one more product of queries and keys, '
-        "which by default is done from 32 MiB of scores on; not in training."
+        "which by default is done from 32 MiB of scores on (1 GiB where a softmax over the queries is all); not in "
+        "training."
     )
     COLUMN_OF_SCORES = "Columns concatenated to the scores may depend on the query, not on other scores."
     OTHER_NORMALISER = (

@@ -12,6 +12,7 @@ from fusion.lowering import further_gradients
 from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
 from fusion.passes.find import Site
+from fusion.passes.outline import described
 from fusion.passes.specify import Specified
 from fusion.planning.plan import Plan, plan
 from fusion.report.report import AttentionReport, Report, SiteReport
@@ -30,12 +31,13 @@ def report_of(
     for number, (site, before) in enumerate(zip(sites, drawn, strict=True)):
         parts = specified.get(number, ())
         blame = None if site.refusal is None else site.blame
+        by = None if blame is None else nodes.producer(blame)
         report.sites.append(
             SiteReport(
                 fused=number in specified,
                 refusal=site.refusal,
-                stopped_by=None if blame is None else str(blame.target),
-                stopped_at=None if blame is None else nodes.source_line(blame),
+                stopped_by=None if by is None else described(by) or str(by.target),
+                stopped_at=None if by is None else nodes.source_line(by),
                 location=nodes.source_line(site.anchor),
                 module=nodes.module_path(site.anchor),
                 before=graph_excerpt.marked(before, blame),

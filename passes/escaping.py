@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from torch.fx import Graph, Node
 
 from fusion.passes import marks, nodes
+from fusion.passes.blame import first_not_followed
 from fusion.passes.building import Symbols, in_mode_of
+from fusion.passes.contractions import products_above
 from fusion.passes.find import Site
 from fusion.passes.further import Use, uses
-from fusion.passes.nodes import Unsupported
+from fusion.passes.nodes import Unsupported, packet
+from fusion.passes.over_keys import is_reduction
 from fusion.passes.specify import Specified
+from fusion.passes.upstream import SOFTMAXES
 from fusion.refusals import Ground, Refusal
 
 Anew = Callable[[Site, Sequence[Use]], Specified]
@@ -73,6 +77,13 @@ def _needs(
 
 def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
     """Say of a site that its weights are needed, and by what."""
+    if own := [operand for operand in needs[site.root] if products_of(site) & products_above(operand)]:
+        site.blame = first_not_followed(min(own), products_of(site))
+        message = f"the attention reads what {nodes.producer(site.blame).target} makes of its own scores"
+        site.refusal = Refusal(Ground.NOT_POINTWISE, message)
+        if is_reduction(site.blame) and packet(site.blame) not in SOFTMAXES:
+            site.refusal = Refusal(Ground.FURTHER_REDUCTION, message)
+        return
     outside = _outside(site, live, needs)
     node, user = next(((n, u) for n in escaping for u in n.users if outside(u)), (escaping[0], None))
     site.blame = user if user is not None and user.op != "output" else node
@@ -138,11 +149,15 @@ def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> 
     return sorted(used or alive, reverse=True)
 
 
+def products_of(site: Site) -> set[Node]:
+    """The products of queries and keys."""
+    return {product.node for attention in site.attentions for product in attention.pullback.products}
+
+
 def downstream_of_products(site: Site) -> set[Node]:
     """The nodes of a region that are made of scores, those included."""
     interior = site.interior()
-    products = {product.node for attention in site.attentions for product in attention.pullback.products}
-    reached = (products & interior) - {site.anchor}  # others were met when further outputs were looked for
+    reached = (products_of(site) & interior) - {site.anchor}  # others were met when further outputs were looked for
     for node in sorted(interior):  # topological
         if any(parent in reached for parent in node.all_input_nodes):
             reached.add(node)

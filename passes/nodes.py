@@ -348,6 +348,13 @@ def source_line(node: Node) -> str | None:
     return f"{file}:{line} in {function}: {code.strip()}"
 
 
+def producer(node: Node) -> Node:
+    """The call that a node is one of the results of, or else the node."""
+    while node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
 def module_path(node: Node) -> str | None:
     """The path of the nn.Module that made this node, e.g. "encoder.layer.0.attention.self"."""
     stack = node.meta.get("nn_module_stack")

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.passes import dtensor, einsums, encoder, marks, nested, nodes, varlen, vmap
 from fusion.passes.autocast import write_casts
+from fusion.passes.by_size import make_by_size
 from fusion.passes.checkpointing import Checkpoints, KnowingItems
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
 from fusion.passes.outline import is_outlined, outline, record, traces_through
@@ -63,6 +64,7 @@ def normalize(
     drop_settled_assertions(traced.graph)
     mark_mutations(traced.graph)
     write_casts(traced.graph)
+    make_by_size(traced.graph)
     _mark_gradients(module, traced)
     nodes.erase_unused(traced.graph, nodes.impurity())
     write_extrema(traced.graph)

@@ -49,7 +49,8 @@ def outline(module: GraphModule) -> GraphModule:
             name = names.setdefault(_text(body.graph), f"{_PREFIX}{len(bodies)}")
             bodies.setdefault(name, body)
             call = graph.call_module(name, tuple(made[given] for given in inputs))
-            call.meta = {"nn_module_stack": node.meta.get("nn_module_stack"), "val": tuple(map(nodes.value, outputs))}
+            told = {key: last[node][0].meta.get(key) for key in ("nn_module_stack", "stack_trace")}
+            call.meta = told | {"val": tuple(map(nodes.value, outputs))}
             made |= {out: graph.call_function(operator.getitem, (call, k)) for k, out in enumerate(outputs)}
     return _graph_module(attributes(graph, bodies, module), graph)
 
@@ -201,6 +202,18 @@ class _Sealed(torch.nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self._body[0](*args)
+
+
+def described(node: Node) -> str | None:
+    """What an outlined part is, of the node that calls it in the graph that was traced; None for other nodes."""
+    held = node.args[0] if node.target is wrap else None
+    sealed = getattr(node.graph.owning_module, str(held.target), None) if isinstance(held, Node) else None
+    if not isinstance(sealed, _Sealed):
+        return None
+    first = next(_name(inner) for inner in sealed._body[0].graph.nodes if inner.op.startswith("call"))
+    if first == "autograd_function_apply":
+        return "torch.autograd.Function"
+    return "a transform of torch.func" if first.endswith(_ENTER) or first == _FORBID else "a tensor that holds others"
 
 
 def record(body: GraphModule, args: tuple[Any, ...]) -> Any:

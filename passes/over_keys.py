@@ -158,6 +158,11 @@ OPERATIONS: dict[Any, Callable[[PullBack, Node, dict[str, Any], Index], Expr | N
 """Operation -> the element at an index of its result, from its arguments; None where it is to be loaded."""
 
 
+def is_reduction(node: Node) -> bool:
+    """Whether a node reduces whole rows or columns of scores, or is a softmax over these."""
+    return packet(node) in OPERATIONS and min(nodes.dims_of(node)) >= len(shape(arguments(node)["self"])) - 2
+
+
 _made_from_product: WeakKeyDictionary[Expr, bool] = WeakKeyDictionary()
 
 

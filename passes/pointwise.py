@@ -15,6 +15,7 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from fusion.ir import integers
 from fusion.ir.expr import ONE, Expr, Kind, const, walk
@@ -22,6 +23,8 @@ from fusion.ir.ops import apply, rounding_to, where
 from fusion.ir.primitives import ROUNDED
 from fusion.passes.casts import FILL, Builder, Call, float_arithmetic, float_function, kind_of, operand, round_constants
 from fusion.passes.elementary import ELEMENTARY, INFINITY
+from fusion.passes.nodes import packet
+from fusion.passes.views import CASTS
 
 aten = torch.ops.aten
 
@@ -286,3 +289,20 @@ def build(packet: Any, call: Call) -> Expr | None:
     """The value of one element of a pointwise call, or None if the operation or the call is not expressible."""
     builder = BUILDERS.get(packet)
     return None if builder is None else builder(call)
+
+
+_ELEMENTWISE = (*CASTS, aten.contiguous, aten.detach, aten.__and__, aten.__or__, aten.multiply, aten.divide,
+                aten.subtract, aten.hardswish, aten.log_sigmoid)  # fmt: skip
+"""Operations that torch does not tag as working element by element."""
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether a node works element by element, on what is broadcast with each other."""
+    target = node.target
+    if packet(node) in _ELEMENTWISE:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not target._schema.is_mutable
+    )

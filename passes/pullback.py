@@ -30,6 +30,7 @@ from fusion.ir.ops import apply, as_float, where
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.widths import interval, is_exact, within
 from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
+from fusion.passes.blame import first_not_followed
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_distance, products_above
 from fusion.passes.folding import folded
 from fusion.passes.heads import mixed
@@ -37,8 +38,9 @@ from fusion.passes.inplace import changes, may_copy
 from fusion.passes.key_sets import KeySet, scattered
 from fusion.passes.left_to_graph import decided_otherwise, too_heavy
 from fusion.passes.narrow import Narrow
-from fusion.passes.nodes import Unsupported, arguments, packet, shape
+from fusion.passes.nodes import Unsupported, arguments, packet, producer, shape
 from fusion.passes.operands import Access, is_float8, locate
+from fusion.passes.outline import described
 from fusion.passes.over_keys import depends_on_product
 from fusion.passes.tables import Numbers
 from fusion.passes.views import Index, broadcast_index, number_of, source
@@ -116,8 +118,18 @@ class PullBack:
         if problem.expr is None and node is not None and is_distance(node):
             message = "the scores are distances, and no products of queries and keys"
             return Unsupported(Ground.DISTANCES, message, None, node)
-        if self.limit is None or problem.refusal.kind is not Ground.NOT_POINTWISE:
+        if problem.expr is None and node is not None and (part := described(producer(node))) is not None:
+            message = f"what is between the product of queries and keys and that with V is hidden in {part}"
+            return Unsupported(Ground.OPAQUE, message, None, node)
+        if problem.refusal.kind is not Ground.NOT_POINTWISE:
             return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
+        if self.limit is None and node is not None:
+            node = first_not_followed(node, products_above(node))
+            if over_keys.is_reduction(node):
+                message = f"the weights are made of what {node.target} makes of whole rows or columns of scores"
+                return Unsupported(Ground.FURTHER_REDUCTION, message, problem.expr, node)
+        if self.limit is None:
+            return Unsupported(Ground.NOT_POINTWISE, problem.refusal.message, problem.expr, node)
         message = f"{problem.refusal.message}, as far as was looked: there are {self.limit}"
         return Unsupported(Ground.LIMIT, message, problem.expr, node)
 

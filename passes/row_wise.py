@@ -15,7 +15,8 @@ from fusion.ir.expr import Expr, contains, coord
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols
 from fusion.passes.nodes import arguments, normalize_dim, packet, shape
-from fusion.passes.views import CASTS, EXPANSIONS, source
+from fusion.passes.pointwise import is_pointwise
+from fusion.passes.views import EXPANSIONS, source
 
 aten = torch.ops.aten
 ONE = integers.integer(1)
@@ -73,7 +74,7 @@ def row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
             symbols.require(extent)
     elif rule is None:
         raise Whole
-    if _is_pointwise(node):
+    if is_pointwise(node):
         return _broadcast(node, node.all_input_nodes, rows)
     found = _of_view(node, rows) if rule is None else rule(node, arguments(node), rows)
     given = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
@@ -83,22 +84,6 @@ def row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
         for extent in shape(origin) if wanted.is_factor and nodes.is_tensor(origin) else ():
             symbols.require(extent)
     return found
-
-
-_ELEMENTWISE = (*CASTS, aten.contiguous, aten.detach, aten.__and__, aten.__or__, aten.multiply, aten.divide,
-                aten.subtract, aten.hardswish, aten.log_sigmoid)  # fmt: skip
-"""Operations that torch does not tag as working element by element."""
-
-
-def _is_pointwise(node: Node) -> bool:
-    target = node.target
-    if packet(node) in _ELEMENTWISE:
-        return True
-    return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in target.tags
-        and torch.Tag.nondeterministic_seeded not in target.tags
-        and not target._schema.is_mutable
-    )
 
 
 def _broadcast(node: Node, operands: Iterable[Node], rows: Rows) -> Inputs:

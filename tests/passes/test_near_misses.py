@@ -66,7 +66,42 @@ def written_to(q, k, v):
     return torch.softmax(s, -1) @ v + k.sum()
 
 
+def sorted_scores(q, k, v):
+    s = (q @ k.mT).sort(-1).values  # here
+    return torch.softmax(s, -1) @ v
+
+
+def highest_scores(q, k, v):
+    s = q @ k.mT
+    least = s.topk(4, -1).values[..., -1:]  # here
+    return torch.softmax(s.masked_fill(s < least, -torch.inf), -1) @ v
+
+
+def contextual_positions(q, k, v):
+    """As CoPE counts positions by gates."""
+    s = q @ k.mT
+    gates = torch.sigmoid(s).flip(-1)
+    position = gates.cumsum(-1).flip(-1).clamp(max=15)  # here
+    return torch.softmax(s + q.gather(-1, position.floor().long()) * (position - position.floor()), -1) @ v
+
+
+def over_rows_and_keys(q, k, v):
+    s = q @ k.mT
+    over_rows = torch.softmax(s, -2)  # here
+    return torch.softmax(s, -1) * over_rows @ v
+
+
+def over_rows(q, k, v):
+    w = torch.softmax(q @ k.mT, -2)  # here
+    return w @ v
+
+
 CASES = {
+    sorted_scores: (Ground.NOT_POINTWISE, "do not come from a product", "aten.sort"),
+    highest_scores: (Ground.NOT_POINTWISE, "makes of its own scores", "aten.topk"),
+    contextual_positions: (Ground.NOT_POINTWISE, "makes of its own scores", "aten.cumsum"),
+    over_rows_and_keys: (Ground.NOT_POINTWISE, "makes of its own scores", "aten.softmax"),
+    over_rows: (Ground.FURTHER_REDUCTION, "whole rows or columns of scores", "aten.softmax"),
     tanh_of_weights: (Ground.NOT_LINEAR, "not linear in it", "aten.tanh"),
     other_axis: (Ground.NOT_POINTWISE, "do not come from a product", "aten.softmax"),
     running_sum: (Ground.NOT_POINTWISE, "do not come from a product", "aten.cumsum"),
@@ -209,6 +244,47 @@ def test_a_softmax_with_a_backward_of_its_own_is_noted(trained: bool):
     assert [note for note in report.notes if "torch.autograd.Function" in note and "OwnSoftmax" in note] == (
         report.notes if trained else []
     )
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, scores):
+        return scores.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("rounded", ["scores", "weights"])
+def test_what_a_backward_of_its_own_hides_is_named(rounded: str):
+    def function(q, k, v):
+        s = q @ k.mT
+        if rounded == "weights":
+            s = torch.softmax(s, -1)
+        s = Rounded.apply(s)  # here
+        return (torch.softmax(s, -1) if rounded == "scores" else s) @ v
+
+    (site,) = fusion.explain(function, *(torch.randn(2, 3, 17, 16, requires_grad=True) for _ in range(3))).sites
+    assert site.refusal.kind is Ground.OPAQUE and site.stopped_by == "torch.autograd.Function"
+    assert site.stopped_at.endswith("# here")
+
+
+def test_an_attention_within_a_backward_of_its_own_is_noted():
+    class Whole(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return torch.softmax(q @ k.mT, -1) @ v
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad, grad
+
+    inputs = [torch.randn(2, 17, 16, requires_grad=True) for _ in range(3)]
+    (note,) = fusion.explain(lambda q, k, v: Whole.apply(q, k, v) + 1, *inputs).notes
+    assert "torch.autograd.Function" in note and "Whole.apply" in note
 
 
 def test_weights_that_end_at_a_graph_break_are_noted():

@@ -1,0 +1,24 @@
+"""Which operation of the user's stands between a product of queries and keys and what is made of it."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from fusion.passes import nodes
+from fusion.passes.contractions import is_contraction, products_above
+from fusion.passes.over_keys import is_reduction
+from fusion.passes.pointwise import is_pointwise
+from fusion.passes.views import is_view
+
+
+def first_not_followed(node: Node, products: set[Node]) -> Node:
+    """The first operation on the way from products to a node, that included, which takes more than one element. Rather than
+    a softmax or a sum over keys, which may be followed, one that never is."""
+
+    def parents(here: Node) -> list[Node]:
+        inputs = [] if is_contraction(here) else here.all_input_nodes
+        return [parent for parent in inputs if products & products_above(parent)]
+
+    way = nodes.walk_up([node], parents)
+    taken = [here for here in way if not (is_pointwise(here) or is_view(here) or is_contraction(here))]
+    return min(taken, key=lambda here: (is_reduction(here), here), default=node)
