@@ -12,8 +12,8 @@ from fusion.passes.views import is_view
 
 
 def first_not_followed(node: Node, products: set[Node]) -> Node:
-    """The first operation on the way from products to a node, that included, which takes more than one element. Rather than
-    a softmax or a sum over keys, which may be followed, one that never is."""
+    """The first operation on the way from products to a node, that included, which takes more than one element. One
+    that is never followed is preferred to softmaxes and sums over keys, which may have been."""
 
     def parents(here: Node) -> list[Node]:
         inputs = [] if is_contraction(here) else here.all_input_nodes

@@ -91,8 +91,19 @@ class _Line:
         """A tensor of n_q + n_k - 1 elements that holds what a tensor [.., n_q, n_k] has at each distance; None where
         that depends on more."""
         if here not in self.made:
-            self.made[here] = (self._linear(here) or self._pointwise(here)) if self._has_pairs(here) else None
+            ways = (self._linear, self._pointwise, self._looked_up) if self._has_pairs(here) else ()
+            self.made[here] = next((line for way in ways if (line := way(here)) is not None), None)
         return self.made[here]
+
+    def _looked_up(self, here: Node) -> Node | None:
+        """Of a read of a table of one dimension at such positions: it is read at each call, its values may change."""
+        positions = _positions(here)
+        if positions is None or nodes.value(here.args[0]).ndim != 1 or any(map(marks.mutations, here.all_input_nodes)):
+            return None
+        if (line := self._of(positions)) is None:
+            return None
+        args, kwargs = torch.fx.node.map_arg((here.args, here.kwargs), lambda x: line if x is positions else x)
+        return self._call(here.target, args, **kwargs)
 
     def _pointwise(self, here: Node) -> Node | None:
         """Of an operation that works element by element on such tensors and numbers."""

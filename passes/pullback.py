@@ -129,7 +129,11 @@ class PullBack:
                 message = f"the weights are made of what {node.target} makes of whole rows or columns of scores"
                 return Unsupported(Ground.FURTHER_REDUCTION, message, problem.expr, node)
         if self.limit is None:
-            return Unsupported(Ground.NOT_POINTWISE, problem.refusal.message, problem.expr, node)
+            message = problem.refusal.message
+            if node is not None and is_contraction(node):
+                places = (index for here, index in self._memo if here is node)
+                message = f"{message}: this one is read at [{', '.join(map(str, next(places, ())))}]"
+            return Unsupported(Ground.NOT_POINTWISE, message, problem.expr, node)
         message = f"{problem.refusal.message}, as far as was looked: there are {self.limit}"
         return Unsupported(Ground.LIMIT, message, problem.expr, node)
 

@@ -46,6 +46,7 @@ READS = {
     "buckets with a batch": lambda table: F.embedding(t5_bucket(distance()[None]), table).permute(0, 3, 1, 2),
     "heads first": lambda table: table.t()[:, distance().clamp(-11, 11) + 11],
     "later rows": lambda table: heads_last(table[(distance() - 10).clamp(-11, 11) + 11]),
+    "buckets in a table": lambda table: heads_last(table[torch.arange(ROWS).flip(0)[distance().clamp(-11, 11) + 11]]),
     "behind other rows": lambda table: heads_last(table[2:][distance().abs().clamp(max=15)]),
 }
 
@@ -117,8 +118,8 @@ def _added_in_place(table):
 
 
 MORE = {
-    "buckets that are a table's": lambda table: heads_last(
-        table[torch.arange(ROWS).flip(0)[distance().clamp(-11, 11) + 11]]
+    "buckets in a matrix": lambda table: heads_last(
+        table[torch.arange(2 * ROWS).view(2, ROWS)[:, distance().clamp(-11, 11) + 11][1] - ROWS]
     ),
     "rows counted twice": lambda table: heads_last(table[(2 * distance() + torch.arange(N_Q)[:, None]).clamp(0, 20)]),
     "the key alone": lambda table: heads_last(table[torch.arange(N_K).clamp(max=20).expand(N_Q, N_K)]),
@@ -150,6 +151,42 @@ def test_few_rows_or_keys(rows, keys):
     given = [q[:, :, :rows], k[:, :, :keys], v[:, :, :keys], table]
     eager, exact = (run(attention, given, dtype) for dtype in (torch.float32, torch.float64))
     assert_as_exact_as_eager(run(compiled(attention), given, torch.float32), eager, exact)
+
+
+def test_buckets_in_a_buffer_are_read_at_each_call():
+    class Biased(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("buckets", t5_bucket(torch.arange(-N_Q + 1, N_K)))
+
+        def forward(self, q, k, v, table):
+            bias = heads_last(table[self.buckets[distance() + N_Q - 1]])
+            return (q @ k.mT / 4 + bias).softmax(-1) @ v
+
+    module, given = Biased(), inputs()
+    report = fusion.explain(module, *(t.detach() for t in given))
+    assert report.fused == 1 and "-1 * i + j + 36" in str(report)
+    call = compiled(module)
+    for _ in range(2):
+        eager, exact = (run(module, given, dtype) for dtype in (torch.float32, torch.float64))
+        assert_as_exact_as_eager(run(call, given, torch.float32), eager, exact)
+        module.buckets.copy_(module.buckets.flip(0))
+
+
+def test_buckets_that_change_between_their_reads():
+    """The positions are those of before the change."""
+
+    def attention(q, k, v, table, buckets):
+        positions = buckets[distance().clamp(-11, 11) + 11]
+        buckets.zero_()
+        return (q @ k.mT / 4 + heads_last(table[positions])).softmax(-1) @ v
+
+    given = [t.detach() for t in inputs()]
+    results = []
+    for call in (compiled(attention), attention):
+        results.append(call(*given, torch.arange(ROWS)))
+    exact = attention(*(t.double() for t in given), torch.arange(ROWS))
+    assert_as_exact_as_eager(*([t] for t in (*results, exact)), torch.float32)
 
 
 def test_what_is_returned_keeps_its_strides():
