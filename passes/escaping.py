@@ -87,8 +87,10 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
     outside = _outside(site, live, needs)
     node, user = next(((n, u) for n in escaping for u in n.users if outside(u)), (escaping[0], None))
     site.blame = user if user is not None and user.op != "output" else node
+    reader = next((made for made, read in needs.items() if node in read and made is not site.root), None)
     if user is None:
-        use = f"{node.name} stays in use"
+        where = None if reader is None else nodes.source_line(reader)
+        use = f"{node.name} stays in use" if where is None else f"by another attention, at {where}"
     else:
         where = nodes.source_line(user)
         use = ("they are returned" if user.op == "output" else f"by {user.target}") + (f", at {where}" if where else "")

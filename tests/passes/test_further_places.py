@@ -126,7 +126,7 @@ def test_what_a_site_reads_is_not_split():
     """The largest of all scores is a scalar to the attention, and no further output."""
     inputs = tensors()
     ours, report = run(masked_far_below_the_largest, inputs)
-    assert not report.notes and "needed elsewhere" in report.sites[0].reason
+    assert not report.notes and "aten.max.default makes of its own scores" in report.sites[0].reason
     assert_as_exact_as_eager(
         ours, masked_far_below_the_largest(*inputs), masked_far_below_the_largest(*(x.double() for x in inputs))
     )
@@ -191,5 +191,6 @@ def test_one_of_two_attentions_that_need_each_others_scores_writes_the_weights()
     inputs = tensors(23, 19)
     ours, report = run(relative_positions, inputs)
     assert report.fused == 1
+    assert "by another attention, at " in next(site.reason for site in report.sites if not site.fused)
     assert [len(spec.further) for site in report.sites for spec in site.specs] == [1]
     assert_as_exact_as_eager(ours, relative_positions(*inputs), relative_positions(*(x.double() for x in inputs)))
