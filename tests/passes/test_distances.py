@@ -155,6 +155,8 @@ def test_few_rows_or_keys(rows, keys):
 
 def test_buckets_in_a_buffer_are_read_at_each_call():
     class Biased(torch.nn.Module):
+        buckets: torch.Tensor
+
         def __init__(self):
             super().__init__()
             self.register_buffer("buckets", t5_bucket(torch.arange(-N_Q + 1, N_K)))
