@@ -11,7 +11,7 @@ from fusion.passes.pointwise import is_pointwise
 from fusion.passes.views import is_view
 
 
-def first_not_followed(node: Node, products: set[Node]) -> Node:
+def first_not_followed(node: Node, products: set[Node]) -> Node | None:
     """The first operation on the way from products to a node, that included, which takes more than one element. One
     that is never followed is preferred to softmaxes and sums over keys, which may have been."""
 
@@ -21,4 +21,4 @@ def first_not_followed(node: Node, products: set[Node]) -> Node:
 
     way = nodes.walk_up([node], parents)
     taken = [here for here in way if not (is_pointwise(here) or is_view(here) or is_contraction(here))]
-    return min(taken, key=lambda here: (is_reduction(here), here), default=node)
+    return min(taken, key=lambda here: (is_reduction(here), here), default=None)

@@ -77,11 +77,12 @@ def _needs(
 
 def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
     """Say of a site that its weights are needed, and by what."""
-    if own := [operand for operand in needs[site.root] if products_of(site) & products_above(operand)]:
-        site.blame = first_not_followed(min(own), products_of(site))
-        message = f"the attention reads what {nodes.producer(site.blame).target} makes of its own scores"
+    own = [operand for operand in needs[site.root] if products_of(site) & products_above(operand)]
+    if own and (met := first_not_followed(min(own), products_of(site))) is not None:
+        site.blame = met
+        message = f"the attention reads what {nodes.producer(met).target} makes of its own scores"
         site.refusal = Refusal(Ground.NOT_POINTWISE, message)
-        if is_reduction(site.blame) and packet(site.blame) not in SOFTMAXES:
+        if is_reduction(met) and packet(met) not in SOFTMAXES:
             site.refusal = Refusal(Ground.FURTHER_REDUCTION, message)
         return
     outside = _outside(site, live, needs)

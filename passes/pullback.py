@@ -124,7 +124,7 @@ class PullBack:
         if problem.refusal.kind is not Ground.NOT_POINTWISE:
             return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
         if self.limit is None and node is not None:
-            node = first_not_followed(node, products_above(node))
+            node = first_not_followed(node, products_above(node)) or node
             if over_keys.is_reduction(node):
                 message = f"the weights are made of what {node.target} makes of whole rows or columns of scores"
                 return Unsupported(Ground.FURTHER_REDUCTION, message, problem.expr, node)
