@@ -10,7 +10,6 @@ from fusion.codegen.mlir.softmax import GroupSoftmax
 from fusion.ir.expr import ROW_MAX, ROW_SUM, coord
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec
-from fusion.lowering.gradients import slopes_are_summed
 from fusion.lowering.numbers import LOG2E
 
 if TYPE_CHECKING:
@@ -19,10 +18,8 @@ if TYPE_CHECKING:
 
 def concentrated(spec: AttentionSpec) -> float:
     """Largest weight of a row from which on its delta is summed over the keys, see `backward.call`. Errors of delta go
-    into the gradients times weights: with small ones they average out, but in the gradient of Q for what keys have in
-    common, unless that is taken off (`backward.centring`). Narrow results are off by more than most of them."""
-    if not slopes_are_summed(spec):
-        return 1 / 8
+    into the gradients times weights, and average out where these are small. Narrow results are off by more than most
+    of them."""
     return 1 / 4 if spec.out_dtype == "float32" else 3 / 4
 
 

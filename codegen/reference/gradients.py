@@ -44,7 +44,7 @@ def of_rows(
     spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], row_max: Tensor, row_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of rows with these maxima and sums: their scale, its slope (see `fusion.lowering.row_gradients`), and what part
-    delta is of the mean of dP over their weights. Float32 [b.., i]; computed in float64, as what is between may be
+    of the mean of dP over their weights delta lacks. Float32 [b.., i]; computed in float64, as what is between may be
     beyond float32, but for the log-sum-exp, whose logarithm eager mode loses beside a huge fill."""
     known = {ROW_MAX: row_max, ROW_SUM: row_sum, LOG_SUM: row_max + row_sum.log()}
     rows = {leaf: of_row.unsqueeze(-1).double() for leaf, of_row in known.items()}
@@ -53,8 +53,8 @@ def of_rows(
         for expr in (row_scale(spec), slope(spec))
     )
     # Where that is not a number no gradient depends on it: weights are all 0, or NaN.
-    kept = (steep * scale * row_sum).float().nan_to_num(0.0, 0.0, 0.0)
-    return scale.float(), steep.float().nan_to_num(0.0, 0.0, 0.0), kept
+    lost = (1 - steep * scale * row_sum).float().nan_to_num(1.0, 1.0, 1.0)
+    return scale.float(), steep.float().nan_to_num(0.0, 0.0, 0.0), lost
 
 
 def value(

@@ -63,13 +63,6 @@ def adds_up_to_zero(spec: AttentionSpec) -> bool:
     return spec.row_scale is None and all(_passes_on(x, of_score(x, [])[SCORE]) for x in variants)
 
 
-def slopes_are_summed(spec: AttentionSpec) -> bool:
-    """Whether a backward can tell what the gradients of a row's raw scores add up to as exactly as eager: where the
-    weights' exponents' gradients are known to add up to zero, or with sinks weights times their gradients to delta."""
-    plain = spec.normalizer is not Normalizer.NONE and spec.row_scale is None
-    return plain and not spec.further and spec.mixing is None
-
-
 def _passes_on(program: Expr, slope: Expr) -> bool:
     """Whether the gradient of the score is a constant times that of the program, wherever this is above -inf."""
     if slope.op == "where" and program.op == "where" and slope.args[0] is program.args[0]:

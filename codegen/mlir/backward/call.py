@@ -15,6 +15,7 @@ from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import (
+    ROW_VALUES,
     SUM_OF_DX,
     BackwardPlan,
     Form,
@@ -73,6 +74,7 @@ class BackwardCall:
         self.derived = kernel.derived.get(key) or kernel.derived.keep(key, self._derive())
         *self.batch, self.n_q, self.n_k, self.d, self.d_v = self.derived.extents
         self.off: Tensor | None = None
+        self.seen: Tensor | None = None  # rows of which sums were made, where not of all
         self.rows = self._row_values(out, statistics)
         self.complete = False
 
@@ -91,12 +93,12 @@ class BackwardCall:
         )
 
     def _row_values(self, out: Tensor, statistics: Tensor) -> Tensor:
-        """[4, rows + padding]: unit, shift, factor and delta of every query row, which `DeltaKernel` writes where it
-        can; kernels read whole vectors."""
+        """[6, rows + padding]: `ROW_VALUES` of every query row. `DeltaKernel` writes the first four where it can, and
+        the others are not read then; kernels read whole vectors."""
         if not normalized(self.spec):
             return torch.empty(0)
         count = math.prod(self.batch) * self.n_q
-        rows = torch.zeros(4, count + 64)
+        rows = torch.zeros(len(ROW_VALUES), count + 64)
         if self.derived.simple:
             return rows
         rows[:3, :count] = statistics[:3].view(3, count)
@@ -108,10 +110,12 @@ class BackwardCall:
         if self.spec.row_scale is not None:
             _, *self.scaled = pulled.of_rows(self.spec, self.operands, self.sizes, *statistics[3:])
             rows[3, :count] *= self.scaled[0].flatten()
+            rows[4, :count] = self.scaled[1].flatten()
         if self.plan.at_log_sum is not None:
             read = (*self.operands, *self.arriving)
             at_log_sum = pulled.value(self.spec, read, self.sizes, self.plan.at_log_sum).squeeze(-1)
             self.off = at_log_sum * lost_logarithms(*statistics[3:])
+            rows[5, :count] = self.off.flatten()
         return rows
 
     def gradients(self) -> list[Tensor]:
@@ -194,7 +198,7 @@ class BackwardCall:
             padded = torch.nn.functional.pad(marked.view(-1, self.n_q), (0, -self.n_q % rows))
             wanted = padded.view(-1, rows).any(-1)
             given["ptr", "wanted"] = wanted.long()
-            if self.spec.sinks:
+            if self.spec.sinks or self.spec.row_scale is not None:  # else the other blocks' sums are what is expected
                 seen = wanted.repeat_interleave(rows).view(padded.shape)[:, : self.n_q]
                 self.seen = seen.reshape(sums.shape)
         return sums if self._launch(kind, choice, given) else None
@@ -209,17 +213,13 @@ class BackwardCall:
         """
         if not self._wants_delta() or not self.concentrated.any():
             return True
-        if (drift := self._row_sums(DeltaErrorKernel, choice, self.concentrated)) is None:
+        if (sums := self._row_sums(DeltaErrorKernel, choice, self.concentrated)) is None:
             return False
-        if self.off is not None:
-            drift -= self.off
-        delta, sums = self.delta.flatten(), drift.flatten()
-        if self.spec.row_scale is not None:
-            delta += torch.where(self.concentrated, self._lacked(delta, sums), 0.0)
-        elif self.spec.sinks:  # these are sums of P dP, of marked blocks
-            torch.where(self.seen.flatten(), sums, delta, out=delta)
-        else:
-            delta += sums
+        drift = self._drift(sums)
+        everywhere = (
+            not self.spec.sinks and self.spec.row_scale is None
+        )  # of the other blocks sums say what is expected
+        self.delta.add_(drift if everywhere else torch.where(self.seen, drift, 0.0))
         return True
 
     @property
@@ -227,11 +227,15 @@ class BackwardCall:
         """Of every query row, [b.., i]: part of `rows`."""
         return self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q)
 
-    def _lacked(self, delta: Tensor, sums: Tensor) -> Tensor:
-        """What deltas of rows that have a scale of their own lack, by sums of dx. Nothing is said of rows of which that
-        would be a small difference: in these delta is none."""
-        slope, kept = (row.view(delta.shape) for row in self.scaled)
-        return torch.where(kept < 2, kept * delta + slope * sums - delta, 0.0)
+    def _drift(self, sums: Tensor) -> Tensor:
+        """What deltas lack by these sums (`SUM_OF_DX`), [b.., i]. Nothing is said of rows in which delta is none."""
+        off = 0.0 if self.off is None else self.off
+        if self.spec.sinks:
+            return sums - off - self.delta
+        if self.spec.row_scale is None:
+            return sums - off
+        slope, lost = (row.view(sums.shape) for row in self.scaled)
+        return torch.where(lost > -1, slope * sums - lost * self.delta - off, 0.0)
 
     def _split(self, blocks: int) -> tuple[bool, int]:
         """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number
@@ -243,20 +247,14 @@ class BackwardCall:
     def _correct(self, found: Mapping[RowSum, Tensor]) -> None:
         """Take over the sums of a kernel.
 
-        Where sums of dx are not 0, or with sinks those of P dP not delta, delta is off by that much (in exact
-        arithmetic): put it right, and the sums made with it. Rows of NaN, which a mask keeps out of sums, stay out."""
+        They tell how far delta is off: put it right, and the sums made with it. Rows of NaN, which a mask keeps out of
+        sums, stay out."""
         of_loads = {entry: x for entry, x in found.items() if entry.of.op == "load"}
         self.sums |= {entry.of: x for entry, x in of_loads.items() if not entry.share}
         if (drift := found.get(SUM_OF_DX)) is None:
             return
-        if self.off is not None:
-            drift -= self.off
-        delta = self.delta
-        if self.spec.row_scale is not None:
-            drift = self._lacked(delta, drift)
-        if self.spec.sinks:
-            drift -= delta
-        delta += drift
+        drift = self._drift(drift)
+        self.delta.add_(drift)
         for entry, share in of_loads.items():
             if entry.share:
                 self.sums[entry.of] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)

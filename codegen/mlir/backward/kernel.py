@@ -17,7 +17,7 @@ import contextlib
 import math
 
 from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
-from fusion.codegen.mlir.backward.plan import SUM_OF_DX, SUM_OF_SLOPES, LaneAxis
+from fusion.codegen.mlir.backward.plan import SUM_OF_DX, SUM_OF_SLOPES, SUM_OF_WEIGHTS, LaneAxis, RowSum
 from fusion.codegen.mlir.backward.tile import BackwardTile, Block, GradientProducts, Rows
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
@@ -227,11 +227,19 @@ class BackwardKernel(BackwardTile):
         if self.centred is None or not self.plan.adds_mean:
             return
         b = self.b
-        wanted = (SUM_OF_SLOPES, SUM_OF_DX, SUM_OF_SLOPES._replace(share=True))
-        starts = (self.params[("ptr", "sums", self.sums.index(entry))] for entry in wanted)
-        slopes, drift, share = (b.load(b.at(at, b.add(self.flat_query, query), "f32"), "f32", "sum") for at in starts)
+
+        def total(entry: RowSum) -> Value:
+            start = self.params[("ptr", "sums", self.sums.index(entry))]
+            return b.load(b.at(start, b.add(self.flat_query, query), "f32"), "f32", "sum")
+
+        slopes, drift, share = map(total, (SUM_OF_SLOPES, SUM_OF_DX, SUM_OF_SLOPES._replace(share=True)))
+        lost, delta, off = (b.load(self.statistic(name, query), "f32", name) for name in ("lost", "delta", "off"))
+        if self.spec.row_scale is not None:  # weights made anew add up to what differs from the forward's by rounding
+            drift = b.sub(b.mul(drift, b.div(b.sub(1.0, lost), total(SUM_OF_WEIGHTS))), b.mul(lost, delta))
+        if self.plan.at_log_sum is not None:
+            drift = b.sub(drift, off)
         if self.spec.sinks:
-            drift = b.sub(drift, b.load(self.statistic("delta", query), "f32", "delta"))
+            drift = b.sub(drift, delta)
         error = b.mul(drift, share)
         finite = b.compare("olt", b.unary("math.absf", error), float("inf"))
         slopes = b.sub(slopes, b.select(finite, error, b.constant(0.0, "f32")))

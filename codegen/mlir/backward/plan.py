@@ -29,11 +29,15 @@ from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering import row_gradients
 from fusion.lowering.further_gradients import further_gradients
-from fusion.lowering.gradients import Axes, adds_up_to_zero, of_score, of_weight, slopes_are_summed, summed_over
+from fusion.lowering.gradients import Axes, adds_up_to_zero, of_score, of_weight, summed_over
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 
 STATISTICS = ("unit", "shift", "factor", "delta")
 """Per query row: the weight is exp2(x * unit + shift) * factor; delta is the sum of dO * O."""
+
+ROW_VALUES = (*STATISTICS, "lost", "off")
+"""With what delta lacks of the mean of w dP over the weights: it is (1 - lost) * sum of P w dP / sum of P - off.
+lost: 0, or with a `row_scale` what `reference.gradients.of_rows` says; off: what arrives at the log-sum-exp."""
 
 
 class LaneAxis(enum.Enum):
@@ -81,8 +85,9 @@ class RowSum(NamedTuple):
 
 
 SUM_OF_DX = RowSum(LaneAxis.QUERIES, UPSTREAM)
-"""Over the keys: 0 but for the rounding of D. With sinks the sum of P w dP instead, which is D but for its rounding."""
+"""Over the keys: what `ROW_VALUES` say, but for the rounding of D. With sinks the sum of P w dP instead, which is D."""
 SUM_OF_SLOPES = RowSum(LaneAxis.QUERIES, SCORE)
+SUM_OF_WEIGHTS = SUM_OF_DX._replace(share=True)
 
 
 class TileProgram(NamedTuple):
@@ -107,8 +112,7 @@ class BackwardPlan:
     at_weight: Expr | None  # gradient of the weight through further outputs
     at_log_sum: Expr | None  # the same of the log-sum-exp of a row
     everywhere: bool  # whether scores without a weight have gradients, too, so that no tile is skipped
-    centred: bool  # whether the gradient of Q is made of centred keys
-    adds_mean: bool  # and what these lack is not 0: see `centring`
+    adds_mean: bool  # whether what centred keys lack in the gradient of Q is not 0: see `centring`
 
     def corrects(self, needs: Sequence[bool]) -> bool:
         """Whether the rounding of D is taken out of sums over the keys: they are long, it would not average out."""
@@ -137,7 +141,8 @@ class BackwardPlan:
         if self.adds_mean and needs[0] and Form.PER_QUERY in forms:
             per_query.append(SUM_OF_SLOPES)
         if self.corrects(needs) and (per_query or Form.PER_KEY not in forms):
-            per_query += [SUM_OF_DX, *(entry._replace(share=True) for entry in per_query)]
+            scaled = [] if self.spec.row_scale is None else [SUM_OF_WEIGHTS]
+            per_query += [SUM_OF_DX, *scaled, *(entry._replace(share=True) for entry in per_query)]
         return (*per_key, *per_query)
 
 
@@ -177,8 +182,7 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
         at_weight=None if further.weight is ZERO else further.weight,
         at_log_sum=None if further.log_sum is ZERO else further.log_sum,
         everywhere=everywhere or further.everywhere,
-        centred=slopes_are_summed(spec),
-        adds_mean=slopes_are_summed(spec) and not adds_up_to_zero(spec),
+        adds_mean=normalized(spec) and not adds_up_to_zero(spec),
     )
 
 

@@ -15,7 +15,16 @@ from fusion.codegen.mlir.amx import Products, products_of
 from fusion.codegen.mlir.backward.centring import CentredKeys
 from fusion.codegen.mlir.backward.element import PAIR, Elements, GroupElements, Pair
 from fusion.codegen.mlir.backward.loads import GradientSink
-from fusion.codegen.mlir.backward.plan import STATISTICS, BackwardPlan, Form, LaneAxis, RowSum, TileProgram, normalized
+from fusion.codegen.mlir.backward.plan import (
+    ROW_VALUES,
+    STATISTICS,
+    BackwardPlan,
+    Form,
+    LaneAxis,
+    RowSum,
+    TileProgram,
+    normalized,
+)
 from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
@@ -156,7 +165,7 @@ class BackwardTile(KernelFunction):
         self.staged = [self.area(self.together * rows * row, "staged") for _ in self.dense]
         self.kept = self.area(max(1, len(self.lane_sums)) * groups * row, "sums")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
-        self.centred = CentredKeys(self) if self.plan.centred and 0 in self.results else None
+        self.centred = CentredKeys(self) if normalized(self.spec) and 0 in self.results else None
         packed = self._packed_areas(products)
         scales, widths = (self.programs.scale, 1.0), (self.d, self.d_v)
         self.halves = tuple(
@@ -300,9 +309,9 @@ class BackwardTile(KernelFunction):
         return block.scope.inner(known)
 
     def statistic(self, name: str, query: Value) -> Value:
-        """Where the `STATISTICS` of a query of this batch element lie."""
+        """Where one of the `ROW_VALUES` of a query of this batch element lies."""
         b = self.b
         with b.at_entry():
-            apart = b.mul(self.params[("rows_apart",)], STATISTICS.index(name))
+            apart = b.mul(self.params[("rows_apart",)], ROW_VALUES.index(name))
             row = b.at(self.params[("ptr", "rows")], apart, "f32", name)
         return b.at(row, b.add(self.flat_query, query), "f32")

@@ -84,7 +84,8 @@ def test_without_a_normaliser_they_do_not() -> None:
 
 def gradients(run: Callable, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     inputs = [x.detach().requires_grad_() for x in inputs]
-    return torch.autograd.grad(run(*inputs).square().sum(), inputs)
+    found = run(*inputs)
+    return torch.autograd.grad(sum(x.square().sum() for x in (found if type(found) is tuple else (found,))), inputs)
 
 
 def check_program(program: Callable, inputs: Sequence[torch.Tensor]) -> None:
@@ -95,30 +96,37 @@ def check_program(program: Callable, inputs: Sequence[torch.Tensor]) -> None:
     assert_as_exact_as_eager(found, gradients(program, inputs), gradients(program, [x.double() for x in inputs]))
 
 
+def softmax_and_one(s: torch.Tensor) -> torch.Tensor:
+    peak = s.amax(-1, keepdim=True).clamp(min=0)
+    e = torch.exp(s - peak)
+    return e / (e.sum(-1, keepdim=True) + torch.exp(-peak))
+
+
+OUTLIERS = {
+    "soft-cap": lambda s, v, x: (20 * torch.tanh(s / 20)).masked_fill(HIDDEN, -math.inf).softmax(-1) @ v,
+    "sink": lambda s, v, x: torch.cat([2 * s, x.expand(*s.shape[:-1], 1)], -1).softmax(-1)[..., :-1] @ v,
+    "fill": lambda s, v, x: torch.where(HIDDEN, -1e4, 2 * s).softmax(-1) @ v,
+    "factor": lambda s, v, x: (s * x).masked_fill(HIDDEN, -math.inf).softmax(-1) @ v,
+    "softmax and one": lambda s, v, x: softmax_and_one(2 * s) @ v,
+    "log-sum": lambda s, v, x: (s.softmax(-1) @ v, s.logsumexp(-1)),
+    "sums of weights": lambda s, v, x: (s.softmax(-1) @ v, s.softmax(-1).sum(-2)),
+}
+HIDDEN = torch.ones(512, 512, dtype=torch.bool).triu(1)
+
+
 @pytest.mark.parametrize("heads", [1, 4], ids=["two kernels", "one kernel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["soft-cap", "sink", "fill", "factor"])
+@pytest.mark.parametrize("name", OUTLIERS)
 def test_an_outlier_among_the_columns(name: str, dtype: torch.dtype, heads: int, two_threads: None) -> None:
     """As language models have it: large in all keys, and hardly read. The gradients of a row's scores do not add up to
-    zero here; before, the error of dQ under soft-caps was 1.6 times what is allowed."""
+    zero here, or are not known to. Before, the error of dQ was up to eight times what is allowed."""
     torch.manual_seed(1)
-    n, d = 512, 64
-    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
-    sink, factor = torch.randn(1, heads, 1, 1), 1 + torch.rand(1, heads, n, 1)
-    programs = {
-        "soft-cap": lambda s, x: (20 * torch.tanh(s / 20)).masked_fill(hidden, -math.inf).softmax(-1),
-        "sink": lambda s, x: torch.cat([2 * s, x.expand(1, heads, n, 1)], -1).softmax(-1)[..., :-1],
-        "fill": lambda s, x: torch.where(hidden, -1e4, 2 * s).softmax(-1),
-        "factor": lambda s, x: (s * x).masked_fill(hidden, -math.inf).softmax(-1),
-    }
-    q, k, v = (torch.randn(1, heads, n, d) for _ in range(3))
+    q, k, v = (torch.randn(1, heads, 512, 64) for _ in range(3))
     q[..., 0] *= 0.02
     k[..., 0] += 50
-    v[..., 1] += 20
-    inputs = [x.to(dtype) for x in (q, k, v, factor if name == "factor" else sink)]
-    if name in ("soft-cap", "fill"):
-        inputs.pop()
-    check_program(lambda q, k, v, x=None: programs[name](q @ k.mT / 8, x) @ v, inputs)
+    x = 1 + torch.rand(1, heads, 1, 1)
+    inputs = [t.to(dtype) for t in (q, k, v, x)][: 4 if name in ("factor", "sink") else 3]
+    check_program(lambda q, k, v, x=None: OUTLIERS[name](q @ k.mT / 8, v, x), inputs)
 
 
 @pytest.mark.parametrize("fill", [-1.0, torch.finfo(torch.float32).min])
