@@ -54,8 +54,8 @@ def of_weight(program: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
 @functools.cache
 def adds_up_to_zero(spec: AttentionSpec) -> bool:
     """Whether the gradients of a row's raw scores do so in exact arithmetic. Those of its weights' exponents do, where
-    the weights add up to one. A score's is that times a constant, or 0 where its weight is 0 whatever the others are: a
-    fill of any other value than -inf may have one."""
+    the weights add up to one. A score's is that times a number of the row, or 0 where its weight is 0 whatever the
+    others are: a fill of any other value than -inf may have one."""
     if spec.normalizer is Normalizer.NONE or spec.sinks or spec.further or spec.mixing is not None:
         return False
     programs = score_programs(spec, folded=True)
@@ -64,13 +64,17 @@ def adds_up_to_zero(spec: AttentionSpec) -> bool:
 
 
 def _passes_on(program: Expr, slope: Expr) -> bool:
-    """Whether the gradient of the score is a constant times that of the program, wherever this is above -inf."""
+    """Whether the gradient of the score is that of the program times a number of the row, wherever this is above
+    -inf."""
     if slope.op == "where" and program.op == "where" and slope.args[0] is program.args[0]:
         cases = list(zip(program.args[1:], slope.args[1:], strict=True))
         live = [case for case in cases if case != (const(-math.inf), ZERO)]
         return len(live) == 1 and _passes_on(*live[0])
-    if slope.op == "fmul" and slope.args[1].is_const:
-        slope = slope.args[0]
+    while slope.op == "fmul":
+        of_keys = [arg for arg in slope.args if "j" in coordinates(arg) or not {SCORE, UPSTREAM}.isdisjoint(walk(arg))]
+        if len(of_keys) != 1:
+            return False
+        slope = of_keys[0]
     return slope is UPSTREAM
 
 

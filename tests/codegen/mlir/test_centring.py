@@ -59,7 +59,7 @@ def test_special_keys(value: float) -> None:
     check(c, "best", operands, sizes)
 
 
-@pytest.mark.parametrize("name", ["plain", "bias", "causal", "left_padded_inf", "alibi", "brain_bias"])
+@pytest.mark.parametrize("name", ["plain", "bias", "causal", "left_padded_inf", "alibi", "brain_bias", "temperature"])
 def test_gradients_of_scores_add_up_to_zero(name: str) -> None:
     assert adds_up_to_zero(case(name).spec)
 
