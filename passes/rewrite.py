@@ -24,6 +24,7 @@ from fusion.passes.by_rows import read_sets, with_merged_heads
 from fusion.passes.escaping import Anew, downstream_of_products, impurity, refuse_escaping
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use
+from fusion.passes.layout import with_keys_innermost
 from fusion.passes.nodes import Unsupported
 from fusion.passes.normalize import drop_seeds
 from fusion.passes.specify import Specified, specify
@@ -70,7 +71,7 @@ def rewrite(
     _check_tables(module.graph, specified, symbols)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
-        results |= _replace(module.graph, sites[number], parts, symbols, emitter, results)
+        results |= _replace(module.graph, sites[number], parts, symbols, emitter, results, hints)
     nodes.erase_unused(module.graph, impurity())
     drop_seeds(module.graph)
     module.graph.lint()
@@ -213,7 +214,13 @@ def _refuse_reordered_reads(site: Site) -> None:
 
 
 def _replace(
-    graph: Graph, site: Site, parts: Sequence[Specified], symbols: Symbols, emitter: str, results: dict[Node, Node]
+    graph: Graph,
+    site: Site,
+    parts: Sequence[Specified],
+    symbols: Symbols,
+    emitter: str,
+    results: dict[Node, Node],
+    hints: Mapping[str, int],
 ) -> dict[Node, Node]:
     """Put the calls in the place of a site's root; returns what stands in whose place. results: of sites before."""
     root = site.root
@@ -221,6 +228,7 @@ def _replace(
         terms, further = [], dict[Node, Node]()
         for part in parts:
             operands = [_operand(graph, root, operand, results) for operand in part.operands]
+            part, operands = with_keys_innermost(graph, part, operands, hints)
             term, written = _call(graph, site, part, operands, symbols, emitter)
             terms.append(term)
             further |= written
