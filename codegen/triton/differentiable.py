@@ -233,10 +233,10 @@ class Differentiable:
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
         results |= {"dout": given.grad, "out": out, "statistics": statistics}
         results["delta"] = torch.empty((2, *rows), dtype=torch.float32, device=out.device)  # and log_share
-        if self.spec.row_scale is not None:  # planes: the maximum, and what `of_rows` returns
+        if self.spec.row_scale is not None:
             row_max, row_sum = statistics[:2]
-            scaled = pulled.of_rows(self.spec, operands, sizes, row_max, row_sum)
-            results["statistics"] = torch.stack([row_max, *scaled])
+            scale, slope, lost = pulled.of_rows(self.spec, operands, sizes, row_max, row_sum)
+            results["statistics"] = torch.stack([row_max, scale, slope, 1 - lost])
         found = arriving(self.trained)
         if found.weight is not ZERO and self.trained.normalizer is not Normalizer.NONE:
             spec = delta_of_further(self.trained)
