@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
 
 MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in a copy of its own
-MAX_SPREAD = 1 << 15  # of one of which every vector lane has a copy
 
 NOTHING: Mapping[tuple, Tensor] = {}
 
@@ -260,8 +259,7 @@ class BackwardCall:
                 self.sums[entry.of] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
     def _make_sink(self, entry: LoadGradient) -> None:
-        """A buffer [copies, .., lanes] of the operand's shape, the key's dimension innermost; where scattered with a
-        copy per thread, of small tables one per lane.
+        """A buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
 
         Zeroed unless the kernel writes all of it."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
@@ -276,16 +274,13 @@ class BackwardCall:
         if entry.form is Form.DENSE:
             last = column_dimension(entry.load)  # rows before it: those of one batch element lie side by side
             order.sort(key=lambda dim: (dim == last, "i" in coordinates(entry.load.args[dim])))
-        copies, lanes = 1, 1
-        if entry.form is Form.SCATTERED:
-            copies = self.derived.threads
-            lanes = self.kernel.target.lanes if operand.numel() <= MAX_SPREAD else 1
+        copies = self.derived.threads if entry.form is Form.SCATTERED else 1
         dtype = getattr(torch, self.plan.sink_dtype(entry))
-        packed = torch.empty(copies, *(shape[dim] for dim in order), lanes, dtype=dtype)
+        packed = torch.empty(copies, *(shape[dim] for dim in order), dtype=dtype)
         in_huge_pages(packed)
         if not self._covers(entry):
             packed.zero_()
-        self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())), -1)
+        self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())))
 
     def _covers(self, entry: LoadGradient) -> bool:
         """Whether the kernel writes every element of a gradient: all tiles are visited, and all is read by them."""
@@ -310,8 +305,8 @@ class BackwardCall:
         for number, memory in self.derived.results.items():
             values |= {("result_stride", number, name): n for name, n in memory.by_name.items()}
         for number, sink in self.sinks.items():
-            values |= {("sink_stride", number, dim): stride for dim, stride in enumerate(sink.stride()[1:-1])}
-            values["sink_elements", number], values["sink_lane", number] = sink[0].numel(), int(sink.shape[-1] > 1)
+            values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
+            values["sink_elements", number] = sink[0].numel()
         if normalized(self.spec):
             values |= {("statistics_rows",): self.statistics[0].numel(), ("rows_apart",): self.rows.stride(0)}
         lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
@@ -336,8 +331,7 @@ class BackwardCall:
             else:
                 parts.append(pulled.of_access(self.spec, self.operands, self.sizes, number, tensor))
         if number in self.sinks:
-            copies, *_, lanes = self.sinks[number].shape
-            parts.append(self.sinks[number].sum((0, -1)) if copies * lanes > 1 else self.sinks[number][0, ..., 0])
+            parts.append(self.sinks[number].sum(0) if self.sinks[number].shape[0] > 1 else self.sinks[number][0])
         for load, sums in self.sums.items():
             if load.operand == number:
                 upstream = sums.unsqueeze(-2 if "j" in coordinates(load) else -1)

@@ -36,8 +36,7 @@ class LaneLoad(DenseLoad):
 
 class GradientSink:
     """Where the elements of a DENSE or SCATTERED gradient go: a buffer of the operand's shape, with strides of its own;
-    of a scattered one every thread has a copy, and in it, where it is small, every lane. Where no two scores meet in an
-    element it is written, else added to."""
+    of a scattered one every thread has a copy. Where no two scores meet in an element it is written, else added to."""
 
     def __init__(self, context: Context, entry: LoadGradient, thread: Value, plan: BackwardPlan):
         self.context, self.entry, self.b = context, entry, context.b
@@ -49,8 +48,6 @@ class GradientSink:
         self.strides = [params[("sink_stride", number, dim)] for dim in range(len(entry.load.args))]
         if entry.form is Form.SCATTERED:
             self.pointer = b.at(self.pointer, b.mul(thread, params[("sink_elements", number)]), "f32", "copy")
-            order = b.dense(range(context.lanes), vector_of("i64", context.lanes), "lane")
-            self.lane_places = b.mul(order, b.broadcast(params[("sink_lane", number)], context.lanes))
 
     def add(self, row: Scope, term: Value) -> None:
         """Add a vector of lanes at row's query."""
@@ -85,10 +82,10 @@ class GradientSink:
         b.masked_store(term, at, mask)
 
     def _scatter(self, row: Scope, term: Value) -> None:
-        """One lane after the other: two of them may meet in an element. Where every lane has a copy, none waits for
-        what the lane before has written."""
-        b, lanes, total = self.b, self.context.lanes, self.lane_places
-        wide = total.type
+        """One lane after the other: two of them may meet in an element."""
+        b, lanes = self.b, self.context.lanes
+        wide = vector_of("i64", lanes)
+        total: Value = b.constant(0, wide)
         for index, stride in zip(self.entry.load.args, self.strides, strict=True):
             value = b.as_value(row.value(index) if index.op != "const" else row.integer(index), wide)
             value = value if value.type == wide else b.convert("arith.extsi", value, "i64")
