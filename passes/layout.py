@@ -14,9 +14,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from fusion.ir import integers
-from fusion.ir.expr import Expr, J, const, coordinates
-from fusion.ir.reads import dense_loads
+from fusion.ir.expr import Expr, coordinates
+from fusion.ir.reads import dense_loads, key_dimension
 from fusion.ir.sizes import size_value
 from fusion.passes import marks, nodes
 from fusion.passes.building import derived
@@ -53,15 +52,12 @@ def _wanted(part: Specified, operands: Sequence[Node], hints: Mapping[str, int])
 
 
 def _order(read: Expr, node: Node) -> Order | None:
-    """Keys innermost, rows beside them; None where keys lie so, or are not one dimension."""
-    columns = [dim for dim, index in enumerate(read.args) if "j" in coordinates(index)]
-    if len(columns) != 1 or nodes.memory_order(node)[-1] == columns[0]:
+    """Keys innermost, rows beside them; None where keys lie so, or are not one dimension of their own memory."""
+    column, order = key_dimension(read), nodes.memory_order(node)
+    if column is None or order[-1] == column or 0 in nodes.value(node).stride():
         return None
-    parts = integers.linear(read.args[columns[0]], J)
-    if parts is None or parts[0] is not const(1) or 0 in nodes.value(node).stride():
-        return None
-    rest = [dim for dim in nodes.memory_order(node) if dim != columns[0]]
-    return (*sorted(rest, key=lambda dim: "i" in coordinates(read.args[dim])), columns[0])
+    rest = [dim for dim in order if dim != column]
+    return (*sorted(rest, key=lambda dim: "i" in coordinates(read.args[dim])), column)
 
 
 def _laid_out(graph: Graph, node: Node, order: Order) -> Node:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, I, J, Kind, coord, coordinates, load, loads, substitute, walk
+from fusion.ir.expr import Expr, I, J, Kind, const, coord, coordinates, load, loads, substitute, walk
 from fusion.ir.primitives import cost
 
 _WORTH = 4
@@ -73,6 +73,13 @@ def dense_loads(*programs: Expr | None, but: Sequence[Expr] = ()) -> list[Expr]:
     leaves = {part: load(-1 - number, (), part.kind) for number, part in enumerate(but)}  # which depend on nothing
     found = {e: None for p in programs if p is not None for e in loads(substitute(p, leaves))}
     return [e for e in found if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
+
+
+def key_dimension(expr: Expr) -> int | None:
+    """The dimension of a load along which keys follow one another: its index alone has the key, plus something."""
+    columns = [dim for dim, index in enumerate(expr.args) if "j" in coordinates(index)]
+    parts = integers.linear(expr.args[columns[0]], J) if len(columns) == 1 else None
+    return columns[0] if parts is not None and parts[0] is const(1) else None
 
 
 def _is_dense(expr: Expr) -> bool:

@@ -101,20 +101,21 @@ class BackwardCall:
         if self.derived.simple:
             return rows
         rows[:3, :count] = statistics[:3].view(3, count)
-        self.concentrated = rows[0, :count] < 0
-        rows[0].abs_()
+        unit, _, _, delta, lost, off = (row.view(*self.batch, self.n_q) for row in rows[:, :count])
+        self.concentrated = unit < 0
+        unit.abs_()
         order = [self.spec.output.dims.index(name) for name in result_names(self.spec)]
         product = self.arriving[0].permute(order).float() * out.permute(order).float()
-        torch.sum(product, -1, out=rows[3, :count].view(*self.batch, self.n_q))
+        torch.sum(product, -1, out=delta)
         if self.spec.row_scale is not None:
-            _, *self.scaled = pulled.of_rows(self.spec, self.operands, self.sizes, *statistics[3:])
-            rows[3, :count] *= self.scaled[0].flatten()
-            rows[4, :count] = self.scaled[1].flatten()
+            _, self.slope, self.lost = pulled.of_rows(self.spec, self.operands, self.sizes, *statistics[3:])
+            delta *= self.slope
+            lost.copy_(self.lost)
         if self.plan.at_log_sum is not None:
             read = (*self.operands, *self.arriving)
             at_log_sum = pulled.value(self.spec, read, self.sizes, self.plan.at_log_sum).squeeze(-1)
             self.off = at_log_sum * lost_logarithms(*statistics[3:])
-            rows[5, :count] = self.off.flatten()
+            off.copy_(self.off)
         return rows
 
     def gradients(self) -> list[Tensor]:
@@ -175,7 +176,7 @@ class BackwardCall:
         if self.plan.at_weight is not None:
             if (sums := self._row_sums(FurtherSumsKernel, choice)) is None:
                 return False
-            delta += sums if self.spec.row_scale is None else sums * self.scaled[0].view(sums.shape)
+            delta += sums if self.spec.row_scale is None else sums * self.slope
         if self.off is not None:
             delta -= self.off
         self.complete = True
@@ -215,10 +216,7 @@ class BackwardCall:
         if (sums := self._row_sums(DeltaErrorKernel, choice, self.concentrated)) is None:
             return False
         drift = self._drift(sums)
-        everywhere = (
-            not self.spec.sinks and self.spec.row_scale is None
-        )  # of the other blocks sums say what is expected
-        self.delta.add_(drift if everywhere else torch.where(self.seen, drift, 0.0))
+        self.delta.add_(drift if self.seen is None else torch.where(self.seen, drift, 0.0))
         return True
 
     @property
@@ -233,8 +231,7 @@ class BackwardCall:
             return sums - off - self.delta
         if self.spec.row_scale is None:
             return sums - off
-        slope, lost = (row.view(sums.shape) for row in self.scaled)
-        return torch.where(lost > -1, slope * sums - lost * self.delta - off, 0.0)
+        return torch.where(self.lost > -1, self.slope * sums - self.lost * self.delta - off, 0.0)
 
     def _split(self, blocks: int) -> tuple[bool, int]:
         """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number

@@ -64,7 +64,6 @@ class GroupElements:
     def __init__(self, kernel: BackwardTile, block: Block, rows: Rows, g: Value, member: int, variant: TileProgram):
         """member: of those worked on together."""
         self.kernel, self.b, self.first, self.variant = kernel, kernel.b, rows.first, variant
-        self.gradients = variant.gradients | {UPSTREAM: UPSTREAM}
         b, lanes, keys = kernel.b, kernel.lanes, kernel.tiling.keys
         offset = b.mul(g, lanes)
         first, valid = b.add(block.first, offset), kernel._valid(b.sub(block.count, offset))
@@ -118,12 +117,12 @@ class GroupElements:
         gradients = self._scope(row, upstream, through)
         for entry, sink in zip(kernel.collected, kernel.sinks, strict=True):
             if entry.form in (Form.DENSE, Form.SCATTERED):
-                sink.add(gradients, gradients.vector(self.gradients[entry.load]))
+                sink.add(gradients, gradients.vector(self.variant.gradients[entry.load]))
         no_weight = None if through is None else b.constant(0.0, kernel.vector)
         shares = self._scope(row, weight, no_weight, further=0)
         missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
         collected = self._add_up(sums, gradients, shares, missing)
-        slope = gradients.vector(self.gradients[SCORE]) if kernel.wants_slopes else upstream
+        slope = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_slopes else upstream
         if kernel.reduces_lanes:
             slope = b.select(self.scope.lanes.valid, slope, b.constant(0.0, kernel.vector), "slope")
         return weight if factor is None else b.mul(weight, factor), slope, collected
@@ -142,7 +141,7 @@ class GroupElements:
         b, kernel, found = self.b, self.kernel, list(sums)
         for number, entry in enumerate(kernel.sums):
             scope = shares if entry.share else gradients
-            term = missing if entry == SUM_OF_DX else scope.vector(self.gradients[entry.of])
+            term = missing if entry == SUM_OF_DX else scope.vector(self.variant.gradients[entry.of])
             if entry in kernel.lane_sums:
                 place = kernel.lane_sums.index(entry)
                 found[place] = b.add(found[place], term, "sum")

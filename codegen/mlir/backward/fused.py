@@ -14,8 +14,7 @@ By multiply-adds, lanes of the third product are columns:
     keys     K [key][d]
     sums     dQ [query][d]
 
-Sums over the keys, of gradients of loads that are free of the key, are kept for all queries, too: [query][sum][L], a
-lane for every L-th key.
+Sums over the keys (`plan.RowSum`) are kept for all queries, too: [query][sum][L], a lane for every L-th key.
 
 Pairs of bfloat16 are along the keys here and along the queries in the product for dK, so that dS is stored twice:
 

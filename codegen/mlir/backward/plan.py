@@ -26,6 +26,7 @@ from fusion.ir import integers
 from fusion.ir.derivative import UPSTREAM
 from fusion.ir.expr import SCORE, ZERO, Expr, I, J, Kind, const, coordinates, loads
 from fusion.ir.ops import apply
+from fusion.ir.reads import key_dimension
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering import row_gradients
 from fusion.lowering.further_gradients import further_gradients
@@ -80,7 +81,7 @@ class RowSum(NamedTuple):
     """What a kernel adds up for each query, or for each key."""
 
     axis: LaneAxis
-    of: Expr  # its gradient: a load, SCORE, or the program itself (`SUM_OF_DX`)
+    of: Expr  # its gradient: a load, SCORE, or UPSTREAM for that of the program, dx
     share: bool = False  # what the gradient would be for dx = P
 
 
@@ -91,8 +92,8 @@ SUM_OF_WEIGHTS = SUM_OF_DX._replace(share=True)
 
 
 class TileProgram(NamedTuple):
-    """A score program, and what an element (i, j) contributes to gradients: of SCORE, the raw score in units of
-    `programs.scale`, and of loads."""
+    """A score program, and what an element (i, j) contributes to gradients: of the program (UPSTREAM), of the raw score
+    in units of `programs.scale` (SCORE), and of loads."""
 
     program: Expr
     gradients: dict[Expr, Expr]
@@ -140,6 +141,7 @@ class BackwardPlan:
         per_query = [RowSum(LaneAxis.QUERIES, entry.load) for entry in found[Form.PER_QUERY]]
         if self.adds_mean and needs[0] and Form.PER_QUERY in forms:
             per_query.append(SUM_OF_SLOPES)
+        # A kernel that has no gradients of keys comes before one that has, and whose delta it puts right.
         if self.corrects(needs) and (per_query or Form.PER_KEY not in forms):
             scaled = [] if self.spec.row_scale is None else [SUM_OF_WEIGHTS]
             per_query += [SUM_OF_DX, *scaled, *(entry._replace(share=True) for entry in per_query)]
@@ -196,7 +198,8 @@ def _gradients(program: Expr, scale: float, spec: AttentionSpec, wanted: list[Ex
     found = of_score(program, wanted)
     if scale != 1.0:
         found |= {load: apply("fmul", found[load], const(scale)) for load in wanted if found[load] is not ZERO}
-    return found | {load: _sum(found[load], term) for load, term in of_weight(spec.weight, wanted).items()}
+    through_weight = {load: _sum(found[load], term) for load, term in of_weight(spec.weight, wanted).items()}
+    return found | through_weight | {UPSTREAM: UPSTREAM}
 
 
 def _form(load: Expr) -> Form:
@@ -222,21 +225,12 @@ def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
 def column_dimension(load: Expr) -> int | None:
     """The dimension that is the key plus something free of i and j, where another is linear in i alone, so that no two
     (i, j) meet in an element; else None."""
-    column, rows = None, 0
-    for dim, index in enumerate(load.args):
-        names = coordinates(index) & {"i", "j"}
-        if not names:
-            continue
-        parts = integers.linear(index, J if "j" in names else I)
-        if len(names) > 1 or parts is None or not parts[0].is_const:
-            return None
-        if "j" in names:
-            if column is not None or parts[0] is not const(1):
-                return None
-            column = dim
-        else:
-            rows += 1
-    return column if rows == 1 else None
+    column = key_dimension(load)
+    rows = [dim for dim, index in enumerate(load.args) if "i" in coordinates(index)]
+    if column is None or len(rows) != 1 or column in rows:
+        return None
+    parts = integers.linear(load.args[rows[0]], I)
+    return column if parts is not None and parts[0].is_const else None
 
 
 def _inner(spec: AttentionSpec, gradients: Sequence[LoadGradient]) -> tuple[int, ...]:

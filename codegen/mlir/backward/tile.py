@@ -163,7 +163,7 @@ class BackwardTile(KernelFunction):
         self.finished = self.area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
         self.together = products[0].group_step if products[0].overlaps else 1
         self.staged = [self.area(self.together * rows * row, "staged") for _ in self.dense]
-        self.kept = self.area(max(1, len(self.lane_sums)) * groups * row, "sums")
+        self.kept = self.area(len(self.lane_sums) * groups * row, "sums")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.centred = CentredKeys(self) if normalized(self.spec) and 0 in self.results else None
         packed = self._packed_areas(products)
