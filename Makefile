@@ -46,8 +46,9 @@ test: $(VENV)/.installed-test $(VENV)/.installed-timm
 test-long: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(BIN)/python -m pytest $(PYTEST) -m "long or not long" $(ARGS)
 
+SEEDS ?= new:300
 fuzz: $(VENV)/.installed-test
-	$(BIN)/python -m tests.fuzz functions --seeds new:300 --reduce 10 --minutes 5 $(ARGS)
+	$(BIN)/python -m tests.fuzz functions --seeds $(SEEDS) --reduce 10 --minutes 5 $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

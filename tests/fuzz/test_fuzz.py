@@ -11,7 +11,7 @@ import torch
 
 from tests.fuzz import kernel_faults, quick
 from tests.fuzz.campaign import Record, in_workers
-from tests.fuzz.check import Verdict, allowing_overflow, check
+from tests.fuzz.check import Sample, Verdict, allowing_overflow, check
 from tests.fuzz.faults import FAULTS, found_by
 from tests.fuzz.functions import program
 from tests.fuzz.reduce import reduced
@@ -63,6 +63,17 @@ def test_random_functions_are_as_exact_as_eager():
 def test_where_eager_leaves_the_range_of_its_dtype(ours, eager, exact, expected):
     found = [[{"x": torch.tensor([1.0, x], dtype=dtype)}] for x, dtype in ((ours, HALF), (eager, HALF), (exact, WIDE))]
     assert allowing_overflow(*found, HALF).verdict is expected
+
+
+def test_float64_has_the_fills_of_float32():
+    """So that it has a number where heads that are mixed overflow in eager, in an order of the library's choice."""
+    text = WRONG.replace("s = s + bias", "s = s + 2 * torch.full_like(s, torch.finfo(s.dtype).min)").replace(
+        "return p @ v", "return s"
+    )
+    sample = Sample(replace(program(0), text=text, trained=False), 0)
+    assert sample.eager["output"].isneginf().all()
+    assert (sample.exact["output"] < torch.finfo(torch.float32).min).all()
+    assert sample.exact["output"].isfinite().all()
 
 
 def test_a_program_is_the_same_wherever_it_is_drawn():
