@@ -129,13 +129,14 @@ class BackwardCall:
         """The gradients, or None where a kernel met values that its products cannot take."""
         self.results = {n: memory.make() for n, memory in self.derived.results.items()}
         self.sinks: dict[int, Tensor] = {}
+        self.kept: dict[int, Tensor] = {}
         for entry in self.plan.loads:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
-                self._make_sink(entry)
+                self._make_sink(entry, choice)
         self.sums: dict[Expr, Tensor] = {}
         self.located: dict[tuple, Tensor] = {("ptr", n): x for n, x in enumerate(self.read)}
         self.located |= {("ptr", "rows"): self.rows, ("ptr", "statistics"): self.statistics}
-        for name, tensors in (("result", self.results), ("sink", self.sinks)):
+        for name, tensors in (("result", self.results), ("sink", self.sinks), ("kept", self.kept)):
             self.located |= {("ptr", name, n): x for n, x in tensors.items()}
         if not self._make_deltas(choice):
             return None
@@ -236,7 +237,7 @@ class BackwardCall:
     def _split(self, blocks: int) -> tuple[bool, int]:
         """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number
         of threads."""
-        outer = math.prod(self.batch) // math.prod(self.batch[axis] for axis in self.plan.inner)
+        outer = math.prod(self.batch) // self._inner
         threads = min(self.derived.threads, outer * blocks)
         return outer % threads != 0 and outer < 4 * threads, threads
 
@@ -255,10 +256,10 @@ class BackwardCall:
             if entry.share:
                 self.sums[entry.of] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
-    def _make_sink(self, entry: LoadGradient) -> None:
+    def _make_sink(self, entry: LoadGradient, choice: int) -> None:
         """A buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
 
-        Zeroed unless the kernel writes all of it."""
+        Zeroed unless the kernel writes all of it. What it adds up before that is kept in one per thread."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
         if entry.operand in self.sinks:
             return
@@ -272,16 +273,26 @@ class BackwardCall:
             last = column_dimension(entry.load)  # rows before it: those of one batch element lie side by side
             order.sort(key=lambda dim: (dim == last, "i" in coordinates(entry.load.args[dim])))
         copies = self.derived.threads if entry.form is Form.SCATTERED else 1
-        dtype = getattr(torch, self.plan.sink_dtype(entry))
-        packed = torch.empty(copies, *(shape[dim] for dim in order), dtype=dtype)
+        alone = self.plan.alone(entry)
+        packed = torch.empty(copies, *(shape[dim] for dim in order), dtype=operand.dtype if alone else torch.float32)
         in_huge_pages(packed)
         if not self._covers(entry):
             packed.zero_()
         self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())))
+        if alone:
+            keys = self.kernel.backward_tilings[choice].groups * self.kernel.target.lanes
+            elements = round_up(self.n_k, keys) * self.n_q if self._inner > 1 else 0
+            self.kept[entry.operand] = torch.empty(self.derived.threads, elements)
+            in_huge_pages(self.kept[entry.operand])
+
+    @property
+    def _inner(self) -> int:
+        """How many batch elements dense gradients are summed over."""
+        return math.prod(self.batch[axis] for axis in self.plan.inner)
 
     def _covers(self, entry: LoadGradient) -> bool:
         """Whether the kernel writes every element of a gradient: all tiles are visited, and all is read by them."""
-        if not self.plan.written_once(entry) or self.spec.mask is not None:
+        if not self.plan.alone(entry) or self.spec.mask is not None:
             return False
         extents = dict(zip((*self.spec.axes, I, J), (*self.batch, self.n_q, self.n_k), strict=True))
         shape = self.operands[entry.operand].shape
@@ -304,10 +315,11 @@ class BackwardCall:
         for number, sink in self.sinks.items():
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
             values["sink_elements", number] = sink[0].numel()
+        values |= {("kept_elements", number): kept.shape[1] for number, kept in self.kept.items()}
         if normalized(self.spec):
             values |= {("statistics_rows",): self.statistics[0].numel(), ("rows_apart",): self.rows.stride(0)}
         lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
-        inner = math.prod(self.batch[axis] for axis in self.plan.inner)
+        inner = self._inner
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // kernel.text.rows)
         split, threads = self._split(blocks)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}

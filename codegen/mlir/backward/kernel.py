@@ -104,7 +104,11 @@ class BackwardKernel(BackwardTile):
         self.packed.note(self.readers[2:])
         if self.centred is not None:
             self.centred.begin(self.readers[self.sides.index(1)])
-        self.sinks = [GradientSink(self.context, entry, self.thread, self.plan) for entry in self.collected]
+        self.sinks = [
+            GradientSink(self.context, entry, self.plan, thread=self.thread, inner=inner, queries=self.n_q,
+                         width=self.rows_per_block)
+            for entry in self.collected
+        ]  # fmt: skip
         return scope
 
     def _reader(self, scope: Scope, number: int) -> RowReader:

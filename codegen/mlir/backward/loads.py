@@ -35,19 +35,33 @@ class LaneLoad(DenseLoad):
 
 
 class GradientSink:
-    """Where the elements of a DENSE or SCATTERED gradient go: a buffer of the operand's shape, with strides of its own;
-    of a scattered one every thread has a copy. Where no two scores meet in an element it is written, else added to."""
+    """Where the elements of a DENSE or SCATTERED gradient go.
 
-    def __init__(self, context: Context, entry: LoadGradient, thread: Value, plan: BackwardPlan):
+    They are added to a buffer of the operand's shape in float32; of a scattered gradient every thread has a copy. Where
+    only inner batch elements meet (`BackwardPlan.alone`), the first is kept, the next are added, and the last writes
+    the sum, in the operand's dtype. What is kept is one thread's, by [block of keys][query][key of the block].
+
+    inner: the number of this element; queries: how many there are; width: keys of a block."""
+
+    def __init__(
+        self, context: Context, entry: LoadGradient, plan: BackwardPlan,
+        *, thread: Value, inner: Value, queries: Value, width: int,
+    ):  # fmt: skip
         self.context, self.entry, self.b = context, entry, context.b
-        self.once, self.memory = plan.written_once(entry), MEMORY_TYPE[plan.sink_dtype(entry)]
         if entry.form not in (Form.DENSE, Form.SCATTERED):
             return
-        number, params, b = entry.operand, context.params, self.b
-        self.pointer = params[("ptr", "sink", number)]
-        self.strides = [params[("sink_stride", number, dim)] for dim in range(len(entry.load.args))]
+        number, params, b, dims = entry.operand, context.params, self.b, range(len(entry.load.args))
+        self.sink, self.memory = params[("ptr", "sink", number)], "f32"
+        self.strides = [params[("sink_stride", number, dim)] for dim in dims]
         if entry.form is Form.SCATTERED:
-            self.pointer = b.at(self.pointer, b.mul(thread, params[("sink_elements", number)]), "f32", "copy")
+            self.sink = b.at(self.sink, b.mul(thread, params[("sink_elements", number)]), "f32", "copy")
+        self.alone = plan.alone(entry)
+        if self.alone:
+            self.memory = MEMORY_TYPE[plan.spec.operands[number].dtype]
+            self.kept = b.at(params[("ptr", "kept", number)], b.mul(thread, params[("kept_elements", number)]), "f32")
+            self.queries, self.width = queries, width
+            self.first = b.compare("eq", inner, 0, "first")
+            self.last = b.compare("eq", b.add(inner, 1), params[("inner",)], "last")
 
     def add(self, row: Scope, term: Value) -> None:
         """Add a vector of lanes at row's query."""
@@ -58,7 +72,17 @@ class GradientSink:
 
     def prefetch(self, row: Scope) -> None:
         """Ask for the line of a DENSE gradient that `add` will write at row's query."""
-        self.b.prefetch(self._line(row), write=True)
+        if not self.alone:
+            self.b.prefetch(self._line(row), write=True)
+            return
+        with self.b.when(self.last):
+            self.b.prefetch(self._line(row), write=True)
+
+    def _kept_line(self, row: Scope) -> Value:
+        b, lane = self.b, row.lanes.first
+        in_block = b.rem(lane, self.width)
+        line = b.add(b.mul(b.sub(lane, in_block), self.queries), b.mul(row.integer(I), self.width))
+        return b.at(self.kept, b.add(line, in_block), "f32")
 
     def _line(self, row: Scope) -> Value:
         b, column = self.b, column_dimension(self.entry.load)
@@ -70,16 +94,21 @@ class GradientSink:
                 offset = b.add(offset, b.add(row.lanes.first, row.integer(rest[1])))
             else:
                 offset = b.add(offset, b.mul(row.integer(index), stride))
-        return b.at(self.pointer, offset, self.memory)
+        return b.at(self.sink, offset, self.memory)
 
     def _add_line(self, row: Scope, term: Value) -> None:
-        b, at = self.b, self._line(row)
-        mask = row.lanes.valid
-        if not self.once:
-            term = b.add(b.masked_load(at, mask, term.type, "sum"), term, "sum")
-        elif self.memory != "f32":
-            term = self.context.math.narrow(term, self.memory)
-        b.masked_store(term, at, mask)
+        b, mask = self.b, row.lanes.valid
+        if not self.alone:
+            at = self._line(row)
+            b.masked_store(b.add(b.masked_load(at, mask, term.type, "sum"), term, "sum"), at, mask)
+            return
+        kept = self._kept_line(row)
+        total = b.either(self.first, lambda: term, lambda: b.add(b.load(kept, term.type, "sum"), term), term.type)
+        with b.when(self.last):
+            result = total if self.memory == "f32" else self.context.math.narrow(total, self.memory)
+            b.masked_store(result, self._line(row), mask)
+        with b.otherwise():
+            b.store(total, kept)
 
     def _scatter(self, row: Scope, term: Value) -> None:
         """One lane after the other: two of them may meet in an element."""
@@ -94,5 +123,5 @@ class GradientSink:
         total, term = b.select(mask, total, b.constant(0, wide)), b.select(mask, term, b.constant(0.0, term.type))
         for lane in range(lanes):
             place, part = b.extract(total, lane, "place"), b.extract(term, lane, "part")
-            at = b.at(self.pointer, place, "f32")
+            at = b.at(self.sink, place, "f32")
             b.store(b.add(b.load(at, "f32", "held"), part), at)

@@ -120,15 +120,13 @@ class BackwardPlan:
         wanted = self.adds_mean and needs[0] or any(needs[entry.operand] for entry in self.loads)
         return normalized(self.spec) and wanted
 
-    def written_once(self, entry: LoadGradient) -> bool:
-        """Whether no two (b.., i, j) meet in an element of this gradient: it is written instead of added to."""
-        alone = sum(other.operand == entry.operand for other in self.loads) == 1
-        return entry.form is Form.DENSE and not self.inner and alone
-
-    def sink_dtype(self, entry: LoadGradient) -> str:
-        """What a DENSE or SCATTERED gradient is collected in: the operand's own dtype, where nothing is added to it."""
-        alone = self.written_once(entry) and entry.operand > 2
-        return self.spec.operands[entry.operand].dtype if alone else "float32"
+    def alone(self, entry: LoadGradient) -> bool:
+        """Whether nothing meets in an element of this gradient but the inner batch elements, all of them: the last of
+        these can write it where it belongs, in the operand's dtype. A mask may skip a tile of some of them alone."""
+        once = sum(other.operand == entry.operand for other in self.loads) == 1
+        named = set().union(*map(coordinates, entry.load.args))
+        alike = self.spec.mask is None and not any(f"b{axis}" in named for axis in self.inner)
+        return entry.form is Form.DENSE and once and entry.operand > 2 and (alike or not self.inner)
 
     def of(self, forms: Collection[Form], needs: Sequence[bool]) -> tuple[LoadGradient, ...]:
         """The loads whose gradients a kernel collects that collects these forms."""
