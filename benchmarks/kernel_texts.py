@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 
 import rows as variants
+from fusion.codegen.mlir.backward.delta import DeltaErrorKernel, DeltaKernel
 from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import backward_plan
 from fusion.codegen.mlir.backward.plan import unsupported as without_backward
-from fusion.codegen.mlir.backward.queries import DeltaErrorKernel, DeltaKernel, QueriesKernel
+from fusion.codegen.mlir.backward.queries import QueriesKernel
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.features import FeatureShape, Readout, State
 from fusion.codegen.mlir.kernel import emit

@@ -8,6 +8,8 @@ gathers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fusion.codegen.mlir.builder import SIZE, Value, shape_of, vector_of
 from fusion.codegen.mlir.rows import LINE, linear_strides
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
@@ -44,20 +46,20 @@ class DenseLoad:
 
     def stage(self, scope: Scope, first_key: Value, count: Value, target: Value) -> None:
         """Write the block to target [key][L], for `read`."""
-        b, lanes = self.b, self.context.lanes
-        offset = b.add(b.mul(scope.lanes.first, self.row_stride), b.mul(first_key, self.key_stride))
+        b, lanes, first = self.b, self.context.lanes, scope.lanes.first
+        numbers = None if first is not None else scope.value(scope.lanes.coord)
+        rows = range(lanes) if numbers is None else [b.extract(numbers, lane, "row") for lane in range(lanes)]
+        offset = b.add(b.mul(first or 0, self.row_stride), b.mul(first_key, self.key_stride))
         corner = b.at(self.origin, offset, self.memory, "corner")
         adjacent = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "adjacent")
         regular = b.binary("arith.andi", b.reduce("and", scope.lanes.valid, "all_valid"), adjacent, "regular")
         end = b.select(regular, b.mul(b.div(count, self.unit_keys), self.unit_keys), 0, "end")
         with b.loop(0, end, self.unit_keys, hint="j") as j:
-            for r, column in enumerate(self._columns(corner, j)):
+            for r, column in enumerate(self._columns(b.at(corner, j, self.memory), rows)):
                 b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
         with b.loop(end, count, hint="j") as j:
-            b.store(
-                self._gather(scope, b.at(corner, b.mul(j, self.key_stride), self.memory), self.row_stride),
-                b.at(target, b.mul(j, lanes), "f32"),
-            )
+            start = b.at(corner, b.mul(j, self.key_stride), self.memory)
+            b.store(self._gather(scope, start, self.row_stride, numbers), b.at(target, b.mul(j, lanes), "f32"))
 
     def ask_ahead(self, first: Value, rows: int, key: Value, keys: int, block: int, n_k: Value) -> None:
         """Ask for what lies ahead of `keys` keys, from a multiple of them on, in `rows` rows from `first` on. Where it
@@ -76,14 +78,13 @@ class DenseLoad:
             for at in range(0, size, LINE):
                 b.prefetch(b.at(row, at, "i8"))
 
-    def _columns(self, corner: Value, key: Value) -> list[Value]:
-        """What is staged for `unit_keys` adjacent keys of L rows from `key`, a multiple of as many, on behind a corner.
-        Several elements are moved as one word: shuffles are what this costs."""
-        b, lanes = self.b, self.context.lanes
-        start = b.at(corner, key, self.memory)
-        rows = [b.at(start, b.mul(self.row_stride, r), self.memory, "row") for r in range(lanes)]
+    def _columns(self, start: Value, rows: Sequence[Value | int]) -> list[Value]:
+        """What is staged for `unit_keys` adjacent keys of these rows. start: of the keys in row 0. Several elements are
+        moved as one word: shuffles are what this costs."""
+        b = self.b
+        lines = [b.at(start, b.mul(self.row_stride, r), self.memory, "row") for r in rows]
         words = vector_of("i32" if self.per_word > 1 else self.memory, UNIT)
-        parts = [b.load(row, words, "line", align=SIZE[self.memory]) for row in rows]
+        parts = [b.load(line, words, "line", align=SIZE[self.memory]) for line in lines]
         while len(parts) > UNIT:  # rows r, r + UNIT, ... behind each other
             firsts = [n for n in range(len(parts)) if n % (2 * UNIT) < UNIT]
             size = shape_of(parts[0].type)[0]
@@ -99,9 +100,10 @@ class DenseLoad:
             return [b.bitcast(half, self.vector) for half in halves]
         return [b.binary("arith.andi", b.binary("arith.shrui", word, 8 * k), 0xFF) for k in range(PER_WORD["bool"])]
 
-    def _gather(self, scope: Scope, start: Value, stride: Value | int) -> Value:
+    def _gather(self, scope: Scope, start: Value, stride: Value | int, numbers: Value | None = None) -> Value:
+        """An element per lane, `numbers` (0, 1, 2, ..) strides from the start."""
         b, lanes = self.b, self.context.lanes
-        steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index")
+        steps = b.dense(range(lanes), vector_of("i64", lanes), "lane_index") if numbers is None else numbers
         offsets = b.mul(steps, b.broadcast(b.as_value(stride, "i64"), lanes))
         addresses = b.addresses(start, offsets, self.memory)
         return self._widen(b.gather(addresses, scope.lanes.valid, vector_of(self.memory, lanes)))

@@ -59,10 +59,11 @@ class Params:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """The vector axis: lane l has coordinate `coord` = first + l; `valid` masks lanes beyond the end (vector of i1)."""
+    """The vector axis: lane l has coordinate `coord` = first + l; where first is None, the scope knows the coordinates.
+    `valid` masks lanes beyond the end (vector of i1)."""
 
     coord: Expr
-    first: Value | int
+    first: Value | int | None
     count: int
     valid: Value
 
@@ -248,11 +249,11 @@ class Scope:
         """(value in lane 0, constant step per lane) of an INT expression, or None where it is not of that form."""
         if not self.varies(expr):
             return self.integer(expr), 0
-        parts = integers.linear(expr, self.lanes.coord)
-        if parts is None or parts[0].op != "const" or self.varies(parts[1]):
+        parts, first = integers.linear(expr, self.lanes.coord), self.lanes.first
+        if first is None or parts is None or parts[0].op != "const" or self.varies(parts[1]):
             return None
         step = parts[0].integer
-        return self.b.add(self.integer(parts[1]), self.b.mul(self.lanes.first, step)), step
+        return self.b.add(self.integer(parts[1]), self.b.mul(first, step)), step
 
     def _integer(self, expr: Expr) -> Value:
         b = self.b

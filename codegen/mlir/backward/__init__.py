@@ -2,8 +2,8 @@
 
 `plan` says which gradients a spec needs and in what form. A kernel is named by what its vector lanes are:
 
-    queries.DeltaKernel         what every row needs, delta among it, before the others
-    queries.DeltaErrorKernel    the sums of dx that should be 0, where delta has more parts than dO and O
+    delta.DeltaKernel           what every row needs, delta among it, before the others
+    delta.DeltaErrorKernel      the sums of dx that should be 0, where delta has more parts than dO and O
     queries.QueriesKernel       dQ, and gradients of loads that are free of the key
     keys.KeysKernel             dK, dV and gradients of all other loads
     fused.FusedKernel           the latter with dQ in it

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fusion.codegen.mlir.backward.delta import DeltaErrorKernel, DeltaKernel
 from fusion.codegen.mlir.backward.derived import Derived, Step, result
 from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
@@ -25,13 +26,7 @@ from fusion.codegen.mlir.backward.plan import (
     column_dimension,
     normalized,
 )
-from fusion.codegen.mlir.backward.queries import (
-    DeltaErrorKernel,
-    DeltaKernel,
-    FurtherSumsKernel,
-    QueriesKernel,
-    RowSumsKernel,
-)
+from fusion.codegen.mlir.backward.queries import FurtherSumsKernel, QueriesKernel, RowSumsKernel
 from fusion.codegen.mlir.calling import CompiledKernel, Launch, address, operand_values
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.launch import WORK_PER_THREAD
@@ -73,7 +68,6 @@ class BackwardCall:
         self.derived = kernel.derived.get(key) or kernel.derived.keep(key, self._derive())
         *self.batch, self.n_q, self.n_k, self.d, self.d_v = self.derived.extents
         self.off: Tensor | None = None
-        self.seen: Tensor | None = None  # rows of which sums were made, where not of all
         self.rows = self._row_values(out, statistics)
         self.complete = False
 
@@ -187,37 +181,24 @@ class BackwardCall:
         """Whether delta is read: by all gradients but that of V."""
         return normalized(self.spec) and any(n for number, n in enumerate(self.needs) if number != 2)
 
-    def _row_sums(self, kind: type[RowSumsKernel], choice: int, marked: Tensor | None = None) -> Tensor | None:
-        """What a kernel sums up over the keys, [b.., i]; None where it met values that its products cannot take.
-        marked: [rows], for the blocks with such a row; what is expected in all others."""
-        sums = torch.zeros(*self.batch, self.n_q)
-        if self.off is not None:
-            sums += self.off
-        given = {("ptr", "sums", 0): sums}
-        if marked is not None:
-            rows = self._compiled(kind, choice).text.rows
-            padded = torch.nn.functional.pad(marked.view(-1, self.n_q), (0, -self.n_q % rows))
-            wanted = padded.view(-1, rows).any(-1)
-            given["ptr", "wanted"] = wanted.long()
-            if self.spec.sinks or self.spec.row_scale is not None:  # else the other blocks' sums are what is expected
-                seen = wanted.repeat_interleave(rows).view(padded.shape)[:, : self.n_q]
-                self.seen = seen.reshape(sums.shape)
-        return sums if self._launch(kind, choice, given) else None
+    def _row_sums(self, kind: type[RowSumsKernel], choice: int) -> Tensor | None:
+        """What a kernel sums up over the keys, [b.., i]; None where it met values that its products cannot take."""
+        sums = torch.empty(*self.batch, self.n_q)
+        return sums if self._launch(kind, choice, {("ptr", "sums", 0): sums}) else None
 
     def _correct_concentrated(self, choice: int) -> bool:
         """Make the deltas of rows with a large weight as exact as eager's; False where the kernel met values that its
         products cannot take.
 
         There dx = P (dP - delta) nearly cancels, and eager, whose delta is the sum of the very P dP, is more exact
-        than a delta from dO and O can be. A kernel over the blocks with such rows (random scores have few, causal
-        masks the first) sums dx as the others will compute it; what is not 0 of that is the error of delta.
+        than a delta from dO and O can be. A kernel over such rows sums dx as the others will compute it; what is not 0
+        of that is the error of delta.
         """
         if not self._wants_delta() or not self.concentrated.any():
             return True
-        if (sums := self._row_sums(DeltaErrorKernel, choice, self.concentrated)) is None:
+        if (sums := self._row_sums(DeltaErrorKernel, choice)) is None:
             return False
-        drift = self._drift(sums)
-        self.delta.add_(drift if self.seen is None else torch.where(self.seen, drift, 0.0))
+        self.delta.add_(torch.where(self.concentrated, self._drift(sums), 0.0))
         return True
 
     @property

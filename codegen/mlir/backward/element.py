@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fusion.codegen.mlir.backward.plan import SUM_OF_DX, Form, TileProgram
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.scope import Lanes, Scope, staged_leaf
+from fusion.codegen.mlir.scope import Scope, staged_leaf
 from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import SCORE, WEIGHT
 from fusion.ir.reads import dense_loads
@@ -65,10 +65,7 @@ class GroupElements:
         """member: of those worked on together."""
         self.kernel, self.b, self.first, self.variant = kernel, kernel.b, rows.first, variant
         b, lanes, keys = kernel.b, kernel.lanes, kernel.tiling.keys
-        offset = b.mul(g, lanes)
-        first, valid = b.add(block.first, offset), kernel._valid(b.sub(block.count, offset))
-        held = Lanes(coord=kernel.axis.lane, first=first, count=lanes, valid=valid)
-        self.scope = block.scope.inner(lanes=held)
+        self.scope = kernel.lane_scope(block, g)
         collected = (variant.gradients[target] for target in (SCORE, *(entry.load for entry in kernel.collected)))
         exprs = (variant.program, kernel.weight, kernel.plan.at_weight, *collected)
         self.scope.prepare(*exprs, bound=kernel.batch_names | {kernel.axis.lane.name})
@@ -78,7 +75,7 @@ class GroupElements:
                 area = b.at(areas, member * keys * lanes, "f32")
                 load.stage(self.scope, rows.first, rows.count, area)
                 self.staged.append((load.expr, functools.partial(load.read, area)))
-        self.statistics = kernel.lane_statistics(first)
+        self.statistics = kernel.lane_statistics(self.scope)
         self.scores, *slopes = (kernel.part(half.tile, g, 4 * keys * lanes) for half in kernel.halves)
         self.slopes = slopes[0] if slopes else None
         self.weights = [kernel.part(half.weights, g, half.products.weight_bytes(keys)) for half in kernel.halves]

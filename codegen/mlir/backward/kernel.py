@@ -45,7 +45,7 @@ class BackwardKernel(BackwardTile):
         if self.worst is not None:
             raise_flag(b, self.worst, self.params[("ptr", "flag")])
         return KernelText(
-            source=self.function(), slots=self.slots(), rows=self.rows_per_block,
+            source=self.function(), slots=self.slots(), rows=self.rows_per_item,
             key_step=self.score_half.products.key_step,
             fixed_bytes=self.workspace_bytes, step_bytes=self.step_bytes, may_flag=self.worst is not None,
         )  # fmt: skip
@@ -70,7 +70,7 @@ class BackwardKernel(BackwardTile):
                 odd = b.compare("ne", b.rem(b.add(o, turn), 2), 0)
                 block = b.add(b.mul(turn, step), b.select(odd, mirrored, mine), "block")
                 with b.when(b.compare("slt", block, blocks)), self._one_block(scope, block):
-                    self._block(scope.inner(), block)
+                    self._item(scope.inner(), block)
 
     def _element(self, scope: Scope, blocks: Value) -> contextlib.AbstractContextManager[None]:
         """Around the blocks of one batch element."""
@@ -137,9 +137,12 @@ class BackwardKernel(BackwardTile):
                 values = self.centred if half.operand == 0 and self.centred else reader
                 p.pack_values(values, *rest, p.values_of(half.values, n), self.staging)
 
-    def _block(self, scope: Scope, number: Value) -> None:
+    def _item(self, scope: Scope, number: Value) -> None:
+        """The rows that a thread takes at a time."""
+        self._block(self._block_of(scope, number))
+
+    def _block(self, block: Block) -> None:
         b, keys = self.b, self.tiling.keys
-        block = self._block_of(scope, number)
         self._pack_lanes(block)
         for half in (half for half in self.halves if half.operand in self.results):
             size = half.products.weight_bytes(keys)
@@ -169,12 +172,16 @@ class BackwardKernel(BackwardTile):
             self._finish(block, g)
 
     def _block_of(self, scope: Scope, number: Value) -> Block:
-        b, rows, step = self.b, self.rows_per_block, self.score_half.products.group_step
+        b, rows = self.b, self.rows_per_block
         first = b.mul(number, rows, "first")
         count = b.least(b.sub(self.n_lanes, first), rows, "count")
+        return self._block_at(scope, first, count, Rows(first=first, count=count))
+
+    def _block_at(self, scope: Scope, first: Value, count: Value, span: Rows) -> Block:
+        b, step = self.b, self.score_half.products.group_step
         groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
         padded = b.mul(b.div(b.add(groups, step - 1), step), step, "padded_groups")
-        return Block(scope=scope, first=first, count=count, groups=groups, padded=padded)
+        return Block(scope=scope, first=first, count=count, groups=groups, padded=padded, span=span)
 
     def _row_range(self, block: Block) -> tuple[Value, Value]:
         raise NotImplementedError

@@ -29,7 +29,7 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
 from fusion.codegen.mlir.products import Groups
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Scope
+from fusion.codegen.mlir.scope import MEMORY_TYPE, Lanes, Scope
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.expr import I0, I1, J0, J1
@@ -71,13 +71,15 @@ class GradientProducts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """`count` lane rows from `first` on, in `groups` groups of lanes; products see `padded` groups. scope: knows the
-    batch coordinates."""
+    batch coordinates. span: these rows; where they are those of a list, from number `first` on, all between them, too.
+    """
 
     scope: Scope
     first: Value
     count: Value
     groups: Value
     padded: Value
+    span: Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +146,11 @@ class BackwardTile(KernelFunction):
     @property
     def rows_per_block(self) -> int:
         return self.tiling.groups * self.lanes
+
+    @property
+    def rows_per_item(self) -> int:
+        """How many a thread takes at a time."""
+        return self.rows_per_block
 
     def _areas(self) -> None:
         mirrored = self.axis is LaneAxis.KEYS
@@ -282,8 +289,14 @@ class BackwardTile(KernelFunction):
         """Where sum k of a group's lanes lies."""
         return self.b.at(self.kept, self.b.mul(self.b.add(g, k * self.tiling.groups), self.lanes), "f32")
 
-    def lane_statistics(self, first: Value) -> dict[str, Value] | None:
-        """`STATISTICS` of the lanes from `first` on; None where lanes are no queries, or there are none."""
+    def lane_scope(self, block: Block, g: Value) -> Scope:
+        """A scope that knows the lanes of a group."""
+        b, offset = self.b, self.b.mul(g, self.lanes)
+        first, valid = b.add(block.first, offset), self._valid(b.sub(block.count, offset))
+        return block.scope.inner(lanes=Lanes(coord=self.axis.lane, first=first, count=self.lanes, valid=valid))
+
+    def lane_statistics(self, scope: Scope) -> dict[str, Value] | None:
+        """`STATISTICS` of the lanes of a scope; None where lanes are no queries, or there are none."""
         return None
 
     def row_statistics(self, row: Value) -> dict[str, Value] | None:
@@ -302,7 +315,7 @@ class BackwardTile(KernelFunction):
 
     def _tile_scope(self, block: Block, rows: Rows) -> Scope:
         """A scope that knows the first and last query and key of a tile."""
-        b, lanes = self.b, Rows(first=block.first, count=block.count)
+        b, lanes = self.b, block.span
         queries, keys = (lanes, rows) if self.axis is LaneAxis.QUERIES else (rows, lanes)
         i0, j0 = queries.first, keys.first
         known = {I0: i0, I1: b.sub(b.add(i0, queries.count), 1), J0: j0, J1: b.sub(b.add(j0, keys.count), 1)}

@@ -1,0 +1,163 @@
+"""The kernels that make delta as exact as eager's where a row has a large weight; see
+`call.BackwardCall._correct_concentrated`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion.codegen.mlir.amx import Products
+from fusion.codegen.mlir.backward.kernel import OUTPUT, OUTPUT_GRADIENT
+from fusion.codegen.mlir.backward.plan import STATISTICS
+from fusion.codegen.mlir.backward.queries import RowSumsKernel
+from fusion.codegen.mlir.backward.tile import Block, Rows
+from fusion.codegen.mlir.builder import Value, vector_of
+from fusion.codegen.mlir.rows import RowReader, load_f32
+from fusion.codegen.mlir.rows import Rows as RowsInMemory
+from fusion.codegen.mlir.scope import Lanes, Scope
+from fusion.codegen.mlir.transpose import sum_rows
+
+STRETCH = 8
+"""In so many blocks at a time the rows that are wanted are found: they then fill few blocks."""
+
+
+class ListedRows(RowReader):
+    """The rows of a reader by their places in a list of row numbers, which goes on behind the last."""
+
+    def __init__(self, reader: RowReader, numbers: Value):
+        super().__init__(reader.context, reader.scope, reader.access)
+        self.numbers = numbers
+
+    def rows(
+        self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value
+    ) -> RowsInMemory:
+        b = self.context.b
+        with b.loop(0, count, hint="r") as r:
+            number = b.load(b.at(self.numbers, b.add(first, r), "i64"), "i64", "row")
+            self.put(number, width, padded, b.at(staging, b.mul(r, padded), self.memory), self.memory)
+        return RowsInMemory(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
+
+
+class ConcentratedRowsKernel(RowSumsKernel):
+    """Sums of dx over the keys, in the rows that the forward has marked as concentrated: random scores have few, causal
+    masks the first. They are listed, and the lanes of a block are rows of the list."""
+
+    @property
+    def rows_per_item(self) -> int:
+        return STRETCH * self.rows_per_block
+
+    def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
+        self.listed = self.area(8 * (self.rows_per_item + self.rows_per_block), "listed")
+        return super()._packed_areas(products)
+
+    def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
+        scope = super()._element_scope(top, outer, inner)
+        self.readers[:2] = [ListedRows(reader, self.listed) for reader in self.readers[:2]]
+        return scope
+
+    def _item(self, scope: Scope, number: Value) -> None:
+        b, size = self.b, self.rows_per_block
+        first = b.mul(number, self.rows_per_item, "first")
+        count = self._list(Rows(first=first, count=b.least(b.sub(self.n_q, first), self.rows_per_item, "count")))
+        with b.loop(0, count, size, hint="start") as start:
+            here = b.least(b.sub(count, start), size, "count")
+            low, high = self._listed(start), self._listed(b.sub(b.add(start, here), 1))
+            self._block(self._block_at(scope.inner(), start, here, Rows(first=low, count=b.add(b.sub(high, low), 1))))
+
+    def _list(self, queries: Rows) -> Value:
+        """Write the numbers of concentrated rows among these to the list, and the first of all behind it; returns how
+        many they are."""
+        b = self.b
+        marks = b.at(self.params[("ptr", "statistics")], b.add(self.flat_query, queries.first), "f32", "marks")
+        with b.carry(0, queries.count, 1, [b.constant(0, "i64")], hint="r") as (loop, r, (count,)):
+            b.store(b.add(queries.first, r), b.at(self.listed, count, "i64"))
+            marked = b.compare("olt", b.load(b.at(marks, r, "f32"), "f32", "mark"), b.constant(0.0, "f32"))
+            loop.yields(b.add(count, b.convert("arith.extui", marked, "i64")))
+        with b.loop(0, self.rows_per_block, hint="n") as n:
+            b.store(queries.first, b.at(self.listed, b.add(loop.results[0], n), "i64"))
+        return loop.results[0]
+
+    def _listed(self, place: Value) -> Value:
+        return self.b.load(self._place(place), "i64", "row")
+
+    def _place(self, place: Value) -> Value:
+        return self.b.at(self.listed, place, "i64")
+
+    def _prefetch(self, block: Block, rows: Rows) -> None:
+        pass
+
+    def lane_scope(self, block: Block, g: Value) -> Scope:
+        b, offset = self.b, self.b.mul(g, self.lanes)
+        numbers = b.load(self._place(b.add(block.first, offset)), vector_of("i64", self.lanes), "rows")
+        lanes = Lanes(coord=self.axis.lane, first=None, count=self.lanes, valid=self._valid(b.sub(block.count, offset)))
+        return block.scope.inner({self.axis.lane: numbers}, lanes=lanes)
+
+    def lane_statistics(self, scope: Scope) -> dict[str, Value]:
+        b, found = self.b, {}
+        for name in STATISTICS:
+            addresses = b.addresses(self.statistic(name, b.constant(0, "i64")), scope.value(self.axis.lane), "f32")
+            found[name] = b.gather(addresses, scope.lanes.valid, self.vector)
+        return found
+
+    def _finish(self, block: Block, g: Value) -> None:
+        b, offset = self.b, self.b.mul(g, self.lanes)
+        with b.loop(0, b.least(b.sub(block.count, offset), self.lanes), hint="lane") as lane:
+            row = self._listed(b.add(b.add(block.first, offset), lane))
+            self._take(row, b.load(b.at(self.sum_at(0, g), lane, "f32"), "f32", "sum"))
+
+    def _take(self, row: Value, total: Value) -> None:
+        """What becomes of a row's sum."""
+        raise NotImplementedError
+
+
+class DeltaErrorKernel(ConcentratedRowsKernel):
+    """The sums as they are."""
+
+    def _take(self, row: Value, total: Value) -> None:
+        self.b.store(total, self.b.at(self.params[("ptr", "sums", 0)], self.b.add(self.flat_query, row), "f32"))
+
+
+class DeltaKernel(ConcentratedRowsKernel):
+    """`STATISTICS` of each row: those of the forward, and delta, with what it lacks where rows are concentrated."""
+
+    def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
+        size = 4 * self.lanes * products[1].e_padded
+        self.rows_staging = [self.area(size, name) for name in ("arriving_rows", "output_rows")]
+        return super()._packed_areas(products)
+
+    def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
+        scope = super()._element_scope(top, outer, inner)
+        self.multiplied = [self._reader(scope, number) for number in (OUTPUT_GRADIENT, OUTPUT)]
+        return scope
+
+    def _list(self, queries: Rows) -> Value:
+        b, lanes = self.b, self.lanes
+        with b.loop(0, queries.count, lanes, hint="r") as r:
+            row, valid = b.add(queries.first, r), self._valid(b.sub(queries.count, r))
+            self._copy_statistics(row, valid)
+            b.masked_store(self._delta(row), self.statistic("delta", row), valid)
+        return super()._list(queries)
+
+    def _copy_statistics(self, row: Value, valid: Value) -> None:
+        """Those of a group that the forward left."""
+        b, params = self.b, self.params
+        source = b.at(params[("ptr", "statistics")], b.add(self.flat_query, row), "f32")
+        for n, name in enumerate(STATISTICS[:3]):
+            x = b.masked_load(b.at(source, b.mul(params[("statistics_rows",)], n), "f32"), valid, self.vector, name)
+            b.masked_store(x if n else b.unary("math.absf", x), self.statistic(name, row), valid)
+
+    def _delta(self, row: Value) -> Value:
+        """Sums of dO * O of a group's rows, one to a lane."""
+        b, lanes, padded = self.b, self.lanes, self.value_half.products.e_padded
+        both = [
+            reader.rows(row, lanes, self.n_q, self.d_v, padded, staging)
+            for reader, staging in zip(self.multiplied, self.rows_staging, strict=True)
+        ]
+        with b.carry(0, padded, lanes, [b.constant(0.0, self.vector)] * lanes, hint="e") as (loop, e, sums):
+            pairs = [[load_f32(b, rows, r, e, lanes) for rows in both] for r in range(lanes)]
+            loop.yields(*(b.fma(*pair, total) for pair, total in zip(pairs, sums, strict=True)))
+        return sum_rows(b, loop.results)
+
+    def _take(self, row: Value, total: Value) -> None:
+        b, at = self.b, self.statistic("delta", row)
+        # With sinks these are sums of P dP.
+        b.store(total if self.spec.sinks else b.add(b.load(at, "f32", "delta"), total), at)
