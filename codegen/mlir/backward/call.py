@@ -13,7 +13,7 @@ from torch import Tensor
 from fusion.codegen.mlir.backward.delta import DeltaErrorKernel, DeltaKernel
 from fusion.codegen.mlir.backward.derived import Derived, Step, result
 from fusion.codegen.mlir.backward.fused import FusedKernel
-from fusion.codegen.mlir.backward.kernel import BackwardKernel
+from fusion.codegen.mlir.backward.kernel import MAX_SCATTERED, BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import (
     ROW_VALUES,
@@ -39,8 +39,6 @@ from fusion.lowering.row_gradients import lost_logarithms
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
-
-MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in a copy of its own
 
 NOTHING: Mapping[tuple, Tensor] = {}
 
@@ -96,7 +94,6 @@ class BackwardCall:
             return rows
         rows[:3, :count] = statistics[:3].view(3, count)
         unit, _, _, delta, lost, off = (row.view(*self.batch, self.n_q) for row in rows[:, :count])
-        self.concentrated = unit < 0
         unit.abs_()
         order = [self.spec.output.dims.index(name) for name in result_names(self.spec)]
         product = self.arriving[0].permute(order).float() * out.permute(order).float()
@@ -147,7 +144,7 @@ class BackwardCall:
         """False where a kernel met values that its products cannot take."""
         if self.derived.simple:
             return self._launch(DeltaKernel, choice)
-        return self._add_further(choice) and self._correct_concentrated(choice)
+        return self._add_further(choice) and self._make_exact(choice)
 
     def _steps(self, choice: int) -> list[Step]:
         """The kernels that give the gradients: one, where there is one and every batch element is one thread's."""
@@ -169,8 +166,9 @@ class BackwardCall:
             return True
         delta = self.delta
         if self.plan.at_weight is not None:
-            if (sums := self._row_sums(FurtherSumsKernel, choice)) is None:
+            if (found := self._row_sums(FurtherSumsKernel, choice)) is None:
                 return False
+            sums = found[0]
             delta += sums if self.spec.row_scale is None else sums * self.slope
         if self.off is not None:
             delta -= self.off
@@ -182,24 +180,37 @@ class BackwardCall:
         return normalized(self.spec) and any(n for number, n in enumerate(self.needs) if number != 2)
 
     def _row_sums(self, kind: type[RowSumsKernel], choice: int) -> Tensor | None:
-        """What a kernel sums up over the keys, [b.., i]; None where it met values that its products cannot take."""
-        sums = torch.empty(*self.batch, self.n_q)
+        """What a kernel sums up over the keys, [b.., i], and where it did; None where it met values that its products
+        cannot take."""
+        sums = torch.zeros(2, *self.batch, self.n_q)
         return sums if self._launch(kind, choice, {("ptr", "sums", 0): sums}) else None
 
-    def _correct_concentrated(self, choice: int) -> bool:
-        """Make the deltas of rows with a large weight as exact as eager's; False where the kernel met values that its
-        products cannot take.
+    def _make_exact(self, choice: int) -> bool:
+        """Make deltas as exact as eager's where they are not; False where a kernel met values that its products cannot
+        take.
 
-        There dx = P (dP - delta) nearly cancels, and eager, whose delta is the sum of the very P dP, is more exact
-        than a delta from dO and O can be. A kernel over such rows sums dx as the others will compute it; what is not 0
-        of that is the error of delta.
+        In rows with a large weight dx = P (dP - delta) nearly cancels, and eager, whose delta is the sum of the very
+        P dP, is more exact than a delta from dO and O can be. So it is in all rows where those of V have much in
+        common: O is rounded with that in it. A kernel over such rows sums dx as the others will compute it; what is not
+        0 of that is the error of delta.
         """
-        if not self._wants_delta() or not self.concentrated.any():
+        if not self._wants_delta():
             return True
-        if (sums := self._row_sums(DeltaErrorKernel, choice)) is None:
+        if (found := self._row_sums(DeltaErrorKernel, choice)) is None:
             return False
-        self.delta.add_(torch.where(self.concentrated, self._drift(sums), 0.0))
+        sums, seen = found
+        self.delta.add_(torch.where(seen != 0, self._drift(sums), 0.0))
         return True
+
+    def _common(self) -> int:
+        """At which squared mean of rows of V the deltas of all rows are made exact: 4 / `common` of the variance.
+
+        A delta's error is shared by the weights of its row. In the gradient of a table one bucket takes many of these,
+        in one row, where eager's errors are many and average out; most in narrow dtypes, which O is rounded to."""
+        narrow = self.spec.out_dtype != "float32"
+        if any(self.needs[entry.operand] and entry.form is Form.SCATTERED for entry in self.plan.loads):
+            return max(self.n_k, 4) if narrow else 16
+        return 1 if narrow else 4
 
     @property
     def delta(self) -> Tensor:
@@ -238,7 +249,7 @@ class BackwardCall:
                 self.sums[entry.of] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
     def _make_sink(self, entry: LoadGradient, choice: int) -> None:
-        """A buffer of the operand's shape, the key's dimension innermost; a copy per thread where scattered.
+        """A buffer of the operand's shape, the key's dimension innermost; two copies per thread where scattered.
 
         Zeroed unless the kernel writes all of it. What it adds up before that is kept in one per thread."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
@@ -253,12 +264,13 @@ class BackwardCall:
         if entry.form is Form.DENSE:
             last = column_dimension(entry.load)  # rows before it: those of one batch element lie side by side
             order.sort(key=lambda dim: (dim == last, "i" in coordinates(entry.load.args[dim])))
-        copies = self.derived.threads if entry.form is Form.SCATTERED else 1
-        alone = self.plan.alone(entry)
-        packed = torch.empty(copies, *(shape[dim] for dim in order), dtype=operand.dtype if alone else torch.float32)
-        in_huge_pages(packed)
+        copies = 2 * self.derived.threads if entry.form is Form.SCATTERED else 1
+        alone, elements = self.plan.alone(entry), operand.numel()
+        memory = torch.empty(copies, round_up(elements, 16), dtype=operand.dtype if alone else torch.float32)
+        in_huge_pages(memory)
         if not self._covers(entry):
-            packed.zero_()
+            memory.zero_()
+        packed = memory[:, :elements].view(copies, *(shape[dim] for dim in order))
         self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())))
         if alone:
             keys = self.kernel.backward_tilings[choice].groups * self.kernel.target.lanes
@@ -295,7 +307,7 @@ class BackwardCall:
             values |= {("result_stride", number, name): n for name, n in memory.by_name.items()}
         for number, sink in self.sinks.items():
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
-            values["sink_elements", number] = sink[0].numel()
+            values["sink_elements", number] = sink.stride(0) if len(sink) > 1 else 0
         values |= {("kept_elements", number): kept.shape[1] for number, kept in self.kept.items()}
         if normalized(self.spec):
             values |= {("statistics_rows",): self.statistics[0].numel(), ("rows_apart",): self.rows.stride(0)}
@@ -304,6 +316,7 @@ class BackwardCall:
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // kernel.text.rows)
         split, threads = self._split(blocks)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
+        values["common",] = self._common()
         return kernel.launcher(values, [*self.located, *own], threads, rows)
 
     def _compiled(self, kind: type[BackwardKernel], choice: int) -> CompiledKernel:
@@ -321,7 +334,8 @@ class BackwardCall:
             else:
                 parts.append(pulled.of_access(self.spec, self.operands, self.sizes, number, tensor))
         if number in self.sinks:
-            parts.append(self.sinks[number].sum(0) if self.sinks[number].shape[0] > 1 else self.sinks[number][0])
+            sink = self.sinks[number]  # of two copies per thread the second has the sums
+            parts.append(sink[1::2].sum(0) if len(sink) > 1 else sink[0])
         for load, sums in self.sums.items():
             if load.operand == number:
                 upstream = sums.unsqueeze(-2 if "j" in coordinates(load) else -1)

@@ -1,8 +1,8 @@
-"""The kernels that make delta as exact as eager's where a row has a large weight; see
-`call.BackwardCall._correct_concentrated`."""
+"""The kernels that make delta as exact as eager's where dO times O is not; see `call.BackwardCall._make_exact`."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from fusion.codegen.mlir.amx import Products
@@ -37,9 +37,10 @@ class ListedRows(RowReader):
         return RowsInMemory(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
 
 
-class ConcentratedRowsKernel(RowSumsKernel):
-    """Sums of dx over the keys, in the rows that the forward has marked as concentrated: random scores have few, causal
-    masks the first. They are listed, and the lanes of a block are rows of the list."""
+class ExactRowsKernel(RowSumsKernel):
+    """Sums of dx over the keys, in the rows that the forward has marked as concentrated (random scores have few, causal
+    masks the first), or in all where rows of V have much in common. The rows are listed, and the lanes of a block are
+    rows of the list."""
 
     @property
     def rows_per_item(self) -> int:
@@ -47,12 +48,42 @@ class ConcentratedRowsKernel(RowSumsKernel):
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         self.listed = self.area(8 * (self.rows_per_item + self.rows_per_block), "listed")
+        self.columns = self.area(8 * products[1].e_padded, "columns")
+        self.value_rows = self.area(4 * self.lanes * products[1].e_padded, "value_rows")
         return super()._packed_areas(products)
 
     def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
         scope = super()._element_scope(top, outer, inner)
         self.readers[:2] = [ListedRows(reader, self.listed) for reader in self.readers[:2]]
         return scope
+
+    @contextlib.contextmanager
+    def _element(self, scope: Scope, blocks: Value):
+        self.all = self._have_much_in_common(self.readers[3])
+        yield
+
+    def _have_much_in_common(self, values: RowReader) -> Value:
+        """Whether the square of the mean, over the columns together, is more than 4 / `common` of the variance."""
+        b, lanes, padded = self.b, self.lanes, self.value_half.products.e_padded
+        self._zero(self.columns, 8 * padded)
+        places = b.at(self.columns, 0, "f32"), b.at(self.columns, padded, "f32")
+        with b.loop(0, self.n_k, lanes, hint="j") as j:
+            rows = values.rows(j, lanes, self.n_k, self.d_v, padded, self.value_rows)
+            with b.loop(0, padded, lanes, hint="c") as c:
+                held = [b.load(b.at(place, c, "f32"), self.vector, "held") for place in places]
+                with b.carry(0, lanes, 1, held, hint="r") as (loop, r, (total, squares)):
+                    x = load_f32(b, rows, r, c, lanes)
+                    loop.yields(b.add(total, x), b.fma(x, x, squares))
+                for place, x in zip(places, loop.results, strict=True):
+                    b.store(x, b.at(place, c, "f32"))
+        start = [b.constant(0.0, self.vector)] * 2
+        with b.carry(0, padded, lanes, start, hint="c") as (loop, c, (common, every)):
+            total, squares = (b.load(b.at(place, c, "f32"), self.vector, "held") for place in places)
+            loop.yields(b.fma(total, total, common), b.add(every, squares))
+        common, every = (b.reduce("add", x, "sum") for x in loop.results)
+        count, factor = (b.convert("arith.sitofp", x, "f32") for x in (self.n_k, self.params[("common",)]))
+        common = b.mul(common, b.fma(factor, b.constant(0.25, "f32"), b.constant(1.0, "f32")))
+        return b.compare("ogt", common, b.mul(count, every))  # n squared times squared mean, and mean square
 
     def _item(self, scope: Scope, number: Value) -> None:
         b, size = self.b, self.rows_per_block
@@ -64,14 +95,14 @@ class ConcentratedRowsKernel(RowSumsKernel):
             self._block(self._block_at(scope.inner(), start, here, Rows(first=low, count=b.add(b.sub(high, low), 1))))
 
     def _list(self, queries: Rows) -> Value:
-        """Write the numbers of concentrated rows among these to the list, and the first of all behind it; returns how
-        many they are."""
+        """Write the numbers of the rows among these to the list, and the first of all behind it; returns how many."""
         b = self.b
         marks = b.at(self.params[("ptr", "statistics")], b.add(self.flat_query, queries.first), "f32", "marks")
         with b.carry(0, queries.count, 1, [b.constant(0, "i64")], hint="r") as (loop, r, (count,)):
             b.store(b.add(queries.first, r), b.at(self.listed, count, "i64"))
             marked = b.compare("olt", b.load(b.at(marks, r, "f32"), "f32", "mark"), b.constant(0.0, "f32"))
-            loop.yields(b.add(count, b.convert("arith.extui", marked, "i64")))
+            taken = b.binary("arith.ori", marked, self.all, "taken")
+            loop.yields(b.add(count, b.convert("arith.extui", taken, "i64")))
         with b.loop(0, self.rows_per_block, hint="n") as n:
             b.store(queries.first, b.at(self.listed, b.add(loop.results[0], n), "i64"))
         return loop.results[0]
@@ -109,15 +140,18 @@ class ConcentratedRowsKernel(RowSumsKernel):
         raise NotImplementedError
 
 
-class DeltaErrorKernel(ConcentratedRowsKernel):
-    """The sums as they are."""
+class DeltaErrorKernel(ExactRowsKernel):
+    """The sums as they are, and 1 for each row that has one."""
 
     def _take(self, row: Value, total: Value) -> None:
-        self.b.store(total, self.b.at(self.params[("ptr", "sums", 0)], self.b.add(self.flat_query, row), "f32"))
+        b = self.b
+        at = b.at(self.params[("ptr", "sums", 0)], b.add(self.flat_query, row), "f32")
+        b.store(total, at)
+        b.store(b.constant(1.0, "f32"), b.at(at, self.params[("statistics_rows",)], "f32"))
 
 
-class DeltaKernel(ConcentratedRowsKernel):
-    """`STATISTICS` of each row: those of the forward, and delta, with what it lacks where rows are concentrated."""
+class DeltaKernel(ExactRowsKernel):
+    """`STATISTICS` of each row: those of the forward, and delta, with what it lacks where it is to be exact."""
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         size = 4 * self.lanes * products[1].e_padded

@@ -17,7 +17,7 @@ import contextlib
 import math
 
 from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
-from fusion.codegen.mlir.backward.plan import SUM_OF_DX, SUM_OF_SLOPES, SUM_OF_WEIGHTS, LaneAxis, RowSum
+from fusion.codegen.mlir.backward.plan import SUM_OF_DX, SUM_OF_SLOPES, SUM_OF_WEIGHTS, Form, LaneAxis, RowSum
 from fusion.codegen.mlir.backward.tile import BackwardTile, Block, GradientProducts, Rows
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
@@ -28,6 +28,8 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.ir.expr import E, Expr, I, coord
 from fusion.planning.register_tiles import KEY_SPAN
 
+MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in copies of its own
+SMALL_TABLE = 1 << 14  # elements of one that costs little to go through after each tile
 OUTPUT_GRADIENT, OUTPUT = -1, -2  # stand for dO and O where the number of an operand is expected
 
 
@@ -71,6 +73,7 @@ class BackwardKernel(BackwardTile):
                 block = b.add(b.mul(turn, step), b.select(odd, mirrored, mine), "block")
                 with b.when(b.compare("slt", block, blocks)), self._one_block(scope, block):
                     self._item(scope.inner(), block)
+            self._add_up_tables(MAX_SCATTERED)
 
     def _element(self, scope: Scope, blocks: Value) -> contextlib.AbstractContextManager[None]:
         """Around the blocks of one batch element."""
@@ -137,6 +140,14 @@ class BackwardKernel(BackwardTile):
                 values = self.centred if half.operand == 0 and self.centred else reader
                 p.pack_values(values, *rest, p.values_of(half.values, n), self.staging)
 
+    def _add_up_tables(self, most: int) -> None:
+        """Add what tables of at most so many elements have been given since to what they had before: of short sums few
+        digits are lost."""
+        for sink in self.sinks:
+            if sink.entry.form is Form.SCATTERED:
+                with self.b.when(self.b.compare("sle", sink.size, most)):
+                    self._add_partial_sums(sink.sink, sink.total, self.b.mul(sink.size, 4))
+
     def _item(self, scope: Scope, number: Value) -> None:
         """The rows that a thread takes at a time."""
         self._block(self._block_of(scope, number))
@@ -160,6 +171,7 @@ class BackwardKernel(BackwardTile):
             rows = Rows(first=first, count=b.least(b.sub(high, first), keys, "n_rows"))
             with b.when(self._may_meet(block, rows)):
                 self._tile(block, rows)
+                self._add_up_tables(SMALL_TABLE)
             if self.spans > 1:
                 with b.when(b.binary("arith.andi", several, self._ends_key_span(first, keys, KEY_SPAN))):
                     for half in self.halves:

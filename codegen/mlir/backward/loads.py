@@ -37,9 +37,10 @@ class LaneLoad(DenseLoad):
 class GradientSink:
     """Where the elements of a DENSE or SCATTERED gradient go.
 
-    They are added to a buffer of the operand's shape in float32; of a scattered gradient every thread has a copy. Where
-    only inner batch elements meet (`BackwardPlan.alone`), the first is kept, the next are added, and the last writes
-    the sum, in the operand's dtype. What is kept is one thread's, by [block of keys][query][key of the block].
+    They are added to a buffer of the operand's shape in float32. Of a scattered gradient every thread has two copies,
+    which `kernel` adds up: short sums lose few digits. Where only inner batch elements meet (`BackwardPlan.alone`), the
+    first is kept, the next are added, and the last writes the sum, in the operand's dtype. What is kept is one
+    thread's, by [block of keys][query][key of the block].
 
     inner: the number of this element; queries: how many there are; width: keys of a block."""
 
@@ -54,7 +55,9 @@ class GradientSink:
         self.sink, self.memory = params[("ptr", "sink", number)], "f32"
         self.strides = [params[("sink_stride", number, dim)] for dim in dims]
         if entry.form is Form.SCATTERED:
-            self.sink = b.at(self.sink, b.mul(thread, params[("sink_elements", number)]), "f32", "copy")
+            self.size = params[("sink_elements", number)]
+            self.sink = b.at(self.sink, b.mul(b.mul(thread, 2), self.size), "f32", "copy")
+            self.total = b.at(self.sink, self.size, "f32", "total")
         self.alone = plan.alone(entry)
         if self.alone:
             self.memory = MEMORY_TYPE[plan.spec.operands[number].dtype]
