@@ -190,9 +190,9 @@ class BackwardCall:
         take.
 
         In rows with a large weight dx = P (dP - delta) nearly cancels, and eager, whose delta is the sum of the very
-        P dP, is more exact than a delta from dO and O can be. So it is in all rows where those of V have much in
-        common: O is rounded with that in it. A kernel over such rows sums dx as the others will compute it; what is not
-        0 of that is the error of delta.
+        P dP, is more exact than a delta from dO and O can be. So it is where rows of V have much in common: O is
+        rounded with that in it. A kernel over such rows sums dx as the others will compute it; what is not 0 of that is
+        the error of delta.
         """
         if not self._wants_delta():
             return True
@@ -203,14 +203,13 @@ class BackwardCall:
         return True
 
     def _common(self) -> int:
-        """At which squared mean of rows of V the deltas of all rows are made exact: 4 / `common` of the variance.
+        """At which squared mean of V's rows the deltas of all rows are made exact: 1 / `common` of the variance.
 
         A delta's error is shared by the weights of its row. In the gradient of a table one bucket takes many of these,
-        in one row, where eager's errors are many and average out; most in narrow dtypes, which O is rounded to."""
-        narrow = self.spec.out_dtype != "float32"
-        if any(self.needs[entry.operand] and entry.form is Form.SCATTERED for entry in self.plan.loads):
-            return max(self.n_k, 4) if narrow else 16
-        return 1 if narrow else 4
+        in each row, where eager's errors average out; most in narrow dtypes, which O is rounded to."""
+        if not any(self.needs[entry.operand] and entry.form is Form.SCATTERED for entry in self.plan.loads):
+            return 0
+        return 4 if self.spec.out_dtype == "float32" else max(self.n_k // 4, 4)
 
     @property
     def delta(self) -> Tensor:

@@ -38,37 +38,45 @@ class ListedRows(RowReader):
 
 
 class ExactRowsKernel(RowSumsKernel):
-    """Sums of dx over the keys, in the rows that the forward has marked as concentrated (random scores have few, causal
-    masks the first), or in all where rows of V have much in common. The rows are listed, and the lanes of a block are
-    rows of the list."""
+    """Sums of dx over the keys, in the rows whose delta is to be exact: the forward has marked those with a large
+    weight (random scores have few, causal masks the first); others are found by what rows of V have in common. The rows
+    are listed, and the lanes of a block are rows of the list."""
 
     @property
     def rows_per_item(self) -> int:
         return STRETCH * self.rows_per_block
 
+    @property
+    def common_share(self) -> float:
+        """From which share of V's mean square on the square of O tells that its row needs an exact delta."""
+        return 1 / 2 if self.spec.out_dtype == "float32" else 4 / 5
+
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
+        padded = products[1].e_padded
         self.listed = self.area(8 * (self.rows_per_item + self.rows_per_block), "listed")
-        self.columns = self.area(8 * products[1].e_padded, "columns")
-        self.value_rows = self.area(4 * self.lanes * products[1].e_padded, "value_rows")
+        self.marks = self.area(4 * self.rows_per_item, "marks")
+        self.columns = self.area(8 * padded, "columns")
+        self.rows_staging = [self.area(4 * self.lanes * padded, name) for name in ("arriving_rows", "output_rows")]
         return super()._packed_areas(products)
 
     def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
         scope = super()._element_scope(top, outer, inner)
+        self.multiplied = [self._reader(scope, number) for number in (OUTPUT_GRADIENT, OUTPUT)]
         self.readers[:2] = [ListedRows(reader, self.listed) for reader in self.readers[:2]]
         return scope
 
     @contextlib.contextmanager
     def _element(self, scope: Scope, blocks: Value):
-        self.all = self._have_much_in_common(self.readers[3])
+        self.square, self.all = self._values_in_common(self.readers[3])
         yield
 
-    def _have_much_in_common(self, values: RowReader) -> Value:
-        """Whether the square of the mean, over the columns together, is more than 4 / `common` of the variance."""
+    def _values_in_common(self, values: RowReader) -> tuple[Value, Value]:
+        """(mean square of V's rows, whether deltas of all rows are to be exact), see `call.BackwardCall._common`."""
         b, lanes, padded = self.b, self.lanes, self.value_half.products.e_padded
         self._zero(self.columns, 8 * padded)
         places = b.at(self.columns, 0, "f32"), b.at(self.columns, padded, "f32")
         with b.loop(0, self.n_k, lanes, hint="j") as j:
-            rows = values.rows(j, lanes, self.n_k, self.d_v, padded, self.value_rows)
+            rows = values.rows(j, lanes, self.n_k, self.d_v, padded, self.rows_staging[0])
             with b.loop(0, padded, lanes, hint="c") as c:
                 held = [b.load(b.at(place, c, "f32"), self.vector, "held") for place in places]
                 with b.carry(0, lanes, 1, held, hint="r") as (loop, r, (total, squares)):
@@ -80,10 +88,10 @@ class ExactRowsKernel(RowSumsKernel):
         with b.carry(0, padded, lanes, start, hint="c") as (loop, c, (common, every)):
             total, squares = (b.load(b.at(place, c, "f32"), self.vector, "held") for place in places)
             loop.yields(b.fma(total, total, common), b.add(every, squares))
-        common, every = (b.reduce("add", x, "sum") for x in loop.results)
         count, factor = (b.convert("arith.sitofp", x, "f32") for x in (self.n_k, self.params[("common",)]))
-        common = b.mul(common, b.fma(factor, b.constant(0.25, "f32"), b.constant(1.0, "f32")))
-        return b.compare("ogt", common, b.mul(count, every))  # n squared times squared mean, and mean square
+        common, every = (b.div(b.reduce("add", x, "sum"), count) for x in loop.results)
+        mean_square = b.div(common, count)  # of which the variance is `every` less this
+        return every, b.compare("ogt", b.mul(mean_square, b.add(factor, b.constant(1.0, "f32"))), every)
 
     def _item(self, scope: Scope, number: Value) -> None:
         b, size = self.b, self.rows_per_block
@@ -96,16 +104,47 @@ class ExactRowsKernel(RowSumsKernel):
 
     def _list(self, queries: Rows) -> Value:
         """Write the numbers of the rows among these to the list, and the first of all behind it; returns how many."""
-        b = self.b
-        marks = b.at(self.params[("ptr", "statistics")], b.add(self.flat_query, queries.first), "f32", "marks")
+        b, lanes = self.b, self.lanes
+        with b.loop(0, queries.count, lanes, hint="r") as r:
+            self._mark(b.add(queries.first, r), self._valid(b.sub(queries.count, r)), b.at(self.marks, r, "f32"))
         with b.carry(0, queries.count, 1, [b.constant(0, "i64")], hint="r") as (loop, r, (count,)):
             b.store(b.add(queries.first, r), b.at(self.listed, count, "i64"))
-            marked = b.compare("olt", b.load(b.at(marks, r, "f32"), "f32", "mark"), b.constant(0.0, "f32"))
-            taken = b.binary("arith.ori", marked, self.all, "taken")
-            loop.yields(b.add(count, b.convert("arith.extui", taken, "i64")))
+            marked = b.compare("olt", b.load(b.at(self.marks, r, "f32"), "f32", "mark"), b.constant(0.0, "f32"))
+            marked = b.binary("arith.ori", marked, self.all, "marked")
+            loop.yields(b.add(count, b.convert("arith.extui", marked, "i64")))
         with b.loop(0, self.rows_per_block, hint="n") as n:
             b.store(queries.first, b.at(self.listed, b.add(loop.results[0], n), "i64"))
         return loop.results[0]
+
+    def _mark(self, row: Value, valid: Value, marks: Value) -> None:
+        """Negative numbers for the rows of a group that have a large weight, or a large O: without the former, that is
+        what rows of V have in common."""
+        b = self.b
+        delta, square = self._delta_and_square(row)
+        source = b.at(self.params[("ptr", "statistics")], b.add(self.flat_query, row), "f32")
+        held = [
+            b.masked_load(b.at(source, b.mul(self.params[("statistics_rows",)], n), "f32"), valid, self.vector, name)
+            for n, name in enumerate(STATISTICS[:3])
+        ]
+        common = b.compare("ogt", square, b.broadcast(b.mul(self.square, self.common_share), self.lanes))
+        b.store(b.select(common, b.constant(-1.0, self.vector), held[0]), marks)
+        self._keep(row, valid, [*held, delta])
+
+    def _delta_and_square(self, row: Value) -> list[Value]:
+        """Sums of dO * O and of O * O over the columns of a group's rows, one to a lane."""
+        b, lanes, padded = self.b, self.lanes, self.value_half.products.e_padded
+        both = [
+            reader.rows(row, lanes, self.n_q, self.d_v, padded, staging)
+            for reader, staging in zip(self.multiplied, self.rows_staging, strict=True)
+        ]
+        with b.carry(0, padded, lanes, [b.constant(0.0, self.vector)] * (2 * lanes), hint="e") as (loop, e, sums):
+            pairs = [[load_f32(b, rows, r, e, lanes) for rows in both] for r in range(lanes)]
+            terms = [*pairs, *([x, x] for _, x in pairs)]
+            loop.yields(*(b.fma(*pair, total) for pair, total in zip(terms, sums, strict=True)))
+        return [sum_rows(b, loop.results[at : at + lanes]) for at in (0, lanes)]
+
+    def _keep(self, row: Value, valid: Value, statistics: Sequence[Value]) -> None:
+        """What becomes of `STATISTICS` of a group, as far as they are known before the sums."""
 
     def _listed(self, place: Value) -> Value:
         return self.b.load(self._place(place), "i64", "row")
@@ -153,43 +192,10 @@ class DeltaErrorKernel(ExactRowsKernel):
 class DeltaKernel(ExactRowsKernel):
     """`STATISTICS` of each row: those of the forward, and delta, with what it lacks where it is to be exact."""
 
-    def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
-        size = 4 * self.lanes * products[1].e_padded
-        self.rows_staging = [self.area(size, name) for name in ("arriving_rows", "output_rows")]
-        return super()._packed_areas(products)
-
-    def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
-        scope = super()._element_scope(top, outer, inner)
-        self.multiplied = [self._reader(scope, number) for number in (OUTPUT_GRADIENT, OUTPUT)]
-        return scope
-
-    def _list(self, queries: Rows) -> Value:
-        b, lanes = self.b, self.lanes
-        with b.loop(0, queries.count, lanes, hint="r") as r:
-            row, valid = b.add(queries.first, r), self._valid(b.sub(queries.count, r))
-            self._copy_statistics(row, valid)
-            b.masked_store(self._delta(row), self.statistic("delta", row), valid)
-        return super()._list(queries)
-
-    def _copy_statistics(self, row: Value, valid: Value) -> None:
-        """Those of a group that the forward left."""
-        b, params = self.b, self.params
-        source = b.at(params[("ptr", "statistics")], b.add(self.flat_query, row), "f32")
-        for n, name in enumerate(STATISTICS[:3]):
-            x = b.masked_load(b.at(source, b.mul(params[("statistics_rows",)], n), "f32"), valid, self.vector, name)
-            b.masked_store(x if n else b.unary("math.absf", x), self.statistic(name, row), valid)
-
-    def _delta(self, row: Value) -> Value:
-        """Sums of dO * O of a group's rows, one to a lane."""
-        b, lanes, padded = self.b, self.lanes, self.value_half.products.e_padded
-        both = [
-            reader.rows(row, lanes, self.n_q, self.d_v, padded, staging)
-            for reader, staging in zip(self.multiplied, self.rows_staging, strict=True)
-        ]
-        with b.carry(0, padded, lanes, [b.constant(0.0, self.vector)] * lanes, hint="e") as (loop, e, sums):
-            pairs = [[load_f32(b, rows, r, e, lanes) for rows in both] for r in range(lanes)]
-            loop.yields(*(b.fma(*pair, total) for pair, total in zip(pairs, sums, strict=True)))
-        return sum_rows(b, loop.results)
+    def _keep(self, row: Value, valid: Value, statistics: Sequence[Value]) -> None:
+        unit, *others = statistics
+        for name, x in zip(STATISTICS, (self.b.unary("math.absf", unit), *others), strict=True):
+            self.b.masked_store(x, self.statistic(name, row), valid)
 
     def _take(self, row: Value, total: Value) -> None:
         b, at = self.b, self.statistic("delta", row)
