@@ -225,12 +225,12 @@ class BackwardCall:
             return sums - off
         return torch.where(self.lost > -1, self.slope * sums - self.lost * self.delta - off, 0.0)
 
-    def _split(self, blocks: int) -> tuple[bool, int]:
-        """Whether threads share the blocks of all outer batch elements (there are too few of these), and the number
-        of threads."""
+    def _split(self, blocks: int, uneven: bool = False) -> tuple[bool, int]:
+        """Whether threads share the blocks of all outer batch elements (there are too few of these, or they differ in
+        what there is to do), and the number of threads."""
         outer = math.prod(self.batch) // self._inner
         threads = min(self.derived.threads, outer * blocks)
-        return outer % threads != 0 and outer < 4 * threads, threads
+        return outer < 4 * threads and (uneven or outer % threads != 0), threads
 
     def _correct(self, found: Mapping[RowSum, Tensor]) -> None:
         """Take over the sums of a kernel.
@@ -313,7 +313,7 @@ class BackwardCall:
         lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
         inner = self._inner
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // kernel.text.rows)
-        split, threads = self._split(blocks)
+        split, threads = self._split(blocks, kind.uneven)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
         values["common",] = self._common()
         return kernel.launcher(values, [*self.located, *own], threads, rows)

@@ -16,7 +16,7 @@ from fusion.codegen.mlir.rows import Rows as RowsInMemory
 from fusion.codegen.mlir.scope import Lanes, Scope
 from fusion.codegen.mlir.transpose import sum_rows
 
-STRETCH = 8
+STRETCH = 4
 """In so many blocks at a time the rows that are wanted are found: they then fill few blocks."""
 
 
@@ -41,6 +41,8 @@ class ExactRowsKernel(RowSumsKernel):
     """Sums of dx over the keys, in the rows whose delta is to be exact: the forward has marked those with a large
     weight (random scores have few, causal masks the first); others are found by what rows of V have in common. The rows
     are listed, and the lanes of a block are rows of the list."""
+
+    uneven = True
 
     @property
     def rows_per_item(self) -> int:

@@ -104,6 +104,8 @@ class BackwardTile(KernelFunction):
     """In which gradients of loads are collected."""
     gradients: ClassVar[tuple[int, ...]]
     """Which of Q, K and V (0, 1, 2) have their gradients written, where these are needed."""
+    uneven: ClassVar[bool] = False
+    """Whether batch elements differ in what there is to do."""
     sums_further: ClassVar[bool] = False
     """Whether all that is wanted are the sums of P times what further outputs give: there is no second half."""
     sides: ClassVar[tuple[int, int, int, int]]  # operand numbers of A, B, C and D
