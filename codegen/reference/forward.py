@@ -211,9 +211,11 @@ class Execution:
         if not depends_on_maximum(self.spec):  # what flows through it cancels, but for rounding
             row_max = row_max.detach()
         dead = row_max == -torch.inf
-        p = torch.exp(columns - (torch.where(dead, 0.0, row_max) if safe else row_max))
-        row_sum = p.sum(-1, keepdim=True)
-        rows = {ROW_MAX: row_max, ROW_SUM: row_sum, LOG_SUM: columns.logsumexp(-1, keepdim=True)}
+        rows = {ROW_MAX: row_max, LOG_SUM: columns.logsumexp(-1, keepdim=True)}
+        if safe:  # rows that are set to 0 at the end, through which no gradient flows, of infinities neither
+            rows = {name: torch.where(dead, 0.0, value) for name, value in rows.items()}
+        p = torch.exp(columns - rows[ROW_MAX])
+        rows[ROW_SUM] = torch.where(dead, 1.0, p.sum(-1, keepdim=True)) if safe else p.sum(-1, keepdim=True)
         scale = self.value(row_scale(self.spec), positions | rows)
         p = p[..., : self.n_k] * scale
         return (torch.where(dead if safe else p.isnan(), 0.0, p) if safe or zero else p) * weight

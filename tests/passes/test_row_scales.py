@@ -75,6 +75,12 @@ def at_least(q, k, v, bias):
     return (e / e.sum(-1, keepdim=True).clamp(min=0.7)) @ v
 
 
+def normalized(q, k, v, bias):
+    """Nor in rows without a live key, where the sum is 0."""
+    e = (q @ k.mT * 0.3 + torch.where(live(q, k), 0.0, -1e4)).exp()
+    return torch.nn.functional.normalize(e, p=1, dim=-1).to(v.dtype) @ (v * bias[..., None])
+
+
 def powers_of_the_sum(q, k, v, bias):
     e = scores(q, k, bias).exp()
     return (e / (e.sum(-1, keepdim=True).sqrt() + e.sum(-1, keepdim=True))) @ v
@@ -131,8 +137,9 @@ def times_a_function_of_the_log_sum(q, k, v, bias):
 
 KERNELS = [
     sum_and_epsilon, one_more, one_more_than_the_detached, detached_maximum_and_epsilon,
-    clamped_and_detached_maximum_and_epsilon, under_a_mask, times_a_mask, at_least, powers_of_the_sum, nothing_but_tiny,
-    less_the_log_sum, less_the_log_sum_of_fills, less_more_than_the_log_sum, less_the_log_sum_and_a_sink, tiny_epsilon,
+    clamped_and_detached_maximum_and_epsilon, under_a_mask, times_a_mask, at_least, normalized, powers_of_the_sum,
+    nothing_but_tiny, less_the_log_sum, less_the_log_sum_of_fills, less_more_than_the_log_sum,
+    less_the_log_sum_and_a_sink, tiny_epsilon,
 ]  # fmt: skip
 
 
