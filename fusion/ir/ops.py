@@ -185,6 +185,18 @@ def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
     return where(condition, *(apply(name, *args[:position], arm, *args[position + 1 :]) for arm in (then, otherwise)))
 
 
+def _of_integers(value: Expr) -> Expr | None:
+    """A multiple of a selection between integers, plus a constant, as a float: `(1 - mask.long()) * -10000` is the mask
+    that it is in floats."""
+    linear = integers.terms(value)
+    selections = [m[0] for m in linear if len(m) == 1 and m[0].op == "iwhere"]
+    if len(selections) != 1 or len(linear) > 1 + (() in linear):
+        return None
+    condition, *arms = selections[0].args
+    scale, shift = linear[selections[0],], linear.get((), 0)
+    return where(condition, *(as_float(integers.add(integers.mul(scale, arm), shift)) for arm in arms))
+
+
 def _is_linear(name: str, args: tuple[Expr, ...], position: int) -> bool:
     """Whether the derivative for the argument at `position` is a finite constant, the other being one. Of any other
     function it may be infinite where the selection does not take x, and 0 * inf is NaN."""
@@ -226,6 +238,7 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "ile": _at_most,
     "ieq": _equal,
     "ine": _unequal,
+    "to_float": _of_integers,
     "bool_to_float": lambda value: where(value, const(1.0), const(0.0)),
     "bool_to_int": lambda value: where(value, const(1), const(0)),
 }

@@ -36,6 +36,8 @@ CAUSAL = {
     "difference": lambda s: s.masked_fill((_positions()[0] - _positions()[1]) < 0, -1e9),
     "clamped difference": lambda s: s + torch.where(_positions()[0] - _positions()[1] >= 0, 0.0, -math.inf),
     "one minus": lambda s: s + (1.0 - torch.ones(N, N).tril()) * torch.finfo(torch.float32).min,
+    "one minus integers": lambda s: s + (1 - torch.ones(N, N).tril().long()) * -(10**9),
+    "integers less one": lambda s: s + ((_positions()[1] <= _positions()[0]).long() - 1).mul(10**9).to(s.dtype),
     "tril equals zero": lambda s: s.masked_fill(torch.tril(torch.ones(N, N)) == 0, -math.inf),
     "four dimensional": lambda s: s + _additive(torch.ones(N, N).tril().bool())[None, None].expand(2, 1, N, N),
     "logical not": lambda s: s.masked_fill(torch.logical_not(_positions()[1] <= _positions()[0]), -math.inf),
