@@ -6,7 +6,10 @@ that also writes the sum (`fusion.passes.further`). Products are written so wher
 
 Both round alike, and differ where numbers leave their range: the product before the division is as large as the sum. In
 float32 and bfloat16 weights that grow with the score at most as fast as itself reach that only with scores beyond 1e30;
-others, and float16, stay as they are. A row whose weights are all 0 is 0 / 0 on both sides.
+others, and float16, stay as they are. A row whose weights are all 0 is 0 / 0 on both sides. Its gradient is NaN before
+the division, which `w.masked_fill(dead, 0)` keeps from the scores, and `w * live` does not; the analysis takes one for
+the other. So in training nothing is moved where a sum may be 0 because of a selection, but where the scores are
+selected by the same predicate.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.fx import Graph, Node
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coord
 from fusion.ir.integers import Bounds
+from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED, is_bounded
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
@@ -29,7 +33,7 @@ from fusion.passes.find import ANY, Attention, Reads, Site, find_sites
 from fusion.passes.further import order_of
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.over_keys import depends_on_product
-from fusion.passes.upstream import Met, Upstream, is_statistic
+from fusion.passes.upstream import SOFTMAXES, Met, Upstream, is_statistic
 from fusion.passes.views import Index, broadcast_index, source
 from fusion.refusals import Ground
 
@@ -48,6 +52,7 @@ class Moved:
     user: the node that had read the quotient of the weights, and reads `weights`.
     sunk: nodes that stand behind the product now, in order.
     division: the quotient of the weights.
+    risky: whether a NaN in its gradient must not reach the scores.
     """
 
     product: Node
@@ -56,6 +61,7 @@ class Moved:
     weights: Node
     sunk: tuple[Node, ...]
     division: Node
+    risky: bool
 
     @property
     def serves(self) -> list[Node]:
@@ -84,7 +90,11 @@ def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple
     if not moved:
         return sites, []
     again = find_sites(graph, reads)
-    fused = {site.anchor for site in again if site.refusal is None and all(map(_is_moderate, site.attentions))}
+    risky = {found.product for found in moved if found.risky}
+    fused = {
+        site.anchor for site in again if site.refusal is None and all(map(_is_moderate, site.attentions))
+        and (site.anchor not in risky or all(map(_selects_likewise, site.attentions)))
+    }  # fmt: skip
     needless = [found for found in moved if found.product not in fused]
     for found in needless:
         found.undo()
@@ -94,6 +104,20 @@ def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple
 def _is_moderate(found: Attention) -> bool:
     """Whether weights grow at most as fast as scores."""
     return found.core.normalizer is not Normalizer.NONE or _grows_slowly(found.core.score)
+
+
+def _selects_likewise(found: Attention) -> bool:
+    """Whether weights that are set to 0 are those of scores that are a mask's fill."""
+    live = {_selected_by(found.core.score), _selected_by(found.core.weight)}
+    return len(live) == 1 and None not in live
+
+
+def _selected_by(value: Expr) -> Expr | None:
+    """The condition under which a value is not a constant."""
+    if value.op != "where" or not (value.args[1].is_const or value.args[2].is_const):
+        return None
+    condition = value.args[0]
+    return condition if value.args[2].is_const else apply("not", condition)
 
 
 def _grows_slowly(value: Expr) -> bool:
@@ -126,6 +150,7 @@ def _moved(product: Node, met: Upstream) -> Moved | None:
     division, weights, factor, user = found.node, found.weights, found.factor, found.user
     if any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
         return None
+    risky = marks.requires_grad(product) and _is_bare(factor, met) and _is_selected(weights, met)
     graph = product.graph
     user.replace_input_with(division, weights)
     sunk = _sink(found, product, met)
@@ -136,7 +161,31 @@ def _moved(product: Node, met: Upstream) -> Moved | None:
             quotient = derived(graph, product, aten.to.dtype, (quotient, nodes.dtype(product)))
     marks.requires_grad.set(quotient, marks.requires_grad(product))
     product.replace_all_uses_with(quotient, delete_user_cb=lambda later: later > quotient)
-    return Moved(product=product, quotient=quotient, user=user, weights=weights, sunk=sunk, division=division)
+    return Moved(
+        product=product, quotient=quotient, user=user, weights=weights, sunk=sunk, division=division, risky=risky
+    )
+
+
+def _is_bare(factor: Node, met: Upstream) -> bool:
+    """Whether a factor may be one by 0, or 0: a statistic to which nothing is added and that is not clamped."""
+    while not is_statistic(factor):
+        made = [x for x in factor.all_input_nodes if Met.STATISTIC in met[x]]
+        if len(made) != 1 or packet(factor) in (aten.add, aten.clamp, aten.clamp_min, aten.maximum):
+            return False
+        factor = made[0]
+    return True
+
+
+def _is_selected(weights: Node, met: Upstream) -> bool:
+    """Whether some of what a normaliser makes is replaced."""
+    while packet(weights) not in SOFTMAXES:
+        if packet(weights) in (aten.where, aten.masked_fill):
+            return True
+        made = [x for x in weights.all_input_nodes if Met.PRODUCT in met[x] and shape(x) == shape(weights)]
+        if len(made) != 1:
+            return False
+        weights = made[0]
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ def fused(function, *, given=tensors, gradients=False, dtype=None, **options):
 
     def draw():
         inputs = given()
-        wide = [x.double() for x in inputs]
+        wide = [x.double() if x.is_floating_point() else x for x in inputs]
         return results(compiled, inputs), results(function, [x.detach() for x in inputs]), results(function, wide)
 
     torch.manual_seed(3)
@@ -149,7 +149,7 @@ def test_lengths_that_vary_compile_once(form):
     with fusion.collect_reports() as reports:
         for n in (33, 47, 64):
             inputs = tensors(n, n + 3)
-            wide = [x.double() for x in inputs]
+            wide = [x.double() if x.is_floating_point() else x for x in inputs]
             assert_as_exact_over_draws(lambda i=inputs, w=wide: (compiled(*i), form(*i), form(*w)))
     assert len(reports) == 1 and reports[0].fused == 1
 
@@ -199,6 +199,26 @@ def test_others_are_left_as_they_are(form):
         ours = torch.compile(form, backend="fusion", options={"inner": "eager"})(*given)
     assert [site.fused for site in reports[0].sites] == [False], str(reports[0])
     assert_same(ours, form(*given))
+
+
+@pytest.mark.parametrize("scores", ["multiplied", "selected"])
+def test_the_gradient_of_rows_of_which_a_selection_leaves_nothing(scores):
+    """It is NaN behind the selection, and 0 before it."""
+
+    def nothing_left(q, k, v, live):
+        s = q @ k.mT
+        s = s.masked_fill(~live, -1e9) if scores == "selected" else s * live - 1e9 * (~live)
+        w = torch.where(live, torch.softmax(s, -1), 0.0)
+        return (w / w.sum(-1)[..., None]) @ v
+
+    def given():
+        *others, mask = tensors()
+        return [*others, mask > 0]
+
+    (site,) = fused(nothing_left, given=given)
+    assert site.fused
+    (site,) = fused(nothing_left, given=given, gradients=True, strict=False)
+    assert site.fused == (scores == "selected"), site.reason
 
 
 def test_float16_is_left_as_it_is():
