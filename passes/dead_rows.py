@@ -115,13 +115,14 @@ def _in_dead_rows(value: Expr) -> Expr:
 
 
 def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
-    """Whether a value may be infinite where all of `known` holds, unless Q or K are. A load over the keys may."""
+    """Whether a value may be infinite where all of `known` holds, unless Q or K are. A load over keys or queries may:
+    it may be a mask."""
     if value.op == "const":
         return math.isinf(value.value)
     if value.kind is not Kind.FLOAT or value.op in ("dot", "score") or is_bounded(value.op):
         return False
     if value.op == "load":
-        return "j" in coordinates(value)
+        return bool({"i", "j"} & {*coordinates(value)})
     if value.op == "where":
         condition, then, otherwise = value.args
         outcome = _outcome(condition, known)

@@ -270,7 +270,14 @@ def shifted_and_scaled_by_a_tensor_below_zero(q, k, v):
     return ((s - s.amax(-1, keepdim=True)) * (q.abs().amax() + 1)).softmax(-1) @ v
 
 
+def queries_added_then_zero(q, k, v):
+    """What is added is the same for all keys of a query, and masks all of them at once."""
+    mask = INFINITE[:, :1].to(q.dtype)
+    return (q @ k.mT + mask).softmax(-1).masked_fill(mask < 0, 0.0) @ v
+
+
 LEFT = {
+    queries_added_then_zero: "masked after the softmax",
     shifted_between_scales_that_round: "another reduction",
     shifted_between_a_scale_and_a_larger_one: "another reduction",
     shifted_between_scales_below_zero: "another reduction",
