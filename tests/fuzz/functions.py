@@ -25,6 +25,7 @@ FAR = 0.03
 """The share of programs whose Q or K are far from 1, and scaled back at some point."""
 MIXED = 0.05
 """The share of programs that mix the heads of scores or weights."""
+MIXED_HEADS = "mixed heads"
 MIXTURES = ("F.linear({x}.movedim(-3, -1), {m}, {m}[0]).movedim(-1, -3)", "torch.einsum('bhij,hg->bgij', {x}, {m})",
             "F.linear({x}.permute(0, 2, 3, 1), {m}).permute(0, 3, 1, 2)", "F.conv2d({x}, {m}[..., None, None])",
             "{x} + F.conv2d({x}, {m}[:, :, None, None], {m}[1 % len({m})])")  # fmt: skip
@@ -308,7 +309,7 @@ def mix_heads(w: Writer, rng: random.Random) -> None:
     for name in rng.choice([("s",), ("p",), ("s", "p")]):
         made = [n for n, line in enumerate(w.lines) if line.startswith(f"{name} = ")]
         if made:
-            w.note("mixed heads")
+            w.note(MIXED_HEADS)
             matrix = w.floats(f"mix_{name}", f"{w.lead[1]}, {w.lead[1]}")
             mixed = rng.choice(MIXTURES).format(x=name, m=f"{matrix}.to({name}.dtype)")
             w.lines.insert(rng.choice(made) + 1, f"{name} = {mixed}")

@@ -65,6 +65,14 @@ def test_where_eager_leaves_the_range_of_its_dtype(ours, eager, exact, expected)
     assert allowing_overflow(*found, HALF).verdict is expected
 
 
+def test_sums_over_heads_may_overflow_otherwise_than_in_eager():
+    found = [[{"x": torch.tensor([1.0, x])}] for x in (2.0, math.nan, 3.0)]
+    assert allowing_overflow(*found, torch.float32).verdict is Verdict.WRONG
+    assert allowing_overflow(*found, torch.float32, mixed=True).verdict is Verdict.OVERFLOW
+    found[0][0]["x"][0] = 2.0
+    assert allowing_overflow(*found, torch.float32, mixed=True).verdict is Verdict.WRONG
+
+
 def test_float64_has_the_fills_of_float32():
     """So that it has a number where heads that are mixed overflow in eager, in an order of the library's choice."""
     text = WRONG.replace("s = s + bias", "s = s + 2 * torch.full_like(s, torch.finfo(s.dtype).min)").replace(
