@@ -16,6 +16,7 @@ from fusion.ir.spec import AttentionSpec
 _ROWS = 7
 _BLOCKS = 24
 _ALL_KEYS = 256
+_FAR = 1e4
 
 
 def contradiction(spec: AttentionSpec, sizes: Mapping[str, int]) -> str | None:
@@ -42,6 +43,9 @@ class _Facts:
         self.known[J] = self._keys(n_k, rows, generator)
         self.generator, self.made = generator, {}
         self.known[SCORE] = torch.randn(_BLOCKS, _ROWS, self.known[J].shape[-1], generator=generator)
+        largest = float((self._value(spec.score) * self._value(self.mask.live)).abs().nan_to_num(0, 0, 0).max())
+        if largest > _FAR:  # numbers that bring Q and K back to where they are of ordinary size
+            self.known[SCORE] /= largest
 
     def _keys(self, n_k: int, rows: Tensor, generator: torch.Generator) -> Tensor:
         if n_k <= _ALL_KEYS:

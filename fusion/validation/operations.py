@@ -25,7 +25,8 @@ _SOFTMAXES = (aten.softmax, aten._softmax, aten.special_softmax, aten._safe_soft
               aten._log_softmax, aten.special_log_softmax)  # fmt: skip
 BESIDE = range(9)
 """How many columns that are no keys (sinks) may stand beside the keys."""
-_REDUCTIONS = (aten.sum, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.special_logsumexp)
+_REDUCTIONS = (aten.sum, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.special_logsumexp,
+               aten.linalg_vector_norm)  # fmt: skip
 
 
 @rule(*_COPIES)

@@ -73,7 +73,8 @@ class Region:
         """Whether a tensor is read as it is: an operand, or a value that is not what its operation made."""
         if node is self.root:  # before anything changes it
             return False
-        changed = marks.mutations(node) and (may_copy(node) or node.target._schema.is_mutable)  # a view of it is read
+        changed = any(by < self.root for by in marks.mutations(node))  # what changes it later is not seen here
+        changed = changed and (may_copy(node) or node.target._schema.is_mutable)  # a view of it is read
         made_elsewhere = changed or marks.is_seed(node) or node.op == "placeholder"
         return bool(node in self.leaves or made_elsewhere or marks.attention_root(node))
 
@@ -99,10 +100,11 @@ def within(positions: Tensor, extent: int) -> Tensor:
 
 
 class Replay:
-    """One run. least: floats of narrower dtypes are computed in this one."""
+    """One run. least: floats of narrower dtypes are computed in this one. nudge: a number for each way of changing the
+    last digits of Q, K and V; 0 for none."""
 
-    def __init__(self, region: Region, least: torch.dtype = torch.float16):
-        self.region, self.least = region, least
+    def __init__(self, region: Region, least: torch.dtype = torch.float16, nudge: int = 0):
+        self.region, self.least, self.nudge = region, least, nudge
         self.reads: list[Read] = []
         self._memo: dict[tuple, tuple[Tensor, Index]] = {}
         self.zero = torch.zeros((), dtype=torch.int64)
@@ -146,7 +148,11 @@ class Replay:
         flat = flat.view([1] * (rank - flat.dim()) + list(flat.shape)) if flat.dim() < rank else flat
         dtype = nodes.dtype(node)
         role = region.roles.get(node, Role.OTHER)
-        values = region.worlds.values(number, flat, dtype, role).to(self.dtype(dtype))
+        values = region.worlds.values(number, flat, dtype, role)
+        if self.nudge and role is Role.FACTOR and dtype.is_floating_point:
+            drawn = region.worlds.values(-self.nudge, flat, torch.float32, Role.FINITE)
+            values = values * (1 + torch.finfo(dtype).eps * drawn)
+        values = values.to(self.dtype(dtype))
         if dtype.is_floating_point:
             if marks.requires_grad(node) and node not in region.unknown:
                 values.requires_grad_()

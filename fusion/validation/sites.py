@@ -16,9 +16,9 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from fusion.codegen.reference.backward import recording
-from fusion.ir.expr import loads, walk
+from fusion.ir.expr import coordinates, loads, walk
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.passes import nodes
 from fusion.passes.find import Site
 from fusion.passes.specify import Specified
@@ -27,10 +27,12 @@ from fusion.validation.program import OutOfBounds, Program
 from fusion.validation.replay import Region, Replay
 from fusion.validation.rule import Values, difference
 from fusion.validation.structure import fingerprint
-from fusion.validation.worlds import SPECIAL, Role, Worlds
+from fusion.validation.worlds import BEYOND, SPECIAL, Role, Worlds
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
+NUDGES = 4
+"""In how many ways last digits are changed where values seem to disagree."""
 _ROW = 1 << 40
 """Elements of a tensor are numbered below this."""
 
@@ -138,9 +140,10 @@ class _Comparison:
         operands = {operand for part in parts for operand in part.operands}
         interior = site.interior()
         left_out = any(part.op == "where" for part in walk(*(p.spec.score for p in parts)))
-        finite = len(parts) > 1 or left_out or _loses_infinities(interior)
+        left_out |= any(nodes.packet(node) in (aten.where, aten.masked_fill) for node in interior)
+        self.exponentials = _without_maximum(interior)
+        finite = len(parts) > 1 or left_out or bool(self.exponentials) or _shifts_by_sums(interior)
         worlds = Worlds(count=points.WORLDS, longest=max(n_q, n_k), finite=finite)
-        self.kinds = worlds.kinds
         self.region = Region(
             root=site.root,
             anchor=site.anchor,
@@ -157,75 +160,98 @@ class _Comparison:
         for part, sizes in zip(self.parts, self.sizes, strict=True):
             if (problem := facts.contradiction(part.spec, sizes)) is not None:
                 return Verdict(wrong=problem)
-        index = tuple(self.places[name] for name in self.dims)
         replays = Replay(self.region), Replay(self.region, torch.float64), Replay(self.region, torch.float32)
-        eager, exact, single = (replay.value(self.site.root, index, 2) for replay in replays)
         programs = [
             Program(part, self.places, sizes, replays[2]) for part, sizes in zip(self.parts, self.sizes, strict=True)
         ]
-        ours = sum((p.out for p in programs[1:]), programs[0].out)
         held = {nodes.dtype(node) for node in (self.site.root, *self.region.leaves)}
         self.coarse = max((torch.finfo(d).eps for d in held & {torch.float16, torch.bfloat16}), default=0.0)
-        single = single if self.coarse else None
-        if problem := self._results(eager, exact, ours, single):
-            return Verdict(wrong=problem)
-        if problem := self._further(replays, programs):
-            return Verdict(wrong=problem)
+        problem = self._problem(replays, programs)
+        if problem is not None:
+            nudged = [Replay(self.region, nudge=number + 1) for number in range(NUDGES)]
+            problem = self._problem((*replays, *nudged), programs)
         checked = f"values in {points.WORLDS} rows"
-        if any(part.differentiable for part in self.parts):
-            if problem := self._gradients(replays, eager, exact, single, programs):
-                return Verdict(wrong=problem)
-            checked += " and their gradients"
-        return Verdict(checked=checked + (", key ranges of the mask" if self.parts[0].spec.mask is not None else ""))
+        checked += " and their gradients" if any(part.differentiable for part in self.parts) else ""
+        checked += ", key ranges of the mask" if self.parts[0].spec.mask is not None else ""
+        return Verdict(wrong=problem, checked=checked)
+
+    def _problem(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
+        """Where they disagree. replays: eager, in float64, in float32, and eager with inputs that are nudged."""
+        index = tuple(self.places[name] for name in self.dims)
+        found = [replay.value(self.site.root, index, 2) for replay in replays]
+        ours = sum((p.out for p in programs[1:]), programs[0].out)
+        self.spoiled, self.kinds = self._kinds(found[0], programs)
+        problem = self._results(found, ours) or self._further(replays, programs)
+        if problem is None and any(part.differentiable for part in self.parts):
+            return self._gradients(replays, found, programs)
+        return problem
+
+    def _kinds(self, eager: Tensor, programs: Sequence[Program]) -> tuple[Tensor, Tensor]:
+        """Per world: whether a score is +inf or NaN, and its kind. Where one is, softmaxes are NaN in the whole row,
+        and exponentials without a maximum, or less a log-sum, at that key alone. Where such exponentials overflow or
+        vanish, they do so in eager mode alone."""
+        kinds = self.region.worlds.kinds
+        spoiled = torch.zeros(kinds.shape, dtype=torch.bool)
+        for program in programs:
+            if program.spec.mixing is None and program.spec.normalizer is not Normalizer.NONE:
+                largest = program.x.detach().flatten(1).amax(1)
+                spoiled |= ~(largest < math.inf)
+                kinds = torch.where(~(largest < math.inf), SPECIAL, kinds)
+                for limits in map(torch.finfo, self.exponentials):
+                    held = (largest > math.log(limits.tiny)) & (largest < math.log(limits.max / program.n_k))
+                    beyond = largest.isfinite() & ~held & ~eager.isfinite().all(1)
+                    kinds = torch.where(beyond, BEYOND, kinds)
+        return spoiled, kinds
 
     def _further(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
-        """The elements of further outputs. Of a reduction over the keys, one NaN makes the whole row NaN."""
+        """The elements of further outputs. One NaN makes the whole row NaN where it is a reduction over the keys, or
+        where a score is +inf; an infinite log-sum is as good as NaN there."""
+        spoiled = self.spoiled.view(-1, 1, 1)
         for program in programs:
             for use, further in zip(program.part.uses, program.spec.further, strict=True):
                 index = tuple(program.index(entry) for entry in use.at)
-                eager, exact, single = (replay.value(use.of, index, 3) for replay in replays)
-                found = [eager, exact, program.further_value(further.value), single]
-                if further.over == "j":
-                    found = [torch.where(t.isnan().any(-1, keepdim=True), torch.nan, t) for t in found]
-                eager, exact, ours, single = found
-                if problem := self._results(eager, exact, ours, single if self.coarse else None, use.node.name):
+                found = [replay.value(use.of, index, 3) for replay in replays]
+                found.append(program.further_value(further.value))
+                found = [torch.where(spoiled & t.isinf(), torch.nan, t) for t in found]
+                whole = spoiled | (further.over == "j")
+                *found, ours = [torch.where(whole & t.isnan().any(-1, keepdim=True), torch.nan, t) for t in found]
+                if problem := self._results(found, ours, use.node.name):
                     return problem
         return None
 
-    def _results(
-        self, eager: Tensor, exact: Tensor, ours: Tensor, single: Tensor | None, name: str = "the result"
-    ) -> str | None:
-        shape = torch.broadcast_shapes(eager.shape, ours.shape)
-        worlds = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape)
-        flat = [t.expand(shape).flatten() for t in (eager, exact, ours, worlds)]
+    def _results(self, found: Sequence[Tensor], ours: Tensor, name: str = "the result") -> str | None:
+        """found: by each of the replays."""
+        shape = torch.broadcast_shapes(found[0].shape, ours.shape)
+        worlds = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape).flatten()
+        stored = [(t, t.to(found[0].dtype)) for t in (*found, ours)]  # where it may be infinite
+        flat = [torch.where(s.isinf(), s.to(t.dtype), t).expand(shape).flatten() for t, s in stored]
+        eager, exact, single, *nudged, ours = flat
         return difference(
-            Values(name=name, eager=flat[0], exact=flat[1], ours=flat[2], worlds=flat[3], kinds=self.kinds,
-                   single=None if single is None else single.expand(shape).flatten(), strict=single is None,
-                   coarse=self.coarse)
+            Values(name=name, eager=eager, exact=exact, ours=ours, worlds=worlds, kinds=self.kinds, nudged=nudged,
+                   single=single if self.coarse else None, strict=not self.coarse, coarse=self.coarse)
         )  # fmt: skip
 
     def _gradients(
-        self, replays, eager: Tensor, exact: Tensor, single: Tensor | None, programs: Sequence[Program]
+        self, replays: Sequence[Replay], results: Sequence[Tensor], programs: Sequence[Program]
     ) -> str | None:
         generator = torch.Generator().manual_seed(3)
-        shape = torch.broadcast_shapes(eager.shape, *(program.out.shape for program in programs))
-        grad = torch.randn(shape, generator=generator).to(eager.dtype)
-        scalars = [(t * grad.to(t.dtype)).sum() for t in (eager, exact)]
-        scalars.append(torch.stack([p.surrogate(grad.float()) for p in programs]).sum())
-        if single is not None:
-            scalars.append((single * grad.float()).sum())
-        found = [_by_element(replay, scalar) for replay, scalar in zip((*replays, replays[2]), scalars, strict=False)]
+        shape = torch.broadcast_shapes(results[0].shape, *(program.out.shape for program in programs))
+        grad = torch.randn(shape, generator=generator).to(results[0].dtype)
+        scalars = [(t * grad.to(t.dtype)).sum() for t in results]
+        surrogate = torch.stack([p.surrogate(grad.float()) for p in programs]).sum()
+        found = [_by_element(*pair) for pair in zip((*replays, replays[2]), (*scalars, surrogate), strict=True)]
         largest = self._largest_gradients(found[1])
         for leaf in {node: None for one in found for node in one}:
             held = [one.get(leaf, _NOTHING) for one in found]
             keys, where = torch.cat([keys for keys, _ in held]).unique(return_inverse=True)
-            kept, sums = self.kinds[keys // _ROW] != SPECIAL, []
+            kept, sums = self.kinds[keys // _ROW] < SPECIAL, []
             for (_, values), at in zip(held, where.split([len(k) for k, _ in held]), strict=True):
                 sums.append(torch.zeros(len(keys), dtype=torch.float64).index_add(0, at, values)[kept])
+            eager, exact, single, *nudged, ours = sums
             values = Values(
-                name=f"the gradient of {leaf.name}", eager=sums[0], exact=sums[1], ours=sums[2],
-                single=None if single is None else sums[3], worlds=(keys // _ROW)[kept], kinds=self.kinds,
-                strict=single is None, condition=64, floor=largest, coarse=self.coarse,
+                name=f"the gradient of {leaf.name}", eager=eager, exact=exact, ours=ours, nudged=nudged,
+                single=single if self.coarse else None, worlds=(keys // _ROW)[kept], kinds=self.kinds,
+                strict=not self.coarse, condition=64, floor=largest, coarse=self.coarse,
             )  # fmt: skip
             if (problem := difference(values)) is not None:
                 return problem
@@ -240,18 +266,25 @@ class _Comparison:
 
 
 def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
-    """Q, K, V and what else is multiplied as a matrix are factors; what else is multiplied or divided is a scale."""
+    """Q, K, V and what else is multiplied as a matrix are factors; what else is multiplied or divided is a scale. What
+    is added and the same for all queries and keys, or ignored as the same for all keys, is no mask, but finite."""
     among = {*site.interior(), site.anchor}
     roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
     made = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
     roles |= {part.operands[r.operand]: Role.FACTOR if r.operand < 3 else Role.FINITE for part, r in made}
+    read = [(p.operands[r.operand], r) for p in parts for r in loads(p.spec.score, p.spec.weight)]
+    masks = {o for o, r in read if {"i", "j"} & {*coordinates(r)}}
+    kept = {operand for part in parts for operand in part.operands} - ({o for o, _ in read} - masks)
     roles |= {scale: Role.FINITE for attention in site.attentions for scale in attention.pullback.scales}
     for leaf in {node for inner in among for node in (inner, *inner.all_input_nodes)} - roles.keys():
         met = list(_met(leaf, among))
+        called = {nodes.packet(user) for _, user in met}
         if met and all(_multiplies(node, product) for node, product in met):
             roles[leaf] = Role.FACTOR
-        elif met and all(nodes.packet(user) in (aten.mul, aten.div) for _, user in met):
+        elif met and called <= {aten.mul, aten.div}:
             roles[leaf] = Role.SCALE
+        elif met and called <= {aten.add, aten.sub} and leaf not in kept:
+            roles[leaf] = Role.FINITE
     return roles
 
 
@@ -274,14 +307,19 @@ def _multiplies(node: Node, product: Node) -> bool:
     return nodes.packet(product) in (aten.mm, aten.bmm, aten.matmul, aten.einsum, aten.linear, aten.conv2d)
 
 
-def _loses_infinities(interior: Iterable[Node]) -> bool:
-    """Whether infinite scores make rows NaN here but not in a softmax: no maximum is subtracted, or sums."""
-    called = {nodes.packet(node) for node in interior}
-    shifts = any(
+def _shifts_by_sums(interior: Iterable[Node]) -> bool:
+    """Whether sums are taken off scores, so that infinite ones make rows NaN here but not in a softmax."""
+    return any(
         nodes.packet(node) in (aten.sum, aten.mean) and any(nodes.packet(u) in (aten.add, aten.sub) for u in node.users)
         for node in interior
     )
-    return shifts or bool({aten.exp, aten.exp2} & called and not {aten.amax, aten.max, aten.logsumexp} & called)
+
+
+def _without_maximum(interior: Iterable[Node]) -> set[torch.dtype]:
+    """The dtypes of exponentials from which no maximum is subtracted."""
+    if {aten.amax, aten.max, aten.logsumexp} & {nodes.packet(node) for node in interior}:
+        return set()
+    return {nodes.dtype(node) for node in interior if nodes.packet(node) in (aten.exp, aten.exp2)}
 
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
@@ -292,7 +330,7 @@ def _by_element(replay: Replay, scalar: Tensor) -> dict[Node, tuple[Tensor, Tens
     reads = [read for read in replay.reads if read.values.requires_grad]
     if not scalar.requires_grad or not reads:
         return {}
-    found = torch.autograd.grad(scalar, [read.values for read in reads], allow_unused=True)
+    found = torch.autograd.grad(scalar, [read.values for read in reads], allow_unused=True, retain_graph=True)
     parts: dict[Node, list[tuple[Tensor, Tensor]]] = {}
     for read, grad in zip(reads, found, strict=True):
         if grad is not None:

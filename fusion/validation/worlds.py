@@ -25,8 +25,8 @@ class Role(enum.Enum):
     OTHER = enum.auto()
 
 
-ORDINARY, MASKED, SPECIAL = range(3)
-"""Kinds of worlds."""
+ORDINARY, MASKED, SPECIAL, BEYOND = range(4)
+"""Kinds of worlds. The last is what exponentials that eager cannot hold make of one."""
 
 _CYCLE = (ORDINARY, MASKED, SPECIAL, MASKED, ORDINARY, MASKED, SPECIAL, ORDINARY)
 _TABLE = 1024
