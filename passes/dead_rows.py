@@ -133,6 +133,17 @@ def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
     return value.op == "log" or any(may_be_infinite(arg, known) for arg in value.args)
 
 
+def filled_by_selection(value: Expr) -> bool:
+    """Whether scores are infinite where a selection fills them and nowhere else, unless Q or K are. No gradient passes
+    through such a row's scores, whatever it is."""
+    if value.op != "where":
+        return False
+    condition, then, otherwise = value.args
+    kept, live = (then, condition) if otherwise.is_const else (otherwise, apply("not", condition))
+    fill = otherwise if kept is then else then
+    return fill.is_const and fill.value == -math.inf and not may_be_infinite(kept, conjuncts(live))
+
+
 def _outcome(condition: Expr, known: Sequence[Expr]) -> bool | None:
     """Whether a predicate holds, where all of `known` do; None where that does not say."""
     if condition.is_const:

@@ -19,6 +19,7 @@ from fusion.ir.spec import FurtherOutput, Normalizer
 from fusion.passes import heads, marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.core import Core
+from fusion.passes.dead_rows import filled_by_selection
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use
 from fusion.passes.key_sets import KeySet
@@ -96,7 +97,7 @@ def specify(
     further = tuple(decided(resolve(use.value), site.bounds | {J: attention.keys}) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
     if differentiable:
-        _require_gradients(core, head is not None)
+        core = _with_gradients(core, head is not None)
     batch = tuple(site.bounds[coord(name)] for name in site.dims if name.startswith("b"))
     rename = _Sizes(batch, site.bounds[I], attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
@@ -116,14 +117,19 @@ def specify(
     )
 
 
-def _require_gradients(core: Core, heads_mixed: bool) -> None:
-    """Raise where a row without a live key would have other gradients than in eager mode."""
+def _with_gradients(core: Core, heads_mixed: bool) -> Core:
+    """What is differentiated; raises where a row without a live key would have other gradients than in eager mode. Rows
+    of NaN that are zero are those without a live key where nothing but a mask's selection makes them: a safe softmax,
+    whose gradient is zero there. Else it is NaN."""
     if core.normalizer is Normalizer.ZERO_SOFTMAX:
+        if filled_by_selection(core.score):
+            return _with_gradients(replace(core, normalizer=Normalizer.SAFE_SOFTMAX), heads_mixed)
         message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
         raise Unsupported(Ground.NAN_GRADIENT, message)
     if heads_mixed and core.row_scale is not None:
         message = "the heads of weights are mixed that are normalised by a function of the row's sum, in training"
         raise Unsupported(Ground.HEADS_MIXED, message)
+    return core
 
 
 def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:

@@ -110,6 +110,13 @@ def test_other_replacements_are_left_alone(function):
     assert not site.fused
 
 
+@pytest.mark.parametrize(("dtype", "emitter"), WAYS)
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS if f not in (added_mask, less_the_logarithm)])
+def test_in_training_a_selection_keeps_gradients_from_the_scores(function, dtype, emitter):
+    (site,) = as_exact_as_eager(function, given(dtype, 1.0), emitter, gradients=True)
+    assert site.fused, site.reason
+
+
 def test_in_training_it_is_left_alone():
     """The gradient of such a row is NaN before the mask, whatever its weights are set to."""
     q, k, v, pad = given(torch.float32, 1.0)
