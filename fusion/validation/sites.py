@@ -238,6 +238,7 @@ class _Comparison:
         shape = torch.broadcast_shapes(results[0].shape, *(program.out.shape for program in programs))
         grad = torch.randn(shape, generator=generator).to(results[0].dtype)
         scalars = [(t * grad.to(t.dtype)).sum() for t in results]
+        scalars[2] = scalars[2] if self.coarse else scalars[2].detach()  # which is not asked for
         surrogate = torch.stack([p.surrogate(grad.float()) for p in programs]).sum()
         found = [_by_element(*pair) for pair in zip((*replays, replays[2]), (*scalars, surrogate), strict=True)]
         largest = self._largest_gradients(found[1])
