@@ -20,6 +20,7 @@ from fusion.ir.expr import coordinates, loads, walk
 from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.passes import nodes
+from fusion.passes.contractions import is_contraction
 from fusion.passes.find import Site
 from fusion.passes.specify import Specified
 from fusion.validation import facts, points
@@ -268,7 +269,8 @@ class _Comparison:
 
 def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
     """Q, K, V and what else is multiplied as a matrix are factors; what else is multiplied or divided is a scale. What
-    is added and the same for all queries and keys, or ignored as the same for all keys, is no mask, but finite."""
+    is added and a product, the same for all queries and keys, or ignored as the same for all keys, is no mask, but
+    finite."""
     among = {*site.interior(), site.anchor}
     roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
     made = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
@@ -284,7 +286,7 @@ def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
             roles[leaf] = Role.FACTOR
         elif met and called <= {aten.mul, aten.div}:
             roles[leaf] = Role.SCALE
-        elif met and called <= {aten.add, aten.sub} and leaf not in kept:
+        elif met and called <= {aten.add, aten.sub} and (leaf not in kept or is_contraction(leaf)):
             roles[leaf] = Role.FINITE
     return roles
 
