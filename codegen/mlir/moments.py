@@ -266,7 +266,7 @@ class MomentsCall(RowStatisticsCall):
     def whole(self, q: int, k: int, threads: int) -> tuple[tuple[float, ...], Tensor, Tensor, Tensor]:
         """(figures, four for each head; the means of the keys, [heads, d]; squares and slants, [heads, rows], where
         attention is causal)."""
-        means = torch.empty(self.heads, self.width)
-        squares, slants = torch.empty(2, self.heads, self.rows) if self.rows else (means, means)
+        means = torch.empty(self.heads, self.width, dtype=torch.float32)
+        squares, slants = torch.empty(2, self.heads, self.rows, dtype=torch.float32) if self.rows else (means, means)
         figures = self(q, k, threads, means, squares, slants)
         return figures, means[:, : self.d], squares[:, : self.n_q], slants[:, : self.n_q]

@@ -69,7 +69,8 @@ class FeatureKernels:
         heads, n, _ = q.shape
         blocks = -(-n // QUERY_BLOCK)
         rows, planes = _rows(q, QUERY_BLOCK, self.shape.width), _state_planes(state)
-        out = torch.empty(heads, blocks * QUERY_BLOCK, self.shape.value_width if divided else self.e)
+        width = self.shape.value_width if divided else self.e
+        out = torch.empty(heads, blocks * QUERY_BLOCK, width, dtype=torch.float32)
         self._run(1, heads * blocks, rows=rows, planes=planes, out=out, blocks=blocks, divided=int(divided))
         return out[:, :n, : self.shape.d_v + (not divided)]
 
@@ -85,7 +86,7 @@ class FeatureKernels:
 
     def weights(self, coefficients: torch.Tensor) -> torch.Tensor:
         """[.., padded features]: what each is worth in p(q.k), coefficients [.., degree + 1] times the multinomials."""
-        found = torch.zeros(*coefficients.shape[:-1], len(self.parents))
+        found = torch.zeros(*coefficients.shape[:-1], len(self.parents), dtype=torch.float32)
         found[..., self.position] = (coefficients.double()[..., self.table.degrees] * self.table.multinomials).float()
         return found
 

@@ -39,7 +39,7 @@ class SparseKernel:
             (d, d_v), lambda: Variant(self.spec, self.tiling, self.target, d, d_v, write=emit_sparse)
         )
         out = torch.empty(heads, n_q, d_v, dtype=getattr(torch, self.spec.out_dtype))
-        skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2)
+        skipped = torch.zeros(heads, marks.shape[1] // self.sets, 2, dtype=torch.float32)
         values = call_values(self.spec, sizes, [x.stride() for x in (q, k, v)], out.stride())
         values[("share",)] = float_bits(share)
         tensors = dict(zip(addresses_of(self.spec), (q, k, v, out), strict=True))

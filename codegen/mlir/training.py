@@ -64,10 +64,11 @@ class TrainingKernel(ForwardKernel):
             shape = statistics_shape(self.spec, sizes)
             if not math.prod(self.extents(sizes)):
                 out, *further = reference.run_all(self.spec, operands, sizes)
-                return [out, torch.empty(shape), *further]
+                return [out, torch.empty(shape, dtype=torch.float32), *further]
             found = self._calls.keep(key, (self._prepare_forward(operands, sizes, self._tiling(sizes)), shape))
         prepared, shape = found
-        out, statistics = empty_strided(prepared.shape, prepared.strides, self._out_dtype), torch.empty(shape)
+        out = empty_strided(prepared.shape, prepared.strides, self._out_dtype)
+        statistics = torch.empty(shape, dtype=torch.float32)
         copies = [self._copies(further, sizes) for further in self.spec.further]
         addresses = [*map(address, operands), *map(address, (out, statistics, *copies))]
         if not prepared.launch(addresses):

@@ -51,7 +51,7 @@ def random_operands(spec: AttentionSpec, sizes: Sequence[int]) -> list[torch.Ten
     made, known = [], dict(zip(spec.sizes, sizes, strict=True))
     for operand, shape in zip(spec.operands, shapes_read(spec, known), strict=True):
         if operand.torch_dtype.is_floating_point:
-            made.append(torch.randn(shape).to(operand.torch_dtype))
+            made.append(torch.randn(shape, dtype=torch.float32).to(operand.torch_dtype))
         else:
             made.append(torch.full(shape, operand.dtype == "bool", dtype=operand.torch_dtype))
     return made

@@ -199,7 +199,7 @@ class Kernel:
         choice = planner.choose(sizes)
         if (self.tuner is not None or self._variants) and 0 not in (heads, n_q, n_k, d, d_v):
             stage = self._stage(device, sizes)
-            aligned = [torch.empty(0, device=device)]
+            aligned = [torch.empty(0, dtype=torch.float32, device=device)]
             call = call_of(aligned, sizes, (heads, n_q, n_k), precision(self.spec.dtype), self.tuner)
             measured = self.tuner is not None and self.tuner.tile(stage, call) is not None
             choice = planner.in_tile(choice, autotune.settled(stage, call, self.tuner), sizes, measured)

@@ -76,7 +76,7 @@ class FeatureKernels:
         else:
             state, sums, values = (x.sum(1, keepdim=True) for x in (state, sums, values))
         factors, _ = self._table(q.device)
-        out = torch.empty(heads, n_q, self.d_v, device=q.device)
+        out = torch.empty(heads, n_q, self.d_v, dtype=torch.float32, device=q.device)
         tile, table = self.tile, self.table
         self._launch(
             "polynomial_readout", heads * -(-n_q // tile.rows),
@@ -94,7 +94,7 @@ class FeatureKernels:
         (heads, n, _), tile, table = k.shape, self.tile, self.table
         pieces, features = -(-n // piece), table.parents * padded(self.d)
         shapes = (features, self.d_v), (features,), (self.d_v,)
-        state, sums, values = (torch.empty(heads, pieces, *shape, device=k.device) for shape in shapes)
+        state, sums, values = (k.new_empty(heads, pieces, *shape, dtype=torch.float32) for shape in shapes)
         self._launch(
             "polynomial_state", heads * table.blocks * pieces,
             (
@@ -150,7 +150,7 @@ class ParentTable:
         self.parents, self.blocks = len(rows), len(rows) // together
         self.factors = torch.full((max(1, top - 1), self.parents), d, dtype=torch.int32)
         self.degrees = torch.zeros(self.parents, width, dtype=torch.int64)
-        self.multinomials = torch.zeros(self.parents, width)
+        self.multinomials = torch.zeros(self.parents, width, dtype=torch.float32)
         place = {a: row for row, a in enumerate(rows) if a is not None}
         for a, row in place.items():
             for number, coordinate in enumerate(_coordinates(table, a)):
@@ -174,7 +174,7 @@ def check_module(d: int, d_v: int, degree: int) -> None:
     """What `python <generated module>` does: compare its kernels with the reference on random tensors, in the
     interpreter or on a GPU where there is one. Exits with 1 where they differ by more than two planes may."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k, v = (torch.randn(2, 200, width, device=device) / d**0.5 for width in (d, d, d_v))
+    q, k, v = (torch.randn(2, 200, width, dtype=torch.float32, device=device) / d**0.5 for width in (d, d, d_v))
     powers = torch.tensor([[1 / math.factorial(g) for g in range(degree + 1)]] * 2, dtype=torch.float64)
     run = FeatureKernels(d, d_v, degree, 2, device == "cpu")
     for chunk in (0, 64):

@@ -78,7 +78,7 @@ class SparseKernel:
         listed = marks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
         counts = marks.sum(-1, dtype=torch.int32)
         out = torch.empty(heads, n_q, d_v, dtype=self.out_dtype, device=q.device)
-        left = torch.empty(heads, blocks, device=q.device)
+        left = torch.empty(heads, blocks, dtype=torch.float32, device=q.device)
         computed = torch.empty_like(counts)
         rounding = 1 + tiles * ROUNDING
         self._launch(
@@ -102,7 +102,7 @@ def check_module(d: int, d_v: int) -> None:
     interpreter or on a GPU where there is one. Exits with 1 where they differ by more than what it left out, and
     rounding, explain."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k, v = (torch.randn(2, 200, width, device=device) for width in (d, d, d_v))
+    q, k, v = (torch.randn(2, 200, width, dtype=torch.float32, device=device) for width in (d, d, d_v))
     for causal in (False, True):
         run = SparseKernel(d, d_v, 16 / d**0.5, causal)
         marks = torch.ones(2, -(-200 // run.rows), -(-200 // run.keys), dtype=torch.uint8, device=device)

@@ -180,7 +180,8 @@ class PolynomialAttention:
         owners = [0] * len(heads.k)  # a head of each
         for head, owner in enumerate(heads.owner.tolist()):
             owners[owner] = head
-        unit = torch.tensor([x if x < math.inf else 1.0 for x in figures.keys], device=heads.q.device)
+        finite = [x if x < math.inf else 1.0 for x in figures.keys]
+        unit = torch.tensor(finite, dtype=torch.float32, device=heads.q.device)
         keys = (heads.k.float() - figures.means[owners, None]).div_(unit[owners, None, None])
         return Centred(keys, heads.v.float(), heads.q.float() * (self.plain.scale * unit)[:, None, None])
 

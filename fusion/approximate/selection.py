@@ -136,7 +136,7 @@ class Selection:
         """[h]: whether few keys have a weight above epsilon / N_k, so that a perfect choice could leave out the others,
         and the boxes of blocks could tell them; judged by a sample of rows and, for the boxes, of blocks."""
         n_q, n_k, device = q.shape[1], k.shape[1], q.device
-        rows = torch.linspace(n_q // 2, n_q - 1, SAMPLES, device=device).long()
+        rows = torch.linspace(n_q // 2, n_q - 1, SAMPLES, dtype=torch.float32, device=device).long()
         some = q[:, rows]
         scores = some @ k.mT
         if self.causal:

@@ -63,7 +63,7 @@ def _problems(arguments: argparse.Namespace):
         if getattr(arguments, name) < 1:
             raise ProblemError(f"--{name} {getattr(arguments, name)}: there is nothing to run; give a positive size")
     dtype, shape = getattr(torch, arguments.dtype), (arguments.batch, arguments.heads, arguments.N, arguments.d)
-    given = [torch.randn(shape, device=arguments.device).to(dtype) for _ in range(3)]
+    given = [torch.randn(shape, dtype=torch.float32, device=arguments.device).to(dtype) for _ in range(3)]
     for name in arguments.variant or VARIANTS:
         size = "x".join(map(str, shape))
         yield f"{name} {size} {arguments.dtype}", VARIANTS[name], given, {}

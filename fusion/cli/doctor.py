@@ -173,7 +173,7 @@ def _smoke(device: str, about: str) -> Finding:
     name = "target cpu" if device == "cpu" else "target gpu"
     torch._dynamo.reset()
     try:
-        outcome = check(causal, [torch.randn(1, 2, 67, 32, device=device) for _ in range(3)])
+        outcome = check(causal, [torch.randn(1, 2, 67, 32, dtype=torch.float32, device=device) for _ in range(3)])
     except Exception as problem:
         return Finding(name=name, state="broken", found=f"{about}: {type(problem).__name__}: {problem}", advice=_REPORT)
     if outcome.refusal is not None:

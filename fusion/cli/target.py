@@ -166,5 +166,5 @@ def _tensor(text: str, device: str) -> torch.Tensor:
         raise TargetError(f"--tensor {text!r} is no tensor; write its shape and dtype, e.g. 2x8x1024x64:bfloat16")
     shape = [int(extent) for extent in match[1].split("x")]
     if dtype.is_floating_point:
-        return torch.randn(shape, device=device).to(dtype)
+        return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
     return torch.randint(0, 2, shape, device=device).to(dtype)  # small indices are in range everywhere

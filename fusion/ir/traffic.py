@@ -50,7 +50,7 @@ def _distinct(part: Expr, widths: tuple[tuple[Expr, int], ...], rows: int, sizes
         if expr.op == "size":
             return torch.tensor(known.get(expr.name, _ANY_SIZE))
         if expr.op == "load":
-            return lambda *index: _mixed(index, expr.operand) if expr.kind is Kind.INT else torch.zeros(())
+            return lambda *index: _mixed(index, expr.operand) if expr.kind is Kind.INT else zero.float()
         return places.get(expr, zero)
 
     index = [torch.as_tensor(evaluate(entry, leaf)) for entry in part.args]

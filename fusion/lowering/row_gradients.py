@@ -85,7 +85,7 @@ def depends_on_maximum(spec: AttentionSpec) -> bool:
             rows[part] = {
                 Kind.FLOAT: torch.randn(_POINTS, generator=draw, dtype=torch.float64),
                 Kind.INT: torch.randint(1, 64, (_POINTS,), generator=draw),
-                Kind.BOOL: torch.rand(_POINTS, generator=draw) < 0.5,
+                Kind.BOOL: torch.rand(_POINTS, generator=draw, dtype=torch.float64) < 0.5,
             }[part.kind]
         return (lambda *_: rows[part]) if part.op == "load" and part.args else rows[part]
 

@@ -3,7 +3,7 @@
 A call of an operator goes through torch's dispatcher (some 5 us), through Python code that looks for gradients, and
 finds its kernel by the text of the spec. Inductor's Python code makes one function per spec instead, when it is loaded,
 also from a cache in another process. Its C++ code (AOTInductor) keeps the operator, and so does a call that is
-profiled.
+profiled, or made under a `TorchFunctionMode` (a default device), which is to see one operation and none inside of it.
 
     attention_1f0c = bound_attention('{"nodes": ...', 'cpu', 'auto', 'attention_forward')
     buf0 = attention_1f0c([primals_1, primals_2, primals_3], [1, 8, 16, 16])
@@ -36,7 +36,7 @@ class Bound:
         kernels.holders.add(self)
 
     def __call__(self, *given: Any) -> Any:
-        if profiler._is_profiler_enabled:
+        if profiler._is_profiler_enabled or torch._C._is_torch_function_mode_enabled():
             (spec, _, request), n = self.described, self._before
             return getattr(torch.ops.fusion, self.operator)(*given[:n], spec, request, *given[n:])
         run = self._run

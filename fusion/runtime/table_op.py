@@ -32,7 +32,7 @@ def table(positions: Tensor, extent: int, dim: int, operation: str) -> Tensor:
 
 def _run(positions: Tensor, extent: int, dim: int, operation: str) -> None:
     """The operation on a tensor without data, along the same dimension."""
-    nothing = torch.zeros((), device=positions.device)
+    nothing = torch.zeros((), dtype=torch.float32, device=positions.device)
     if operation == "index":
         nothing.expand(*[1] * dim, extent)[(*[slice(None)] * dim, positions)]
     elif operation == "index_select":

@@ -33,7 +33,7 @@ class _Facts:
         generator = torch.Generator().manual_seed(5)
         n_q, n_k = size_value(spec.n_q, sizes), size_value(spec.n_k, sizes)
         lengths = torch.randint(1, _ROWS + 1, (_BLOCKS,), generator=generator).clamp(max=n_q)
-        first = (torch.rand(_BLOCKS, generator=generator) * (n_q - lengths + 1)).long()
+        first = (torch.rand(_BLOCKS, generator=generator, dtype=torch.float32) * (n_q - lengths + 1)).long()
         self.first, self.last = first.view(-1, 1, 1), (first + lengths - 1).view(-1, 1, 1)
         rows = torch.minimum(self.first + torch.arange(_ROWS).view(1, -1, 1), self.last)
         self.known: dict[Expr, Tensor] = {I: rows, coord("i0"): self.first, coord("i1"): self.last}
@@ -42,7 +42,8 @@ class _Facts:
             self.known[coord(f"b{k}")] = torch.randint(size, (_BLOCKS, 1, 1), generator=generator)
         self.known[J] = self._keys(n_k, rows, generator)
         self.generator, self.made = generator, {}
-        self.known[SCORE] = torch.randn(_BLOCKS, _ROWS, self.known[J].shape[-1], generator=generator)
+        shape = _BLOCKS, _ROWS, self.known[J].shape[-1]
+        self.known[SCORE] = torch.randn(shape, generator=generator, dtype=torch.float32)
         largest = float((self._value(spec.score) * self._value(self.mask.live)).abs().nan_to_num(0, 0, 0).max())
         if largest > _FAR:  # numbers that bring Q and K back to where they are of ordinary size
             self.known[SCORE] /= largest

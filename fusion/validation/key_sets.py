@@ -90,12 +90,12 @@ class _Operands:
     def _make(self, node: Node) -> Tensor:
         shape, dtype = self.shapes.get(node, [1] * len(nodes.shape(node))), nodes.dtype(node)
         if node is self.positions:
-            every = torch.rand(*shape[:-1], self.sizes["Nk"], generator=self.random).argsort(-1)
+            every = torch.rand(*shape[:-1], self.sizes["Nk"], generator=self.random, dtype=torch.float32).argsort(-1)
             return every[..., : self.sizes["Nset"]].to(dtype)
         if (keys := self.sets.get(node)) is not None and keys.positions is self.positions:
             blank = torch.full(shape, bool(keys.outside.attr))
             return blank.scatter(-1, self.tensor(self.positions).to(torch.int64), bool(keys.inside.attr))
         if dtype.is_floating_point:
-            return torch.randn(shape, generator=self.random).to(dtype)
+            return torch.randn(shape, generator=self.random, dtype=torch.float32).to(dtype)
         values = torch.randint(0, _INTEGERS, shape, generator=self.random)
         return values > 0 if dtype is torch.bool else values.to(dtype)

@@ -40,7 +40,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None) -> Callable[[Index], Index] | None:
     """The map from indices of a view to those of its input; None where the operation copies instead. run: the operation
     on a tensor of `shape`. item: which of its results, where there are several."""
-    base = torch.empty(tuple(shape), device="meta")
+    base = torch.empty(tuple(shape), dtype=torch.float32, device="meta")
     result = run(base)
     result = result if item is None else operator.getitem(result, item)
     if result.untyped_storage()._cdata != base.untyped_storage()._cdata or result.dtype is not base.dtype:

@@ -3,6 +3,7 @@ one dimension. Contractions are in `products`, what picks or makes elements in `
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -78,7 +79,8 @@ def _moved(replay: Replay, node: Node, call: Node, item: int | None, index: Inde
 def _shapes(call: Node, region: Region) -> tuple[Any, ...]:
     """Arguments with shapes in the place of tensors that only give theirs (view_as, expand_as)."""
     args: tuple[Any, ...] = call.args
-    return tuple(torch.empty(region.shape(arg), device="meta") if nodes.is_tensor(arg) else arg for arg in args)
+    blank = functools.partial(torch.empty, dtype=torch.float32, device="meta")
+    return tuple(blank(region.shape(arg)) if nodes.is_tensor(arg) else arg for arg in args)
 
 
 @rule(operator.getitem)

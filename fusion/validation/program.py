@@ -6,6 +6,8 @@ tested against.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -95,7 +97,8 @@ class Program(Execution):
         heads, own, scored = list(map(torch.tensor, range(count))), self.known[axis], []
 
         def summed(matrix: Expr, values: list[Tensor]) -> Tensor:
-            return sum((self.value(matrix, {HEAD: h}) * v for h, v in zip(heads, values, strict=True)), torch.zeros(()))
+            shares = (self.value(matrix, {HEAD: h}) * v for h, v in zip(heads, values, strict=True))
+            return functools.reduce(operator.add, shares)
 
         def weights(head: Tensor) -> Tensor:
             self.known[axis] = head

@@ -237,7 +237,7 @@ class _Comparison:
     ) -> str | None:
         generator = torch.Generator().manual_seed(3)
         shape = torch.broadcast_shapes(results[0].shape, *(program.out.shape for program in programs))
-        grad = torch.randn(shape, generator=generator).to(results[0].dtype)
+        grad = torch.randn(shape, generator=generator, dtype=torch.float32).to(results[0].dtype)
         scalars = [(t * grad.to(t.dtype)).sum() for t in results]
         scalars[2] = scalars[2] if self.coarse else scalars[2].detach()  # which is not asked for
         surrogate = torch.stack([p.surrogate(grad.float()) for p in programs]).sum()

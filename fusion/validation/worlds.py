@@ -46,7 +46,7 @@ def _table(dtype: torch.dtype) -> Tensor:
     normal = torch.randn(_TABLE, generator=generator, dtype=torch.float64)
     pick = torch.randint(len(_SPECIALS), (_TABLE,), generator=generator)
     special = torch.tensor(_SPECIALS, dtype=torch.float64)[pick]
-    sparse = torch.rand(_TABLE, generator=generator) < 0.06
+    sparse = torch.rand(_TABLE, generator=generator, dtype=torch.float32) < 0.06
     lowest = torch.finfo(dtype).min
     fills = torch.tensor((*_FILLS, lowest), dtype=torch.float64)
     filled = fills[torch.randint(len(fills), (_TABLE,), generator=generator)]

@@ -87,9 +87,9 @@ class BackwardCall:
         """[6, rows + padding]: `ROW_VALUES` of every query row. `DeltaKernel` writes the first four where it can, and
         the others are not read then; kernels read whole vectors."""
         if not normalized(self.spec):
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32)
         count = math.prod(self.batch) * self.n_q
-        rows = torch.zeros(len(ROW_VALUES), count + 64)
+        rows = torch.zeros(len(ROW_VALUES), count + 64, dtype=torch.float32)
         if self.derived.simple:
             return rows
         rows[:3, :count] = statistics[:3].view(3, count)
@@ -182,7 +182,7 @@ class BackwardCall:
     def _row_sums(self, kind: type[RowSumsKernel], choice: int) -> Tensor | None:
         """What a kernel sums up over the keys, [b.., i], and where it did; None where it met values that its products
         cannot take."""
-        sums = torch.zeros(2, *self.batch, self.n_q)
+        sums = torch.zeros(2, *self.batch, self.n_q, dtype=torch.float32)
         return sums if self._launch(kind, choice, {("ptr", "sums", 0): sums}) else None
 
     def _make_exact(self, choice: int) -> bool:
@@ -291,7 +291,8 @@ class BackwardCall:
         return all(extents.get(index) == size for index, size in zip(entry.load.args, shape, strict=True))
 
     def _row_sum(self, entry: RowSum) -> Tensor:
-        return torch.empty(*self.batch, self.n_q if entry.axis is LaneAxis.QUERIES else self.n_k)
+        length = self.n_q if entry.axis is LaneAxis.QUERIES else self.n_k
+        return torch.empty(*self.batch, length, dtype=torch.float32)
 
     def _launch(self, kind: type[BackwardKernel], choice: int, own: Mapping[tuple, Tensor] = NOTHING) -> bool:
         """Run a kernel; own: what it alone reads or writes. False where it met values that its products cannot take."""
