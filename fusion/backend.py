@@ -85,7 +85,7 @@ def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
-    with _no_collections():
+    with _no_collections(), _autograd_by_itself():
         graph, report = _fuse(module, example_inputs, options)
     report.graph_breaks = [found] if (found := graph_break(module)) else []
     if options.strict and (refused := [site for site in report.sites if not site.fused]):
@@ -106,9 +106,30 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _autograd_by_itself() -> Iterator[None]:
+    """What the caller has set for its own gradients is not for the analysis: hooks on saved tensors, of which a
+    checkpoint counts some, or their ban, and the search for NaN, which made-up values have."""
+    hooks = torch._C._autograd
+    banned = hooks._saved_tensors_hooks_get_disabled_error_message()
+    hooks._saved_tensors_hooks_enable()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.autograd.set_detect_anomaly(False):
+            yield
+    finally:
+        if banned is not None:
+            hooks._saved_tensors_hooks_disable(banned, False)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     if not may_hold_attention(module):
         return module, Report(notes=_sealed(module) or [NO_ATTENTION])
+    if any(isinstance(nodes.value(node), list) for node in module.graph.find_nodes(op="placeholder")):
+        return module, Report(notes=["a backward (of compiled autograd), whose attentions are those of its forward"])
     if "torch.distributed.tensor" in sys.modules:
         from fusion.runtime import dtensor  # noqa: F401  (registers what the ops do with DTensors)
     started = time.perf_counter()

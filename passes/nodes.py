@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, optimization_hint, statically_known_true
 from torch.utils._sympy import functions as torch_sympy
 
 from fusion.ir import integers
@@ -22,6 +22,8 @@ from fusion.ir.widths import LARGEST_SIZE
 from fusion.refusals import Ground, Refusal
 
 F = TypeVar("F", bound=Callable[..., Any])
+UNKNOWN = 1024
+"""An example of a size that is known at run time only, as that of what `nonzero` finds."""
 
 
 class Unsupported(Exception):
@@ -217,20 +219,11 @@ def _power(base: Expr, exponent: Expr) -> Expr:
 
 def memory_order(node: Node) -> tuple[int, ...]:
     """The dimensions of a tensor from the slowest to the fastest in memory; broadcast ones where they stand."""
-    strides = [_hint(stride) for stride in value(node).stride()]
+    strides = [optimization_hint(stride, UNKNOWN) for stride in value(node).stride()]
     for k in reversed(range(len(strides))):
         if strides[k] == 0 and k + 1 < len(strides):
             strides[k] = strides[k + 1]
     return tuple(sorted(range(len(strides)), key=lambda k: (-strides[k], k)))
-
-
-def _hint(stride: int | torch.SymInt) -> int:
-    if isinstance(stride, torch.SymInt):
-        hint = stride.node.hint
-        if hint is None:
-            raise Unsupported(Ground.SIZE, "a result whose strides depend on data")
-        return int(hint)
-    return stride
 
 
 def specialize(extent: Any) -> None:
@@ -366,14 +359,15 @@ def module_path(node: Node) -> str | None:
 
 
 def size_hints(graph: Graph) -> dict[str, int]:
-    """The example value of every symbolic size of a graph."""
+    """An example value of every symbolic size of a graph."""
     hints: dict[str, int] = {}
     for node in graph.nodes:
         held = value(node)  # of a tensor that is made here all sizes are known from others
         extents = _extents(held) if isinstance(held, torch.Tensor) and node.op == "placeholder" else [held]
         for extent in extents:
-            if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol and isinstance(extent.node.hint, int):
-                hints[str(extent.node.expr)] = int(extent.node.hint)
+            symbolic = isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol
+            if symbolic and isinstance(extent.node.hint, int | None):  # else it is that of a nested tensor
+                hints[str(extent.node.expr)] = optimization_hint(extent, UNKNOWN)
     return hints
 
 

@@ -89,13 +89,8 @@ def _trace(
         with torch.fx.traceback.preserve_node_meta():
             return _Retrace(outlined, Checkpoints(outlined, bodies), sealed).run(*values)
 
-    # Activation checkpointing counts what autograd saves: not what it saves for this trace.
-    with mode, torch.autograd.graph.saved_tensors_hooks(_same, _same):
+    with mode:
         return make_fx(run, _CALLED, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class _Retrace(KnowingItems):

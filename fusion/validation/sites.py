@@ -80,15 +80,9 @@ def undisturbed() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         recording(),
-        torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is),
         torch.autocast("cpu", enabled=False),
     ):
         yield
-
-
-def _as_it_is(saved: Tensor) -> Tensor:
-    """In the place of what the caller does with tensors that autograd saves."""
-    return saved
 
 
 def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:

@@ -152,3 +152,39 @@ def test_the_operator_inside_of_function_transforms():
     assert_as_exact_as_eager(
         results(rewritten, torch.float32), results(model, torch.float32), results(exact, torch.float64)
     )
+
+
+@pytest.mark.parametrize("around", [
+    lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+    torch.autograd.graph.save_on_cpu,
+    lambda: torch.autograd.detect_anomaly(check_nan=True),
+], ids=["no_hooks", "save_on_cpu", "detect_anomaly"])  # fmt: skip
+def test_what_is_set_for_gradients_is_not_for_the_analysis(around):
+    """The compiler evaluates made-up values, among them NaN, and their gradients."""
+    model = Block()
+    run = compiled(model, "aot_eager")
+    with around(), fusion.collect_reports() as reports:
+        check(model, run, [torch.randn(2, N, WIDTH)])
+    assert reports[0].sites[0].validated.startswith("values in"), reports[0]
+
+
+def test_the_backward_of_compiled_autograd_stays_as_it_is(caplog):
+    """It holds the gradients of what its forward was compiled to."""
+    model = Block()
+
+    def gradients_of(x):
+        out = model(x)
+        out.square().mean().backward()
+        return out.detach()
+
+    x = torch.randn(2, N, WIDTH)
+    with torch._dynamo.config.patch(compiled_autograd=True), fusion.collect_reports() as reports:
+        run = torch.compile(gradients_of, backend="fusion", options={"inner": "aot_eager"})
+        for _ in range(2):
+            model.zero_grad()
+            out = run(x)
+    actual = {"outputs": [out]} | {name: p.grad.clone() for name, p in model.named_parameters()}
+    exact = copy.deepcopy(model).double()
+    assert_as_exact_as_eager(actual, gradients(model, model, [x]), gradients(exact, exact, [x.double()]))
+    assert sum(report.fused for report in reports) == 1
+    assert "of compiled autograd" in str([report.notes for report in reports]) and not caplog.records
