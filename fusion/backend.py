@@ -28,6 +28,7 @@ from fusion.passes.distances import read_by_distance
 from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.outline import sealed_softmaxes
+from fusion.passes.regions import without_regions
 from fusion.passes.rewrite import Pays, rewrite
 from fusion.passes.specify import Specified
 from fusion.passes.unread_rows import skip_unread_rows
@@ -163,6 +164,7 @@ def _passes(
 ) -> tuple[GraphModule, Report, Report]:
     """(the rewritten graph, the report of its attentions, that of the graphs that it checkpoints)."""
     dump.stage("dynamo", module)
+    module = without_regions(module)
     module, transformed = _fuse_transformed(module, options)
     bodies, inside = _fuse_checkpointed(module, options)
     inside.sites += transformed.sites

@@ -28,6 +28,7 @@ from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.operands import locate, mark_stored, scale_of_values
 from fusion.passes.pullback import PullBack
 from fusion.passes.recognize import attentions
+from fusion.passes.regions import regions
 from fusion.passes.sdpa import Attention, is_sdpa, pull_back_sdpa
 from fusion.passes.upstream import FURTHER_PRODUCTS, NORMALISED, Met, Upstream, is_statistic, looks_like_attention
 from fusion.passes.views import Index, broadcast_index, source
@@ -107,8 +108,8 @@ _PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
 
 def may_hold_attention(module: GraphModule) -> bool:
     """Whether a graph, as Dynamo made it, has any product of two activations: else there is nothing to look for.
-    Checkpointed graphs within it count."""
-    if any(may_hold_attention(body.graph) for body in bodies(module).values()):
+    Checkpointed graphs and regions within it count."""
+    if any(map(may_hold_attention, (*(body.graph for body in bodies(module).values()), *regions(module)))):
         return True
     calls = [node for node in module.graph.nodes if node.op.startswith("call")]
     if any(node.op == "call_module" for node in calls):

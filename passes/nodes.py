@@ -363,7 +363,8 @@ def size_hints(graph: Graph) -> dict[str, int]:
     hints: dict[str, int] = {}
     for node in graph.nodes:
         held = value(node)  # of a tensor that is made here all sizes are known from others
-        extents = _extents(held) if isinstance(held, torch.Tensor) and node.op == "placeholder" else [held]
+        given = isinstance(held, torch.Tensor) and node.op == "placeholder"
+        extents: Iterable[Any] = _extents(held) if given else [held]
         for extent in extents:
             symbolic = isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol
             if symbolic and isinstance(extent.node.hint, int | None):  # else it is that of a nested tensor

@@ -24,6 +24,7 @@ from fusion.passes import cascades
 from fusion.passes.cut_out import CutOut, cut_out
 from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
+from fusion.passes.regions import without_regions
 from fusion.report import site_script
 
 RANDOM = "it draws random numbers, and is not the same twice"
@@ -134,9 +135,10 @@ class _Record:
     functions: dict[tuple[Any, ...], Callable[..., Tensor]] = field(default_factory=dict)
 
     def backend(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if not may_hold_attention(module):
+        whole = without_regions(module)
+        if not may_hold_attention(whole):
             return module.forward
-        return _Watched(self, normalize(module, example_inputs)).run
+        return _Watched(self, normalize(whole, example_inputs)).run
 
     def met(self, site: Site) -> Verified:
         """A new entry, in the order in which `fusion explain` lists them."""
