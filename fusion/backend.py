@@ -240,8 +240,8 @@ def _unseen(module: GraphModule, graph: GraphModule, report: Report) -> list[str
 
 def _sealed(module: GraphModule) -> list[str]:
     """Softmaxes that nothing is known of, and why."""
-    places = dict.fromkeys(nodes.source_line(node) or node.name for node in sealed_softmaxes(module))
-    return [f"a softmax in a torch.autograd.Function keeps the backward that is its own ({place})" for place in places]
+    found = sealed_softmaxes(module)
+    return list(dict.fromkeys(f"{told} ({nodes.source_line(node) or node.name})" for node, told in found))
 
 
 def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str, GraphModule], Report]:

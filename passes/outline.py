@@ -13,7 +13,9 @@ import operator
 from typing import Any
 
 import torch
-from torch._higher_order_ops.wrap import wrap
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
@@ -29,6 +31,9 @@ _ENTER = ("_increment_nesting", "_enter_dual_level")
 _LEAVE = ("_decrement_nesting", "_exit_dual_level")
 _FORBID, _ALLOW = "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"
 _PREFIX = "outlined_"
+_OPEN = (tag_activation_checkpoint, invoke_subgraph)
+"""Calls of graphs that are looked into."""
+_OWN_GRADIENT = "a softmax in a torch.autograd.Function keeps the backward that is its own"
 _AUGMENTED = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
               "ilshift", "irshift", "imatmul")  # fmt: skip
 
@@ -80,15 +85,20 @@ def parts(graph: Graph) -> list[list[Node]]:
     return found
 
 
-def sealed_softmaxes(module: GraphModule) -> list[Node]:
-    """Calls of a `torch.autograd.Function` with a softmax inside, which stay whole where gradients are recorded."""
+def sealed_softmaxes(module: GraphModule) -> list[tuple[Node, str]]:
+    """Calls with a softmax inside that stay whole, and what is to be said of them: of a `torch.autograd.Function` where
+    gradients are recorded, and of `torch.cond` and its kin."""
     found = []
-    for node in module.graph.nodes if torch.is_grad_enabled() else ():
-        body = node.args[0] if _name(node) == "autograd_function_apply" else None
-        if isinstance(body, Node) and body.op == "get_attr":
-            inside = operator.attrgetter(str(body.target))(module).graph.nodes
-            if any("softmax" in str(n.target) for n in inside):
-                found.append(node)
+    for node in module.graph.nodes:
+        own_gradient = _name(node) == "autograd_function_apply"
+        if node.target in _OPEN or not isinstance(node.target, HigherOrderOperator):
+            continue
+        if own_gradient and not torch.is_grad_enabled():
+            continue
+        bodies = (operator.attrgetter(str(n.target))(module) for n in node.all_input_nodes if n.op == "get_attr")
+        inside = [str(n.target) for body in bodies if isinstance(body, GraphModule) for n in body.graph.nodes]
+        if any("softmax" in name or "scaled_dot_product" in name for name in inside):
+            found.append((node, _OWN_GRADIENT if own_gradient else f"a softmax inside of {node.target} stays as it is"))
     return found
 
 

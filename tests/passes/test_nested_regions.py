@@ -91,3 +91,14 @@ def test_calls_drop_different_elements_and_their_backward_the_same():
         return torch.autograd.grad(torch.softmax(torch.stack([a, c]) @ b.mT, -1) * kept, tensors, upstream.to(dtype))
 
     assert_as_exact_as_eager(actual, explicit(torch.float32), explicit(torch.float64))
+
+
+def test_the_report_names_a_softmax_in_a_branch():
+    def function(x):
+        return torch.cond(x.sum() > 0, lambda x: torch.softmax(x @ x.mT, -1) @ x, torch.tanh, (x,))
+
+    x = torch.randn(4, 8)
+    with fusion.collect_reports() as reports:
+        found = torch.compile(function, backend="fusion", options={"inner": "aot_eager"})(x)
+    assert_as_exact_as_eager(found, function(x), function(x.double()))
+    assert "a softmax inside of cond stays as it is" in str(reports[0].notes)
