@@ -26,6 +26,9 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     from fusion.runtime.bound import teach_inductor
 
     teach_inductor()
+    for node in module.graph.find_nodes(op="placeholder"):
+        if "example_value" in node.meta:  # Dynamo's; the other was traced without gradients
+            node.meta.pop("val", None)
     has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)
     # Patches that are passed hold for backward graphs, too, which are compiled later.
     patches = (list_mode_options(mode) if mode else {}) | inductor_passes.below_rewrite(has_dtensors)

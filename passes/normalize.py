@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.fx.traceback
@@ -89,7 +90,8 @@ def _trace(
         with torch.fx.traceback.preserve_node_meta():
             return _Retrace(outlined, Checkpoints(outlined, bodies), sealed).run(*values)
 
-    with mode:
+    # With Inductor's freezing, parameters are constants of the graph.
+    with mode, patch.object(mode, "allow_non_fake_inputs", True):
         return make_fx(run, _CALLED, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
 
 

@@ -1,7 +1,8 @@
 """Records that hold expressions: dataclasses whose fields are expressions, tuples, numbers, names and further records.
 
 As JSON they have the nodes of the common DAG of all their expressions in order, operands before what is made of them,
-and the positions of nodes in the place of expressions. Fields that have their default values are left out.
+and the positions of nodes in the place of expressions. Fields that have their default values are left out. As text it
+has ' in the place of ", and so nothing that Inductor's C++ code, which writes it out as it is, would have to escape.
 """
 
 from __future__ import annotations
@@ -61,16 +62,21 @@ def to_json(record: Hashable) -> str:
         return repr(value) if isinstance(value, float) else value  # JSON has no infinities, and no NaN
 
     nodes = [[e.op, [number[a] for a in e.args], e.kind.value, _attribute(e.attr)] for e in order]
-    return json.dumps({"nodes": nodes} | plain(record), separators=(",", ":"))
+    return json.dumps({"nodes": nodes} | plain(record), separators=(",", ":")).replace('"', "'")
 
 
 def _attribute(value: object) -> object:
     return {"float": repr(value)} if isinstance(value, float) else value
 
 
+def parsed(text: str) -> dict[str, Any]:
+    """The JSON that `to_json` wrote."""
+    return json.loads(text.replace("'", '"'))
+
+
 def from_json(kind: type[Record], text: str) -> Record:
     """The record of this kind that `to_json` wrote."""
-    document = json.loads(text)
+    document = parsed(text)
     nodes: list[Expr] = []
     for op, args, of_kind, attr in document.pop("nodes"):
         value = float(attr["float"]) if isinstance(attr, dict) else attr

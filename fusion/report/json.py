@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
+from fusion.ir.records import parsed
 from fusion.planning.plan import Plan
 from fusion.report.report import AttentionReport, Report, SiteReport
 
@@ -63,7 +63,7 @@ def _attention(found: AttentionReport) -> dict[str, Any]:
         "mask": None if spec.mask is None else spec.describe(spec.mask.live),
         "keys": found.keys or None,
         "sizes": dict(found.sizes),
-        "spec": json.loads(spec.to_json()),
+        "spec": parsed(spec.to_json()),
         "plan": _plan(plan),
         "runs": plan.runs or None,
         "kernel_lines": len(found.source.splitlines()),
