@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
-from fusion import dynamo, logs
+from fusion import dynamo, logs, undisturbed
 from fusion.approximate import certificates
 from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import Kind
@@ -86,44 +84,12 @@ def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
-    with _no_collections(), _autograd_by_itself():
+    with undisturbed.by_collections(), undisturbed.by_autograd():
         graph, report = _fuse(module, example_inputs, options)
     report.graph_breaks = [found] if (found := graph_break(module)) else []
     if options.strict and (refused := [site for site in report.sites if not site.fused]):
         raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
     return graph, report
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Python's collector of cycles waits. The analysis lets go of little before its end, and one full collection, which
-    walks all objects of a process with many libraries, may take longer than the analysis."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _autograd_by_itself() -> Iterator[None]:
-    """What the caller has set for its own gradients is not for the analysis: hooks on saved tensors, of which a
-    checkpoint counts some, or their ban, and the search for NaN, which made-up values have."""
-    hooks = torch._C._autograd
-    banned = hooks._saved_tensors_hooks_get_disabled_error_message()
-    hooks._saved_tensors_hooks_enable()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.autograd.set_detect_anomaly(False):
-            yield
-    finally:
-        if banned is not None:
-            hooks._saved_tensors_hooks_disable(banned, False)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
@@ -189,6 +155,14 @@ def _rewritten(
     for which it is not to be changed."""
     graph, notes = _normalized(module, example_inputs, bodies, options)
     dump.stage("normalized", graph)
+    with undisturbed.by_function_modes():
+        return _replaced(graph, notes, options, dump, but)
+
+
+def _replaced(
+    graph: GraphModule, notes: list[str], options: Options, dump: Dump, but: Set[str]
+) -> tuple[GraphModule, Report, set[str]]:
+    """As `_rewritten`, of a normalized graph, which is changed. notes: to report if anything is fused."""
     reads = functools.partial(kernels.reads, request=options.request)
     wanted = "never" if options.block_mask is not None else options.cascades
     sites, changes = cascades.find(graph.graph, reads, wanted, but)

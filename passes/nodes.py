@@ -337,7 +337,8 @@ def source_line(node: Node) -> str | None:
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or "")
     if not frames:
         return None
-    file, line, function, code = frames[-1]
+    of_modes = next((k for k, frame in enumerate(frames) if frame[2] == "__torch_function__"), 0)  # of a default device
+    file, line, function, code = frames[of_modes - 1]
     return f"{file}:{line} in {function}: {code.strip()}"
 
 

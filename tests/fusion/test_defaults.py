@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import fusion  # noqa: F401  (the backend)
+import fusion
 from tests.numerics import assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +71,26 @@ def test_another_default_device(function):
     finally:
         torch.set_default_device(None)
     assert_same(found, expected)
+
+
+class Attend(torch.nn.Module):
+    def forward(self, q, k, v):
+        causal = torch.ones(33, 33, dtype=torch.bool, device="cpu").triu(1)
+        return torch.softmax((q @ k.mT).masked_fill(causal, -math.inf), -1) @ v
+
+
+def test_a_default_device_is_not_that_of_the_analysis():
+    """And the report's lines are those of the model."""
+    given = [torch.randn(2, 3, 33, 16) for _ in range(3)]
+    expected = fusion.rewrite(torch.fx.symbolic_trace(Attend()), *given)(*given)
+    program = torch.export.export(Attend(), tuple(given))
+    with fusion.collect_reports() as reports, torch.device("meta"):
+        compiled = torch.compile(Attend(), backend="fusion", options={"inner": "eager"})
+        found = [compiled(*given), fusion.rewrite(program).module()(*given)]
+    for result in found:
+        assert_same(result, expected)
+    assert [report.fused for report in reports] == [1, 1]
+    assert "test_defaults.py" in str(reports[0].sites[0].location)
 
 
 def calls_by_default(tree: ast.AST):
