@@ -95,7 +95,7 @@ def test_calls_drop_different_elements_and_their_backward_the_same():
 
 def test_the_report_names_a_softmax_in_a_branch():
     def function(x):
-        return torch.cond(x.sum() > 0, lambda x: torch.softmax(x @ x.mT, -1) @ x, torch.tanh, (x,))
+        return torch.cond(x.sum() > 0, lambda x: torch.softmax(x @ x.transpose(-1, -2), -1) @ x, torch.tanh, (x,))
 
     x = torch.randn(4, 8)
     with fusion.collect_reports() as reports:
