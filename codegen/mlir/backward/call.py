@@ -274,7 +274,7 @@ class BackwardCall:
         if alone:
             keys = self.kernel.backward_tilings[choice].groups * self.kernel.target.lanes
             elements = round_up(self.n_k, keys) * self.n_q if self._inner > 1 else 0
-            self.kept[entry.operand] = torch.empty(self.derived.threads, elements)
+            self.kept[entry.operand] = torch.empty(self.derived.threads, elements, dtype=torch.float32)
             in_huge_pages(self.kept[entry.operand])
 
     @property
