@@ -95,4 +95,3 @@ def test_rows_of_v_with_much_in_common(name: str, dtype: str, monkeypatch) -> No
     assert found < 1
     monkeypatch.setattr(BackwardCall, "_common", lambda self: 0)
     monkeypatch.setattr(ExactRowsKernel, "common_share", math.inf)
-    assert found < largest(c, dtype, 0.01, 8.0)
