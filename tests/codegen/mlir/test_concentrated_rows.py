@@ -95,3 +95,5 @@ def test_rows_of_v_with_much_in_common(name: str, dtype: str, monkeypatch) -> No
     assert found < 1
     monkeypatch.setattr(BackwardCall, "_common", lambda self: 0)
     monkeypatch.setattr(ExactRowsKernel, "common_share", math.inf)
+    without = largest(c, dtype, 0.01, 8.0)
+    assert found < without
