@@ -25,6 +25,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_of_links_are_headings(page: Path) -> None:
+    """Where the site gives a heading its anchor: words in small letters, between hyphens."""
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.+)$", (page.parent / target if target else page).read_text(), flags=re.M)
+        anchors = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+        assert anchor in anchors, f"{page.name} links to {target}#{anchor}"
+
+
 def test_options_page_lists_the_options() -> None:
     lines = (ROOT / "docs" / "options.md").read_text().splitlines()
     listed = {cells[1].strip(" `"): cells for cells in (line.split("|") for line in lines if line.startswith("| `"))}

@@ -143,7 +143,7 @@ def _cpu() -> Finding:
 
     try:
         machine = Machine.detect()
-        best = [flag for flag in ("amx_bf16", "avx512f", "avx2", "neon") if flag in machine.isa]
+        best = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "neon") if flag in machine.isa]
         about = f"{machine.name}, {machine.cores} cores, {torch.get_num_threads()} threads, {', '.join(best[:2])}"
     except Exception as problem:
         return Finding(name="target cpu", state="broken", found=f"{type(problem).__name__}: {problem}", advice=_REPORT)
