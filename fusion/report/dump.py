@@ -68,24 +68,15 @@ class Dump:
     def finish(self, report: Report) -> None:
         """Write everything. A folder that cannot be written is reported, and nothing else happens."""
         trace(report)
-        if not self.folder:
-            return
-        try:
+        if self.folder:
             self._write(artifacts(report))
-        except OSError as problem:
-            log.warning(
-                "FUSION_DUMP=%s: nothing was written (%s); name a folder that can be written", self.folder, problem
-            )
 
     def failure(self, problem: Exception) -> None:
         """Write what was noted until a failure, and its traceback; it goes to the log at level DEBUG as well."""
         text = "".join(traceback.format_exception(problem))
         log.debug("%s", text)
         if self.folder:
-            try:
-                self._write([("failure.txt", text)])
-            except OSError as trouble:
-                log.warning("FUSION_DUMP=%s: nothing was written (%s)", self.folder, trouble)
+            self._write([("failure.txt", text)])
 
     @property
     def where(self) -> str:
@@ -95,16 +86,21 @@ class Dump:
         return "this is a defect of ours; FUSION_DUMP=folder writes the graph and the traceback to report with it"
 
     def _write(self, further: Sequence[tuple[str, str]]) -> None:
-        folder = _new_folder(Path(self.folder))
-        files: list[tuple[str, str]] = []
-        for number, (name, text, attributes) in enumerate(self._graphs):
-            files.append((f"{name}.py", text))
-            if attributes:
-                torch.save(attributes, folder / f"{number:02}_{name}.pt")
-        files += [*self._attentions, *further]
-        for number, (name, text) in enumerate(files):
-            (folder / f"{number:02}_{name}").write_text(text, encoding="utf-8")
-        log.info("wrote %d files to %s", len(files), folder)
+        graphs = [(f"{name}.py", text) for name, text, _ in self._graphs]
+        files = [*graphs, *self._attentions, *further]
+        try:
+            folder = _new_folder(Path(self.folder))
+            for number, (name, _, attributes) in enumerate(self._graphs):
+                if attributes:
+                    torch.save(attributes, folder / f"{number:02}_{name}.pt")
+            for number, (name, text) in enumerate(files):
+                (folder / f"{number:02}_{name}").write_text(text, encoding="utf-8")
+        except OSError as problem:
+            log.warning(
+                "FUSION_DUMP=%s: nothing was written (%s); name a folder that can be written", self.folder, problem
+            )
+        else:
+            log.info("wrote %d files to %s", len(files), folder)
 
 
 def artifacts(report: Report) -> list[tuple[str, str]]:
