@@ -73,7 +73,7 @@ def difference(values: Values) -> str | None:
     free = ((theirs != true) & (kinds == SPECIAL)) | ((theirs != 0) & (kinds == BEYOND))
     allowed = (own == theirs) | free | ((own == true) & (not values.strict))
     if bool((wrong := ~allowed).any()):
-        return _told(values, int(wrong.nonzero()[0]), int(wrong.sum()), "")
+        return _told(values, int(wrong.nonzero()[0]), "")
     finite = (theirs == 0) & (true == 0) & (own == 0)
     count = len(values.kinds)
     single = eager if values.single is None else values.single.detach().double()
@@ -93,13 +93,13 @@ def difference(values: Values) -> str | None:
         moved = _largest(moved, finite, values.worlds, count)
         chaotic = (moved > APART * size) & (values.coarse == 0)
         bound = torch.maximum(bound, torch.where(chaotic, math.inf, 4 * moved))
-    if not bool((over := error > bound).any()):
+    if not bool((error > bound).any()):
         return None
     world = int((error / bound.clamp(min=1e-300)).argmax())
     own_error = (ours - exact).abs()
     own_error = torch.where(elsewhere[values.worlds], torch.minimum(own_error, far), own_error)
     worst = int(torch.where(finite & (values.worlds == world), own_error, -1.0).argmax())
-    return _told(values, worst, int(over.sum()), f", allowed {bound[world]:.1e}")
+    return _told(values, worst, f", allowed {bound[world]:.1e}")
 
 
 def _largest(value: Tensor, where: Tensor, worlds: Tensor, count: int) -> Tensor:
@@ -111,7 +111,7 @@ def _at_least_median(value: Tensor) -> Tensor:
     return value.clamp(min=float(value.median()) if value.numel() else 0.0)
 
 
-def _told(values: Values, at: int, count: int, allowed: str) -> str:
+def _told(values: Values, at: int, allowed: str) -> str:
     kind = _KINDS[int(values.kinds[values.worlds[at]])]
     eager, exact, ours = (float(t[at].detach()) for t in (values.eager, values.exact, values.ours))
     return f"{values.name} is {ours:.6g} where eager has {eager:.6g} (float64 {exact:.6g}{allowed}; {kind})"
