@@ -11,13 +11,12 @@ of max(q_c high_c, q_c low_c)), is below the query's highest score with one of t
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import CompiledFunction, float_bits
-from fusion.codegen.mlir.row_statistics import Rows, RowStatisticsCall, RowStatisticsKernel, scalar_of
+from fusion.codegen.mlir.calling import float_bits
+from fusion.codegen.mlir.row_statistics import Rows, RowStatisticsCall, RowStatisticsKernel, code
 from fusion.codegen.mlir.transpose import sum_rows
 from fusion.codegen.mlir.x86 import F32, LANES
 
@@ -64,10 +63,7 @@ class KeyBlockBounds(RowStatisticsKernel):
         with b.carry(0, p[("n_k",)], 1, [lowest], hint="key") as (loop, key, (highest,)):
             row, products = self._row(b.at(k, b.mul(key, p[("k_stride",)]), self.scalar)), []
             for query in self._queries():
-                total = b.mul(row[0], b.load(query[0], F32, "q", align=64))
-                for x, y in zip(row[1:], query[1:], strict=True):
-                    total = b.fma(x, b.load(y, F32, "q", align=64), total)
-                products.append(total)
+                products.append(self._product(row, (b.load(x, F32, "q", align=64) for x in query)))
             seen = b.compare("sge", places, b.broadcast(b.mul(key, p[("k_step",)]), LANES), "seen")
             score = b.select(seen, sum_rows(b, products), lowest)
             loop.yields(b.binary("arith.maximumf", highest, score, "highest"))
@@ -90,12 +86,6 @@ class KeyBlockBounds(RowStatisticsKernel):
         return sum_rows(b, sums)
 
 
-@functools.lru_cache(maxsize=64)
-def code(d: int, dtype: torch.dtype, size: int) -> CompiledFunction:
-    """The kernel for rows of d elements of one type and blocks of `size` keys, compiled once."""
-    return CompiledFunction(KeyBlockBounds(d, scalar_of(dtype), size))
-
-
 class KeyBlockBoundsCall(RowStatisticsCall):
     """About `rows` queries, `keys` keys and `blocks` blocks of `size` keys, of the queries and keys given, which
     are at least `size`. gap: in scores before any scale."""
@@ -111,8 +101,8 @@ class KeyBlockBoundsCall(RowStatisticsCall):
         some = dataclasses.replace(some, count=min(some.count, LANES))
         # Queries of causal attention that see enough: the second half.
         super().__init__(
-            code(d, dtype, size), some, k.every(k_step), 2, q_step=q_step * causal, k_step=k_step * causal,
-            first=some.count // 2 * causal, blocks=-(-whole // block_step), block_step=block_step * size * causal,
-            block_stride=k.stride * size * block_step, key_stride=k.stride,
+            code(KeyBlockBounds, d, dtype, size), some, k.every(k_step), 2, q_step=q_step * causal,
+            k_step=k_step * causal, first=some.count // 2 * causal, blocks=-(-whole // block_step),
+            block_step=block_step * size * causal, block_stride=k.stride * size * block_step, key_stride=k.stride,
             gap=float_bits(gap),
         )  # fmt: skip

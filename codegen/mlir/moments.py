@@ -17,17 +17,16 @@ same kernel looks at all rows or, by larger strides, at a few.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import CompiledFunction, float_bits
+from fusion.codegen.mlir.calling import float_bits
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_statistics import BLOCK, Rows, RowStatisticsCall, RowStatisticsKernel, scalar_of
+from fusion.codegen.mlir.row_statistics import BLOCK, Rows, RowStatisticsCall, RowStatisticsKernel, code
 from fusion.codegen.mlir.x86 import F32, LANES
 
 
@@ -143,7 +142,7 @@ class Moments(RowStatisticsKernel):
             count = b.least(b.sub(n, block), BLOCK)
             with b.carry(0, count, 1, [zero] * self.vectors, hint="r") as (rows, r, sums):
                 row = self._row(b.at(k, b.mul(b.add(block, r), stride), self.scalar))
-                self._write_square(r, row)
+                self._write_product(r, row, row)
                 rows.yields(*(b.add(x, y) for x, y in zip(sums, row, strict=True)))
             self._clear(self.partial, LANES, count)
             self._raise(0)
@@ -157,7 +156,8 @@ class Moments(RowStatisticsKernel):
         with b.loop(0, n, BLOCK, hint="block") as block:
             count = b.least(b.sub(n, block), BLOCK)
             with b.loop(0, count, hint="r") as r:
-                self._write_square(r, self._row(b.at(q, b.mul(b.add(block, r), stride), self.scalar)))
+                row = self._row(b.at(q, b.mul(b.add(block, r), stride), self.scalar))
+                self._write_product(r, row, row)
             self._clear(self.partial, LANES, count)
             self._raise(2)
 
@@ -174,17 +174,21 @@ class Moments(RowStatisticsKernel):
         with b.loop(0, self.d, together, hint="c") as c:
             with b.carry(0, BLOCK, 1, [zero] * (together * self.vectors), hint="r") as (loop, r, sums):
                 row = b.at(self.stage, b.mul(r, self.width), "f32")
-                x = [b.load(b.at(row, LANES * v, "f32"), F32, "x", align=64) for v in range(self.vectors)]
-                corner, found = b.at(row, c, "f32"), []
-                for k in range(together):
-                    one = b.broadcast(b.load(b.at(corner, k, "f32"), "f32", "x"), LANES)
-                    found += [b.fma(one, x[v], sums[k * self.vectors + v]) for v in range(self.vectors)]
-                loop.yields(*found)
+                line, corner = [*self._line(row, "x")], b.at(row, c, "f32")
+                loop.yields(*self._added(sums, (b.at(corner, k, "f32") for k in range(together)), line))
             self._add(b.at(self.gram, b.mul(c, self.width), "f32"), loop.results)
         with b.carry(0, BLOCK, 1, [zero] * self.vectors, hint="r") as (loop, r, sums):
             row = b.at(self.stage, b.mul(r, self.width), "f32")
             loop.yields(*(b.add(x, b.load(b.at(row, LANES * v, "f32"), F32)) for v, x in enumerate(sums)))
         self._add(self.sums, loop.results)
+
+    def _added(self, sums: Sequence[Value], numbers: Iterable[Value], line: Sequence[Value]) -> list[Value]:
+        """To the sums of each of some numbers, given by their addresses, its products with the vectors of a line."""
+        b, found, left = self.b, [], iter(sums)
+        for address in numbers:
+            one = b.broadcast(b.load(address, "f32", "x"), LANES)
+            found += [b.fma(one, x, next(left)) for x in line]
+        return found
 
     def _add(self, target: Value, values: Sequence[Value]) -> None:
         b = self.b
@@ -198,31 +202,20 @@ class Moments(RowStatisticsKernel):
         with b.loop(0, BLOCK, together, hint="r") as r:
             rows = b.at(self.stage, b.mul(r, self.width), "f32")
             with b.carry(0, self.d, 1, [zero] * (together * self.vectors), hint="c") as (loop, c, sums):
-                line, found = b.at(self.gram, b.mul(c, self.width), "f32"), []
-                g = [b.load(b.at(line, LANES * v, "f32"), F32, "g", align=64) for v in range(self.vectors)]
+                line = [*self._line(b.at(self.gram, b.mul(c, self.width), "f32"), "g")]
                 corner = b.at(rows, c, "f32")
-                for k in range(together):
-                    one = b.broadcast(b.load(b.at(corner, k * self.width, "f32"), "f32", "x"), LANES)
-                    found += [b.fma(one, g[v], sums[k * self.vectors + v]) for v in range(self.vectors)]
-                loop.yields(*found)
+                loop.yields(*self._added(sums, (b.at(corner, k * self.width, "f32") for k in range(together)), line))
             for k in range(together):
                 products = loop.results[k * self.vectors : (k + 1) * self.vectors]
-                self._write_products(b.add(r, k), b.at(rows, k * self.width, "f32"), products)
+                row = b.add(r, k)
+                self._write_product(row, self._line(b.at(rows, k * self.width, "f32")), products)
 
     def _slants(self) -> None:
         """Into `partial`, 16 numbers for each row of the staged block that add up to q . s."""
         b = self.b
-        sums = [b.load(b.at(self.sums, LANES * v, "f32"), F32, align=64) for v in range(self.vectors)]
+        sums = [*self._line(self.sums)]
         with b.loop(0, BLOCK, hint="r") as r:
-            self._write_products(r, b.at(self.stage, b.mul(r, self.width), "f32"), sums)
-
-    def _write_products(self, r: Value, row: Value, others: Sequence[Value]) -> None:
-        """Into `partial` of a row, its products with other vectors."""
-        b = self.b
-        total = b.mul(b.load(row, F32, align=64), others[0])
-        for v, other in enumerate(others[1:], 1):
-            total = b.fma(b.load(b.at(row, LANES * v, "f32"), F32, align=64), other, total)
-        b.store(total, b.at(self.partial, b.mul(r, LANES), "f32"), align=64)
+            self._write_product(r, self._line(b.at(self.stage, b.mul(r, self.width), "f32")), sums)
 
     def _put(self, target: Value, inverse: Value) -> None:
         b, factor = self.b, self.b.broadcast(inverse, LANES)
@@ -230,20 +223,13 @@ class Moments(RowStatisticsKernel):
             b.store(b.mul(self._sums(first), factor), b.at(target, first, "f32"))
 
 
-@functools.lru_cache(maxsize=64)
-def code(d: int, dtype: torch.dtype) -> CompiledFunction:
-    """The kernel for rows of d elements of one type, compiled once. Raises KernelCompilationError."""
-    return CompiledFunction(Moments(d, scalar_of(dtype)))
-
-
 class LargestCall(RowStatisticsCall):
     """The figures of some rows of each head: `found`, without squares if not `second`."""
 
     def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, second: bool):
         super().__init__(
-            code(d, dtype), q, k, 4, lag=1, turns=2, q_segment=q.count, k_segment=k.count, second=int(second), keep=0,
-            limit=float_bits(math.inf),
-            q_rows=0,
+            code(Moments, d, dtype), q, k, 4, lag=1, turns=2, q_segment=q.count, k_segment=k.count, second=int(second),
+            keep=0, limit=float_bits(math.inf), q_rows=0,
         )  # fmt: skip
 
 
@@ -258,7 +244,7 @@ class MomentsCall(RowStatisticsCall):
         self.d, self.n_q, self.width = d, q.count, round_up(d, LANES)
         self.rows = round_up(max(q.count, 1), BLOCK) if segment and second else 0
         super().__init__(
-            code(d, dtype), q, k, 4, lag=int(not segment), turns=-(-q.count // segment) if segment else 2,
+            code(Moments, d, dtype), q, k, 4, lag=int(not segment), turns=-(-q.count // segment) if segment else 2,
             q_segment=segment or q.count, k_segment=segment or k.count, second=int(second), keep=1 + bool(self.rows),
             q_rows=self.rows, limit=float_bits(limit),
         )  # fmt: skip

@@ -8,10 +8,12 @@ call that wants figures alone makes no tensor.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -76,12 +78,22 @@ class RowStatisticsKernel(ThreadFunction):
             found.append(b.convert("arith.extf", x, "f32"))
         return found
 
-    def _write_square(self, r: Value, row: Sequence[Value]) -> None:
+    def _line(self, address: Value, hint: str = "v") -> Iterator[Value]:
+        """The vectors of a row that was staged."""
+        return (self.b.load(self.b.at(address, LANES * v, "f32"), F32, hint, align=64) for v in range(self.vectors))
+
+    def _product(self, left: Iterable[Value], right: Iterable[Value]) -> Value:
+        """16 numbers that add up to the product of two rows."""
+        total = None
+        for x, y in zip(left, right, strict=True):
+            total = self.b.mul(x, y) if total is None else self.b.fma(x, y, total)
+        assert total is not None
+        return total
+
+    def _write_product(self, r: Value, left: Iterable[Value], right: Iterable[Value]) -> None:
+        """Into `partial` of row r, the product of two rows."""
         b = self.b
-        square = b.mul(row[0], row[0])
-        for x in row[1:]:
-            square = b.fma(x, x, square)
-        b.store(square, b.at(self.partial, b.mul(r, LANES), "f32"), align=64)
+        b.store(self._product(left, right), b.at(self.partial, b.mul(r, LANES), "f32"), align=64)
 
     def _clear(self, area: Value, width: int, count: Value) -> None:
         """Zeros in the rows of a block from `count` on."""
@@ -98,7 +110,7 @@ class RowStatisticsKernel(ThreadFunction):
             row = [b.sub(x, y) for x, y in zip(row, away, strict=True)] if away else row
             for column, x in enumerate(row):
                 b.store(x, b.at(self.stage, b.add(b.mul(r, self.width), column * LANES), "f32"), align=64)
-            self._write_square(r, row)
+            self._write_product(r, row, row)
         self._clear(self.partial, LANES, count)
         self._clear(self.stage, self.width, count)
 
@@ -165,5 +177,7 @@ class RowStatisticsCall:
         return self.result.unpack_from(output.buffer)
 
 
-def scalar_of(dtype: torch.dtype) -> str:
-    return MEMORY_TYPE[str(dtype)[6:]]
+@functools.lru_cache(maxsize=128)
+def code(kernel: Callable[..., Any], d: int, dtype: torch.dtype, *others: int) -> CompiledFunction:
+    """The kernel for rows of d elements of one type, compiled once. Raises KernelCompilationError."""
+    return CompiledFunction(kernel(d, MEMORY_TYPE[str(dtype)[6:]], *others))
