@@ -63,6 +63,7 @@ class MultiplyAdd:
     overlaps = False  # whether products run beside vector work, on a unit of their own; only then is a `beside` taken
     word = "f32"  # what stands for so many (`per_word`) elements along the reduction: 4 bytes
     per_word = 1
+    element = "f32"
 
     def __init__(self, b: Builder, lanes: int, d: int, e: int, tile_rows: int, tile_groups: int):
         self.b, self.lanes, self.d, self.e = b, lanes, d, e
@@ -118,8 +119,12 @@ class MultiplyAdd:
         b, padded = self.b, self.d_padded
         rows = reader.rows(first, self.key_step, limit, self.d, padded, staging)
         for r in range(self.key_step):
-            with b.loop(0, padded, self.lanes, hint="c") as c:
-                b.store(load_f32(b, rows, r, c, self.lanes), b.at(target, b.add(c, r * padded), "f32"))
+            with b.loop(0, padded, self.per_word * self.lanes, hint="c") as c:
+                b.store(self.elements(rows, r, c), b.at(target, b.add(c, r * padded), self.element))
+
+    def elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
+        """A vector of words of a row."""
+        return load_f32(self.b, rows, row, column, self.lanes)
 
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         b = self.b
@@ -236,6 +241,7 @@ class PairProducts(MultiplyAdd):
 
     word = "i32"
     per_word = 2
+    element = "bf16"
 
     def __init__(self, b: Builder, d: int, e: int, tile_rows: int, tile_groups: int):
         super().__init__(b, LANES, d, e, tile_rows, tile_groups)
@@ -250,8 +256,7 @@ class PairProducts(MultiplyAdd):
     def multiply(self, left: Value, right: Value, total: Value, hint: str) -> Value:
         return self.unit.add_pair_products(total, left, right)
 
-    def _elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
-        """32 elements of a row."""
+    def elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
         b = self.b
         if rows.memory == "bf16":
             return load_line(b, rows, row, column, BF16)
@@ -262,17 +267,10 @@ class PairProducts(MultiplyAdd):
         b, lanes = self.b, self.lanes
         rows = reader.rows(first, lanes, limit, self.d, self.d_padded, staging)
         with b.loop(0, self.d_padded, 2 * lanes, hint="c") as c:
-            columns = transpose(b, [b.bitcast(self._elements(rows, r, c), WORDS) for r in range(lanes)])
+            columns = transpose(b, [b.bitcast(self.elements(rows, r, c), WORDS) for r in range(lanes)])
             start = b.at(target, b.mul(b.div(c, 2), lanes), "i32")
             for r, column in enumerate(columns):
                 b.store(column, b.at(start, r * lanes, "i32"))
-
-    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        b = self.b
-        rows = reader.rows(first, self.key_step, limit, self.d, self.d_padded, staging)
-        for r in range(self.key_step):
-            with b.loop(0, self.d_padded, 2 * self.lanes, hint="c") as c:
-                b.store(self._elements(rows, r, c), b.at(target, b.add(c, r * self.d_padded), "bf16"))
 
     def value_word(self, rows: Rows, word: int, column: Value) -> Value:
         return self.unit.pairs(*(load_f32(self.b, rows, 2 * word + n, column, self.lanes) for n in (0, 1)))
