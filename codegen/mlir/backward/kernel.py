@@ -215,8 +215,7 @@ class BackwardKernel(BackwardTile):
             if math.isfinite(mask.fill):
                 limit = max(mask.fill / 2 / self.programs.scale, -3e38)
                 alive = b.binary("arith.andi", alive, b.compare("olt", shift, b.mul(c, -limit)))
-            not_alive = b.binary("arith.xori", alive, b.constant(-1, alive.type))
-            found = b.binary("arith.andi", not_alive, self._valid(b.sub(queries.count, i)))
+            found = b.binary("arith.andi", b.negated(alive), self._valid(b.sub(queries.count, i)))
             any_found = b.reduce("or", found, "dead")
             loop.yields(b.binary("arith.ori", dead, any_found))
         return loop.results[0]
