@@ -51,7 +51,7 @@ class ExactRowsKernel(RowSumsKernel):
     @property
     def common_share(self) -> float:
         """From which share of V's mean square on the square of O tells that its row needs an exact delta."""
-        return 1 / 2 if self.spec.out_dtype == "float32" else 4 / 5
+        return 1 / 2 if self.spec.out_dtype == "float32" else 3 / 4
 
     def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
         padded = products[1].e_padded
