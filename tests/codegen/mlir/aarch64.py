@@ -39,7 +39,7 @@ NEON = target_of(MACHINE)
 TRIPLE, CORE = "aarch64-linux-gnu", "neoverse-n1"
 RUNNER = Path(__file__).with_name("aarch64.c")
 POINTER = 1 << 32
-"""Slots from here on are addresses: sizes and strides are smaller."""
+"""Slots from here on are addresses: sizes and strides are smaller. Others may be, of a process that lies low."""
 
 
 @functools.cache
@@ -140,13 +140,13 @@ class _Emulated(calling.Function):
         starts = [start for start, _ in regions]
         used: dict[int, int] = {}
         for slot in slots:
-            if slot < POINTER:
-                places.append((-1, 0))
-                continue
             number = bisect.bisect_right(starts, slot) - 1
-            start, size = regions[number]
-            assert start <= slot <= start + size, "an address in no tensor"
-            places.append((used.setdefault(number, len(used)), slot - start))
+            start, size = regions[number] if number >= 0 else (0, 0)
+            if size and start <= slot <= start + size:
+                places.append((used.setdefault(number, len(used)), slot - start))
+            else:
+                assert slot < POINTER, "an address in no tensor"
+                places.append((-1, 0))
         chosen = [regions[number] for number in used]
         head = [len(slots), len(chosen), *slots, *(size for _, size in chosen), *(x for place in places for x in place)]
         content = struct.pack(f"{len(head)}q", *head) + b"".join(ctypes.string_at(*region) for region in chosen)
