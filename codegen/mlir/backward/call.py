@@ -13,7 +13,7 @@ from torch import Tensor
 from fusion.codegen.mlir.backward.delta import DeltaErrorKernel, DeltaKernel
 from fusion.codegen.mlir.backward.derived import Derived, Step, result
 from fusion.codegen.mlir.backward.fused import FusedKernel
-from fusion.codegen.mlir.backward.kernel import MAX_SCATTERED, BackwardKernel
+from fusion.codegen.mlir.backward.kernel import SMALL_TABLE, BackwardKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import (
     ROW_VALUES,
@@ -39,6 +39,8 @@ from fusion.lowering.row_gradients import lost_logarithms
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.training import TrainingKernel
+
+MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in a copy of its own
 
 NOTHING: Mapping[tuple, Tensor] = {}
 
@@ -248,7 +250,7 @@ class BackwardCall:
                 self.sums[entry.of] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
     def _make_sink(self, entry: LoadGradient, choice: int) -> None:
-        """A buffer of the operand's shape, the key's dimension innermost; two copies per thread where scattered.
+        """A buffer of the operand's shape, the key's dimension innermost; copies for each thread where scattered.
 
         Zeroed unless the kernel writes all of it. What it adds up before that is kept in one per thread."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
@@ -263,8 +265,8 @@ class BackwardCall:
         if entry.form is Form.DENSE:
             last = column_dimension(entry.load)  # rows before it: those of one batch element lie side by side
             order.sort(key=lambda dim: (dim == last, "i" in coordinates(entry.load.args[dim])))
-        copies = 2 * self.derived.threads if entry.form is Form.SCATTERED else 1
         alone, elements = self.plan.alone(entry), operand.numel()
+        copies = self.derived.threads * self._copies(operand) if entry.form is Form.SCATTERED else 1
         memory = torch.empty(copies, round_up(elements, 16), dtype=operand.dtype if alone else torch.float32)
         in_huge_pages(memory)
         if not self._covers(entry):
@@ -276,6 +278,11 @@ class BackwardCall:
             elements = round_up(self.n_k, keys) * self.n_q if self._inner > 1 else 0
             self.kept[entry.operand] = torch.empty(self.derived.threads, elements, dtype=torch.float32)
             in_huge_pages(self.kept[entry.operand])
+
+    @staticmethod
+    def _copies(table: Tensor) -> int:
+        """How many a thread has of a scattered gradient."""
+        return 2 if table.numel() <= SMALL_TABLE else 1
 
     @property
     def _inner(self) -> int:
@@ -307,7 +314,8 @@ class BackwardCall:
             values |= {("result_stride", number, name): n for name, n in memory.by_name.items()}
         for number, sink in self.sinks.items():
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
-            values["sink_elements", number] = sink.stride(0) if len(sink) > 1 else 0
+            values["sink_elements", number] = sink.stride(0)
+            values["sinks_apart", number] = sink.stride(0) * self._copies(self.operands[number])
         values |= {("kept_elements", number): kept.shape[1] for number, kept in self.kept.items()}
         if normalized(self.spec):
             values |= {("statistics_rows",): self.statistics[0].numel(), ("rows_apart",): self.rows.stride(0)}
@@ -334,8 +342,8 @@ class BackwardCall:
             else:
                 parts.append(pulled.of_access(self.spec, self.operands, self.sizes, number, tensor))
         if number in self.sinks:
-            sink = self.sinks[number]  # of two copies per thread the second has the sums
-            parts.append(sink[1::2].sum(0) if len(sink) > 1 else sink[0])
+            sink, copies = self.sinks[number], self._copies(self.operands[number])  # the last one has the sums
+            parts.append(sink[copies - 1 :: copies].sum(0) if len(sink) > 1 else sink[0])
         for load, sums in self.sums.items():
             if load.operand == number:
                 upstream = sums.unsqueeze(-2 if "j" in coordinates(load) else -1)

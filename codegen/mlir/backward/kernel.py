@@ -28,7 +28,6 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.ir.expr import E, Expr, I, coord
 from fusion.planning.register_tiles import KEY_SPAN
 
-MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in copies of its own
 SMALL_TABLE = 1 << 14  # elements of one that costs little to go through after each tile
 OUTPUT_GRADIENT, OUTPUT = -1, -2  # stand for dO and O where the number of an operand is expected
 
@@ -73,7 +72,6 @@ class BackwardKernel(BackwardTile):
                 block = b.add(b.mul(turn, step), b.select(odd, mirrored, mine), "block")
                 with b.when(b.compare("slt", block, blocks)), self._one_block(scope, block):
                     self._item(scope.inner(), block)
-            self._add_up_tables(MAX_SCATTERED)
 
     def _element(self, scope: Scope, blocks: Value) -> contextlib.AbstractContextManager[None]:
         """Around the blocks of one batch element."""
@@ -140,12 +138,11 @@ class BackwardKernel(BackwardTile):
                 values = self.centred if half.operand == 0 and self.centred else reader
                 p.pack_values(values, *rest, p.values_of(half.values, n), self.staging)
 
-    def _add_up_tables(self, most: int) -> None:
-        """Add what tables of at most so many elements have been given since to what they had before: of short sums few
-        digits are lost."""
+    def _add_up_tables(self) -> None:
+        """Add what small tables were given by a tile to what they had before."""
         for sink in self.sinks:
             if sink.entry.form is Form.SCATTERED:
-                with self.b.when(self.b.compare("sle", sink.size, most)):
+                with self.b.when(self.b.compare("sle", sink.size, SMALL_TABLE)):
                     self._add_partial_sums(sink.sink, sink.total, self.b.mul(sink.size, 4))
 
     def _item(self, scope: Scope, number: Value) -> None:
@@ -171,7 +168,7 @@ class BackwardKernel(BackwardTile):
             rows = Rows(first=first, count=b.least(b.sub(high, first), keys, "n_rows"))
             with b.when(self._may_meet(block, rows)):
                 self._tile(block, rows)
-                self._add_up_tables(SMALL_TABLE)
+                self._add_up_tables()
             if self.spans > 1:
                 with b.when(b.binary("arith.andi", several, self._ends_key_span(first, keys, KEY_SPAN))):
                     for half in self.halves:

@@ -37,10 +37,11 @@ class LaneLoad(DenseLoad):
 class GradientSink:
     """Where the elements of a DENSE or SCATTERED gradient go.
 
-    They are added to a buffer of the operand's shape in float32. Of a scattered gradient every thread has two copies,
-    which `kernel` adds up: short sums lose few digits. Where only inner batch elements meet (`BackwardPlan.alone`), the
-    first is kept, the next are added, and the last writes the sum, in the operand's dtype. What is kept is one
-    thread's, by [block of keys][query][key of the block].
+    They are added to a buffer of the operand's shape in float32. Of a scattered gradient every thread has a copy, of a
+    small one (`kernel.SMALL_TABLE`) two, of which the first is added to the second after each tile: short sums lose few
+    digits. Where only inner batch elements meet (`BackwardPlan.alone`), the first is kept, the next are added, and the
+    last writes the sum, in the operand's dtype. What is kept is one thread's, by [block of keys][query][key of the
+    block].
 
     inner: the number of this element; queries: how many there are; width: keys of a block."""
 
@@ -56,7 +57,7 @@ class GradientSink:
         self.strides = [params[("sink_stride", number, dim)] for dim in dims]
         if entry.form is Form.SCATTERED:
             self.size = params[("sink_elements", number)]
-            self.sink = b.at(self.sink, b.mul(b.mul(thread, 2), self.size), "f32", "copy")
+            self.sink = b.at(self.sink, b.mul(thread, params[("sinks_apart", number)]), "f32", "copy")
             self.total = b.at(self.sink, self.size, "f32", "total")
         self.alone = plan.alone(entry)
         if self.alone:

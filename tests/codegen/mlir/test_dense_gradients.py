@@ -1,4 +1,4 @@
-"""Gradients of biases with an element for every score, which batch elements or heads share."""
+"""Gradients of biases with an element for every score, which batch elements or heads share, and of tables."""
 
 import pytest
 import torch
@@ -60,4 +60,18 @@ def test_programs(name: str, dtype: torch.dtype) -> None:
     given = [torch.randn(B, H, length, 16, dtype=dtype) for length in (N, M, M)]
     given += [torch.randn(shape, dtype=dtype) for shape in shapes]
     (site,) = as_exact_as_eager(function, given, gradients=True)
+    assert site.fused
+
+
+@pytest.mark.parametrize("size", [501, 20001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_of_any_size(size: int, dtype: torch.dtype) -> None:
+    """Threads have two copies of the gradient of a small one."""
+
+    def function(q, k, v, table):
+        i, j = torch.arange(N)[:, None], torch.arange(M)
+        return torch.softmax(q @ k.mT * 0.3 + table[(i * i + j * j) % size], -1) @ v
+
+    given = [torch.randn(B, H, length, 16, dtype=dtype) for length in (N, M, M)]
+    (site,) = as_exact_as_eager(function, [*given, torch.randn(size, dtype=dtype)], gradients=True)
     assert site.fused
