@@ -136,7 +136,7 @@ class TrainingKernel(ForwardKernel):
 
         def make() -> CompiledKernel:
             tiling = self.backward_tilings[choice]
-            if not kind.gradients:  # one row decides for its block whether the block is computed
+            if not kind.gradients:  # listed rows leave less of the forward's smaller blocks empty
                 tiling = replace(tiling, groups=self.tilings[choice].groups)
             problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
             return CompiledKernel(kind(problem, needs).text())

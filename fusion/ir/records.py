@@ -45,7 +45,7 @@ def mapped(value: Any, change: Callable[[Expr], Expr]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def to_json(record: Hashable) -> str:
-    """A record as text."""
+    """A record as text: JSON with ' in the place of ", in which names have neither."""
     order = list(walk(*expressions(record)))
     number = {expr: position for position, expr in enumerate(order)}
 

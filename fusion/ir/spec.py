@@ -292,7 +292,8 @@ class AttentionSpec:
         return replace(self, **changed, **given)
 
     def to_json(self) -> str:
-        """The whole spec as text: what the op carries through graphs, caches and processes."""
+        """The whole spec as text, JSON but for its quotes, which are ' (`fusion.ir.records`): what the op carries
+        through graphs, caches and processes."""
         return records.to_json(self)
 
     @staticmethod

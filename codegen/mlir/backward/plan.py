@@ -61,8 +61,8 @@ class Form(enum.Enum):
 
     PER_QUERY = "per query"  # the load does not depend on the key: a sum over keys, [b.., i]
     PER_KEY = "per key"  # it depends on the key but not on the query: a sum over queries, [b.., j]
-    DENSE = "dense"  # every (i, j) has an element of its own: added in place, one vector along j at a time
-    SCATTERED = "scattered"  # anything else (tables of relative positions): every thread adds to a copy of its own
+    DENSE = "dense"  # every (i, j) has an element of its own: one vector along j at a time
+    SCATTERED = "scattered"  # anything else (tables of relative positions): every thread adds to copies of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
