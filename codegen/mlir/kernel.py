@@ -32,6 +32,7 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.codegen.mlir.x86 import BIAS, MANTISSA
 from fusion.ir.expr import I0, I1
+from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_need_keys
 from fusion.planning.register_tiles import Target
@@ -80,7 +81,7 @@ class AttentionKernel(OverlappingKernel):
         with several planes) or rows need their true maximum."""
         spec = self.spec
         gains = isinstance(self.products, Amx) and self.tiling.planes == 1 and spec.out_dtype != "float32"
-        true_maximum = self.weight is not None or spec.row_scale is not None or spec.further
+        true_maximum = self.weight is not None or keeps_ends(spec) or spec.further
         if not gains or true_maximum or spec.normalizer is Normalizer.NONE:
             return None
         programs = [program for program in (self.programs.masked, self.programs.full) if program is not None]

@@ -25,9 +25,9 @@ from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, I, J, coord
 from fusion.ir.reads import dense_loads
+from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import is_moderate
-from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import plain_scale
 from fusion.planning.register_tiles import KEY_SPAN, Target, planes_of
 
@@ -280,7 +280,7 @@ class MixedHeadsKernel(KernelFunction):
             maximum=self.maximum, total=self.total, rows=self.b.constant(0, "i64"),
         )  # fmt: skip
         block = KeyBlock(first=self.b.constant(0, "i64"), count=self.n_k, padded=self.padded)
-        return GroupSoftmax(self.context, group, block, self.exponent, needs_maximum(self.spec))
+        return GroupSoftmax(self.context, group, block, self.exponent, keeps_ends(self.spec))
 
     def _apply(self, scope: Scope, head: Value, g: Value, program: Expr, weight: Expr | None) -> Value:
         """A program on a head's rows of scores, in place; their maxima."""

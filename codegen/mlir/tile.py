@@ -28,8 +28,8 @@ from fusion.codegen.mlir.training_statistics import TrainingStatistics
 from fusion.codegen.mlir.work_items import Item, Tile, Tiling
 from fusion.ir.expr import Expr, I, coord
 from fusion.ir.reads import dense_loads, distance_parts
+from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.rows import needs_maximum
 from fusion.planning.register_tiles import KEY_SPAN, Target
 
 
@@ -226,7 +226,7 @@ class TileKernel(KernelFunction):
 
     def _softmax(self, tile: Tile, member: Value | int) -> GroupSoftmax:
         memory = self._group_memory(self.b.add(tile.g, member), member, tile.weights)
-        return GroupSoftmax(self.context, memory, tile.block, self.exponent, needs_maximum(self.spec))
+        return GroupSoftmax(self.context, memory, tile.block, self.exponent, keeps_ends(self.spec))
 
     def _staged_area(self, number: int, member: Value | int) -> Value:
         place = member if self.staged_at_once > 1 else 0

@@ -30,8 +30,8 @@ from fusion.codegen.triton.panels import Panel
 from fusion.codegen.triton.stages import Visit, visit
 from fusion.codegen.triton.tiles import Tiles
 from fusion.ir.expr import Expr, J, const, coordinates
+from fusion.ir.results import keeps_ends
 from fusion.lowering.numbers import exponent_units
-from fusion.lowering.rows import needs_maximum
 from fusion.lowering.score_programs import ScorePrograms, is_tame
 
 ALWAYS, ALWAYS_TOO = "(first | 1) != 0", "(first | 2) != 0"
@@ -274,7 +274,7 @@ class KeyLoop:
             return "p = x" if self.spec.weight is const(1.0) else "p = x * w"
         unit, limit, exact = map(number, exponent_units(self.programs.scale))
         lines = ["m_new = tl.maximum(m, tl.max(x, 1))"]
-        if needs_maximum(self.spec):
+        if keeps_ends(self.spec):
             lines.append('m_new = tl.where((m != m) | (tl.max((x != x).to(tl.int32), 1) != 0), float("nan"), m_new)')
         if self.programs.guarded:
             lines.append(f"unit = tl.where(tl.abs(m_new) > {limit}, {exact}, {unit})")

@@ -31,7 +31,8 @@ def statistics_shape(spec: AttentionSpec, sizes: Sequence[int]) -> list[int | to
 
 
 def keeps_ends(spec: AttentionSpec) -> bool:
-    """Whether maximum and sum of rows are needed: for rows scaled in their own way, or further outputs."""
+    """Whether the program sees maximum or sum of rows beside their weights: where rows are scaled in their own way, or
+    in further outputs. Kernels then keep both, and may not subtract another number than the maximum."""
     return spec.row_scale is not None or not {ROW_MAX, ROW_SUM}.isdisjoint(walk(*(f.value for f in spec.further)))
 
 

@@ -3,6 +3,10 @@
 A kernel leaves its loop over the keys with `KEY_MAX`, the largest score of a row, `KEY_SUM`, the sum of exp(score -
 KEY_MAX), and the output for these weights. `row_epilogue` says what is left to be computed, in order.
 
+The weights of a softmax are the same whatever is subtracted in their exponents. So where the program sees nothing else
+of a row, KEY_MAX may be any number near its largest score, and pass over NaN. Where it sees the maximum or the sum
+(`fusion.ir.results.keeps_ends`) KEY_MAX is the largest score, NaN where one is.
+
 Rows without a live key, of which KEY_MAX is -inf and KEY_SUM is 0: a softmax is NaN there, as exp(-inf - -inf) is. With
 the default factor that is 0 * (1 / 0), and needs no rule. A safe softmax is 0. Of `Normalizer.ZERO_SOFTMAX` a row is 0
 wherever the factor is NaN, which is the emitters' to see to: their output may be NaN as well.
@@ -14,7 +18,7 @@ import functools
 import math
 from collections.abc import Iterator
 
-from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, node, walk
+from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, node
 from fusion.ir.ops import apply, where
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -40,11 +44,6 @@ def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
         total = where(dead, const(math.nan), total)
     yield "row_sum", ROW_SUM, total
     yield "factor", FACTOR, _factor(spec, SHRINK if spec.sinks else ONE)
-
-
-def needs_maximum(spec: AttentionSpec) -> bool:
-    """Whether KEY_MAX must be the largest score, NaN where one is, and not just one near it, which passes over NaN."""
-    return spec.row_scale is not None or ROW_MAX in walk(*(f.value for f in spec.further))
 
 
 def _factor(spec: AttentionSpec, shrink: Expr) -> Expr:

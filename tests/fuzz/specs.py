@@ -110,7 +110,7 @@ class Draw:
         if kind == "row":
             infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
             log_sum = where(infinite, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
-            return FurtherOutput(value=self.rng.choice([ROW_MAX, log_sum]), dims=(*left, "i"), dtype="float32")
+            return FurtherOutput(value=self.rng.choice([ROW_MAX, ROW_SUM, log_sum]), dims=(*left, "i"), dtype="float32")
         value = self.of_weight()
         if kind == "table":
             return FurtherOutput(value=value, dims=(*self.rng.sample([*left, "i"], 3), "j"), dtype=self.dtype)
