@@ -17,6 +17,7 @@ from fusion.ir.fills import fill_of
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.spec import Normalizer
+from fusion.ir.widths import may_be_moved
 
 HARD = -1e4
 """Fills above this are treated as ordinary biases: a score could come near them."""
@@ -26,7 +27,7 @@ def decided(expr: Expr, bounds: integers.Bounds) -> Expr:
     """`expr` with every integer comparison that the bounds of the coordinates decide replaced by its outcome."""
 
     def leaf(part: Expr) -> Expr | None:
-        if part.op not in ("ile", "ilt"):
+        if part.op not in ("ile", "ilt") or not may_be_moved(*part.args):
             return None
         margin = integers.sub(part.args[1], part.args[0])
         if part.op == "ilt":
@@ -129,13 +130,13 @@ def _bound(part: Expr, side: Side) -> Ends:
         return _either(*(_range(arg, side) for arg in part.args), side)
     if part.op == "and":
         return _range(part, side)
+    if part.op not in ("ieq", "ile", "ilt") or not may_be_moved(*part.args):
+        return None, None
     if part.op == "ieq":
         return _joined([_at_most(*pair, side) for pair in (part.args, part.args[::-1])], side)
     if part.op == "ile":
         return _at_most(*part.args, side)
-    if part.op == "ilt":
-        return _at_most(integers.add(part.args[0], 1), part.args[1], side)
-    return None, None
+    return _at_most(integers.add(part.args[0], 1), part.args[1], side)
 
 
 def _either(left: Ends, right: Ends, side: Side) -> Ends:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fusion.codegen.mlir.interleave import in_turns
+from fusion.ir.integers import in_64_bits
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ def literal(value: float, scalar: str) -> str:
     if scalar == "i1":
         return "true" if value else "false"
     if scalar.startswith("i"):
-        return str(int(value))
+        return str(in_64_bits(int(value)))
     if value != value or value in (float("inf"), float("-inf")):
         if scalar == "bf16":
             return literal(value, "f32")[: len("0x7F80")]

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 
 from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.float8 import FORMATS, widen_float8
+from fusion.codegen.mlir.params import Params
 from fusion.codegen.mlir.vectormath import VectorMath, hash_bits
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coordinates
 from fusion.ir.fills import has_fill
 from fusion.ir.spec import Operand
+from fusion.ir.widths import dtype_range, interval, within_half
 from fusion.lowering.numbers import width
 from fusion.lowering.ranges import Interval, is_ordinary
 
@@ -30,31 +32,6 @@ MEMORY_TYPE = {
 }  # fmt: skip
 
 CONVERSIONS = {"to_int": "arith.fptosi", "bool_to_int": "arith.extui"}
-
-
-class Params:
-    """The kernel's run-time arguments: 64-bit slots behind one pointer, read once at the function's start. `slots`
-    lists the keys in order: ("ptr", n) the address of operand n, ("stride", n, dim) in elements, ("size", name), and
-    whatever else the kernel asks for; the launcher fills them in the same order."""
-
-    def __init__(self, b: Builder, pointer: Value):
-        self.b, self.pointer = b, pointer
-        self.slots: dict[tuple, int] = {}
-        self._values: dict[tuple, Value] = {}
-
-    def __getitem__(self, key: tuple) -> Value:
-        if key not in self._values:
-            slot = self.slots.setdefault(key, len(self.slots))
-            hint = "_".join(str(part) for part in key)
-            type_ = "!llvm.ptr" if key[0] == "ptr" else "i64"
-            with self.b.at_entry():
-                address = self.b.at(self.pointer, slot, "i64", f"{hint}_slot")
-                self._values[key] = self.b.op(f"llvm.load {address} : !llvm.ptr -> {type_}", type_, hint)
-        return self._values[key]
-
-    def float32(self, name: str) -> Value:
-        """A parameter that is the bits of a float32."""
-        return self.b.bitcast(self.b.convert("arith.trunci", self[(name,)], "i32", f"{name}_bits"), "f32", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,23 +296,35 @@ class Scope:
         return self._integer_operation(expr.op, values)
 
     def _compare_integers(self, expr: Expr) -> Value:
-        """Comparison. Of affine values: step * lane against a scalar bound, clamped to 32 bits; exact for any 64-bit
-        bound."""
+        """Comparison. Of affine values that do not wrap around: step * lane against a scalar bound, in 32 bits."""
         b, lanes = self.b, self.context.lanes
         predicate = {"ilt": "slt", "ile": "sle", "ieq": "eq", "ine": "ne"}[expr.op]
-        forms = [self.affine(arg) for arg in expr.args] if self.varies(expr) else [None]
+        tame = [self._is_tame(arg) for arg in expr.args]
+        usable = self.varies(expr) and all(ok or not self.varies(arg) for ok, arg in zip(tame, expr.args, strict=True))
+        forms = [self.affine(arg) for arg in expr.args] if usable else [None]
         if all(forms):
             (a, step_a), (c, step_c) = forms  # type: ignore[misc]
+            # A scalar that is clamped stays on its side of all values in lanes.
+            a, c = (x if ok else self._clamped(x, 1 << 62) for x, ok in zip((a, c), tame, strict=True))
             steps = [(step_a - step_c) * lane for lane in range(lanes)]
             if not any(steps):
                 return b.broadcast(b.compare(predicate, b.as_value(a, "i64"), b.as_value(c, "i64")), lanes)
             if max(map(abs, steps)) < 1 << 30:
-                limit = b.least(b.most(b.as_value(b.sub(c, a), "i64"), -(1 << 30)), 1 << 30)
+                limit = b.as_value(self._clamped(b.sub(c, a), 1 << 30), "i64")
                 limit = b.convert("arith.trunci", limit, "i32", "limit")
                 return b.compare(
                     predicate, b.dense(steps, vector_of("i32", lanes), "lane_steps"), b.broadcast(limit, lanes)
                 )
         return b.compare(predicate, *self._same_shape([self.value(arg) for arg in expr.args]))
+
+    def _is_tame(self, expr: Expr) -> bool:
+        """Whether an integer is so far from the ends of 64 bits that differences of two of them do not wrap around."""
+        of_load = lambda load: dtype_range(self.context.operands[load.operand].dtype)
+        return within_half(interval(expr, {}, of_load))
+
+    def _clamped(self, value: Value | int, limit: int) -> Value | int:
+        """A scalar integer, or the nearest one of at most this magnitude."""
+        return self.b.least(self.b.most(value, -limit), limit)
 
     def _load(self, expr: Expr) -> Value:
         number = expr.operand

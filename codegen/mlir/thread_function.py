@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from fusion.codegen.mlir.builder import PTR, Builder, Value
+from fusion.codegen.mlir.params import Params
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.scope import Params
 
 
 class ThreadFunction:

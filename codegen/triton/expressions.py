@@ -79,7 +79,7 @@ RESERVED = frozenset(
 def number(value: float | int | bool | str | None) -> str:
     """A constant as text. Floats below float32's normal range are typed: Triton would make them float64."""
     if isinstance(value, int):
-        return str(value)
+        return str(value if isinstance(value, bool) else integers.in_64_bits(value))
     assert isinstance(value, float)
     if math.isnan(value) or math.isinf(value):
         return f'float("{value}")'

@@ -33,6 +33,11 @@ def _integer(value: int) -> Expr:
     return const(value, Kind.INT)
 
 
+def in_64_bits(value: int) -> int:
+    """The integer as 64 bits hold it, which sums of constants may leave."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
 def terms(expr: Expr) -> dict[Monomial, int]:
     """The polynomial as {monomial (sorted atoms): coefficient}; () is the constant term."""
     if expr.op == "const":

@@ -15,6 +15,7 @@ import torch
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_finite_const, is_number, node, walk
 from fusion.ir.primitives import PRIMITIVES, Primitive
+from fusion.ir.widths import may_be_moved
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
 
@@ -106,10 +107,13 @@ def _identity(neutral: float) -> Callable[[Expr, Expr], Expr | None]:
     return lambda left, right: left if is_number(right, neutral) else None
 
 
-def _at_most(left: Expr, right: Expr) -> Expr:
-    """left <= right: decided where the difference is constant or of one sign (coordinates are >= 0), else normalised.
-    Terms stand on the side where their coefficient is positive, so that `0 <= i - j` and `j < i + 1` are `j <= i`."""
-    margin = integers.sub(right, left)
+def _at_most(left: Expr, right: Expr, less: int = 0) -> Expr | None:
+    """left <= right - less: decided where the difference is constant or of one sign (coordinates are >= 0), else
+    normalised. Terms stand on the side where their coefficient is positive, so that `0 <= i - j` and `j < i + 1` are
+    `j <= i`. None where they must stay: sums of large numbers wrap around, so that `j - x <= 0` is not `j <= x`."""
+    if not may_be_moved(left, right):
+        return None
+    margin = integers.sub(integers.sub(right, left), less)
     if integers.is_nonnegative(margin):
         return TRUE
     if integers.is_nonnegative(integers.sub(integers.neg(margin), 1)):
@@ -234,7 +238,7 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "fmul": _multiply,
     "div": _identity(1.0),
     "pow": _identity(1.0),
-    "ilt": lambda left, right: _at_most(integers.add(left, 1), right),
+    "ilt": lambda left, right: _at_most(left, right, less=1),
     "ile": _at_most,
     "ieq": _equal,
     "ine": _unequal,
@@ -285,7 +289,8 @@ def evaluate(
     dtype = {FLOAT: float_dtype, INT: torch.int64, BOOL: torch.bool}
     for part in walk(expr):
         if part.op == "const":
-            values[part] = constant(part.attr, dtype[part.kind])
+            value = integers.in_64_bits(part.integer) if part.kind is INT else part.attr
+            values[part] = constant(value, dtype[part.kind])
         elif part.op in PRIMITIVES:
             args, compute = [values[arg] for arg in part.args], PRIMITIVES[part.op].evaluate
             result = functools.reduce(compute, args) if part.op in ("add", "mul") else compute(*args)

@@ -61,7 +61,33 @@ _RULES: dict[str, Callable[[list[Range]], Range]] = {
     "iwhere": lambda parts: (min(low for low, _ in parts), max(high for _, high in parts)),
     "iabs": _magnitude,
     "hash": lambda parts: (0, 2**31 - 1),
+    "bool_to_int": lambda parts: (0, 1),
 }
+
+
+def may_be_moved(left: Expr, right: Expr) -> bool:
+    """Whether `left <= right` is `0 <= right - left`: no sum or product on the way leaves 64 bits, where it would wrap
+    around. Data may be any number."""
+    return not any(map(_may_wrap, (left, right, integers.sub(right, left))))
+
+
+def _may_wrap(value: Expr) -> bool:
+    return any(
+        part.op in ("add", "mul")
+        and any(map(_may_be_large, walk(part)))
+        and not within_half(interval(part, {}, lambda load: _WIDE))
+        for part in walk(value)
+    )
+
+
+def _may_be_large(part: Expr) -> bool:
+    """Whether a leaf may be an integer of any size; positions in memory are not."""
+    return part.op in ("load", "to_int") or (part.is_const and part.kind is Kind.INT and abs(part.integer) > 2**31)
+
+
+def within_half(limits: Range) -> bool:
+    """Whether the difference of two such integers is one of 64 bits."""
+    return -(2**62) <= limits[0] and limits[1] <= 2**62
 
 
 def within(value: Expr, dtype: torch.dtype, limits: Range) -> Expr | None:
@@ -74,6 +100,12 @@ def within(value: Expr, dtype: torch.dtype, limits: Range) -> Expr | None:
     if held.bits > 16 or any(part.op == "to_int" for part in walk(value)):
         return None  # kernels may compute in 32 bits; and a float beyond an integer's range becomes any number
     return integers.add(integers.mod(integers.sub(value, held.min), 2**held.bits), held.min)
+
+
+def dtype_range(dtype: str) -> Range:
+    """The integers of a dtype."""
+    held = torch.iinfo(getattr(torch, dtype))
+    return held.min, held.max
 
 
 def is_exact(limits: Range, dtype: torch.dtype) -> bool:

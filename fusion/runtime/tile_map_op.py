@@ -23,6 +23,7 @@ from fusion.ir.sizes import size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
 from fusion.planning.tile_map_cost import SAMPLES, WORTH_SAMPLING
 
+INT64 = torch.iinfo(torch.int64)
 WORTH_READING = 1 / 16  # share of the cells looked at that need no mask or no work
 
 
@@ -185,14 +186,12 @@ class Cells:
 
     def _number(self, expr: Expr, parts: list[Interval]) -> Interval:
         if expr.op == "add":
-            low, high = (
-                functools.reduce(torch.add, ends) for ends in zip(*((p.low, p.high) for p in parts), strict=True)
-            )
-            return Interval(low=low, high=high)
+            return functools.reduce(_sum, parts)
         if expr.op == "iabs":
             (part,) = parts
             top = torch.maximum(part.low.abs(), part.high.abs())
-            return Interval(low=torch.maximum(part.low, -part.high).clamp(0), high=top)
+            found = Interval(low=torch.maximum(part.low, -part.high).clamp(0), high=top)
+            return _anything_where(part.low == INT64.min, found)  # whose magnitude is itself
         if expr.op == "floordiv":
             divisor = expr.args[1].integer
             return Interval(low=parts[0].low // divisor, high=parts[0].high // divisor)
@@ -200,7 +199,9 @@ class Cells:
         for arg, bounds in zip(expr.args, parts, strict=True):
             factor, part = (factor * arg.integer, part) if arg.is_const else (factor, bounds)
         ends = part.low * factor, part.high * factor
-        return Interval(low=ends[0], high=ends[1]) if factor >= 0 else Interval(low=ends[1], high=ends[0])
+        most = INT64.max // max(abs(factor), 1)
+        found = Interval(low=ends[0], high=ends[1]) if factor >= 0 else Interval(low=ends[1], high=ends[0])
+        return _anything_where((part.low < -most) | (part.high > most), found)
 
     def _dense(self, expr: Expr) -> Interval:
         """Least and greatest values of a tensor over cells."""
@@ -247,6 +248,21 @@ class Cells:
             if axis not in axes:
                 tensor = tensor.unsqueeze(axis)
         return tensor, pooled
+
+
+def _sum(left: Interval, right: Interval) -> Interval:
+    low, high = left.low + right.low, left.high + right.high
+
+    def wraps(x: Tensor, y: Tensor, total: Tensor) -> Tensor:
+        return ((x ^ total) & (y ^ total)) < 0
+
+    beyond = wraps(left.low, right.low, low) | wraps(left.high, right.high, high)
+    return _anything_where(beyond, Interval(low=low, high=high))
+
+
+def _anything_where(wraps: Tensor, found: Interval) -> Interval:
+    """The bounds, and none where integers may wrap around within them."""
+    return Interval(low=found.low.masked_fill(wraps, INT64.min), high=found.high.masked_fill(wraps, INT64.max))
 
 
 def _widened(values: Tensor) -> Tensor:

@@ -362,3 +362,26 @@ def test_a_mask_of_the_later_batch_dimensions_has_a_map_of_its_own_for_each():
     assert reports[0].sites[0].spec.mask.tile_live is not None
     exact = attend(q.double(), k.double(), v.double(), keep)
     assert_as_exact_as_eager(actual, attend(q, k, v, keep), exact, torch.float32)
+
+
+ENDS = [torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).min + 40, -3, 50, torch.iinfo(torch.int64).max]
+COMPARED = {
+    "moved": (lambda i, j, t: integers.sub(J, integers.add(I, t)), lambda i, j, t: j - (i + t)),
+    "multiplied": (lambda i, j, t: integers.mul(3, integers.add(J, I, t)), lambda i, j, t: 3 * (j + i + t)),
+    "distance": (
+        lambda i, j, t: apply("iabs", integers.sub(integers.add(J, t), I)), lambda i, j, t: (j + t - i).abs(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("join", ["ile", "ilt", "ieq"])
+@pytest.mark.parametrize("name", COMPARED)
+def test_cells_of_sums_that_wrap_around_hold_what_is_live(name: str, join: str) -> None:
+    n, ends = 130, torch.tensor(ENDS)
+    expression, eager = COMPARED[name]
+    live = apply(join, expression(I, J, load(0, (B0,), Kind.INT)), integers.integer(20))
+    i, j, t = torch.arange(n)[:, None], torch.arange(n), ends[:, None, None]
+    value = eager(i, j, t)
+    mask = {"ile": value <= 20, "ilt": value < 20, "ieq": value == 20}[join]
+    found = Cells(spec_of(live, n, n, batch=len(ENDS)), [ends], {}).codes()
+    assert bool((found | ~brute(mask, mask)).all())
