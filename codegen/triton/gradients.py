@@ -18,22 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fusion.ir import integers
 from fusion.ir.derivative import SINK_UPSTREAM, adjoints
+from fusion.ir.elements import elements
 from fusion.ir.expr import (
     SCORE,
     WEIGHT,
     ZERO,
-    C,
-    E,
     Expr,
-    I,
-    J,
     Kind,
-    const,
-    coordinates,
     loads,
-    substitute,
     walk,
 )
 from fusion.ir.ops import apply
@@ -80,8 +73,8 @@ class Gradients:
 
 def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
     """The gradients of the operands that `needs` marks; `unsupported_gradient` must have no reason."""
-    groups = _groups(spec, spec.k)
-    assert groups is not None
+    keys = elements(spec, 1)
+    assert keys is not None
     targets = wanted_loads(needs, spec.score)
     found = of_score(spec.score, targets)
     program = None if spec.mask is None else spec.mask.full
@@ -98,7 +91,7 @@ def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
     kept = tuple(item for item in captured if item.gradient is not ZERO)
     full = None if program is None else simpler[SCORE]
     return Gradients(
-        score=found[SCORE], program=program, full=full, captured=kept, groups=groups, further=arriving(spec)
+        score=found[SCORE], program=program, full=full, captured=kept, groups=keys.groups, further=arriving(spec)
     )
 
 
@@ -142,54 +135,10 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
     read = [load for e in (spec.score, spec.weight, *spec.sinks) for load in loads(e)]
     if any(load.operand < 3 and needs[load.operand] for load in read):
         return "the score program reads elements of q, k or v"
-    if _groups(spec, spec.k) is None or _groups(spec, spec.k) != _groups(spec, spec.v):
+    found = [elements(spec, number) for number in (0, 1, 2)]
+    for number, (what, read) in enumerate(zip("qkv", found, strict=True)):
+        if read is None or number == 0 and not read.apart:
+            return f"elements of {what} are read more than once: {', '.join(map(str, spec.access(number)[0]))}"
+    if found[1].groups != found[2].groups:  # type: ignore[union-attr]
         return "several queries share elements of K and V in a way that is not heads in equal groups"
-    for number, what in enumerate("qkv"):
-        index, *own = spec.access(number)
-        if not _injective(spec, index, own, grouped=number > 0):
-            return f"elements of {what} are read more than once: {', '.join(map(str, index))}"
     return None
-
-
-def _groups(spec: AttentionSpec, index: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
-    """For each batch coordinate how many of its values share an element; None where there is no such number."""
-    found = []
-    for b, extent in zip(spec.axes, spec.batch, strict=True):
-        quotients = {part for e in index for part in walk(e) if part.op == "floordiv" and part.args[0] is b}
-        alone = any(b in walk(substitute(e, dict.fromkeys(quotients, const(0)))) for e in index)
-        if len(quotients) + alone > 1:
-            return None
-        found.append(integers.integer(1) if alone else quotients.pop().args[1] if quotients else extent)
-    return tuple(found)
-
-
-def _injective(spec: AttentionSpec, index: tuple[Expr, ...], own: Sequence[Expr], grouped: bool) -> bool:
-    """Whether an index map takes different coordinates (but for those that share by groups) to different elements: each
-    dimension must be affine in coordinates of its own, with factors in mixed radix."""
-    groups = _groups(spec, index) if grouped else tuple(integers.integer(1) for _ in spec.batch)
-    assert groups is not None
-    extents = {I: spec.n_q, J: spec.n_k, C: spec.d, E: spec.d_v}
-    atoms = {coordinate: extents[coordinate] for coordinate in own}  # what stands for each coordinate -> its extent
-    for b, extent, group in zip(spec.axes, spec.batch, groups, strict=True):
-        if group is not extent:
-            atoms[integers.floordiv(b, group)] = integers.floordiv(extent, group)
-    seen: set[Expr] = set()
-    for expr in index:
-        factors = []
-        for monomial, coefficient in integers.terms(expr).items():
-            held = [atom for atom in monomial if coordinates(atom)]
-            if not held:
-                continue
-            if len(monomial) != 1 or held[0] not in atoms or held[0] in seen:
-                return False
-            seen.add(held[0])
-            factors.append((abs(coefficient), atoms[held[0]]))
-        reach = 0
-        for place, (factor, extent) in enumerate(sorted(factors, key=lambda pair: pair[0])):
-            if factor <= reach:
-                return False
-            if place + 1 < len(factors):
-                if extent.op != "const":
-                    return False
-                reach += factor * (extent.integer - 1)
-    return seen == set(atoms)

@@ -81,7 +81,7 @@ class BackwardCall:
         return Derived(
             extents=extents,
             threads=min(torch.get_num_threads(), work // WORK_PER_THREAD[True] + 1),
-            results={n: result(plan, n, self.operands[n], shapes[n]) for n in (0, 1, 2) if self.needs[n]},
+            results={n: result(plan, n, self.operands[n], shapes[n], self.sizes) for n in (0, 1, 2) if self.needs[n]},
             simple=simple,
         )
 
@@ -120,7 +120,7 @@ class BackwardCall:
 
     def _attempt(self, choice: int) -> list[Tensor] | None:
         """The gradients, or None where a kernel met values that its products cannot take."""
-        self.results = {n: memory.make() for n, memory in self.derived.results.items()}
+        self.results = {n: result.memory.make() for n, result in self.derived.results.items()}
         self.sinks: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
         for entry in self.plan.loads:
@@ -129,7 +129,8 @@ class BackwardCall:
         self.sums: dict[Expr, Tensor] = {}
         self.located: dict[tuple, Tensor] = {("ptr", n): x for n, x in enumerate(self.read)}
         self.located |= {("ptr", "rows"): self.rows, ("ptr", "statistics"): self.statistics}
-        for name, tensors in (("result", self.results), ("sink", self.sinks), ("kept", self.kept)):
+        starts = {n: self.derived.results[n].start(made) for n, made in self.results.items()}
+        for name, tensors in (("result", starts), ("sink", self.sinks), ("kept", self.kept)):
             self.located |= {("ptr", name, n): x for n, x in tensors.items()}
         if not self._make_deltas(choice):
             return None
@@ -310,8 +311,8 @@ class BackwardCall:
     def _launcher(self, kind: type[BackwardKernel], choice: int, own: Iterable[tuple]) -> Launch:
         kernel = self._compiled(kind, choice)
         values = operand_values(self.spec, (x.stride() for x in self.read), self.sizes)
-        for number, memory in self.derived.results.items():
-            values |= {("result_stride", number, name): n for name, n in memory.by_name.items()}
+        for number, of_operand in self.derived.results.items():
+            values |= {("result_stride", number, name): n for name, n in of_operand.by_name.items()}
         for number, sink in self.sinks.items():
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
             values["sink_elements", number] = sink.stride(0)
@@ -335,10 +336,10 @@ class BackwardCall:
         parts: list[Tensor] = []
         if number in self.results:
             tensor, added = self.results[number], self.derived.results[number].sum
-            if self.plan.places[number] is not None:
+            if self.plan.writes(number):
                 parts.append(tensor)
             elif added is not None:
-                parts.append(added.of(tensor, self.operands[number]))
+                parts.append(added.of(tensor))
             else:
                 parts.append(pulled.of_access(self.spec, self.operands, self.sizes, number, tensor))
         if number in self.sinks:

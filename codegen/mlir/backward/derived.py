@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,71 +14,82 @@ from torch import Tensor
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.plan import BackwardPlan, RowSum
 from fusion.codegen.mlir.calling import Launch, empty_strided
+from fusion.ir.elements import Elements
 from fusion.ir.results import packed_strides
-from fusion.ir.spec import AttentionSpec
+from fusion.ir.sizes import size_value
 
 
-class Sum(NamedTuple):
-    """How one element per index becomes an operand's gradient: heads that read the same keys are added up. split: the
-    shape in which every coordinate is two, of which the second tells apart what reads the same."""
-
-    split: tuple[int, ...]
-    over: tuple[int, ...]  # dimensions of that to add up
-    order: tuple[int, ...]  # of those that are left, in the operand
-
-    def of(self, x: Tensor, like: Tensor) -> Tensor:
-        return x.view(self.split).sum(self.over).permute(self.order).reshape(like.shape).to(like.dtype)
-
-
-def summing(spec: AttentionSpec, number: int, shape: Sequence[int], extents: Sequence[int]) -> Sum | None:
-    """For Q, K or V of this shape, which has so many batch elements.., rows and columns; None where it is indexed by
-    anything but a coordinate, one divided by a constant, or 0."""
-    index, *own = spec.access(number)
-    names = [*spec.axes, *own]
-    kept, repeats = [], [1] * len(names)
-    for expr, size in zip(index, shape, strict=True):
-        if expr.is_const and size == 1:
-            continue
-        divided = expr.op == "floordiv" and expr.args[1].is_const
-        name, repeat = (expr.args[0], expr.args[1].integer) if divided else (expr, 1)
-        if name not in names or names.index(name) in kept or extents[names.index(name)] != size * repeat:
-            return None
-        kept.append(names.index(name))
-        repeats[kept[-1]] = repeat
-    split = tuple(n for extent, repeat in zip(extents, repeats, strict=True) for n in (extent // repeat, repeat))
-    over = tuple(dim for dim in range(len(split)) if dim % 2 or dim // 2 not in kept)
-    return Sum(split, over, tuple(sorted(kept).index(axis) for axis in kept))
-
-
-class Result(NamedTuple):
-    """Memory for the gradient of Q, K or V: the operand's gradient itself, or one element per index; see `result`."""
+class Memory(NamedTuple):
+    """Memory to be written; zeroed first where not all of it will be."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    by_name: dict[str, int]
     covered: bool
-    sum: Sum | None
 
     def make(self) -> Tensor:
         made = empty_strided(self.shape, self.strides, self.dtype)
         return made if self.covered else made.zero_()
 
 
-def result(plan: BackwardPlan, number: int, operand: Tensor, extents: Sequence[int]) -> Result:
-    """Of Q, K or V (number 0, 1, 2), which has so many batch elements.., rows and columns.
+class Sum(NamedTuple):
+    """How one element per index becomes an operand's gradient: heads that read the same keys are added up. split: the
+    shape in which every coordinate is two, of which the second tells apart what reads the same. shape, strides, first:
+    of what is left in the gradient's memory."""
 
-    Its strides are by the names of these; where kernels do not write all of it, it is zeroed."""
-    names, places, spec = [*(f"b{n}" for n in range(len(extents) - 2)), "row", "column"], plan.places[number], plan.spec
-    if places is None:
-        shape, dtype, places = tuple(extents), torch.float32, range(len(extents))
-        strides = packed_strides(shape, places)
+    split: tuple[int, ...]
+    memory: Memory
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+
+    def of(self, x: Tensor) -> Tensor:
+        made = self.memory.make()
+        view = made.as_strided(self.shape, self.strides, self.first)
+        view.copy_(x.view(self.split).sum(tuple(range(1, len(self.split), 2))))
+        return made
+
+
+class Result(NamedTuple):
+    """Memory that kernels write a gradient of Q, K or V to: that of the operand, where each of its elements is read
+    once, else one element per index. first, by_name: where the first element is, and the distances of neighbouring
+    ones. sum: makes the gradient of the latter; None where it is gathered."""
+
+    memory: Memory
+    first: int
+    by_name: dict[str, int]
+    sum: Sum | None
+
+    def start(self, made: Tensor) -> Tensor:
+        return made.as_strided((), (), self.first) if self.first else made
+
+
+def result(plan: BackwardPlan, number: int, operand: Tensor, extents: Sequence[int], sizes: Sequence[int]) -> Result:
+    """Of Q, K or V (number 0, 1, 2), which has so many batch elements.., rows and columns."""
+    names, spec, read = [*(f"b{n}" for n in range(len(extents) - 2)), "row", "column"], plan.spec, plan.elements[number]
+    known, shape = dict(zip(spec.sizes, sizes, strict=True)), tuple(operand.shape)
+    strides = packed_strides(shape, spec.operands[number].order or range(len(shape)))
+    if read is not None and read.apart:
+        covered = math.prod(extents) == operand.numel()
+        by_coordinate, first = read.strides(strides, known)
+        memory, added = Memory(shape, strides, operand.dtype, covered), None
     else:
-        shape, dtype = tuple(operand.shape), operand.dtype
-        strides = packed_strides(shape, spec.operands[number].order or range(len(shape)))
-    covered = all(extent == shape[dim] for dim, extent in zip(places, extents, strict=True))
-    by_name = dict(zip(names, (strides[dim] for dim in places), strict=True))
-    return Result(shape, strides, dtype, by_name, covered, summing(spec, number, operand.shape, extents))
+        by_coordinate, first = packed_strides(extents), 0
+        memory = Memory(tuple(extents), by_coordinate, torch.float32, covered=True)
+        added = None if read is None else _sum(read, Memory(shape, strides, operand.dtype, False), extents, known)
+    return Result(memory, first, dict(zip(names, by_coordinate, strict=True)), added)
+
+
+def _sum(read: Elements, gradient: Memory, extents: Sequence[int], sizes: Mapping[str, int]) -> Sum | None:
+    """None where groups are not whole, or elements follow one another backwards, which no view can say."""
+    repeats, (strides, first) = [size_value(n, sizes) for n in read.repeats], read.strides(gradient.strides, sizes)
+    pairs = [(extent // repeat, repeat) for extent, repeat in zip(extents, repeats, strict=True)]
+    left = tuple(groups for groups, _ in pairs)
+    if min(strides) < 0 or any(groups * n != extent for (groups, n), extent in zip(pairs, extents, strict=True)):
+        return None
+    whole = math.prod(left) == math.prod(gradient.shape)
+    split = tuple(itertools.chain.from_iterable(pairs))
+    return Sum(split, gradient._replace(covered=whole), left, strides, first)
 
 
 class Step(NamedTuple):

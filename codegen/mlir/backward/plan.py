@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from fusion.ir import integers
 from fusion.ir.derivative import UPSTREAM
+from fusion.ir.elements import Elements, elements
 from fusion.ir.expr import SCORE, ZERO, Expr, I, J, Kind, const, coordinates, loads
 from fusion.ir.ops import apply
 from fusion.ir.reads import key_dimension
@@ -101,19 +102,24 @@ class TileProgram(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPlan:
-    """What the kernels of a spec share. places: of Q, K and V, where every element of the operand is one of theirs, so
-    that the gradient is written where it belongs: its dimensions for b.., row, column; else None."""
+    """What the kernels of a spec share. elements: where those of Q, K and V are, None where they are gathered
+    or computed."""
 
     spec: AttentionSpec  # its further outputs are those at which a gradient arrives
     programs: ScorePrograms
     variants: tuple[TileProgram, ...]  # with the mask, and, where that is simpler, for tiles that need none
     loads: tuple[LoadGradient, ...]  # gradients of what the programs read
     inner: tuple[int, ...]  # batch coordinates over which dense gradients are summed, by one thread in turn
-    places: tuple[tuple[int, ...] | None, ...]
+    elements: tuple[Elements | None, ...]
     at_weight: Expr | None  # gradient of the weight through further outputs
     at_log_sum: Expr | None  # the same of the log-sum-exp of a row
     everywhere: bool  # whether scores without a weight have gradients, too, so that no tile is skipped
     adds_mean: bool  # whether what centred keys lack in the gradient of Q is not 0: see `centring`
+
+    def writes(self, number: int) -> bool:
+        """Whether kernels write the gradient of Q, K or V where it belongs: no element is read twice."""
+        found = self.elements[number]
+        return found is not None and found.apart
 
     def corrects(self, needs: Sequence[bool]) -> bool:
         """Whether the rounding of D is taken out of sums over the keys: they are long, it would not average out."""
@@ -178,7 +184,7 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
         variants=variants,
         loads=tuple(collected),
         inner=_inner(spec, collected),
-        places=tuple(_places(spec, number) for number in (0, 1, 2)),
+        elements=tuple(elements(spec, n) if value is None else None for n, value in enumerate(spec.values)),
         at_weight=None if further.weight is ZERO else further.weight,
         at_log_sum=None if further.log_sum is ZERO else further.log_sum,
         everywhere=everywhere or further.everywhere,
@@ -239,15 +245,6 @@ def _inner(spec: AttentionSpec, gradients: Sequence[LoadGradient]) -> tuple[int,
         if entry.form is Form.DENSE
     ]
     return tuple(axis for axis in range(len(spec.batch)) if not all(f"b{axis}" in names for names in bare))
-
-
-def _places(spec: AttentionSpec, number: int) -> tuple[int, ...] | None:
-    """Of `BackwardPlan.places`."""
-    index, *own = spec.access(number)
-    wanted = [*spec.axes, *own]
-    if len(index) != len(wanted) or set(index) != set(wanted):
-        return None
-    return tuple(index.index(name) for name in wanted)
 
 
 def normalized(spec: AttentionSpec) -> bool:

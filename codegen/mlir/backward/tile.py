@@ -116,8 +116,8 @@ class BackwardTile(KernelFunction):
         super().__init__(spec, problem.target, problem.d, problem.d_v, degree, flush=tiling.planes > 0)
         self.plan, self.tiling = problem.plan, tiling
         wanted = [n for n in self.gradients if needs[n]]
-        places, operands = self.plan.places, spec.operands
-        self.results = {n: "f32" if places[n] is None else MEMORY_TYPE[operands[n].dtype] for n in wanted}
+        dtypes = {n: spec.operands[n].dtype if self.plan.writes(n) else "float32" for n in wanted}
+        self.results = {n: MEMORY_TYPE[dtype] for n, dtype in dtypes.items()}
         self.collected = self.plan.of(self.forms, needs)
         self.sums = self._sums(needs)
         self.lane_sums = tuple(entry for entry in self.sums if entry.axis is self.axis)
