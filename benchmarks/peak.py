@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from fusion.codegen.mlir.compile import openmp_library, unavailable
+from fusion.codegen.mlir import openmp
+from fusion.codegen.mlir.compile import unavailable
 from fusion.machine import Machine
 
 SAMPLE = 4e-3  # s; about how long one call of a loop takes
@@ -96,9 +97,9 @@ def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[in
     with ir.Context():
         module = ir.Module.parse("module {\n" + function + "\n}")
         PassManager.parse(PASSES).run(module.operation)
-        engine = ExecutionEngine(module, opt_level=3, shared_libs=[openmp_library()])  # pyright: ignore[reportArgumentType]
+        engine = ExecutionEngine(module, opt_level=3, shared_libs=[openmp.library()])  # pyright: ignore[reportArgumentType]
     entry = ctypes.c_void_p(engine.raw_lookup("_mlir_ciface_loop"))
-    launch = ctypes.CDLL(openmp_library()).GOMP_parallel
+    launch = openmp.parallel()
 
     count = ctypes.c_int64(0)
     pointers = [ctypes.pointer(ctypes.pointer(get_ranked_memref_descriptor(x))) for x in operands]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import struct
 import threading
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusion.codegen.mlir.compile import MachineCode, compile_text, openmp_library
+from fusion.codegen.mlir import openmp
+from fusion.codegen.mlir.compile import MachineCode, compile_text
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.errors import UnsupportedSizeError
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PARAMETER_SLOTS = 256
 APART = 128  # bytes: two cache lines, which processors fetch together
 
+COUNTERS = memoryview(array("q", [0, 0]))
+"""Of portions taken and threads begun, at the start of a call: see `ThreadFunction`."""
 MOST_CUT = 1024  # work items of a call whose keys can be cut into parts
 
 address, empty_strided = torch.Tensor.data_ptr, torch._C._dynamo.guards._empty_strided_cpu
@@ -37,7 +39,7 @@ class ThreadMemory:
     """Workspace and parameter block of one calling thread; kept between calls, grown when needed."""
 
     __slots__ = (
-        "_address", "_argument", "_arguments", "_room", "arrivals", "arrivals_address", "counter", "counter_address",
+        "_address", "_argument", "_arguments", "_room", "arrivals", "arrivals_address", "counter_address", "counters",
         "flag", "flag_address", "packed", "params", "slots", "workspace",
     )  # fmt: skip
 
@@ -54,8 +56,10 @@ class ThreadMemory:
         # What threads write lies apart from all else: a line that one of them writes is taken from all that read it.
         shared = ctypes.create_string_buffer(3 * APART)
         start = -ctypes.addressof(shared) % APART
-        self.flag, self.counter = (ctypes.c_int64.from_buffer(shared, start + n * APART) for n in (0, 1))
-        self.flag_address, self.counter_address = ctypes.addressof(self.flag), ctypes.addressof(self.counter)
+        self.flag = ctypes.c_int64.from_buffer(shared, start)
+        self.flag_address = ctypes.addressof(self.flag)
+        self.counter_address = self.flag_address + APART
+        self.counters = memoryview(shared)[start + APART :][: COUNTERS.nbytes].cast("B").cast("q")
         # Parts of every item that are done: 0 between calls, since the last of an item puts it back.
         self.arrivals = (ctypes.c_int64 * MOST_CUT)()
         self.arrivals_address = ctypes.addressof(self.arrivals)
@@ -84,14 +88,6 @@ memory = _Memories()
 """`memory.own` is that of the calling thread. Looking it up is slow; a call does so once."""
 
 
-@functools.cache
-def _parallel() -> Callable[..., None]:
-    function = ctypes.CDLL(openmp_library()).GOMP_parallel
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    function.restype = None
-    return function
-
-
 class Function:
     """Machine code that takes `count` parameter slots."""
 
@@ -112,7 +108,8 @@ class Function:
         """What runs it on so many threads, given a `ThreadMemory.packed` in whose slots the parameters lie."""
         if threads == 1:
             return self._alone
-        parallel, address = _parallel(), self.code.address
+        parallel, address = openmp.parallel(), self.code.address
+        assert parallel is not None  # see `compile.unavailable`
         return lambda packed: parallel(address, packed, threads, 0)
 
 
@@ -151,7 +148,7 @@ class CompiledKernel:
         object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is, here."""
         text, run, steps = self.text, self.function.on(threads), -(-rows // self.text.key_step)
         per_thread = bytes_per_thread(text, steps)
-        values = {("workspace_bytes",): per_thread, ("key_steps",): steps, **values}
+        values = {("workspace_bytes",): per_thread, ("threads",): threads, ("key_steps",): steps, **values}
         order = (*given, *OWN)
         varying = [(n, order.index(slot)) for n, slot in enumerate(text.slots) if slot in order]
         fixed = memoryview(array("q", [0 if slot in order else values[slot] for slot in text.slots]))
@@ -161,7 +158,7 @@ class CompiledKernel:
         def launch(numbers: Sequence[int]) -> bool:
             mine = memory.own
             workspace, slots = mine.reserve(room), mine.slots
-            mine.counter.value = 0
+            mine.counters[:] = COUNTERS
             slots[:count] = fixed
             mine_too = workspace, workspace + own, mine.counter_address, mine.flag_address, mine.arrivals_address
             numbers = (*numbers, *mine_too)

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import glob
 import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo.utils import counters
 
 from fusion import disk_cache
-from fusion.codegen.mlir import object_file
+from fusion.codegen.mlir import object_file, openmp
 from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.object_file import ObjectFileError
 from fusion.codegen.mlir.vectormath import VectorMath
@@ -35,7 +33,7 @@ PIPELINE = (
 OPTIMIZATION = {False: 2, True: 3}
 """LLVM's level, by whether a module has tile instructions: those were measured with 3 alone. The others run as fast
 with 2, which takes a third of the time where 3 unrolls the loops over 32 coordinates."""
-FORMAT = 1
+FORMAT = 2
 """Of objects on disk; to be raised when the same text comes to mean another object, or is called in another way."""
 
 
@@ -55,23 +53,9 @@ def unavailable() -> str | None:
         import torch_mlir.ir  # noqa: F401
     except ImportError as error:
         return f"torch-mlir cannot be imported ({error}); install torch-mlir to have CPU kernels"
-    if openmp_library() is None:
-        return "torch's OpenMP library (libgomp) was not found next to torch; CPU kernels run on its threads"
+    if openmp.parallel() is None:
+        return "no OpenMP runtime (GOMP_parallel) was found in this process; CPU kernels run on the threads of torch's"
     return None
-
-
-@functools.cache
-def openmp_library() -> str | None:
-    """The path of the libgomp that torch has loaded into this process."""
-    import torch
-
-    try:
-        with open("/proc/self/maps") as maps:
-            loaded = sorted({line.split(maxsplit=5)[-1].strip() for line in maps if "libgomp" in line})
-    except OSError:
-        loaded = []
-    ours = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*"))
-    return next((path for path in loaded if "torch" in path), None) or next(iter(loaded or ours), None)
 
 
 def compile_text(source: str, entry: str) -> MachineCode:
@@ -113,7 +97,7 @@ def _engine(source: str) -> Any:
                 if operation.operation.name == "func.func":
                     operation.attributes["llvm.passthrough"] = ir.ArrayAttr.get([limited])
         lower(module)
-        return ExecutionEngine(module, opt_level=_level(source), shared_libs=[openmp_library()])
+        return ExecutionEngine(module, opt_level=_level(source))
 
 
 def lower(module: Any) -> None:
@@ -173,8 +157,8 @@ def _from_object(content: bytes, entry: str) -> MachineCode:
 
 
 def _function(name: str) -> int:
-    """The address of a function of libgomp or the C library."""
-    for library in (openmp_library(), None, "libm.so.6"):
+    """The address of a function of the C library."""
+    for library in (None, "libm.so.6"):
         if (found := getattr(ctypes.CDLL(library), name, None)) is not None:
             return ctypes.cast(found, ctypes.c_void_p).value or 0
     raise ObjectFileError(f"an object that calls {name}, which is in no library")

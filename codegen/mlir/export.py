@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from fusion.codegen.mlir import openmp
 from fusion.codegen.mlir.calling import bytes_per_thread
-from fusion.codegen.mlir.compile import PIPELINE, openmp_library
+from fusion.codegen.mlir.compile import PIPELINE
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.launch import batch_of_items, span_of
 from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
@@ -36,6 +37,8 @@ from fusion.planning.register_tiles import target_of
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
          "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip
+
+ZEROS = "memref<2xi64>"
 
 DECLARATIONS = HEADER.removeprefix("module {\n") + (
     "llvm.func @omp_get_max_threads() -> i32\nllvm.func @GOMP_parallel(!llvm.ptr, !llvm.ptr, i32, i32)\n"
@@ -162,7 +165,7 @@ class _Writer:
         room = self.op(f"arith.index_cast {room} : i64 to index")
         workspace = self.op(f"memref.alloc({room}) {{alignment = 64 : i64}} : memref<?xi8>", "workspace")
         portions = self.op(f"arith.muli {wide}, {self.constant(PER_THREAD)} : i64", "portions")
-        counter, flag = (self.scalar(hint) for hint in ("counter", "flag"))
+        counter, flag = (self.zeros(hint) for hint in ("counter", "flag"))
         memref = tensor_type(self.out_shape, self.spec.out_dtype).replace("tensor", "memref")
         out = self.op(f"memref.alloc() {{alignment = 64 : i64}} : {memref}", "out")
         self.numbers = {
@@ -171,8 +174,9 @@ class _Writer:
         }  # fmt: skip
         # The last two are of keys that are cut into parts.
         self.memory = dict.fromkeys(("workspace", "partials", "arrivals"), (workspace, "memref<?xi8>"))
-        self.memory |= {"counter": (counter, "memref<1xi64>"), "flag": (flag, "memref<1xi64>"), "out": (out, memref)}
-        self.call([portions if slot == ("portions",) else self.slot(slot) for slot in text.slots], threads)
+        self.memory |= {"counter": (counter, ZEROS), "flag": (flag, ZEROS), "out": (out, memref)}
+        of_threads = {("portions",): portions, ("threads",): wide}
+        self.call([of_threads.get(slot) or self.slot(slot) for slot in text.slots], threads)
         result = memref.replace("memref", "tensor")
         self.lines.append(f"  %result = bufferization.to_tensor {out} restrict writable : {memref} to {result}")
         self.lines.append(f"  return %result : {result}")
@@ -195,10 +199,11 @@ class _Writer:
             return self.constant(self.sizes[which])
         return self.constant(packed_strides(self.out_shape)[self.spec.output.dims.index(which)])
 
-    def scalar(self, hint: str) -> str:
-        """A zero in memory."""
-        place = self.op("memref.alloca() : memref<1xi64>", hint)
-        self.lines.append(f"  memref.store {self.constant(0)}, {place}[{self.constant(0, 'index')}] : memref<1xi64>")
+    def zeros(self, hint: str) -> str:
+        """Two zeros in memory."""
+        place = self.op(f"memref.alloca() : {ZEROS}", hint)
+        for n in (0, 1):
+            self.lines.append(f"  memref.store {self.constant(0)}, {place}[{self.constant(n, 'index')}] : {ZEROS}")
         return place
 
     def address(self, value: str, memref: str) -> str:
@@ -250,7 +255,7 @@ class Compiled:
                 PassManager.parse(_LOWERING).run(lowered.operation)
                 PassManager.parse(PIPELINE).run(aside.operation)
                 _merge(lowered, aside)
-                self._engine = ExecutionEngine(lowered, opt_level=3, shared_libs=[openmp_library()])
+                self._engine = ExecutionEngine(lowered, opt_level=3, shared_libs=[openmp.library()])
                 self._address = self._engine.raw_lookup(f"_mlir_ciface_{entry}")
         except Exception as error:
             raise KernelCompilationError(f"the exported module does not compile: {error}") from error

@@ -1,6 +1,6 @@
 """Object files that LLVM wrote for x86-64 Linux, brought into memory without a linker.
 
-A kernel is a few functions, constants, and calls of libgomp and the C library. In LLVM's large code model, that of its
+A kernel is a few functions, constants, and calls of the C library. In LLVM's large code model, that of its
 just-in-time compiler, each reference from one to another is an address of 64 bits: to load an object is to copy it and
 to fill in the addresses. An object that holds anything else is refused.
 """

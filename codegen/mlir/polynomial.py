@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from fusion.codegen.mlir.calling import CompiledFunction, apart, memory
+from fusion.codegen.mlir.calling import COUNTERS, CompiledFunction, apart, memory
 from fusion.codegen.mlir.compile import unavailable
 from fusion.codegen.mlir.features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, Readout, State
 from fusion.codegen.mlir.products import round_up
@@ -81,7 +81,8 @@ class FeatureKernels:
         values |= {"parents": self.parents, "variables": self.variables, "chunks": self.chunks, "items": items}
         known = {name: x.data_ptr() if isinstance(x, torch.Tensor) else x for name, x in values.items()}
         known |= {"workspace": mine.reserve(threads * per_thread), "workspace_bytes": per_thread}
-        known["counter"], mine.counter.value = mine.counter_address, 0
+        known |= {"counter": mine.counter_address, "threads": threads}
+        mine.counters[:] = COUNTERS
         kernel.function([known[slot] for slot in kernel.slots], threads)
 
     def weights(self, coefficients: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import CompiledFunction, apart, memory
+from fusion.codegen.mlir.calling import COUNTERS, CompiledFunction, apart, memory
 from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.codegen.mlir.thread_function import ThreadFunction
@@ -29,14 +29,14 @@ BLOCK = 64
 SUMS = 16  # vectors of sums that stay in registers
 MAX_WIDTH = 256  # columns of Q and K up to which these kernels are made
 FIRST = ("workspace", "counter", "q", "k", "found", "means", "squares", "slants")
-"""The parameters that change from call to call: addresses."""
+"""The parameters that change from call to call, before the number of threads: addresses."""
 
 
 class RowStatisticsKernel(ThreadFunction):
     """The text of such a kernel for rows of d elements of one scalar type. Subclasses write what happens to a head."""
 
     def __init__(self, d: int, scalar: str):
-        super().__init__([("ptr", name) for name in FIRST])
+        super().__init__([*(("ptr", name) for name in FIRST), ("threads",)])
         self.d, self.scalar, self.width = d, scalar, round_up(d, LANES)
         self.vectors = self.width // LANES
         self.together = 1 << max(0, (SUMS // self.vectors).bit_length() - 1)  # divides BLOCK, and the width
@@ -159,7 +159,7 @@ class RowStatisticsCall:
             "k_offsets": k.offsets.data_ptr(), "q_stride": q.stride, "k_stride": k.stride, "n_q": q.count,
             "n_k": k.count, **values,
         }  # fmt: skip
-        self.fixed = [known[name] for name in code.slots[len(FIRST) :]]
+        self.fixed = [known[name] for name in code.slots[len(FIRST) + 1 :]]
         self.result = struct.Struct(f"{figures * self.heads}f")
 
     def __call__(self, q: int, k: int, threads: int, *wanted: torch.Tensor) -> tuple[float, ...]:
@@ -171,9 +171,10 @@ class RowStatisticsCall:
         threads = max(1, min(threads, self.heads))
         mine = memory.own
         workspace = mine.reserve(threads * self.per_thread)
-        mine.counter.value = 0
+        mine.counters[:] = COUNTERS
         others = [x.data_ptr() for x in wanted] if wanted else (0, 0, 0)
-        self.code.function((workspace, mine.counter_address, q, k, output.address, *others, *self.fixed), threads)
+        varying = workspace, mine.counter_address, q, k, output.address, *others, threads
+        self.code.function((*varying, *self.fixed), threads)
         return self.result.unpack_from(output.buffer)
 
 

@@ -27,10 +27,7 @@ from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.register_tiles import Target
 
-HEADER = """module {
-llvm.func @omp_get_thread_num() -> i32
-llvm.func @omp_get_num_threads() -> i32
-""" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
+HEADER = "module {\n" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +79,6 @@ class KernelFunction(ThreadFunction):
         if self.modes is not None:
             with self.b.at_entry():
                 flush_denormals(self.b, self.modes)
-
-    def _identify(self) -> None:
-        super()._identify()
-        self.threads = self.number_of("omp_get_num_threads", "threads")
 
     def function(self) -> str:
         if self.modes is not None:

@@ -14,10 +14,14 @@ from fusion.codegen.mlir.products import round_up
 
 class ThreadFunction:
     """Base of all kernels. first: parameters whose slots come first. Its parameters are `workspace`, `workspace_bytes`
-    (of one thread), `counter` (of portions that threads have taken), and what else it asks for."""
+    (of one thread), `threads` (at most so many run it), `counter` (of portions that threads have taken, and behind it
+    of threads that have begun; both 0 at the start of a call), and what else it asks for.
+
+    A thread's number is how many have begun before. OpenMP is not asked: within another team it would answer with
+    numbers of that one."""
 
     name: ClassVar[str] = "attention"
-    header: ClassVar[str] = "module {\nllvm.func @omp_get_thread_num() -> i32\n"
+    header: ClassVar[str] = "module {\n"
 
     def __init__(self, first: Sequence[tuple] = ()):
         self.b = b = Builder()
@@ -26,17 +30,17 @@ class ThreadFunction:
             self.params[key]
         self.workspace_bytes = 0
         with b.at_entry():
-            self._identify()
+            self.threads = self.params[("threads",)]
+            begun = b.at(self.params[("ptr", "counter")], 1, "i64", "begun")
+            several = b.compare("sgt", self.threads, 1, "several_threads")
+            self.thread = b.either(several, lambda: self._ticket(begun), lambda: b.constant(0, "i64"), "i64")
             workspace, size = self.params[("ptr", "workspace")], self.params[("workspace_bytes",)]
             self.base = b.at(workspace, b.mul(self.thread, size), "i8", "mine")
 
-    def _identify(self) -> None:
-        self.thread = self.number_of("omp_get_thread_num", "thread")
-
-    def number_of(self, function: str, hint: str) -> Value:
-        """What OpenMP says of the calling thread."""
-        number = self.b.op(f"llvm.call @{function}() : () -> i32", "i32", hint)
-        return self.b.convert("arith.extsi", number, "i64", hint)
+    def _ticket(self, counter: Value) -> Value:
+        """How many were drawn before, by all threads."""
+        b, one = self.b, self.b.constant(1, "i64")
+        return b.op(f"llvm.atomicrmw add {counter}, {one} monotonic : {PTR}, i64", "i64", "ticket")
 
     def area(self, size: int, hint: str) -> Value:
         """A new part of the thread's workspace, on a cache line; size: bytes."""
@@ -49,9 +53,8 @@ class ThreadFunction:
     def turns(self, count: Value, hint: str) -> Iterator[Value]:
         """A loop over numbers below `count`, which threads take from a common counter, so that blocks of unequal work
         (causal masks) and busy cores even out."""
-        b, counter, one = self.b, self.params[("ptr", "counter")], self.b.constant(1, "i64")
-        take = f"llvm.atomicrmw add {counter}, {one} monotonic : {PTR}, i64"
-        with b.taking(lambda: b.op(take, "i64", "next"), count, hint) as mine:
+        counter = self.params[("ptr", "counter")]
+        with self.b.taking(lambda: self._ticket(counter), count, hint) as mine:
             yield mine
 
     def function(self) -> str:

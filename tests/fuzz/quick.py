@@ -163,4 +163,4 @@ def _engine(source: str) -> Any:
             if operation.operation.name == "func.func":
                 operation.attributes["llvm.passthrough"] = as_it_stands
         compiler.lower(module)
-        return ExecutionEngine(module, opt_level=0, shared_libs=[compiler.openmp_library()])
+        return ExecutionEngine(module, opt_level=0)

@@ -7,8 +7,8 @@
                 tile: see `tile`
             transpose, write
 
-Threads share outer batch elements, or blocks where there are too few of these. Nothing depends on the order in which
-threads run, so that results are the same in every run.
+Each thread has a share of the outer batch elements, or of the blocks where there are too few of these. Nothing depends
+on which thread takes which share, or in what order, so that results are the same in every run.
 """
 
 from __future__ import annotations
@@ -52,22 +52,27 @@ class BackwardKernel(BackwardTile):
         )  # fmt: skip
 
     def _loops(self, top: Scope) -> None:
-        """Outer and inner batch elements, and blocks; `split`: threads share the blocks of all outer elements."""
+        """The shares of the work: as many as threads, each of which goes to one, whoever that is."""
+        with self.turns(self.threads, "share") as self.share:
+            self._share(top)
+
+    def _share(self, top: Scope) -> None:
+        """Outer and inner batch elements, and blocks; `split`: all shares have blocks of all outer elements."""
         b, params = self.b, self.params
         outer, inner, blocks, split = (params[(name,)] for name in ("outer", "inner", "blocks", "split"))
         by_block = b.compare("ne", split, 0, "by_block")
         zero, one = b.constant(0, "i64"), b.constant(1, "i64")
-        low = b.select(by_block, zero, b.div(b.mul(outer, self.thread), self.threads), "outer_lo")
-        high = b.select(by_block, outer, b.div(b.mul(outer, b.add(self.thread, 1)), self.threads), "outer_hi")
+        low = b.select(by_block, zero, b.div(b.mul(outer, self.share), self.threads), "outer_lo")
+        high = b.select(by_block, outer, b.div(b.mul(outer, b.add(self.share, 1)), self.threads), "outer_hi")
         step = b.select(by_block, self.threads, one, "block_step")
-        mine = b.select(by_block, self.thread, zero)
+        mine = b.select(by_block, self.share, zero)
         mirrored = b.sub(b.sub(step, 1), mine)
         rounds = b.div(b.add(blocks, b.sub(step, 1)), step)
         with b.loop(low, high, hint="outer") as o, b.loop(0, inner, hint="inner") as n:
             scope = self._element_scope(top, o, n)
             with self._element(scope, blocks), b.loop(0, rounds, hint="round") as turn:
-                # There and back, so that under causal masks no thread has the longer block of every round. A block of
-                # all inner elements stays with one thread, which adds up their gradients.
+                # There and back, so that under causal masks no share has the longer block of every round. A block of
+                # all inner elements stays in one share, which adds up their gradients.
                 odd = b.compare("ne", b.rem(b.add(o, turn), 2), 0)
                 block = b.add(b.mul(turn, step), b.select(odd, mirrored, mine), "block")
                 with b.when(b.compare("slt", block, blocks)), self._one_block(scope, block):
@@ -106,7 +111,7 @@ class BackwardKernel(BackwardTile):
         if self.centred is not None:
             self.centred.begin(self.readers[self.sides.index(1)])
         self.sinks = [
-            GradientSink(self.context, entry, self.plan, thread=self.thread, inner=inner, queries=self.n_q,
+            GradientSink(self.context, entry, self.plan, share=self.share, inner=inner, queries=self.n_q,
                          width=self.rows_per_block)
             for entry in self.collected
         ]  # fmt: skip

@@ -37,17 +37,18 @@ class LaneLoad(DenseLoad):
 class GradientSink:
     """Where the elements of a DENSE or SCATTERED gradient go.
 
-    They are added to a buffer of the operand's shape in float32. Of a scattered gradient every thread has a copy, of a
+    They are added to a buffer of the operand's shape in float32. Of a scattered gradient every share has a copy, of a
     small one (`kernel.SMALL_TABLE`) two, of which the first is added to the second after each tile: short sums lose few
     digits. Where only inner batch elements meet (`BackwardPlan.alone`), the first is kept, the next are added, and the
-    last writes the sum, in the operand's dtype. What is kept is one thread's, by [block of keys][query][key of the
+    last writes the sum, in the operand's dtype. What is kept is one share's, by [block of keys][query][key of the
     block].
 
-    inner: the number of this element; queries: how many there are; width: keys of a block."""
+    share: the number of the share of the work (`kernel`); inner: that of this element; queries: how many there are;
+    width: keys of a block."""
 
     def __init__(
         self, context: Context, entry: LoadGradient, plan: BackwardPlan,
-        *, thread: Value, inner: Value, queries: Value, width: int,
+        *, share: Value, inner: Value, queries: Value, width: int,
     ):  # fmt: skip
         self.context, self.entry, self.b = context, entry, context.b
         if entry.form not in (Form.DENSE, Form.SCATTERED):
@@ -57,12 +58,12 @@ class GradientSink:
         self.strides = [params[("sink_stride", number, dim)] for dim in dims]
         if entry.form is Form.SCATTERED:
             self.size = params[("sink_elements", number)]
-            self.sink = b.at(self.sink, b.mul(thread, params[("sinks_apart", number)]), "f32", "copy")
+            self.sink = b.at(self.sink, b.mul(share, params[("sinks_apart", number)]), "f32", "copy")
             self.total = b.at(self.sink, self.size, "f32", "total")
         self.alone = plan.alone(entry)
         if self.alone:
             self.memory = MEMORY_TYPE[plan.spec.operands[number].dtype]
-            self.kept = b.at(params[("ptr", "kept", number)], b.mul(thread, params[("kept_elements", number)]), "f32")
+            self.kept = b.at(params[("ptr", "kept", number)], b.mul(share, params[("kept_elements", number)]), "f32")
             self.queries, self.width = queries, width
             self.first = b.compare("eq", inner, 0, "first")
             self.last = b.compare("eq", b.add(inner, 1), params[("inner",)], "last")

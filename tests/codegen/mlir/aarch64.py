@@ -159,7 +159,7 @@ class _Emulated(calling.Function):
 def _regions() -> list[tuple[int, int]]:
     """Address and bytes of what a parameter may point into."""
     own = calling.memory.own
-    counters = [(own.flag_address, 8), (own.counter_address, 8), (own.arrivals_address, 8 * calling.MOST_CUT)]
+    counters = [(own.flag_address, 8), (own.counter_address, 16), (own.arrivals_address, 8 * calling.MOST_CUT)]
     tensors = [own.workspace]  # which may be older than a `gc.freeze`
     with contextlib.suppress(ReferenceError):
         tensors += [x for x in gc.get_objects() if type(x) is torch.Tensor and x.device.type == "cpu"]
