@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusion.errors import ProblemError
@@ -12,7 +13,6 @@ from fusion.machine import Machine, machine
 
 if TYPE_CHECKING:
     from fusion.planning.candidate import Candidate
-    from fusion.planning.choice import Choice
     from fusion.planning.plan import Plan
     from fusion.planning.problem import Problem
 
@@ -114,18 +114,22 @@ def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> 
 
     crossing = "" if arguments.bound is None else _approximation(arguments, problem, target)
     options = {"direction": _direction(arguments), "features": arguments.features}
-    choice = _choice(arguments, problem, target)
-    chosen = plan(problem, target, arguments.schedule, choice=choice, **options)
-    weighed = compare(problem, target, **options)
+    chosen = plan(problem, target, arguments.schedule, **options)
+    choice = chosen.choice
+    weighed = [chosen if item.schedule == chosen.schedule else item for item in compare(problem, target, **options)]
+    weighed.sort(key=lambda item: (bool(item.reason), item.time, item.io))
     if arguments.schedule:
-        weighed = tuple(item for item in weighed if item.schedule == chosen.schedule)
+        weighed = [chosen]
     if arguments.json:
         print(json.dumps(_as_json(problem, target, chosen, weighed), indent=2))
         return 0
     if arguments.schedule:
         print(chosen.explain() + (f"\nruns       {choice}" if choice else ""))
         return 0
-    print(f"{problem}\n{target.name}: M = {chosen.capacity} elements; lower bound {chosen.bound:.4g} elements moved\n")
+    print(
+        f"{problem}\n{target.name}: M = {chosen.capacity} elements; lower bound {chosen.bound:.4g} elements moved"
+        f" ({chosen.bound_text})\n"
+    )
     rows = [("", "schedule", "kernel", "tile", "I/O", "bytes", "/ bound", "predicted")]
     rows += [_row(item, chosen, problem, target) for item in weighed]
     print("\n".join(aligned(rows, 4)))
@@ -138,17 +142,6 @@ def _table(arguments: argparse.Namespace, problem: Problem, target: Machine) -> 
     if target.kind != "model" and any(item.ideal for item in weighed):
         print(">= no model of a kernel's time: the time if the busiest resource were never idle")
     return 0
-
-
-def _choice(arguments: argparse.Namespace, problem: Problem, target: Machine) -> Choice | None:
-    """The planner's choice of the forward's kernel; None for other schedules, and masks known by density alone."""
-    from fusion.cli.attention import attention_of
-    from fusion.planning.planner import planner_for
-
-    if target.kind == "model" or arguments.backward or problem.density < 1:
-        return None
-    choice = planner_for(attention_of(problem), target).choose(())
-    return choice if arguments.schedule in (None, choice.schedule) else None
 
 
 def _row(item: Candidate, chosen: Plan, problem: Problem, target: Machine) -> tuple[str, ...]:
@@ -165,7 +158,7 @@ def _row(item: Candidate, chosen: Plan, problem: Problem, target: Machine) -> tu
     return mark, item.schedule, kernel, tile_text(item.tile), io, moved, ratio, time
 
 
-def _as_json(problem: Problem, target: Machine, chosen: Plan, weighed: tuple[Candidate, ...]) -> dict[str, Any]:
+def _as_json(problem: Problem, target: Machine, chosen: Plan, weighed: Sequence[Candidate]) -> dict[str, Any]:
     from fusion.planning.candidate import find_schedule
 
     schedules = [

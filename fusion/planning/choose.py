@@ -14,9 +14,10 @@ from fusion.planning import bounds
 from fusion.planning.candidate import Candidate, Given
 from fusion.planning.compiled import Counts, counts
 from fusion.planning.cpu import cpu_time
-from fusion.planning.cpu_rows import FEW_QUERIES, row_time
+from fusion.planning.cpu_rows import FEW_QUERIES, MOST_ROWS, row_time
 from fusion.planning.least_io import least_io
 from fusion.planning.optimum import snapped_tile
+from fusion.planning.packed_rows import ROWS_FROM
 from fusion.planning.problem import Problem
 from fusion.planning.schedules import schedule
 from fusion.planning.tiles import (
@@ -41,13 +42,10 @@ def lower_bound(problem: Problem, capacity: float, *, backward: bool = False) ->
     sizes = {name: max(1, getattr(problem, name)) for name in ("n_q", "n_k", "d", "d_v")}
     if problem.among:
         return _bound_of_sets(problem, sizes, capacity)
-    share = problem.live_share(1, 1)
-    keys = min(sizes["n_k"], max(1, problem.n_q + problem.diagonal)) if problem.causal else sizes["n_k"]
-    keys *= problem.density
+    share, (rows, keys) = problem.live_share(1, 1), problem.needed()
     heads_kv = max(1, problem.batch) * max(1, problem.heads_kv)
-    trivial = problem.problems * sizes["n_q"] * (
-        problem.d * min(1.0, problem.density) + problem.d_v
-    ) + heads_kv * keys * (problem.d + problem.d_v)
+    trivial = problem.problems * (rows * problem.d + sizes["n_q"] * problem.d_v)
+    trivial += heads_kv * keys * (problem.d + problem.d_v)
     if backward:  # also dO, and the three gradients
         trivial *= 2
     name = "backward" if backward else "sparse"
@@ -77,18 +75,41 @@ def candidate(
         return Candidate(schedule=name, reason=str(error), needed=error.needed)
     best = int(np.argmin(times.total))
     tile = pick(tiles, best)
-    share = _share(problem, machine, name, tile, multiples)
-    result = _counts(name, problem, machine, tile, share, features)
+    moved, moving = _as_read(problem, machine, name, tile, dict(given))
+    share = _share(moved, machine, name, moving, multiples)
+    result = _counts(name, moved, machine, moving, share, features)
     return Candidate(
         schedule=name,
         tile=tuple(sorted((key, size) for key, size in tile.items() if key in schedule(name).tile)),
-        io=float(result.io) * problem.problems,
+        io=float(result.io) * moved.problems,
         time=float(times.total[best]),
         footprint=float(result.footprint),
         resources=tuple(times.at(best).items()),
         ideal=times.ideal,
         share=share,
     )
+
+
+def _as_read(
+    problem: Problem, machine: Machine, name: str, tile: Tile, fixed: Mapping[str, int]
+) -> tuple[Problem, Tile]:
+    """The problem and the tile by which a kernel reads keys: once for the rows of all heads that share them, where
+    their blocks are shared as well."""
+    if machine.kind == "cpu" and tile.get("B_r") == 1 and schedule(name).runs_on("cpu"):
+        shared = problem.with_heads_together()
+        return shared, tile | {"B_r": min(MOST_ROWS, shared.n_q)}
+    if _packs(problem, machine, name, fixed):
+        return problem.with_heads_together(), tile
+    return problem, tile
+
+
+def _packs(problem: Problem, machine: Machine, name: str, fixed: Mapping[str, int]) -> bool:
+    """Whether a GPU kernel takes the heads that share keys in one block of rows (`fusion.planning.packed_rows`)."""
+    chosen = schedule(name)
+    modelled = machine.kind == "gpu" and chosen.query_stationary and chosen.runs_on("gpu")
+    if "packed" in fixed:
+        return modelled and fixed["packed"] > 1
+    return modelled and 0 < problem.n_q < ROWS_FROM and not problem.training
 
 
 def _share(problem: Problem, machine: Machine, name: str, tile: Tile, multiples: tuple[int, int]) -> float:
@@ -117,6 +138,7 @@ def _tiles_and_times(
             return tiles, row_time(machine, problem, _splits(problem, tiles), ragged=problem.masked)
         return tiles, cpu_time(machine, problem, tiles, multiples, skip=problem.masked if cut else chosen.skips)
     if machine.kind == "gpu" and modelled:
+        problem = problem.with_heads_together() if _packs(problem, machine, name, fixed) else problem
         tiles = _of_size(problem, machine, fixed) if fixed else gpu_tiles(problem, machine)
         tiles = _with_splits(tiles, problem, machine, fixed.get("B_s")) if cut else tiles
         shares = shares_of(problem, tiles) if chosen.skips else np.ones(len(tiles["B_r"]))

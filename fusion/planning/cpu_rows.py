@@ -58,7 +58,7 @@ places at a time: eight heads over 16384 keys in bfloat16 took 0.27 ms whole and
 def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: bool) -> Times:
     """Seconds with the keys cut into so many parts. ragged: a mask leaves out keys that are known at run time only."""
     kv_heads, rows, items = _items(problem)
-    elements = max(1, problem.n_k) * (problem.d + problem.d_v) * problem.density
+    elements = max(1, problem.n_k) * (problem.d + problem.d_v) * problem.live_share(1)
     cores = max(1, min(machine.cores, int(kv_heads * rows * elements) // WORTH_WAKING + 1))
     pieces = items * splits
     rounds = np.ceil(pieces / cores)
@@ -82,7 +82,7 @@ def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: 
 def _cycles(machine: Machine, problem: Problem) -> float:
     """Cycles of the vector work, of all cores together, by the way that `row_products` of codegen/mlir takes."""
     kv_heads, rows, items = _items(problem)
-    keys = max(1, problem.n_k) * problem.density / machine.lanes()
+    keys = max(1, problem.n_k) * problem.live_share(1) / machine.lanes()
     width = problem.d + problem.d_v
     stored = problem.dtype == "bfloat16" and problem.key_bytes == problem.element_bytes and not problem.among
     target, paired = target_of(machine), stored and problem.d % PAIRED == problem.d_v % PAIRED == 0

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-
-import torch
 
 from fusion.errors import ProblemError
 from fusion.ir import AttentionSpec
-from fusion.ir.expr import Expr, Kind, coord, walk
-from fusion.ir.ops import evaluate
+from fusion.ir.expr import Expr, Kind, walk
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.reads import dense_loads, distance_parts
-from fusion.ir.sizes import leaves, size_value
+from fusion.ir.sizes import size_value
 from fusion.ir.traffic import stored_bytes
+from fusion.planning.key_ranges import key_ranges
 from fusion.planning.problem import Problem
-
-_SAMPLES = 256
 
 
 def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | None) -> Problem:
-    """The sizes of a call as a `Problem`. `sizes`: values of `spec.sizes`, by name or in order. The share of live
-    scores is that of the spec's closed-form key ranges; masks that load data count as dense, because what they hold is
-    known only at run time. Raises ProblemError where sizes are missing."""
+    """The sizes of a call as a `Problem`. `sizes`: values of `spec.sizes`, by name or in order. Rows visit the keys of
+    the spec's closed-form ranges; masks that load data count as dense, since what they hold is known only at run time.
+    Raises ProblemError where sizes are missing."""
     values = dict(zip(spec.sizes, sizes or (), strict=False)) if not isinstance(sizes, Mapping) else dict(sizes)
     missing = [name for name in spec.sizes if name not in values]
     if missing:
@@ -44,7 +39,7 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         d=d,
         d_v=d_v,
         dtype=spec.dtype,
-        density=_density(spec, values, n_q, n_k),
+        ranges=key_ranges(spec, values) if n_q and n_k else None,
         stored_bytes=_stored_bytes(spec, d, d_v, n_k, values),
         among=0 if spec.among is None else size_value(spec.among, values),
         score_flops=score_flops,
@@ -63,16 +58,3 @@ def _stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mappin
     """Mean bytes of an element of k and v in memory; 0 where both are stored as they are multiplied, in no table."""
     as_is = not spec.tables and all(spec.values[n] is None and spec.operands[n] not in spec.stored for n in (1, 2))
     return 0 if as_is else stored_bytes(spec, d, d_v, n_k, sizes)
-
-
-def _density(spec: AttentionSpec, sizes: Mapping[str, int], n_q: int, n_k: int) -> float:
-    """The mean share of keys between key_lo and key_hi over (a sample of) single rows of the first batch."""
-    mask = spec.mask
-    if mask is None or (mask.key_lo is None and mask.key_hi is None) or not n_q or not n_k:
-        return 1.0
-    rows = torch.arange(0, n_q, max(1, n_q // _SAMPLES))
-    known = defaultdict(lambda: torch.tensor(0), {coord("i0"): rows, coord("i1"): rows})  # the first batch
-    leaf = leaves(sizes, known)
-    low = torch.zeros_like(rows) if mask.key_lo is None else evaluate(mask.key_lo, leaf).clamp(0)
-    high = torch.full_like(rows, n_k) if mask.key_hi is None else evaluate(mask.key_hi, leaf).clamp(max=n_k)
-    return float((high - low).clamp(0).sum() / (len(rows) * n_k))

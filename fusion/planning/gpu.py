@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from fusion.ir.expr import Expr, walk
 from fusion.ir.integers import integer
-from fusion.ir.ops import apply
 from fusion.ir.sizes import extents_function, size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
@@ -22,12 +20,10 @@ from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.gpu_clocks import SPLIT_TRIPS
 from fusion.planning.gpu_model import TileModel
 from fusion.planning.head_dims import power
+from fusion.planning.key_ranges import told
 from fusion.planning.packed_rows import heads_to_pack, packed
 
 MOST_SPLITS = 64
-
-ARITHMETIC = frozenset({"const", "add", "mul", "floordiv", "mod", "imin", "imax"})
-"""Operations of limits that are computed before a call (see `size_function`)."""
 
 
 class Extents(NamedTuple):
@@ -141,8 +137,8 @@ def visited_function(spec: AttentionSpec) -> Callable[[Sequence[int], int], int]
     which sizes alone tell: where the mask depends on more, all keys count. Blocks differ little or steadily, so that
     the first, the middle and the last stand for all."""
     mask, names = spec.mask, (*spec.sizes, "i0", "i1")
-    low = None if mask is None else _told(mask.key_lo, "imax", names)
-    high = None if mask is None else _told(mask.key_hi, "imin", names)
+    low = None if mask is None else told(mask.key_lo, "imax", names)
+    high = None if mask is None else told(mask.key_hi, "imin", names)
     extents = size_function((spec.n_q, spec.n_k), spec.sizes)
     if low is None and high is None:
         return lambda sizes, rows: extents(sizes)[1]
@@ -157,15 +153,3 @@ def visited_function(spec: AttentionSpec) -> Callable[[Sequence[int], int], int]
         return most
 
     return visited
-
-
-def _told(limit: Expr | None, joined: str, names: Sequence[str]) -> Expr | None:
-    """A limit as far as these names tell it; joined: how limits that hold together are."""
-    if limit is None:
-        return None
-    if all(part.op in ARITHMETIC or part.op in ("size", "coord") and part.attr in names for part in walk(limit)):
-        return limit
-    if limit.op == joined:
-        told = [part for arg in limit.args if (part := _told(arg, joined, names)) is not None]
-        return apply(joined, *told) if len(told) == 2 else next(iter(told), None)
-    return None

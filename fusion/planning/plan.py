@@ -10,10 +10,12 @@ predicted time. The formulas are compiled once; plans are cached.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from fusion.errors import NoFittingTileError, ProblemError, UnknownScheduleError
@@ -36,6 +38,9 @@ class Plan(Candidate):
 
     bound: a lower bound on `io`, for a fast memory of `capacity` elements; ratio = io / bound.
     choice: what was chosen for a kernel, where this is its plan.
+    computed: share of the scores that lie in tiles which the kernel computes.
+    compulsory: whether the bound is what every schedule must move (inputs that somebody needs, outputs), and exact;
+        otherwise it is an order, with the constant 1.
     """
 
     problem: Problem
@@ -44,6 +49,8 @@ class Plan(Candidate):
     capacity: int
     features: int = 1
     choice: Choice | None = None
+    compulsory: bool = False
+    computed: float = 1.0
 
     @property
     def B_r(self) -> int:
@@ -81,6 +88,11 @@ class Plan(Candidate):
         return self.io / self.bound
 
     @property
+    def bound_text(self) -> str:
+        """The kind of bound this is, in words."""
+        return "compulsory: what is needed, moved once" if self.compulsory else "an order, with the constant 1"
+
+    @property
     def limited_by(self) -> str:
         """The resource predicted to be busiest."""
         return max(self.resources, key=lambda pair: pair[1])[0] if self.resources else "memory"
@@ -116,11 +128,11 @@ class Plan(Candidate):
             f"           = {self.formula} per head",
             f"           x {self.problem.problems} heads = {number_text(self.io)} elements"
             f" = {bytes_text(self.io_bytes)}",
-            f"bound      {number_text(self.bound)} elements; ratio {self.ratio:.2f}",
+            f"bound      {number_text(self.bound)} elements ({self.bound_text}); ratio {self.ratio:.2f}",
         ]
         if self.machine.kind != "model":
             parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources)
-            lines.append(f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})")
+            lines.append(f"time       {self.time_text} predicted, limited by {self.limited_by} ({parts})")
         others = [f"{candidate}" for candidate in self.alternatives() if candidate.schedule != self.schedule]
         if self.machine.kind != "model" and any(candidate.ideal for candidate in self.alternatives()):
             others.append("(>=: no model of a kernel's time; the time if the busiest resource were never idle)")
@@ -128,7 +140,7 @@ class Plan(Candidate):
 
     def __str__(self) -> str:
         moved = f"I/O {bytes_text(self.io_bytes)} ({self.ratio:.2f}x bound)"
-        predicted = f", {seconds_text(self.time)} predicted, limited by {self.limited_by}"
+        predicted = f", {self.time_text} predicted, limited by {self.limited_by}"
         time = "" if self.machine.kind == "model" else predicted
         kernel = "" if find_schedule(self.schedule).runs_on(self.machine.kind) else ", no kernel of it"
         return f"{self.schedule} {tile_text(self.tile)} on {self.machine.name}: {moved}{time}{kernel}"
@@ -149,8 +161,8 @@ def plan(
     """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
 
     problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`.
-    schedule: take this one; otherwise the best of `allow` (by default what there are kernels for) in a direction,
-        "forward" or "backward".
+    schedule: take this one; otherwise the best of `allow` in a direction, "forward" or "backward": by default the
+        choice of the kernels that there are, tile included.
     tile: (B_r, B_c) where they are settled, or by name with what else is, of stages and B_s.
     choice: what a kernel runs, whose cost is asked.
     features: number of polynomial features r.
@@ -162,12 +174,49 @@ def plan(
         problem = _from_spec(problem, sizes)
     target = find_machine(machine)
     multiples = _register_tile(target, None if spec is problem else spec)
+    if choice is None and direction == "forward" and allow is tile is features is None:
+        choice = _kernels_choice(spec, problem, sizes, target)
+        choice = choice if choice is not None and schedule in (None, choice.schedule) else None
     if choice is not None:
-        allow, tile = (choice.schedule,), choice.tiling
+        allow, tile = (choice.schedule,), choice.tiling | {"packed": choice.packed}
     names = _names(schedule, allow, direction, target, features)
     settled = tile if isinstance(tile, Mapping) else dict(zip(("B_r", "B_c"), tile or (), strict=False))
-    found = _plan(problem, target, names, multiples, features or 1, tuple(sorted(settled.items())))
-    return found if choice is None else replace(found, choice=choice)
+    return _plan(problem, target, names, multiples, features or 1, tuple(sorted(settled.items())), choice)
+
+
+def _kernels_choice(given: Any, problem: Problem, sizes: Mapping[Any, int] | None, target: Machine) -> Choice | None:
+    """What the kernels of this attention run, where they serve it and its mask is known. problem: of `given`."""
+    import torch
+
+    if target.kind == "model" or isinstance(given, Problem) and (given.density < 1 or given.among):
+        return None
+    if isinstance(given, Problem):
+        return _choice_for(problem, target, torch.get_num_threads())
+    return _chosen(
+        given,
+        problem,
+        [sizes[name] for name in given.sizes] if isinstance(sizes, Mapping) else [*(sizes or ())],
+        target,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice_for(problem: Problem, target: Machine, threads: int) -> Choice | None:
+    """The choice for a problem given by its sizes. threads: what the planner goes by, too."""
+    from fusion.planning.from_sizes import attention_of
+
+    return _chosen(attention_of(problem), problem, (), target)
+
+
+def _chosen(spec: AttentionSpec, problem: Problem, values: Sequence[int], target: Machine) -> Choice | None:
+    from fusion.planning.planner import planner_for
+    from fusion.planning.tiles import gpu_tiles
+
+    with contextlib.suppress(NoFittingTileError):  # said once more, with what would fit
+        if target.kind == "gpu":
+            gpu_tiles(problem, target)
+        return planner_for(spec, target).choose(values)
+    return None
 
 
 def _register_tile(machine: Machine, spec: AttentionSpec | None = None) -> tuple[int, int]:
@@ -227,6 +276,7 @@ def _plan(
     multiples: tuple[int, int],
     features: int,
     tile: Given = (),
+    choice: Choice | None = None,
 ) -> Plan:
     from fusion.planning.choose import candidate, lower_bound
 
@@ -237,15 +287,26 @@ def _plan(
             raise NoFittingTileError(weighed[0].reason, weighed[0].needed)
         raise NoFittingTileError(_none_fits(problem, target, weighed))
     best = min(usable, key=lambda item: (item.ideal, item.time, item.io))  # a lower limit beats no prediction
-    capacity = target.fast_elements(problem.dtype)
+    capacity, backward = target.fast_elements(problem.dtype), best.schedule.startswith("backward")
+    bound = lower_bound(problem, capacity, backward=backward)
     return Plan(
         problem=problem,
         machine=target,
-        bound=lower_bound(problem, capacity, backward=best.schedule.startswith("backward")),
+        bound=bound,
+        computed=_computed(problem, target, best, multiples),
+        compulsory=bound == lower_bound(problem, math.inf, backward=backward),
+        choice=choice,
         capacity=capacity,
         features=features,
         **{entry.name: getattr(best, entry.name) for entry in fields(best)},
     )
+
+
+def _computed(problem: Problem, machine: Machine, best: Candidate, multiples: tuple[int, int]) -> float:
+    """`Plan.computed`: by register tiles on a CPU, whatever the block of rows that they belong to."""
+    tile = (dict(best.tile).get("B_r", 1), dict(best.tile).get("B_c", 1))
+    by_register = machine.kind == "cpu" and tile[0] > 1
+    return problem.live_share(*(multiples if by_register else tile)) if find_schedule(best.schedule).skips else 1.0
 
 
 def _none_fits(problem: Problem, target: Machine, weighed: list[Candidate]) -> str:

@@ -76,6 +76,6 @@ def map_time(spec: MapSpec, sizes: Sequence[int], machine: Machine) -> float:
 def _attention_time(spec: AttentionSpec, sizes: Sequence[int], machine: Machine) -> float:
     """Seconds of the two products at the machine's rate, over the keys that closed-form ranges leave."""
     problem = problem_of(spec, sizes)
-    pairs = problem.batch * problem.heads * problem.n_q * problem.n_k * problem.density
+    pairs = problem.batch * problem.heads * problem.n_q * problem.n_k * problem.live_share(1)
     rate = machine.flops(problem.dtype) * (REACHED if machine.kind == "gpu" else 1.0)
     return 2 * pairs * (problem.d + problem.d_v) / rate

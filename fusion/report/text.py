@@ -68,12 +68,13 @@ def _attentions(site: SiteReport, number: int, shown: dict[object, int]) -> list
 
 
 def mask_text(spec: AttentionSpec, plan: Plan | None) -> str:
-    """The mask as understood: e.g. `causal ∧ i - j < 512, 23 % of tiles; rows i0..i1 visit keys ...`."""
+    """The mask as understood: e.g. `causal ∧ i - j < 512, 22 % of the scores live, 24 % computed; rows i0..i1 visit
+    keys ...`."""
     assert spec.mask is not None
     parts = [_predicate(spec, part) for part in conjuncts(spec.mask.live)]
     text = " ∧ ".join(parts)
-    if plan is not None and plan.share < 1:
-        text += f", {100 * plan.share:.0f} % of tiles"
+    if plan is not None and (live := plan.problem.live_share(1)) < 1:
+        text += f", {100 * live:.0f} % of the scores live, {100 * plan.computed:.0f} % computed"
     low, high = spec.mask.key_lo, spec.mask.key_hi
     if low is not None or high is not None:
         text += f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"

@@ -85,7 +85,7 @@ def _mathml(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
 
 def _operation(expr: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
     primitive, texts = PRIMITIVES[expr.op], [text for text, _ in args]
-    if primitive.mathml == "{0}":
+    if "{0}" in (primitive.mathml, primitive.text):  # shown as its argument
         return args[0]
     level = primitive.precedence
     if primitive.mathml is not None and expr.op != "neg":

@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from fusion.cli import COMMANDS, main
-from fusion.cli.attention import attention_of
 from fusion.codegen import reference
 from fusion.machine import machine
+from fusion.passes.masks import understand
+from fusion.planning.from_sizes import attention_of
 from fusion.planning.from_spec import problem_of
 from fusion.planning.plan import Problem, plan
 from fusion.planning.planner import planner_for
+from fusion.planning.texts import tile_text
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
 
@@ -65,15 +67,27 @@ def test_a_processors_plan_is_the_choice_that_kernels_take(capsys, name, words, 
     choice = planner_for(attention_of(problem), machine(name)).choose(())
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert f"\n  runs {choice}\n" in text and f"* chosen: {plan(problem, name, choice=choice)}\n" in text
+    assert f"\n  runs {choice}\n" in text and f"* chosen: {plan(problem, name)}\n" in text
+    (starred,) = [line for line in text.splitlines() if line.startswith("*  ")]
+    assert plan(problem, name).choice == choice and tile_text(plan(problem, name).tile) in starred
     assert main([*arguments, "--schedule", choice.schedule]) == 0
     assert capsys.readouterr().out.endswith(f"\nruns       {choice}\n")
+
+
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+def test_heads_that_share_keys_read_them_once_in_decoding(name):
+    sizes = {"n_k": 32768, "d": 128, "d_v": 128, "batch": 16, "dtype": "bf16"}
+    grouped = plan(Problem(n_q=1, heads=32, heads_kv=8, **sizes), name)
+    assert 1 <= grouped.ratio < 1.01 and grouped.compulsory
+    single = plan(Problem(n_q=1, heads=8, heads_kv=8, **sizes), name)
+    assert grouped.io < 1.01 * single.io
 
 
 def test_the_attention_of_a_problem_is_that_problem():
     problem = Problem(n_q=60, n_k=100, d=16, d_v=24, batch=2, heads=6, heads_kv=3, causal=True, diagonal=40, window=30)
     spec = attention_of(problem)
     found = problem_of(spec, ())
+    assert spec.mask == understand(spec.score)
     assert (found.batch, found.heads, found.heads_kv, found.d_v) == (2, 6, 3, 24)
     q, k, v = torch.randn(2, 6, 60, 16), torch.randn(2, 3, 100, 16), torch.randn(2, 3, 100, 24)
     i, j = torch.arange(60)[:, None] + 40, torch.arange(100)

@@ -1,0 +1,58 @@
+"""I/O and bound of masked attentions, against counts over the dense mask."""
+
+import math
+
+import pytest
+import torch
+
+import fusion
+from fusion.machine import machine
+from fusion.planning.choose import lower_bound
+from fusion.planning.plan import _register_tile
+
+MASKS = {
+    "causal": lambda i, j, h: j <= i,
+    "strictly causal": lambda i, j, h: j < i,
+    "window": lambda i, j, h: (j <= i) & (i - j < 40),
+    "both sides": lambda i, j, h: (i - j).abs() <= 33,
+    "window of each head": lambda i, j, h: (j <= i) & (i - j < 16 * (h + 1)),
+    "first keys": lambda i, j, h: j < 70,
+    "later rows": lambda i, j, h: j + 25 <= i,
+    "ahead": lambda i, j, h: (j >= i) & (j < i + 50),
+    "twice as many keys": lambda i, j, h: j <= 2 * i + 1,
+    "chunks": lambda i, j, h: (j <= i) & (j >= i // 64 * 64),
+}
+SHAPES = ((1, 2, 200, 200, 16), (2, 3, 77, 300, 32), (1, 4, 256, 130, 64))
+
+
+def positions(heads: int, n_q: int, n_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.arange(n_q)[:, None], torch.arange(n_k), torch.arange(heads)[:, None, None]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_io_and_bound_are_what_the_mask_needs(name, shape):
+    batch, heads, n_q, n_k, d = shape
+    live = MASKS[name](*positions(heads, n_q, n_k)).expand(heads, n_q, n_k)
+
+    def attend(q, k, v):
+        scores = q @ k.mT / math.sqrt(d)
+        return scores.masked_fill(~MASKS[name](*positions(heads, n_q, n_k)), -math.inf).softmax(-1) @ v
+
+    q, k, v = (torch.randn(batch, heads, n, d) for n in (n_q, n_k, n_k))
+    (site,) = fusion.explain(attend, q, k, v).sites
+    plan, here = site.plan, machine(None)
+    step = _register_tile(here, site.spec)[1]
+    visited, blocks = 0, range(0, n_q, plan.B_r)
+    for head in live:
+        for first in blocks:
+            keys = head[first : first + plan.B_r].any(0).nonzero()
+            if len(keys):
+                low, high = int(keys[0]) // step * step, -(-(int(keys[-1]) + 1) // step) * step
+                visited += min(high, n_k) - low
+    # Q, the output and a statistic of each row once, K and V of the visited tiles (fusion.planning.forward).
+    assert plan.io == pytest.approx(batch * (heads * n_q * (2 * d + 1) + 2 * d * visited))
+    needed_rows, needed_keys = live.any(2).sum().item(), live.any(1).sum().item()
+    compulsory = batch * (needed_rows * d + heads * n_q * d + 2 * needed_keys * d)
+    assert lower_bound(plan.problem, math.inf) == pytest.approx(compulsory)
+    assert plan.ratio >= 1
