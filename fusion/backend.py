@@ -166,7 +166,7 @@ def _replaced(
     reads = functools.partial(kernels.reads, request=options.request)
     wanted = "never" if options.block_mask is not None else options.cascades
     sites, changes = cascades.find(graph.graph, reads, wanted, but)
-    drawn = [graph_excerpt.before(site) for site in sites]
+    drawn, hints = [graph_excerpt.before(site) for site in sites], nodes.size_hints(graph.graph)
     dump.sites(sites)
     verdicts: dict[int, Verdict] = {}
     specified = rewrite(
@@ -183,7 +183,7 @@ def _replaced(
         return graph, Report(), failed
     _check_block_mask(sites, options)
     dump.stage("rewritten", graph)
-    report = report_of(sites, specified, drawn, nodes.size_hints(graph.graph), options)
+    report = report_of(sites, specified, drawn, hints, options)
     for site, told in zip(sites, report.sites, strict=True):
         told.validated = str(verdicts[id(site)]) if id(site) in verdicts else None
     report.notes = notes if report.fused else []  # else the graph stays as it was
@@ -297,15 +297,15 @@ def _validated(
 ) -> Refusal | None:
     """Why a site must not be replaced by these specs, if so; `verdicts`, by the site's id, is added to."""
     verdict = verdicts[id(site)] = validate(site, parts, hints)
-    if verdict.wrong is None:
+    if verdict.wrong is None and verdict.skipped is None:
         return None
-    counters["fusion"]["invalid"] += 1
-    log.error(
-        "a defect of fusion: the attention at %s was not fused, because it would compute something else: %s",
-        nodes.source_line(site.anchor) or site.anchor.name,
-        verdict.wrong,
-    )
-    return Refusal(Ground.DEFECT, f"the fused program would differ from eager (a defect of fusion): {verdict.wrong}")
+    kind, reason = "skipped", f"it could not be compared with eager: {verdict.skipped}"
+    if verdict.wrong is not None:
+        kind, reason = "invalid", f"the fused program would differ from eager: {verdict.wrong}"
+    counters["fusion"][kind] += 1
+    place = nodes.source_line(site.anchor) or site.anchor.name
+    log.error("a defect of fusion: the attention at %s was not fused: %s", place, reason)
+    return Refusal(Ground.DEFECT, f"{reason} (a defect of fusion)")
 
 
 def _keeps_mask(options: Options, found: Specified, dense: Specified, hints: Mapping[str, int]) -> str | None:

@@ -1,4 +1,4 @@
-"""What was derived for calls, in bounded memory, and what is made once."""
+"""Caches of this process, in bounded memory, for any number of threads."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ T = TypeVar("T")
 
 
 class Kept(dict):
-    """What was derived, by whatever it follows from; it begins anew where there are `most`."""
+    """Results by what they follow from; where there are `most`, a new one takes the place of the oldest."""
 
     def __init__(self, most: int = 4096):
         super().__init__()
         self.most = most
+        self._lock = threading.RLock()
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
-        if len(self) >= self.most:
-            self.clear()
-        super().__setitem__(key, value)
+        with self._lock:
+            if len(self) >= self.most and key not in self:
+                del self[next(iter(self))]
+            super().__setitem__(key, value)
 
     def keep(self, key: Hashable, value: T) -> T:
         self[key] = value
         return value
 
 
-class Made(dict):
-    """What is made at its first use: once, whichever threads ask for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
+class Made(Kept):
+    """Things that are made at their first use: once, whichever threads ask for them."""
 
     def of(self, key: Hashable, make: Callable[[], T]) -> T:
         if (found := self.get(key)) is None:
             with self._lock:
                 if (found := self.get(key)) is None:
-                    found = self[key] = make()
+                    found = self.keep(key, make())
         return found

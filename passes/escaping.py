@@ -50,7 +50,8 @@ def refuse_escaping(
             met[number] |= dict.fromkeys(nodes_)
             tried[number] = users
             plain = _needs(sites, specified, number)
-            part = _with_further(sites[number], [*met[number]], _live(kept, plain), plain, anew, symbols)
+            with sites[number].assumed.hold():
+                part = _with_further(sites[number], [*met[number]], _live(kept, plain), plain, anew, symbols)
             if part is not None:
                 specified[number] = [part]
                 break  # what it writes may be what others need

@@ -1,7 +1,8 @@
 """Find attention: every product with V whose weights pull back to a normalised function of a product of Q and K.
 
-`find_sites(graph)` only reads the graph. A site says what to replace (`root`, the last node of the region) and by
-which attentions (usually one; several for a difference of attentions), or why it is not fused.
+`find_sites(graph)` only reads the graph, and has torch guard on nothing. A site says what to replace (`root`, the last
+node of the region) and by which attentions (usually one; several for a difference of attentions), or why it is not
+fused.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
+from fusion.passes.assumptions import Assumptions
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
 from fusion.passes.folding import forget
@@ -47,6 +49,7 @@ class Site:
     refusal: why it stays as it was, or None.
     blame: the node that the refusal is about.
     place: before which the call that takes the root's place is to stand; None: the root.
+    assumed: of dynamic sizes and numbers; what reads the graph for this site holds it.
     """
 
     anchor: Node
@@ -57,6 +60,7 @@ class Site:
     refusal: Refusal | None = None
     blame: Node | None = None
     place: Node | None = None
+    assumed: Assumptions = field(default_factory=Assumptions)
 
     def interior(self) -> set[Node]:
         """Nodes that were looked into, among which those of N_q x N_k must die with the region."""
@@ -71,12 +75,13 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
     """Every candidate in order, those not fused with a reason. reads: whether a device's kernels can read a float8."""
     mark_stored(graph, reads)
     mark_roots(graph, ())
-    met = Upstream(graph)
     sites = []
-    for node in graph.nodes:
-        if _is_candidate(node, met) and (site := _examine(node, met)) is not None:
-            sites.append(site)
-            marks.attention_root.set(site.root, site.refusal is None)
+    with Assumptions().hold():  # where to look follows from no site's
+        met = Upstream(graph)
+        for node in graph.nodes:
+            if _is_candidate(node, met) and (site := _examine(node, met)) is not None:
+                sites.append(site)
+                marks.attention_root.set(site.root, site.refusal is None)
     forget(graph)
     return sites
 
@@ -156,10 +161,12 @@ def _is_reported(anchor: Node, met: Upstream) -> bool:
 
 
 def _specializing(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
+    assumed = Assumptions()
     while True:
-        with contextlib.suppress(nodes.Specialized):
+        with contextlib.suppress(nodes.Specialized), assumed.hold():
             site = _at_root(anchor, root, met, apart)
             if site is not None:
+                site.assumed = assumed
                 nodes.specialize(nodes.value(root).shape[site.dims.index("e")])
             return site
 

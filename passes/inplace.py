@@ -86,7 +86,7 @@ def _parts(target: Node) -> list[Node]:
     return parts
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The functional overload with the arguments of an in-place one: `aten.add_.Tensor` -> `aten.add.Tensor`."""
     name = target._schema.name.removeprefix("aten::")
@@ -206,7 +206,7 @@ def _shared(node: Node) -> list[Node]:
     return inputs[:1] if _returns_alias(target) or kind in MAYBE_ALIAS else []
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _returns_alias(target: torch._ops.OpOverload) -> bool:
     return any(r.alias_info is not None for r in target._schema.returns)
 

@@ -19,6 +19,7 @@ from fusion.ir import integers
 from fusion.ir.expr import ONE, Expr, const, is_number, size
 from fusion.ir.ops import apply, as_float
 from fusion.ir.widths import LARGEST_SIZE
+from fusion.passes import assumptions
 from fusion.refusals import Ground, Refusal
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,7 +43,7 @@ class Unsupported(Exception):
 
 
 class Specialized(Exception):
-    """A dynamic size was made static (torch guards on it): what was read of the graph's shapes is to be read again."""
+    """A dynamic size was made a constant: what was read of the graph's shapes is to be read again."""
 
 
 def value(argument: Any) -> Any:
@@ -96,7 +97,7 @@ def number(argument: Any) -> Any:
     alone stays a symbol (see `scalar`): a new length is no reason to compile again."""
     held = value(argument)
     if isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held):
-        return held.node.guard_float(__file__, 0)
+        return assumptions.ask(held.node.expr, held.node.shape_env, lambda: held.node.guard_float(__file__, 0))
     return held if isinstance(held, float) else argument
 
 
@@ -104,7 +105,7 @@ def scalar(argument: Any) -> float | Expr | None:
     """A float argument as `number` has it, or as a FLOAT expression of sizes; None where it is neither."""
     held = value(argument)
     if isinstance(held, torch.SymFloat) and _follows_from_sizes(held):
-        return _float_from_sympy(held.node.expr)
+        return _float_from_sympy(assumptions.known(held.node.expr))
     plain = number(argument)
     return float(plain) if isinstance(plain, (int, float)) and not isinstance(plain, bool) else None
 
@@ -130,7 +131,7 @@ def size_expr(extent: Any) -> Expr:
     extent = value(extent)
     if isinstance(extent, torch.SymInt):
         _require_sizes(extent)
-        return integers.integer(1) if _is_one(extent) else _from_sympy(extent.node.expr)
+        return integers.integer(1) if _is_one(extent) else _from_sympy(assumptions.known(extent.node.expr))
     if isinstance(extent, bool) or not isinstance(extent, int):
         raise Unsupported(Ground.SIZE, f"a size that is not an integer: {extent!r}")
     return integers.integer(extent)
@@ -140,20 +141,22 @@ def _require_sizes(extent: torch.SymInt) -> None:
     """Make sure that every symbol of an expression is what a `size` is, at least 0 and below `LARGEST_SIZE`. A Python
     int that Dynamo made dynamic need not be: torch records that it is now, or its value where it is not. Nor is what it
     divides by 0: a kernel would end the process where Python raises an error."""
-    if extent.node.expr.is_number:
-        return
-    env = extent.node.shape_env
-    for symbol in extent.node.expr.free_symbols:
+    env, expr = extent.node.shape_env, assumptions.known(extent.node.expr)
+
+    def holds(condition: Any) -> bool:
+        return bool(assumptions.ask(condition, env, lambda: env.evaluate_expr(condition)))
+
+    for symbol in expr.free_symbols:
         if env.bound_sympy(symbol).lower >= 0:
             continue  # the size of a tensor; of such, kernels are called for none that is too large
         if free_unbacked_symbols(symbol):
             raise Unsupported(
                 Ground.RUN_TIME_SCALAR, f"an integer that is computed at run time and may be negative: {symbol}"
             )
-        if not (env.evaluate_expr(symbol >= 0) and env.evaluate_expr(symbol < LARGEST_SIZE)):
-            env.evaluate_expr(symbol)
-    for division in extent.node.expr.atoms(torch_sympy.FloorDiv, torch_sympy.Mod, torch_sympy.PythonMod):
-        if not env.evaluate_expr(sympy.Ne(division.args[1], 0)):
+        if not (holds(symbol >= 0) and holds(symbol < LARGEST_SIZE)):
+            assumptions.fix(symbol, env)
+    for division in expr.atoms(torch_sympy.FloorDiv, torch_sympy.Mod, torch_sympy.PythonMod):
+        if not holds(sympy.Ne(division.args[1], 0)):
             raise Unsupported(Ground.SIZE, f"a division by zero: {division}")
 
 
@@ -229,9 +232,10 @@ def memory_order(node: Node) -> tuple[int, ...]:
 def specialize(extent: Any) -> None:
     """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic. All sizes
     that it follows from become static: that (n + 2) // 3 is 8 leaves n open, and the size an expression."""
-    if isinstance(extent, torch.SymInt) and not extent.node.expr.is_number:
-        for symbol in extent.node.expr.free_symbols:
-            extent.node.shape_env.evaluate_expr(symbol)  # torch records the guard: another value compiles again
+    symbols = assumptions.known(extent.node.expr).free_symbols if isinstance(extent, torch.SymInt) else ()
+    for symbol in symbols:
+        assumptions.fix(symbol, extent.node.shape_env)
+    if symbols:
         raise Specialized
 
 

@@ -68,6 +68,8 @@ def rewrite(
     _map_tiles(module.graph, sites, specified, symbols, pays, hints)
     _refuse(sites, specified, lambda site, parts: _unsupported(site, parts, supports, hints))
     refuse_escaping(module.graph, sites, specified, None, symbols)
+    for number in specified:
+        sites[number].assumed.guard()
     _check_tables(module.graph, specified, symbols)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
@@ -99,7 +101,9 @@ def _refuse(
 ) -> None:
     """Drop the sites that there is a reason against."""
     for number, parts in list(specified.items()):
-        if (refusal := reason(sites[number], parts)) is not None:
+        with sites[number].assumed.hold():
+            refusal = reason(sites[number], parts)
+        if refusal is not None:
             sites[number].refusal, sites[number].place = refusal, None
             del specified[number]
 
@@ -116,7 +120,8 @@ def _unsupported(
 def _specify(
     site: Site, attention: Attention, symbols: Symbols, block_mask: BlockMask | None, found_uses: Sequence[Use] = ()
 ) -> Specified:
-    found = specify(site, attention, block_mask, found_uses)
+    with site.assumed.hold():
+        found = specify(site, attention, block_mask, found_uses)
     _refuse_distributed_dropout(found)
     _refuse_narrowed(site, found)
     for extent in found.sizes:

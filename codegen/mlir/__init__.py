@@ -19,6 +19,7 @@ from fusion.codegen.mlir.float8 import FORMATS
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.ir.spec import AttentionSpec
+from fusion.kept import Made
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
 from fusion.planning.register_tiles import target_of
@@ -48,9 +49,7 @@ def compile(
         raise ValueError(f"no CPU kernel for {spec}: {reason}")
     target = target_of(machine)
     key = (spec, target, plan is None)
-    if key not in _kernels:
-        _kernels[key] = Kernel(spec, tilings_for(spec, target), target, plan and plan(machine))
-    return _kernels[key]
+    return _kernels.of(key, lambda: Kernel(spec, tilings_for(spec, target), target, plan and plan(machine)))
 
 
 def compile_training(
@@ -65,10 +64,7 @@ def compile_training(
     if supports(spec, machine) is not None or unsupported(spec) is not None:
         return None
     target = target_of(machine)
-    if (spec, target) not in _training:
-        _training[spec, target] = TrainingKernel(spec, tilings_for(spec, target), target)
-    return _training[spec, target]
+    return _training.of((spec, target), lambda: TrainingKernel(spec, tilings_for(spec, target), target))
 
 
-_kernels: dict[tuple, Kernel] = {}
-_training: dict[tuple, TrainingKernel] = {}
+_kernels, _training = Made(1024), Made(1024)

@@ -87,7 +87,7 @@ def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float 
     return BoundedScores(centre=centre, bound=limit, exponents=exponents, filled=filled, finite=finite)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def tanh_polynomial(error: float) -> tuple[float, ...]:
     """Coefficients in x**2 of tanh(x) / x, of least degree that comes to `error` (absolute) for |x| <= TANH_NEAR. It
     meets the function at Chebyshev's nodes; each degree gains a factor of 12."""

@@ -73,7 +73,7 @@ class Variant(CompiledKernel):
         else:
             text = emit_mixed_heads(spec, target, d, d_v)
         super().__init__(text)
-        self._together = functools.cache(lambda *last: span_of(self.text, spec, last, 1))
+        self._together = functools.lru_cache(maxsize=1024)(lambda *last: span_of(self.text, spec, last, 1))
 
     def launch_for(
         self, extents: Sequence[int], values: Mapping[tuple, int], given: Sequence[tuple], splits: int = 1

@@ -41,7 +41,7 @@ _LOG2E_HIGH = 1.44269502162933349609375  # log2(e) rounded to float32
 _LOG2E_LOW = LOG2E - _LOG2E_HIGH
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def exp2_polynomial(degree: int) -> tuple[float, ...]:
     """Coefficients c0..c_degree of 2**x on [0, 1], near the best in relative error, and exact at both ends: a weight
     whose score is the row's maximum is 1, also where the difference is rounded to just below 0."""

@@ -334,7 +334,7 @@ def precision(dtype: str) -> str:
     return "tf32" if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def machine_of(device: torch.device) -> Machine:
     """The machine that a device is; the interpreter for tensors of CPUs."""
     return INTERPRETER if device.type == "cpu" else of_device(device.index)

@@ -100,4 +100,4 @@ def from_json(kind: type[Record], text: str) -> Record:
     return made(kind, document)
 
 
-_hints = functools.cache(get_type_hints)
+_hints = functools.lru_cache(maxsize=256)(get_type_hints)

@@ -31,7 +31,7 @@ class Request:
     approximation: Approximation | None = None
 
     @staticmethod
-    @functools.cache
+    @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Request:
         """The request that `str` wrote: an emitter, "/tuned", "+method:epsilon" where an approximation is allowed."""
         text, found, allowed = text.partition("+")

@@ -51,7 +51,7 @@ def of_weight(program: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
     return adjoints(program, WEIGHT_UPSTREAM, list(targets))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def adds_up_to_zero(spec: AttentionSpec) -> bool:
     """Whether the gradients of a row's raw scores do so in exact arithmetic. Those of its weights' exponents do, where
     the weights add up to one. A score's is that times a number of the row, or 0 where its weight is 0 whatever the

@@ -29,7 +29,7 @@ def is_moderate(scale: float) -> bool:
     return 2.0**-24 <= abs(scale) <= 2.0**24
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def decided(*exprs: Expr | None) -> frozenset[Expr]:
     """The floats from which something is decided: those below a comparison or a rounding to integers, where a unit in
     the last place changes all that follows. They are computed as they are written."""

@@ -60,7 +60,7 @@ BOUNDS = {
 }
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _compiled(name: str) -> Callable[..., float]:
     return sympy.lambdify((N_q, N_k, d, d_v, M, s), BOUNDS[name].expression, modules="math")
 

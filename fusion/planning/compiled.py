@@ -34,7 +34,7 @@ class Counts:
 _FIELDS = ("reads", "writes", "footprint", "flops", "exps")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _compile(phase: Phase) -> Callable[..., list]:
     arguments = (*SIZES, *(TILES[name] for name in phase.tile))
     return sympy.lambdify(arguments, [getattr(phase, field) for field in _FIELDS], modules="numpy", cse=True)
@@ -54,7 +54,7 @@ def counts(name: str, sizes: Mapping[str, float], tile: Mapping[str, int | np.nd
     return Counts(**{f: functools.reduce(join, (getattr(part, f) for part in parts)) for f, join in joined.items()})
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def io_variables(phase: Phase) -> frozenset[str]:
     """Tile variables the phase's I/O depends on; the others only enlarge its footprint."""
     return frozenset(map(str, smooth(phase.reads + phase.writes).free_symbols)) & frozenset(TILES)

@@ -73,7 +73,7 @@ class GpuPlanner:
         self.extents = extents_function(spec)
         self._visited = visited_function(spec)
         # Derived once: a call would spend 20 to 100 us on it.
-        self._tiles = functools.cache(lambda *extents: self.policy.forward(spec, machine, Extents(*extents)))
+        self._tiles = functools.lru_cache(maxsize=1024)(lambda *e: self.policy.forward(spec, machine, Extents(*e)))
         self.packing = functools.cache(self._packing)
         self.backward = functools.cache(self._backward)
 

@@ -114,7 +114,7 @@ def extent_of(spec: AttentionSpec, kernel: str, heads: int, n_q: int, n_k: int) 
     return Extent(heads=heads, outer=outer, inner=inner, triangle=triangle)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def best(work: Work, machine: Machine, extent: Extent, rotates: bool = False) -> Tile:
     """The cheapest feasible tile; where there is none the one that needs the least shared memory, which the launch
     makes smaller where it has to, on AMD's devices of those that compute scores least often: all spill alike there."""

@@ -47,7 +47,7 @@ class Optimum:
         return f"{self.schedule}: {tile}; I/O ~ {self.leading}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def optimum(name: str) -> Optimum:
     """Derives the optimum of the schedule of that name. Raises UnknownScheduleError where it has no closed form: the
     N^2 of materialised ones does not depend on the tile, and approximate ones have other terms than a / x + b / y."""
@@ -101,7 +101,7 @@ def _check_falling(io: sympy.Expr, variable: sympy.Symbol) -> None:
         raise AssertionError(f"I/O does not fall with {variable}: slope {slope}")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _leading(io: sympy.Expr) -> sympy.Expr:
     """With M = mu d^2 the limit in d, and mu put back."""
     mu = sympy.Symbol("mu", positive=True)
@@ -110,7 +110,7 @@ def _leading(io: sympy.Expr) -> sympy.Expr:
     return sympy.expand(limit.subs(mu, M / d**2)) * N**2
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _compiled(name: str) -> tuple[tuple[str, ...], object]:
     tile = optimum(name).tile
     return tuple(key for key, _ in tile), sympy.lambdify(SIZES, [value for _, value in tile], modules="math")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,18 +192,19 @@ class Report:
         return target
 
 
-_collectors: list[list[Report]] = []
+_collectors: ContextVar[tuple[list[Report], ...]] = ContextVar("_collectors", default=())
 
 
 @contextlib.contextmanager
 def collect_reports() -> Iterator[list[Report]]:
-    """The reports of all graphs compiled inside the `with`, in order, one per graph."""
+    """The reports of all graphs that this thread (or asynchronous task) compiles inside the `with`, in order, one per
+    graph. One `collect_reports` inside of another leaves nothing out of the outer one."""
     reports: list[Report] = []
-    _collectors.append(reports)
+    _collectors.set((*_collectors.get(), reports))
     try:
         yield reports
     finally:
-        _collectors.remove(reports)
+        _collectors.set(tuple(other for other in _collectors.get() if other is not reports))
 
 
 def publish(report: Report) -> None:
@@ -210,5 +212,5 @@ def publish(report: Report) -> None:
     counters["fusion"]["sites"] += len(report.sites)
     counters["fusion"]["fused"] += report.fused
     counters["fusion"]["unfused"] += len(report.sites) - report.fused
-    for reports in _collectors:
+    for reports in _collectors.get():
         reports.append(report)

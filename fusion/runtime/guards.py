@@ -24,18 +24,19 @@ from fusion.ir.request import Approximation
 log = logging.getLogger(__name__)
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 
-_raised = False
+_raising: list[object] = []
+"""One entry for each `failures_raised` of any thread: a gradient runs on threads of autograd's own."""
 
 
 @contextlib.contextmanager
 def failures_raised() -> Iterator[None]:
-    """Inside, a kernel that fails raises: for tests and benchmarks, which would otherwise see what takes over."""
-    global _raised
-    before, _raised = _raised, True
+    """Inside, a kernel that fails raises, on every thread: for tests and benchmarks, which would otherwise see what
+    takes over."""
+    _raising.append(entry := object())
     try:
         yield
     finally:
-        _raised = before
+        _raising.remove(entry)
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -46,7 +47,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def _must_raise(error: Exception) -> bool:
-    return _raised or out_of_memory(error)
+    return bool(_raising) or out_of_memory(error)
 
 
 class GuardedKernel:

@@ -18,6 +18,7 @@ from fusion.codegen.emitter import Kernel, Registration, TrainingKernel
 from fusion.errors import UnknownMachineError
 from fusion.ir import AttentionSpec
 from fusion.ir.request import PLAIN, Request
+from fusion.kept import Made
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
 from fusion.planning.planner import planner_for
@@ -26,9 +27,8 @@ from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel,
 
 log = logging.getLogger(__name__)
 
-_forward: dict[tuple[str, str, str], Executor] = {}
-_training: dict[tuple[str, str, str], GuardedTraining] = {}
-
+_forward, _training = Made(1024), Made(1024)
+"""By (spec as text, device, request). One that is gone is built again at its next use."""
 
 holders: weakref.WeakSet[Any] = weakref.WeakSet()
 """What keeps an executor beside these tables, and has a method `forget` to ask for it again at the next use."""
@@ -36,19 +36,18 @@ holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def executor(spec: str, device: str, request: str = "auto") -> Executor:
     """The function that computes a spec on a type of device; built at first use. spec, request: as text."""
-    key = (spec, device, request)
-    if (found := _forward.get(key)) is None:
-        found = _forward[key] = _build(AttentionSpec.from_json(spec), device, Request.parse(request))
-    return found
+    make = lambda: _build(AttentionSpec.from_json(spec), device, Request.parse(request))
+    return _forward.of((spec, device, request), make)
 
 
 def differentiable(spec: str, device: str, request: str = "auto") -> GuardedTraining:
     """The two functions that train with a spec on a type of device; built at first use. Gradients are exact."""
-    key = (spec, device, request)
-    if (found := _training.get(key)) is None:
+
+    def make() -> GuardedTraining:
         exact = replace(Request.parse(request), approximation=None)
-        found = _training[key] = _build_training(AttentionSpec.from_json(spec), device, exact)
-    return found
+        return _build_training(AttentionSpec.from_json(spec), device, exact)
+
+    return _training.of((spec, device, request), make)
 
 
 def forget() -> None:

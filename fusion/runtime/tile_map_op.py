@@ -3,9 +3,9 @@
 Predicates of the query alone or of the key alone are evaluated element by element and then pooled over cells. What
 depends on both is bounded by interval arithmetic over cells; of a mask tensor [.., N_q, N_k] the least and the greatest
 value in each cell are taken, the only step that reads N_q x N_k elements. On a CPU a few rows of cells are looked at
-before that step: a mask in which they show next to nothing to skip (a random one, say) is not read any further, and the
-masks of some later calls are not looked at. On a GPU nothing is decided by what the data holds, so that no number is
-waited for, and the pass can be captured in a CUDA graph.
+before that step: a mask in which they show next to nothing to skip (a random one, say) is not read any further. On a
+GPU nothing is decided by what the data holds, so that no number is waited for, and the pass can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -35,29 +35,6 @@ class Interval:
     high: Tensor
 
 
-class Patience:
-    """When to look at masks of one kind again after looks in vain: after 1, 2, 4, .. calls that skip nothing."""
-
-    LONGEST = 16
-
-    def __init__(self) -> None:
-        self.pause = self.left = 0
-
-    def looks(self) -> bool:
-        self.left -= self.left > 0
-        return self.left == 0
-
-    def was_vain(self) -> None:
-        self.pause = min(2 * self.pause, self.LONGEST) or 1
-        self.left = self.pause + 1
-
-    def paid(self) -> None:
-        self.pause = self.left = 0
-
-
-_patience: dict[str, Patience] = {}
-
-
 def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
     """The table of `fusion.ir.tile_map`, int32, for mask data in `operands`."""
     parsed = MapSpec.from_json(spec)
@@ -67,7 +44,7 @@ def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Ten
     table = torch.zeros([*batch, lines, columns, 2], dtype=torch.int32, device=operands[0].device)
     if 0 in batch or lines == 1 or columns == 1:
         return table
-    codes = _cells(parsed, operands, known, n_q, _patience.setdefault(spec, Patience()))
+    codes = _cells(parsed, operands, known, n_q)
     if codes is None:  # all are live and none is full: r * c cells before cell (r, c)
         counts = torch.arange(lines, dtype=torch.int32)[:, None] * torch.arange(columns, dtype=torch.int32)
         return counts[:, :, None].expand(*batch, lines, columns, 2).contiguous()
@@ -76,21 +53,15 @@ def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Ten
     return table
 
 
-def _cells(
-    spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q: int, patience: Patience
-) -> Tensor | None:
+def _cells(spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q: int) -> Tensor | None:
     """The codes of `Cells`; None where a look at some rows of cells shows that next to nothing can be skipped."""
     dense = [part for part in loads(spec.live, spec.full) if {"i", "j"} <= coordinates(part)]
     elements = sum(operands[part.operand].numel() for part in dense)
     if operands[0].device.type == "cpu" and elements >= WORTH_SAMPLING and n_q >= 4 * SAMPLES * CELL_ROWS:
-        if not patience.looks():
-            return None
         chosen = torch.arange(SAMPLES) * (n_q // CELL_ROWS - 1) // (SAMPLES - 1) * CELL_ROWS
         seen = Cells(spec, operands, sizes, (chosen[:, None] + torch.arange(CELL_ROWS)).flatten()).codes()
         if int(seen.sum()) > (1 - WORTH_READING / 2) * seen.numel():
-            patience.was_vain()
             return None
-        patience.paid()
     return Cells(spec, operands, sizes).codes()
 
 

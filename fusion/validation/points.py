@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fusion.ir.expr import Expr, J, coord, coordinates, loads
+from fusion.ir.expr import SCORE, Expr, J, contains, coord, coordinates, loads
 from fusion.ir.ops import evaluate
 from fusion.ir.sizes import leaves
 from fusion.ir.spec import AttentionSpec
@@ -56,7 +56,7 @@ def _edges(spec: AttentionSpec, sizes: Mapping[str, int], places: Mapping[str, T
     empty = torch.zeros(WORLDS, 0, dtype=torch.int64)
     if spec.mask is None or n_k > _LONGEST_LINE:
         return empty
-    parts = [p for p in _predicates(spec.mask.live) if not loads(p) and "j" in coordinates(p)]
+    parts = [p for p in _predicates(spec.mask.live) if "j" in coordinates(p) and not (loads(p) or contains(p, SCORE))]
     known = {coord(name): at for name, at in places.items()} | {J: torch.arange(n_k).view(1, -1)}
     found = []
     for part in parts[:4]:

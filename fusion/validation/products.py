@@ -18,13 +18,14 @@ from fusion.validation.replay import NotReplayable, Replay, rule
 aten = torch.ops.aten
 
 
-@rule(aten.matmul, aten.bmm, aten.mm, aten.baddbmm)
+_FACTORS = ("self", "mat2"), ("self", "other"), ("batch1", "batch2"), ("mat1", "mat2")
+
+
+@rule(aten.matmul, aten.bmm, aten.mm, aten.baddbmm, aten.addmm)
 def _product(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     args, region = nodes.arguments(node), replay.region
-    added = nodes.packet(node) is aten.baddbmm
-    left, right = (
-        (args["batch1"], args["batch2"]) if added else (args["self"], args["mat2" if "mat2" in args else "other"])
-    )
+    added = nodes.packet(node) in (aten.baddbmm, aten.addmm)
+    left, right = next((args[x], args[y]) for x, y in reversed(_FACTORS) if {x, y} <= args.keys())
     shapes = [region.shape(t) for t in (left, right)]
     rows, columns = (len(shape) > 1 for shape in shapes)
     split = len(index) - rows - columns
@@ -57,6 +58,17 @@ def _summed(replay: Replay, node: Node, one: Tensor, other: Tensor) -> Tensor:
     dtype = replay.dtype(nodes.dtype(node))
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     return (one.to(wide) * other.to(wide)).sum(-1).to(dtype)
+
+
+@rule(aten.linalg_vecdot)
+def _vecdot(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args = nodes.arguments(node)
+    shapes = {args[name]: replay.region.shape(args[name]) for name in ("x", "y")}
+    extents = torch.broadcast_shapes(*shapes.values())
+    dim, at = nodes.normalize_dim(args["dim"], len(extents)), list(replay.further(index))
+    at.insert(dim, _positions(replay, node, extents[dim], rank))
+    places = [(x, replay.broadcast(tuple(at), extents, shapes[x])) for x in (args["x"], args["y"])]
+    return _sum_of_products(replay, node, *places, rank)
 
 
 @rule(aten.einsum)

@@ -35,7 +35,8 @@ class Program(Execution):
 
     def __init__(self, part: Specified, places: Mapping[str, Tensor], sizes: dict[str, int], replay: Replay):
         self.spec, self.part, self.replay, self.sizes = part.spec, part, replay, sizes
-        self.dtype, self.device = torch.float32, torch.device("cpu")
+        wide = any(operand.dtype == "float64" for operand in part.spec.operands)
+        self.dtype, self.device = torch.float64 if wide else torch.float32, torch.device("cpu")
         self.axes: dict[Expr, Tensor] = {}
         self.n_k = replay.region.keys.shape[1]
         self.known = {coord(name): at.unsqueeze(-1) for name, at in places.items()}
@@ -119,8 +120,9 @@ class Program(Execution):
         return self.value(mixing.weighted, {WEIGHT: summed(mixing.weights, every) + single})
 
     def index(self, entry: Expr) -> Tensor:
-        """An entry of an index in b.., i and j, [worlds, 1, keys]."""
-        return self.value(entry, {}).expand(len(self.replay.region.keys), 1, self.n_k)
+        """An entry of an index in b.., i, j and the graph's own sizes, [worlds, 1, keys]."""
+        found = evaluate(entry, leaves({**self.replay.region.hints}, self.known, self._load), self.dtype)
+        return found.expand(len(self.replay.region.keys), 1, self.n_k)
 
     def further_value(self, expr: Expr) -> Tensor:
         """What a further output is made of, [worlds, 1, keys]."""

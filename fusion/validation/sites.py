@@ -19,6 +19,7 @@ from fusion.codegen.reference.backward import recording
 from fusion.ir.expr import coordinates, loads, walk
 from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.kept import Kept
 from fusion.passes import nodes
 from fusion.passes.contractions import is_contraction
 from fusion.passes.find import Site
@@ -41,7 +42,7 @@ _ROW = 1 << 40
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """wrong: how the spec differs from the graph, or None.
-    skipped: why nothing was compared, or None.
+    skipped: why it could not be compared, or None.
     checked: what was.
     seconds: that it took."""
 
@@ -56,19 +57,23 @@ class Verdict:
         return self.checked if self.skipped is None else f"not validated: {self.skipped}"
 
 
-_verdicts: dict[object, Verdict] = {}
+_verdicts = Kept()
 
 
 def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
     """Compare a site with the specs that are to stand in its place. hints: example values of symbolic sizes. Sites of
     equal structure are compared once per process."""
-    key = fingerprint(site, parts, hints)
-    if key not in _verdicts:
-        started = time.perf_counter()
+    started = time.perf_counter()
+    try:
+        key = fingerprint(site, parts, hints)
+        if (known := _verdicts.get(key)) is not None:
+            return known
         with undisturbed():
             found = _validate(site, parts, hints)
-        _verdicts[key] = replace(found, seconds=time.perf_counter() - started)
-    return _verdicts[key]
+    except Exception as problem:  # the site stays as it was
+        log.exception("an attention could not be validated")
+        return Verdict(skipped=f"{type(problem).__name__}: {problem}")
+    return _verdicts.keep(key, replace(found, seconds=time.perf_counter() - started))
 
 
 @contextlib.contextmanager
@@ -93,20 +98,13 @@ def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) 
             return Verdict(wrong=problem)
         n_k = size_value(parts[0].spec.n_k, sizes[0])
         if 0 in (*shape, n_k):
-            return Verdict(skipped="the example has no elements")
-        if "float64" in {operand.dtype for part in parts for operand in part.spec.operands}:
-            return Verdict(skipped="specs are evaluated in float32")
+            return Verdict(checked="shapes, as the example has no elements")
         compared = _Comparison(site, parts, sizes, shape, n_k, hints)
         found = compared.verdict()
         doubt = next(iter(compared.region.unknown.values()), None)
         return found if found.wrong is None or doubt is None else Verdict(skipped=doubt)
     except OutOfBounds as problem:
         return Verdict(wrong=str(problem))
-    except (nodes.Unsupported, KeyError) as problem:
-        return Verdict(skipped=str(problem) or type(problem).__name__)
-    except Exception as problem:  # validation must not be what keeps a model from being compiled
-        log.warning("could not validate an attention: %s: %s", type(problem).__name__, problem)
-        return Verdict(skipped=f"{type(problem).__name__}: {problem}")
 
 
 def _extents(site: Site, parts: Sequence[Specified], sizes: Sequence[Mapping[str, int]], shape) -> str | None:

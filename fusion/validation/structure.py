@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,11 +48,12 @@ def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
 
 
 def _constant(here: Node) -> object:
-    """The value of a constant of the graph; None for tensors that the graph is given or makes."""
+    """The content of a constant of the graph; None for tensors that the graph is given or makes."""
     held = literal(here) if here.op == "get_attr" else None
     if held is None:
         return None
-    return str(held.tolist()) if held.numel() <= 64 else id(held)
+    content = held.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return str(held.dtype), tuple(held.shape), hashlib.sha256(content).hexdigest()
 
 
 def _described(here: Node, hints: Mapping[str, int]) -> Any:

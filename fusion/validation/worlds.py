@@ -39,7 +39,7 @@ _OF_SCALES = (_NORMAL, _NORMAL, _BINARY)
 _LIVE_SHARES = (0.5, 0.0, 1.0, 0.9, 0.0, 0.5)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _table(dtype: torch.dtype) -> Tensor:
     """[regime, entry]: values that the dtype holds, in float64."""
     generator = torch.Generator().manual_seed(20)

@@ -26,6 +26,7 @@ from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir import AttentionSpec
+from fusion.kept import Made
 from fusion.machine import Machine, cpu
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
@@ -120,7 +121,7 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
         yield
 
 
-_kept_apart: Any = ({}, {}), ({}, {})
+_kept_apart = (Made(), Made()), (Made(), Made())
 _object_name = compiler._object_name
 
 

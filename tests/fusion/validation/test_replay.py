@@ -6,6 +6,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from fusion import backend
+from fusion.kept import Kept
 from fusion.passes import nodes
 from fusion.validation import sites
 from fusion.validation.worlds import Role
@@ -68,7 +69,7 @@ def _replayed(monkeypatch, function, inputs):
         return verdict
 
     monkeypatch.setattr(sites, "_Comparison", Recording)
-    monkeypatch.setattr(sites, "_verdicts", {})
+    monkeypatch.setattr(sites, "_verdicts", Kept())
     monkeypatch.setattr(backend, "validate", validate)
     options = {"inner": "eager", "emitter": "reference", "verify": True}
     with torch.no_grad():

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import fusion
+from fusion.kept import Kept
 from fusion.passes import assembling
 from fusion.validation import facts, sites
 from tests.fusion.validation import faults
@@ -23,7 +24,7 @@ def _compiled(program, further, trained):
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch):
-    monkeypatch.setattr(sites, "_verdicts", {})
+    monkeypatch.setattr(sites, "_verdicts", Kept())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,6 +126,63 @@ def test_reads_beyond_an_operand_are_found(monkeypatch):
     monkeypatch.setattr(assembling, "walk", lambda *_: ())
     (site,) = _compiled(shifted, (), False)
     assert not site.fused and "is read beyond a dimension of 19" in site.reason
+
+
+@pytest.mark.parametrize("stage", ["facts", "fingerprint"])
+def test_a_site_whose_validation_fails_stays_as_it_was(monkeypatch, caplog, stage):
+    def fail(*_):
+        raise ZeroDivisionError("put in")
+
+    monkeypatch.setattr(*{"facts": (facts, "contradiction"), "fingerprint": (sites, "fingerprint")}[stage], fail)
+    before = counters["fusion"]["skipped"]
+    (site,) = _compiled(faults.plain, (), False)
+    assert not site.fused and "could not be compared with eager: ZeroDivisionError: put in" in site.reason
+    assert counters["fusion"]["skipped"] == before + 1
+    assert any(record.exc_info for record in caplog.records if record.name == "fusion.validation.sites")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="not fused: .*ZeroDivisionError: put in"):
+        torch.compile(faults.plain, backend="fusion", options={"strict": True})(*faults.inputs(False, 4))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_double_precision_is_compared_and_a_fault_in_it_found(monkeypatch, trained):
+    def double(q, k, v):
+        return faults.plain(q.double(), k.double(), v.double())
+
+    (site,) = _compiled(double, (), trained)
+    assert site.fused and site.validated.startswith("values in")
+    sites._verdicts.clear()
+    torch._dynamo.reset()
+    faults.INJECTED["scale dropped"][3](monkeypatch)
+    (site,) = _compiled(double, (), trained)
+    assert not site.fused and "would differ from eager" in site.reason
+
+
+def test_products_by_vecdot_and_differences_of_positions_are_compared():
+    def other(q, k, v):
+        steps = torch.arange(k.shape[-2] + 1).diff().cumsum(0)
+        scores = torch.linalg.vecdot(q.unsqueeze(-2), k.unsqueeze(-3)) - 0.1 * steps
+        return scores.softmax(-1) @ v
+
+    (site,) = _compiled(other, (), True)
+    assert site.fused and site.validated.startswith("values in")
+
+
+def test_constants_are_told_apart_by_what_they_hold():
+    """By `id`, a constant that is gone would lend its verdict to another one in its place."""
+
+    def verdicts(bias):
+        torch._dynamo.reset()
+        program = lambda q, k, v: ((q @ k.mT) + torch.tensor(bias)).softmax(-1) @ v
+        with fusion.collect_reports() as reports:
+            q, k, v = faults.inputs(False, 4)
+            torch.compile(program, backend="fusion", options={"inner": "eager", "emitter": "reference"})(q, k, v)
+        assert reports[0].sites[0].fused, reports[0]
+        return len(sites._verdicts)
+
+    n_q, n_k = (x.shape[-2] for x in faults.inputs(False, 4)[:2])
+    one, other = ([[base + i - j for j in range(n_k)] for i in range(n_q)] for base in (0.0, 0.5))
+    assert [verdicts(one), verdicts([*map(list, one)]), verdicts(other)] == [1, 1, 2]
 
 
 def test_equal_layers_are_compared_once():

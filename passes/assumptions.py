@@ -1,0 +1,68 @@
+"""Values of dynamic sizes and numbers that the analysis of one site goes by.
+
+A kernel is compiled for a head dimension, say, which torch then has to guard on: another one compiles again. Whether a
+site gets a kernel is known at the end. Until then nothing is guarded, so that an attention that is left as it was costs
+no model its dynamic shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import sympy
+
+T = TypeVar("T")
+
+
+class Assumptions:
+    """What the analysis of one site takes for given. sizes: symbols that count as constants in it."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Any, Any] = {}
+        self._questions: dict[Hashable, Callable[[], object]] = {}
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Inside, questions are answered by the example, and sizes that were fixed are constants."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def guard(self) -> None:
+        """Let torch guard on every answer that was given."""
+        for question in self._questions.values():
+            question()
+
+    def answer(self, key: Hashable, env: Any, question: Callable[[], T]) -> T:
+        with env.suppress_guards():
+            found = question()
+        self._questions.setdefault(key, question)
+        return found
+
+
+_current: ContextVar[Assumptions | None] = ContextVar("_current", default=None)
+
+
+def ask(key: Hashable, env: Any, question: Callable[[], T]) -> T:
+    """The answer to a question that makes torch guard on it: at once, or, within `Assumptions`, when these are guarded.
+    env: the ShapeEnv of the symbols in question. key: equal for equal questions."""
+    held = _current.get()
+    return question() if held is None else held.answer(key, env, question)
+
+
+def fix(symbol: sympy.Symbol, env: Any) -> None:
+    """Make a size a constant."""
+    found = ask(symbol, env, lambda: env.evaluate_expr(symbol))
+    if (held := _current.get()) is not None:
+        held.sizes[symbol] = found
+
+
+def known(expr: Any) -> Any:
+    """A sympy expression with the constants of now in the place of sizes."""
+    held = _current.get()
+    return expr if held is None or not held.sizes else expr.xreplace(held.sizes)
