@@ -3,16 +3,23 @@
 Any number of processes may share the directory. A file appears whole or not at all; what is kept with `store` is sealed
 by a checksum. Whatever goes wrong with such a file (no permission, a full disk, a file cut off or changed) counts as
 not having it.
+
+Files are code, or decide what code does. So one is read only where nobody but this user and root can have written it
+(`read`). Above torch's cache directory nothing is asked: who may rename it has no other one to put in its place that
+belongs to this user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
 import re
+import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,12 +31,17 @@ _SEAL = hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9A-Za-z_]+(\.[a-z]+)?")
 
 
+class Distrusted(PermissionError):
+    """Somebody else may have written what would be read."""
+
+
 def directory() -> Path:
     """`fusion/` in torch's cache directory; made where it does not exist. Raises OSError."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     path = Path(cache_dir()) / "fusion"
-    path.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
@@ -56,12 +68,87 @@ def write(path: Path, content: bytes) -> None:
         raise
 
 
+def read(name: str) -> bytes:
+    """The content of a file in `directory()`. Raises OSError; `Distrusted`, and says so once on the log, where anybody
+    but this user and root may have written it, or put it there."""
+    with _trusted() as folder, _opened_in(folder, name, os.O_NONBLOCK) as handle:
+        _check(handle, directory() / name)
+        with open(handle, "rb", closefd=False) as file:
+            return file.read()
+
+
+def save(name: str, content: bytes) -> None:
+    """Write a file into `directory()`, where `read` would find it. Raises OSError."""
+    with _trusted():
+        write(directory() / name, content)
+
+
+@contextlib.contextmanager
+def _trusted() -> Iterator[int]:
+    """The handle of `directory()`. What is checked is what was opened, and each name is looked up in what was checked:
+    nobody can put something else in between."""
+    path = Path(os.path.realpath(directory()))
+    with _opened_in(None, path.parent, os.O_DIRECTORY) as root:
+        _check(root, path.parent, sticky=True)
+        with _opened_in(root, path.name, os.O_DIRECTORY) as folder:
+            _check(folder, path)
+            yield folder
+
+
+@contextlib.contextmanager
+def _opened_in(folder: int | None, name: str | Path, flags: int) -> Iterator[int]:
+    if not hasattr(os, "geteuid"):
+        raise Distrusted("who wrote a file is not known on this system")
+    handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=folder)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _check(handle: int, path: Path, sticky: bool = False) -> None:
+    """Raise `Distrusted` where others may write. sticky: in a directory in which nobody may replace what belongs to
+    another user they may, since that is checked, too."""
+    found = os.fstat(handle)
+    if found.st_uid not in (0, os.geteuid()):
+        _distrust(f"{path} belongs to user {found.st_uid}")
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        _distrust(f"{path} is no file")
+    others = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_alone_in(found.st_gid, handle))
+    if others and not (sticky and found.st_mode & stat.S_ISVTX):
+        _distrust(f"others may write to {path} (mode {stat.S_IMODE(found.st_mode):o})")
+
+
+def _is_alone_in(group: int, handle: int) -> bool:
+    """Whether a group is this user's own, as systems make one for each, and no list gives rights to others."""
+    import grp
+    import pwd
+
+    try:
+        user, held = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        listed = "system.posix_acl_access" in getattr(os, "listxattr", lambda _: ())(handle)
+    except (KeyError, OSError):
+        return False
+    own = held.gr_name == user.pw_name and user.pw_gid == group
+    return own and not {*held.gr_mem} - {user.pw_name} and not listed
+
+
+def _distrust(reason: str) -> None:
+    _warn(reason)
+    raise Distrusted(reason)
+
+
+@functools.lru_cache(maxsize=64)
+def _warn(reason: str) -> None:
+    log.warning("files of the cache are not used, and kernels are compiled in each process: %s", reason)
+
+
 def stored(name: str) -> bytes | None:
     """What was kept under a name, or None."""
     if not enabled():
         return None
     try:
-        sealed = (directory() / name).read_bytes()
+        sealed = read(name)
     except FileNotFoundError:
         return None
     except OSError as problem:
@@ -84,7 +171,7 @@ def store(name: str, content: bytes) -> None:
 
 def _put(name: str, sealed: bytes) -> None:
     try:
-        write(directory() / name, sealed)
+        save(name, sealed)
     except OSError as problem:
         log.debug("%s was not kept: %s", name, problem)
 

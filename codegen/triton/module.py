@@ -1,4 +1,4 @@
-"""The generated module: one Python file per spec, written to torch's cache directory and loaded from there.
+"""The generated module: one Python file per spec, written to torch's cache directory.
 
 It can be read, imported by itself, and run: `python <file>` checks it against the reference in Triton's interpreter
 or on a GPU.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
+import linecache
+import logging
 import textwrap
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -21,6 +22,8 @@ from fusion.codegen.triton import source
 from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.mathematics import HELPERS
 from fusion.ir.spec import AttentionSpec
+
+log = logging.getLogger(__name__)
 
 GLOSSARY = """
     q, k, v        tiles of the operands, [ROWS, d], [KEYS, d], [KEYS, d_v]
@@ -72,19 +75,32 @@ def _title(spec: AttentionSpec, d: int, d_v: int) -> str:
 
 
 def load(text: str, interpreted: bool = False) -> ModuleType:
-    """The module with this text, from a file named after its content."""
+    """The module with this text. A file that is named after it holds it as well, for people and their debuggers: what
+    runs, and what Triton reads as the source of its functions, is the text at hand."""
     from fusion.codegen.triton import interpret
 
     name = f"attention_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    path = disk_cache.directory() / f"{name}.py"
-    if not path.exists():
-        disk_cache.write(path, text.encode())
-    found = importlib.util.spec_from_file_location(f"fusion_generated_{name}", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    path = _shown(f"{name}.py", text)
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    module = ModuleType(f"fusion_generated_{name}")
+    module.__file__ = path
     with interpret.decorating() if interpreted else contextlib.nullcontext():
-        found.loader.exec_module(module)
+        exec(compile(text, path, "exec"), vars(module))
     return module
+
+
+def _shown(name: str, text: str) -> str:
+    """The path of the file with this text."""
+    try:
+        path = disk_cache.directory() / name
+        with contextlib.suppress(FileNotFoundError):
+            if disk_cache.read(name) == text.encode():
+                return str(path)
+        disk_cache.save(name, text.encode())
+    except OSError as problem:
+        log.debug("%s is not written: %s", name, problem)
+        return name
+    return str(path)
 
 
 def run(

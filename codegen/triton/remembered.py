@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
@@ -31,25 +30,25 @@ def _header(digest: str, device: torch.device) -> dict[str, Any]:
     return {"format": FORMAT, "module": digest, "device": name, **versions}
 
 
-def path_of(digest: str, device: torch.device) -> Path:
+def name_of(digest: str, device: torch.device) -> str:
     """The file with the choices for one module on one kind of device."""
     key = hashlib.sha256(json.dumps(_header(digest, device)).encode()).hexdigest()[:16]
-    return disk_cache.directory() / f"tiles_{key}.json"
+    return f"tiles_{key}.json"
 
 
 def remembered(digest: str, device: torch.device) -> dict[str, Any]:
     """The choices for a module on a device by kernel and situation; none from files that cannot be read or are of
     another module, device or version."""
-    path = path_of(digest, device)
+    name = name_of(digest, device)
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(disk_cache.read(name))
         if not _header(digest, device).items() <= content.items():
             return {}
         return {name: choice for name, choice in content["choices"].items() if _sound(choice["tile"], choice["peer"])}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
-        log.debug("%s is ignored: %s", path, problem)
+        log.debug("%s is ignored: %s", name, problem)
         return {}
 
 
@@ -84,6 +83,6 @@ def remember(
     choices = remembered(digest, device) | {name: choice}
     try:
         text = json.dumps(_header(digest, device) | {"choices": choices}, indent=1)
-        disk_cache.write(path_of(digest, device), text.encode())
+        disk_cache.save(name_of(digest, device), text.encode())
     except OSError as problem:
         log.info("what was measured is not remembered: %s", problem)

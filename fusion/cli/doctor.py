@@ -117,6 +117,11 @@ def _cache() -> Finding:
         folder = disk_cache.directory()
         with tempfile.TemporaryFile(dir=folder):
             pass
+        with contextlib.suppress(FileNotFoundError):
+            disk_cache.read("_")
+    except disk_cache.Distrusted as problem:
+        advice = "let nobody else write there, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+        return Finding(name="cache", state="missing", found=f"not used: {problem}", advice=advice)
     except OSError as problem:
         advice = "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
         return Finding(name="cache", state="broken", found=str(problem), advice=advice)

@@ -27,8 +27,26 @@ def _triangle(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
 @rule(aten.cat, aten.concat)
 def _cat(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     args = nodes.arguments(node)
-    dim, first, pieces = nodes.normalize_dim(args.get("dim", 0), len(index)), 0, []
-    for tensor in args["tensors"]:
+    dim = nodes.normalize_dim(args.get("dim", 0), len(index))
+    return _joined(replay, node, args["tensors"], dim, index, rank)
+
+
+@rule(aten.diff)
+def _difference(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args = nodes.arguments(node)
+    if args["n"] != 1:
+        raise NotReplayable
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    tensors = [args[name] for name in ("prepend", "self", "append") if args[name] is not None]
+    places = [(*index[:dim], index[dim] + k, *index[dim + 1 :]) for k in (0, 1)]
+    pair = [_joined(replay, node, tensors, dim, at, rank) for at in places]
+    return aten.diff(torch.stack(torch.broadcast_tensors(*pair), -1))[..., 0]
+
+
+def _joined(replay: Replay, node: Node, tensors: Sequence[Node], dim: int, index: Index, rank: int) -> Tensor:
+    """Elements of tensors one after the other along a dimension."""
+    first, pieces = 0, []
+    for tensor in tensors:
         if (shape := replay.region.shape(tensor)) != (0,):
             place = index[dim] - first
             at = (*index[:dim], place.clamp(0, shape[dim] - 1), *index[dim + 1 :])

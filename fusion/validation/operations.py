@@ -174,16 +174,6 @@ def _cumulative(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     return _on_whole_lines(replay, node, origin, dim, index, rank)
 
 
-@rule(aten.diff)
-def _difference(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    args = nodes.arguments(node)
-    if args["n"] != 1 or args["prepend"] is not None or args["append"] is not None:
-        raise NotReplayable
-    dim = nodes.normalize_dim(args["dim"], len(index))
-    pair = [replay.value(args["self"], (*index[:dim], index[dim] + k, *index[dim + 1 :]), rank) for k in (0, 1)]
-    return aten.diff(torch.stack(torch.broadcast_tensors(*pair), -1))[..., 0]
-
-
 def at_keys(replay: Replay, extent: int, rank: int) -> Tensor:
     """The keys of the sample, on one more axis."""
     if extent != replay.region.n_k:

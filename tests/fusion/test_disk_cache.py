@@ -144,3 +144,97 @@ def test_an_artifact_with_a_name_that_is_not_ours_is_left_out(folder: Path, name
     KernelArtifact("bad.o", CONTENT).populate_cache()
     files = [path.name for path in folder.parent.rglob("*") if path.is_file()]
     assert files == ["good.o"]
+
+
+def _given_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file that of another user."""
+    if os.geteuid() == 0:
+        os.chown(path, 4321, 4321, follow_symlinks=False)
+    else:
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+
+
+ELSEWHERE = {
+    "the file may be written by all": lambda folder, _: (folder / "a.o").chmod(0o666),
+    "the file may be written by a group": lambda folder, _: _group_may_write(folder / "a.o"),
+    "the file is another user's": lambda folder, patch: _given_away(folder / "a.o", patch),
+    "the folder may be written by all": lambda folder, _: folder.chmod(0o777),
+    "the folder may be written by all, but not renamed in": lambda folder, _: folder.chmod(0o1777),
+    "the folder is another user's": lambda folder, patch: _given_away(folder, patch),
+    "the folder above may be written by all": lambda folder, _: folder.parent.chmod(0o777),
+    "the folder above is another user's": lambda folder, patch: _given_away(folder.parent, patch),
+}
+
+
+def _group_may_write(path: Path) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, -1, 4321)
+        path.chmod(0o664)
+    else:
+        path.chmod(0o666)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_others_may_have_written_is_ignored_and_that_said_once(folder, monkeypatch, caplog, name) -> None:
+    store("a.o", CONTENT)
+    disk_cache._warn.cache_clear()
+    try:
+        ELSEWHERE[name](folder, monkeypatch)
+        assert [stored("a.o") for _ in range(3)] == [None] * 3
+        with pytest.raises(disk_cache.Distrusted):
+            disk_cache.read("a.o")
+    finally:
+        os.chmod(folder.parent, 0o700)
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "fusion.disk_cache"]
+    assert "files of the cache are not used" in told and str(folder.parent) in told
+
+
+def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    store("a.o", CONTENT)
+    os.replace(folder / "a.o", tmp_path / "b.o")
+    (folder / "a.o").symlink_to(tmp_path / "b.o")
+    assert stored("a.o") is None
+
+
+def test_a_link_in_the_place_of_the_folder_is_looked_at_behind(folder, monkeypatch, tmp_path: Path) -> None:
+    store("a.o", CONTENT)
+    there = tmp_path / "there" / "fusion"
+    there.parent.mkdir()
+    os.replace(folder, there)
+    folder.symlink_to(there)
+    assert stored("a.o") == CONTENT
+    there.parent.chmod(0o777)
+    assert stored("a.o") is None
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_wait_for_its_writer(folder: Path) -> None:
+    store("b.o", CONTENT)
+    os.mkfifo(folder / "a.o", 0o600)
+    assert stored("a.o") is None
+
+
+def test_nothing_is_exchanged_between_the_check_and_the_reading(folder, monkeypatch, tmp_path: Path) -> None:
+    """Another folder takes the place of ours once ours was checked."""
+    store("a.o", CONTENT)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.o").write_bytes((folder / "a.o").read_bytes()[:-1])
+    check = disk_cache._check
+
+    def exchanging(handle, path, sticky=False):
+        check(handle, path, sticky)
+        if path == folder and not (tmp_path / "kept").exists():
+            os.replace(folder, tmp_path / "kept")
+            os.replace(other, folder)
+
+    monkeypatch.setattr(disk_cache, "_check", exchanging)
+    assert stored("a.o") == CONTENT
+
+
+def test_a_folder_for_all_in_which_nobody_replaces_what_is_not_theirs_will_do(folder: Path) -> None:
+    """As the system's temporary directory."""
+    store("a.o", CONTENT)
+    folder.parent.chmod(0o1777)
+    assert stored("a.o") == CONTENT
+    assert folder.stat().st_mode & 0o777 == 0o700

@@ -94,8 +94,9 @@ def test_a_text_is_compiled_once() -> None:
         lambda path: compiling.disk_cache.store(path.name, b"\x7fELF" + bytes(60)),
         lambda path: compiling.disk_cache.store(path.name, (path.read_bytes()[32:])[:-200]),
         lambda path: path.unlink(),
+        lambda path: path.chmod(0o666),
     ],
-    ids=["cut off", "empty", "another file", "an empty object", "half an object", "gone"],
+    ids=["cut off", "empty", "another file", "an empty object", "half an object", "gone", "written by anybody"],
 )
 def test_what_is_damaged_is_compiled_again(folder: Path, damage: Callable[[Path], object]) -> None:
     assert compiled(text())
