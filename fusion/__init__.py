@@ -45,11 +45,10 @@ def _register() -> None:
         return import_module("fusion.backend").fusion(module, example_inputs, **keywords)
 
     register_backend(fusion)
-    import_module("fusion.dynamo").register()
+    import_module("fusion.dynamo").register()  # nothing says when it is about to be used
 
 
 _register()
-import_module("fusion.mkl").resolve()
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
-from fusion import dynamo, logs, undisturbed
+from fusion import dynamo, logs, mkl, undisturbed
 from fusion.approximate import certificates
 from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import Kind
@@ -44,10 +44,18 @@ from fusion.validation import Verdict, calls, key_sets, validate
 
 log = logging.getLogger(__name__)
 logs.configure()
-dynamo.register()
 
 
-def fusion(
+def __getattr__(name: str) -> Any:
+    """`fusion`, the backend. Whoever asks for it is about to trace a model, which comes before a backend is called:
+    Dynamo hears of ours then, and not where this module is only imported."""
+    if name != "fusion":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    dynamo.register()
+    return _fusion
+
+
+def _fusion(
     module: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: Any = None
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="fusion", options=...)`.
@@ -72,6 +80,9 @@ def fusion(
     return compiled if chosen.approximate is None or not report.fused else _clear_certificates_before_call(compiled)
 
 
+_fusion.__name__ = _fusion.__qualname__ = "fusion"
+
+
 def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled graph, whose calls begin a new record of certificates."""
 
@@ -84,7 +95,8 @@ def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
-    with undisturbed.by_collections(), undisturbed.by_autograd():
+    with undisturbed.by_autograd():
+        mkl.resolve()
         graph, report = _fuse(module, example_inputs, options)
     report.graph_breaks = [found] if (found := graph_break(module)) else []
     if options.strict and (refused := [site for site in report.sites if not site.fused]):

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,7 @@ class BelowAutogradPass(CustomGraphPass):
         self.process_matters = process_matters
 
     def __call__(self, graph: Graph) -> None:
-        if config.pattern_matcher:
-            _drop_patterns()
+        _keep_patterns_off(graph)
         _leave_autograd(graph)
 
     def uuid(self) -> str:
@@ -194,25 +194,29 @@ def _leave_autograd(graph: Graph) -> None:
 _PATTERNS = "torch._inductor.fx_passes.fuse_attention"
 
 
-class _OneGraph:
-    """The pattern pass without attention patterns, once: it puts the whole one back before it runs."""
-
-    def __init__(self, full: Any, filtered: Any) -> None:
-        self.full, self.filtered = full, filtered
-
-    def apply(self, graph: Any) -> int:
-        from torch._inductor.fx_passes import joint_graph
-
-        joint_graph.pass_patterns[0] = self.full
-        return self.filtered.apply(graph)
+_unmatched: weakref.WeakSet[Graph] = weakref.WeakSet()
+"""The graphs that Inductor's attention patterns are kept off."""
 
 
-def _drop_patterns() -> None:
-    """Keep attention patterns off the graph at hand; runs after Inductor has registered them."""
+def _keep_patterns_off(graph: Graph) -> None:
+    """Keep attention patterns off a graph. Inductor's pass is taught once to ask which graph it is given, so that
+    nothing has to be put back: neither after an error on the way to that pass nor for another thread's graph."""
     from torch._inductor.fx_passes import joint_graph
 
-    full = joint_graph.pass_patterns[0]
-    full = full.full if isinstance(full, _OneGraph) else full
+    _unmatched.add(graph)
+    patterns = joint_graph.pass_patterns[0]
+    if getattr(patterns.apply, "func", None) is not _apply:
+        patterns.apply = functools.partial(_apply, patterns)  # type: ignore[method-assign]
+
+
+def _apply(patterns: Any, graph: Graph | GraphModule) -> int:
+    """`patterns.apply(graph)`, without attention patterns for graphs that they are kept off."""
+    unmatched = getattr(graph, "graph", graph) in _unmatched
+    return type(patterns).apply(_without_attention(patterns) if unmatched else patterns, graph)
+
+
+def _without_attention(full: Any) -> Any:
+    """A pass with all other patterns; runs after Inductor has registered them."""
     filtered = copy.copy(full)
     filtered.patterns = type(full.patterns)(list)
     dropped = 0
@@ -220,10 +224,10 @@ def _drop_patterns() -> None:
         kept = [entry for entry in entries if not _is_attention_pattern(entry)]
         dropped += len(entries) - len(kept)
         filtered.patterns[key] = kept
-    joint_graph.pass_patterns[0] = _OneGraph(full, filtered)  # type: ignore[assignment]
     every = itertools.chain.from_iterable(full.patterns.values())
     if not dropped and any(_PATTERNS in str(inspect.getmodule(entry.extra_check)) for entry in every):
         log.warning("could not take Inductor's fuse_attention patterns out; unfused attentions may be matched by them")
+    return filtered
 
 
 def _is_attention_pattern(entry: Any) -> bool:

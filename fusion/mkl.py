@@ -1,6 +1,12 @@
 """MKL's functions of vectors, of which torch takes exp, tanh and others on x86."""
 
+import functools
+
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from fusion import undisturbed
 
 TAKEN = (
     torch.acos, torch.asin, torch.atan, torch.cos, torch.erf, torch.erfc, torch.erfinv, torch.exp, torch.log,
@@ -8,13 +14,15 @@ TAKEN = (
 )  # fmt: skip
 
 
+@functools.cache
 def resolve() -> None:
-    """Calls each of them once, on one element.
+    """Call each of them once, on one element; in a process, before the first graph is compiled.
 
     MKL looks for a function's code at the first call. Where several threads make that call at the same time, MKL 2024.2
     may let one of them run code of low accuracy, with relative errors of 5e-5 (pytorch/pytorch#188792). Then torch's
     result is wrong, once in a process. A call by one thread comes before."""
-    for dtype in (torch.float32, torch.float64):
-        element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
-        for function in TAKEN:
-            function(element)
+    with undisturbed.by_function_modes(), unset_fake_temporarily(), disable_proxy_modes_tracing():
+        for dtype in (torch.float32, torch.float64):
+            element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+            for function in TAKEN:
+                function(element)

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 
 import torch
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
-
-
-@contextlib.contextmanager
-def by_collections() -> Iterator[None]:
-    """Python's collector of cycles waits. The analysis lets go of little before its end, and one full collection, which
-    walks all objects of a process with many libraries, may take longer than the analysis."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

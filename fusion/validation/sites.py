@@ -235,8 +235,9 @@ class _Comparison:
         surrogate = torch.stack([p.surrogate(grad.float()) for p in programs]).sum()
         found = [_by_element(*pair) for pair in zip((*replays, replays[2]), (*scalars, surrogate), strict=True)]
         largest = self._largest_gradients(found[1])
+        nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
         for leaf in {node: None for one in found for node in one}:
-            held = [one.get(leaf, _NOTHING) for one in found]
+            held = [one.get(leaf, nothing) for one in found]
             keys, where = torch.cat([keys for keys, _ in held]).unique(return_inverse=True)
             kept, sums = self.kinds[keys // _ROW] < SPECIAL, []
             for (_, values), at in zip(held, where.split([len(k) for k, _ in held]), strict=True):
@@ -315,9 +316,6 @@ def _without_maximum(interior: Iterable[Node]) -> set[torch.dtype]:
     if {aten.amax, aten.max, aten.logsumexp} & {nodes.packet(node) for node in interior}:
         return set()
     return {nodes.dtype(node) for node in interior if nodes.packet(node) in (aten.exp, aten.exp2)}
-
-
-_NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
 
 
 def _by_element(replay: Replay, scalar: Tensor) -> dict[Node, tuple[Tensor, Tensor]]:
