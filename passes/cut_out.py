@@ -34,7 +34,8 @@ def cut_out(site: Site) -> CutOut | None:
     seen: Counter[str] = Counter()
     for node in inputs:
         name = re.sub(r"_?\d+", "", node.name)
-        copies[node] = graph.placeholder(f"{name}_{seen[name]}" if seen[name] else name)
+        copies[node] = made = graph.placeholder(f"{name}_{seen[name]}" if seen[name] else name)
+        made.target = made.name  # as the argument is called: `sum`, `and` and the like are not free for one
         seen[name] += 1
     for node in sorted(region):  # topological
         args, kwargs = (map_arg(given, copies.__getitem__) for given in (node.args, node.kwargs))

@@ -1,6 +1,7 @@
 """`fusion.verify`, `fusion verify`, `fusion repro`, scripts of the dump, and torch's minifier with this backend."""
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fusion
+from fusion.api.check import check
 from fusion.api.compare import compare_results
 from fusion.cli import main
 from fusion.errors import ComparisonError
@@ -301,3 +303,63 @@ def test_torchs_minifier_makes_a_wrong_graph_smaller(tmp_path, monkeypatch):
         runpy.run_path(str(launcher), run_name="__main__")
     text = (tmp_path / "repro.py").read_text()
     assert "softmax" in text and "sigmoid" not in text and "relu" not in text
+
+
+def test_operands_that_the_graph_makes_by_operations_named_like_pythons_own(tmp_path):
+    """`sum`, `max` or `and` name a node of the graph, and no argument of a function."""
+
+    class Made(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (torch.nn.Parameter(torch.rand(8) + 0.5) for _ in "ab")
+            self.table, self.flags = torch.nn.Parameter(torch.rand(9, 8)), torch.rand(9, 9, 3) > 0.2
+
+        def scales(self):
+            a, b = self.a, self.b
+            yield from (
+                (a * b).sum(),
+                a.max(),
+                a.amax(),
+                a.min(),
+                a.mean(),
+                a.norm(),
+                a @ b,
+                self.table[2, 3],
+                a.prod(),
+            )
+            yield from (
+                self.table.max(-1).values,
+                self.table.sum(-1),
+                self.table.index_select(0, torch.arange(9))[:, :1],
+            )
+            yield from (a.cumsum(0)[0], a.sort().values[0], a.std(), torch.stack([a, b]).sum(), torch.dot(a, b).abs())
+            yield from (torch.linalg.vector_norm(a), a.logsumexp(0), a.var(), a.median(), F.linear(a, self.table)[0])
+
+        def masks(self):
+            yield from (
+                self.flags.any(-1),
+                self.flags.all(-1),
+                self.flags.sum(-1) > 1,
+                self.flags.long().cumsum(-1)[..., -1] > 1,
+            )
+
+        def forward(self, q, k, v):
+            for scale in self.scales():
+                q = q + torch.softmax(q @ k.mT * scale, -1) @ v
+            for mask in self.masks():
+                q = q + torch.softmax((q @ k.mT).masked_fill(~mask, -1e9), -1) @ v
+            return q
+
+    model, inputs = Made(), [torch.randn(1, 2, 9, 8) / 3 for _ in range(3)]
+    found = verify(model, *inputs, gradients=True, site=0)
+    assert len(found.sites) == 26
+    for site in found.sites:
+        assert site.outcome is not None and site.outcome.refusal is None, site
+        output, *gradients = site.outcome.errors.values()
+        # The gradient of a scalar is one number, of which eager's error is luck: one draw proves nothing.
+        assert output.share <= 1 and len(gradients) >= 3 and not any(g.misplaced for g in gradients), site
+    assert "gradient of sum_1" in found.sites[0].outcome.errors
+    space = _space(found.sites[0].script(), tmp_path)
+    names = list(inspect.signature(space["attention"]).parameters)
+    outcome = check(space["attention"], space["inputs"](), gradients=names[:4])
+    assert [*outcome.errors] == ["output", *(f"gradient of {name}" for name in names[:4])]
