@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -68,8 +68,7 @@ def rewrite(
     _map_tiles(module.graph, sites, specified, symbols, pays, hints)
     _refuse(sites, specified, lambda site, parts: _unsupported(site, parts, supports, hints))
     refuse_escaping(module.graph, sites, specified, None, symbols)
-    for number in specified:
-        sites[number].assumed.guard()
+    _guard(sites[number] for number in specified)
     _check_tables(module.graph, specified, symbols)
     results: dict[Node, Node] = {}
     for number, parts in specified.items():
@@ -79,6 +78,11 @@ def rewrite(
     module.graph.lint()
     module.recompile()
     return specified
+
+
+def _guard(taken: Iterable[Site]) -> None:
+    for site in taken:
+        site.assumed.guard()
 
 
 def _specify_all(sites: Sequence[Site], symbols: Symbols, block_mask: BlockMask | None) -> dict[int, list[Specified]]:
