@@ -1,6 +1,5 @@
 """The backend as users meet it: options, fall-backs, counters, reports."""
 
-import contextlib
 import gc
 import logging
 
@@ -106,20 +105,14 @@ def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, capl
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("strict", [True, False])
-def test_no_garbage_is_collected_during_the_analysis(enabled, strict, monkeypatch):
+def test_the_collector_of_cycles_is_left_to_the_process(monkeypatch, enabled):
+    """Other threads make garbage, too, while a model is analysed."""
     seen = []
-
-    def broken(*_):
-        seen.append(gc.isenabled())
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr("fusion.passes.cascades.find", broken)
+    monkeypatch.setattr("fusion.passes.cascades.find", lambda *_: seen.append(gc.isenabled()) or ([], []))
     (gc.enable if enabled else gc.disable)()
     try:
-        with pytest.raises(Exception, match="a defect") if strict else contextlib.nullcontext():
-            run(strict=strict)
-        assert seen == [False] and gc.isenabled() == enabled
+        run()
+        assert seen == [enabled] and gc.isenabled() == enabled
     finally:
         gc.enable()
 
