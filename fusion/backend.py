@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch._dynamo.exc import RestartAnalysis
-from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion import dynamo, logs, mkl, undisturbed
@@ -40,6 +38,7 @@ from fusion.report.graph_breaks import graph_break
 from fusion.report.report import NO_ATTENTION, Report, publish
 from fusion.runtime import kernels, op, tangents  # noqa: F401  (op registers torch.ops.fusion.attention)
 from fusion.site_reports import report_of
+from fusion.torch_private.dynamo import RestartAnalysis, counters
 from fusion.validation import Verdict, calls, key_sets, validate
 
 log = logging.getLogger(__name__)

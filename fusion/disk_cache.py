@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
+
+from fusion.torch_private.caches import CacheArtifact, CacheArtifactFactory, CacheArtifactManager, cache_dir
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,6 @@ class Distrusted(PermissionError):
 
 def directory() -> Path:
     """`fusion/` in torch's cache directory; made where it does not exist. Raises OSError."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
     path = Path(cache_dir()) / "fusion"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)

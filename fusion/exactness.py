@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from fusion.torch_private.trees import tree_leaves
 
 Number = TypeVar("Number", float, Tensor)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -16,25 +16,17 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     if options.inner == "eager":
         return module.forward
     if options.inner == "aot_eager":
-        from torch._dynamo.backends.debugging import aot_eager
+        from fusion.torch_private.dynamo import aot_eager
 
-        return aot_eager(module, list(example_inputs))
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
-
+        return aot_eager(module, example_inputs)
     from fusion import inductor_passes
     from fusion.runtime.bound import teach_inductor
+    from fusion.torch_private import inductor
 
     teach_inductor()
     for node in module.graph.find_nodes(op="placeholder"):
         if "example_value" in node.meta:  # Dynamo's; the other was traced without gradients
             node.meta.pop("val", None)
     has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)
-    # Patches that are passed hold for backward graphs, too, which are compiled later.
-    patches = (list_mode_options(mode) if mode else {}) | inductor_passes.below_rewrite(has_dtensors)
-    compiled = cast("Callable[..., Any]", compile_fx(module, list(example_inputs), config_patches=patches))
-    # It takes its arguments one by one, but carries the mark of the function within, which takes a list. Dynamo knows;
-    # its minifier (TORCHDYNAMO_REPRO_AFTER) goes by the mark.
-    if getattr(compiled, "_boxed_call", False):
-        compiled._boxed_call = False
-    return compiled
+    settings = (inductor.settings_of_mode(mode) if mode else {}) | inductor_passes.below_rewrite(has_dtensors)
+    return inductor.compiled(module, example_inputs, settings)

@@ -16,9 +16,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion.passes import nodes
+from fusion.torch_private import operators
 
 aten = torch.ops.aten
-enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+enter, leave = operators.enter_autocast, operators.leave_autocast
 _NARROWED = (torch.float32, torch.bfloat16, torch.float16)
 States = dict[str, bool]
 Regions = tuple[tuple[Any, ...], ...]
@@ -58,12 +59,12 @@ def inside(around: Regions) -> Iterator[None]:
 def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:
     """The dtype that autocast computes this operation in, or None where it changes nothing."""
     held = nodes.value(node)
-    if not isinstance(node.target, torch._ops.OpOverload) or nodes.writes(node) or not isinstance(held, torch.Tensor):
+    if not isinstance(node.target, operators.OpOverload) or nodes.writes(node) or not isinstance(held, torch.Tensor):
         return None
     if not states.get(held.device.type) or held.dtype not in _NARROWED:
         return None
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[held.device.type]
-    ruled = torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), key)
+    ruled = operators.has_kernel(node.target, key)
     return held.dtype if ruled or nodes.packet(node) is aten.einsum else None
 
 

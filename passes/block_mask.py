@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from fusion.errors import BlockMaskError
 from fusion.ir import integers
@@ -23,6 +21,8 @@ from fusion.ir.ops import evaluate
 from fusion.passes import marks, nodes
 from fusion.passes.pullback import PullBack
 from fusion.passes.views import Index
+from fusion.torch_private.fake import unset_fake_temporarily
+from fusion.torch_private.tracing import disable_proxy_modes_tracing, make_fx
 
 BlockMask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | Tensor
 _TRACED = (2, 3, 5, 7)

@@ -19,6 +19,7 @@ from fusion.passes.find import Site
 from fusion.passes.further import Use
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
+from fusion.torch_private.autograd import SET_GRAD_ENABLED
 
 aten = torch.ops.aten
 
@@ -74,7 +75,7 @@ def in_mode_of(root: Node, place: Node) -> Node | None:
 def _enabled(node: Node) -> tuple[bool, Node | None]:
     """Whether gradients are enabled at a node, and the node that says so; None where they are as at the start."""
     while (node := node.prev).op != "root":
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             return bool(node.args[0]), node
     return torch.is_grad_enabled(), None
 

@@ -15,8 +15,6 @@ import contextlib
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
 from fusion.ir import integers
@@ -26,6 +24,7 @@ from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
 from fusion.passes.nodes import Unsupported, arguments, packet, shape
 from fusion.passes.pullback import PullBack
+from fusion.torch_private.fake import detect_fake_mode, enable_python_dispatcher
 
 aten = torch.ops.aten
 _ELEMENTWISE = (aten._to_copy, aten.to, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.full_like,

@@ -12,25 +12,19 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
-from torch.utils._pytree import tree_map
 
 from fusion.passes import marks, nodes
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
+from fusion.torch_private import tracing
+from fusion.torch_private.fake import mode_of, real_object
+from fusion.torch_private.trees import tree_map
 
 
 def is_dtensor(value: Any) -> bool:
     """Whether a value is a DTensor; without loading what defines them."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
-
-
-def real(value: Any) -> Any:
-    """A device mesh in the place of the stand-in that Dynamo makes of it; anything else as it is."""
-    from torch._library.fake_class_registry import FakeScriptObject
-
-    return value.real_obj if isinstance(value, FakeScriptObject) else value
 
 
 def redistribute(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,21 +57,19 @@ def conversion(target: Any, args: tuple[Any, ...]) -> Any:
 
 def convert(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a conversion as one call; the collectives in it are not."""
-    mode = get_proxy_mode()
-    if mode is None:
+    tracer = tracing.current_tracer()
+    if tracer is None:
         raise Unsupported(Ground.DEFECT, "a conversion of a DTensor outside of a trace")
-    with disable_proxy_modes_tracing():
-        result = function(*tree_map(real, args), **tree_map(real, kwargs))
-    tracer = mode.tracer
-    call = tracer.create_proxy("call_function", function, *tree_map(tracer.unwrap_proxy, (args, kwargs)))
-    return track_tensor_tree(result, call, constant=None, tracer=tracer)
+    with tracing.disable_proxy_modes_tracing():
+        result = function(*tree_map(real_object, args), **tree_map(real_object, kwargs))
+    return tracing.track(result, tracing.written(tracer, "call_function", function, args, kwargs), tracer)
 
 
 def refuse_absent(module: GraphModule) -> None:
     """Raise `Unsupported` where this process holds no part of a DTensor."""
     for node in module.graph.find_nodes(op="placeholder"):
         held = nodes.value(node)
-        if is_dtensor(held) and real(held.device_mesh).get_coordinate() is None:
+        if is_dtensor(held) and real_object(held.device_mesh).get_coordinate() is None:
             raise Unsupported(Ground.OTHER_PROCESSES, f"{node.name} is a DTensor of other processes than this one")
 
 
@@ -86,6 +78,6 @@ def mark(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         held = nodes.value(node)
         if is_dtensor(held):
-            with held.to_local().fake_mode:
+            with mode_of(held.to_local()):
                 node.meta["val"] = nodes.empty_like(held)
             marks.dtensor.set(node, True)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusion.torch_private.operators import ENCODER_LAYER, SELF_ATTENTION
+
 
 def multi_head_attention(
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor,
@@ -76,8 +78,8 @@ def transformer_encoder_layer(
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    torch._native_multi_head_attention: multi_head_attention,
-    torch._transformer_encoder_layer_fwd: transformer_encoder_layer,
+    SELF_ATTENTION: multi_head_attention,
+    ENCODER_LAYER: transformer_encoder_layer,
     torch.ops.aten._native_multi_head_attention.default: multi_head_attention,
     torch.ops.aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer,
 }

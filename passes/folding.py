@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.node import map_arg
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, const
 from fusion.passes import casts, marks, nodes
 from fusion.passes.views import Index
+from fusion.torch_private.fake import unset_fake_temporarily
+from fusion.torch_private.operators import OpOverload
+from fusion.torch_private.tracing import disable_proxy_modes_tracing
 
 LARGEST = 1 << 24
 """Elements of the largest tensor that is evaluated."""
@@ -79,7 +80,7 @@ def _evaluate(here: Node) -> object:
 
 def _may_fold(here: Node) -> bool:
     """Whether a node computes a small tensor on the CPU, the same at every call, and changes nothing in place."""
-    if here.op != "call_function" or not nodes.is_tensor(here) or not isinstance(here.target, torch._ops.OpOverload):
+    if here.op != "call_function" or not nodes.is_tensor(here) or not isinstance(here.target, OpOverload):
         return False
     held = nodes.value(here)
     if any(isinstance(extent, torch.SymInt) for extent in held.shape) or held.numel() > LARGEST:

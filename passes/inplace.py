@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 
 from fusion.passes import marks, nodes
+from fusion.torch_private.fake import enable_python_dispatcher
+from fusion.torch_private.operators import OpOverload, schema
+from fusion.torch_private.trees import tree_leaves
 
 aten = torch.ops.aten
 
@@ -87,10 +89,10 @@ def _parts(target: Node) -> list[Node]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _functional(target: OpOverload) -> OpOverload | None:
     """The functional overload with the arguments of an in-place one: `aten.add_.Tensor` -> `aten.add.Tensor`."""
-    name = target._schema.name.removeprefix("aten::")
-    if not name.endswith("_") or name.startswith("_") or not target._schema.is_mutable:
+    name = schema(target).name.removeprefix("aten::")
+    if not name.endswith("_") or name.startswith("_") or not schema(target).is_mutable:
         return None
     if (packet := getattr(aten, name[:-1], None)) is None:
         return None
@@ -100,18 +102,18 @@ def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return next((found for found in overloads if _takes(found) == _takes(target)), None)
 
 
-def _takes(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+def _takes(overload: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in schema(overload).arguments]
 
 
-def _out_of_place(node: Node) -> torch._ops.OpOverload | None:
+def _out_of_place(node: Node) -> OpOverload | None:
     """The functional overload of an in-place operation."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     return _functional(node.target)
 
 
-def _computed(node: Node, function: torch._ops.OpOverload, of_part: bool) -> torch.Tensor | None:
+def _computed(node: Node, function: OpOverload, of_part: bool) -> torch.Tensor | None:
     """Make a write functional; returns what that computes, in a dtype that may have to be rounded still. None, and
     nothing changed, where that is not what is written.
 
@@ -198,7 +200,7 @@ def _shared(node: Node) -> list[Node]:
         return []
     if marks.aliases.on(node):
         return list(marks.aliases(node))
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return inputs  # getitem and the like: assume it aliases
     kind = nodes.packet(node)
     if kind in (aten.to, aten._to_copy) and nodes.dtype(node) is not nodes.dtype(inputs[0]):
@@ -207,14 +209,14 @@ def _shared(node: Node) -> list[Node]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _returns_alias(target: torch._ops.OpOverload) -> bool:
-    return any(r.alias_info is not None for r in target._schema.returns)
+def _returns_alias(target: OpOverload) -> bool:
+    return any(r.alias_info is not None for r in schema(target).returns)
 
 
 def may_copy(node: Node) -> bool:
     """Whether a node may have memory of its own: a clone, or a reshape of what is not laid out for it."""
     target = node.target
-    views = isinstance(target, torch._ops.OpOverload) and _returns_alias(target)
+    views = isinstance(target, OpOverload) and _returns_alias(target)
     return not views or nodes.packet(node) in MAYBE_ALIAS
 
 
@@ -235,10 +237,10 @@ def mark_mutations(graph: torch.fx.Graph) -> None:
     for node in filter(nodes.writes, graph.nodes):
         written = [
             node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
-            for k, argument in enumerate(node.target._schema.arguments)
+            for k, argument in enumerate(schema(node.target).arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        for target in torch.utils._pytree.tree_leaves(written):
+        for target in tree_leaves(written):
             if isinstance(target, Node):
                 for member in _family(target) | {node}:
                     marks.mutations.set(member, (*marks.mutations(member), node))

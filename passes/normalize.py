@@ -13,10 +13,7 @@ from unittest.mock import patch
 
 import torch
 import torch.fx.traceback
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.passes import dtensor, einsums, encoder, marks, nested, nodes, varlen, vmap
 from fusion.passes.autocast import write_casts
@@ -27,6 +24,11 @@ from fusion.passes.outline import is_outlined, outline, record, traces_through
 from fusion.passes.repeats import Later, Repeats, part_of
 from fusion.passes.trace_inputs import Given, carry_placeholders, fake_inputs, placed
 from fusion.refusals import Ground
+from fusion.torch_private import autograd
+from fusion.torch_private.fake import FakeTensor, FakeTensorMode
+from fusion.torch_private.functorch import of_vmap
+from fusion.torch_private.operators import HigherOrderOperator, OpOverload, schema
+from fusion.torch_private.tracing import current_node, make_fx
 
 aten = torch.ops.aten
 
@@ -39,7 +41,7 @@ _CALLED: dict[Any, Callable[..., Any]] = {
 }
 _EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
 _DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS | varlen.DECOMPOSITIONS
-_DECOMPOSITIONS[torch._C._autograd._get_data_attr] = torch.Tensor.detach  # `x.data`, which no trace follows
+_DECOMPOSITIONS[autograd.GET_DATA] = torch.Tensor.detach  # `x.data`, which no trace follows
 
 
 def normalize(
@@ -108,17 +110,17 @@ class _Retrace(KnowingItems):
         if (again := part_of(n, self.env) or self.repeats.again(n, self.env)) is not None:
             return again
         if nested.involved(n):
-            with self._set_current_node(n):
+            with current_node(self, n):
                 return nested.traced(n.target, *self.fetch_args_kwargs_from_env(n))
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(target, "_name", "") == "register_hook":  # the trace would not keep it
+        if isinstance(target, HigherOrderOperator) and target.name() == "register_hook":  # the trace would not keep it
             message = "a gradient hook is registered on a tensor, and such graphs are not taken apart"
             raise nodes.Unsupported(Ground.HOOK, message)
-        if (level := vmap.own(target)) is not None:
+        if (level := of_vmap(target)) is not None:
             return level(*args)
-        if target is tag_activation_checkpoint:
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
             return self.checkpoints.call(args, kwargs)
         if (converted := dtensor.conversion(target, args)) is not None:
             return dtensor.convert(converted, args, kwargs)
@@ -241,7 +243,7 @@ def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
     for node, enabled in nodes.with_gradients(traced.graph):
         if node.op == "placeholder":
             marks.requires_grad.set(node, bool(getattr(next(given), "requires_grad", False)))
-        elif node.op in ("call_function", "call_method") and node.target is not torch._C._set_grad_enabled:
+        elif node.op in ("call_function", "call_method") and node.target is not autograd.SET_GRAD_ENABLED:
             origins = [parent for parent in node.all_input_nodes if marks.requires_grad(parent)]
             origins = origins if enabled or not origins else _returned(node)
             detached = nodes.packet(node) in (aten.detach, aten.detach_)
@@ -254,9 +256,9 @@ def _returned(node: Node) -> list[Node]:
     """The argument that an operation returns itself, if any, which keeps the gradient that it has: one that writes to
     it, or that has nothing to do, as `x.float()` of float32. The trace takes the result for x from there on."""
     first = node.args[0] if node.args else None
-    if not isinstance(node.target, torch._ops.OpOverload) or not (isinstance(first, Node) and nodes.is_tensor(first)):
+    if not isinstance(node.target, OpOverload) or not (isinstance(first, Node) and nodes.is_tensor(first)):
         return []
-    if node.target._schema.is_mutable:
+    if schema(node.target).is_mutable:
         return [first]
     if not nodes.is_tensor(node) or nodes.packet(node) not in _MAY_DO_NOTHING:
         return []

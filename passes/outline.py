@@ -13,25 +13,19 @@ import operator
 from typing import Any
 
 import torch
-from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
-from torch._higher_order_ops.wrap import tag_activation_checkpoint, wrap
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from fusion.passes import dtensor, nodes, vmap
 from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
+from fusion.torch_private import functorch, tracing
+from fusion.torch_private.operators import HigherOrderOperator
+from fusion.torch_private.tensors import is_traceable_wrapper_subclass
+from fusion.torch_private.trees import tree_leaves, tree_map_only
 
-_ENTER = ("_increment_nesting", "_enter_dual_level")
-_LEAVE = ("_decrement_nesting", "_exit_dual_level")
-_FORBID, _ALLOW = "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable"
 _PREFIX = "outlined_"
-_OPEN = (tag_activation_checkpoint, invoke_subgraph)
+_OPEN = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.invoke_subgraph)
 """Calls of graphs that are looked into."""
 _OWN_GRADIENT = "a softmax in a torch.autograd.Function keeps the backward that is its own"
 _AUGMENTED = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
@@ -57,7 +51,7 @@ def outline(module: GraphModule) -> GraphModule:
             told = {key: last[node][0].meta.get(key) for key in ("nn_module_stack", "stack_trace")}
             call.meta = told | {"val": tuple(map(nodes.value, outputs))}
             made |= {out: graph.call_function(operator.getitem, (call, k)) for k, out in enumerate(outputs)}
-    return _graph_module(attributes(graph, bodies, module), graph)
+    return tracing.lazy_module(attributes(graph, bodies, module), graph)
 
 
 def attributes(graph: Graph, bodies: dict[str, GraphModule], module: GraphModule) -> dict[str, Any]:
@@ -66,17 +60,11 @@ def attributes(graph: Graph, bodies: dict[str, GraphModule], module: GraphModule
     return bodies | {name: operator.attrgetter(name)(module) for name in named}
 
 
-def _graph_module(*given: Any) -> GraphModule:
-    """A module whose Python code is written when it is called: most of these are only read."""
-    with _use_lazy_graph_module(True):
-        return _make_graph_module(*given)
-
-
 def parts(graph: Graph) -> list[list[Node]]:
     """The nodes of each outermost function transform, and of each call of a `torch.autograd.Function`, in order."""
     found = _by_levels(graph)
     for node in graph.nodes:
-        if _name(node) == "_autograd_grad":  # what `torch.func.vjp` returns may be called behind its levels
+        if functorch.asks_autograd(node.target):  # what `torch.func.vjp` returns may be called behind its levels
             given = set(node.all_input_nodes)
             for part in [p for p in found if p[-1] < node and not given.isdisjoint(p)][:1]:
                 last = next((p[-1] for p in found if node in p), node)
@@ -90,7 +78,7 @@ def sealed_softmaxes(module: GraphModule) -> list[tuple[Node, str]]:
     gradients are recorded, and of `torch.cond` and its kin."""
     found = []
     for node in module.graph.nodes:
-        own_gradient = _name(node) == "autograd_function_apply"
+        own_gradient = functorch.is_autograd_function(node.target)
         if node.target in _OPEN or not isinstance(node.target, HigherOrderOperator):
             continue
         if own_gradient and not torch.is_grad_enabled():
@@ -106,9 +94,9 @@ def _by_levels(graph: Graph) -> list[list[Node]]:
     found: list[list[Node]] = []
     depth, hooks = 0, True  # whether hooks are allowed: inner levels forbid them again, the outermost allows them
     for node in graph.nodes:
-        name = _name(node)
-        entering = name.endswith(_ENTER) or name == _FORBID
-        own_gradient = name == "autograd_function_apply" and torch.is_grad_enabled()
+        target = node.target
+        entering = _enters(target)
+        own_gradient = functorch.is_autograd_function(target) and torch.is_grad_enabled()
         outside = depth == 0 and hooks
         if outside and (entering or own_gradient):
             found.append([])
@@ -116,18 +104,19 @@ def _by_levels(graph: Graph) -> list[list[Node]]:
             found[-1].append(node)
         elif _unwraps(node):
             found.append([node])
-        depth += name.endswith(_ENTER) - name.endswith(_LEAVE)
-        hooks = name != _FORBID and (hooks or name == _ALLOW)
+        depth += functorch.enters(target) - functorch.leaves(target)
+        hooks = not functorch.forbids_hooks(target) and (hooks or functorch.allows_hooks(target))
     return found
 
 
-def _name(node: Node) -> str:
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+def _enters(target: Any) -> bool:
+    """Whether a call begins a transform: it opens a level, or forbids hooks around one."""
+    return functorch.enters(target) or functorch.forbids_hooks(target)
 
 
 def transforms(part: list[Node]) -> bool:
     """Whether a part is made of transforms of torch.func, and not of a `vmap` alone."""
-    return any(_name(node) in ("_grad_increment_nesting", "_jvp_increment_nesting") for node in part)
+    return any(functorch.enters(node.target, "grad", "jvp") for node in part)
 
 
 def _unwraps(node: Node) -> bool:
@@ -153,7 +142,7 @@ def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node
             raise Unsupported(Ground.TRANSFORM, "a function transform of torch.func changes a tensor in place")
         made[node] = body.node_copy(node, made.__getitem__)
     body.output(tuple(made[node] for node in outputs))
-    return _graph_module(module, body), [given for given in inputs if given.op != "get_attr"], outputs
+    return tracing.lazy_module(module, body), [given for given in inputs if given.op != "get_attr"], outputs
 
 
 def ends(part: list[Node]) -> tuple[list[Node], list[Node]]:
@@ -192,10 +181,11 @@ def _asks_for_it(node: Node) -> bool:
 
 def traces_through(body: Graph) -> bool:
     """Whether an outlined part is a `vmap` with none of the others inside."""
-    names = [getattr(node.target, "__name__", "") for node in body.nodes if node.op == "call_function"]
-    beyond = [name for name in names if name.endswith(_ENTER) and "vmap" not in name]
-    others = beyond or not {"autograd_function_apply", _FORBID}.isdisjoint(names)
-    return vmap.is_outermost(body) and not others and not any(map(_unwraps, body.nodes))
+    if not vmap.is_outermost(body):
+        return False
+    kinds = "grad", "jvp", "dual"
+    others = (functorch.enters(n.target, *kinds) or functorch.forbids_hooks(n.target) for n in body.nodes)
+    return not any(others) and not any(functorch.is_autograd_function(n.target) or _unwraps(n) for n in body.nodes)
 
 
 def is_outlined(target: Any) -> bool:
@@ -208,34 +198,37 @@ class _Sealed(torch.nn.Module):
 
     def __init__(self, body: GraphModule):
         super().__init__()
-        self._body = (body,)
+        self._held = (body,)
+
+    @property
+    def body(self) -> GraphModule:
+        return self._held[0]
 
     def forward(self, *args: Any) -> Any:
-        return self._body[0](*args)
+        return self.body(*args)
 
 
 def described(node: Node) -> str | None:
     """What an outlined part is, of the node that calls it in the graph that was traced; None for other nodes."""
-    held = node.args[0] if node.target is wrap else None
+    held = node.args[0] if node.target is torch.ops.higher_order.wrap else None
     sealed = getattr(node.graph.owning_module, str(held.target), None) if isinstance(held, Node) else None
     if not isinstance(sealed, _Sealed):
         return None
-    first = next(_name(inner) for inner in sealed._body[0].graph.nodes if inner.op.startswith("call"))
-    if first == "autograd_function_apply":
+    first = next(inner.target for inner in sealed.body.graph.nodes if inner.op.startswith("call"))
+    if functorch.is_autograd_function(first):
         return "torch.autograd.Function"
-    return "a transform of torch.func" if first.endswith(_ENTER) or first == _FORBID else "a tensor that holds others"
+    return "a transform of torch.func" if _enters(first) else "a tensor that holds others"
 
 
 def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
     """Record the call of an outlined part in the graph that is traced; what it returns is what Dynamo saw."""
-    mode = get_proxy_mode()
-    if mode is None:
+    tracer = tracing.current_tracer()
+    if tracer is None:
         raise Unsupported(Ground.DEFECT, "an outlined part outside of a trace")
     (made,) = body.graph.output_node().args
-    with disable_proxy_modes_tracing():
+    with tracing.disable_proxy_modes_tracing():
         results = tree_map_only(torch.Tensor, nodes.empty_like, tuple(map(nodes.value, made)))
-    tracer = mode.tracer
     sealed = _Sealed(body)
     tracer.root.register_module(tracer.get_fresh_qualname("outlined"), sealed)
-    call = tracer.create_proxy("call_function", wrap, tree_map(tracer.unwrap_proxy, (sealed, *args)), {})
-    return track_tensor_tree(results, call, constant=None, tracer=tracer)
+    call = tracing.written(tracer, "call_function", torch.ops.higher_order.wrap, (sealed, *args), {})
+    return tracing.track(results, call, tracer)

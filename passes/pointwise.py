@@ -25,6 +25,7 @@ from fusion.passes.casts import FILL, Builder, Call, float_arithmetic, float_fun
 from fusion.passes.elementary import ELEMENTARY, INFINITY
 from fusion.passes.nodes import packet
 from fusion.passes.views import CASTS
+from fusion.torch_private.operators import OpOverload, schema
 
 aten = torch.ops.aten
 
@@ -301,8 +302,8 @@ def is_pointwise(node: Node) -> bool:
     target = node.target
     if packet(node) in _ELEMENTWISE:
         return True
-    return isinstance(target, torch._ops.OpOverload) and (
+    return isinstance(target, OpOverload) and (
         torch.Tag.pointwise in target.tags
         and torch.Tag.nondeterministic_seeded not in target.tags
-        and not target._schema.is_mutable
+        and not schema(target).is_mutable
     )

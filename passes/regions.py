@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -46,7 +46,7 @@ def regions(module: GraphModule) -> list[GraphModule]:
 
 def _region(module: GraphModule, node: Node) -> GraphModule | None:
     """The graph that a node calls, if it is a region's."""
-    if node.op != "call_function" or node.target is not invoke_subgraph:
+    if node.op != "call_function" or node.target is not torch.ops.higher_order.invoke_subgraph:
         return None
     return operator.attrgetter(str(node.args[0].target))(module)  # type: ignore[union-attr]
 

@@ -16,25 +16,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_impls import fast_detach
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, set_proxy_slot
 from torch.fx.node import map_arg
-from torch.fx.proxy import _COPY_META_FIELDS, Proxy
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fusion.passes import nodes
 from fusion.passes.outline import is_outlined
-from fusion.passes.trace_inputs import Given, untraced
+from fusion.passes.trace_inputs import Given
+from fusion.torch_private import functorch, tracing
+from fusion.torch_private.fake import FakeTensor, FakeTensorMode, constant_of, fast_detach, mode_of
+from fusion.torch_private.modes import without_functions
+from fusion.torch_private.operators import OpOverload, OpOverloadPacket
+from fusion.torch_private.tensors import version
+from fusion.torch_private.trees import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEVICES = ("cpu", "cuda")
-_OF_THE_CALL = ("stack_trace", *_COPY_META_FIELDS)
-"""Of a node's annotations, those that say where in the model it comes from."""
 _NUMBERED: dict[Any, dict[Any, tuple[int, ...]]] = {
     operator.getitem: {aten.select.int: (2,), aten.slice.Tensor: (2, 3)},
     operator.setitem: {aten.select.int: (2,)},
@@ -85,10 +83,10 @@ class Later:
         """The value, in the running trace."""
         leaves, structure = tree_flatten(self.recorded)
         assert self.mode is not None
-        with untraced():
+        with tracing.untraced():
             found = [fast_detach(self.mode, leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
         for leaf, node in zip(found, self.results, strict=True):
-            set_proxy_slot(leaf, self.tracer, _ProxyTensor(Proxy(node, self.tracer), None))
+            tracing.stand_for(leaf, node, self.tracer)
         return tree_unflatten(found, structure)
 
 
@@ -100,7 +98,7 @@ def part_of(call: Node, values: Mapping[Node, Any]) -> Later | None:
     if not all(isinstance(part, torch.Tensor) for part in whole.recorded):
         return None
     recorded, node = whole.recorded[call.args[1]], whole.results[call.args[1]]
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         form = _form_of_tensors(recorded)
     return Later(recorded=recorded, results=(node,), form=form, mode=whole.mode, tracer=whole.tracer)
 
@@ -116,11 +114,11 @@ class Repeats:
 
     def again(self, call: Node, values: Mapping[Node, Any]) -> Later | None:
         """The value of a call that was met before, copied into the graph; None for others, for `note`."""
-        mode, self._key, self._values = get_proxy_mode(), None, values
-        if mode is None or not _is_of_torch(call) or torch._C._functorch.maybe_current_level() is not None:
+        self._tracer, self._key, self._values = tracing.current_tracer(), None, values
+        if self._tracer is None or not _is_of_torch(call) or functorch.depth() >= 0:
             return None  # inside of vmap a tensor is not the one that its node made
-        self._tracer, self._given, self._numbers, self._tracked = mode.tracer, {}, [], False
-        with torch._C.DisableTorchFunction():  # the trace's modes would look at every use of a tensor
+        self._given, self._numbers, self._tracked = {}, [], False
+        with without_functions():  # the trace's modes would look at every use of a tensor
             try:
                 key = (call.op, call.target, _modes(), self._form_of_arguments(call), self._form(call.kwargs))
                 before = self._met.get(key)
@@ -129,10 +127,10 @@ class Repeats:
             recorded = None if call.target is operator.setitem else nodes.value(call)
             # Of a tensor that is changed later, Dynamo has recorded what it is after that.
             if before is None or _form_of_result(recorded) != before.form or _versions(recorded) != before.versions:
-                self._key, self._last = None if key in self._met else key, _last(mode.tracer.graph)
+                self._key, self._last = None if key in self._met else key, _last(self._tracer.graph)
                 return None
-        results = _copied(before, tuple(self._given), self._numbers, call, mode.tracer.graph)
-        return Later(recorded=recorded, results=results, form=before.form, mode=before.mode, tracer=mode.tracer)
+        results = _copied(before, tuple(self._given), self._numbers, call, self._tracer.graph)
+        return Later(recorded=recorded, results=results, form=before.form, mode=before.mode, tracer=self._tracer)
 
     def note(self, result: Any) -> None:
         """What the call that `again` was last asked for has returned: everything behind `_last` is what it became."""
@@ -143,7 +141,7 @@ class Repeats:
         while node is not self._last:
             operations.insert(0, node)
             node = node.prev
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             self._met[self._key] = self._traced(tuple(operations), result)
 
     def _traced(self, operations: tuple[Node, ...], result: Any) -> _Traced | None:
@@ -173,7 +171,7 @@ class Repeats:
             operations=operations,
             results=results,
             form=form,
-            mode=leaves[0].fake_mode if leaves else None,
+            mode=mode_of(leaves[0]) if leaves else None,
             versions=_versions(result),
             places=places,
         )
@@ -219,10 +217,10 @@ class Repeats:
 
     def _node(self, tensor: torch.Tensor) -> Node:
         """The node of a tensor. One whose value the trace knows may decide what a call becomes."""
-        held = self._tracer.tensor_tracker.get(tensor) if type(tensor) is FakeTensor else None
-        if held is None or any(c is not None and c.numel() for c in (held.constant, tensor.constant)):
+        held = tracing.node_of(tensor, self._tracer) if type(tensor) is FakeTensor else None
+        if held is None or any(c is not None and c.numel() for c in (held[1], constant_of(tensor))):
             raise _Unknown
-        return held.proxy.node
+        return held[0]
 
 
 def _is_of_torch(call: Node) -> bool:
@@ -294,7 +292,7 @@ def _form_of_result(value: Any) -> Form | None:
 
 def _versions(value: Any) -> tuple[int, ...]:
     """How often the tensors of a value were changed in place."""
-    return tuple(leaf._version for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
+    return tuple(version(leaf) for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
 def _is_known(node: Node) -> bool:
@@ -310,7 +308,7 @@ def _copied(
 ) -> tuple[Node, ...]:
     """Write what became of a call once more, on other arguments; returns the nodes of its value."""
     made = dict(zip(before.given, given, strict=True))
-    changes = [key for key in _OF_THE_CALL if key != "stack_trace" or not is_outlined(call.target)]
+    changes = [key for key in tracing.ORIGINS if key != "stack_trace" or not is_outlined(call.target)]
     origin = {key: call.meta[key] for key in changes if key in call.meta}
     for node in before.operations:
         args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)

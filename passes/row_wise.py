@@ -17,6 +17,7 @@ from fusion.passes.building import Symbols
 from fusion.passes.nodes import arguments, normalize_dim, packet, shape
 from fusion.passes.pointwise import is_pointwise
 from fusion.passes.views import EXPANSIONS, source
+from fusion.torch_private.trees import tree_leaves
 
 aten = torch.ops.aten
 ONE = integers.integer(1)
@@ -77,7 +78,7 @@ def row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
     if is_pointwise(node):
         return _broadcast(node, node.all_input_nodes, rows)
     found = _of_view(node, rows) if rule is None else rule(node, arguments(node), rows)
-    given = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
+    given = tree_leaves((node.args, node.kwargs))
     for origin, wanted in found.items():
         if sum(argument is origin for argument in given) > 1:
             raise Whole  # an operand that is read in two ways

@@ -5,29 +5,26 @@ A model has hundreds of parameters, and calls that are copied ask for none of th
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
-from torch._dynamo.utils import detect_fake_mode
-from torch._subclasses.fake_impls import fast_detach
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import (
-    _ProxyTensor,
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    set_proxy_slot,
-    track_tensor_tree,
-)
-from torch.fx.proxy import Proxy
 
 from fusion.passes import dtensor, nested, nodes
-
-_PRE_DISPATCH = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+from fusion.torch_private import tracing
+from fusion.torch_private.dynamo import ConstantSource
+from fusion.torch_private.fake import (
+    FakeTensor,
+    FakeTensorMode,
+    detect_fake_mode,
+    fast_detach,
+    has_symbols,
+    is_view,
+    mode_of,
+    real_object,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +38,10 @@ class Given:
 
     def made(self) -> FakeTensor:
         """The value, in the running trace."""
-        with untraced():
+        with tracing.untraced():
             value = self.mode.from_tensor(_by_itself(self.recorded), static_shapes=True)
-        set_proxy_slot(value, self.tracer, _ProxyTensor(Proxy(self.node, self.tracer), None))
+        tracing.stand_for(value, self.node, self.tracer)
         return value
-
-
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
-    """What runs inside is not traced. (Taking the trace's mode off and putting it back, as torch does for this, clears
-    the caches of all operators.)"""
-    with torch._C._ExcludeDispatchKeyGuard(_PRE_DISPATCH), torch._C.DisableTorchFunction():
-        yield
 
 
 def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMode]:
@@ -61,7 +50,7 @@ def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[lis
     mode = detect_fake_mode([*recorded, *example_inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
     fakes = []
     for found, given in zip(recorded, example_inputs, strict=True):
-        chosen = dtensor.real(given if found is None else found)
+        chosen = real_object(given if found is None else found)
         plain = isinstance(chosen, torch.Tensor) and not isinstance(chosen, FakeTensor)
         plain = plain and not (dtensor.is_dtensor(chosen) or nodes.is_nested(chosen))
         fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
@@ -79,32 +68,30 @@ def _of_mode(mode: FakeTensorMode, fake: Any, source: ConstantSource) -> Any:
 
 def _by_itself(fake: torch.Tensor) -> torch.Tensor:
     """A tensor that is no view: torch would not take one of what is written to out of the mode that it was made in."""
-    if type(fake) is not FakeTensor or not fake._is_view():
+    if type(fake) is not FakeTensor or not is_view(fake):
         return fake
-    return fast_detach(fake.fake_mode, fake).requires_grad_(fake.requires_grad)
+    return fast_detach(mode_of(fake), fake).requires_grad_(fake.requires_grad)
 
 
 def placed(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
     """Placeholders in the graph that is traced, and for each its value or, for tensors of known sizes, a `Given`."""
-    tracing = get_proxy_mode()
-    assert tracing is not None
-    tracer, values = tracing.tracer, list(fakes)
+    tracer, values = tracing.current_tracer(), list(fakes)
     proxies = [tracer.create_proxy("placeholder", f"arg{number}_1", (), {}) for number in range(len(fakes))]
-    with untraced():
+    with tracing.untraced():
         for number, (fake, proxy) in enumerate(zip(fakes, proxies, strict=True)):
             if _is_known(fake):
                 proxy.node.meta["val"] = fast_detach(mode, fake)
                 values[number] = Given(node=proxy.node, recorded=fake, mode=mode, tracer=tracer)
-    with disable_proxy_modes_tracing():
+    with tracing.disable_proxy_modes_tracing():
         for value, proxy in zip(values, proxies, strict=True):
             if not isinstance(value, Given):
-                track_tensor_tree(value, proxy, constant=None, tracer=tracer)
+                tracing.track(value, proxy, tracer)
     return values
 
 
 def _is_known(fake: Any) -> bool:
     """Whether a tensor's sizes are numbers, and its memory's too: in exported programs a base may have symbols."""
-    known = type(fake) is FakeTensor and not fake._has_symbolic_sizes_strides
+    known = type(fake) is FakeTensor and not has_symbols(fake)
     return known and isinstance(fake.untyped_storage().nbytes(), int)
 
 
@@ -113,7 +100,6 @@ def carry_placeholders(origin: GraphModule, traced: GraphModule) -> None:
     for source, target in zip(*(module.graph.find_nodes(op="placeholder") for module in (origin, traced)), strict=True):
         for key, value in source.meta.items():
             target.meta.setdefault(key, value)
-        if hasattr(source, "_dynamo_source"):
-            target._dynamo_source = source._dynamo_source  # type: ignore[attr-defined]
+        tracing.carry_source(source, target)
     for key, value in origin.meta.items():
         traced.meta.setdefault(key, value)

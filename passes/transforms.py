@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.utils import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion.passes import autocast, nodes
 from fusion.passes.outline import attributes, ends, parts, transforms, writes
+from fusion.torch_private import functorch
+from fusion.torch_private.autograd import SET_GRAD_ENABLED
+from fusion.torch_private.fake import detect_fake_mode
+from fusion.torch_private.tensors import is_traceable_wrapper_subclass
 
-_OF_LEVELS = ("torch._functorch", "torch._C._functorch", "torch._C._autograd", "torch.autograd.forward_ad")
 _PREFIX = "transformed_"
 _VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -79,9 +80,8 @@ def runs(module: GraphModule) -> list[Run]:
             if not any(writes(member, inside) for member in members):
                 found += _taken(module, members, around, levels)
             members = []
-        name = getattr(node.target, "__name__", "")
         for kind in ("jvp", "grad"):
-            levels[kind] += (name == f"_{kind}_increment_nesting") - (name == f"_{kind}_decrement_nesting")
+            levels[kind] += functorch.enters(node.target, kind) - functorch.leaves(node.target, kind)
     return found
 
 
@@ -89,17 +89,17 @@ def _trains_tangents(graph: Graph) -> bool:
     """Whether a gradient of what the graph returns may flow through the tangents in it."""
     reached, recording = set[Node](), True
     for node in graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             recording = node.args[0]
-        elif node.target is operator.getitem and node.args[1] == 1 and _is_named(node.args[0], "_unpack_dual"):
+        elif node.target is operator.getitem and node.args[1] == 1 and functorch.unpacks_dual(node.args[0].target):
             reached.add(node)
-        elif node.op == "output" or recording and not _is_named(node, "detach"):
+        elif node.op == "output" or recording and not _detaches(node):
             reached.update([node] if not reached.isdisjoint(node.all_input_nodes) else [])
     return any(node.op == "output" for node in reached)
 
 
-def _is_named(node: Node, name: str) -> bool:
-    return name in (node.target, getattr(node.target, "__name__", ""))
+def _detaches(node: Node) -> bool:
+    return "detach" in (node.target, getattr(node.target, "__name__", ""))
 
 
 def _asked(levels: Mapping[str, int]) -> Asked:
@@ -110,8 +110,7 @@ def _asked(levels: Mapping[str, int]) -> Asked:
 
 
 def _is_of_levels(node: Node) -> bool:
-    where, name = (str(getattr(node.target, key, "")) for key in ("__module__", "__name__"))
-    return where.startswith(_OF_LEVELS) or name in ("_set_fwd_grad_enabled", "autograd_function_apply")
+    return functorch.is_of_levels(node.target) or functorch.is_autograd_function(node.target)
 
 
 def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, levels: Mapping[str, int]) -> list[Run]:
@@ -153,7 +152,7 @@ def _alike(held: Any) -> Any:
 
 
 def _refusal(members: Sequence[Node], tangents: bool) -> str | None:
-    switches = [node for node in members if node.target is torch._C._set_grad_enabled]
+    switches = [node for node in members if node.target is SET_GRAD_ENABLED]
     if switches and tangents:
         return "its function records no gradients in parts, which tangents do not heed"
     if switches and not switches[-1].args[0]:

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -29,6 +27,7 @@ from fusion.passes.building import Symbols, derived
 from fusion.passes.nodes import Unsupported, arguments, normalize_dim, packet, shape
 from fusion.passes.row_wise import ONE, Inputs, Rows, Whole, row_wise
 from fusion.passes.views import EXPANSIONS, RESHAPES, is_view
+from fusion.torch_private.fake import detect_fake_mode, enable_python_dispatcher
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.scaled_dot_product_attention)

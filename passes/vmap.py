@@ -10,25 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Graph, Interpreter
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_proxy_modes_tracing, get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_ENTER = "_vmap_increment_nesting"
-_OWN = (_ENTER, "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim")
-
-
-def own(target: Any) -> Any:
-    """The function behind a call that enters or leaves levels of vmap, whose wrapper would be traced; else None."""
-    name = getattr(target, "__name__", "")
-    return getattr(torch._C._functorch, name) if name in _OWN else None
+from fusion.torch_private import functorch, tracing
 
 
 def is_outermost(graph: Graph) -> bool:
     """Whether the first call of a graph enters a `vmap`."""
     calls = (node for node in graph.nodes if node.op.startswith("call"))
-    return getattr(next(calls).target, "__name__", "") == _ENTER
+    return functorch.enters(next(calls).target, "vmap")
 
 
 class Untraceable(Exception):
@@ -37,18 +28,12 @@ class Untraceable(Exception):
 
 def through(body: Interpreter, args: tuple[Any, ...]) -> Any:
     """Run a part of Dynamo's graph that enters and leaves levels of `vmap`, and trace what becomes of it."""
-    mode, depth = get_proxy_mode(), _depth()
-    assert mode is not None
+    tracer, depth = tracing.current_tracer(), functorch.depth()
+    assert tracer is not None
     try:
         # SDPA's own kernels have no batching rule on CPUs: each would be a loop over the batch.
-        with disable_proxy_modes_tracing(), ProxyTorchDispatchMode(mode.tracer, "fake"), sdpa_kernel(SDPBackend.MATH):
+        with tracing.disable_proxy_modes_tracing(), tracing.with_tracer(tracer), sdpa_kernel(SDPBackend.MATH):
             return body.run(*args)
     except (RuntimeError, NotImplementedError) as error:
-        while _depth() > depth:
-            torch._C._functorch._vmap_decrement_nesting()
+        functorch.close_vmaps(depth)
         raise Untraceable from error
-
-
-def _depth() -> int:
-    level = torch._C._functorch.maybe_current_level()
-    return -1 if level is None else level

@@ -19,6 +19,7 @@ from fusion.codegen.mlir.skeleton import KernelText
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.widths import LARGEST_SIZE
+from fusion.torch_private.tensors import empty_strided_cpu
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.features import FeaturesKernel
@@ -31,8 +32,7 @@ COUNTERS = memoryview(array("q", [0, 0]))
 """Of portions taken and threads begun, at the start of a call: see `ThreadFunction`."""
 MOST_CUT = 1024  # work items of a call whose keys can be cut into parts
 
-address, empty_strided = torch.Tensor.data_ptr, torch._C._dynamo.guards._empty_strided_cpu
-"""What Inductor's code makes tensors with takes half the time of torch's own."""
+address, empty_strided = torch.Tensor.data_ptr, empty_strided_cpu
 
 
 class ThreadMemory:

@@ -14,8 +14,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo.utils import counters
-
 from fusion import disk_cache
 from fusion.codegen.mlir import object_file, openmp
 from fusion.codegen.mlir.builder import Builder, Value
@@ -23,6 +21,7 @@ from fusion.codegen.mlir.object_file import ObjectFileError
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.errors import KernelCompilationError
 from fusion.machine import Machine, cpu
+from fusion.torch_private.dynamo import counters
 
 log = logging.getLogger(__name__)
 

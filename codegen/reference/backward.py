@@ -7,25 +7,16 @@ against it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch.autograd import forward_ad
 
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.spec import AttentionSpec
+from fusion.torch_private.autograd import recording
 
 BLOCK_ELEMENTS = 1 << 22  # score elements of a block of rows that are alive at once
-
-_KEYS = torch._C.DispatchKey
-_OF_RECORDING = (
-    _KEYS.AutogradCPU, _KEYS.AutogradCUDA, _KEYS.AutogradOther, _KEYS.AutogradFunctionality, _KEYS.ADInplaceOrView,
-    _KEYS.ZeroTensor, _KEYS.FuncTorchDynamicLayerFrontMode, _KEYS.FuncTorchDynamicLayerBackMode,
-    _KEYS.FuncTorchGradWrapper,
-)  # fmt: skip
-"""What autograd and the levels of torch.func need; an operator is called below them, or below a dispatch mode."""
 
 
 def backward(
@@ -49,18 +40,6 @@ def backward(
         given = [o.detach().requires_grad_(needed) for o, needed in zip(operands, needs, strict=True)]
         wanted = [t for t, n in zip(given, needs, strict=True) if n]
         return _gradients(Execution(spec, given, sizes, dtype), [grad, *arriving], wanted)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
-    """Let autograd record although this runs inside an operator, below the dispatcher's autograd keys. Tangents that
-    tensors have outside are the operator's business."""
-    hidden = torch._C._dispatch_tls_local_exclude_set()
-    for key in _OF_RECORDING:
-        hidden = hidden.remove(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, hidden), forward_ad._set_fwd_grad_enabled(False):
-        yield
 
 
 def _gradients(run: Execution, grads: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -9,18 +9,15 @@ summed. That holds for tangents, gradients and whatever is made of them again.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
-from torch.autograd import forward_ad
 
-from fusion.codegen.reference.backward import recording
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.steps import Gradients, Place, Step, Tangents, marked, signature
+from fusion.torch_private import autograd, functorch
 
 Block = tuple[int, int]  # (first row, how many)
 Function = Callable[[Block, list[Tensor]], list[Tensor]]
@@ -45,7 +42,7 @@ def derivative(
         function = _tangents(function, step) if isinstance(step, Tangents) else _gradients(function, step)
     given = [_as_computed(run, place, tensor) for place, tensor in zip(takes, inputs, strict=True)]
     found: list[list[Tensor]] = [[] for _ in gives]
-    with recording():
+    with autograd.recording():
         for block in run.blocks(BLOCK_ELEMENTS >> len(steps)):  # a higher order holds more tables of scores
             parts = function(block, [_cut(run, place, x, block) for place, x in zip(takes, given, strict=True)])
             for place, into, part in zip(gives, found, parts, strict=True):
@@ -73,30 +70,11 @@ def _tangents(function: Function, step: Tangents) -> Function:
 
 def _moved(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
     """`torch.func.jvp`, also where a level of forward mode is open that `torch.func` did not open."""
-    level = _functorch._jvp_increment_nesting()
-    try:
-        with forward_ad._set_fwd_grad_enabled(True), _dual_level():
-            pairs = zip(inputs, tangents, strict=True)  # a tangent is kept in its tensor's strides: not in those of 0
-            duals = [torch._VF._make_dual(x.contiguous(), t.contiguous(), level=0) for x, t in pairs]
-            pairs = [torch._VF._unpack_dual(result, level=0) for result in function(*duals)]
-            found = [torch.zeros_like(x) if t is None else t for x, t in pairs]
-            return [_functorch._unwrap_for_grad(t, level) for t in found]
-    finally:
-        _functorch._jvp_decrement_nesting()
-
-
-@contextlib.contextmanager
-def _dual_level() -> Iterator[None]:
-    """Level 0 of forward mode, the only one that there is; levels of functorch tell their tangents apart."""
-    level = None
-    forward_ad._maybe_load_decompositions()  # the tangents of some gradients
-    with contextlib.suppress(RuntimeError):  # it is open
-        level = torch._C._enter_dual_level()
-    try:
-        yield
-    finally:
-        if level is not None:
-            torch._C._exit_dual_level(level=level)
+    with functorch.tangent_level() as level:
+        pairs = zip(inputs, tangents, strict=True)  # a tangent is kept in its tensor's strides: not in those of 0
+        duals = [autograd.make_dual(x.contiguous(), t.contiguous()) for x, t in pairs]
+        pairs = [autograd.unpack_dual(result) for result in function(*duals)]
+        return [functorch.taken_off(torch.zeros_like(x) if t is None else t, level) for x, t in pairs]
 
 
 def _gradients(function: Function, step: Gradients) -> Function:

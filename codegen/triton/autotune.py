@@ -29,6 +29,7 @@ from fusion.codegen.triton.candidates import smaller
 from fusion.codegen.triton.remembered import remember, remembered
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import power
+from fusion.torch_private.devices import keep_busy
 
 if TYPE_CHECKING:
     from fusion.codegen.triton.variant import Variant
@@ -329,7 +330,7 @@ def by_events(launch: Callable[[], None], device: torch.device) -> float:
 
 def _between_events(launch: Callable[[], None], repeats: int) -> list[float]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda._sleep(1_000_000 * repeats)  # while the device waits, the host runs ahead: its own time is not measured
+    keep_busy(1_000_000 * repeats)  # while the device waits, the host runs ahead: its own time is not measured
     for event in events[:-1]:
         event.record()
         launch()

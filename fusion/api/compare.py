@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion.errors import ComparisonError
 from fusion.exactness import errors, floats, widened
 from fusion.planning.texts import aligned, bytes_text, seconds_text
+from fusion.torch_private.dynamo import original_of
+from fusion.torch_private.trees import tree_leaves, tree_map
 
 COMPETITORS = ("eager", "inductor", "fusion")
 
@@ -158,11 +159,6 @@ def _require_eager(original: Callable[..., Any], failures: Mapping[str, str]) ->
             f"compare was asked to run {getattr(original, '__name__', type(original).__name__)}, which fails in eager "
             f"mode: {failures['eager']}; give the inputs that it takes"
         )
-
-
-def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile was given, or the function itself."""
-    return getattr(function, "_torchdynamo_orig_callable", getattr(function, "_orig_mod", function))
 
 
 def _first_calls(runs: dict[str, Callable[..., Any]], args: Any, kwargs: Any):

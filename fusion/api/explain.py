@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fusion.api.compare import original_of
 from fusion.backend import fuse
 from fusion.options import Options
 from fusion.report.report import NO_ATTENTION, Report
+from fusion.torch_private.dynamo import original_of
 
 
 def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fusion.api.rewrite import rewrite
 from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, Compiled, attention_function
 from fusion.errors import MlirExportError
 from fusion.ir import AttentionSpec
 from fusion.passes.caches import plain_kernels
+from fusion.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
 _TO_TORCH = "torchdynamo-export-to-torch-backend-pipeline"
 _TO_LINALG = "torch-backend-to-linalg-on-tensors-backend-pipeline"

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch._inductor import config
 from torch.fx import GraphModule
 
 from fusion import inductor_passes
@@ -15,6 +14,7 @@ from fusion.errors import OptionError
 from fusion.options import Options
 from fusion.report.report import publish
 from fusion.runtime.bound import teach_inductor
+from fusion.torch_private.inductor import config
 
 
 def install(options: Mapping[str, Any] | None = None) -> contextlib.AbstractContextManager[Any]:

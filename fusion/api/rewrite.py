@@ -9,20 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx.traceback
-from torch._dynamo.utils import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_leaves
 
 from fusion.backend import fuse
 from fusion.errors import RewriteError
 from fusion.options import Options
 from fusion.report.report import publish
+from fusion.torch_private import fake, tracing
+from fusion.torch_private.trees import tree_leaves
 
 Program = TypeVar("Program", GraphModule, ExportedProgram)
 
@@ -51,7 +48,7 @@ def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = 
 
 
 def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Options) -> GraphModule:
-    if type(module.graph._codegen) is not torch.fx.graph.CodeGen:
+    if not tracing.is_plain(module.graph):
         raise RewriteError(
             "rewrite was given the module of an exported program, whose inputs are packed; give the ExportedProgram"
         )
@@ -82,14 +79,14 @@ def _lifted(module: GraphModule, names: list[str], given: list[Any]) -> GraphMod
 
     def run(*flat: Any) -> Any:
         state = dict(zip(names, flat, strict=False))
-        with _reparametrize_module(module, state), torch.fx.traceback.preserve_node_meta():
+        with tracing.reparametrized(module, state), torch.fx.traceback.preserve_node_meta():
             return torch.fx.Interpreter(module).run(*flat[len(names) :])
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in given]
-    lifted = make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
-    for node, fake in zip(lifted.graph.find_nodes(op="placeholder"), fakes, strict=True):
-        node.meta["val"] = fake
+    lifted = tracing.make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    for node, held in zip(lifted.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        node.meta["val"] = held
     return lifted
 
 
@@ -128,7 +125,7 @@ def _restore_placeholders(origins: list[Node], fused: GraphModule, nodes: list[N
     with fused.graph.inserting_before(first):
         for origin, node, given in zip(origins, nodes, inputs, strict=True):
             node.target, node.args = origin.target, origin.args
-            node._rename(origin.name)
+            tracing.rename(node, origin.name)
             fused.graph.call_function(require, (node, origin.name, *_form(given)))
 
 
@@ -163,20 +160,18 @@ def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedPro
         return program
     for origin, node in zip(origins, fused.graph.find_nodes(op="placeholder"), strict=True):
         node.target = origin.target
-        node._rename(origin.name)
+        tracing.rename(node, origin.name)
     _carry_attributes(module, fused)
     _complete_values(fused)
     fused.graph.lint()
     fused.recompile()
-    return program._update(fused, _signature(program, fused))
+    return tracing.updated(program, fused, _signature(program, fused))
 
 
 def _guards(inputs: list[Any]) -> int:
     """How many conditions on symbolic sizes there are: one more, and the program would hold for fewer shapes."""
     for leaf in tree_leaves(inputs):
-        mode = getattr(leaf, "fake_mode", None)
-        environment = mode.shape_env if mode is not None else getattr(getattr(leaf, "node", None), "shape_env", None)
-        if environment is not None:
+        if (environment := fake.shape_environment(leaf)) is not None:
             return len(environment.guards) + len(environment.replacements)
     return 0
 
@@ -187,7 +182,7 @@ def _complete_values(fused: GraphModule) -> None:
         if node.op == "call_function" and "val" not in node.meta:
             values = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
             args, kwargs = values
-            with detect_fake_mode(args[0]) or contextlib.nullcontext(), torch.no_grad():
+            with fake.detect_fake_mode(args[0]) or contextlib.nullcontext(), torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
 
 

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils._pytree import tree_map
 
 from fusion.api import check
-from fusion.api.compare import Measured, compare_results, original_of
+from fusion.api.compare import Measured, compare_results
 from fusion.exactness import is_float
 from fusion.passes import cascades
 from fusion.passes.cut_out import CutOut, cut_out
@@ -26,6 +24,8 @@ from fusion.passes.find import Site, may_hold_attention
 from fusion.passes.normalize import normalize
 from fusion.passes.regions import without_regions
 from fusion.report import site_script
+from fusion.torch_private.dynamo import original_of
+from fusion.torch_private.trees import tree_map
 
 RANDOM = "it draws random numbers, and is not the same twice"
 
@@ -216,7 +216,7 @@ class _Watched(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is tag_activation_checkpoint:
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
             body, *given = args
             return self.record.backend(body, given)(*given)
         return super().call_function(target, args, kwargs)

@@ -85,7 +85,7 @@ def _packages() -> list[Finding]:
 
 
 def _entry_point() -> Finding:
-    names = torch._dynamo.list_backends(exclude_tags=())
+    names = torch.compiler.list_backends(exclude_tags=())
     if importlib.metadata.entry_points(group="torch_dynamo_backends", name="fusion"):
         return Finding(name="backend", state="ok", found="torch.compile finds it by its entry point")
     text = 'backend="fusion" works after `import fusion`' if "fusion" in names else "not known to torch"
@@ -97,9 +97,9 @@ def _entry_point() -> Finding:
 def _cpp_compiler() -> Finding:
     """Inductor's CPU code wants one; ours does not."""
     try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
+        from fusion.torch_private.inductor import cpp_compiler
 
-        path = shutil.which(get_cpp_compiler())
+        path = shutil.which(cpp_compiler())
     except Exception:
         path = None
     if path:
@@ -176,7 +176,7 @@ def _smoke(device: str, about: str) -> Finding:
     from fusion.cli.bench import causal
 
     name = "target cpu" if device == "cpu" else "target gpu"
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         outcome = check(causal, [torch.randn(1, 2, 67, 32, dtype=torch.float32, device=device) for _ in range(3)])
     except Exception as problem:

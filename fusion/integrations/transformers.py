@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fusion.errors import IntegrationError, MissingPackageError
 from fusion.options import Options
+from fusion.torch_private import tensors
 
 NAME = "fusion"
 _EAGER = "eager_attention_forward"
@@ -67,7 +68,7 @@ def _mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tenso
     mask = eager_mask(*args, **kwargs)
     if mask is not None and not torch.compiler.is_compiling() and not mask.is_inference():
         causal = allow_is_causal_skip and sdpa_mask(*args, allow_is_causal_skip=True, **kwargs) is None
-        setattr(mask, _OURS, (mask._version, causal))
+        setattr(mask, _OURS, (tensors.version(mask), causal))
     return mask
 
 
@@ -96,7 +97,7 @@ def _attention(
     file, name = eager_of(type(module))
     eager = getattr(sys.modules[file], name)
     version, causal = getattr(attention_mask, _OURS, (None, False))
-    ours = attention_mask is not None and version is not None and version == attention_mask._version
+    ours = attention_mask is not None and version is not None and version == tensors.version(attention_mask)
     weighed = bool(kwargs.get("output_attentions"))
     run = _run if weighed or torch.compiler.is_compiling() else compiled(eager)
     mask = None if ours and causal else attention_mask

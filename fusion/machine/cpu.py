@@ -111,10 +111,10 @@ def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
 @functools.cache
 def amx_enabled() -> bool:
     """Ask the operating system for the tile registers, once per process; False where it refuses."""
-    import torch
+    from fusion.torch_private.devices import init_amx
 
     try:
-        return bool(torch.cpu._init_amx())
+        return init_amx()
     except (AttributeError, RuntimeError):
         return False
 

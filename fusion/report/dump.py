@@ -28,6 +28,7 @@ from fusion.passes.find import Site
 from fusion.report import site_script
 from fusion.report.report import Report
 from fusion.report.script_parts import example, import_line
+from fusion.torch_private import tracelog
 
 log = logging.getLogger(__name__)
 
@@ -121,14 +122,9 @@ def artifacts(report: Report) -> list[tuple[str, str]]:
 
 def trace(report: Report) -> None:
     """Hand report, plans and kernels to torch's structured log (TORCH_TRACE), which `tlparse` shows."""
-    if not torch._logging._internal.trace_log.handlers:
-        return
-    for name, text in artifacts(report):
-        torch._logging.trace_structured(
-            "artifact",
-            metadata_fn=lambda name=name: {"name": f"fusion_{name.rpartition('.')[0]}", "encoding": "string"},
-            payload_fn=lambda text=text: text,
-        )
+    if tracelog.is_on():
+        for name, text in artifacts(report):
+            tracelog.write(f"fusion_{name.rpartition('.')[0]}", text)
 
 
 def _new_folder(parent: Path) -> Path:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion.ir import AttentionSpec
 from fusion.passes.graph_excerpt import Excerpt
 from fusion.planning.plan import Plan
 from fusion.refusals import Refusal
+from fusion.torch_private.dynamo import counters
 
 if TYPE_CHECKING:
     from fusion.api.compare import Comparison

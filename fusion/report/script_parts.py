@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusion.torch_private import tensors
+
 
 def import_line(name: str, held: Any) -> str:
     if isinstance(held, types.ModuleType):
@@ -38,9 +40,10 @@ def example(node: Node) -> str:
 
 def _nested_example(held: Any) -> str:
     """All rows in the first sequence."""
-    rows, sequences = (_hint(n) for n in (held._values.shape[held._ragged_idx - 1], held.shape[0]))
+    (values, _), dim = tensors.nested_parts(held), tensors.ragged_dim(held)
+    rows, sequences = (_hint(n) for n in (values.shape[dim - 1], held.shape[0]))
     offsets = f"torch.tensor([0] + [{rows}] * {sequences})"
-    return f"torch.nested.nested_tensor_from_jagged({_example(held._values)}, {offsets}, jagged_dim={held._ragged_idx})"
+    return f"torch.nested.nested_tensor_from_jagged({_example(values)}, {offsets}, jagged_dim={dim})"
 
 
 def _example(held: torch.Tensor) -> str:

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import profiler
 
 from fusion.runtime import kernels
 from fusion.runtime.executor import OF_OPERATORS
+from fusion.torch_private.modes import is_watched
 
 BOUND = ("attention_below_autograd", "attention_forward", "attention_backward")
 """The operators that have bound functions."""
@@ -36,7 +36,7 @@ class Bound:
         kernels.holders.add(self)
 
     def __call__(self, *given: Any) -> Any:
-        if profiler._is_profiler_enabled or torch._C._is_torch_function_mode_enabled():
+        if is_watched():
             (spec, _, request), n = self.described, self._before
             return getattr(torch.ops.fusion, self.operator)(*given[:n], spec, request, *given[n:])
         run = self._run
@@ -58,28 +58,18 @@ def bound_attention(
 
 def teach_inductor() -> None:
     """Let Inductor's Python code call bound functions; versions of torch without a place for it call the operator."""
-    try:
-        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
-    except ImportError:
-        return
+    from fusion.torch_private import inductor
+
     for name in BOUND:
-        write = CustomCodegen(python=functools.partial(_write_call, name))
-        CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(f"torch.ops.fusion.{name}.default", write)
+        inductor.write_with(f"torch.ops.fusion.{name}.default", functools.partial(_call, name))
 
 
-def _write_call(operator: str, node: Any, writeline: Callable[[str], None]) -> None:
-    """Write the call of a node of Inductor's, and the function that it calls into the head of the code."""
-    from torch._inductor.codegen.wrapper import ExternKernelAllocLine
-    from torch._inductor.virtualized import V
-
-    wrapper = V.graph.wrapper_code
-    if V.graph.fx_wrapper:  # it makes a graph, not code
-        writeline(ExternKernelAllocLine(wrapper, node))  # type: ignore[arg-type]
-        return
+def _call(operator: str, node: Any, wrapper: Any) -> str:
+    """The call of a node of Inductor's as code. Its wrapper gets the function that is called into the head."""
     given, n = node.codegen_args(), OF_OPERATORS[operator][1]
     arguments = f"{given[n]}, {node.get_device().type!r}, {given[n + 1]}, {operator!r}"
     name = f"attention_{hashlib.sha256(arguments.encode()).hexdigest()[:12]}"
     wrapper.add_import_once("from fusion.runtime.bound import bound_attention")
     wrapper.add_import_once(f"{name} = bound_attention({arguments})")
     rest = ", ".join([*given[:n], *given[n + 2 :]])
-    writeline(f"{wrapper.declare}{node.get_name()} = {name}({rest}){wrapper.ending}")
+    return f"{name}({rest})"

@@ -26,6 +26,7 @@ from fusion.ir import AttentionSpec, results
 from fusion.ir.expr import coordinates
 from fusion.ir.sharding import Extent, accesses, one_part, size_of_batch, split_dims
 from fusion.runtime import op
+from fusion.torch_private.operators import schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +262,7 @@ def _tile_map(called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spe
 
 def _rule(compute: Callable[..., Any]) -> Callable[..., Any]:
     def rule(_: type, called: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        names = [argument.name for argument in called._schema.arguments]
+        names = [argument.name for argument in schema(called).arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         with torch.no_grad():  # gradients have been taken care of above
             return compute(called, *(given[name] for name in names))

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from fusion.approximate import dispatch
@@ -20,6 +19,7 @@ from fusion.codegen.emitter import Kernel, TrainingKernel
 from fusion.errors import LargeTableError
 from fusion.ir import AttentionSpec
 from fusion.ir.request import Approximation
+from fusion.torch_private.tensors import is_out_of_memory
 
 log = logging.getLogger(__name__)
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
@@ -39,15 +39,8 @@ def failures_raised() -> Iterator[None]:
         _raising.remove(entry)
 
 
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, of a device or of the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-
-
 def _must_raise(error: Exception) -> bool:
-    return bool(_raising) or out_of_memory(error)
+    return bool(_raising) or is_out_of_memory(error)
 
 
 class GuardedKernel:

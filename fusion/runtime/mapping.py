@@ -11,6 +11,7 @@ from torch import Tensor
 from fusion.ir import AttentionSpec
 from fusion.ir.batching import batched, batched_map
 from fusion.ir.tile_map import MapSpec
+from fusion.torch_private.operators import schema
 
 _WITH_STATISTICS = ("attention_forward", "attention_outputs")
 """Operators whose second result are statistics of rows."""
@@ -29,7 +30,7 @@ def tile_map(text: str) -> str:
 def register(library: torch.library.Library, name: str, describe: Callable[[str], str] = attention) -> None:
     """Register the rule of the operator `name`. describe: its spec to that of many."""
     op = getattr(torch.ops.fusion, name).default
-    names = [argument.name for argument in op._schema.arguments]
+    names = [argument.name for argument in schema(op).arguments]
     sizes, spec = names.index("sizes"), names.index("spec")
 
     def rule(info: Any, dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:

@@ -30,6 +30,7 @@ from fusion.ir.tile_map import MapSpec
 from fusion.runtime import autograd, derivatives, executor, mapping
 from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
+from fusion.torch_private.operators import register_fake
 
 VERSION = 17
 """To be raised with every change of what the ops return, or of their callers: Inductor's caches are keyed by it."""
@@ -176,9 +177,7 @@ _RUN = {
 _library = torch.library.Library("fusion", "DEF")
 for _name, (_schema, _shapes) in _OPERATORS.items():
     _library.define(_name + _schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-    # `torch.library.register_fake` without its search for the caller, which looks at every file that was imported.
-    _held = torch._library.simple_registry.singleton.find(f"fusion::{_name}").fake_impl
-    _library._registration_handles.append(_held.register(_shapes, __file__, _library))
+    register_fake(_library, f"fusion::{_name}", _shapes, __file__)
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _RUN[_name], _key)
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")

@@ -11,13 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusion.torch_private.operators import assert_async
+
 
 def table(positions: Tensor, extent: int, dim: int, operation: str) -> Tensor:
     """`positions`, within [0, extent): those that count from the end as those from the start. operation: "index", which
     takes them, "index_select" or "gather", which do not. Raises IndexError or RuntimeError, as that operation does."""
     least = -extent if operation == "index" else 0
     if positions.device.type != "cpu":
-        torch._assert_async(((positions >= least) & (positions < extent)).all(), "index out of bounds")
+        assert_async(((positions >= least) & (positions < extent)).all(), "index out of bounds")
         return torch.where(positions < 0, positions + extent, positions)
     if not positions.numel():
         return positions.clone()

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fusion.exactness import errors, floats, widened
+from fusion.torch_private.dynamo import counters
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusion.ir.results import packed_strides
 from fusion.passes import views
+from fusion.torch_private.tensors import shares_storage
 
 aten = torch.ops.aten
 ALONG_DIMENSIONS = {aten.repeat, aten.tile, aten.repeat_interleave, aten.flip, aten.roll}
@@ -43,7 +44,7 @@ def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None
     base = torch.empty(tuple(shape), dtype=torch.float32, device="meta")
     result = run(base)
     result = result if item is None else operator.getitem(result, item)
-    if result.untyped_storage()._cdata != base.untyped_storage()._cdata or result.dtype is not base.dtype:
+    if not shares_storage(result, base) or result.dtype is not base.dtype:
         return None
     entries = [
         _entry(extent, stride, result.shape, result.stride(), result.storage_offset())

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from fusion.codegen.reference.backward import recording
 from fusion.ir.expr import coordinates, loads, walk
@@ -24,6 +22,8 @@ from fusion.passes import nodes
 from fusion.passes.contractions import is_contraction
 from fusion.passes.find import Site
 from fusion.passes.specify import Specified
+from fusion.torch_private.fake import unset_fake_temporarily
+from fusion.torch_private.tracing import disable_proxy_modes_tracing
 from fusion.validation import facts, points
 from fusion.validation.program import OutOfBounds, Program
 from fusion.validation.replay import Region, Replay

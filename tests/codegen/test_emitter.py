@@ -18,7 +18,8 @@ from fusion.options import Options
 from fusion.planning.choice import Choice, Tile
 from fusion.refusals import Ground, Refusal
 from fusion.runtime import kernels
-from fusion.runtime.guards import GuardedKernel, GuardedTraining, failures_raised, out_of_memory
+from fusion.runtime.guards import GuardedKernel, GuardedTraining, failures_raised
+from fusion.torch_private.tensors import is_out_of_memory
 from tests.codegen.mlir.cases import case, draw
 from tests.numerics import assert_as_exact_as_eager, assert_same
 
@@ -167,7 +168,7 @@ def test_memory_that_runs_out_is_the_users_error(error: Exception) -> None:
     ):
         with pytest.raises(type(error)):
             call()
-    assert out_of_memory(error) and not forward.broken and not training.broken
+    assert is_out_of_memory(error) and not forward.broken and not training.broken
 
 
 def test_other_failures_are_answered_by_the_reference(caplog) -> None:

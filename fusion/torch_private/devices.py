@@ -1,0 +1,16 @@
+"""Devices: AMX's tile registers and time on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+
+def init_amx() -> bool:
+    """Ask the operating system for AMX's tile registers; False where it refuses. Without it, matrix kernels of CPUs
+    with AMX would end the process."""
+    return bool(torch.cpu._init_amx())
+
+
+def keep_busy(cycles: int) -> None:
+    """Let the current CUDA device wait. Without it, what the host needs to launch a kernel is in measured times."""
+    torch.cuda._sleep(cycles)

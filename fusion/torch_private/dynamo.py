@@ -1,0 +1,70 @@
+"""Dynamo: its counters, its table of functions, and what it makes of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import register_backend
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import counters
+
+__all__ = [
+    "SDPA", "ConstantSource", "RestartAnalysis", "aot_eager", "backend_of", "call_in_graph", "counters", "known",
+    "original_of", "register_backend", "treat",
+]  # fmt: skip
+
+SDPA = torch._C._nn.scaled_dot_product_attention
+"""`torch.nn.functional.scaled_dot_product_attention`, in Dynamo's table."""
+
+
+def treat(function: Any, handler: Callable[..., Any]) -> None:
+    """Let Dynamo ask `handler(_, translator, *variables, **variables)` what a call is, where it has no way of its own.
+
+    Raises ImportError or AttributeError where the table is not where it was."""
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    TorchInGraphFunctionVariable._get_handlers().setdefault(function, handler)
+
+
+def call_in_graph(translator: Any, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Write a call into Dynamo's graph; returns what Dynamo has of its result."""
+    from torch._dynamo.utils import proxy_args_kwargs
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    call = translator.output.create_proxy("call_function", function, *proxy_args_kwargs(args, kwargs))
+    return wrap_fx_proxy(translator, call)
+
+
+def backend_of(translator: Any) -> Any:
+    """The backend that Dynamo compiles for, without what torch wraps it in; None where it has none."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend = translator.output.compiler_fn
+    found = innermost_backend(backend) if callable(backend) else None
+    return getattr(found, "compiler_fn", found)
+
+
+def known(variable: Any) -> Any:
+    """A tensor without data, or a constant, in the place of what Dynamo has of it; else that itself."""
+    variable = variable.realize()
+    if variable.is_tensor():
+        return variable.as_proxy().node.meta.get("example_value")
+    return variable.as_python_constant() if variable.is_python_constant() else variable
+
+
+def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compile` was given, of what it returned; any other function itself."""
+    if isinstance(function, OptimizedModule):  # which has the mark of the function, too, on the module's `forward`
+        return function._orig_mod
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+def aot_eager(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph compiled by AOTAutograd, and run without Inductor."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager(module, list(example_inputs))

@@ -1,0 +1,63 @@
+"""Tensors without data, and the mode that they belong to: what a graph is analysed with."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import active_fake_mode, detect_fake_mode
+from torch._subclasses.fake_impls import fast_detach
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+__all__ = [
+    "FakeTensor", "FakeTensorMode", "constant_of", "detect_fake_mode", "enable_python_dispatcher", "fast_detach",
+    "has_symbols", "is_view", "mode_of", "real_object", "remember_item", "shape_environment", "unset_fake_temporarily",
+    "without_guards",
+]  # fmt: skip
+
+
+def mode_of(tensor: Any) -> FakeTensorMode | None:
+    """The mode of a tensor without data; None of anything else."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def shape_environment(value: Any) -> Any:
+    """What holds the symbols and guards of a tensor without data, or of a symbolic number; None of anything else."""
+    if isinstance(value, FakeTensor):
+        return value.fake_mode.shape_env
+    return getattr(getattr(value, "node", None), "shape_env", None)
+
+
+def without_guards() -> contextlib.AbstractContextManager[None]:
+    """Inside, what is asked of symbolic sizes is not asked of later calls."""
+    mode = active_fake_mode()
+    return contextlib.nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
+
+
+def is_view(fake: FakeTensor) -> bool:
+    """Whether a tensor is a view, for autograd."""
+    return fake._is_view()
+
+
+def has_symbols(fake: FakeTensor) -> bool:
+    """Whether sizes or strides are symbols."""
+    return fake._has_symbolic_sizes_strides
+
+
+def constant_of(fake: FakeTensor) -> torch.Tensor | None:
+    """The values, where torch follows them, which may decide what a call does."""
+    return fake.constant
+
+
+def remember_item(fake: FakeTensor, item: Any) -> None:
+    """Let `fake.item()` be this symbol. Without it, each trace would make a new one that nothing is known of."""
+    fake.item_memo = item
+
+
+def real_object(value: Any) -> Any:
+    """A device mesh in the place of the stand-in that Dynamo makes of it; anything else as it is."""
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    return value.real_obj if isinstance(value, FakeScriptObject) else value

@@ -1,0 +1,122 @@
+"""Levels of torch.func: the calls that Dynamo's graphs have for them, and those that are open.
+
+torch 2.11 and 2.13 write different functions into graphs for the same thing (one of `torch._C._functorch`, and one of
+Python around it). Here they are one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms, predispatch
+from torch.autograd import forward_ad
+
+from fusion.torch_private import autograd
+
+KINDS = ("grad", "jvp", "vmap")
+_PLACES = (predispatch, eager_transforms, forward_ad, torch._C._functorch, torch._C._autograd, torch._C, torch)
+_MODULES = ("torch._functorch", "torch._C._functorch", "torch._C._autograd", "torch.autograd.forward_ad")
+
+
+def _functions(*names: str) -> tuple[Any, ...]:
+    """All functions of these names."""
+    return tuple({id(f): f for place in _PLACES for name in names if (f := getattr(place, name, None))}.values())
+
+
+_ENTER = {kind: _functions(f"_{kind}_increment_nesting") for kind in KINDS} | {"dual": _functions("_enter_dual_level")}
+_LEAVE = {kind: _functions(f"_{kind}_decrement_nesting") for kind in KINDS} | {"dual": _functions("_exit_dual_level")}
+_FORBID_HOOKS = _functions("_saved_tensors_hooks_disable")
+_ALLOW_HOOKS = _functions("_saved_tensors_hooks_enable")
+_ASK = _functions("_autograd_grad")
+_UNPACK = _functions("_unpack_dual")
+_INSIDE = _functions("_make_dual", "_unpack_dual", "_set_fwd_grad_enabled")
+VMAP = (
+    predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting,
+    predispatch._add_batch_dim, predispatch._remove_batch_dim,
+)  # fmt: skip
+"""The calls of `vmap` in a graph: it opens a level and closes it, puts a tensor on it and takes one off."""
+_BEHIND = {id(f): getattr(torch._C._functorch, f.__name__) for f in VMAP}
+_BEHIND |= {id(f): f for f in _BEHIND.values()}
+
+
+def _is_one(target: Any, functions: tuple[Any, ...]) -> bool:
+    return any(target is function for function in functions)
+
+
+def enters(target: Any, *kinds: str) -> bool:
+    """Whether a call opens a level, of these kinds or any: "grad", "jvp", "vmap", or "dual", that of forward mode."""
+    return any(_is_one(target, _ENTER[kind]) for kind in kinds or _ENTER)
+
+
+def leaves(target: Any, *kinds: str) -> bool:
+    """Whether a call closes a level, of these kinds or any."""
+    return any(_is_one(target, _LEAVE[kind]) for kind in kinds or _LEAVE)
+
+
+def forbids_hooks(target: Any) -> bool:
+    """Whether a call forbids hooks on saved tensors, as a gradient does around its level."""
+    return _is_one(target, _FORBID_HOOKS)
+
+
+def allows_hooks(target: Any) -> bool:
+    """Whether a call allows hooks on saved tensors."""
+    return _is_one(target, _ALLOW_HOOKS)
+
+
+def asks_autograd(target: Any) -> bool:
+    """Whether a call asks autograd for gradients, as the function that `torch.func.vjp` returns does."""
+    return _is_one(target, _ASK)
+
+
+def unpacks_dual(target: Any) -> bool:
+    """Whether a call returns a tensor and its tangent."""
+    return _is_one(target, _UNPACK)
+
+
+def is_autograd_function(target: Any) -> bool:
+    """Whether a call is that of a `torch.autograd.Function`."""
+    return target is torch.ops.higher_order.autograd_function_apply
+
+
+def is_of_levels(target: Any) -> bool:
+    """Whether a call belongs to a transform, and not to the function that is transformed."""
+    where = str(getattr(target, "__module__", ""))
+    return where.startswith(_MODULES) or enters(target) or leaves(target) or _is_one(target, _INSIDE)
+
+
+def of_vmap(target: Any) -> Any:
+    """The function behind a call that opens or closes a level of vmap, or puts a tensor on it, whose wrapper would be
+    traced; None of other calls."""
+    return _BEHIND.get(id(target))
+
+
+def depth() -> int:
+    """The number of the innermost open level; -1 where there is none."""
+    level = torch._C._functorch.maybe_current_level()
+    return -1 if level is None else level
+
+
+def close_vmaps(depth_before: int) -> None:
+    """Close levels of vmap that an error left open."""
+    while depth() > depth_before:
+        torch._C._functorch._vmap_decrement_nesting()
+
+
+@contextlib.contextmanager
+def tangent_level() -> Iterator[int]:
+    """The level of `torch.func.jvp`, also where a level of forward mode is open that `torch.func` did not open."""
+    functions = torch._C._functorch
+    level = functions._jvp_increment_nesting()
+    try:
+        with autograd.carrying_tangents(True), autograd.dual_level():
+            yield level
+    finally:
+        functions._jvp_decrement_nesting()
+
+
+def taken_off(tensor: torch.Tensor, level: int) -> torch.Tensor:
+    """A tensor of a level outside of it."""
+    return torch._C._functorch._unwrap_for_grad(tensor, level)

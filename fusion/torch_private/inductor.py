@@ -1,0 +1,89 @@
+"""Inductor: its settings and passes, how it is called, and the Python code that it writes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+__all__ = [
+    "CustomGraphPass", "compiled", "config", "cpp_compiler", "hash_of_files", "is_packaging", "pre_grad_depth",
+    "settings_of_mode", "write_with",
+]  # fmt: skip
+
+
+def compiled(module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    """A graph compiled by Inductor. The settings hold for backward graphs too, which are compiled later."""
+    from torch._inductor.compile_fx import compile_fx
+
+    run = cast("Callable[..., Any]", compile_fx(module, list(inputs), config_patches=settings))
+    # It takes its arguments one by one, but carries the mark of the function within, which takes a list. Dynamo knows;
+    # its minifier (TORCHDYNAMO_REPRO_AFTER) goes by the mark.
+    if getattr(run, "_boxed_call", False):
+        run._boxed_call = False  # type: ignore[attr-defined]
+    return run
+
+
+def settings_of_mode(mode: str) -> dict[str, Any]:
+    """The settings that `torch.compile(mode=...)` stands for. (`torch._inductor.list_mode_options`)"""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options(mode)
+
+
+def is_packaging() -> bool:
+    """Whether Inductor writes a package of AOTInductor, which runs without this one."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.aot_compilation)
+
+
+def pre_grad_depth() -> int:
+    """How many graphs Inductor is in that call each other, the one at hand included, of passes before autograd; 0 out
+    of these. A pass is given its graph and nothing else, so this counts the frames of the function that goes down."""
+    depth, frame = 0, sys._getframe()
+    while frame := frame.f_back:
+        depth += frame.f_code.co_name == "_recursive_pre_grad_passes"
+    return depth
+
+
+def hash_of_files(paths: Sequence[str]) -> str:
+    """A name for what is written in files, and for torch's version."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    return get_hash_for_files(tuple(paths)).hex()
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor uses for CPUs. Raises an exception of torch's where there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+Write = Callable[[Any, Any], str]
+"""(node, wrapper) -> the call as Python code."""
+
+
+def write_with(operator: str, write: Write) -> None:
+    """Let Inductor's Python code have other text for the calls of an operator ("torch.ops.fusion.x.default"); does
+    nothing with versions of torch that have no place for it."""
+    try:
+        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+    except ImportError:
+        return
+    from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+    from torch._inductor.virtualized import V
+
+    def written(node: Any, writeline: Callable[[Any], None]) -> None:
+        wrapper = V.graph.wrapper_code
+        if V.graph.fx_wrapper:  # it makes a graph, not code
+            writeline(ExternKernelAllocLine(wrapper, node))  # type: ignore[arg-type]
+        else:
+            writeline(f"{wrapper.declare}{node.get_name()} = {write(node, wrapper)}{wrapper.ending}")
+
+    CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(operator, CustomCodegen(python=written))

@@ -1,0 +1,58 @@
+"""Tensors: memory, versions, and what wrappers and nested tensors are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "empty_strided_cpu", "is_out_of_memory", "is_traceable_wrapper_subclass", "nested_like", "nested_parts",
+    "nested_size", "ragged_dim", "shares_storage", "version",
+]  # fmt: skip
+
+empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
+"""(sizes, strides, dtype) -> tensor. Inductor's code makes tensors with it, in half the time of torch's own."""
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place. Without it, a tensor that was changed would be taken for what it was."""
+    return tensor._version
+
+
+def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same memory, also without data. (Addresses are 0 there.)"""
+    return torch._C._is_alias_of(tensor, other)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, of a device or of the host. For the host's, torch has a type of error
+    that means anything: it is told by the allocator's name in the text."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def nested_parts(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, offsets) of a jagged nested tensor, which its methods return with a gradient, as calls of a graph."""
+    return nested._values, nested._offsets
+
+
+def nested_size(nested: Any) -> tuple[Any, ...]:
+    """The sizes of a jagged nested tensor, without asking Dynamo for a guard."""
+    return nested._size
+
+
+def ragged_dim(nested: Any) -> int:
+    """The dimension of a jagged nested tensor whose length differs."""
+    return nested._ragged_idx
+
+
+def nested_like(values: torch.Tensor, other: Any) -> Any:
+    """Values as a nested tensor of the sequences of another. `torch.nested.nested_tensor_from_jagged` would look for
+    the longest sequence again, and would not keep the length of one tensor for that of the other."""
+    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
+
+    extremes = {"min_seqlen": other._maybe_min_seqlen, "max_seqlen": other._maybe_max_seqlen}
+    return nested_view_from_values_offsets(values, other.offsets(), **extremes)

@@ -1,0 +1,120 @@
+"""Graphs and their traces: `make_fx` with proxies of our own making, and what Dynamo notes in graphs.
+
+`torch.fx.experimental` has no underscore, but no promise either, so it is here as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram, ExportGraphSignature
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    _ProxyTensor,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    set_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.proxy import _COPY_META_FIELDS, Proxy
+from torch.nn.utils.stateless import _reparametrize_module
+
+from fusion.torch_private.trees import tree_map
+
+__all__ = [
+    "ORIGINS", "carry_source", "current_node", "current_tracer", "disable_proxy_modes_tracing",
+    "has_source", "is_plain", "lazy_module", "make_fx", "node_of", "rename", "reparametrized", "stand_for", "track",
+    "untraced", "updated", "with_tracer", "written",
+]  # fmt: skip
+
+ORIGINS = ("stack_trace", *_COPY_META_FIELDS)
+"""The annotations of a node that say where in the model it comes from."""
+_PRE_DISPATCH = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+
+
+def current_tracer() -> Any:
+    """The tracer of the running `make_fx`; None outside of one."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
+def with_tracer(tracer: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside, operators are traced below autograd and the levels of torch.func, and not where the rest is."""
+    return ProxyTorchDispatchMode(tracer, "fake")
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Inside, nothing is traced. (Taking the trace's mode off and putting it back, as `disable_proxy_modes_tracing`
+    does, clears the caches of all operators.)"""
+    with torch._C._ExcludeDispatchKeyGuard(_PRE_DISPATCH), torch._C.DisableTorchFunction():
+        yield
+
+
+def written(tracer: Any, kind: str, target: Any, args: Any, kwargs: Any) -> Proxy:
+    """Write a call into the traced graph, of values that are traced. kind: "call_function" or "call_method"."""
+    return tracer.create_proxy(kind, target, *tree_map(tracer.unwrap_proxy, (args, kwargs)))
+
+
+def track(value: Any, proxy: Proxy, tracer: Any) -> Any:
+    """The value, of which the trace knows from now on that the proxy stands for it."""
+    return track_tensor_tree(value, proxy, constant=None, tracer=tracer)
+
+
+def stand_for(tensor: torch.Tensor, node: Node, tracer: Any) -> None:
+    """`track` for one tensor, without looking for what it contains."""
+    set_proxy_slot(tensor, tracer, _ProxyTensor(Proxy(node, tracer), None))
+
+
+def node_of(tensor: Any, tracer: Any) -> tuple[Node, torch.Tensor | None] | None:
+    """The node that stands for a tensor, and its values where the trace knows them; None for an unknown tensor."""
+    held = tracer.tensor_tracker.get(tensor)
+    return None if held is None else (held.proxy.node, held.constant)
+
+
+def lazy_module(root: torch.nn.Module | Mapping[str, Any], graph: Graph) -> GraphModule:
+    """A module whose Python code is written when it is called."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
+
+
+def reparametrized(module: torch.nn.Module, state: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Inside, a module has other parameters and buffers: `torch.func.functional_call` around more than one call."""
+    return _reparametrize_module(module, dict(state))
+
+
+def current_node(interpreter: torch.fx.Interpreter, node: Node) -> contextlib.AbstractContextManager[None]:
+    """Inside, what is traced has the annotations of a node that an interpreter runs."""
+    return interpreter._set_current_node(node)
+
+
+def rename(node: Node, name: str) -> None:
+    """Give a node a name, or one like it where that is taken."""
+    node._rename(name)
+
+
+def updated(program: ExportedProgram, module: GraphModule, signature: ExportGraphSignature) -> ExportedProgram:
+    """An exported program with another graph, and state, dynamic shapes and verifiers as they were."""
+    return program._update(module, signature)
+
+
+def is_plain(graph: Graph) -> bool:
+    """Whether a graph takes its inputs one by one: that of an exported program's module packs them."""
+    return type(graph._codegen) is torch.fx.graph.CodeGen
+
+
+def has_source(node: Node) -> bool:
+    """Whether Dynamo made this input of a graph."""
+    return hasattr(node, "_dynamo_source")
+
+
+def carry_source(origin: Node, target: Node) -> None:
+    """Let an input come from where another does. Without it, AOTAutograd does not know parameters from inputs."""
+    if has_source(origin):
+        target._dynamo_source = origin._dynamo_source  # type: ignore[attr-defined]

@@ -1,0 +1,28 @@
+"""torch's structured log as fusion.torch_private.tracelog writes it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from fusion.torch_private import tracelog
+
+_PROGRAM = """
+from fusion.torch_private import tracelog
+import torch
+assert tracelog.is_on()
+tracelog.write("fusion_test", lambda: "the text")
+"""
+
+
+def test_nobody_reads_by_default() -> None:
+    assert not tracelog.is_on()
+    tracelog.write("fusion_test", lambda: "unread")
+
+
+def test_a_text_is_found_in_the_log(tmp_path: Path) -> None:
+    import os
+
+    subprocess.run([sys.executable, "-c", _PROGRAM], check=True, env={**os.environ, "TORCH_TRACE": str(tmp_path)})
+    text = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert json.dumps({"name": "fusion_test", "encoding": "string"})[1:-1] in text and "the text" in text
