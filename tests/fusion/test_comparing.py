@@ -42,6 +42,14 @@ def test_compare_of_a_model_takes_its_parameters_to_float64():
     assert next(model.parameters()).dtype is torch.float32
 
 
+def test_compare_of_a_compiled_model_is_that_of_the_model():
+    model, hooked = torch.nn.MultiheadAttention(16, 2, batch_first=True).eval(), []
+    model.register_forward_hook(lambda *_: hooked.append(1))
+    x = torch.randn(1, 9, 16)
+    found = fusion.compare(torch.compile(model), x, x, x, seconds=0.01, need_weights=False)
+    assert not found.note and found["fusion"].error <= found["fusion"].allowed and hooked
+
+
 def test_peak_memory_is_what_a_call_holds_at_most():
     keep = torch.zeros(10)
 
