@@ -39,6 +39,7 @@ from fusion.report.report import NO_ATTENTION, Report, publish
 from fusion.runtime import kernels, op, tangents  # noqa: F401  (op registers torch.ops.fusion.attention)
 from fusion.site_reports import report_of
 from fusion.torch_private.dynamo import RestartAnalysis, counters
+from fusion.torch_private.modes import without_function_modes
 from fusion.validation import Verdict, calls, key_sets, validate
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ def _rewritten(
     for which it is not to be changed."""
     graph, notes = _normalized(module, example_inputs, bodies, options)
     dump.stage("normalized", graph)
-    with undisturbed.by_function_modes():
+    with without_function_modes():  # a default device is for the graph's tensors, which is traced again under it
         return _replaced(graph, notes, options, dump, but)
 
 

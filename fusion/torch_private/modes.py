@@ -13,7 +13,7 @@ from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
     """Inside, no mode of the caller's (a default device, say) changes what is called. `torch.overrides` can add modes
-    only; without this, the tensors of an analysis would come to lie on the caller's device."""
+    only; without this, tensors of an analysis would come to lie on the caller's device."""
     modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
     try:
         yield

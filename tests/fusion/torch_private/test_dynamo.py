@@ -86,8 +86,8 @@ def test_backends_are_registered_by_name() -> None:
 
 
 def test_a_graph_runs_without_inductor() -> None:
-    module = torch.fx.symbolic_trace(lambda x: (x.sin(),))
+    module = torch.fx.symbolic_trace(lambda x: (x * 3,))
     x = torch.ones(2, requires_grad=True)
     (result,) = dynamo.aot_eager(module, [x])(x)
     result.sum().backward()
-    assert torch.allclose(x.grad, torch.ones(2).cos())
+    assert x.grad.tolist() == [3.0, 3.0]

@@ -40,12 +40,12 @@ def _square(x: torch.Tensor) -> torch.Tensor:
 
 @needs_compiler
 def test_graphs_are_compiled_with_settings() -> None:
-    module = symbolic_trace(lambda x: (x.sin() + 1,))
+    module = symbolic_trace(lambda x: (x * 2 + 1,))
     x = torch.ones(3)
     ran = _Pass()
     run = inductor.compiled(module, [x], {"pre_grad_custom_pass": ran})
     assert not getattr(run, "_boxed_call", False)
-    assert torch.allclose(run(x)[0], x.sin() + 1)
+    assert run(x)[0].tolist() == [3.0] * 3
     assert ran.depths == [1] and ran.packaging == [False]
 
 
