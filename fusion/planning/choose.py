@@ -143,7 +143,10 @@ def _tiles_and_times(
         tiles = _with_splits(tiles, problem, machine, fixed.get("B_s")) if cut else tiles
         shares = shares_of(problem, tiles) if chosen.skips else np.ones(len(tiles["B_r"]))
         return tiles, gpu_time(machine, problem, tiles, shares, _splits(problem, tiles))
-    tile = _least_io(name, problem, machine.fast_elements(problem.dtype), features)
+    if machine.kind == "gpu" and chosen.direction == "backward" and chosen.runs_on("gpu"):
+        tile = _backward_tile(problem, machine, name)
+    else:
+        tile = _least_io(name, problem, machine.fast_elements(problem.dtype), features)
     tiles = {key: np.array([size]) for key, size in tile.items()}
     share = problem.live_share(tile["B_r"], tile["B_c"]) if chosen.skips else 1.0
     result = _counts(name, problem, machine, tile, share, features)
@@ -154,6 +157,20 @@ def _splits(problem: Problem, tiles: Tiles) -> np.ndarray:
     """Into how many parts tiles cut the keys."""
     n_k = max(1, problem.n_k)
     return np.ceil(n_k / tiles.get("B_s", np.array([n_k])))
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_tile(problem: Problem, machine: Machine, name: str) -> Tile:
+    """The tiles that GPU kernels of a backward schedule run in: B_r x B_c of those at rest on keys, B_o x B_p of the
+    one at rest on queries."""
+    from fusion.planning.from_sizes import attention_of
+    from fusion.planning.gpu_model import JOINT, KEYS, KEYS_ALONE, QUERIES, backward_tiles
+
+    tiles = backward_tiles(attention_of(problem), machine, problem.d, problem.d_v)
+    on_keys = tiles[{"backward_fused": JOINT, "backward_split": KEYS, "backward_apart": KEYS_ALONE}[name]]
+    on_queries = tiles[QUERIES]
+    every = {"B_r": on_keys.rows, "B_c": on_keys.keys, "B_o": on_queries.rows, "B_p": on_queries.keys}
+    return {key: size for key, size in every.items() if key in schedule(name).tile}
 
 
 @functools.lru_cache(maxsize=4096)

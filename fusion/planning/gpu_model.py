@@ -76,11 +76,9 @@ class TileModel:
         if machine.interpreted:
             tiles = dict.fromkeys((QUERIES, KEYS), Tile(rows=32, keys=32, warps=4, stages=1))
         else:
-            tiles, clocks, unfit = {}, {}, {}
-            for kernel in BACKWARD:
-                work = work_of(spec, kernel, d, d_v)
-                extent = extent_of(spec, kernel, USUAL_HEADS, USUAL, USUAL)
-                tiles[kernel] = tile = best(work, machine, extent, may_rotate(spec, kernel))
+            tiles, clocks, unfit = backward_tiles(spec, machine, d, d_v), {}, {}
+            for kernel, tile in tiles.items():
+                work, extent = _backward_work(spec, kernel, d, d_v)
                 unfit[kernel] = slowed(work, tile, machine) == math.inf
                 rounding = USUAL_HEADS * USUAL * rounded_bytes(work) / machine.main.bandwidth
                 clocks[kernel] = expected_clocks(work, tile, machine, extent) + rounding * clock_of(machine)
@@ -88,6 +86,19 @@ class TileModel:
             way = min(ways, key=lambda way: (sum(unfit[k] for k in way), sum(clocks[k] for k in way)))
             tiles = {kernel: tiles[kernel] for kernel in way}
         return {PREPARE: Tile(rows=tiles[owner_of_keys(tiles)].rows, keys=LEAST, warps=4, stages=1), **tiles}
+
+
+def backward_tiles(spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> dict[str, Tile]:
+    """The best tile of every backward kernel, by its name, whether or not it is of the way that is taken."""
+    tiles = {}
+    for kernel in BACKWARD:
+        work, extent = _backward_work(spec, kernel, d, d_v)
+        tiles[kernel] = best(work, machine, extent, may_rotate(spec, kernel))
+    return tiles
+
+
+def _backward_work(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> tuple[Work, Extent]:
+    return work_of(spec, kernel, d, d_v), extent_of(spec, kernel, USUAL_HEADS, USUAL, USUAL)
 
 
 def rounded_bytes(work: Work) -> int:

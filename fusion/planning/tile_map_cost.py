@@ -57,20 +57,20 @@ def map_time(spec: MapSpec, sizes: Sequence[int], machine: Machine) -> float:
     nodes = list(walk(spec.live, spec.full))
     cells = (n_q / CELL_ROWS if spec.rows else 1) * n_k / CELL_KEYS
     cells *= math.prod(size_value(extent, known) for extent in spec.batch)
-    read, looks = 0.0, 1
+    read = 0.0
     for part in loads(spec.live, spec.full):
         names = coordinates(part)
         elements = (n_q if "i" in names else 1) * (n_k if "j" in names else 1)
         for name in names:
             elements *= size_value(spec.batch[int(name[1:])], known) if name.startswith("b") else 1
         if elements >= WORTH_SAMPLING and not gpu:
-            elements, looks = min(elements, elements * SAMPLES * CELL_ROWS / n_q), SAMPLES
+            elements = min(elements, elements * SAMPLES * CELL_ROWS / n_q)  # in one pass
         read += elements * (4 if part.kind.value == "float" else 1)
     call, cell, reading = CALL, 1e-9, READING
     if gpu:
         call, reading = max(CALL, machine.launch), machine.main.bandwidth / 2
         cell = 32 / reading  # a few reads and writes of numbers of 8 bytes
-    return call * CALLS_PER_NODE * len(nodes) * looks + cell * cells * len(nodes) + read / reading
+    return call * CALLS_PER_NODE * len(nodes) + cell * cells * len(nodes) + read / reading
 
 
 def _attention_time(spec: AttentionSpec, sizes: Sequence[int], machine: Machine) -> float:

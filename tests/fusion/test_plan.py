@@ -100,6 +100,15 @@ def test_backward_plans():
     assert plan(problem(), "h200", direction="backward").schedule.startswith("backward")
 
 
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_gpu_backward_plans_have_tiles_of_kernels(width):
+    sizes = problem(n_q=4096, n_k=4096, d=width, d_v=width, dtype="bf16")
+    for name in ("backward_split", "backward_fused", "backward_apart"):
+        chosen = plan(sizes, "h200", name, direction="backward")
+        assert chosen.B_r >= 16 and all(size >= 16 and size & (size - 1) == 0 for _, size in chosen.tile), chosen
+        assert str(chosen).count(">=") == 1  # a limit of the time, said to be one
+
+
 def test_polynomial_only_when_asked_and_cheaper_for_long_keys():
     machine = Machine.two_level(20000)
     assert "polynomial" not in [item.schedule for item in compare(problem(), machine)]

@@ -9,10 +9,12 @@ import torch
 
 import fusion
 import fusion.runtime.op  # registers the ops
+from fusion import backend
 from fusion.ir import integers
 from fusion.ir.expr import ZERO, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD, MapSpec
+from fusion.machine import machine, with_cores
 from fusion.planning.tile_map_cost import map_pays
 from fusion.runtime.tile_map_op import Cells, tile_map
 from tests.numerics import assert_as_exact_as_eager, wide
@@ -271,6 +273,19 @@ def test_the_cost_model_weighs_the_pass_against_all_that_share_it():
     # A GPU computes one such layer in less time than the pass takes, but not all layers of a model.
     assert not map_pays(mapped, [], [(spec, large)], "h200")
     assert map_pays(mapped, [], [(spec, [4, 32, 8192, 8192])] * 24, "h200")
+
+
+def test_a_float_buffer_of_ones_and_zeros_gets_a_map_in_one_layer(monkeypatch):
+    """nanoGPT's mask: each layer has a buffer of its own, so that nothing is shared."""
+    bias, asked = torch.tril(torch.ones(1024, 1024)).view(1, 1, 1024, 1024), []
+
+    def attend(q, k, v, bias):
+        return (q @ k.mT * 0.125).masked_fill(bias == 0, -math.inf).softmax(-1) @ v
+
+    monkeypatch.setattr(backend, "map_pays", lambda *arguments: asked.append(arguments[:3]) or False)
+    with torch.no_grad():
+        fusion.explain(attend, *(torch.randn(1, 12, 1024, 64) for _ in range(3)), bias)
+    assert map_pays(*asked[0], with_cores(machine(None), 2))
 
 
 def test_on_a_gpu_no_number_is_waited_for():
