@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion import dynamo, logs, mkl, undisturbed
+from fusion import dynamo, linear, logs, mkl, undisturbed
 from fusion.approximate import certificates
 from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import Kind
@@ -68,7 +68,8 @@ def _fusion(
     from fusion.inner_compiler import compile_rest
 
     try:
-        compiled = compile_rest(fused, example_inputs, chosen, mode)
+        with linear.noting(report.notes):
+            compiled = compile_rest(fused, example_inputs, chosen, mode)
     except RestartAnalysis:
         raise  # Dynamo traces the same code again, with a float as a number: that graph has the report
     except Exception:

@@ -19,7 +19,7 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
         from fusion.torch_private.dynamo import aot_eager
 
         return aot_eager(module, example_inputs)
-    from fusion import inductor_passes
+    from fusion import inductor_passes, linear
     from fusion.runtime.bound import teach_inductor
     from fusion.torch_private import inductor
 
@@ -29,4 +29,4 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
             node.meta.pop("val", None)
     has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)
     settings = (inductor.settings_of_mode(mode) if mode else {}) | inductor_passes.below_rewrite(has_dtensors)
-    return inductor.compiled(module, example_inputs, settings)
+    return inductor.compiled(module, example_inputs, settings | linear.settings(module, options.linear))

@@ -35,6 +35,8 @@ class Options:
         "always", or "never".
     training: whether attention with few scores is fused where it is trained on a CPU: "auto" where that is predicted to
         be as fast as code that stores the scores, for lengths that are fixed (docs/options.md), or "always".
+    linear: whether products of float32 matrices on CPUs, as in linear layers, are computed by oneDNN: "auto" where that
+        was measured to be faster than MKL on this processor (docs/linear.md), "always", or "never".
     block_mask: a mask for every attention, beside the model's own: a callable `keep(b, h, i, j)` of integer tensors
         that returns a bool tensor, or a bool tensor [.., rows, columns] of blocks (leading dimensions: heads, or batch
         and heads). None for no such mask. An attention that cannot have it is an error.
@@ -55,6 +57,7 @@ class Options:
     transforms: When = "auto"
     cascades: When = "auto"
     training: Training = "auto"
+    linear: When = "auto"
     block_mask: Any = None
     autotune: bool = False
     strict: bool = False

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    findings = [*_packages(), _entry_point(), _cpp_compiler(), _cache(), _cpu(), _gpu()]
+    findings = [*_packages(), _entry_point(), _cpp_compiler(), _cache(), _cpu(), _gpu(), _products()]
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -153,6 +153,17 @@ def _cpu() -> Finding:
     except Exception as problem:
         return Finding(name="target cpu", state="broken", found=f"{type(problem).__name__}: {problem}", advice=_REPORT)
     return _smoke("cpu", about)
+
+
+def _products() -> Finding:
+    """Which library computes the products of a model's linear layers on the CPU."""
+    from fusion.linear import products, speeds
+
+    if reason := products.lacks():
+        return Finding(name="linear layers", state="missing", found=f"all by torch's library: {reason}")
+    speed = speeds.of_threads(torch.get_num_threads())
+    where = "oneDNN where it is faster" if speed.ever_pays else "all by MKL, which is as fast as oneDNN"
+    return Finding(name="linear layers", state="ok", found=f"{where} ({speed})")
 
 
 def _gpu() -> Finding:

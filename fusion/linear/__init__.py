@@ -1,0 +1,13 @@
+"""Products of matrices in what is left of a graph, by the library that is fastest for them on this processor.
+
+On some processors MKL, which torch calls for float32, has less than half the speed of oneDNN, which torch contains. A
+pass of Inductor's, below autograd, lets the products of forward and backward graphs go to oneDNN where a measurement
+says that it is faster (docs/linear.md). Nothing is packed: operands are read where they stand, at every call.
+
+    settings(module, when)   Inductor's settings for a graph: the door
+    noting(notes)            what the report says
+"""
+
+from fusion.linear.door import noting, settings
+
+__all__ = ["noting", "settings"]

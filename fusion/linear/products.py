@@ -1,0 +1,90 @@
+"""Products by oneDNN, in parts where their sums are deep."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fusion.torch_private import onednn
+from fusion.torch_private.fake import unset_fake_temporarily
+from fusion.torch_private.modes import without_function_modes
+
+CHAIN = 430
+"""Terms that may be added one to the other, on average over a sum. MKL adds up 192 and then such sums; chains of 512
+have errors of 1.3 times what the project's rule allows beside it, chains of 430 stay within."""
+FEW = (2, 3)
+"""Rows for which MKL has shorter chains: beside it oneDNN would round worse than the rule allows."""
+
+
+@functools.cache
+def lacks() -> str:
+    """Why no product of this torch may go to oneDNN; "" where they may."""
+    if not torch.backends.mkl.is_available():
+        return "torch is built without MKL, beside which oneDNN's sums were looked at"
+    return onednn.lacks()
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`. Operands may have any strides; of those that oneDNN
+    cannot read a copy is made, for this call."""
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    if (part := width(x.shape[1])) == x.shape[1]:
+        return onednn.product(x, _dense(w), bias)
+    parts = zip(x.split(part, 1), w.split(part, 1), strict=True)
+    left, right = next(parts)
+    out = onednn.product(left, _dense(right), bias)
+    for left, right in parts:
+        out = onednn.product_and(left, _dense(right), out)
+    return out
+
+
+@functools.lru_cache(65536)
+def width(depth: int) -> int:
+    """How many terms of sums of `depth` terms one call is given, so that they are added in chains that are not long."""
+    count = 1
+    while (part := -(-depth // count)) > CHAIN and _chain(part) > CHAIN:
+        count += 1
+    return part
+
+
+def _chain(depth: int) -> float:
+    """The length of the chains in which oneDNN adds up so many terms, averaged over the terms.
+
+    In float32 2**24 + 1 is 2**24: from a chain that begins with 2**24 the ones that follow are missing in the sum."""
+    with plainly():
+        x, w = torch.ones(2, 64, depth, dtype=torch.float32, device="cpu")
+        w[:, 0] = 2.0**24
+        out = onednn.product(x, w, None)
+        longest = depth - int((out - 2.0**24).min())
+    rest = depth % longest
+    return (depth - rest) / depth * longest + rest / depth * rest
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Operations on tensors of ours, whatever the graph is compiled or run under."""
+    with (
+        unset_fake_temporarily(),
+        without_function_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def copied(x: Tensor, w: Tensor) -> int:
+    """How many elements of the operands a product copies."""
+    parts = width(x.shape[1]) < x.shape[1]
+    left = parts or not x.is_contiguous()
+    right = not w.mT.is_contiguous() and (parts or not w.is_contiguous())
+    return left * x.numel() + right * w.numel()
+
+
+def _dense(w: Tensor) -> Tensor:
+    return w if w.is_contiguous() or w.mT.is_contiguous() else w.contiguous()

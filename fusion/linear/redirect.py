@@ -1,0 +1,132 @@
+"""The pass: products of a graph below autograd become `fusion::linear` where that pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fusion.linear import op, products, speeds
+from fusion.passes import nodes
+from fusion.torch_private.dynamo import counters
+from fusion.torch_private.inductor import CustomGraphPass, is_packaging
+
+aten = torch.ops.aten
+COUNTED = "fusion_products_by_onednn"
+MANY = 1024
+"""Rows, or terms, that are assumed of a size that is not known: where oneDNN is not faster then, nothing changes."""
+
+
+class ProductsPass(CustomGraphPass):
+    """Sends float32 products on CPUs to the faster library. always: whichever that is.
+
+    Packages of AOTInductor stay as they are: they would need our operator where they run."""
+
+    def __init__(self, always: bool) -> None:
+        self.always, self.threads = always, torch.get_num_threads()
+
+    def __call__(self, graph: Graph) -> None:
+        if is_packaging():
+            return
+        for target in (aten.mm.default, aten.addmm.default, aten.bmm.default):
+            for node in graph.find_nodes(op="call_function", target=target):
+                if (product := _product(node)) is not None and self._goes(product):
+                    _replace(graph, node, product, self.always or product.is_static)
+                    counters["inductor"][COUNTED] += 1
+
+    def uuid(self) -> str:
+        """What results depend on beside the graph."""
+        chosen = "always" if self.always else repr(speeds.of_threads(self.threads))
+        return f"fusion, products {op.VERSION}, {self.threads} threads: {chosen}"
+
+    def _goes(self, product: _Product) -> bool:
+        (m, k), n = product.x.shape, product.w.shape[0]
+        if self.always:
+            return not isinstance(k, int) or k > 0
+        if product.is_static:
+            return speeds.onednn_pays(m, k, n, products.copied(product.x, product.w), self.threads)
+        m, k, n = (size if isinstance(size, int) else MANY for size in (m, k, n))
+        return speeds.onednn_pays(m, k, n, 0, self.threads)
+
+
+def is_large(value: Any) -> bool:
+    """Whether a value is a matrix that is not small, or a batch of them, in float32 on a CPU."""
+    return (
+        isinstance(value, Tensor)
+        and _is_float32(value)
+        and value.dim() >= 2
+        and all(not isinstance(size, int) or size >= speeds.LEAST for size in value.shape[-2:])
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """x: [m, k] and w: [n, k], as values; left: [.., m, k], right: [.., k, n] and what is added to it, as nodes."""
+
+    x: Tensor
+    w: Tensor
+    left: Node
+    right: Node
+    added: Node | None
+
+    @property
+    def is_static(self) -> bool:
+        """Whether nothing is left to decide at run time."""
+        sizes = (*self.x.shape, *self.w.shape, *self.x.stride(), *self.w.stride())
+        return all(isinstance(size, int) for size in sizes)
+
+
+def _product(node: Node) -> _Product | None:
+    """The product of a node that oneDNN can compute, else None."""
+    *added, left, right = node.args
+    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return None
+    x, w = nodes.value(left), nodes.value(right)
+    if not _is_float32(x) or not _is_float32(w):
+        return None
+    if x.dim() == 3:
+        if not isinstance(x.shape[0], int) or x.shape[0] != 1:
+            return None
+        x, w = x[0], w[0]
+    return _Product(x=x, w=w.mT, left=left, right=right, added=added[0] if added else None)
+
+
+def _is_float32(value: Tensor) -> bool:
+    """Whether this is a dense tensor in float32 on a CPU."""
+    return value.dtype is torch.float32 and value.device.type == "cpu" and value.layout is torch.strided
+
+
+def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
+    """Put `fusion::linear` in the place of a product. What is added to it and is no bias is added to its result, where
+    Inductor fuses it with what follows."""
+    left, right, bias = product.left, product.right, product.added
+    further = None if bias is None or _is_bias(nodes.value(bias), product.w.shape[0]) else bias
+    batched = node.target is aten.bmm.default
+    with graph.inserting_before(node):
+        if batched:
+            left, right = (_call(graph, node, aten.select.int, side, 0, 0) for side in (left, right))
+        turned = _call(graph, node, aten.permute.default, right, [1, 0])
+        given = left, turned, None if bias is further else bias, chosen
+        made = _call(graph, node, torch.ops.fusion.linear.default, *given)
+        if batched:
+            made = _call(graph, node, aten.unsqueeze.default, made, 0)
+        if further is not None:
+            made = graph.call_function(aten.add.Tensor, (made, further))
+            made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _is_bias(value: Any, n: Any) -> bool:
+    return value.dim() == 1 and isinstance(n, int) and isinstance(value.shape[0], int) and value.shape[0] == n
+
+
+def _call(graph: Graph, product: Node, target: Any, *arguments: Any) -> Node:
+    """A call that stands for (a part of) a product; its value is derived from those of its arguments."""
+    made = graph.call_function(target, arguments)
+    made.meta = {key: value for key, value in product.meta.items() if key != "val"}
+    made.meta["val"] = target(*(nodes.value(a) if isinstance(a, Node) else a for a in arguments))
+    return made

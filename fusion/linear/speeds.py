@@ -1,0 +1,193 @@
+"""Times of products by MKL and oneDNN on this processor, measured once and kept, and what follows from them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from fusion import disk_cache
+from fusion.linear import products
+from fusion.machine import cpu, machine
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 8, 64, 256)
+SIZES = ((64, 64), (256, 256), (384, 1024))
+"""The products that are measured: m, and (k, n) by their product."""
+MARGIN = 1.1
+"""How many times as fast oneDNN has to be."""
+LEAST = 32
+"""Least k and n of a product that goes to oneDNN; narrower ones are not measured."""
+SECONDS = 0.9
+"""The longest that a measurement takes."""
+ALIKE, ENOUGH = 1.25, 3
+"""A time counts once so many runs took at most that many times the shortest: on a busy machine few runs are whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Seconds of products, by rows and then by sizes, and of the copy of an element. threads: that ran them."""
+
+    mkl: tuple[float, ...]
+    onednn: tuple[float, ...]
+    copy: float
+    threads: int
+
+    def seconds(self, times: Sequence[float], m: int, k: int, n: int) -> float:
+        """The time of a product, interpolated by the logarithms of m and k * n; proportional beyond the largest."""
+        sizes = [a * b for a, b in SIZES]
+        scale = max(1.0, m / ROWS[-1]) * max(1.0, k * n / sizes[-1])
+        (row, above), (size, right) = _place(ROWS, m), _place(sizes, k * n)
+        corners = [math.log(times[(row + a) * len(sizes) + size + b]) for a in (0, 1) for b in (0, 1)]
+        low, high = (corners[a] * (1 - right) + corners[a + 1] * right for a in (0, 2))
+        return scale * math.exp(low * (1 - above) + high * above)
+
+    def onednn_pays(self, m: int, k: int, n: int, copied: int) -> bool:
+        """Whether oneDNN is faster by the margin. copied: elements that are copied for it."""
+        if min(k, n) < LEAST or not m or m in products.FEW:
+            return False
+        width = products.width(k)
+        own = k / width * self.seconds(self.onednn, m, width, n) + copied * self.copy
+        return self.seconds(self.mkl, m, k, n) > MARGIN * own
+
+    @property
+    def ever_pays(self) -> bool:
+        """Whether oneDNN is faster for some of the products that were measured."""
+        return any(self.onednn_pays(*sizes, 0) for sizes in _measured())
+
+    def rates(self) -> tuple[float, float]:
+        """flop/s of MKL and oneDNN in the largest product that was measured."""
+        flops = 2 * ROWS[-1] * math.prod(SIZES[-1])
+        return flops / self.mkl[-1], flops / self.onednn[-1]
+
+    def __str__(self) -> str:
+        mkl, own = (f"{rate / 1e9:.0f}" for rate in self.rates())
+        return f"{own} GFLOP/s; MKL {mkl}" + (" by one thread" if self.threads == 1 else "")
+
+
+_ONES = (1.0,) * (len(ROWS) * len(SIZES))
+UNKNOWN = Speeds(mkl=_ONES, onednn=_ONES, copy=1.0, threads=0)
+"""Of a machine that is too busy to be measured: nothing pays."""
+
+
+def _place(grid: Sequence[int], at: int) -> tuple[int, float]:
+    """The interval of a grid that a number lies in, and how far in, by logarithms."""
+    at = min(max(at, grid[0]), grid[-1])
+    low = max(0, next(i for i, value in enumerate(grid) if value >= at) - 1)
+    return low, math.log(at / grid[low]) / math.log(grid[low + 1] / grid[low])
+
+
+@functools.lru_cache(65536)
+def onednn_pays(m: int, k: int, n: int, copied: int, threads: int) -> bool:
+    """Whether a product is to go to oneDNN; measured where that was never done for so many threads."""
+    return of_threads(threads).onednn_pays(m, k, n, copied)
+
+
+known: dict[int, Speeds] = {}
+"""The speeds that this process has asked for, by the number of threads."""
+
+
+def of_threads(threads: int) -> Speeds:
+    """The speeds of this machine with so many threads, which must be those of this thread."""
+    if threads not in known:
+        known[threads] = _read_or_measured(threads)
+    return known[threads]
+
+
+def _read_or_measured(threads: int) -> Speeds:
+    name = _name(threads)
+    if (content := disk_cache.stored(name)) is not None:
+        return Speeds(**{key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(content).items()})
+    started = time.perf_counter()
+    speeds = measured(SECONDS / 2) or _measured_by_one_thread()
+    if speeds is None:
+        log.warning("products stay with MKL in this process: this machine is too busy to measure them")
+        return UNKNOWN
+    log.info("measured products in %.2f s: %s", time.perf_counter() - started, speeds)
+    if speeds.threads == threads:
+        disk_cache.store(name, json.dumps(asdict(speeds)).encode())
+    return speeds
+
+
+def _measured_by_one_thread() -> Speeds | None:
+    """Speeds on a machine that is so busy that several threads wait for each other: the libraries compare as they do
+    otherwise. It holds for this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measured(SECONDS / 2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+_SWITCHES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_")
+
+
+def _name(threads: int) -> str:
+    """The file of the speeds: what they depend on, as a name."""
+    switches = sorted(item for item in os.environ.items() if item[0].startswith(_SWITCHES))
+    found = machine()
+    facts = [cpu.identity(), found.name, sorted(found.isa), found.cores, threads, "float32", torch.__version__]
+    key = json.dumps([*facts, switches, ROWS, SIZES, products.CHAIN, disk_cache.tag()])
+    return f"products_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def measured(seconds: float) -> Speeds | None:
+    """Speeds as they are now, with the threads of this thread; None where runs are disturbed all the time."""
+    found: list[tuple[float, float]] = []
+    deadline, count = time.perf_counter() + seconds, len(ROWS) * len(SIZES)
+    with products.plainly():
+        x = _matrix(*SIZES[-1]).t()
+        pairs = itertools.chain([(x.contiguous, x.contiguous)], itertools.starmap(_product, _measured()))
+        for number, pair in enumerate(pairs):
+            now = time.perf_counter()
+            if (times := _shortest(pair, now + (deadline - now) / (count + 1 - number))) is None:
+                return None
+            found.append(times)
+    (copy, _), *times = found
+    mkl, own = zip(*times, strict=True)
+    return Speeds(mkl=mkl, onednn=own, copy=copy / x.numel(), threads=torch.get_num_threads())
+
+
+def _measured() -> Iterator[tuple[int, int, int]]:
+    """The sizes of the products that are measured."""
+    return ((m, k, n) for m in ROWS for k, n in SIZES)
+
+
+def _matrix(rows: int, columns: int) -> torch.Tensor:
+    return torch.full((rows, columns), 0.5, dtype=torch.float32, device="cpu")
+
+
+def _product(m: int, k: int, n: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A product by MKL as Inductor calls it, and by oneDNN."""
+    x, w, bias, out = _matrix(m, k), _matrix(n, k), _matrix(1, n)[0], _matrix(m, n)
+    return lambda: torch.addmm(bias, x, w.t(), out=out), lambda: torch.ops.fusion.linear(x, w, bias, True)
+
+
+def _shortest(pair: tuple[Callable[[], object], Callable[[], object]], deadline: float) -> tuple[float, float] | None:
+    """The shortest times of two functions, called in turns, once enough runs of both come near them."""
+    times: tuple[list[float], ...] = ([], [])
+    for function in pair:
+        function()
+    while not all(map(_settled, times)):
+        if times[0] and time.perf_counter() > deadline:
+            return None
+        for function, taken in zip(pair, times, strict=True):
+            start = time.perf_counter()
+            function()
+            taken.append(time.perf_counter() - start)
+    return min(times[0]), min(times[1])
+
+
+def _settled(times: list[float]) -> bool:
+    return len(times) >= 2 * ENOUGH and sorted(times)[ENOUGH - 1] <= ALIKE * min(times)

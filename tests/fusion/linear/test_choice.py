@@ -1,0 +1,190 @@
+"""The choice between the libraries: by times that are measured, read from disk, or given."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import fusion
+from fusion.cli import main
+from fusion.linear import door, products, speeds
+from fusion.linear.speeds import ROWS, SIZES, Speeds
+from tests.numerics import assert_runs_as_exact_as_eager
+
+pytestmark = pytest.mark.skipif(bool(products.lacks()), reason=products.lacks() or "it is there")
+
+
+def given(mkl: float, own: float, overhead: float = 1e-5) -> Speeds:
+    """Speeds of a processor on which the libraries do so many GFLOP/s, and a call of oneDNN takes a while."""
+    flops = [2 * m * k * n for m in ROWS for k, n in SIZES]
+    return Speeds(
+        mkl=tuple(f / mkl / 1e9 for f in flops),
+        onednn=tuple(overhead + f / own / 1e9 for f in flops),
+        copy=1e-10,
+        threads=torch.get_num_threads(),
+    )
+
+
+@pytest.fixture
+def set_speeds(monkeypatch: pytest.MonkeyPatch):
+    def put(found: Speeds) -> None:
+        speeds.onednn_pays.cache_clear()
+        monkeypatch.setattr(speeds, "known", {torch.get_num_threads(): found})
+
+    yield put
+    speeds.onednn_pays.cache_clear()
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(x)))
+
+
+def compiled(module, x, **options) -> tuple[list[str], int]:
+    """The notes of a compilation, and how many products went to oneDNN in it."""
+    counters["fusion"].clear()
+    with fusion.collect_reports() as reports, torch.no_grad():
+        run = torch.compile(module, backend="fusion", options=options)
+        assert_runs_as_exact_as_eager(run, module, x)
+    return [note for report in reports for note in report.notes if "oneDNN" in note], counters["fusion"]["products"]
+
+
+def test_where_mkl_is_slow_many_rows_go_to_onednn() -> None:
+    zen = given(200, 450)
+    assert zen.onednn_pays(512, 384, 3072, 0) and zen.onednn_pays(197, 768, 768, 0)
+    assert not zen.onednn_pays(1, 64, 64, 0) and not zen.onednn_pays(4, 128, 128, 0)
+    assert not zen.onednn_pays(100000, 768, 4, 0), "too narrow to have been measured"
+    assert not zen.onednn_pays(0, 768, 768, 0)
+
+
+def test_where_mkl_is_as_fast_nothing_pays() -> None:
+    for own in (300, 320):
+        assert not given(300, own).ever_pays
+
+
+def test_copies_count() -> None:
+    zen = given(200, 450)
+    assert zen.onednn_pays(16, 768, 768, 0) and not zen.onednn_pays(16, 768, 768, 768 * 768)
+
+
+def test_times_between_and_beyond_what_was_measured() -> None:
+    zen = given(200, 450, overhead=0)
+    for m, k, n in ((1, 64, 64), (3, 100, 90), (256, 384, 1024), (5000, 768, 30000)):
+        rate = 2 * m * k * n / zen.seconds(zen.mkl, m, k, n) / 1e9
+        assert round(rate) == 200
+    assert zen.seconds(zen.mkl, 1, 8, 8) == zen.seconds(zen.mkl, 1, 64, 64)
+
+
+def test_the_report_says_what_went_where(set_speeds) -> None:
+    set_speeds(given(200, 450, overhead=0))
+    notes, count = compiled(Layers(), torch.randn(96, 256))
+    assert notes == ["linear: 2 products by oneDNN (450 GFLOP/s; MKL 200)"] and count == 2
+    torch._dynamo.reset()
+    assert compiled(Layers(), torch.randn(96, 256)) == (notes, 2), "a graph from Inductor's cache is counted, too"
+
+
+def test_nothing_changes_where_mkl_is_as_fast(set_speeds) -> None:
+    set_speeds(given(400, 420, overhead=0))
+    assert compiled(Layers(), torch.randn(96, 256)) == ([], 0)
+
+
+def test_never(set_speeds) -> None:
+    set_speeds(given(200, 450, overhead=0))
+    assert compiled(Layers(), torch.randn(96, 256), linear="never") == ([], 0)
+
+
+def test_products_in_other_dtypes_stay(set_speeds) -> None:
+    set_speeds(given(200, 450, overhead=0))
+    for dtype in (torch.float64, torch.bfloat16):
+        with torch.no_grad(), fusion.collect_reports() as reports:
+            torch.compile(Layers().to(dtype), backend="fusion", options={"linear": "always"})(
+                torch.randn(96, 256, dtype=dtype)
+            )
+        assert not any("oneDNN" in note for report in reports for note in report.notes)
+
+
+def test_rows_that_are_dynamic_are_decided_at_every_call(set_speeds, monkeypatch) -> None:
+    set_speeds(given(200, 450, overhead=1e-4))
+    rows, product = [], products.product
+    monkeypatch.setattr(products, "product", lambda x, w, bias: rows.append(len(x)) or product(x, w, bias))
+    module = torch.nn.Linear(256, 1024)
+    run = torch.compile(module, backend="fusion", dynamic=True)
+    with torch.no_grad():
+        for m in (300, 8, 200, 1, 0):
+            assert_runs_as_exact_as_eager(run, module, torch.randn(m, 256))
+    assert rows == [300, 200]
+
+
+def test_graphs_without_a_matrix_are_not_measured(monkeypatch) -> None:
+    monkeypatch.setattr(speeds, "of_threads", None)
+    with torch.no_grad():
+        torch.compile(lambda x: x.sin() + 1, backend="fusion")(torch.randn(7, 5))
+
+
+def test_a_torch_without_the_operator(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(products, "lacks", lambda: "this torch has none")
+    door._say_once.cache_clear()
+    with caplog.at_level("INFO", logger="fusion"):
+        for _ in range(2):
+            torch._dynamo.reset()
+            assert compiled(Layers(), torch.randn(96, 256), linear="always") == ([], 0)
+    assert [r.getMessage() for r in caplog.records if "this torch has none" in r.getMessage()] == [
+        "products stay with torch's library: this torch has none"
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(speeds, "known", {})
+    return tmp_path / "fusion"
+
+
+def test_a_measurement_is_kept(folder: Path, monkeypatch) -> None:
+    found = given(200, 450)
+    monkeypatch.setattr(speeds, "measured", lambda seconds: found)
+    threads = torch.get_num_threads()
+    assert speeds.of_threads(threads) is found
+    monkeypatch.setattr(speeds, "known", {})
+    monkeypatch.setattr(speeds, "measured", None)
+    assert speeds.of_threads(threads) == found, "read, not measured again"
+    assert len(list(folder.glob("products_*.json"))) == 1
+    monkeypatch.setattr(speeds, "measured", lambda seconds: replace(found, threads=threads + 1))
+    assert speeds.of_threads(threads + 1).threads == threads + 1, "of another number of threads"
+
+
+def test_a_machine_that_is_too_busy(folder: Path, monkeypatch) -> None:
+    """One thread alone is measured then, for this process; where that fails too, nothing pays."""
+    threads, asked = torch.get_num_threads(), []
+
+    def busy(seconds):
+        asked.append(torch.get_num_threads())
+        return replace(given(200, 450, overhead=0), threads=1) if asked[-1] == 1 and len(asked) < 3 else None
+
+    monkeypatch.setattr(speeds, "measured", busy)
+    assert speeds.of_threads(2).ever_pays and str(speeds.of_threads(2)) == "450 GFLOP/s; MKL 200 by one thread"
+    monkeypatch.setattr(speeds, "known", {})
+    assert not speeds.of_threads(2).ever_pays
+    assert asked == [threads, 1, threads, 1] and torch.get_num_threads() == threads
+    assert not list(folder.glob("products_*.json"))
+
+
+def test_a_measurement_is_whole() -> None:
+    """As this machine is: nothing is said of the figures, which depend on it."""
+    found = None
+    while found is None:
+        found = speeds._measured_by_one_thread()
+    assert len(found.mkl) == len(found.onednn) == len(ROWS) * len(SIZES)
+    assert min(*found.mkl, *found.onednn, found.copy) > 0
+
+
+def test_doctor_shows_it(set_speeds, capsys) -> None:
+    set_speeds(given(200, 450, overhead=0))
+    main(["doctor"])
+    assert "450 GFLOP/s; MKL 200" in capsys.readouterr().out
