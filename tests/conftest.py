@@ -221,3 +221,15 @@ def _training_with_few_scores_is_fused() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "PAYS", dict.fromkeys(planning.PAYS, (0, 0)))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _products_stay_with_torchs_library(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which library computes a product follows from a measurement, on which no test depends."""
+    if _place(request.node).startswith("fusion/linear/"):
+        yield
+        return
+    speeds = importlib.import_module("fusion.linear.speeds")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speeds, "of_threads", lambda threads: speeds.UNKNOWN)
+        yield
