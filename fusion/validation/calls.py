@@ -31,12 +31,17 @@ def compared(compiled: Callable[..., Any], module: GraphModule, fused: GraphModu
         eager = floats(_without_gradient(module, given, torch.Tensor.clone))
         exact = _exact(module, given)
         kept = [_copied(argument) for argument in given]
-        result = compiled(*arguments)
-        problem = _difference(floats(result), eager, exact)
-        trusted.append(compiled if problem is None else module)
+        result, kind = compiled(*arguments), "invalid"
+        try:
+            problem = _difference(floats(result), eager, exact)
+        except Exception as error:
+            problem, kind = f"they cannot be compared ({type(error).__name__}: {error})", "skipped"
         if problem is None:
+            if not trusted:  # else another thread's first call decided
+                trusted.append(compiled)
             return result
-        counters["fusion"]["invalid"] += 1
+        trusted[:] = [module]
+        counters["fusion"][kind] += 1
         log.error("a defect of fusion: its first call differs from eager, which runs from now on: %s", problem)
         for argument, before in zip(arguments, kept, strict=True):
             if isinstance(argument, Tensor) and not torch.equal(argument, before):
@@ -59,7 +64,7 @@ def _exact(module: GraphModule, given: Sequence[Any]) -> list[Tensor] | None:
     """The result in float64; None where the graph asks for another dtype."""
     try:
         return floats(_without_gradient(module, given, lambda x: widened(x.clone())))
-    except RuntimeError:
+    except Exception:
         return None
 
 
