@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fusion import dynamo
 from fusion.backend import fuse
 from fusion.options import Options
 from fusion.report.report import NO_ATTENTION, Report
@@ -27,6 +28,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Repor
         return graph.forward
 
     original = original_of(function)
+    dynamo.register()
     torch.compile(original, backend=backend)(*args, **kwargs)
     whole = merge(reports)
     whole.function = original

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from fusion import dynamo
 from fusion.api import check
 from fusion.api.compare import Measured, compare_results
 from fusion.exactness import is_float
@@ -105,6 +106,7 @@ def verify(
     """
     original, record = original_of(function), _Record(options=options or {}, gradients=gradients, wanted=site)
     given = tree_map(_differentiable, (args, kwargs)) if gradients else (args, kwargs)
+    dynamo.register()
     with torch.set_grad_enabled(gradients):
         torch.compile(original, backend=record.backend, dynamic=False)(*given[0], **given[1])
     whole, note = compare_results(original, args, kwargs, options or {})

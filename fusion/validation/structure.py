@@ -20,8 +20,8 @@ from fusion.validation.replay import literal, rule_of
 _MARKS = (marks.requires_grad, marks.stop_gradient, marks.mutations, marks.is_seed)
 
 
-def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> object:
-    """Equal for sites that validation cannot tell apart."""
+def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> str:
+    """A digest that is equal for sites that validation cannot tell apart."""
     operands = [operand for part in parts for operand in part.operands]
     ends = set(operands) - site.interior()
     numbers: dict[Node, int] = {}
@@ -44,7 +44,8 @@ def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
         lines.append((made, str(call), _described(here, hints)))
     specs = tuple((p.spec.to_json(), tuple(size_value(n, hints) for n in p.sizes), p.differentiable) for p in parts)
     specs = (*specs, *((numbers[node], tuple(map(str, use.at))) for node, use in further))
-    return specs, tuple(numbers.get(o, -1) for o in operands), numbers[site.anchor], site.dims, tuple(lines)
+    whole = specs, [numbers.get(o, -1) for o in operands], numbers[site.anchor], site.dims, lines
+    return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
 def _constant(here: Node) -> object:

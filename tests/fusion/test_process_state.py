@@ -96,11 +96,20 @@ def test_a_compilation_that_fails_in_the_inner_compiler_leaves_the_process_as_it
     """)
 
 
-def test_dynamo_hears_of_the_backend_when_it_is_asked_for() -> None:
-    run("""
+USES = {
+    "by name": 'torch.compile(lambda x: x + 1, backend="fusion", options={"inner": "eager"})(torch.ones(2))',
+    "by itself": "fusion.backend.fusion",
+    "explain": "fusion.explain(lambda x: x + 1, torch.ones(2))",
+    "verify": 'fusion.verify(lambda x: x + 1, torch.ones(2), options={"inner": "eager"})',
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_dynamo_hears_of_the_backend_when_it_is_asked_for(use: str) -> None:
+    run(f"""
         call = torch._C._nn.scaled_dot_product_attention
-        import fusion.backend
+        import fusion.backend, fusion.api.explain, fusion.api.verify
         assert call not in TorchInGraphFunctionVariable._get_handlers()
-        torch.compile(lambda x: x + 1, backend="fusion", options={"inner": "eager"})(torch.ones(2))
+        {USES[use]}
         assert call in TorchInGraphFunctionVariable._get_handlers()
     """)
