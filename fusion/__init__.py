@@ -52,6 +52,12 @@ _register()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        metadata = import_module("importlib.metadata")
+        try:
+            return metadata.version("fusion")
+        except metadata.PackageNotFoundError:
+            return "0 (a checkout that is not installed)"
     if name not in _EXPORTS:
         raise AttributeError(f"module 'fusion' has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)

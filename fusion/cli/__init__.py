@@ -23,7 +23,8 @@ COMMANDS = {
 def parser() -> argparse.ArgumentParser:
     """What parses the arguments of every command."""
     whole = argparse.ArgumentParser(prog="fusion", description="An attention compiler: what it would do, and why.")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    whole.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)
         help_text = command.HELP
@@ -40,9 +41,25 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
+class _Version(argparse.Action):
+    """Prints the versions of fusion and torch, which are looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        import fusion
+
+        print(f"fusion {fusion.__version__}, torch {version('torch')}")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code (0 done, 1 the command says no, 2 the request was wrong)."""
-    arguments = parser().parse_args(argv)
+    whole = parser()
+    arguments = whole.parse_args(argv)
+    if arguments.command is None:
+        whole.print_help()
+        return 0
     try:
         return arguments.run(arguments)
     except FusionError as error:

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="float32", help="element type (default %(default)s)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--M", type=int, help="fast memory of the two-level model, in elements")
+    where.add_argument("--M", type=_elements, help="fast memory of the two-level model, in elements (64K is 65536)")
     where.add_argument("--machine", help="cpu (this computer), a100, h100, h200, b200, mi300x (default cpu)")
     parser.add_argument("--schedule", help="only this schedule, with its plan explained")
     parser.add_argument("--features", type=int, help="polynomial features, to weigh the approximate schedule too")
@@ -59,6 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sweep", choices=["M"], help="plot the I/O of each schedule against M")
     parser.add_argument("--output", help="file of the plot (default io-against-M.png)")
+
+
+def _elements(text: str) -> int:
+    """A number of elements: 4000, 64K, 1M (of 1024)."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    try:
+        return int(number) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[unit]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of elements; give 65536, 64K or 1M") from None
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,7 @@ class SiteReport:
         return self.attentions[0].source or None if self.attentions else None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class Report:
     """The report of one compiled graph, or of all `graphs` of a model.
 
@@ -155,7 +156,7 @@ class Report:
     graph_breaks: list[str] = field(default_factory=list)
     graph_before: GraphModule | None = None
     graph_after: GraphModule | None = None
-    function: Callable[..., Any] | None = field(default=None, repr=False)
+    function: Callable[..., Any] | None = None
     comparison: Comparison | None = None
 
     @property
@@ -166,6 +167,16 @@ class Report:
         from fusion.report.text import to_text
 
         return to_text(self)
+
+    def __repr__(self) -> str:
+        notes = f", {len(self.notes)} notes" if self.notes else ""
+        return f"<Report: {self.fused} of {len(self.sites)} attentions fused{notes}; print it, or to_html(path)>"
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, as notebooks show it."""
+        from fusion.report.page import to_html
+
+        return f'<iframe srcdoc="{escape(to_html(self))}" width="100%" height="600" style="border:0"></iframe>'
 
     def compare(self, *args: Any, seconds: float = 2.0, **kwargs: Any) -> Comparison:
         """Run what was explained on these inputs as eager, Inductor and fusion do, and add what was measured.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fusion
 from fusion import disk_cache
 from fusion.cli import COMMANDS, main
 from fusion.cli import doctor as doctor_command
@@ -52,6 +53,21 @@ number = 3
 def model(tmp_path: Path) -> str:
     (tmp_path / "some_model.py").write_text(MODEL)
     return str(tmp_path / "some_model.py")
+
+
+def test_without_a_command_there_is_help_and_the_version_is_told(capsys):
+    assert main([]) == 0 and "fusion [-h]" in (help_text := capsys.readouterr().out)
+    assert all(name in help_text for name in COMMANDS)
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out.startswith(f"fusion {fusion.__version__}, torch ")
+
+
+def test_a_report_shows_itself_in_a_notebook_and_in_one_line():
+    report = fusion.explain(lambda q, k, v: torch.softmax(q @ k.mT / 5, -1) @ v, *torch.randn(3, 1, 2, 9, 4))
+    assert repr(report) == "<Report: 1 of 1 attentions fused; print it, or to_html(path)>"
+    shown = report._repr_html_()
+    assert shown.startswith("<iframe srcdoc=") and "&lt;h1&gt;" in shown and "<script" not in shown
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:

@@ -28,6 +28,14 @@ def test_table_for_the_two_level_model(capsys):
     assert "predicted" in text.splitlines()[3]
 
 
+def test_memory_is_given_in_elements_with_or_without_a_unit(capsys):
+    assert main(["cost", "--N", "1024", "--M", "2K"]) == 0
+    assert "M = 2048 elements" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["cost", "--M", "64Q"])
+    assert "'64Q' is no number of elements" in capsys.readouterr().err
+
+
 def test_a_machine_predicts_time_and_honours_the_dtype(capsys):
     arguments = [
         "cost",
