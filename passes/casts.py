@@ -20,11 +20,15 @@ from fusion.ir.primitives import ROUNDED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a pointwise operation: values of its arguments (an Expr, a Python scalar, a dtype, None)."""
+    """One call of a pointwise operation: values of its arguments (an Expr, a Python scalar, a dtype, None).
+
+    target: the overload, where a graph has one.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     dtype: torch.dtype
+    target: Any = None
 
     def get(self, position: int, name: str, default: Any = None) -> Any:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)

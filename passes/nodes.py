@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, optimization_hint, statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._sympy import functions as torch_sympy
 
 from fusion.ir import integers
@@ -21,6 +21,11 @@ from fusion.ir.ops import apply, as_float
 from fusion.ir.widths import LARGEST_SIZE
 from fusion.passes import assumptions
 from fusion.refusals import Ground, Refusal
+
+try:
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+except ImportError:  # before torch 2.12
+    from torch.fx.experimental.symbolic_shapes import size_hint as optimization_hint
 
 F = TypeVar("F", bound=Callable[..., Any])
 UNKNOWN = 1024

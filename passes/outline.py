@@ -205,7 +205,8 @@ class _Sealed(torch.nn.Module):
         return self._held[0]
 
     def forward(self, *args: Any) -> Any:
-        return self.body(*args)
+        with functorch.closed_on_error():
+            return self.body(*args)
 
 
 def described(node: Node) -> str | None:

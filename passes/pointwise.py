@@ -24,6 +24,7 @@ from fusion.ir.primitives import ROUNDED
 from fusion.passes.casts import FILL, Builder, Call, float_arithmetic, float_function, kind_of, operand, round_constants
 from fusion.passes.elementary import ELEMENTARY, INFINITY
 from fusion.passes.nodes import packet
+from fusion.passes.ties import as_torch_differentiates
 from fusion.passes.views import CASTS
 from fusion.torch_private.operators import OpOverload, schema
 
@@ -190,22 +191,51 @@ def _extremum(on_float: str, on_integer: str) -> Builder:
     return builder
 
 
-def _clamp(call: Call) -> Expr | None:
-    kind = kind_of(call.dtype)
-    if kind not in (Kind.FLOAT, Kind.INT):
-        return None
-    value = operand(call.args[0], kind)
-    low, high = (None if x is None else operand(x, kind) for x in (call.get(1, "min"), call.get(2, "max")))
-    if kind is Kind.INT:
+Clamped = Callable[[Expr, "Expr | None", "Expr | None"], Expr]
+"""(value, lower bound, upper bound) -> the value between the bounds."""
+
+
+def _clamp(of_floats: Clamped) -> Builder:
+    def builder(call: Call) -> Expr | None:
+        kind = kind_of(call.dtype)
+        if kind not in (Kind.FLOAT, Kind.INT):
+            return None
+        value = operand(call.args[0], kind)
+        low, high = (None if x is None else operand(x, kind) for x in (call.get(1, "min"), call.get(2, "max")))
+        if kind is Kind.FLOAT:
+            return of_floats(value, low, high)
         value = value if low is None else apply("imax", value, low)
         return value if high is None else apply("imin", value, high)
-    # Selections and not extrema, as those split the gradient between equal sides: here the value gets it all. A NaN
-    # gets none, nor does a lower bound that is no lower than the upper one.
-    value, low, high = (x if x is None else apply("detach_nan", x) for x in (value, low, high))
-    if low is not None:
-        bound = low if high is None else where(apply("flt", low, high), low, apply("detach", low))
-        value = where(_or_nan(apply("flt", value, low), low), bound, value)
-    return value if high is None else where(_or_nan(apply("flt", high, value), high), high, value)
+
+    return builder
+
+
+def _clamped(less: str) -> Clamped:
+    """By selections, which give a gradient to one side alone: a NaN gets none, nor does a lower bound that is no lower
+    than the upper one. less: "flt" where a value on its bound keeps the gradient, "fle" where the bound gets it."""
+
+    def clamped(value: Expr, low: Expr | None, high: Expr | None) -> Expr:
+        value, low, high = (x if x is None else apply("detach_nan", x) for x in (value, low, high))
+        if low is not None:
+            bound = low if high is None else where(apply("flt", low, high), low, apply("detach", low))
+            value = where(_or_nan(apply(less, value, low), low), bound, value)
+        return value if high is None else where(_or_nan(apply(less, high, value), high), high, value)
+
+    return clamped
+
+
+def _clamped_by_halves(value: Expr, low: Expr | None, high: Expr | None) -> Expr:
+    """A value on its bound shares the gradient with it, unless there are two bounds that are not apart."""
+    raised = value if low is None else apply("maximum", value, low)
+    between = raised if high is None else apply("minimum", raised, high)
+    if low is None or high is None:
+        return between
+    below, above, number = apply("flt", value, low), apply("flt", high, value), apply("feq", value, value)
+    equal = where(below, low, where(above, high, value))
+    crossed = where(number, high, apply("minimum", value, high))
+    unordered = where(apply("or", below, above), apply("detach", value), value) + math.nan
+    apart = where(apply("feq", low, high), equal, where(apply("flt", high, low), crossed, unordered))
+    return where(apply("flt", low, high), where(number, between, value), apart)
 
 
 def _or_nan(predicate: Expr, bound: Expr) -> Expr:
@@ -213,8 +243,11 @@ def _or_nan(predicate: Expr, bound: Expr) -> Expr:
     return apply("or", predicate, apply("fne", bound, bound))
 
 
-def _clamp_one(side: str) -> Builder:
-    return lambda call: _clamp(replace(call, args=call.args[:1], kwargs={side: call.get(1, side)}))
+_CLAMPS = tuple(map(_clamp, (_clamped("flt"), _clamped("fle"), _clamped_by_halves)))
+
+
+def _one_sided(side: str, both: Builder) -> Builder:
+    return lambda call: both(replace(call, args=call.args[:1], kwargs={side: call.get(1, side)}))
 
 
 def _lerp(start: Expr, end: Expr, weight: Expr, call: Call) -> Expr:
@@ -265,12 +298,18 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.masked_fill: lambda call: _select(call.args[1], call.args[2], call.args[0], call.dtype),
     aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),
     aten.max: _extremum("maximum", "imax"), aten.min: _extremum("minimum", "imin"),
-    aten.clamp: _clamp, aten.clamp_min: _clamp_one("min"), aten.clamp_max: _clamp_one("max"),
     aten.isinf: lambda call: apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), INFINITY),
     aten.isnan: _is_nan,
     aten.lerp: float_function(_lerp, 3), aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
 }  # fmt: skip
 """Overload packet -> builder. A builder returns None where it cannot express the call."""
+ALTERNATIVES: dict[Any, tuple[Builder, ...]] = {
+    aten.clamp: _CLAMPS, aten.clip: _CLAMPS,
+    aten.clamp_min: tuple(_one_sided("min", both) for both in _CLAMPS),
+    aten.clamp_max: tuple(_one_sided("max", both) for both in _CLAMPS),
+}  # fmt: skip
+"""Builders that differ in the gradient where arguments tie, of which torch decides (`fusion.passes.ties`)."""
+BUILDERS |= {packet: builders[0] for packet, builders in ALTERNATIVES.items()}
 _NAMESAKES = "floor ceil trunc sqrt rsqrt exp log log1p expm1 sin cos tanh sigmoid erf atan"
 for _name in _NAMESAKES.split():
     BUILDERS[getattr(aten, _name)] = float_function(lambda x, call, name=_name: apply(name, x))
@@ -278,7 +317,7 @@ BUILDERS[aten.tanh] = float_function(_tanh)
 _SECOND_NAMES = {
     "multiply": "mul", "divide": "div", "subtract": "sub", "negative": "neg", "absolute": "abs", "fix": "trunc",
     "sgn": "sign", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arcsinh": "asinh", "arctanh": "atanh",
-    "special_expit": "sigmoid", "special_erf": "erf", "true_divide": "div", "clip": "clamp", "less": "lt",
+    "special_expit": "sigmoid", "special_erf": "erf", "true_divide": "div", "less": "lt",
     "less_equal": "le", "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "__and__": "bitwise_and",
     "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__lshift__": "bitwise_left_shift",
     "__rshift__": "bitwise_right_shift",
@@ -288,8 +327,8 @@ BUILDERS.update({getattr(aten, second): BUILDERS[getattr(aten, first)] for secon
 
 def build(packet: Any, call: Call) -> Expr | None:
     """The value of one element of a pointwise call, or None if the operation or the call is not expressible."""
-    builder = BUILDERS.get(packet)
-    return None if builder is None else builder(call)
+    builders = ALTERNATIVES.get(packet) or (BUILDERS.get(packet),)
+    return None if builders[0] is None else as_torch_differentiates(packet, call, builders)
 
 
 _ELEMENTWISE = (*CASTS, aten.contiguous, aten.detach, aten.__and__, aten.__or__, aten.multiply, aten.divide,

@@ -252,7 +252,8 @@ class PullBack:
         args, kwargs = tuple(map(held, here.args)), {name: held(arg) for name, arg in here.kwargs.items()}
         if kwargs.get("out") is not None:
             return None
-        return self.built(packet(here), casts.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here)))
+        call = casts.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here), target=here.target)
+        return self.built(packet(here), call)
 
     def built(self, operation: Any, call: casts.Call) -> Expr | None:
         """The value of a pointwise call, as its dtype holds it."""

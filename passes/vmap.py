@@ -28,12 +28,14 @@ class Untraceable(Exception):
 
 def through(body: Interpreter, args: tuple[Any, ...]) -> Any:
     """Run a part of Dynamo's graph that enters and leaves levels of `vmap`, and trace what becomes of it."""
-    tracer, depth = tracing.current_tracer(), functorch.depth()
+    tracer = tracing.current_tracer()
     assert tracer is not None
     try:
         # SDPA's own kernels have no batching rule on CPUs: each would be a loop over the batch.
-        with tracing.disable_proxy_modes_tracing(), tracing.with_tracer(tracer), sdpa_kernel(SDPBackend.MATH):
+        with (
+            functorch.closed_on_error(), tracing.disable_proxy_modes_tracing(), tracing.with_tracer(tracer),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # fmt: skip
             return body.run(*args)
     except (RuntimeError, NotImplementedError) as error:
-        functorch.close_vmaps(depth)
         raise Untraceable from error

@@ -5,9 +5,10 @@ composed of primitives by the pull-back (`fusion.passes.pointwise`); adding an o
 emitter. A new primitive is one entry here and one line in the lowering table of each emitter; tests name what is
 missing.
 
-Derivatives are written in torch's order of operations, which decides where 0 * inf is met; conventions at kinks are
-torch's (0 for |x| at 0, halves for ties of min and max). Selections select gradients instead of multiplying by 0 and 1,
-so that an infinity or NaN on the side not taken goes nowhere, as in torch.
+Derivatives are written in torch's order of operations, which decides where 0 * inf is met. At kinks they are fixed (0
+for |x| at 0, halves for ties of min and max); whether that is torch's convention is asked where operations are composed
+of them (`fusion.passes.ties`). Selections select gradients instead of multiplying by 0 and 1, so that an infinity or
+NaN on the side not taken goes nowhere, as in torch.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from fusion.runtime.derivatives import Function, tangents
 
@@ -84,17 +85,16 @@ def register(
         kept = (a if n is None else [] if isinstance(a, (list, tuple)) else None for a, n in described)
         modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         call = _Call(keys=keys, modes=modes, arguments=tuple(kept), counts=counts)
-        # The `apply` of Function's own base: its own refuses to run under torch.func for want of a `setup_context`.
-        apply = super(torch.autograd.Function, recorded).apply
         with enable_single_level_autograd_function():
-            result = apply(call, *unwrap_dead_wrappers(tuple(tensors)))
+            result = recorded.apply(call, *unwrap_dead_wrappers(tuple(tensors)))
         return list(result) if isinstance(op._schema.returns[0].type, torch.ListType) else result
 
     library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: Derivative | None) -> Any:
-    """The `torch.autograd.Function` of an operator."""
+    """What autograd records of an operator: a function on one level of torch.func, as torch itself makes one for each
+    level of a `torch.autograd.Function`, which refuses to run there for want of a `setup_context`."""
 
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         arguments = call.arguments_with(tensors)
@@ -118,7 +118,7 @@ def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: 
 
     parts = {"forward": forward, "backward": differentiate} | ({"jvp": move} if derivative else {})
     own = {key: staticmethod(part) for key, part in parts.items()}
-    return type(f"{name}_gradient", (torch.autograd.Function,), own)
+    return type(f"{name}_gradient", (_SingleLevelFunction,), own)
 
 
 def _below(op: Any, keys: Any, arguments: Sequence[Any]) -> Any:

@@ -76,6 +76,16 @@ def dual_level() -> Iterator[None]:
             torch._C._exit_dual_level(level=level)
 
 
+def is_dual_level_open() -> bool:
+    """Whether level 0 of forward mode is open."""
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:
+        return True
+    torch._C._exit_dual_level(level=level)
+    return False
+
+
 @contextlib.contextmanager
 def hooks_allowed() -> Iterator[None]:
     """Inside, `torch.autograd.graph.saved_tensors_hooks` may be used, also where `disable_saved_tensors_hooks` forbids

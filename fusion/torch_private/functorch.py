@@ -99,10 +99,22 @@ def depth() -> int:
     return -1 if level is None else level
 
 
-def close_vmaps(depth_before: int) -> None:
-    """Close levels of vmap that an error left open."""
-    while depth() > depth_before:
-        torch._C._functorch._vmap_decrement_nesting()
+@contextlib.contextmanager
+def closed_on_error() -> Iterator[None]:
+    """Close the levels that are open where an error leaves the context and were not where it was entered. One that is
+    left open would be around whatever the process runs or compiles next."""
+    functions = torch._C._functorch
+    before, moving = functions.get_dynamic_layer_stack_depth(), autograd.is_dual_level_open()
+    recording, carrying = torch.is_grad_enabled(), autograd.carries_tangents()
+    try:
+        yield
+    except BaseException:
+        functions.pop_dynamic_layer_stack_and_undo_to_depth(before)
+        if not moving and autograd.is_dual_level_open():
+            torch._C._exit_dual_level(level=0)
+        torch.set_grad_enabled(recording)
+        autograd.carrying_tangents(carrying)  # set when it is made
+        raise
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from fusion.ir.ops import evaluate
 from fusion.ir.sizes import leaves
 from fusion.ir.spec import AttentionSpec
 
-WORLDS = 64
+WORLDS = 72
 COLUMNS = 3
 ALL_KEYS = 32
 _LONGEST_LINE = 1 << 14

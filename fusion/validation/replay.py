@@ -152,7 +152,7 @@ class Replay:
         values = region.worlds.values(number, flat, dtype, role)
         if self.nudge and role is Role.FACTOR and dtype.is_floating_point:
             drawn = region.worlds.values(-self.nudge, flat, torch.float32, Role.FINITE)
-            values = values * (1 + torch.finfo(dtype).eps * drawn)
+            values = region.worlds.nudged(values, torch.finfo(dtype).eps * drawn)
         values = values.to(self.dtype(dtype))
         if dtype.is_floating_point:
             if marks.requires_grad(node) and node not in region.unknown:

@@ -35,7 +35,7 @@ from fusion import exactness
 from fusion.validation.worlds import BEYOND, SPECIAL
 
 APART = 0.02
-_KINDS = ("ordinary values", "masks and fills", "special values", "overflow")
+_KINDS = ("ordinary values", "masks and fills", "values that tie", "special values", "overflow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

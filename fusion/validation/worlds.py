@@ -2,7 +2,8 @@
 
 A tensor's element is a function of (tensor, number of the element, world), so that tensors of any size cost nothing and
 reading another element gives another value. A world draws each tensor from one *regime*: ordinary values, masks in
-which all, some or no keys live, fills of every depth, or values among which special ones are strewn.
+which all, some or no keys live, fills of every depth, values among which special ones are strewn, or few numbers, so
+that scores tie: with each other, with bounds, and with zero, as padded keys do. There derivatives are conventions.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ class Role(enum.Enum):
     OTHER = enum.auto()
 
 
-ORDINARY, MASKED, SPECIAL, BEYOND = range(4)
+ORDINARY, MASKED, TIED, SPECIAL, BEYOND = range(5)
 """Kinds of worlds. The last is what exponentials that eager cannot hold make of one."""
 
-_CYCLE = (ORDINARY, MASKED, SPECIAL, MASKED, ORDINARY, MASKED, SPECIAL, ORDINARY)
+_CYCLE = (ORDINARY, MASKED, TIED, SPECIAL, MASKED, ORDINARY, MASKED, TIED, SPECIAL)
 _TABLE = 1024
 _FILLS = (0.0, 0.0, 0.0, -math.inf, -1e4, -1e9)
 _SPECIALS = (0.0, -0.0, 1e-42, -1e-42, 1e-30, 1e-8, 0.5, -0.5, 1.0, -1.0, 30.0, -30.0, 100.0, -100.0,
              math.inf, -math.inf, math.nan)  # fmt: skip
-_NORMAL, _WIDE, _SPRINKLED, _FINITE, _FILLED, _BINARY, _ZERO, _LOWEST, _INFINITE = range(9)
+_UNITS = (-1.0, 0.0, 1.0)
+_POWERS = (-4.0, -2.0, -1.0, -0.5, 0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
+_NORMAL, _WIDE, _SPRINKLED, _FINITE, _FILLED, _BINARY, _UNIT, _POWER, _ZERO, _LOWEST, _INFINITE = range(11)
 _OF_BIASES = (_NORMAL, _FILLED, _ZERO, _LOWEST, _INFINITE, _FILLED, _LOWEST, _BINARY)
 _OF_SCALES = (_NORMAL, _NORMAL, _BINARY)
+_OF_TIES = (_UNIT, _POWER, _ZERO, _UNIT, _POWER)
 _LIVE_SHARES = (0.5, 0.0, 1.0, 0.9, 0.0, 0.5)
 
 
@@ -54,7 +58,8 @@ def _table(dtype: torch.dtype) -> Tensor:
     sprinkled = torch.where(sparse, special, normal)
     finite = torch.where(sprinkled.isfinite(), sprinkled, normal).clamp(-2, 2)
     binary = (normal > 0).double()
-    rows = [normal, 2 * normal, sprinkled, finite, filled, binary, *constants]
+    ties = [torch.tensor(few, dtype=torch.float64)[pick % len(few)] for few in (_UNITS, _POWERS)]
+    rows = [normal, 2 * normal, sprinkled, finite, filled, binary, *ties, *constants]
     return torch.stack(rows).to(dtype).double()
 
 
@@ -90,8 +95,14 @@ class Worlds:
         regime = torch.where((kinds == MASKED) & (role is not Role.FACTOR), regime, usual)
         regime = torch.where(kinds == SPECIAL, _FINITE if role is Role.FACTOR and self.finite else _SPRINKLED, regime)
         regime = torch.full_like(regime, _NORMAL) if role is Role.FINITE else regime
+        regime = torch.where(kinds == TIED, self._choice(leaf, torch.tensor(_OF_TIES), flat.dim()), regime)
         found = _table(dtype)[regime, drawn % _TABLE]
         return torch.where((kinds != ORDINARY) & (role is Role.SCALE), found.abs(), found)
+
+    def nudged(self, values: Tensor, by: Tensor) -> Tensor:
+        """Values changed in their last digits: not where they tie, which that would end."""
+        kinds = self.kinds.view(-1, *[1] * (values.dim() - 1))
+        return torch.where(kinds == TIED, values, values * (1 + by))
 
     def _integers(self, leaf: int, drawn: Tensor, dtype: torch.dtype) -> Tensor:
         """Positions, or a few numbers that often agree; every value of narrow dtypes."""

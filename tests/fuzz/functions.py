@@ -7,6 +7,7 @@ write; nothing of it knows how the compiler reads it.
 from __future__ import annotations
 
 import random
+import re
 
 from tests.fuzz.masks import apply_bias, apply_mask, predicate
 from tests.fuzz.normalizers import normalize
@@ -25,6 +26,14 @@ FAR = 0.03
 """The share of programs whose Q or K are far from 1, and scaled back at some point."""
 MIXED = 0.05
 """The share of programs that mix the heads of scores or weights."""
+TIED = 0.35
+"""The share of trained programs whose inputs are integers, with rows of zeros, as padded ones are: scores tie."""
+KINKED = ("s.clamp(min=0.0)", "s.clamp(max=0)", "s.clamp(-1, 1)", "torch.relu(s)", "F.relu6(s)", "F.hardtanh(s)",
+          "s.abs()", "torch.maximum(s, s.new_zeros(()))", "torch.clamp(s, min=s.new_zeros(()))", "F.hardshrink(s, 1.0)",
+          "F.softshrink(s, 1.0)", "F.threshold(s, 0.0, 0.0)", "torch.maximum(s, -s)", "F.leaky_relu(s, 0.1)",
+          "torch.minimum(s, s * 2)", "F.elu(s)", "torch.clamp(s, max=s * 2)", "torch.clamp(s, s.abs(), 2 * s.abs())",
+          "torch.where(s >= 0, s, s * 0.5)", "s - s.amax(-1, keepdim=True)", "F.hardswish(s)", "s.clamp(0, 0) + s",
+          "torch.logaddexp(s, s.relu())", "F.selu(s)")  # fmt: skip
 MIXED_HEADS = "mixed heads"
 MIXTURES = ("F.linear({x}.movedim(-3, -1), {m}, {m}[0]).movedim(-1, -3)", "torch.einsum('bhij,hg->bgij', {x}, {m})",
             "F.linear({x}.permute(0, 2, 3, 1), {m}).permute(0, 3, 1, 2)", "F.conv2d({x}, {m}[..., None, None])",
@@ -64,6 +73,8 @@ def program(seed: int | str) -> Program:
         move_far(w, more)
     if (more := random.Random(f"heads {seed}")).random() < MIXED and len(w.lead) == 2:
         mix_heads(w, more)
+    if (more := random.Random(f"ties {seed}")).random() < TIED and w.trained:
+        tie(w, more)
     return Program(
         text=w.text(), trained=w.trained, route=route, emitter=emitter, intended=w.intended,
         kinds=tuple(sorted({*w.kinds, dtype, route, emitter, "training" if w.trained else "inference"})),
@@ -302,6 +313,23 @@ def move_far(w: Writer, rng: random.Random) -> None:
     name = rng.choice(moved)
     w.lines[made + 1 : made + 1] = [f"s = s * 1e{before - total}"] * (before != total)
     w.lines[made:made] = [f"{name} = {name} * 1e{-before}"] * (before != 0)
+
+
+def tie(w: Writer, rng: random.Random) -> None:
+    """Integers in the place of numbers, some rows zero, and often a function with a kink."""
+    w.note("ties")
+    for name, drawn in w.arguments.items():
+        found = re.match(r"\(torch\.randn\(([^()]+)\)", drawn)
+        if found is not None:
+            sizes = found[1].split(", ")
+            rows = ", ".join([*sizes[:-1], "1"])
+            some = (
+                f" * (torch.rand({rows}) < {rng.choice([0.5, 0.8])})" if len(sizes) > 1 and rng.random() < 0.7 else ""
+            )
+            w.arguments[name] = f"({found[0][1:]}.round(){some}{drawn[found.end() :]}"
+    made = [n for n, line in enumerate(w.lines) if line.startswith("s = ")]
+    if made and rng.random() < 0.7:
+        w.lines.insert(rng.choice(made) + 1, f"s = {rng.choice(KINKED)}")
 
 
 def mix_heads(w: Writer, rng: random.Random) -> None:

@@ -103,4 +103,4 @@ def test_what_is_right_is_fused(monkeypatch, name):
         torch.compile(program, backend="fusion", options=options)(*given)
     ((site,),) = [report.sites for report in reports]
     assert site.reason is None
-    assert site.validated.startswith("values in 64 rows")
+    assert site.validated.startswith("values in 72 rows")
