@@ -21,9 +21,10 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int,
     is_causal: bool = False, scale: float | None = None, window_size: list[int] | None = None,
     enable_gqa: bool = False, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
-    num_splits: int | None = None,
+    num_splits: int | None = None, backend: int | None = None,
 ) -> Any:  # fmt: skip
     """`torch.ops.torch_attn._varlen_attn`: (output [T_q, H, D], log-sum-exps [H, T_q], a state of random numbers).
+    Which library's kernel is asked for (`backend`, from torch 2.15 on) says nothing on a CPU.
 
     A query without a key has the output 0 and the log-sum-exp +inf, as in FlashAttention.
     """

@@ -316,17 +316,19 @@ def move_far(w: Writer, rng: random.Random) -> None:
 
 
 def tie(w: Writer, rng: random.Random) -> None:
-    """Integers in the place of numbers, some rows zero, and often a function with a kink."""
+    """Integers in the place of numbers, some rows zero, and often a function with a kink. Integers of Q and K have one
+    sign, and a row of K another: sums of products that cancel would be zero or not by how they are rounded."""
     w.note("ties")
     for name, drawn in w.arguments.items():
         found = re.match(r"\(torch\.randn\(([^()]+)\)", drawn)
         if found is not None:
             sizes = found[1].split(", ")
             rows = ", ".join([*sizes[:-1], "1"])
-            some = (
-                f" * (torch.rand({rows}) < {rng.choice([0.5, 0.8])})" if len(sizes) > 1 and rng.random() < 0.7 else ""
-            )
-            w.arguments[name] = f"({found[0][1:]}.round(){some}{drawn[found.end() :]}"
+            kept, sign = rng.choice([0.5, 0.8, 1.0]), ""
+            some = f" * (torch.rand({rows}) < {kept})" if len(sizes) > 1 and kept < 1 else ""
+            if name in ("q", "k", "x"):
+                sign = ".abs() * torch.randn(()).sign()"
+            w.arguments[name] = f"({found[0][1:]}.round(){sign}{some}{drawn[found.end() :]}"
     made = [n for n, line in enumerate(w.lines) if line.startswith("s = ")]
     if made and rng.random() < 0.7:
         w.lines.insert(rng.choice(made) + 1, f"s = {rng.choice(KINKED)}")
