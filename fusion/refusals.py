@@ -72,6 +72,7 @@ class Ground(enum.Enum):
         "Make it a Python number, or a tensor: `x * tensor` can be read by the kernel, `x * tensor.item()` cannot."
     )
     DETACHED_MAXIMUM = "Detach all of what the maximum is taken of, or nothing: a part of it is not seen through."
+    FIRST_MAXIMUM = "Take the maximum by amax, whose gradient scores that are equal share, or detach it."
     DTYPE = "Convert to float32, bfloat16 or float16 before the attention."
     TWO_ELEMENTS = "Compute the product once per element that enters the score."
     SIZE = "Compile with dynamic=False, or mark the dimension static (torch._dynamo.mark_static)."

@@ -74,7 +74,8 @@ class KnowingItems(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         held = nodes.value(n)
-        if n.target in ("item", torch.ops.aten.item.default) and isinstance(held, (torch.SymFloat, torch.SymInt)):
+        is_item = n.op.startswith("call") and n.target in ("item", torch.ops.aten.item.default)
+        if is_item and isinstance(held, (torch.SymFloat, torch.SymInt)):
             (tensor,), _ = self.fetch_args_kwargs_from_env(n)
             if isinstance(tensor, FakeTensor):
                 tensor.item_memo = held

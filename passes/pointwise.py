@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -200,14 +200,29 @@ def _clamp(of_floats: Clamped) -> Builder:
         kind = kind_of(call.dtype)
         if kind not in (Kind.FLOAT, Kind.INT):
             return None
-        value = operand(call.args[0], kind)
-        low, high = (None if x is None else operand(x, kind) for x in (call.get(1, "min"), call.get(2, "max")))
+        value, given = operand(call.args[0], kind), (call.get(1, "min"), call.get(2, "max"))
+        if kind is Kind.INT and not any(isinstance(x, Expr) for x in given):
+            if (given := _bounds(call.dtype, *given)) is None:
+                return None
+        low, high = (None if x is None else operand(x, kind) for x in given)
         if kind is Kind.FLOAT:
             return of_floats(value, low, high)
         value = value if low is None else apply("imax", value, low)
         return value if high is None else apply("imin", value, high)
 
     return builder
+
+
+@cache
+def _bounds(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int | None, int | None] | None:
+    """What integers of a dtype are clamped to, of which torch decides where a bound is beyond the dtype; None where it
+    refuses."""
+    limits = torch.iinfo(dtype)
+    try:
+        low, high = torch.tensor([limits.min, limits.max], dtype=dtype).clamp(low, high).tolist()
+    except RuntimeError:
+        return None
+    return (None if low == limits.min else low), (None if high == limits.max else high)
 
 
 def _clamped(less: str) -> Clamped:

@@ -85,6 +85,7 @@ class PullBack:
         self.loaded, self.tables = self.number.tensors, self.number.tables
         self.interior: dict[Node, None] = {}
         self.partly_detached = False
+        self.takes_first = False
         self.limit: str | None = None
         self._memo: dict[tuple[Node, Index], Expr] = {}
         self._narrow = {dtype: Narrow(dtype, self._limits, lambda part: self.loaded[part.operand]) for dtype in ROUNDED}
@@ -245,6 +246,8 @@ class PullBack:
             is_integer = found.kind is Kind.INT if isinstance(found, Expr) else type(found) is int
             if common is None or not is_integer or nodes.dtype(here).is_floating_point:
                 return found
+            if packet(here) in pointwise.ALTERNATIVES and not isinstance(given, Node):
+                return found  # torch itself is asked
             number = casts.operand(found, Kind.INT)
             wrapped = within(number, common, self._limits(number))
             return number if wrapped is None else wrapped  # one element of int64 beside int32 is taken to fit
@@ -319,6 +322,7 @@ class PullBack:
         if packet(origin) is aten.native_dropout:
             return self._dropout(origin, arguments(origin), index)
         if packet(origin) is aten.max:
+            self.takes_first |= marks.requires_grad(here) and not all(packet(u) is aten.detach for u in here.users)
             return over_keys.reduction(self, "max", origin, index)
         return None
 

@@ -16,6 +16,7 @@ from fusion.ir.ops import where
 from fusion.ir.records import mapped
 from fusion.ir.sizes import size_value
 from fusion.ir.spec import FurtherOutput, Normalizer
+from fusion.lowering.row_gradients import depends_on_maximum
 from fusion.passes import heads, marks, nodes
 from fusion.passes.block_mask import BlockMask, predicate
 from fusion.passes.core import Core
@@ -104,6 +105,9 @@ def specify(
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
     spec = _with_mixed_heads(spec, core, head, rename)
+    if differentiable and attention.pullback.takes_first and spec.row_scale and depends_on_maximum(spec):
+        message = "a normaliser that depends on the row's maximum, whose gradient is that of the first of equal scores"
+        raise Unsupported(Ground.FIRST_MAXIMUM, message)
     names, values = rename.table(spec)
     return Specified(
         spec=replace(spec, sizes=names),

@@ -45,6 +45,7 @@ class Region:
     root, anchor: the last node of the region, and the product with V.
     keys: [worlds, keys], the sampled ones of n_k.
     leaves: tensors whose elements are made up.
+    attended: those that are V, and neither Q nor K.
     interior: nodes that the analysis looked into.
     roles: of the leaves that are more than a bias or a mask.
     hints: example values of symbols.
@@ -59,6 +60,7 @@ class Region:
     keys: Tensor
     n_k: int
     leaves: frozenset[Node]
+    attended: frozenset[Node]
     interior: frozenset[Node]
     roles: Mapping[Node, Role]
     hints: Mapping[str, int]
@@ -152,7 +154,7 @@ class Replay:
         values = region.worlds.values(number, flat, dtype, role)
         if self.nudge and role is Role.FACTOR and dtype.is_floating_point:
             drawn = region.worlds.values(-self.nudge, flat, torch.float32, Role.FINITE)
-            values = region.worlds.nudged(values, torch.finfo(dtype).eps * drawn)
+            values = region.worlds.nudged(values, torch.finfo(dtype).eps * drawn, node not in region.attended)
         values = values.to(self.dtype(dtype))
         if dtype.is_floating_point:
             if marks.requires_grad(node) and node not in region.unknown:

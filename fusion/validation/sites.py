@@ -143,6 +143,7 @@ class _Comparison:
             keys=points.keys(spec, sizes[0], self.places, n_q, n_k),
             n_k=n_k,
             leaves=frozenset(o for o in operands if not _is_made_of(operands, o, interior)),
+            attended=frozenset(p.operands[2] for p in parts) - {o for p in parts for o in p.operands[:2]},
             interior=frozenset(interior | set(_below(site))),
             roles=_roles(site, parts),
             hints=hints,

@@ -99,10 +99,11 @@ class Worlds:
         found = _table(dtype)[regime, drawn % _TABLE]
         return torch.where((kinds != ORDINARY) & (role is Role.SCALE), found.abs(), found)
 
-    def nudged(self, values: Tensor, by: Tensor) -> Tensor:
-        """Values changed in their last digits: not where they tie, which that would end."""
+    def nudged(self, values: Tensor, by: Tensor, scores: bool) -> Tensor:
+        """Values changed in their last digits. scores: they are of Q or K, which stay where scores tie, as that would
+        end."""
         kinds = self.kinds.view(-1, *[1] * (values.dim() - 1))
-        return torch.where(kinds == TIED, values, values * (1 + by))
+        return torch.where((kinds == TIED) & scores, values, values * (1 + by))
 
     def _integers(self, leaf: int, drawn: Tensor, dtype: torch.dtype) -> Tensor:
         """Positions, or a few numbers that often agree; every value of narrow dtypes."""
