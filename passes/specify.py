@@ -105,9 +105,7 @@ def specify(
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
     spec = _with_mixed_heads(spec, core, head, rename)
-    if differentiable and attention.pullback.takes_first and spec.row_scale and depends_on_maximum(spec):
-        message = "a normaliser that depends on the row's maximum, whose gradient is that of the first of equal scores"
-        raise Unsupported(Ground.FIRST_MAXIMUM, message)
+    _require_shared_maximum(spec, attention, differentiable)
     names, values = rename.table(spec)
     return Specified(
         spec=replace(spec, sizes=names),
@@ -119,6 +117,12 @@ def specify(
         tables=tuple(resolve.tables.items()),
         key_sets=resolve.key_sets(),
     )
+
+
+def _require_shared_maximum(spec: AttentionSpec, attention: Attention, differentiable: bool) -> None:
+    if differentiable and attention.pullback.takes_first and spec.row_scale and depends_on_maximum(spec):
+        message = "a normaliser that depends on the row's maximum, whose gradient is that of the first of equal scores"
+        raise Unsupported(Ground.FIRST_MAXIMUM, message)
 
 
 def _with_gradients(core: Core, heads_mixed: bool) -> Core:

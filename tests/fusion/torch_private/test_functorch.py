@@ -113,8 +113,8 @@ def test_calls_of_vmap_have_functions_behind_them() -> None:
 
 def test_levels_that_were_left_open_are_closed() -> None:
     behind = [found for t in _targets(TRANSFORMS["vmap"]) if (found := functorch.of_vmap(t)) is not None]
-    behind[0](2, "error"), behind[0](3, "error")
-    functorch.close_vmaps(-1)
+    with pytest.raises(ZeroDivisionError), functorch.closed_on_error():
+        behind[0](2, "error"), behind[0](3, "error"), 1 / 0
     assert functorch.depth() == -1
 
 
