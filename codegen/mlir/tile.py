@@ -12,6 +12,7 @@ have no such digits).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 
@@ -211,8 +212,10 @@ class TileKernel(KernelFunction):
         b, block = self.b, tile.block
         start, last = tile.scope.value(coord("i0")), tile.scope.value(coord("i1"))
         ends = block.first, b.sub(b.add(block.first, block.count), 1)
-        for table in self.tables:
-            table.fill(tile.scope, start, last, *ends)
+        # A turn that only ends the last tile has no keys, and what lies before the first is not the table's.
+        with b.when(b.compare("sgt", block.count, 0)) if self.tables else contextlib.nullcontext():
+            for table in self.tables:
+                table.fill(tile.scope, start, last, *ends)
 
     def _lane_scope(self, item: Item, scope: Scope, g: Value) -> Scope:
         b = self.b

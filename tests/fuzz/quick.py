@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -82,9 +82,9 @@ class Plan:
         return Choice(schedule=self.schedule, tile=tile, keys=sizes[-1], splits=parts if self.cuts else 1)
 
 
-def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool) -> Plan:
+def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool, targets: Mapping[Target, float] = TARGETS) -> Plan:
     """A target and a tile at random."""
-    target = rng.choices([*TARGETS], [*TARGETS.values()])[0]
+    target = rng.choices([*targets], [*targets.values()])[0]
     if by_rows and row_products(spec, emulation.AMX, (spec.d.integer, spec.d_v.integer), 4) is TileRows:
         target = emulation.AMX if rng.random() < ROWS_ON_TILES else target
     planes = planes_of(spec, target)

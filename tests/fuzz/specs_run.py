@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,8 +92,10 @@ def kernel(found: Drawn, how: Way) -> Any:
         return None
 
 
-def check(found: Drawn, how: Way, rng: random.Random, seed: int) -> list[Result]:
-    """The results of some calls; the first that is bad ends them."""
+def check(
+    found: Drawn, how: Way, rng: random.Random, seed: int, around: Callable[[Any], Any] = lambda kernel: kernel
+) -> list[Result]:
+    """The results of some calls; the first that is bad ends them. around: what stands for the kernel."""
     torch.manual_seed(seed)
     with quick.compiling_for(how.plan) if how.plan else contextlib.nullcontext():
         try:
@@ -104,7 +106,7 @@ def check(found: Drawn, how: Way, rng: random.Random, seed: int) -> list[Result]
             return [Result(Verdict.INVALID, "no kernel")]
         results = []
         for _ in range(CALLS[how.kind]):
-            results.append(_call(found, made, how.trained, rng))
+            results.append(_call(found, around(made), how.trained, rng))
             if results[-1].verdict in BAD:
                 break
         return results

@@ -33,7 +33,7 @@ from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.plan import Form, LaneAxis
 from fusion.codegen.mlir.backward.tile import Block
 from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.products import MultiplyAdd
+from fusion.codegen.mlir.products import MultiplyAdd, round_up
 from fusion.codegen.mlir.rows import RowReader, load_f32
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.transpose import sum_rows
@@ -220,7 +220,7 @@ class FusedKernel(KeysKernel):
         """After the packed rows: dQ and other sums over this span of keys, and over those before."""
         self.row_sums = [number for number, entry in enumerate(self.sums) if entry.axis is LaneAxis.QUERIES]
         self.row_bytes = 4 * self.lanes * len(self.row_sums)
-        self.query_bytes = self.queries.step_bytes + products[0].key_step * self.row_bytes
+        self.query_bytes = round_up(self.queries.step_bytes + products[0].key_step * self.row_bytes, 64)  # see `_zero`
         return [*super()._step_sizes(products), *[self.query_bytes] * self.spans]
 
     @contextlib.contextmanager
@@ -287,6 +287,7 @@ class FusedKernel(KeysKernel):
         b, lanes = self.b, self.lanes
         with b.loop(0, self.n_q if self.row_sums else 0, lanes, hint="i") as i:
             for number in self.row_sums:
-                lines = [b.load(self._row_sum(b.add(i, n), number), self.vector, "sum") for n in range(lanes)]
+                rows = [b.least(b.add(i, n), b.sub(self.n_q, 1)) for n in range(lanes)]
+                lines = [b.load(self._row_sum(row, number), self.vector, "sum") for row in rows]
                 at = b.at(self.params[("ptr", "sums", number)], b.add(self.flat_query, i), "f32")
                 b.masked_store(sum_rows(b, lines), at, self._valid(b.sub(self.n_q, i)))
