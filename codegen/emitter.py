@@ -80,6 +80,30 @@ class TrainingKernel(Runs, Protocol):
         ...
 
 
+class Edges(NamedTuple):
+    """How many rows, and how many keys, a kernel takes in one go. rows: None where calls have as many as they have."""
+
+    rows: int | None
+    keys: int
+
+
+class Proof(Protocol):
+    """What a new text of a kernel goes through before its first use (`fusion.proof`). Its methods raise
+    KernelProofError.
+
+    A kernel with a method `proved`, which takes this and returns the kernel that is to be used, calls them with a
+    kernel that runs calls of all sizes as the one in question does, the sizes of the call that it was made for, the
+    edges of its blocks, and its text."""
+
+    def results(self, kernel: Any, sizes: Sequence[int], edges: Edges, text: str) -> None: ...
+
+    def gradients(
+        self, kernel: Any, sizes: Sequence[int], edges: Edges, text: str, needs: tuple[bool, ...], places: Sequence[int]
+    ) -> None:
+        """Of the operands that `needs` marks. places: the further outputs at which gradients arrive."""
+        ...
+
+
 class Emitter(Protocol):
     """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call. One that is
     registered with `further_outputs` is also given specs with `further` outputs: `compile_training` makes their kernel,

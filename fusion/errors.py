@@ -102,5 +102,9 @@ class MlirExportError(FusionError, ValueError):
     """Something cannot be written as an MLIR module, or such a module not be run."""
 
 
+class KernelProofError(FusionError, RuntimeError):
+    """A kernel computes something else than its spec: a defect of this package. It is not used."""
+
+
 class KernelCompilationError(FusionError, RuntimeError):
     """Generated MLIR was refused: a defect of this package. The message has the numbered text around the place."""

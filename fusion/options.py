@@ -44,8 +44,8 @@ class Options:
         `mode="max-autotune"` asks for it, too.
     strict: raise `StrictError` instead of leaving an attention unfused.
     verify: compare every attention with the graph's own operations on a sample of made-up values before it is put in
-        place; one that differs is left as it was, with an error on the log (docs/validation.md). "run" also compares
-        the first call with eager, on its own inputs.
+        place; one that differs is left as it was, with an error on the log, and one whose kernel is wrong on small
+        made-up operands (docs/validation.md). "run" also compares the first call with eager, on its own inputs.
     approximate: allow this approximation of attention in inference, where it is certified from the data and predicted
         to be faster; exact otherwise. See docs/approximate.md.
     epsilon: the error of attention weights that it may have, relative to a row's sum; between 0 and 0.5.
@@ -70,7 +70,7 @@ class Options:
         """What the op is told."""
         method = self.approximate
         allowed = None if method is None else Approximation(method=method, epsilon=float(self.epsilon))
-        return Request(emitter=self.emitter, tuned=self.autotune, approximation=allowed)
+        return Request(emitter=self.emitter, tuned=self.autotune, approximation=allowed, proved=bool(self.verify))
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from fusion.torch_private.autograd import hooks_allowed
+from fusion.torch_private.autograd import hooks_allowed, recording
+from fusion.torch_private.fake import unset_fake_temporarily
+from fusion.torch_private.tracing import disable_proxy_modes_tracing
 
 
 @contextlib.contextmanager
@@ -16,6 +18,20 @@ def by_autograd() -> Iterator[None]:
     checkpoint counts some, or their ban, and the search for NaN, which made-up values have."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     with hooks_allowed(), hooks(_same, _same), torch.autograd.set_detect_anomaly(False):
+        yield
+
+
+@contextlib.contextmanager
+def by_compilation() -> Iterator[None]:
+    """Plain torch on real tensors, whatever compilation is under way."""
+    with (
+        unset_fake_temporarily(),
+        disable_proxy_modes_tracing(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        recording(),
+        torch.autocast("cpu", enabled=False),
+    ):
         yield
 
 

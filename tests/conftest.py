@@ -210,7 +210,7 @@ def _validation_finds_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     logger.addHandler(handler)
     yield
     logger.removeHandler(handler)
-    if not _place(request.node).startswith(("fusion/validation/", "fuzz/")):
+    if not _place(request.node).startswith(("fusion/validation/", "fusion/proof/", "fuzz/")):
         assert not handler.told
 
 

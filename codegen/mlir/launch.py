@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fusion.codegen import reference
+from fusion.codegen.emitter import Edges, Proof
 from fusion.codegen.mlir.calling import (
     MOST_CUT,
     CompiledKernel,
@@ -24,7 +26,7 @@ from fusion.codegen.mlir.calling import (
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
 from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_kernel import emit_rows
+from fusion.codegen.mlir.row_kernel import MOST_KEYS, emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.work_items import AllHeads, ByRows, Tiling
 from fusion.errors import RefusedChoiceError
@@ -36,7 +38,10 @@ from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import all_heads_choice, rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
 from fusion.planning.portions import one_by_one, portions
-from fusion.planning.register_tiles import Target
+from fusion.planning.register_tiles import KEY_SPAN, Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def addresses_of(spec: AttentionSpec) -> list[tuple]:
@@ -151,6 +156,8 @@ class ForwardKernel:
         self.extents = extents_function(spec)
         self._variants, self._calls = Made(), Kept()
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
+        self.proof: Proof | None = None
+        self._right = set[tuple]()  # variants that have proved themselves
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """How a call with these sizes runs."""
@@ -164,7 +171,7 @@ class ForwardKernel:
         """Compile what a call with these sizes will run."""
         *_, n_q, n_k, d, d_v = self.extents(sizes)
         if min(n_q, n_k, d, d_v) > 0:
-            self.variant(d, d_v, self._tiling(sizes))
+            self._proven(sizes, self._tiling(sizes))
 
     def source(self, sizes: Sequence[int]) -> str:
         """The MLIR text of what a call with these sizes runs, headed by its choice; empty where no kernel runs."""
@@ -177,6 +184,36 @@ class ForwardKernel:
         """The variant for these sizes, compiled at first use."""
         make = functools.partial(Variant, self.spec, tiling, self.target, d, d_v, write=self.write)
         return self._variants.of((d, d_v, tiling), make)
+
+    def proved(self, proof: Proof) -> Self:
+        """This kernel, whose texts prove themselves before their first use."""
+        found = copy.copy(self)
+        found.proof, found._calls, found._right = proof, Kept(), set()
+        return found
+
+    def _proven(self, sizes: Sequence[int], tiling: Tiling | ByRows | AllHeads) -> Variant:
+        """The variant for a call. Raises KernelProofError where it is to be proved and is wrong."""
+        *_, d, d_v = self.extents(sizes)
+        found = self.variant(d, d_v, tiling)
+        if self.proof is not None and (d, d_v, tiling) not in self._right:
+            self.proof.results(self._only(tiling), sizes, self._edges(found, tiling), found.text.source)
+            self._right.add((d, d_v, tiling))
+        return found
+
+    def _only(self, tiling: Tiling | ByRows | AllHeads) -> Self:
+        """This kernel, unproved, with this tiling for calls of all sizes, whose keys are cut where they can be."""
+        found = copy.copy(self)
+        cut = isinstance(tiling, ByRows) or isinstance(tiling, Tiling) and tiling.cut
+        chosen = Choice(schedule="", tile=Tile(rows=1, keys=1), keys=0, splits=3 if cut else 1)
+        found.proof, found._calls = None, Kept()
+        found._tiling, found.choice = lambda sizes: tiling, lambda sizes: chosen  # type: ignore[method-assign]
+        return found
+
+    def _edges(self, variant: Variant, tiling: Tiling | ByRows | AllHeads) -> Edges:
+        """Of its blocks and of the spans after which sums begin anew."""
+        if isinstance(tiling, ByRows):
+            return Edges(rows=None, keys=MOST_KEYS)
+        return Edges(rows=variant.text.rows, keys=max(KEY_SPAN, tiling.keys if isinstance(tiling, Tiling) else 0))
 
     def _tile(self, tiling: Tiling) -> Tile:
         return Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)
@@ -197,7 +234,7 @@ class ForwardKernel:
         shape, strides = output_layout(self.spec, [*batch, n_q, d_v])
         values = {**call_values(self.spec, sizes, map(stride, operands), strides), **more}
         addresses = [*addresses_of(self.spec), *given]
-        launch = self.variant(d, d_v, tiling).launch_for(extents, values, addresses, splits)
+        launch = self._proven(sizes, tiling).launch_for(extents, values, addresses, splits)
         return Prepared(launch, shape, strides)
 
 

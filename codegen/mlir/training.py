@@ -7,14 +7,15 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fusion.codegen import reference
-from fusion.codegen.emitter import Backward
+from fusion.codegen.emitter import Backward, Edges, Proof
 from fusion.codegen.mlir.backward.call import BackwardCall
+from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.plan import BackwardPlan, backward_plan
 from fusion.codegen.mlir.backward.tile import Problem
@@ -23,14 +24,17 @@ from fusion.codegen.mlir.further import IDENTITY
 from fusion.codegen.mlir.huge_pages import in_huge_pages
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.launch import ForwardKernel, Prepared
-from fusion.codegen.mlir.work_items import Tiling
+from fusion.codegen.mlir.work_items import AllHeads, ByRows, Tiling
 from fusion.ir.results import REDUCE, further_shape, packed_strides, size_of, statistics_shape
 from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
 from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, query_stationary
-from fusion.planning.register_tiles import Target
+from fusion.planning.register_tiles import KEY_SPAN, Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +47,40 @@ class TrainingKernel(ForwardKernel):
         super().__init__(spec, tilings, target, functools.partial(emit, with_statistics=True))
         self.backward_tilings = [backward_tiling(tiling, target) for tiling in tilings]
         self.derived, self._compiled, self._plans = Kept(), Made(), Made()
+        self.fused: bool | None = None  # whether one kernel is to have all gradients; None: as is planned
         self._hides_nan = functools.cache(functools.partial(hides_nan, spec))
         self._with = functools.cache(lambda places: replace(spec, further=tuple(spec.further[n] for n in places)))
         self._unsupported = functools.cache(
             lambda places, needs: further_gradients.unsupported(self._with(places), needs)
         )
+
+    def proved(self, proof: Proof) -> Self:
+        found = super().proved(proof)
+        found.derived = Kept()
+        return found
+
+    def _only(self, tiling: Tiling | ByRows | AllHeads) -> Self:
+        found = super()._only(tiling)
+        found.choices = lambda: range(place, place + 1)  # type: ignore[method-assign]
+        place = self.tilings.index(tiling)  # type: ignore[arg-type]
+        return found
+
+    def prove_gradients(self, call: BackwardCall, choice: int) -> None:
+        """Before the gradients of a call with what it derived are used for the first time. Raises KernelProofError."""
+        if self.proof is None:
+            return
+        kernels = {
+            kind: call.compiled(kind, choice) for kind, of_choice in call.derived.launchers if of_choice == choice
+        }
+        text = "\n".join(kernel.text.source for kernel in kernels.values())
+        places = tuple(n for n, further in enumerate(self.spec.further) if further in call.spec.further)
+        key = call.needs, places, text
+        if key not in self._right:
+            only = self._only(self.tilings[choice])
+            only.derived, only.fused = Kept(), FusedKernel in kernels
+            edges = Edges(rows=KEY_SPAN, keys=3 * KEY_SPAN // 4)
+            self.proof.gradients(only, call.sizes, edges, text, call.needs, places)
+            self._right.add(key)
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """How the forward of a call runs: in one tile for all lengths."""

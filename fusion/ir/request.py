@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-TUNED = "/tuned"
+TUNED, UNPROVED = "/tuned", "/unproved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,27 +24,33 @@ class Request:
     emitter: the name of one that is registered (`fusion.codegen.emitter`), or "auto" for the device's own.
     tuned: whether tiles are measured at the first call, by emitters that can.
     approximation: what may run in place of exact attention, or None.
+    proved: whether kernels prove themselves before their first use.
     """
 
     emitter: str = "auto"
     tuned: bool = False
     approximation: Approximation | None = None
+    proved: bool = True
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Request:
-        """The request that `str` wrote: an emitter, "/tuned", "+method:epsilon" where an approximation is allowed."""
+        """The request that `str` wrote: an emitter, "/tuned", "/unproved", "+method:epsilon" where an approximation is
+        allowed."""
         text, found, allowed = text.partition("+")
+        proved, text = not text.endswith(UNPROVED), text.removesuffix(UNPROVED)
         method, _, epsilon = allowed.partition(":")
         return Request(
             emitter=text.removesuffix(TUNED),
             tuned=text.endswith(TUNED),
             approximation=Approximation(method=method, epsilon=float(epsilon)) if found else None,
+            proved=proved,
         )
 
     def __str__(self) -> str:
         allowed = self.approximation
-        return f"{self.emitter}{TUNED * self.tuned}" + (f"+{allowed.method}:{allowed.epsilon!r}" if allowed else "")
+        ways = f"{TUNED * self.tuned}{UNPROVED * (not self.proved)}"
+        return f"{self.emitter}{ways}" + (f"+{allowed.method}:{allowed.epsilon!r}" if allowed else "")
 
 
 PLAIN = Request()

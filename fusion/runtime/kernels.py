@@ -15,13 +15,14 @@ import torch
 from fusion.approximate import dispatch
 from fusion.codegen import emitter, reference
 from fusion.codegen.emitter import Kernel, Registration, TrainingKernel
-from fusion.errors import UnknownMachineError
+from fusion.errors import KernelProofError, UnknownMachineError
 from fusion.ir import AttentionSpec
 from fusion.ir.request import PLAIN, Request
 from fusion.kept import Made
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
 from fusion.planning.planner import planner_for
+from fusion.proof import Proof
 from fusion.refusals import Ground, Refusal
 from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel, GuardedTraining
 
@@ -119,6 +120,8 @@ def prepare(
         return reason
     try:
         kernel_of(spec, device.type, request, trained).prepare(sizes)
+    except KernelProofError as problem:
+        return Refusal(Ground.DEFECT, f"{problem} (a defect of fusion)")
     except Exception as problem:
         log.warning("no kernel for %s", spec, exc_info=True)
         return Refusal(Ground.DEFECT, f"its kernel could not be built ({type(problem).__name__}: {problem})")
@@ -131,7 +134,15 @@ def _build(spec: AttentionSpec, device: str, request: Request) -> Executor:
     if (found := _emitter_for(spec, device, request)) is None:
         return GuardedKernel(spec, reference.ReferenceKernel(spec))
     plan = functools.partial(planner_for, spec)
-    return GuardedKernel(spec, found.load().compile(spec, found.machine(device), plan, request.tuned))
+    kernel = found.load().compile(spec, found.machine(device), plan, request.tuned)
+    return GuardedKernel(spec, _proved(kernel, spec, device, request))
+
+
+def _proved(kernel: Any, spec: AttentionSpec, device: str, request: Request) -> Any:
+    """The kernel, which proves itself before its first use where it knows how to, and that is asked for."""
+    if not request.proved or not hasattr(kernel, "proved"):
+        return kernel
+    return kernel.proved(Proof(spec=spec, device=device))
 
 
 def _build_approximation(spec: AttentionSpec, device: str, request: Request) -> Executor:
@@ -148,6 +159,7 @@ def _build_training(spec: AttentionSpec, device: str, request: Request) -> Guard
     if found is not None:
         plan = functools.partial(planner_for, spec)
         kernel = found.load().compile_training(spec, found.machine(device), plan, request.tuned)
+        kernel = kernel and _proved(kernel, spec, device, request)
     if kernel is None:
         kernel = reference.ReferenceGradient(spec, executor(spec.to_json(), device, str(request)))
     return GuardedTraining(spec, kernel)

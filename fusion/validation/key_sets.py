@@ -18,7 +18,7 @@ from fusion.codegen.reference.extents import shapes_read
 from fusion.passes import nodes
 from fusion.passes.key_sets import KeySet
 from fusion.passes.specify import Specified
-from fusion.validation.sites import undisturbed
+from fusion.undisturbed import by_compilation
 
 _SMALL = {"Nq": 5, "Nk": 13, "Nset": 6}
 _INTEGERS = 3
@@ -29,7 +29,7 @@ def contradiction(found: Specified, hints: Mapping[str, int]) -> str | None:
     """How an attention over sets of keys differs from that with a mask that it was made of, or None."""
     assert found.by_rows is not None
     dense = found.by_rows.dense
-    with undisturbed(), torch.no_grad():
+    with by_compilation(), torch.no_grad():
         forms = [(part, _small_sizes(part, hints)) for part in (dense, found)]
         made = _Operands(found, dense, dict(forms[0][1]) | dict(forms[1][1]))
         masked, gathered = (_result(part, made, sizes) for part, sizes in forms)

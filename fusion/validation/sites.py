@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusion.codegen.reference.backward import recording
 from fusion.ir.expr import coordinates, loads, walk
 from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -22,8 +20,7 @@ from fusion.passes import nodes
 from fusion.passes.contractions import is_contraction
 from fusion.passes.find import Site
 from fusion.passes.specify import Specified
-from fusion.torch_private.fake import unset_fake_temporarily
-from fusion.torch_private.tracing import disable_proxy_modes_tracing
+from fusion.undisturbed import by_compilation
 from fusion.validation import facts, points
 from fusion.validation.program import OutOfBounds, Program
 from fusion.validation.replay import Region, Replay
@@ -68,26 +65,12 @@ def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -
         key = fingerprint(site, parts, hints)
         if (known := _verdicts.get(key)) is not None:
             return known
-        with undisturbed():
+        with by_compilation():
             found = _validate(site, parts, hints)
     except Exception as problem:  # the site stays as it was
         log.exception("an attention could not be validated")
         return Verdict(skipped=f"{type(problem).__name__}: {problem}")
     return _verdicts.keep(key, replace(found, seconds=time.perf_counter() - started))
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Plain torch on real tensors, whatever compilation is under way."""
-    with (
-        unset_fake_temporarily(),
-        disable_proxy_modes_tracing(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        recording(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        yield
 
 
 def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:

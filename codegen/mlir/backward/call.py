@@ -115,6 +115,9 @@ class BackwardCall:
         for choice in self.kernel.choices():
             found = self._attempt(choice)
             if found is not None:
+                if choice not in self.derived.right:
+                    self.kernel.prove_gradients(self, choice)
+                    self.derived.right.add(choice)
                 return found
         raise AssertionError("multiply-add kernels raise no flag")
 
@@ -154,7 +157,8 @@ class BackwardCall:
         needs, plan = self.needs, self.plan
         target, tiling = self.kernel.target, self.kernel.backward_tilings[choice]
         blocks = -(-self.n_k // (tiling.groups * target.lanes))
-        fused = needs[0] and (needs[1] or needs[2] and tiling.planes) and not self._split(blocks)[0]
+        fused = needs[0] and (needs[1] or needs[2] and tiling.planes)
+        fused = fused and (not self._split(blocks)[0] if self.kernel.fused is None else self.kernel.fused)
         return [
             Step(kind, plan.sums(kind.forms, needs))
             for kind in ((FusedKernel,) if fused else (QueriesKernel, KeysKernel))
@@ -309,7 +313,7 @@ class BackwardCall:
         return launch([*map(address, self.located.values()), *map(address, own.values())])
 
     def _launcher(self, kind: type[BackwardKernel], choice: int, own: Iterable[tuple]) -> Launch:
-        kernel = self._compiled(kind, choice)
+        kernel = self.compiled(kind, choice)
         values = operand_values(self.spec, (x.stride() for x in self.read), self.sizes)
         for number, of_operand in self.derived.results.items():
             values |= {("result_stride", number, name): n for name, n in of_operand.by_name.items()}
@@ -328,7 +332,8 @@ class BackwardCall:
         values["common",] = self._common()
         return kernel.launcher(values, [*self.located, *own], threads, rows)
 
-    def _compiled(self, kind: type[BackwardKernel], choice: int) -> CompiledKernel:
+    def compiled(self, kind: type[BackwardKernel], choice: int) -> CompiledKernel:
+        """One of its kernels."""
         needs = self.needs if kind.gradients else (False,) * len(self.needs)
         return self.kernel.backward_kernel(kind, self.plan, needs, self.d, self.d_v, choice)
 

@@ -103,7 +103,7 @@ class Step(NamedTuple):
 class Derived:
     """What calls with the same sizes, memory and number of threads have in common. simple: whether a kernel makes the
     deltas, from nothing but dO and O. steps, launchers: by the number of the tiling, made when they are first asked
-    for."""
+    for. right: those whose gradients have been proved."""
 
     extents: tuple[int, ...]
     threads: int
@@ -111,3 +111,4 @@ class Derived:
     simple: bool
     steps: dict[int, Sequence[Step]] = field(default_factory=dict)
     launchers: dict[tuple[type[BackwardKernel], int], Launch] = field(default_factory=dict)
+    right: set[int] = field(default_factory=set)

@@ -1,0 +1,193 @@
+"""A kernel proves itself before its first use.
+
+Validation (`fusion.validation`) compares an attention with its spec, and ends there. Every new text of a kernel runs
+here once, on small made-up operands beyond the edges of its blocks, beside the reference interpreter of its spec: each
+result and each gradient has to follow the rule for numbers. The verdict is kept by the text, in the process and on
+disk. A kernel that fails is not used: its attention is left to the inner compiler, or, where it was made during a call,
+to the reference interpreter.
+
+    operands    made up, such that the contract of each holds
+    trials      the sizes
+    judge       the comparison
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import disk_cache, undisturbed
+from fusion.codegen.emitter import Edges
+from fusion.codegen.reference import backward, run_all
+from fusion.errors import KernelProofError, LargeTableError, UnsupportedSizeError
+from fusion.ir.spec import AttentionSpec
+from fusion.kept import Kept
+from fusion.machine import cpu
+from fusion.proof.judge import Compared
+from fusion.proof.operands import NotMade, Operands
+from fusion.proof.trials import sizes_of_trials
+from fusion.torch_private.dynamo import counters
+from fusion.torch_private.modes import without_function_modes
+
+__all__ = ["Proof"]
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of verdicts on disk; to be raised when kernels are tried otherwise, or called in another way."""
+DRAWS = 3
+"""A kernel that is beyond the rule in one draw is tried again: how far a few elements are off is luck."""
+_verdicts: Kept = Kept()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What the kernels of a spec have to prove on a type of device. Each of the methods raises KernelProofError.
+
+    Their arguments: a kernel that runs calls of all sizes as the one to be proved does, the sizes of a call that it is
+    made for, the edges of its blocks, and its text."""
+
+    spec: AttentionSpec
+    device: str = "cpu"
+
+    def results(self, kernel: Any, sizes: Sequence[int], edges: Edges, text: str) -> None:
+        """The output and the further outputs. kernel: see `emitter.Kernel`, or `TrainingKernel`."""
+
+        def ours(operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+            if not hasattr(kernel, "outputs"):
+                return [kernel(operands, sizes)]
+            out, _, *further = kernel.outputs(operands, sizes)
+            return [out, *further]
+
+        run = functools.partial(_results, self.spec, ours)
+        self._judged(f"results\n{text}", functools.partial(self._problem, run, sizes, edges))
+
+    def gradients(
+        self, kernel: Any, sizes: Sequence[int], edges: Edges, text: str, needs: tuple[bool, ...], places: Sequence[int]
+    ) -> None:
+        """The gradients of the operands that `needs` marks. kernel: an `emitter.TrainingKernel`. places: the further
+        outputs at which gradients arrive."""
+        run = functools.partial(_gradients, self.spec, kernel, needs, places)
+        self._judged(f"gradients {needs} {places}\n{text}", functools.partial(self._problem, run, sizes, edges))
+
+    def _judged(self, text: str, find: Callable[[], str | None]) -> None:
+        parts = [
+            FORMAT,
+            _versions(),
+            cpu.identity(),
+            cpu.left_out(),
+            disk_cache.tag(),
+            self.device,
+            self.spec.to_json(),
+        ]
+        name = f"proof_{hashlib.sha256(json.dumps([*parts, text]).encode()).hexdigest()[:32]}"
+        if (verdict := _verdicts.get(name)) is None and (known := disk_cache.stored(name)) is not None:
+            verdict = _verdicts.keep(name, known.decode())
+        if verdict is None:
+            started = time.perf_counter()
+            verdict = _verdicts.keep(name, find() or "")
+            disk_cache.store(name, verdict.encode())
+            counters["fusion"]["kernels_proved"] += 1
+            log.debug("a kernel was proved in %.3f s", time.perf_counter() - started)
+        if verdict:
+            counters["fusion"]["invalid"] += 1
+            log.error("a defect of fusion: a kernel of %s computes something else: %s", self.spec, verdict)
+            raise KernelProofError(f"a kernel of {self.spec} computes something else than its spec: {verdict}")
+
+    def _problem(self, run: Callable[..., Compared], sizes: Sequence[int], edges: Edges) -> str | None:
+        """What is wrong, in words."""
+        with undisturbed.by_compilation(), undisturbed.by_autograd(), without_function_modes():
+            for trial in sizes_of_trials(self.spec, sizes, edges):
+                try:
+                    found = self._of_trial(run, trial)
+                except (NotMade, LargeTableError, UnsupportedSizeError, MemoryError, torch.OutOfMemoryError) as problem:
+                    counters["fusion"]["kernels_not_proved"] += 1
+                    log.info("a kernel of %s was not tried at %s: %s", self.spec, trial, problem)
+                    continue
+                except Exception as problem:
+                    log.info("a kernel of %s failed at %s", self.spec, trial, exc_info=True)
+                    found = f"it raises {type(problem).__name__}: {problem}"
+                if found is not None:
+                    return f"{found}, with {', '.join(f'{name} = {size}' for name, size in trial.items())}"
+        return None
+
+    def _of_trial(self, run: Callable[..., Compared], trial: Mapping[str, int]) -> str | None:
+        """None where one of some draws follows the rule."""
+        found, dtype, positive = None, getattr(torch, self.spec.dtype), False
+        for seed in range(DRAWS):
+            compared = self._compared(run, trial, seed, positive)
+            if compared.finite < 0.5 and not positive:
+                positive = True
+                compared = self._compared(run, trial, seed, positive)
+            if (found := compared.problem(dtype)) is None:
+                return None
+        return found
+
+    def _compared(self, run: Callable[..., Compared], trial: Mapping[str, int], seed: int, positive: bool) -> Compared:
+        made = [tensor.to(self.device) for tensor in Operands(self.spec, trial, seed, positive).tensors()]
+        return run(made, [trial[name] for name in self.spec.sizes], seed)
+
+
+def _results(spec: AttentionSpec, ours: Callable[..., list[Tensor]], operands: Any, sizes: Any, seed: int) -> Compared:
+    return Compared(**_outputs(spec, ours(operands, sizes), operands, sizes))
+
+
+def _outputs(
+    spec: AttentionSpec, ours: Sequence[Tensor], operands: Sequence[Tensor], sizes: Sequence[int]
+) -> dict[str, dict[str, Tensor]]:
+    eager = run_all(spec, operands, sizes, getattr(torch, spec.dtype))
+    wide = [replace(further, dtype="float64") for further in spec.further]
+    exact = run_all(replace(spec, out_dtype="float64", further=tuple(wide)), _widened(operands), sizes, torch.float64)
+    names = ["the result", *(f"further output {n}" for n in range(len(spec.further)))]
+    return {
+        way: dict(zip(names, found, strict=True))
+        for way, found in zip(("ours", "eager", "exact"), (ours, eager, exact), strict=True)
+    }
+
+
+def _gradients(
+    spec: AttentionSpec,
+    kernel: Any,
+    needs: tuple[bool, ...],
+    places: Sequence[int],
+    operands: Sequence[Tensor],
+    sizes: Sequence[int],
+    seed: int,
+) -> Compared:
+    out, statistics, *outputs = kernel.outputs(operands, sizes)
+    draw = torch.Generator().manual_seed(seed)
+    arriving = [torch.randn(x.shape, generator=draw, dtype=torch.float32).to(x) for x in (out, *outputs)]
+    grad, further = arriving[0], [g if n in places else None for n, g in enumerate(arriving[1:])]
+    found = kernel.backward(grad, out, statistics, operands, sizes, needs, further if places else ())
+    dtype = getattr(torch, spec.dtype)
+    eager = backward(spec, grad, operands, sizes, needs, dtype, further)
+    wide = [g if g is None else g.double() for g in further]
+    exact = backward(spec, grad.double(), _widened(operands), sizes, needs, torch.float64, wide)
+    wanted = [(o, x) for o, x, needed in zip(spec.operands, operands, needs, strict=True) if needed]
+    names = [f"the gradient of {number} ({o.name})" for number, (o, _) in enumerate(wanted)]
+    ways = ([g.to(x.dtype) for g, (_, x) in zip(way, wanted, strict=True)] for way in (found, eager))
+    ours, theirs = (dict(zip(names, way, strict=True)) for way in ways)
+    return Compared(ours=ours, eager=theirs, exact=dict(zip(names, exact, strict=True)))
+
+
+def _widened(operands: Sequence[Tensor]) -> list[Tensor]:
+    return [x.double() if x.is_floating_point() else x for x in operands]
+
+
+@functools.cache
+def _versions() -> list[str]:
+    try:
+        own = importlib.metadata.version("fusion")
+    except importlib.metadata.PackageNotFoundError:
+        own = ""
+    return [own, torch.__version__]
