@@ -73,7 +73,7 @@ class Operands:
             else:
                 shape = self._shape(number)
                 if math.prod(shape) > LARGEST:
-                    raise NotMade(f"{self.spec.operands[number].name} would have the shape {shape}")
+                    raise NotMade(f"an operand of the shape {shape} is too large: {self.spec.operands[number].name}")
                 self.made[number] = self._values(number, shape)
         return self.made[number]
 
@@ -94,7 +94,7 @@ class Operands:
             for dim, index in enumerate(read.args):
                 places = self.value(index)
                 if places.numel() and int(places.min()) < 0:
-                    raise NotMade(f"{self.spec.operands[number].name} would be read before its start")
+                    raise NotMade(f"an operand is read before its start: {self.spec.operands[number].name}")
                 shape[dim] = max(shape[dim], 1 + int(places.max())) if places.numel() else shape[dim]
         return shape
 
@@ -110,7 +110,8 @@ class Operands:
             made = 0.5 + torch.rand(shape, generator=self.draw, dtype=torch.float32)
             made = made / 64 if stored and self._scales(number) else made
         if self.spec.mask is not None and any(x.operand == number for x in loads(self.spec.mask.live)):
-            made = torch.where(self._mask(shape), torch.zeros(()), max(torch.finfo(operand.torch_dtype).min, 10 * HARD))
+            made = torch.zeros(shape, dtype=torch.float32).masked_fill(~self._mask(shape), 10 * HARD)
+            made = made.clamp(min=torch.finfo(operand.torch_dtype).min)
         return made.to(operand.torch_dtype)
 
     def _scales(self, number: int) -> bool:
@@ -149,7 +150,9 @@ class Operands:
                 return
             count = tensor.shape[rows]
             ends = (
-                torch.linspace(0.0, rises, count) if row is J else torch.tensor(SLOPES).repeat(count // 4 + 1)[:count]
+                torch.linspace(0.0, rises, count, dtype=torch.float32)
+                if row is J
+                else torch.tensor(SLOPES, dtype=torch.float32).repeat(count // 4 + 1)[:count]
             )
             first = tensor.select(column, 0)
             shape = [-1 if dim == rows - (rows > column) else 1 for dim in range(first.dim())]

@@ -237,6 +237,8 @@ class BackwardCall:
         what there is to do), and the number of threads."""
         outer = math.prod(self.batch) // self._inner
         threads = min(self.derived.threads, outer * blocks)
+        if self.kernel.fused:
+            return False, min(threads, outer)
         return outer < 4 * threads and (uneven or outer % threads != 0), threads
 
     def _correct(self, found: Mapping[RowSum, Tensor]) -> None:
