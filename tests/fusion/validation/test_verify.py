@@ -22,7 +22,7 @@ from fusion.api.compare import compare_results
 from fusion.cli import main
 from fusion.errors import ComparisonError
 from fusion.kept import Kept
-from fusion.runtime.guards import GuardedKernel
+from fusion.runtime.guards import GuardedKernel, GuardedTraining
 from fusion.validation import sites
 from tests.fusion.validation import faults
 from tests.numerics import assert_same
@@ -80,6 +80,26 @@ def test_a_wrong_kernel_is_found_in_its_attention_and_in_the_whole():
     found = verify(Model(), torch.randn(2, 9, 16))
     assert not found.right and len(found.wrong) == 3
     assert "WRONG  output: error 0.5" in str(found) and "WRONG  the whole model" in str(found)
+
+
+def test_a_wrong_gradient_of_one_number_is_found(monkeypatch):
+    """Several upstream gradients are looked at where one is beyond the rule, and it is wrong for all of them."""
+
+    def scaled(q, k, v, factor):
+        return torch.softmax(q @ k.mT * factor, -1) @ v
+
+    right = GuardedTraining.backward
+
+    def wrong(self, *given):
+        *others, last = right(self, *given)
+        return [*others, last * 1.01]
+
+    given = [torch.randn(1, 2, 9, 8) for _ in range(3)]
+    assert not verify(scaled, *given, torch.tensor(0.4), gradients=True).wrong
+    torch._dynamo.reset()
+    monkeypatch.setattr(GuardedTraining, "backward", wrong)
+    (site,) = verify(scaled, *given, torch.tensor(0.4), gradients=True).wrong
+    assert len([name for name, error in site.outcome.errors.items() if error.share > 1]) == 1
 
 
 @pytest.mark.parametrize("name", ["scale twice", "mask off by one", "wrong sign of the scale"])
@@ -352,12 +372,9 @@ def test_operands_that_the_graph_makes_by_operations_named_like_pythons_own(tmp_
 
     model, inputs = Made(), [torch.randn(1, 2, 9, 8) / 3 for _ in range(3)]
     found = verify(model, *inputs, gradients=True, site=0)
-    assert len(found.sites) == 26
+    assert len(found.sites) == 26 and not found.wrong, found
     for site in found.sites:
         assert site.outcome is not None and site.outcome.refusal is None, site
-        output, *gradients = site.outcome.errors.values()
-        # The gradient of a scalar is one number, of which eager's error is luck: one draw proves nothing.
-        assert output.share <= 1 and len(gradients) >= 3 and not any(g.misplaced for g in gradients), site
     assert "gradient of sum_1" in found.sites[0].outcome.errors
     space = _space(found.sites[0].script(), tmp_path)
     names = list(inspect.signature(space["attention"]).parameters)
