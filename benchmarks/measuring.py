@@ -87,9 +87,17 @@ def prepare(entry: Entry, make: Callable[[], Callable[[], Tensor] | None], refer
         entry.note = f"fails: {type(failure).__name__}: {text[0][:160]}"
 
 
-def interleave(entries: list[Entry], *, seconds: float, rounds: int = 5, settle: float = 0) -> None:
+def interleave(
+    entries: list[Entry],
+    *,
+    seconds: float,
+    rounds: int = 5,
+    settle: float = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
     """Time all entries that can run, in turns, for about `seconds` in all and at least `rounds` turns. settle: seconds
-    for which each runs untimed before every sample, where threads of another OpenMP pool would still be spinning."""
+    for which each runs untimed before every sample, where threads of another OpenMP pool would still be spinning.
+    clock: of the times that are taken; `time.process_time` of one thread barely depends on what else a machine does."""
     running = [entry for entry in entries if entry.call is not None]
     repeats = {}
     for entry in running:
@@ -112,10 +120,10 @@ def interleave(entries: list[Entry], *, seconds: float, rounds: int = 5, settle:
                     call()
                 if times == 1:
                     call()  # not timed: threads of the one before may still be spinning, and its data fill the caches
-                start = time.perf_counter()
+                start = clock()
                 for _ in range(times):
                     call()
-                entry.times.append((time.perf_counter() - start) / times)
+                entry.times.append((clock() - start) / times)
             turn += 1
     finally:
         gc.enable()

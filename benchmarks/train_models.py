@@ -1,12 +1,13 @@
 """Whole training steps of models as they are: forward, backward and AdamW in float32, fusion against Inductor.
 
-    python benchmarks/train_models.py [--models vit bert] [--layers 6] [--attention sdpa eager] [--seconds 60]
+    python benchmarks/train_models.py [--models vit bert] [--layers 6] [--attention sdpa eager] [--seconds 60] [--busy]
     python benchmarks/train_models.py --models bert --shapes 1x512 --profile
 
 The models are transformers', made from configurations with random weights; dropout, which each run draws anew, is off.
-Both contestants start from the same weights, see the same input, and run in turns within one process; medians are
+The contestants start from the same weights, see the same input, and run in turns within one process; medians are
 printed, and how far losses are apart. --attention: how transformers writes attention, sdpa by default. --profile: the
-operators that take most of a step of each contestant, instead of times.
+operators that take most of a step of each contestant, instead of times. --busy: one thread, and the processor time that
+it takes, which barely depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -37,25 +38,28 @@ NO_DROPOUT = {
     "t5": ("dropout_rate",),
 }
 LAYERS = {"gpt2": "n_layer", "t5": "num_layers"}
-BACKENDS = ("fusion", "inductor")
+CONTESTANTS = {"fusion": {}, "fusion, MKL": {"linear": "never"}, "inductor": {}}
+"""With their options: fusion is also run with all products of linear layers left to MKL."""
 
 
 class Run:
     """The training of one model through one backend. losses: of every step; times: its seconds."""
 
-    def __init__(self, model: nn.Module, backend: str) -> None:
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(self, model: nn.Module, name: str) -> None:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        self.model = torch.compile(model, backend=backend)
+        self.model = torch.compile(model, backend=name.partition(",")[0], options=CONTESTANTS[name])
         self.losses: list[float] = []
         self.times: list[float] = []
 
     def step(self, batch: torch.Tensor) -> None:
-        begun = time.perf_counter()
+        begun = self.clock()
         self.optimizer.zero_grad()
         loss = self.model(batch).square().mean()
         loss.backward()
         self.optimizer.step()
-        self.times.append(time.perf_counter() - begun)
+        self.times.append(self.clock() - begun)
         self.losses.append(loss.item())
 
 
@@ -73,7 +77,7 @@ def runs_of(name: str, attention: str, layers: int) -> dict[str, Run]:
     torch._dynamo.reset()
     sizes = {LAYERS.get(name, "num_hidden_layers"): layers} | dict.fromkeys(NO_DROPOUT.get(name, ()), 0.0)
     model = MODELS[name].make(attention, **sizes).train()
-    return {backend: Run(copy.deepcopy(model), backend) for backend in BACKENDS}
+    return {name: Run(copy.deepcopy(model), name) for name in CONTESTANTS}
 
 
 def measure(runs: dict[str, Run], batch: torch.Tensor, seconds: float) -> None:
@@ -114,7 +118,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=60.0, help="per model and shape")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--busy", action="store_true", help="processor time of one thread")
     arguments = parser.parse_args()
+    if arguments.busy:
+        torch.set_num_threads(1)
+        Run.clock = staticmethod(time.process_time)
     print(f"{torch.get_num_threads()} threads, {arguments.layers} layers, float32; times of a training step")
     for name in arguments.models:
         for shape in arguments.shapes or SHAPES[name]:
