@@ -11,11 +11,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 
 from fusion import disk_cache
+from fusion.kept import Made
 from fusion.linear import products
 from fusion.machine import cpu, machine
 
@@ -93,15 +94,13 @@ def onednn_pays(m: int, k: int, n: int, copied: int, threads: int) -> bool:
     return of_threads(threads).onednn_pays(m, k, n, copied)
 
 
-known: dict[int, Speeds] = {}
+known = Made()
 """The speeds that this process has asked for, by the number of threads."""
 
 
 def of_threads(threads: int) -> Speeds:
     """The speeds of this machine with so many threads, which must be those of this thread."""
-    if threads not in known:
-        known[threads] = _read_or_measured(threads)
-    return known[threads]
+    return known.of(threads, functools.partial(_read_or_measured, threads))
 
 
 def _read_or_measured(threads: int) -> Speeds:
@@ -114,14 +113,13 @@ def _read_or_measured(threads: int) -> Speeds:
         log.warning("products stay with MKL in this process: this machine is too busy to measure them")
         return UNKNOWN
     log.info("measured products in %.2f s: %s", time.perf_counter() - started, speeds)
-    if speeds.threads == threads:
-        disk_cache.store(name, json.dumps(asdict(speeds)).encode())
+    disk_cache.store(name, json.dumps(asdict(speeds)).encode())
     return speeds
 
 
 def _measured_by_one_thread() -> Speeds | None:
     """Speeds on a machine that is so busy that several threads wait for each other: the libraries compare as they do
-    otherwise. It holds for this process."""
+    otherwise."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -138,7 +136,8 @@ def _name(threads: int) -> str:
     switches = sorted(item for item in os.environ.items() if item[0].startswith(_SWITCHES))
     found = machine()
     facts = [cpu.identity(), found.name, sorted(found.isa), found.cores, threads, "float32", torch.__version__]
-    key = json.dumps([*facts, switches, ROWS, SIZES, products.CHAIN, disk_cache.tag()])
+    form = [field.name for field in fields(Speeds)], ROWS, SIZES, products.CHAIN
+    key = json.dumps([*facts, switches, *form, disk_cache.tag()])
     return f"products_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
