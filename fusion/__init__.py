@@ -39,12 +39,11 @@ def _register() -> None:
     import_module("fusion.disk_cache")
     if entry_points(group="torch_dynamo_backends", name="fusion"):
         return
-    from torch._dynamo import register_backend
 
     def fusion(module: Any, example_inputs: Any, **keywords: Any) -> Any:
         return import_module("fusion.backend").fusion(module, example_inputs, **keywords)
 
-    register_backend(fusion)
+    import_module("fusion.torch_private.dynamo").register_backend(fusion)
     import_module("fusion.dynamo").register()  # nothing says when it is about to be used
 
 

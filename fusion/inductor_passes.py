@@ -5,22 +5,18 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import logging
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from fusion.options import Options
 from fusion.passes import nodes
+from fusion.torch_private import inductor, tracing
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +24,7 @@ Rewrite = Callable[[GraphModule, Sequence[Any], Options], GraphModule | None]
 """(graph, its inputs, options) -> the graph with its attentions fused; None where there are none."""
 
 
-class RewritePass(CustomGraphPass):
+class RewritePass(inductor.CustomGraphPass):
     """Attentions of a graph become calls of `fusion::attention`, before autograd sees them.
 
     Their gradients are then those of the operator, as with our backend. Graphs that another one calls (a checkpointed
@@ -40,11 +36,9 @@ class RewritePass(CustomGraphPass):
         self.early = early  # whether it came with pre_grad_pass_timing="early"
 
     def __call__(self, graph: Graph) -> None:
-        from torch._inductor.virtualized import V
-
         values = [nodes.value(node) for node in graph.find_nodes(op="placeholder")]
         module = graph.owning_module
-        if V.aot_compilation or module is None or any(value is None for value in values) or not _is_whole(graph):
+        if inductor.is_packaging() or module is None or any(value is None for value in values) or not _is_whole(graph):
             return
         found = GraphModule(module, copy.deepcopy(graph))  # for the report, which keeps it
         if (fused := self.rewrite(found, values, self.options)) is not None:
@@ -60,21 +54,17 @@ class RewritePass(CustomGraphPass):
 
 
 def _is_whole(graph: Graph) -> bool:
-    """Whether no other graph calls this one, by Inductor's frames; without any, whether it comes from Dynamo."""
-    calls, frame = 0, sys._getframe()
-    while frame := frame.f_back:
-        calls += frame.f_code.co_name == "_recursive_pre_grad_passes"
-    return calls == 1 or (not calls and any(hasattr(node, "_dynamo_source") for node in graph.nodes))
+    """Whether no other graph calls this one, as Inductor goes down; out of it, whether it comes from Dynamo."""
+    depth = inductor.pre_grad_depth()
+    return depth == 1 or (not depth and any(map(tracing.has_source, graph.nodes)))
 
 
 @functools.cache
 def _source() -> str:
-    from torch._inductor.custom_graph_pass import get_hash_for_files
-
     files = sorted(Path(__file__).parent.rglob("*.py"))
     folders = [Path(__file__).parent / name for name in ("passes", "codegen")]  # links, in a checkout
     files += sorted(path for folder in folders for path in folder.rglob("*.py"))
-    return get_hash_for_files(tuple(dict.fromkeys(str(path.resolve()) for path in files))).hex()
+    return inductor.hash_of_files(list(dict.fromkeys(str(path.resolve()) for path in files)))
 
 
 def _put_in_place(fused: GraphModule, module: GraphModule) -> None:
@@ -104,7 +94,7 @@ def _carry_attributes(fused: GraphModule, module: GraphModule) -> None:
         node.target = names[held]
 
 
-class BelowAutogradPass(CustomGraphPass):
+class BelowAutogradPass(inductor.CustomGraphPass):
     """What every graph with fused attentions needs once gradients are traced; beside it, Inductor's own attention
     patterns are kept off what we did not fuse.
 
@@ -116,7 +106,7 @@ class BelowAutogradPass(CustomGraphPass):
         self.process_matters = process_matters
 
     def __call__(self, graph: Graph) -> None:
-        _keep_patterns_off(graph)
+        inductor.keep_attention_patterns_off(graph)
         _leave_autograd(graph)
 
     def uuid(self) -> str:
@@ -141,15 +131,15 @@ def with_rewrite(options: Options, rewrite: Rewrite) -> dict[str, Any]:
     run before AOTAutograd looks into its cache, unless the user decided that: its key is then the rewritten graph, and
     what is found in a graph is reported however much of it is cached."""
     settings = below_rewrite(process_matters=True)
-    early = getattr(config, "pre_grad_pass_timing", None) == "default"
-    before = _others(config.pre_grad_custom_pass)
+    early = getattr(inductor.config, "pre_grad_pass_timing", None) == "default"
+    before = _others(inductor.config.pre_grad_custom_pass)
     settings["pre_grad_custom_pass"] = _setting([*before, RewritePass(options, rewrite, early)])
     return settings | ({"pre_grad_pass_timing": "early"} if early else {})
 
 
 def below_rewrite(process_matters: bool) -> dict[str, Any]:
     """Settings of Inductor for a graph that is rewritten already."""
-    below = [*_others(config.joint_custom_pre_pass), BelowAutogradPass(process_matters)]
+    below = [*_others(inductor.config.joint_custom_pre_pass), BelowAutogradPass(process_matters)]
     return without_ours() | {"joint_custom_pre_pass": _setting(below)}
 
 
@@ -157,7 +147,7 @@ def without_ours() -> dict[str, Any]:
     """Settings of Inductor without our passes; empty where there are none."""
     settings: dict[str, Any] = {}
     for name in ("pre_grad_custom_pass", "joint_custom_pre_pass"):
-        if len(others := _others(held := getattr(config, name))) < len(_listed(held)):
+        if len(others := _others(held := getattr(inductor.config, name))) < len(_listed(held)):
             settings[name] = _setting(others)
     early = any(entry.early for entry in _rewrites())
     return settings | ({"pre_grad_pass_timing": "default"} if early else {})
@@ -169,7 +159,7 @@ def installed() -> Options | None:
 
 
 def _rewrites() -> list[RewritePass]:
-    return [entry for entry in _listed(config.pre_grad_custom_pass) if isinstance(entry, RewritePass)]
+    return [entry for entry in _listed(inductor.config.pre_grad_custom_pass) if isinstance(entry, RewritePass)]
 
 
 def _listed(setting: Any) -> list[Any]:
@@ -189,50 +179,3 @@ def _leave_autograd(graph: Graph) -> None:
     """Gradients are traced when this graph reaches Inductor: its calls need not look for them."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.fusion.attention.default):
         node.target = torch.ops.fusion.attention_below_autograd.default
-
-
-_PATTERNS = "torch._inductor.fx_passes.fuse_attention"
-
-
-_unmatched: weakref.WeakSet[Graph] = weakref.WeakSet()
-"""The graphs that Inductor's attention patterns are kept off."""
-
-
-def _keep_patterns_off(graph: Graph) -> None:
-    """Keep attention patterns off a graph. Inductor's pass is taught once to ask which graph it is given, so that
-    nothing has to be put back: neither after an error on the way to that pass nor for another thread's graph."""
-    from torch._inductor.fx_passes import joint_graph
-
-    _unmatched.add(graph)
-    patterns = joint_graph.pass_patterns[0]
-    if getattr(patterns.apply, "func", None) is not _apply:
-        patterns.apply = functools.partial(_apply, patterns)  # type: ignore[method-assign]
-
-
-def _apply(patterns: Any, graph: Graph | GraphModule) -> int:
-    """`patterns.apply(graph)`, without attention patterns for graphs that they are kept off."""
-    unmatched = getattr(graph, "graph", graph) in _unmatched
-    return type(patterns).apply(_without_attention(patterns) if unmatched else patterns, graph)
-
-
-def _without_attention(full: Any) -> Any:
-    """A pass with all other patterns; runs after Inductor has registered them."""
-    filtered = copy.copy(full)
-    filtered.patterns = type(full.patterns)(list)
-    dropped = 0
-    for key, entries in full.patterns.items():
-        kept = [entry for entry in entries if not _is_attention_pattern(entry)]
-        dropped += len(entries) - len(kept)
-        filtered.patterns[key] = kept
-    every = itertools.chain.from_iterable(full.patterns.values())
-    if not dropped and any(_PATTERNS in str(inspect.getmodule(entry.extra_check)) for entry in every):
-        log.warning("could not take Inductor's fuse_attention patterns out; unfused attentions may be matched by them")
-    return filtered
-
-
-def _is_attention_pattern(entry: Any) -> bool:
-    check = entry.extra_check
-    if not inspect.isfunction(check):
-        return False
-    inner = inspect.getclosurevars(check).nonlocals.get("extra_check")
-    return _PATTERNS in (getattr(check, "__module__", ""), getattr(inner, "__module__", ""))

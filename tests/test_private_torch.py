@@ -20,7 +20,7 @@ EXCEPTIONS = {
     ("fusion/integrations/transformers.py", "_global_mapping"): "transformers, not torch",
 }
 PENDING = {
-    "fusion/__init__.py", "fusion/dynamo.py", "fusion/inductor_passes.py", "fusion/runtime/autograd.py",
+    "fusion/runtime/autograd.py",
     "passes/checkpointing.py", "passes/nested.py", "passes/nodes.py",
 }  # fmt: skip
 """Files that still have to move theirs."""

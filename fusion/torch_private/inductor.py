@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
+import itertools
+import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, GraphModule
 
 __all__ = [
-    "CustomGraphPass", "compiled", "config", "cpp_compiler", "hash_of_files", "is_packaging", "pre_grad_depth",
+    "CustomGraphPass", "compiled", "config", "cpp_compiler", "hash_of_files", "is_packaging",
+    "keep_attention_patterns_off", "pre_grad_depth",
     "settings_of_mode", "write_with",
 ]  # fmt: skip
 
+log = logging.getLogger(__name__)
 
-def compiled(module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
+
+def compiled(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
     """A graph compiled by Inductor. The settings hold for backward graphs too, which are compiled later."""
     from torch._inductor.compile_fx import compile_fx
 
@@ -53,8 +62,6 @@ def pre_grad_depth() -> int:
 
 def hash_of_files(paths: Sequence[str]) -> str:
     """A name for what is written in files, and for torch's version."""
-    from torch._inductor.custom_graph_pass import get_hash_for_files
-
     return get_hash_for_files(tuple(paths)).hex()
 
 
@@ -87,3 +94,49 @@ def write_with(operator: str, write: Write) -> None:
             writeline(f"{wrapper.declare}{node.get_name()} = {write(node, wrapper)}{wrapper.ending}")
 
     CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(operator, CustomCodegen(python=written))
+
+
+_PATTERNS = "torch._inductor.fx_passes.fuse_attention"
+_unmatched: weakref.WeakSet[Graph] = weakref.WeakSet()
+"""The graphs that Inductor's attention patterns are kept off."""
+
+
+def keep_attention_patterns_off(graph: Graph) -> None:
+    """Keep attention patterns off a graph. Inductor's pass is taught once to ask which graph it is given, so that
+    nothing has to be put back: neither after an error on the way to that pass nor for another thread's graph. Without
+    it, attentions that are left to Inductor would be matched by the class of an operation instead of its meaning."""
+    from torch._inductor.fx_passes import joint_graph
+
+    _unmatched.add(graph)
+    patterns = joint_graph.pass_patterns[0]
+    if getattr(patterns.apply, "func", None) is not _apply:
+        patterns.apply = functools.partial(_apply, patterns)  # type: ignore[method-assign]
+
+
+def _apply(patterns: Any, graph: Graph | GraphModule) -> int:
+    """`patterns.apply(graph)`, without attention patterns for graphs that they are kept off."""
+    unmatched = getattr(graph, "graph", graph) in _unmatched
+    return type(patterns).apply(_without_attention(patterns) if unmatched else patterns, graph)
+
+
+def _without_attention(full: Any) -> Any:
+    """A pass with all other patterns; runs after Inductor has registered them."""
+    filtered = copy.copy(full)
+    filtered.patterns = type(full.patterns)(list)
+    dropped = 0
+    for key, entries in full.patterns.items():
+        kept = [entry for entry in entries if not _is_attention_pattern(entry)]
+        dropped += len(entries) - len(kept)
+        filtered.patterns[key] = kept
+    every = itertools.chain.from_iterable(full.patterns.values())
+    if not dropped and any(_PATTERNS in str(inspect.getmodule(entry.extra_check)) for entry in every):
+        log.warning("could not take Inductor's fuse_attention patterns out; unfused attentions may be matched by them")
+    return filtered
+
+
+def _is_attention_pattern(entry: Any) -> bool:
+    check = entry.extra_check
+    if not inspect.isfunction(check):
+        return False
+    inner = inspect.getclosurevars(check).nonlocals.get("extra_check")
+    return _PATTERNS in (getattr(check, "__module__", ""), getattr(inner, "__module__", ""))

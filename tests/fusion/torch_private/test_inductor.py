@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from fusion.torch_private import inductor
+from fusion.torch_private import dynamo, inductor
 
 
 def _compiler() -> str | None:
@@ -105,3 +105,33 @@ def test_calls_are_written_in_other_words(monkeypatch: pytest.MonkeyPatch) -> No
         run = inductor.compiled(module, [torch.ones(2)], {"fx_graph_cache": False})
         assert run(torch.tensor([1.0, 2.0]))[0].tolist() == [-1.0, -2.0]
     assert written == ["cpu"]
+
+
+class _KeepOff(inductor.CustomGraphPass):
+    """As a pass before Inductor's patterns."""
+
+    def __call__(self, graph: Graph) -> None:
+        inductor.keep_attention_patterns_off(graph)
+
+    def uuid(self) -> None:
+        return None
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax((q @ k.mT) / 8, -1) @ v
+
+
+def _matched(**settings: Any) -> int:
+    """How many attentions Inductor's patterns find."""
+    torch.compiler.reset()
+    dynamo.counters["inductor"].clear()
+    with inductor.config.patch(fx_graph_cache=False, **settings), torch.no_grad():
+        torch.compile(_attention)(*(torch.randn(2, 4, 16, 64) for _ in range(3)))
+    return dynamo.counters["inductor"]["fuse_attention"]
+
+
+@needs_compiler
+def test_attention_patterns_are_kept_off_one_graph() -> None:
+    assert _matched() == 1
+    assert _matched(joint_custom_pre_pass=_KeepOff()) == 0
+    assert _matched() == 1  # and no other
