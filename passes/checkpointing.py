@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
-from torch.utils._pytree import tree_map
 
 from fusion.passes import autocast, dtensor, marks, nodes
 from fusion.refusals import Ground
+from fusion.torch_private import tracing
+from fusion.torch_private.fake import FakeTensor, remember_item
+from fusion.torch_private.tensors import shares_storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ def bodies(module: GraphModule) -> dict[str, Body]:
     """The checkpointed graphs of a graph, by the name of the attribute."""
     found: dict[str, Body] = {}
     for node, around in autocast.regions(module.graph):
-        if node.op == "call_function" and node.target is tag_activation_checkpoint:
+        if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
             name = str(node.args[0].target)  # type: ignore[union-attr]
             given = list(map(nodes.value, node.args[1:]))
             known = found.setdefault(name, Body(graph=module.get_submodule(name), values=given, around=around))  # type: ignore[arg-type]
@@ -78,7 +77,7 @@ class KnowingItems(Interpreter):
         if is_item and isinstance(held, (torch.SymFloat, torch.SymInt)):
             (tensor,), _ = self.fetch_args_kwargs_from_env(n)
             if isinstance(tensor, FakeTensor):
-                tensor.item_memo = held
+                remember_item(tensor, held)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +94,7 @@ class KnowingItems(Interpreter):
 def _is_shared(value: Any, results: Sequence[Any]) -> bool:
     """Whether one of the results is this tensor, or a view of its memory."""
     return isinstance(value, torch.Tensor) and any(
-        isinstance(result, torch.Tensor) and torch._C._is_alias_of(value, result) for result in results
+        isinstance(result, torch.Tensor) and shares_storage(value, result) for result in results
     )
 
 
@@ -109,24 +108,24 @@ class Checkpoints:
         """Record the call; what happens in it is not."""
         body, *given = args
         body: GraphModule = self.fused.get(id(body), body)
-        mode = get_proxy_mode()
-        if mode is None:
+        tracer = tracing.current_tracer()
+        if tracer is None:
             raise nodes.Unsupported(Ground.DEFECT, "a checkpointed part outside of a trace")
         seeds = [p.meta["val"] for p in filter(marks.is_seed, body.graph.find_nodes(op="placeholder"))]
         given += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
-        with disable_proxy_modes_tracing():
+        with tracing.disable_proxy_modes_tracing():
             result = KnowingItems(body).run(*given)
-        tracer = mode.tracer
         tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
-        proxies = tree_map(tracer.unwrap_proxy, (body, *given))
-        call = tracer.create_proxy("call_function", tag_activation_checkpoint, proxies, kwargs)
-        shared = [proxy.node for value, proxy in zip(given, proxies[1:], strict=True) if _is_shared(value, result)]
+        checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+        call = tracing.written(tracer, "call_function", checkpoint, (body, *given), kwargs)
+        read = zip(given, call.node.args[1:], strict=True)
+        shared = [node for value, node in read if isinstance(node, Node) and _is_shared(value, result)]
         marks.aliases.set(call.node, tuple(shared))
         if not any(map(dtensor.is_dtensor, result)):
-            return track_tensor_tree(result, call, constant=None, tracer=tracer)
+            return tracing.track(result, call, tracer)
         # One by one: of DTensors that are not tracked yet, torch cannot note a copy.
         made = [
-            track_tensor_tree(value, call[k], constant=None, tracer=tracer)  # pyright: ignore[reportIndexIssue]
+            tracing.track(value, call[k], tracer)  # pyright: ignore[reportIndexIssue]
             for k, value in enumerate(result)
         ]
         return type(result)(made)

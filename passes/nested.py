@@ -7,22 +7,20 @@ out of it. Attention is one over all sequences, whose mask gives each query the 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
-from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fusion.passes import nodes, outline
 from fusion.refusals import Ground
+from fusion.torch_private import tensors, tracing
+from fusion.torch_private.fake import FakeTensorMode, shape_environment, without_guards
+from fusion.torch_private.operators import HigherOrderOperator
+from fusion.torch_private.trees import tree_leaves
 
 
 def _asked(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,8 +49,7 @@ def attention(
 
 def with_sequences_of(values: Tensor, other: Any) -> Any:
     """Values [T, H, D] as a nested tensor [B, H, j, D] of the sequences of another."""
-    extremes = {"min_seqlen": other._maybe_min_seqlen, "max_seqlen": other._maybe_max_seqlen}
-    return nested_view_from_values_offsets(values, other.offsets(), **extremes).transpose(1, 2)
+    return tensors.nested_like(values, other).transpose(1, 2)
 
 
 def reason_against(
@@ -65,17 +62,18 @@ def reason_against(
         return "not all of its tensors are nested"
     if any(x.device.type != "cpu" for x in given):
         return "torch has kernels for it there"
-    if any(x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None for x in given):
+    if any(x.dim() != 4 or tensors.ragged_dim(x) != 2 or x.lengths() is not None for x in given):
         return "its tensors are not of the form [batch, heads, sequence, columns], or have holes"
     if attn_mask is not None:
         return "it has a mask"
     if {x.dtype for x in given} - {query.dtype} or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "its tensors are not all in float32, bfloat16 or float16"
-    if query._size[0] != key._size[0] or key._size[2] != value._size[2]:
+    of_query, of_key, of_value = map(tensors.nested_size, given)
+    if of_query[0] != of_key[0] or of_key[2] != of_value[2]:
         return "its tensors do not have the same sequences"
-    if is_causal and query._size[2] != key._size[2]:
+    if is_causal and of_query[2] != of_key[2]:
         return "it is causal, between sequences of different lengths"
-    if any(_is_of_graph(x._size[2]) for x in (query, key)):
+    if any(_is_of_graph(size[2]) for size in (of_query, of_key)):
         return "its sequences are made in the graph"
     return None
 
@@ -83,7 +81,7 @@ def reason_against(
 def _is_of_graph(length: Any) -> bool:
     """Whether a length of sequences is that of no input. Torch 2.13 cannot guard on such, and raises an error for a
     LayerNorm of them: what follows the attention is better off behind a graph break."""
-    sources = length.node.shape_env.var_to_sources[length.node.expr]
+    sources = shape_environment(length).var_to_sources[length.node.expr]
     return all(source.is_ephemeral() for source in sources)
 
 
@@ -118,21 +116,15 @@ def traced(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _recorded(target: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a call on nested tensors, as it stands; what happens in it is not."""
-    mode = get_proxy_mode()
-    if mode is None:
+    tracer = tracing.current_tracer()
+    if tracer is None:
         raise nodes.Unsupported(Ground.DEFECT, "a call on nested tensors outside of a trace")
-    tracer = mode.tracer
     kind = "call_method" if isinstance(target, str) else "call_function"
-    call = tracer.create_proxy(kind, target, *tree_map(tracer.unwrap_proxy, (args, kwargs)))
-    with disable_proxy_modes_tracing(), _without_guards():
-        return track_tensor_tree(_asked(target, *args, **kwargs), call, constant=None, tracer=tracer)
-
-
-def _without_guards() -> contextlib.AbstractContextManager[None]:
-    """What a call asks of sizes is not asked of later calls: Dynamo has asked it, and a nested tensor that is made in
-    the graph has a length of its own in each trace, which no guard can name."""
-    mode = active_fake_mode()
-    return contextlib.nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
+    call = tracing.written(tracer, kind, target, args, kwargs)
+    # What a call asks of sizes is not asked of later calls: Dynamo has asked it, and a nested tensor that is made in
+    # the graph has a length of its own in each trace, which no guard can name.
+    with tracing.disable_proxy_modes_tracing(), without_guards():
+        return tracing.track(_asked(target, *args, **kwargs), call, tracer)
 
 
 def refuse_unknown(module: GraphModule) -> None:
@@ -149,6 +141,6 @@ def refuse_unknown(module: GraphModule) -> None:
             continue
         if outline.writes(node, set()):
             raise nodes.Unsupported(Ground.NESTED, f"a nested tensor is changed in place ({node.name})")
-        if node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
             message = f"nested tensors are given to a part of the graph that stays whole ({node.name})"
             raise nodes.Unsupported(Ground.NESTED, message)

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
-from torch.utils._sympy import functions as torch_sympy
 
 from fusion.ir import integers
 from fusion.ir.expr import ONE, Expr, const, is_number, size
@@ -21,11 +19,11 @@ from fusion.ir.ops import apply, as_float
 from fusion.ir.widths import LARGEST_SIZE
 from fusion.passes import assumptions
 from fusion.refusals import Ground, Refusal
-
-try:
-    from torch.fx.experimental.symbolic_shapes import optimization_hint
-except ImportError:  # before torch 2.12
-    from torch.fx.experimental.symbolic_shapes import size_hint as optimization_hint
+from fusion.torch_private import operators, tensors, tracing
+from fusion.torch_private.autograd import SET_GRAD_ENABLED
+from fusion.torch_private.fake import shape_environment
+from fusion.torch_private.sizes import free_unbacked_symbols, optimization_hint, statically_known_true
+from fusion.torch_private.sizes import functions as torch_sympy
 
 F = TypeVar("F", bound=Callable[..., Any])
 UNKNOWN = 1024
@@ -85,7 +83,7 @@ def with_gradients(graph: Graph) -> Iterator[tuple[Node, bool]]:
     """The nodes, and whether autograd records what each does."""
     enabled = torch.is_grad_enabled()
     for node in list(graph.nodes):
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             enabled = bool(node.args[0])
         yield node, enabled
 
@@ -102,7 +100,7 @@ def number(argument: Any) -> Any:
     alone stays a symbol (see `scalar`): a new length is no reason to compile again."""
     held = value(argument)
     if isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held):
-        return assumptions.ask(held.node.expr, held.node.shape_env, lambda: held.node.guard_float(__file__, 0))
+        return assumptions.ask(held.node.expr, shape_environment(held), lambda: held.node.guard_float(__file__, 0))
     return held if isinstance(held, float) else argument
 
 
@@ -123,7 +121,7 @@ def _follows_from_sizes(held: torch.SymFloat) -> bool:
 def packet(node: Node) -> Any:
     """The overload packet that a node calls, or None."""
     target = node.target
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else None
+    return target.overloadpacket if isinstance(target, operators.OpOverload) else None
 
 
 def shape(node: Node) -> tuple[Expr, ...]:
@@ -146,7 +144,7 @@ def _require_sizes(extent: torch.SymInt) -> None:
     """Make sure that every symbol of an expression is what a `size` is, at least 0 and below `LARGEST_SIZE`. A Python
     int that Dynamo made dynamic need not be: torch records that it is now, or its value where it is not. Nor is what it
     divides by 0: a kernel would end the process where Python raises an error."""
-    env, expr = extent.node.shape_env, assumptions.known(extent.node.expr)
+    env, expr = shape_environment(extent), assumptions.known(extent.node.expr)
 
     def holds(condition: Any) -> bool:
         return bool(assumptions.ask(condition, env, lambda: env.evaluate_expr(condition)))
@@ -239,28 +237,27 @@ def specialize(extent: Any) -> None:
     that it follows from become static: that (n + 2) // 3 is 8 leaves n open, and the size an expression."""
     symbols = assumptions.known(extent.node.expr).free_symbols if isinstance(extent, torch.SymInt) else ()
     for symbol in symbols:
-        assumptions.fix(symbol, extent.node.shape_env)
+        assumptions.fix(symbol, shape_environment(extent))
     if symbols:
         raise Specialized
 
 
 def lifted(node: Node) -> torch.Tensor | None:
     """The tensor of a constant that the trace lifted into the graph, if a node is one."""
-    name = str(node.target)
-    if node.op != "get_attr" or not name.startswith(("_tensor_constant", "lifted_tensor", "_lifted")):
+    if not tracing.is_lifted(node):
         return None
-    tensor = operator.attrgetter(name)(node.graph.owning_module)
+    tensor = operator.attrgetter(str(node.target))(node.graph.owning_module)
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def writes(node: Node) -> bool:
     """Whether an ATen call writes into memory that it is given: `out=`, or in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, operators.OpOverload) and operators.schema(node.target).is_mutable
 
 
 def arguments(node: Node) -> dict[str, Any]:
     """Arguments of an ATen call by their schema names, defaults filled in, scalars as `number` has them."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = operators.schema(node.target)  # type: ignore[union-attr]
     bound = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
     bound |= dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
     return {name: number(argument) for name, argument in (bound | node.kwargs).items()}
@@ -280,10 +277,10 @@ def is_active_dropout(node: Node) -> bool:
 
 def impurity() -> Callable[[Node], bool]:
     """`Node.is_impure`, asked once for each operator. SDPA, which torch takes for random, is so with dropout only."""
-    of_operator = functools.cache(lambda target: torch._library.utils.is_impure(target))
+    of_operator = functools.cache(operators.is_impure)
 
     def impure(node: Node) -> bool:
-        whole = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+        whole = node.op == "call_function" and isinstance(node.target, operators.OpOverload)
         if packet(node) is torch.ops.aten.scaled_dot_product_attention:
             return is_active_dropout(node)
         return of_operator(node.target) if whole else node.is_impure()
@@ -386,4 +383,5 @@ def _extents(held: torch.Tensor) -> tuple[Any, ...]:
     """The sizes of a tensor, or of what a nested tensor is made of: its own is of another kind."""
     if not is_nested(held):
         return tuple(held.shape)
-    return (*held._values.shape, *held._offsets.shape)  # type: ignore[attr-defined]
+    values, offsets = tensors.nested_parts(held)
+    return (*values.shape, *offsets.shape)

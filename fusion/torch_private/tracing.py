@@ -29,8 +29,8 @@ from fusion.torch_private.trees import tree_map
 
 __all__ = [
     "ORIGINS", "carry_source", "current_node", "current_tracer", "disable_proxy_modes_tracing",
-    "has_source", "is_plain", "lazy_module", "make_fx", "node_of", "rename", "reparametrized", "stand_for", "track",
-    "untraced", "updated", "with_tracer", "written",
+    "has_source", "is_lifted", "is_plain", "lazy_module", "make_fx", "node_of", "rename", "reparametrized", "stand_for",
+    "track", "untraced", "updated", "with_tracer", "written",
 ]  # fmt: skip
 
 ORIGINS = ("stack_trace", *_COPY_META_FIELDS)
@@ -107,6 +107,12 @@ def updated(program: ExportedProgram, module: GraphModule, signature: ExportGrap
 def is_plain(graph: Graph) -> bool:
     """Whether a graph takes its inputs one by one: that of an exported program's module packs them."""
     return type(graph._codegen) is torch.fx.graph.CodeGen
+
+
+def is_lifted(node: Node) -> bool:
+    """Whether a node reads a tensor that was made while its graph was traced or exported, and that nobody else holds:
+    a constant. A parameter or buffer is read as such a tensor is, so it is told by the name that torch gives it."""
+    return node.op == "get_attr" and str(node.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted"))
 
 
 def has_source(node: Node) -> bool:

@@ -26,6 +26,7 @@ from fusion.passes import marks, nodes, pointwise
 from fusion.passes.folding import known
 from fusion.passes.heads import head_sum
 from fusion.passes.inplace import may_copy
+from fusion.torch_private.fake import FakeTensor
 from fusion.torch_private.operators import schema
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
@@ -223,7 +224,7 @@ def rule_of(node: Node) -> Rule | None:
 def literal(node: Node) -> Tensor | None:
     """The value of a constant of the graph, if a node is one."""
     tensor = nodes.lifted(node)
-    return None if hasattr(tensor, "fake_mode") else tensor
+    return None if isinstance(tensor, FakeTensor) else tensor
 
 
 @rule("literal")

@@ -83,6 +83,30 @@ def test_operators_are_traced_below_vmap() -> None:
     assert _calls(made) == ["aten.neg.default"] and made(torch.ones(3)).tolist() == [-1.0] * 3
 
 
+class _Holds(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.constant = torch.nn.Parameter(torch.ones(3)), torch.arange(3.0)
+        self.register_buffer("state", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + self.state + self.constant
+
+
+def test_constants_of_a_trace_are_told_from_parameters() -> None:
+    held = _Holds()
+    made = tracing.make_fx(held, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.ones(3))
+    read = made.graph.find_nodes(op="get_attr")
+    assert [tracing.is_lifted(node) for node in read] == [
+        getattr(made, node.target) is not held.weight for node in read
+    ]
+    assert any(map(tracing.is_lifted, read)) and not any(
+        map(tracing.is_lifted, made.graph.find_nodes(op="placeholder"))
+    )
+    exported = export(held, (torch.ones(3),), strict=False).graph
+    assert not any(map(tracing.is_lifted, exported.find_nodes(op="placeholder")))  # they are inputs there
+
+
 def test_lazy_modules_run() -> None:
     origin = symbolic_trace(lambda x: x + 1)
     made = tracing.lazy_module(origin, origin.graph)
