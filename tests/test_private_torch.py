@@ -19,8 +19,6 @@ EXCEPTIONS = {
     ("codegen/triton/interpret.py", "_patch_lang_tensor"): "Triton's interpreter, not torch",
     ("fusion/integrations/transformers.py", "_global_mapping"): "transformers, not torch",
 }
-PENDING = {"fusion/runtime/autograd.py"}
-"""Files that still have to move theirs."""
 ADVICE = "move it to fusion/torch_private, with a contract test in tests/fusion/torch_private"
 
 
@@ -75,7 +73,7 @@ OWN = own_names(list(TREES.values()))
 def test_no_private_part_of_torch_is_named(path: Path) -> None:
     file = str(path.relative_to(ROOT))
     found = {name for name in private_names(TREES[path], OWN) if (file, name) not in EXCEPTIONS}
-    assert bool(found) == (file in PENDING), ADVICE
+    assert not found, ADVICE
 
 
 @pytest.mark.parametrize("exception", EXCEPTIONS, ids=" ".join)

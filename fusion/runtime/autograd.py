@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch._functorch.utils import unwrap_dead_wrappers
-from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 from fusion.runtime.derivatives import Function, tangents
+from fusion.torch_private import autograd
+from fusion.torch_private.operators import schema
 
 Setup = Callable[[Any, Sequence[Any], Any], None]
 """(ctx, the operator's arguments, its result) -> None; saves what the backward needs."""
@@ -48,7 +46,7 @@ class _Call:
     def in_modes(self) -> Iterator[None]:
         """The modes of the call, which `apply` has ended, for the levels of torch.func below its own as well."""
         recording, moving = self.modes
-        with torch.set_grad_enabled(recording), forward_ad._set_fwd_grad_enabled(moving):
+        with torch.set_grad_enabled(recording), autograd.carrying_tangents(moving):
             yield
 
 
@@ -79,15 +77,14 @@ def register(
         tensors = flat(arguments)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if not recording and (derivative is None or not any(map(_moves, tensors))):
-            return _below(op, keys, arguments)
+            return autograd.below(op, keys, arguments)
         counts = tuple(_count(a) for a in arguments)
         described = zip(arguments, counts, strict=True)
         kept = (a if n is None else [] if isinstance(a, (list, tuple)) else None for a, n in described)
-        modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        modes = torch.is_grad_enabled(), autograd.carries_tangents()
         call = _Call(keys=keys, modes=modes, arguments=tuple(kept), counts=counts)
-        with enable_single_level_autograd_function():
-            result = recorded.apply(call, *unwrap_dead_wrappers(tuple(tensors)))
-        return list(result) if isinstance(op._schema.returns[0].type, torch.ListType) else result
+        result = autograd.recorded_here(recorded, call, *tensors)
+        return list(result) if isinstance(schema(op).returns[0].type, torch.ListType) else result
 
     library.impl(name, kernel, "Autograd", with_keyset=True)
 
@@ -99,7 +96,7 @@ def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: 
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         arguments = call.arguments_with(tensors)
         with call.in_modes():
-            result = _below(op, call.keys, arguments)
+            result = autograd.below(op, call.keys, arguments)
         setup(ctx, arguments, result)
         ctx.call, ctx.results = call, None if isinstance(result, Tensor) else len(result)
         ctx.save_for_forward(*tensors)
@@ -112,20 +109,15 @@ def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: 
     def move(ctx: Any, _: None, *moving: Tensor | None) -> Any:
         assert derivative is not None
         with ctx.call.in_modes():
-            tensors = [torch._VF._unpack_dual(x, level=0)[0] for x in ctx.saved_tensors]
+            tensors = [autograd.unpack_dual(x)[0] for x in ctx.saved_tensors]
             found = tangents(derivative(ctx.call.arguments_with(tensors)), tensors, moving)
         return found[0] if ctx.results is None else tuple(map(found.get, range(ctx.results)))
 
     parts = {"forward": forward, "backward": differentiate} | ({"jvp": move} if derivative else {})
     own = {key: staticmethod(part) for key, part in parts.items()}
-    return type(f"{name}_gradient", (_SingleLevelFunction,), own)
-
-
-def _below(op: Any, keys: Any, arguments: Sequence[Any]) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+    return type(f"{name}_gradient", (autograd.SingleLevelFunction,), own)
 
 
 def _moves(tensor: Tensor) -> bool:
     """Whether a tensor has a tangent, on the level at which an operator is called."""
-    return torch._C._is_fwd_grad_enabled() and torch._VF._unpack_dual(tensor, level=0)[1] is not None
+    return autograd.carries_tangents() and autograd.unpack_dual(tensor)[1] is not None

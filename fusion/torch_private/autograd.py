@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 """The call that a graph has for `torch.no_grad` and its kin."""
@@ -33,6 +36,14 @@ def recording() -> Iterator[None]:
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, hidden), carrying_tangents(False):
         yield
+
+
+def recorded_here(function: type[SingleLevelFunction], first: Any, *tensors: torch.Tensor) -> Any:
+    """Apply a function that autograd records on the level of torch.func at which this is called, as operators in C++
+    are. `torch.autograd.Function` refuses to run under torch.func without a `setup_context`, and with one is run on
+    each level again."""
+    with enable_single_level_autograd_function():
+        return function.apply(first, *unwrap_dead_wrappers(tensors))
 
 
 def below(operator: Any, keys: Any, arguments: Any) -> Any:

@@ -1,5 +1,7 @@
 """Autograd as fusion.torch_private.autograd uses it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -81,6 +83,31 @@ def test_a_kernel_of_autograd_calls_what_is_below() -> None:
         library.impl("twice", above, "Autograd", with_keyset=True)
         result = torch.ops.fusion_private_test.twice(torch.ones(2, requires_grad=True))
     assert ran == ["above", "below"] and result.tolist() == [2.0, 2.0] and not result.requires_grad
+
+
+class _Cube(autograd.SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, keys: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return autograd.below(torch.ops.fusion_private_test.cube.default, keys, (x,))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+def test_functions_are_recorded_on_the_level_of_the_call() -> None:
+    with torch.library._scoped_library("fusion_private_test", "FRAGMENT") as library:
+        library.define("cube(Tensor x) -> Tensor")
+        library.impl("cube", lambda x: x**3, "CPU")
+        recorded = lambda keys, x: autograd.recorded_here(_Cube, keys, x)
+        library.impl("cube", recorded, "Autograd", with_keyset=True)
+        cube, x = torch.ops.fusion_private_test.cube, torch.tensor(2.0)
+        slope = torch.func.grad(cube)
+        assert (slope(x).item(), torch.func.grad(slope)(x).item()) == (12, 12)
+        y = x.clone().requires_grad_()
+        cube(y).backward()
+        assert y.grad is not None and y.grad.item() == 12
 
 
 def test_tangents_are_carried_or_not() -> None:
