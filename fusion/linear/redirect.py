@@ -55,8 +55,7 @@ class ProductsPass(CustomGraphPass):
 def is_large(value: Any) -> bool:
     """Whether a value is a matrix that is not small, or a batch of them, in float32 on a CPU."""
     return (
-        isinstance(value, Tensor)
-        and _is_float32(value)
+        _is_float32(value)
         and value.dim() >= 2
         and all(not isinstance(size, int) or size >= speeds.LEAST for size in value.shape[-2:])
     )
@@ -81,6 +80,8 @@ class _Product:
 
 def _product(node: Node) -> _Product | None:
     """The product of a node that oneDNN can compute, else None."""
+    if len(node.args) != (3 if node.target is aten.addmm.default else 2) or "val" not in node.meta:
+        return None
     *added, left, right = node.args
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
@@ -94,39 +95,38 @@ def _product(node: Node) -> _Product | None:
     return _Product(x=x, w=w.mT, left=left, right=right, added=added[0] if added else None)
 
 
-def _is_float32(value: Tensor) -> bool:
-    """Whether this is a dense tensor in float32 on a CPU."""
+def _is_float32(value: Any) -> bool:
+    """Whether this is a tensor with strides in float32 on a CPU."""
+    if not isinstance(value, Tensor):
+        return False
     return value.dtype is torch.float32 and value.device.type == "cpu" and value.layout is torch.strided
 
 
 def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
     """Put `fusion::linear` in the place of a product. What is added to it and is no bias is added to its result, where
     Inductor fuses it with what follows."""
-    left, right, bias = product.left, product.right, product.added
+
+    def call(value: Any, target: Any, *arguments: Any) -> Node:
+        made = graph.call_function(target, arguments)
+        made.meta = node.meta | {"val": value}
+        return made
+
+    left, right, bias, value = product.left, product.right, product.added, node.meta["val"]
     further = None if bias is None or _is_bias(nodes.value(bias), product.w.shape[0]) else bias
     batched = node.target is aten.bmm.default
     with graph.inserting_before(node):
         if batched:
-            left, right = (_call(graph, node, aten.select.int, side, 0, 0) for side in (left, right))
-        turned = _call(graph, node, aten.permute.default, right, [1, 0])
-        given = left, turned, None if bias is further else bias, chosen
-        made = _call(graph, node, torch.ops.fusion.linear.default, *given)
+            left, right = call(product.x, aten.select.int, left, 0, 0), call(product.w.mT, aten.select.int, right, 0, 0)
+        turned = call(product.w, aten.permute.default, right, [1, 0])
+        bias = None if bias is further else bias
+        made = call(value[0] if batched else value, torch.ops.fusion.linear.default, left, turned, bias, chosen)
         if batched:
-            made = _call(graph, node, aten.unsqueeze.default, made, 0)
+            made = call(value, aten.unsqueeze.default, made, 0)
         if further is not None:
-            made = graph.call_function(aten.add.Tensor, (made, further))
-            made.meta = dict(node.meta)
+            made = call(value, aten.add.Tensor, made, further)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 
 def _is_bias(value: Any, n: Any) -> bool:
     return value.dim() == 1 and isinstance(n, int) and isinstance(value.shape[0], int) and value.shape[0] == n
-
-
-def _call(graph: Graph, product: Node, target: Any, *arguments: Any) -> Node:
-    """A call that stands for (a part of) a product; its value is derived from those of its arguments."""
-    made = graph.call_function(target, arguments)
-    made.meta = {key: value for key, value in product.meta.items() if key != "val"}
-    made.meta["val"] = target(*(nodes.value(a) if isinstance(a, Node) else a for a in arguments))
-    return made

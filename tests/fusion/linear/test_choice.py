@@ -125,6 +125,20 @@ def test_passes_of_others_run_before(set_speeds) -> None:
     assert theirs.products == [2]
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["freezing", pytest.param("cpp_wrapper", marks=pytest.mark.long)],  # 20 s of a C++ compiler
+)
+def test_settings_of_inductors(setting: str, set_speeds) -> None:
+    """Weights that are constants of the graph, and code in C++."""
+    set_speeds(given(200, 450, overhead=0))
+    with config.patch({setting: True}):
+        assert compiled(Layers().requires_grad_(False), torch.randn(96, 256))[1] in (
+            0,
+            2,
+        )  # packed weights have their own
+
+
 def test_products_in_other_dtypes_stay(set_speeds) -> None:
     set_speeds(given(200, 450, overhead=0))
     for dtype in (torch.float64, torch.bfloat16):
