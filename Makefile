@@ -10,18 +10,20 @@ BIN := $(VENV)/bin
 PYTEST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long fuzz lint format types bench docs dist versions clean
+.PHONY: help demo test test-long sample fuzz lint format types bench docs dist versions clean
 
 help:
 	@echo "make demo    real text through a trained model: eager, Inductor and fusion side by side"
 	@echo "make test    the test suite           (ARGS='-k mask' passes options on to pytest)"
 	@echo "make test-long  with the exhaustive cases (over an hour)"
+	@echo "make sample  some of the tests with the oldest and the newest torch (TORCH='2.12.1': others; 5 GB each,"
+	@echo "             in .venv-torch-*, or in the folder that TORCHES names)"
 	@echo "make fuzz    300 random functions, others at every commit"
 	@echo "make lint    ruff: lint and format    (make format mends what it can)"
 	@echo "make types   pyright"
 	@echo "make docs    the pages as a site, in build/site"
 	@echo "make dist    sdist and wheel in build/dist, checked, and tried outside of the checkout"
-	@echo "make versions  the wheel in new environments with other versions of Python and torch (gigabytes each)"
+	@echo "make versions  the sample with every torch, and the wheel with every Python, for docs/versions.md"
 	@echo "make bench   benchmarks/cpu.py        (ARGS='--quick' passes options on to it)"
 
 $(BIN)/pip:
@@ -45,6 +47,10 @@ test: $(VENV)/.installed-test $(VENV)/.installed-timm
 
 test-long: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(BIN)/python -m pytest $(PYTEST) -m "long or not long" $(ARGS)
+
+# The environments of other versions of torch are made once, and kept.
+sample: $(BIN)/pip
+	$(BIN)/python .ci/torches.py --jobs $(JOBS) $(TORCH)
 
 SEEDS ?= new:300
 fuzz: $(VENV)/.installed-test
@@ -72,6 +78,7 @@ dist: $(VENV)/.installed-release
 	.ci/dist $(BIN)/python build/dist
 
 versions: dist
+	$(BIN)/python .ci/torches.py --jobs $(JOBS) --write 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 	$(BIN)/python .ci/versions.py build/dist/*.whl $(ARGS)
 
 clean:

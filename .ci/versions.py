@@ -98,7 +98,7 @@ def with_row(page: str, outcome: dict[str, str]) -> str:
     """The page with a row of its table replaced or added: rows are told apart by Python's minor version and torch."""
     kept, rows = [], []
     for line in page.splitlines():
-        (rows if re.match(r"\| \d", line) else kept).append(line)
+        (rows if re.match(r"\| 3\.", line) else kept).append(line)
     cells = {key(line): line for line in rows}
     new = "| " + " | ".join(outcome.values()) + " |"
     cells[key(new)] = new

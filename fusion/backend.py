@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion import dynamo, linear, logs, mkl, undisturbed
+from fusion import dynamo, linear, logs, mkl, undisturbed, versions
 from fusion.approximate import certificates
 from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import Kind
@@ -96,6 +96,7 @@ def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
+    versions.tell(torch.__version__)
     with undisturbed.by_autograd():
         mkl.resolve()
         graph, report = _fuse(module, example_inputs, options)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from fusion import versions
 from fusion.machine import MIB
 
 HELP = """What is installed, which targets work, and what to install otherwise.
@@ -67,13 +68,17 @@ _PACKAGES = (
     ("matplotlib", "matplotlib", "pip install matplotlib, for plots of the cost model alone"),
 )
 
+_OF_VERSIONS = {"torch": versions.untested, "triton": versions.without_facts}
+
 
 def _packages() -> list[Finding]:
     found = [Finding(name="python", state="ok", found=f"{platform.python_version()} on {platform.platform()}")]
     for name, module, advice in _PACKAGES:
         try:
             importlib.import_module(module)
-            found.append(Finding(name=name, state="ok", found=importlib.metadata.version(name)))
+            version = importlib.metadata.version(name)
+            said = _OF_VERSIONS[name](version) if name in _OF_VERSIONS else None
+            found.append(Finding(name=name, state="ok", found=version, advice=said or ""))
         except importlib.metadata.PackageNotFoundError:
             found.append(Finding(name=name, state="ok", found="version unknown"))
         except ModuleNotFoundError:
