@@ -109,7 +109,9 @@ def closed_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        functions.pop_dynamic_layer_stack_and_undo_to_depth(before)
+        while functions.get_dynamic_layer_stack_depth() > before:
+            kind = functions.peek_interpreter_stack().key().name.lower()
+            getattr(functions, f"_{kind}_decrement_nesting")()
         if not moving and autograd.is_dual_level_open():
             torch._C._exit_dual_level(level=0)
         torch.set_grad_enabled(recording)
