@@ -2,9 +2,9 @@
 
 Validation (`fusion.validation`) compares an attention with its spec, and ends there. Every new text of a kernel runs
 here once, on small made-up operands beyond the edges of its blocks, beside the reference interpreter of its spec: each
-result and each gradient has to follow the rule for numbers. The verdict is kept by the text, in the process and on
-disk. A kernel that fails is not used: its attention is left to the inner compiler, or, where it was made during a call,
-to the reference interpreter.
+result and each gradient has to follow the rule for numbers. The verdict is kept by the text in the process, and on disk
+that it is right. A kernel that fails is not used: its attention is left to the inner compiler, or, where it was made
+during a call, to the reference interpreter.
 
     operands    made up, such that the contract of each holds
     trials      the sizes
@@ -13,13 +13,14 @@ to the reference interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.kept import Kept
 from fusion.machine import cpu
 from fusion.proof.judge import Compared
-from fusion.proof.operands import NotMade, Operands
+from fusion.proof.operands import Operands
 from fusion.proof.trials import sizes_of_trials
 from fusion.torch_private.dynamo import counters
 from fusion.torch_private.modes import without_function_modes
@@ -43,7 +44,7 @@ __all__ = ["Proof"]
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of verdicts on disk; to be raised when kernels are tried otherwise, or called in another way."""
 DRAWS = 3
 """A kernel that is beyond the rule in one draw is tried again: how far a few elements are off is luck."""
@@ -91,12 +92,13 @@ class Proof:
             self.spec.to_json(),
         ]
         name = f"proof_{hashlib.sha256(json.dumps([*parts, text]).encode()).hexdigest()[:32]}"
-        if (verdict := _verdicts.get(name)) is None and (known := disk_cache.stored(name)) is not None:
-            verdict = _verdicts.keep(name, known.decode())
+        if (verdict := _verdicts.get(name)) is None and disk_cache.stored(name) is not None:
+            verdict = _verdicts.keep(name, "")
         if verdict is None:
             started = time.perf_counter()
             verdict = _verdicts.keep(name, find() or "")
-            disk_cache.store(name, verdict.encode())
+            if not verdict:  # others are found anew, lest a mistake here outlives its mending
+                disk_cache.store(name, b"")
             counters["fusion"]["kernels_proved"] += 1
             log.debug("a kernel was proved in %.3f s", time.perf_counter() - started)
         if verdict:
@@ -110,13 +112,12 @@ class Proof:
             for trial in sizes_of_trials(self.spec, sizes, edges):
                 try:
                     found = self._of_trial(run, trial)
-                except (NotMade, LargeTableError, UnsupportedSizeError, MemoryError, torch.OutOfMemoryError) as problem:
+                except _Raised as problem:
+                    found = f"it raises {type(problem.args[0]).__name__}: {problem.args[0]}"
+                except Exception as problem:  # no fault of the kernel's
                     counters["fusion"]["kernels_not_proved"] += 1
-                    log.info("a kernel of %s was not tried at %s: %s", self.spec, trial, problem)
+                    log.info("a kernel of %s was not tried: %s: %s", self.spec, type(problem).__name__, problem)
                     continue
-                except Exception as problem:
-                    log.info("a kernel of %s failed at %s", self.spec, trial, exc_info=True)
-                    found = f"it raises {type(problem).__name__}: {problem}"
                 if found is not None:
                     return f"{found}, with {', '.join(f'{name} = {size}' for name, size in trial.items())}"
         return None
@@ -138,8 +139,24 @@ class Proof:
         return run(made, [trial[name] for name in self.spec.sizes], seed)
 
 
+class _Raised(Exception):
+    """A kernel raised an exception that it may not raise."""
+
+
+@contextlib.contextmanager
+def _by_kernel() -> Iterator[None]:
+    try:
+        yield
+    except (LargeTableError, UnsupportedSizeError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        raise _Raised(problem) from problem
+
+
 def _results(spec: AttentionSpec, ours: Callable[..., list[Tensor]], operands: Any, sizes: Any, seed: int) -> Compared:
-    return Compared(**_outputs(spec, ours(operands, sizes), operands, sizes))
+    with _by_kernel():
+        found = ours(operands, sizes)
+    return Compared(**_outputs(spec, found, operands, sizes))
 
 
 def _outputs(
@@ -164,11 +181,13 @@ def _gradients(
     sizes: Sequence[int],
     seed: int,
 ) -> Compared:
-    out, statistics, *outputs = kernel.outputs(operands, sizes)
+    with _by_kernel():
+        out, statistics, *outputs = kernel.outputs(operands, sizes)
     draw = torch.Generator().manual_seed(seed)
     arriving = [torch.randn(x.shape, generator=draw, dtype=torch.float32).to(x) for x in (out, *outputs)]
     grad, further = arriving[0], [g if n in places else None for n, g in enumerate(arriving[1:])]
-    found = kernel.backward(grad, out, statistics, operands, sizes, needs, further if places else ())
+    with _by_kernel():
+        found = kernel.backward(grad, out, statistics, operands, sizes, needs, further if places else ())
     dtype = getattr(torch, spec.dtype)
     eager = backward(spec, grad, operands, sizes, needs, dtype, further)
     wide = [g if g is None else g.double() for g in further]

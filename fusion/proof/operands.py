@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fusion.ir.expr import C, E, Expr, I, J, Kind, coord, coordinates, load, loads, walk
+from fusion.ir.expr import HEAD, C, E, Expr, I, J, Kind, coord, coordinates, load, loads, walk
 from fusion.ir.ops import conjuncts, evaluate
 from fusion.ir.sizes import leaves, size_value
 from fusion.ir.spec import AttentionSpec
@@ -43,6 +43,8 @@ class Operands:
         self.extents = {coord(f"b{axis}"): size_value(extent, sizes) for axis, extent in enumerate(spec.batch)}
         for coordinate, extent in ((I, spec.n_q), (J, spec.n_k), (C, spec.d), (E, spec.d_v)):
             self.extents[coordinate] = size_value(extent, sizes)
+        if spec.mixing is not None:
+            self.extents[HEAD] = size_value(spec.batch[spec.mixing.axis], sizes)
         names = list(self.extents)
         self.grid = {c: torch.arange(n).view([-1 if c is d else 1 for d in names]) for c, n in self.extents.items()}
         self.grid |= {coord("i0"): self.grid[I], coord("i1"): self.grid[I]}
@@ -165,8 +167,9 @@ class Operands:
         live: Tensor = torch.ones(1, dtype=torch.bool)
         for part in [p for p in parts if loads(p)] or parts:
             live = live & self.value(part)
-        names = [*list(self.extents)[:-2]]  # b.., i, j
-        live = live.expand([self.extents[c] for c in names] + [1, 1]).flatten(-3) if live.dim() > 1 else live
+        names = [*self.spec.axes, I, J]
+        if live.dim() > 1:
+            live = live.view(live.shape[: len(names)]).expand([self.extents[c] for c in names])
         *batch, line, _, _ = read.args
         over = [axis for axis, c in enumerate(names[:-2]) if c not in batch]
         bias = any(x.kind is Kind.FLOAT for x in loads(self.spec.mask.live))

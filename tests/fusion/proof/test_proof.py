@@ -94,13 +94,26 @@ def test_a_wrong_kernel_is_an_error_where_that_is_asked_for() -> None:
         compiled(strict=True)(*tensors())
 
 
-def test_a_wrong_verdict_is_kept_too() -> None:
-    with not_rescaled():
+def test_a_wrong_verdict_is_kept_in_the_process() -> None:
+    with not_rescaled(), collect_reports() as reports:
         compiled()(*tensors())
+        compiled()(*tensors())
+        assert counters["fusion"]["kernels_proved"] == 1 and counters["fusion"]["invalid"] == 2
         forget()
-        with collect_reports() as reports:
-            compiled()(*tensors())
-    assert not reports[0].fused and counters["fusion"]["kernels_proved"] == 1 and counters["fusion"]["invalid"] == 2
+        compiled()(*tensors())
+    assert not any(report.fused for report in reports) and counters["fusion"]["kernels_proved"] == 2
+
+
+def test_what_cannot_be_tried_is_no_fault_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given):
+        raise KeyError("an operation that is not known here")
+
+    monkeypatch.setattr(proof, "run_all", fails)
+    inputs = tensors()
+    assert_as_exact_as_eager(
+        compiled(strict=True)(*inputs), attention(*inputs), attention(*(x.double() for x in inputs))
+    )
+    assert counters["fusion"]["kernels_not_proved"] and not counters["fusion"]["invalid"]
 
 
 def test_nothing_is_proved_where_nothing_is_verified() -> None:
