@@ -300,6 +300,8 @@ class AttentionKernel(OverlappingKernel):
     def _mark_dead_rows(self, item: Item) -> Value:
         """Rows whose sum is zero met no live key: their maximum becomes -inf. Returns whether there is one."""
         b, lanes = self.b, self.lanes
+        with b.when(self.several), b.loop(0, item.groups, hint="g") as g:
+            self._merge_partial_sums(g, 1, 0)
         with b.carry(0, item.groups, 1, [b.constant(0, "i1")], hint="g") as (loop, g, (any_,)):
             memory = self._group_memory(g)
             dead = b.compare("oeq", b.load(memory.total, self.vector, "l"), 0.0, "dead")
@@ -368,9 +370,8 @@ class AttentionKernel(OverlappingKernel):
         """Scale, transpose and write one group."""
         b, memory, lanes = self.b, self._group_memory(g), self.lanes
         rows = self._lane_scope(item, item.scope, g)
-        if self.several is not None:
-            with b.when(self.several):
-                self._merge_partial_sums(g, 1, 0)
+        with b.when(self.several):
+            self._merge_partial_sums(g, 1, 0)
         factor = None
         if self.spec.normalizer is not Normalizer.NONE:
             m, total = (b.load(at, self.vector, name) for at, name in ((memory.maximum, "m"), (memory.total, "l")))

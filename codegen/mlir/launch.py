@@ -29,7 +29,7 @@ from fusion.codegen.mlir.products import round_up
 from fusion.codegen.mlir.row_kernel import MOST_KEYS, emit_rows
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.codegen.mlir.work_items import AllHeads, ByRows, Tiling
-from fusion.errors import RefusedChoiceError
+from fusion.errors import RefusedChoiceError, UnsupportedSizeError
 from fusion.ir.results import output_layout
 from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
@@ -108,6 +108,8 @@ class Variant(CompiledKernel):
             ("items",): items, ("blocks",): blocks, ("portions",): count, ("unit",): unit, ("span",): span,
             ("together",): -(-span // blocks), ("parts",): parts, ("part_keys",): part_keys,
         }  # fmt: skip
+        if items // unit * count**2 >= 1 << 63:  # see `KernelFunction._items`
+            raise UnsupportedSizeError(f"{items} work items in {count} portions were asked for; split the batch")
         shared = items * text.part_bytes if parts > 1 else 0
         return self.launcher({**values, **work_items}, given, threads, n_k, shared)
 
@@ -230,7 +232,7 @@ class ForwardKernel:
         """more, given: parameters beside those of every call, which `given` are addresses."""
         extents = self.extents(sizes)
         *batch, n_q, n_k, d, d_v = extents
-        check_sizes(n_q, n_k, *sizes)
+        check_sizes(*extents, *sizes)
         shape, strides = output_layout(self.spec, [*batch, n_q, d_v])
         values = {**call_values(self.spec, sizes, map(stride, operands), strides), **more}
         addresses = [*addresses_of(self.spec), *given]

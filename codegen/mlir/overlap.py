@@ -101,6 +101,7 @@ class OverlappingKernel(TileKernel):
             self._stage_all(new, masked)
             self._weigh_all(new, masked, 0, new.block.padded)
             b.store(new.block.padded, self.weighed)
+        self._end_key_span(old)
 
     def _is_regular(self, tile: Tile) -> Value:
         """Whether a tile's key steps are full and no key of it is masked."""

@@ -8,6 +8,7 @@ from fusion.codegen.mlir.amx import LARGE_BITS
 from fusion.codegen.mlir.builder import Builder, Value
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.x86 import WORDS
+from fusion.errors import KernelCompilationError
 
 SLOTS = 64
 STATE_BYTES = 8 * SLOTS
@@ -29,7 +30,11 @@ class PackedRows:
         """Forget what is packed where other rows are read from here on than before, or another part of them."""
         b, own = self.b, [] if part is None else [part]
         values = [*(b.as_value(v, "i64") for reader in readers for v in reader.identity()), *own]
-        assert len(values) + 2 <= SLOTS, "more coordinates than a spec has"
+        if len(values) + 2 > SLOTS:
+            raise KernelCompilationError(
+                f"keys and values that {len(values)} numbers tell apart; a kernel has room for {SLOTS - 2}: give them "
+                "fewer batch dimensions"
+            )
         changed: Value = b.compare("slt", b.load(self.low, "i64"), 0, "nothing")
         for slot, value in enumerate(values, start=2):
             old = b.load(b.at(self.state, slot, "i64"), "i64", "seen")

@@ -111,9 +111,8 @@ class TileParts(Parts):
         """Copy the item's sums to the record of a piece of work."""
         b, kernel, record = self.b, self.kernel, self.record(piece)
         with b.loop(0, item.groups, hint="g") as g:
-            if kernel.several is not None:
-                with b.when(kernel.several):
-                    kernel._merge_partial_sums(g, 1, 0)
+            with b.when(kernel.several):
+                kernel._merge_partial_sums(g, 1, 0)
             own, there = self._own(g), self._recorded(record, g)
             b.store(b.load(own.maximum, kernel.vector, "m"), there.maximum)
             for (source, count), (target, _) in zip(own.vectors, there.vectors, strict=True):

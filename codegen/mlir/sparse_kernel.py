@@ -114,9 +114,8 @@ class SparseKernelText(AttentionKernel):
         # No sum reaches 2**64 shares: beyond that, and before the first tile (m = -inf) and with NaN, a tile matters.
         raised = b.least(b.mul(b.sub(highest, m), self.exponent.scale * LOG2E), 64.0)
         total = b.load(group.total, self.vector, "l")
-        if self.several is not None:
-            before = b.load(b.at(group.total, (self.products.e_padded + 1) * self.lanes, "f32"), self.vector, "before")
-            total = b.add(total, b.select(self.several, before, 0.0), "l")
+        before = b.load(b.at(group.total, (self.products.e_padded + 1) * self.lanes, "f32"), self.vector, "before")
+        total = b.add(total, b.select(self.several, before, 0.0), "l")
         return self.context.math.exp2(raised, 5), total
 
     def _rows(self, tile: Tile, member: Value) -> Value:

@@ -6,8 +6,8 @@
     accumulate   O^T += V^T P^T                               product
 
 Sums over many keys lose digits: each addition rounds to the last place of what has been added up so far. So output and
-sum begin anew every `KEY_SPAN` keys and are added to those of the spans before (where the result is float32; others
-have no such digits).
+sum begin anew every `KEY_SPAN` keys (`HALF_KEY_SPAN` where the result has fewer digits) and are added to those of the
+spans before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fusion.ir.expr import Expr, I, coord
 from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.planning.register_tiles import KEY_SPAN, Target
+from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target
 
 
 class TileKernel(KernelFunction):
@@ -66,8 +66,8 @@ class TileKernel(KernelFunction):
         self.factors = self.area(together * keys * row, "factors") if self.weight is not None else None
         self.weights = self.area(together * p.weight_bytes(keys), "weights")
         # Per group: the output and, as one more row, the sum; then the same of the spans before.
-        self.spans = 2 if self.spec.out_dtype == "float32" else 1
-        self.output_bytes = self.spans * (p.e_padded + 1) * row
+        self.span = KEY_SPAN if self.spec.out_dtype == "float32" else HALF_KEY_SPAN
+        self.output_bytes = 2 * (p.e_padded + 1) * row
         self.output = self.area(groups * self.output_bytes, "output")
         self.maxima = self.area(groups * row, "maxima")
         self.highest = self.area(together * row, "highest")
@@ -97,18 +97,15 @@ class TileKernel(KernelFunction):
     def _top(self) -> Scope:
         top, b, own = super()._top(), self.b, self.products.e_padded + 1
         with b.at_entry():
-            self.several = b.compare("sgt", self.n_k, KEY_SPAN, "several") if self.spans > 1 else None
-            one = b.constant(own, "i64")
-            self.sum_rows = one if self.several is None else b.select(self.several, 2 * own, one, "sum_rows")
+            self.several = b.compare("sgt", self.n_k, self.span, "several")
+            self.sum_rows = b.select(self.several, b.constant(2 * own, "i64"), b.constant(own, "i64"), "sum_rows")
         return top
 
     def _end_key_span(self, tile: Tile) -> None:
         """Where a tile is the last of its span, and another follows, add its groups' output and sum to those before."""
-        if self.several is None:
-            return
         b, first = self.b, tile.block.first
         following = b.add(first, self.tiling.keys)
-        ends = b.compare("ne", b.div(first, KEY_SPAN), b.div(following, KEY_SPAN))
+        ends = b.compare("ne", b.div(first, self.span), b.div(following, self.span))
         ends = b.binary("arith.andi", ends, b.compare("slt", following, self.n_k), "ends")
         with b.when(ends), b.loop(0, tile.here, hint="member") as member:
             self._merge_partial_sums(b.add(tile.g, member), 0, 1)

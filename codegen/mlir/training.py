@@ -147,7 +147,7 @@ class TrainingKernel(ForwardKernel):
             log.debug("the gradient of %s is the reference interpreter's: %s", self.spec, reason)
         if reason is not None or 0 in (*batch, n_q, n_k, d, d_v):
             return reference.backward(spec, grad, operands, sizes, needs, further=arriving)
-        check_sizes(n_q, n_k, *sizes)
+        check_sizes(*batch, n_q, n_k, d, d_v, *sizes)
         plan = self._plan(places, self._sees_hidden_keys(spec, needs, arriving))
         return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,10 +10,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "empty_strided_cpu", "is_out_of_memory", "is_traceable_wrapper_subclass", "nested_like", "nested_parts",
-    "nested_size", "ragged_dim", "shares_storage", "version",
+    "nested_size", "public_empty_strided", "ragged_dim", "shares_storage", "version",
 ]  # fmt: skip
 
-empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu
+
+def public_empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """What stands for `empty_strided_cpu` where torch has none."""
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+
+empty_strided_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", public_empty_strided)
 """(sizes, strides, dtype) -> tensor. Inductor's code makes tensors with it, in half the time of torch's own."""
 
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 from fusion.codegen import mlir
 from fusion.codegen.mlir import mixed_heads, row_kernel, tile
-from fusion.codegen.mlir.backward import kernel as backward_kernel
+from fusion.codegen.mlir.backward import tile as backward_tile
 from fusion.codegen.mlir.backward.plan import unsupported
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.row_tiles import TileRows, row_products
@@ -115,8 +115,10 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
         if not chosen.optimised:
             stack.enter_context(mock.patch.object(compiler, "_engine", _engine))
         stack.enter_context(emulation.compiling(chosen.target))
-        for module in (tile, mixed_heads, backward_kernel):
+        for module in (tile, mixed_heads, backward_tile):
             stack.enter_context(mock.patch.object(module, "KEY_SPAN", chosen.span))
+        for module in (tile, backward_tile):
+            stack.enter_context(mock.patch.object(module, "HALF_KEY_SPAN", chosen.span))
         stack.enter_context(mock.patch.object(row_kernel, "MOST_KEYS", chosen.span))
         yield
 

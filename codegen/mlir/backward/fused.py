@@ -216,6 +216,12 @@ class FusedKernel(KeysKernel):
         self.query_sums = packed[4:]
         return packed
 
+    @property
+    def spans(self) -> int:
+        """Of dQ's sums. Those of narrower dtypes take so few blocks of keys, each summed up by itself, that they need
+        not begin anew."""
+        return 2 if self.spec.out_dtype == "float32" else 1
+
     def _step_sizes(self, products: Sequence[Products]) -> list[int]:
         """After the packed rows: dQ and other sums over this span of keys, and over those before."""
         self.row_sums = [number for number, entry in enumerate(self.sums) if entry.axis is LaneAxis.QUERIES]

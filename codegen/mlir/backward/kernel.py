@@ -26,7 +26,6 @@ from fusion.codegen.mlir.rows import Access, RowReader
 from fusion.codegen.mlir.scope import Scope
 from fusion.codegen.mlir.skeleton import KernelText
 from fusion.ir.expr import E, Expr, I, coord
-from fusion.planning.register_tiles import KEY_SPAN
 
 SMALL_TABLE = 1 << 14  # elements of one that costs little to go through after each tile
 OUTPUT_GRADIENT, OUTPUT = -1, -2  # stand for dO and O where the number of an operand is expected
@@ -161,9 +160,9 @@ class BackwardKernel(BackwardTile):
             size = half.products.weight_bytes(keys)
             self._zero_unused(half.weights, b.mul(block.groups, size), b.mul(block.padded, size))
         zero = b.constant(0.0, self.vector)
-        several = b.compare("sgt", self.n_rows, KEY_SPAN, "several")
+        several = b.compare("sgt", self.n_rows, self.span, "several")
         for half in self.halves:
-            all_spans = b.constant(self.spans * half.size, "i64")
+            all_spans = b.constant(2 * half.size, "i64")
             self._zero(half.sums, b.select(several, all_spans, b.constant(half.size, "i64")))
         with b.loop(0, len(self.lane_sums) * self.tiling.groups, hint="n") as n:
             b.store(zero, b.at(self.kept, b.mul(n, self.lanes), "f32"))
@@ -174,14 +173,12 @@ class BackwardKernel(BackwardTile):
             with b.when(self._may_meet(block, rows)):
                 self._tile(block, rows)
                 self._add_up_tables()
-            if self.spans > 1:
-                with b.when(b.binary("arith.andi", several, self._ends_key_span(first, keys, KEY_SPAN))):
-                    for half in self.halves:
-                        self._add_partial_sums(half.sums, b.at(half.sums, half.size, "i8"), half.size)
-        if self.spans > 1:
-            with b.when(several):
+            with b.when(b.binary("arith.andi", several, self._ends_key_span(first, keys, self.span))):
                 for half in self.halves:
-                    self._add_partial_sums(b.at(half.sums, half.size, "i8"), half.sums, half.size)
+                    self._add_partial_sums(half.sums, b.at(half.sums, half.size, "i8"), half.size)
+        with b.when(several):
+            for half in self.halves:
+                self._add_partial_sums(b.at(half.sums, half.size, "i8"), half.sums, half.size)
         with b.loop(0, block.groups, hint="g") as g:
             self._finish(block, g)
 

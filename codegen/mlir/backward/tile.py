@@ -35,7 +35,7 @@ from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.expr import I0, I1, J0, J1
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec, Operand
-from fusion.planning.register_tiles import Target
+from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +164,10 @@ class BackwardTile(KernelFunction):
         tiles = [self.area(groups * rows * row, name) for name in ("scores", "slopes")]
         names = ("score_weights", "value_weights")
         weights = [self.area(groups * p.weight_bytes(rows), name) for p, name in zip(products, names, strict=True)]
-        # Sums begin anew every KEY_SPAN rows, as in the forward kernel; those of the spans before lie behind them.
-        self.spans = 2 if self.spec.out_dtype == "float32" else 1
+        # Sums begin anew every so many rows, as in the forward kernel; those of the spans before lie behind them.
+        self.span = KEY_SPAN if self.spec.out_dtype == "float32" else HALF_KEY_SPAN
         sizes = [groups * p.e_padded * row for p in products]
-        sums = [self.area(self.spans * size, f"out_{side}") for size, side in zip(sizes, "ab", strict=True)]
+        sums = [self.area(2 * size, f"out_{side}") for size, side in zip(sizes, "ab", strict=True)]
         self.staging = self.area(8 * max(p.staging_elements() for p in products), "staging")
         self.finished = self.area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
         self.together = products[0].group_step if products[0].overlaps else 1

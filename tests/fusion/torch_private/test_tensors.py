@@ -9,10 +9,11 @@ from torch import Tensor
 from fusion.torch_private import tensors
 
 
-def test_empty_strided_makes_a_tensor_of_that_form() -> None:
-    made = tensors.empty_strided_cpu((3, 2), (1, 3), torch.bfloat16)
+@pytest.mark.parametrize("make", [tensors.empty_strided_cpu, tensors.public_empty_strided])
+def test_empty_strided_makes_a_tensor_of_that_form(make) -> None:
+    made = make((3, 2), (1, 3), torch.bfloat16)
     assert (made.shape, made.stride(), made.dtype, made.device.type) == ((3, 2), (1, 3), torch.bfloat16, "cpu")
-    assert tensors.empty_strided_cpu((0,), (1,), torch.int64).numel() == 0
+    assert make((0,), (1,), torch.int64).numel() == 0
 
 
 def test_the_version_counts_changes_in_place() -> None:
