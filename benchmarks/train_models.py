@@ -106,7 +106,7 @@ def summary(runs: dict[str, Run]) -> str:
     """Median times, beside ours, and how far losses are apart."""
     median = {backend: statistics.median(run.times) for backend, run in runs.items()}
     cells = [f"{backend} {1e3 * t:7.1f} ms ({t / median['fusion']:4.2f}x)" for backend, t in median.items()]
-    apart = max(abs(a - b) for a, b in zip(*(run.losses for run in runs.values()), strict=True))
+    apart = max(max(losses) - min(losses) for losses in zip(*(run.losses for run in runs.values()), strict=True))
     return f"{'  '.join(cells)}  {len(runs['fusion'].times)} steps each, losses +-{apart:.0e}"
 
 
