@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from fusion.linear import op, products, speeds
 from fusion.passes import nodes
+from fusion.torch_private import onednn
 from fusion.torch_private.dynamo import counters
 from fusion.torch_private.inductor import CustomGraphPass, is_packaging
 
@@ -29,7 +30,7 @@ class ProductsPass(CustomGraphPass):
         self.always, self.threads = always, torch.get_num_threads()
 
     def __call__(self, graph: Graph) -> None:
-        if is_packaging():
+        if is_packaging() or not onednn.may_run():
             return
         for target in (aten.mm.default, aten.addmm.default, aten.bmm.default):
             for node in graph.find_nodes(op="call_function", target=target):

@@ -11,6 +11,7 @@ import fusion
 from fusion.cli import main
 from fusion.kept import Made
 from fusion.linear import door, products, speeds
+from fusion.linear.redirect import ProductsPass
 from fusion.linear.speeds import ROWS, SIZES, Speeds
 from fusion.torch_private.inductor import CustomGraphPass, config
 from tests.numerics import assert_runs_as_exact_as_eager
@@ -137,6 +138,27 @@ def test_settings_of_inductors(setting: str, set_speeds) -> None:
             0,
             2,
         )  # packed weights have their own
+
+
+def test_less_precision_is_asked_for(set_speeds) -> None:
+    """Torch's own products have it; how oneDNN adds up in float32 cannot be asked then."""
+    set_speeds(given(200, 450, overhead=0))
+    torch.backends.mkldnn.matmul.fp32_precision = "tf32"
+    try:
+        assert compiled(Layers(), torch.randn(96, 256), linear="always") == ([], 0)
+        assert redirected_products() == 0
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert redirected_products() == 1
+
+
+def redirected_products() -> int:
+    """How many products of a graph with one the pass redirects."""
+    graph = torch.fx.symbolic_trace(lambda x, w: torch.ops.aten.mm.default(x, w)).graph
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(64, 64)
+    ProductsPass(always=True)(graph)
+    return len(graph.find_nodes(op="call_function", target=torch.ops.fusion.linear.default))
 
 
 def test_products_in_other_dtypes_stay(set_speeds) -> None:
