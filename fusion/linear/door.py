@@ -46,7 +46,7 @@ def _may_hold_products(module: GraphModule) -> bool:
     return any(is_large(nodes.value(node)) for node in reads)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _say_once(reason: str) -> None:
     log.info("products stay with torch's library: %s", reason)
 
