@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -213,7 +213,7 @@ def _clamp(of_floats: Clamped) -> Builder:
     return builder
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _bounds(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int | None, int | None] | None:
     """What integers of a dtype are clamped to, of which torch decides where a bound is beyond the dtype; None where it
     refuses."""

@@ -121,7 +121,7 @@ def _form(packet: Any, call: Call) -> _Form | None:
     return form
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _rule(form: _Form, builders: tuple[Builder, ...]) -> _Rule | str:
     """Which of the compositions to take, or why none. Found in a thread of its own, which has none of the modes that a
     compilation is under."""
