@@ -238,3 +238,23 @@ def test_a_folder_for_all_in_which_nobody_replaces_what_is_not_theirs_will_do(fo
     folder.parent.chmod(0o1777)
     assert stored("a.o") == CONTENT
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_group_that_is_the_users_own_may_write(folder: Path, monkeypatch) -> None:
+    """As with the mask 002, which systems that make a group for each user have."""
+    grp, pwd = pytest.importorskip("grp"), pytest.importorskip("pwd")
+    user = pwd.getpwuid(os.geteuid())
+    store("a.o", CONTENT)
+    folder.chmod(0o770)
+    os.chown(folder, -1, user.pw_gid)
+    own = grp.struct_group((user.pw_name, "x", user.pw_gid, []))
+    for group, expected in (
+        (own, CONTENT),
+        (grp.struct_group((user.pw_name, "x", user.pw_gid, [user.pw_name, "another"])), None),
+        (grp.struct_group(("staff", "x", user.pw_gid, [])), None),
+    ):
+        monkeypatch.setattr(grp, "getgrgid", lambda _, group=group: group)
+        assert stored("a.o") == expected
+    monkeypatch.setattr(grp, "getgrgid", lambda _: own)
+    monkeypatch.setattr(os, "listxattr", lambda _: ["system.posix_acl_access"])
+    assert stored("a.o") is None
