@@ -25,6 +25,7 @@ from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.traffic import bytes_per_element
 from fusion.passes import marks, nodes, pointwise, tables, views
+from fusion.passes.casts import is_coarser
 from fusion.passes.nodes import Unsupported, packet
 from fusion.passes.views import Index
 
@@ -90,10 +91,11 @@ def stored(
     inner = type(walk_)(walk_.bounds | {column: extent}, walk_.keys, walk_.anchor)
     inner.reads_tables = True
     try:
-        whole = rebuild(inner.value(here, index), _unrounded)
+        whole = rebuild(inner.value(here, index), lambda part: _unrounded(part, nodes.dtype(here)))
     except Unsupported:
         return None
-    if any(part.op in ("dot", "softmax", "reduce", "hash") for part in walk(whole)) or _is_kept(inner, here):
+    unread = ("dot", "softmax", "reduce", "hash", *ROUNDED.values())
+    if any(part.op in unread for part in walk(whole)) or _is_kept(inner, here):
         return None
     element, scale = _split(whole, column)
     if not accept(scale):
@@ -164,9 +166,10 @@ def _is_readable(node: Node) -> bool:
     return marks.stored(node) or nodes.dtype(node) in _READ
 
 
-def _unrounded(part: Expr) -> Expr | None:
-    """Without roundings to the model's dtype: kernels have float32."""
-    return rebuild(part.args[0], _unrounded) if part.op in ROUNDED.values() else None
+def _unrounded(part: Expr, dtype: torch.dtype) -> Expr | None:
+    """Without roundings to the dtype of the product, nor to finer ones: kernels have float32."""
+    vanishes = any(part.op == name and not is_coarser(to, dtype) for to, name in ROUNDED.items())
+    return rebuild(part.args[0], lambda inner: _unrounded(inner, dtype)) if vanishes else None
 
 
 def _split(value: Expr, column: Expr) -> tuple[Expr, Expr]:

@@ -130,7 +130,7 @@ def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
         return (outcome is not False and may_be_infinite(then, [*known, *conjuncts(condition)])) or (
             outcome is not True and may_be_infinite(otherwise, [*known, *conjuncts(opposite)])
         )
-    return value.op == "log" or any(may_be_infinite(arg, known) for arg in value.args)
+    return value.op in ("log", "log_softmax") or any(may_be_infinite(arg, known) for arg in value.args)
 
 
 def filled_by_selection(value: Expr) -> bool:

@@ -50,8 +50,13 @@ def refuse_escaping(
             met[number] |= dict.fromkeys(nodes_)
             tried[number] = users
             plain = _needs(sites, specified, number)
-            with sites[number].assumed.hold():
-                part = _with_further(sites[number], [*met[number]], _live(kept, plain), plain, anew, symbols)
+            try:
+                with sites[number].assumed.hold():
+                    part = _with_further(sites[number], [*met[number]], _live(kept, plain), plain, anew, symbols)
+            except Exception as problem:  # no other attention is lost for it
+                sites[number].refusal, sites[number].blame = nodes.defect(problem), sites[number].anchor
+                del specified[number]
+                break
             if part is not None:
                 specified[number] = [part]
                 break  # what it writes may be what others need

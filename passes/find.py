@@ -22,12 +22,13 @@ from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.assumptions import Assumptions
+from fusion.passes.casts import is_coarser
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
 from fusion.passes.folding import forget
 from fusion.passes.heads import head_sum
 from fusion.passes.nodes import Unsupported, packet, shape
-from fusion.passes.operands import locate, mark_stored, scale_of_values
+from fusion.passes.operands import is_float8, locate, mark_stored, scale_of_values
 from fusion.passes.pullback import PullBack
 from fusion.passes.recognize import attentions
 from fusion.passes.regions import regions
@@ -79,7 +80,7 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
     with Assumptions().hold():  # where to look follows from no site's
         met = Upstream(graph)
         for node in graph.nodes:
-            if _is_candidate(node, met) and (site := _examine(node, met)) is not None:
+            if _is_candidate(node, met) and (site := _confined(node, met)) is not None:
                 sites.append(site)
                 marks.attention_root.set(site.root, site.refusal is None)
     forget(graph)
@@ -124,6 +125,14 @@ def may_hold_attention(module: GraphModule) -> bool:
         return True
     normalised = any(part in name for name in names for part in ("softmax", "exp"))
     return normalised and any(part in name for name in names for part in _PRODUCTS_OF_WEIGHTS)
+
+
+def _confined(anchor: Node, met: Upstream) -> Site | None:
+    """`_examine`, whose failure costs no other attention of the graph."""
+    try:
+        return _examine(anchor, met)
+    except Exception as problem:
+        return Site(anchor=anchor, root=anchor, refusal=nodes.defect(problem), blame=anchor)
 
 
 def _examine(anchor: Node, met: Upstream) -> Site | None:
@@ -183,6 +192,11 @@ def _chain(anchor: Node, met: Upstream) -> list[Node]:
             break
         if packet(user) not in MOVES and not (_scales_rows(user, met) and _factor_dies(user, anchor, met)):
             break
+        narrowed = nodes.dtype(chain[-1])
+        if is_float8(nodes.dtype(user)):
+            break  # which no kernel writes
+        if nodes.dtype(user) is not narrowed and is_coarser(narrowed, nodes.dtype(anchor)):
+            break  # the model rounds to that, and a kernel only what it writes
         same_device = nodes.value(user).device == nodes.value(anchor).device
         if user.args[0] is not chain[-1] or not nodes.dtype(user).is_floating_point or not same_device:
             break

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, Kind, coord, coordinates, walk
+from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, Kind, coord, coordinates, walk
 from fusion.ir.spec import Normalizer, Reduction
 from fusion.lowering.row_gradients import in_log_sums
 from fusion.passes import marks, nodes
@@ -132,7 +132,7 @@ class _Walk:
         if J.name not in set().union(*map(coordinates, index)):
             return self._of_rows(node, index)
         value, order = self._value(node, index), self._order(node, index, {"i", "j"})
-        if value is None or order is None or WEIGHT not in walk(value):
+        if value is None or order is None or not _is_of_weights(value):
             return None
         if marks.mutations(node) or not nodes.dtype(node).is_floating_point:
             return None
@@ -151,7 +151,7 @@ class _Walk:
         if over is J and (use := self._of_rows(user, at)) is not None:
             return use
         order, value = self._order(user, at, {"i", "j"} - {over.name}), self._value(node, index)
-        if order is None or value is None or WEIGHT not in walk(value) or packet(user) not in _REDUCTIONS:
+        if order is None or value is None or not _is_of_weights(value) or packet(user) not in _REDUCTIONS:
             return None
         return Use(
             node=user, of=node, at=index, value=value, order=order, reduction=_REDUCTIONS[packet(user)],
@@ -171,6 +171,10 @@ class _Walk:
         """The coordinates of a node's elements, the slowest first: b.. and `rest`, each once; else None."""
         found = order_of(index, shape(node), self.pullback.bounds)
         return found if found is not None and sorted(found) == sorted(self.batch | rest) else None
+
+
+def _is_of_weights(value: Expr) -> bool:
+    return any(part in (WEIGHT, LOG_WEIGHT) for part in walk(value))
 
 
 def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str, ...] | None:
@@ -196,7 +200,9 @@ def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) 
     moved = source(user, atoms, dict(zip(atoms, extents, strict=True)))
     if moved is None:
         return index if extents == old else None
+    if moved[0] is not node:  # which gives no more than its shape
+        return None
     places: dict[Any, Expr] = dict(zip(moved[1], index, strict=True))
-    if moved[0] is not node or any(e not in atoms and e is not integers.integer(0) for e in moved[1]):
+    if any(e not in atoms and e is not integers.integer(0) for e in moved[1]):
         return None
     return tuple(places.get(atom, integers.integer(0)) for atom in atoms)

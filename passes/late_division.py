@@ -28,6 +28,7 @@ from fusion.ir.primitives import ROUNDED, is_bounded
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
+from fusion.passes.casts import is_coarser
 from fusion.passes.contractions import factors, is_contraction
 from fusion.passes.find import ANY, Attention, Reads, Site, find_sites
 from fusion.passes.further import order_of
@@ -223,7 +224,7 @@ def _division(product: Node, met: Upstream) -> _Division | None:
                     return _Division(node=here, weights=weights, factor=factor, user=user, index=at, bounds=bounds)
             made = [x for x, _ in pairs if nodes.is_tensor(x) and Met.PRODUCT in met[x] and shape(x) == shape(here)]
             origin = made[0] if len(made) == 1 else None
-        elif packet(here) in _SCALINGS:
+        elif packet(here) in _SCALINGS and not is_coarser(nodes.dtype(here), nodes.dtype(product)):
             origin = here.args[0]
         elif (moved := source(here, index, bounds)) is not None:
             origin, index = moved

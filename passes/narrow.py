@@ -79,7 +79,7 @@ class Narrow:
             return float(low), float(high)
         if part.op == "load":
             return self._of_load(part)
-        if part.op in ("reduce", "softmax"):
+        if part.op in ("reduce", "softmax", "log_softmax"):
             return None
         if part.op not in PRIMITIVES:
             return ORDINARY

@@ -46,8 +46,9 @@ def _softmax(pullback: PullBack, here: Node, args: dict[str, Any], index: Index)
 
 
 def _log_softmax(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
+    """A node of its own, as the logarithm of a weight that vanishes is another number, and has no gradient."""
     inner = _softmax(pullback, here, args, index)
-    return apply("log", inner) if inner is not None else None
+    return node("log_softmax", (inner,), Kind.FLOAT) if inner is not None else None
 
 
 def _columns(pullback: PullBack, origin: Node, index: Index, dim: int, offset: int) -> tuple[Expr, ...] | None:

@@ -11,6 +11,7 @@ Besides the operations of `fusion.ir.ops` such expressions contain, until `fusio
     mix          attr: the name of the head's coordinate, over which it is summed; args: what is multiplied (`heads`)
     dot          attr: number in `PullBack.products`
     softmax      attr: "softmax" or "safe_softmax"; args: the score at key J, then further columns (sinks)
+    log_softmax  args: the softmax that it is the logarithm of
     reduce       attr: "sum", "max", "detached max" or "logsumexp"; args likewise; binds the coordinate J
 """
 
@@ -29,7 +30,7 @@ from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node
 from fusion.ir.ops import apply, as_float, where
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.widths import interval, is_exact, within
-from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
+from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise, views
 from fusion.passes.blame import first_not_followed
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_distance, products_above
 from fusion.passes.folding import folded
@@ -77,6 +78,7 @@ class PullBack:
     def __init__(self, bounds: dict[Expr, Expr], keys: Expr, anchor: Node | None = None):
         self.bounds, self.anchor = bounds, anchor
         self.keys = keys
+        self._precision = torch.float32 if anchor is None else nodes.dtype(anchor)
         self.reads_tables = False  # (of keys and values: see `caches`)
         self.scales: set[Node] = set()
         self.key_sets: dict[Node, KeySet] = {}
@@ -160,6 +162,8 @@ class PullBack:
             result = self._computed(here, index)
         if result is not None and casts.kind_of(nodes.dtype(here)) is not result.kind:
             result = self.cast(result, nodes.dtype(here))  # cat of integers and floats, for one
+        if result is not None and result.kind is Kind.FLOAT:
+            result = self._rounded(here, result)
         if result is not None and result.kind is Kind.INT:
             result = within(result, nodes.dtype(here), self._limits(result))
         if result is None:
@@ -169,6 +173,18 @@ class PullBack:
             return self.load(here, index)
         self.interior[here] = None
         return result
+
+    def _rounded(self, here: Node, value: Expr) -> Expr | None:
+        """The value as the dtype holds it that a cast narrows it to, and so are values made of such ones in the dtype;
+        None where no kernel rounds to that."""
+        dtype = nodes.dtype(here)
+        if not casts.is_coarser(dtype, self._precision):
+            return value
+        if packet(here) not in views.CASTS and not casts.is_rounded(value, dtype):
+            return value
+        if marks.requires_grad(here) and not depends_on_product(value):
+            return None  # its gradient is rounded when all of it has been added up
+        return casts.stored_in(value, dtype, lambda part: nodes.dtype(self.loaded[part.operand]))
 
     def _is_left_to_graph(self, here: Node, value: Expr) -> bool:
         free = [number for number, tensor in enumerate(self.loaded) if tensor in self.key_sets]  # need not be read

@@ -10,7 +10,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, WEIGHT, ZERO, Expr, Kind, const, is_number, node, substitute, walk
+from fusion.ir.expr import (
+    LOG_WEIGHT,
+    ONE,
+    ROW_MAX,
+    ROW_SUM,
+    WEIGHT,
+    ZERO,
+    Expr,
+    Kind,
+    const,
+    is_number,
+    node,
+    substitute,
+    walk,
+)
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.spec import Normalizer
@@ -43,9 +57,10 @@ def attentions(weight: Expr) -> list[Core]:
 
 
 def in_terms_of(value: Expr, core: Core) -> Expr | None:
-    """A value in WEIGHT, ROW_MAX and ROW_SUM of a core; None where it depends on scores in any other way."""
+    """A value in WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM of a core; None where it depends on scores otherwise."""
     value, columns = _fold_softmax(value), (core.score, *core.sinks)
-    known = {} if core.origin is None else {core.origin: WEIGHT}
+    origin = core.origin
+    known = {} if origin is None else {origin: WEIGHT, node("log_softmax", (origin,), Kind.FLOAT): LOG_WEIGHT}
     infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
     known |= _statistics(columns, value, log_sum=where(infinite, ROW_MAX, _LOG_SUM))
     known |= {part: ROW_SUM for part in walk(value) if _is_sum_below_maximum(part, columns)}
@@ -90,7 +105,7 @@ def _as_softmax(expr: Expr, spelled: Expr) -> Expr | None:
 
 def _from_logsumexp(expr: Expr) -> Expr | None:
     exponent = expr.args[0]
-    if exponent.op == "log" and exponent.args[0].op == "softmax":
+    if exponent.op in ("log", "log_softmax") and exponent.args[0].op == "softmax":
         return exponent.args[0]
     if exponent.op != "fsub":
         return None

@@ -95,6 +95,8 @@ def _specify_all(sites: Sequence[Site], symbols: Symbols, block_mask: BlockMask 
             specified[number] = [_specify(site, a, symbols, block_mask) for a in site.attentions]
         except Unsupported as problem:
             site.refusal, site.blame = problem.refusal, problem.node
+        except Exception as problem:  # no other attention is lost for it
+            site.refusal, site.blame = nodes.defect(problem), site.anchor
     return specified
 
 
@@ -263,13 +265,15 @@ def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node])
     return found
 
 
-def _without_gradient(graph: Graph, root: Node, spec: AttentionSpec, operands: Sequence[Node]) -> list[Node]:
+def _without_gradient(graph: Graph, root: Node, part: Specified, operands: Sequence[Node]) -> list[Node]:
     """The operands, those detached that no gradient flows to: theirs is None then, as in eager mode, and not zero."""
+    spec = part.spec
     programs = [spec.score, spec.weight, spec.row_scale, *spec.sinks, *spec.values, *(f.value for f in spec.further)]
     found = reached(*(program for program in programs if program is not None))
     if spec.mixing is not None:
         found = _reached_through(spec.mixing, found)
     trained = {load.operand for load in found if load.op == "load"} | {2} | ({0, 1} if SCORE in found else set())
+    trained |= part.reached
     return [
         node
         if number in trained or not marks.requires_grad(node)
@@ -294,7 +298,7 @@ def _call(
     """The output, and what takes the place of each node that is written beside it."""
     root, sizes = site.root, [symbols.value(extent) for extent in part.sizes]
     if part.differentiable:
-        operands = _without_gradient(graph, root, part.spec, operands)
+        operands = _without_gradient(graph, root, part, operands)
     arguments = (operands, sizes, part.spec.to_json(), emitter)
     held, written = list(map(nodes.value, sizes)), dict[Node, Node]()
     if part.uses:

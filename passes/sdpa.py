@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import C, E, Expr, I, J, Kind, const
+from fusion.ir.expr import C, E, Expr, I, J, Kind, const, walk
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
 from fusion.passes import casts, marks, nodes, pointwise
@@ -22,6 +22,8 @@ from fusion.passes.views import Index, broadcast_index
 from fusion.refusals import Ground
 
 aten = torch.ops.aten
+_OF_WHOLE_ROWS = ("reduce", "softmax", "log_softmax", "mix")
+"""What a mask may be made of in a graph, and no score program has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,8 @@ def is_sdpa(here: Node) -> bool:
     return here.op == "call_function" and packet(here) is aten.scaled_dot_product_attention
 
 
-def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Attention:
-    """The attention of an SDPA call at `index` of its result."""
+def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr], reads_mask: bool = False) -> Attention:
+    """The attention of an SDPA call at `index` of its result. reads_mask: the mask is read as the graph makes it."""
     args = arguments(anchor)
     query, key, value = args["query"], args["key"], args["value"]
     nodes.specialize(nodes.value(query).shape[-1])
@@ -68,7 +70,12 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> Atte
     if args["is_causal"]:
         score = where(apply("ile", J, I), score, const(-math.inf))
     if args["attn_mask"] is not None:
-        score = _masked(score, args["attn_mask"], index, anchor, keys, pullback)
+        extents = (*shape(anchor)[:-1], keys)
+        at = broadcast_index(extents, shape(args["attn_mask"]), (*index[:-1], J))
+        mask = (pullback.load if reads_mask else pullback.value)(args["attn_mask"], at)
+        if any(part.op in _OF_WHOLE_ROWS for part in walk(mask)):
+            return pull_back_sdpa(anchor, index, bounds, reads_mask=True)
+        score = _masked(score, mask, anchor)
     weight = const(1.0)
     if args["dropout_p"] != 0:
         weight = pullback.kept(anchor, args["dropout_p"], (*index[:-1], J), (*shape(anchor)[:-1], keys))
@@ -93,12 +100,10 @@ def _batch_index(tensor: Node, batch: Index, extents: Index, grouped: bool, head
     return at
 
 
-def _masked(score: Expr, mask: Node, index: Index, anchor: Node, keys: Expr, pullback: PullBack) -> Expr:
-    extents = (*shape(anchor)[:-1], keys)
-    value = pullback.value(mask, broadcast_index(extents, shape(mask), (*index[:-1], J)))
-    if value.kind is Kind.BOOL:
-        return where(value, score, const(-math.inf))
-    call = casts.Call(args=(score, value), kwargs={}, dtype=nodes.dtype(anchor))
+def _masked(score: Expr, mask: Expr, anchor: Node) -> Expr:
+    if mask.kind is Kind.BOOL:
+        return where(mask, score, const(-math.inf))
+    call = casts.Call(args=(score, mask), kwargs={}, dtype=nodes.dtype(anchor))
     added = pointwise.build(aten.add, call)
     assert added is not None
     return added

@@ -51,6 +51,7 @@ class Specified:
     sizes: the spec's sizes in the graph's own terms.
     tables: numbers of operands that are positions in others, which are to be checked before they are read.
     uses: what the further outputs take the place of.
+    reached: numbers of the operands that autograd reaches, be it with a gradient of zero, as through `sign`.
     key_sets: what is known of operands that are masks made of positions, by number.
     by_rows: how its keys became sets of rows, where they did.
     mask_kept: why they did not, though they could be.
@@ -63,6 +64,7 @@ class Specified:
     differentiable: bool
     tables: tuple[tuple[int, Table], ...] = ()
     uses: tuple[Use, ...] = ()
+    reached: frozenset[int] = frozenset()
     key_sets: tuple[tuple[int, KeySet], ...] = ()
     by_rows: ByRows | None = None
     mask_kept: str = ""
@@ -106,10 +108,12 @@ def specify(
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
     spec = _with_mixed_heads(spec, core, head, rename)
     _require_shared_maximum(spec, attention, differentiable)
+    spec = replace(spec, mask=None) if spec.needs_all_keys else spec
     names, values = rename.table(spec)
     return Specified(
         spec=replace(spec, sizes=names),
         uses=tuple(uses),
+        reached=_reached(site, uses, operands) if differentiable else frozenset(),
         device=nodes.value(site.root).device.type,
         operands=tuple(operands),
         sizes=values,
@@ -123,6 +127,17 @@ def _require_shared_maximum(spec: AttentionSpec, attention: Attention, different
     if differentiable and attention.pullback.takes_first and spec.row_scale and depends_on_maximum(spec):
         message = "a normaliser that depends on the row's maximum, whose gradient is that of the first of equal scores"
         raise Unsupported(Ground.FIRST_MAXIMUM, message)
+
+
+def _reached(site: Site, uses: Sequence[Use], operands: Sequence[Node]) -> frozenset[int]:
+    """The operands to which a path of nodes that autograd records leads up from the results."""
+    ends = {*operands}
+
+    def parents(here: Node) -> list[Node]:
+        return [] if here in ends else [parent for parent in here.all_input_nodes if marks.requires_grad(parent)]
+
+    met = {*nodes.walk_up([site.root, *(use.node for use in uses)], parents)}
+    return frozenset(number for number, operand in enumerate(operands) if operand in met)
 
 
 def _with_gradients(core: Core, heads_mixed: bool) -> Core:
@@ -157,7 +172,7 @@ def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, 
 
 
 def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename: _Sizes) -> AttentionSpec:
-    """The spec whose heads, a batch coordinate, are mixed, if they are. All keys count for what other heads see."""
+    """The spec whose heads, a batch coordinate, are mixed, if they are."""
     if head is None:
         return spec
     scores, weights = mapped((core.mixed_scores, core.mixed_weights), rename)
@@ -167,7 +182,7 @@ def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename
     adds = {"own_score": bool(scores and scores.adds), "own_weight": bool(weights and weights.adds)}
     mixing = Mixing(head=head, **given, **adds)
     batch = tuple(rename.values[f"B{k}"] if k == mixing.axis else extent for k, extent in enumerate(spec.batch))
-    return replace(spec, batch=batch, mask=None, mixing=mixing)
+    return replace(spec, batch=batch, mixing=mixing)
 
 
 def _spec(

@@ -64,7 +64,7 @@ class _Data:
 def mapped(found: Specified) -> Mapped | None:
     """The map that an attention could use, or None where its mask is not data."""
     data = _data(found)
-    if data is None or found.spec.mixing is not None:
+    if data is None or found.spec.needs_all_keys:
         return None
     spec = found.spec
     read = [part.operand for part in loads(data.live, data.full)]

@@ -20,12 +20,15 @@ from fusion.codegen.mlir.builder import Value, vector_of
 from fusion.codegen.mlir.scope import MEMORY_TYPE, Scope
 from fusion.codegen.mlir.transpose import transpose
 from fusion.codegen.mlir.work_items import Item
-from fusion.ir.expr import WEIGHT, J, coord, walk
+from fusion.ir.expr import LOG_WEIGHT, WEIGHT, J, Kind, coord, node, substitute, walk
 from fusion.ir.spec import FurtherOutput, Reduction
+from fusion.lowering.rows import log_weight
 
 if TYPE_CHECKING:
     from fusion.codegen.mlir.tile import TileKernel
 
+_EXPONENT = node("score", (), Kind.FLOAT, "program")
+"""What a weight is the exponential of, less the row's maximum: the score program's value."""
 LINE = 64  # keys of a row that are written in one go
 
 IDENTITY = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.inf}
@@ -33,7 +36,8 @@ _COMBINE = {Reduction.SUM: "arith.addf", Reduction.MAX: "arith.maximumf", Reduct
 
 
 class FurtherOutputs:
-    """Writes them for one kernel. keeps: whether weights are kept; statistics of scores need none."""
+    """Writes them for one kernel. keeps, keeps_scores: whether weights and their exponents are kept, which statistics
+    of rows need not."""
 
     def __init__(self, kernel: TileKernel, groups: int):
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
@@ -42,30 +46,40 @@ class FurtherOutputs:
         self.whole = [(k, f) for k, f in numbered if {"i", "j"} <= {*f.dims}]
         self.of_rows = [(k, f) for k, f in numbered if "j" not in f.dims]
         self.of_keys = [(k, f) for k, f in numbered if f.over == "i"]
-        self.keeps = WEIGHT in walk(*(f.value for f in kernel.spec.further))
-        self.kept_groups = groups if self.keeps else 0
+        self.values = [substitute(f.value, {LOG_WEIGHT: log_weight(_EXPONENT)}) for _, f in numbered]
+        made_of = {*walk(*self.values)}
+        self.keeps, self.keeps_scores = WEIGHT in made_of, _EXPONENT in made_of
+        self.kept_groups = groups * self.keeps
+        self.areas = self.kept_groups + groups * self.keeps_scores + len(self.of_keys)
         self.lines = [kernel.area(4 * self.lanes * LINE, "lines") for _ in self.whole]
 
     @property
     def step_bytes(self) -> int:
-        return (self.kept_groups + len(self.of_keys)) * self.step * self.lanes * 4
+        return self.areas * self.step * self.lanes * 4
 
     @property
     def fixed_bytes(self) -> int:
         """Of a vector of keys beyond the last step, which is read with it."""
-        return (self.kept_groups + len(self.of_keys)) * self.lanes * self.lanes * 4
+        return self.areas * self.lanes * self.lanes * 4
 
     def lie_at(self, start: Value, key_steps: Value) -> None:
         """Where the kept weights lie, in a function's entry. key_steps: those that a thread has room for."""
         b = self.b
         self.keys = b.add(b.mul(key_steps, self.step), self.lanes, "kept_keys")
-        self.kept = start
-        parts = (b.mul(b.mul(self.keys, self.kept_groups + n), self.lanes) for n in range(len(self.of_keys)))
-        self.sums = [b.at(start, part, "f32", "key_sums") for part in parts]
+        self.kept, first = start, self.areas - len(self.of_keys)
+        self.scored = self._area(start, self.kept_groups, "scored")
+        self.sums = [self._area(start, first + n, "key_sums") for n in range(len(self.of_keys))]
+
+    def _area(self, start: Value, number: Value | int, hint: str) -> Value:
+        return self.b.at(start, self.b.mul(self.b.mul(self.keys, number), self.lanes), "f32", hint)
 
     def kept_rows(self, g: Value) -> Value:
         """The kept weights of a group, [key][L]."""
-        return self.b.at(self.kept, self.b.mul(self.b.mul(g, self.keys), self.lanes), "f32", "kept_rows")
+        return self._area(self.kept, g, "kept_rows")
+
+    def scored_rows(self, g: Value) -> Value:
+        """Their exponents, likewise, in units of the programs' scale."""
+        return self._area(self.scored, g, "scored_rows")
 
     def clear(self, groups: Value) -> None:
         """Before keys are visited of which some may be skipped: these have no weight."""
@@ -86,9 +100,10 @@ class FurtherOutputs:
     def finish(self, item: Item, g: Value, rows: Scope, factor: Value | None) -> None:
         """Of a group whose lanes and statistics `rows` knows. factor: of its weights; None without a normaliser."""
         b, kernel = self.b, self.kernel
-        rows.prepare(*(f.value for f in kernel.spec.further), bound=kernel.batch_names | {"i"})
+        rows.prepare(*self.values, bound=kernel.batch_names | {"i"})
         start = [
-            b.constant(IDENTITY[f.reduction], self.vector) if f.over else rows.vector(f.value) for _, f in self.of_rows
+            b.constant(IDENTITY[f.reduction], self.vector) if f.over else rows.vector(self.values[k])
+            for k, f in self.of_rows
         ]
         if self.whole or self.of_keys or any(f.over for _, f in self.of_rows):
             start = self._visit_keys(item, g, rows, factor, start)
@@ -100,7 +115,7 @@ class FurtherOutputs:
         self, item: Item, g: Value, rows: Scope, factor: Value | None, start: Sequence[Value]
     ) -> list[Value]:
         """All keys of a group, a line at a time; returns the rows' statistics."""
-        b, n_k, kept = self.b, self.kernel.n_k, self.kept_rows(g)
+        b, n_k, kept, scored = self.b, self.kernel.n_k, self.kept_rows(g), self.scored_rows(g)
         held = [*start] or [b.constant(0.0, self.vector)]
         with b.carry(0, n_k, LINE, held, hint="line") as (lines, first, totals):
             count = b.least(b.sub(n_k, first), LINE)
@@ -108,22 +123,26 @@ class FurtherOutputs:
             with b.carry(0, count, self.lanes, totals, hint="part") as (parts, part, so_far):
                 keys = b.add(first, part)
                 each = [b.add(keys, n) for n in range(self.lanes)]
-                values = b.side_by_side([functools.partial(self._values, rows, kept, key, factor) for key in each])
+                values = b.side_by_side(
+                    [functools.partial(self._values, rows, kept, scored, key, factor) for key in each]
+                )
                 parts.yields(*self._take(part, keys, values, rows, list(so_far)))
             lines.yields(*parts.results)
             for (k, further), line in zip(self.whole, self.lines, strict=True):
                 self._write(k, further, line, item, g, first, count)
         return list(lines.results)[: len(start)]
 
-    def _values(self, rows: Scope, kept: Value, key: Value, factor: Value | None) -> list[Value]:
+    def _values(self, rows: Scope, kept: Value, scored: Value, key: Value, factor: Value | None) -> list[Value]:
         """Of all outputs that depend on a key, for one key; of the last one where there is none."""
         b = self.b
         known = {J: b.least(key, b.sub(self.kernel.n_k, 1), "j")}
         if self.keeps:
             weight = b.load(self._row(kept, key), self.vector, "p")
             known[WEIGHT] = weight if factor is None else self.kernel._scaled(weight, factor)
+        if self.keeps_scores:
+            known[_EXPONENT] = self.kernel._in_own_units(b.load(self._row(scored, key), self.vector, "x"))
         scope = rows.inner(known)
-        return [scope.vector(f.value) for f in self.kernel.spec.further]
+        return [scope.vector(value) for value in self.values]
 
     def _take(self, part: Value, keys: Value, values: list[list[Value]], rows: Scope, totals: list[Value]):
         """What becomes of the values of a vector of keys; returns the statistics of rows with them."""

@@ -237,9 +237,7 @@ class KernelFunction(ThreadFunction):
         """What each lane's output is multiplied by. raw: the running maximum in units of the programs' scale. total:
         the sum."""
         b, spec = self.b, self.spec
-        m = b.mul(raw, self.programs.scale)
-        for unit, value in self.programs.fills:
-            m = b.select(b.compare("oeq", raw, unit), value, m, "m_row")
+        m = self._in_own_units(raw)
         shift: Value | None = None
         if spec.sinks or keeps_ends(spec):
             shift = b.div(1.0, self.exponent.excess(raw))
@@ -249,6 +247,14 @@ class KernelFunction(ThreadFunction):
             rows.known[leaf] = rows.vector(value)
         factor = rows.known[FACTOR]
         return factor if shift is None else b.mul(factor, shift)
+
+    def _in_own_units(self, raw: Value) -> Value:
+        """The score program's value from that in units of the programs' scale."""
+        b = self.b
+        value = b.mul(raw, self.programs.scale)
+        for unit, fill in self.programs.fills:
+            value = b.select(b.compare("oeq", raw, unit), fill, value, "x_row")
+        return value
 
     def _scaled(self, output: Value, factor: Value) -> Value:
         """Elements of the output times the factors of their rows, which are NaN where the weights are."""

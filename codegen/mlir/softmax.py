@@ -37,8 +37,8 @@ Weigh = Callable[[Value, Value, Value, Value], Value]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Memory of one group of queries. kept: the weights of all keys so far in the same units, [key][L], where further
-    outputs are made of them."""
+    """Memory of one group of queries. kept, scored: the weights of all keys so far in the same units, and what they are
+    exponentials of, [key][L], where further outputs are made of them."""
 
     scores: Value  # [key][L]
     factors: Value | None  # of the weight program, [key][L], or None
@@ -48,6 +48,7 @@ class Group:
     total: Value  # the row of the running sum
     rows: Value  # how many rows from `output` on are in units of that maximum (`KEY_SPAN`)
     kept: Value | None = None
+    scored: Value | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,8 +238,10 @@ class GroupSoftmax:
     def weigh(self, store: Store, key: Value, coefficients: tuple[Value, Value], sums: Sequence[Value]) -> list[Value]:
         """Weights of two rows; returns `sums` with them added."""
         b = self.b
+        if self.group.scored is not None:
+            self._keep(self.group.scored, key, [self._load(b.add(key, u)) for u in range(PAIR)])
         pair = [self._weight(b.add(key, u), *coefficients) for u in range(PAIR)]
-        self._keep(key, pair)
+        self._keep(self.group.kept, key, pair)
         store(key, *(self._times_factor(b.add(key, u), p) for u, p in enumerate(pair)))
         return [b.add(s, p, "l") for s, p in zip(sums, pair, strict=True)]
 
@@ -265,10 +268,10 @@ class GroupSoftmax:
     def weigh_plain(self, store: Store, key: Value) -> None:
         b, rows = self.b, [self.b.add(key, u) for u in range(PAIR)]
         pair = [b.load(self._row(self.group.scores, r), self.vector, "x") for r in rows]
-        self._keep(key, pair)
+        self._keep(self.group.kept, key, pair)
         store(key, *(self._times_factor(r, x) for r, x in zip(rows, pair, strict=True)))
 
-    def _keep(self, key: Value, pair: Sequence[Value]) -> None:
-        if self.group.kept is not None:
-            for u, weight in enumerate(pair):
-                self.b.store(weight, self._row(self.group.kept, self.b.add(self.b.add(self.block.first, key), u)))
+    def _keep(self, rows: Value | None, key: Value, pair: Sequence[Value]) -> None:
+        if rows is not None:
+            for u, value in enumerate(pair):
+                self.b.store(value, self._row(rows, self.b.add(self.b.add(self.block.first, key), u)))

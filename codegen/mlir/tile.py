@@ -92,6 +92,7 @@ class TileKernel(KernelFunction):
             total=self.b.at(output, p.e_padded * lanes, "f32"),
             rows=self.sum_rows,
             kept=self.further.kept_rows(g) if self.further is not None and self.further.keeps else None,
+            scored=self.further.scored_rows(g) if self.further is not None and self.further.keeps_scores else None,
         )
 
     def _top(self) -> Scope:

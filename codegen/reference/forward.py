@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.ir.expr import HEAD, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, walk
+from fusion.ir.expr import HEAD, LOG_WEIGHT, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.results import REDUCE, result_names
 from fusion.ir.sizes import leaves, size_value
@@ -145,11 +145,14 @@ class Execution:
         return found
 
     def of_further(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> dict[Expr, torch.Tensor]:
-        """What further outputs are made of: WEIGHT, ROW_MAX and ROW_SUM."""
+        """What further outputs are made of: WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM."""
         if self.spec.normalizer is Normalizer.NONE:
             return {WEIGHT: x}
         known = {WEIGHT: self.softmax(x, positions, torch.ones((), dtype=self.dtype, device=x.device))}
-        if any(part in (ROW_MAX, ROW_SUM) for part in walk(*(f.value for f in self.spec.further))):
+        made_of = {*walk(*(f.value for f in self.spec.further))}
+        if LOG_WEIGHT in made_of:
+            known[LOG_WEIGHT] = self.columns(x, positions).log_softmax(-1)[..., : x.shape[-1]]
+        if {ROW_MAX, ROW_SUM} & made_of:
             columns = self.columns(x, positions)
             known[ROW_MAX] = columns.amax(-1, keepdim=True)
             known[ROW_SUM] = (columns - known[ROW_MAX]).exp().sum(-1, keepdim=True)

@@ -20,9 +20,9 @@ from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.matrices import sum_of
 from fusion.codegen.triton.stages import Visit
 from fusion.codegen.triton.tiles import Tiles
-from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, substitute
+from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, substitute
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
-from fusion.lowering.rows import weight
+from fusion.lowering.rows import log_weight, weight
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_model import owner_of_keys
 
@@ -39,8 +39,8 @@ class _Further(Tiles):
     def __init__(self, spec: AttentionSpec, d: int, d_v: int):
         super().__init__(spec, d, d_v, {ROW_MAX: "row_max", ROW_SUM: "row_sum"})
         self.outputs = {k: f for k, f in enumerate(spec.further) if (f.over == "i") == (self.outer == "j")}
-        made = weight(spec)
-        self.value_of = {k: substitute(f.value, {WEIGHT: made}) for k, f in self.outputs.items()}
+        made = {WEIGHT: weight(spec), LOG_WEIGHT: log_weight(spec.score)}
+        self.value_of = {k: substitute(f.value, made) for k, f in self.outputs.items()}
         self.writer.count(*self.value_of.values())
 
     def statistics(self) -> list[str]:

@@ -39,6 +39,7 @@ from fusion.lowering.gradients import (
     magnifies_rounding,
     of_score,
     of_weight,
+    rounds,
     summed_over,
     wanted_loads,
 )
@@ -124,6 +125,8 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
     """Why the gradients are not computed by kernels, or None."""
     if (reason := row_gradients.unsupported(spec, needs) or further_gradients.unsupported(spec, needs)) is not None:
         return reason
+    if rounds(spec):
+        return "a gradient is rounded to a coarser dtype on its way through a cast"
     if hides_nan(spec, needs):
         return "a gradient is NaN at keys that the mask hides"
     if magnifies_rounding(spec, needs):

@@ -158,6 +158,9 @@ ROW_SUM = node("row_sum", (), Kind.FLOAT)
 WEIGHT = node("weight", (), Kind.FLOAT)
 """The normalised score of query row `i` and key `j`, before the weight program: what `FurtherOutput` is made of."""
 
+LOG_WEIGHT = node("weight", (), Kind.FLOAT, "log")
+"""(score program - ROW_MAX) - log(ROW_SUM): the logarithm of WEIGHT, a number also where that is too small for one."""
+
 I, J, C, E = coord("i"), coord("j"), coord("c"), coord("e")
 I0, I1, J0, J1 = coord("i0"), coord("i1"), coord("j0"), coord("j1")  # first and last row and key of a tile
 HEAD = coord("h")

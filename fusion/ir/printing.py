@@ -32,6 +32,8 @@ def _text(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
         return text, 7 if text.startswith("-") else ATOM
     if expr.op in ("coord", "size"):
         return expr.name, ATOM
+    if expr.op == "weight" and expr.attr == "log":
+        return "log(w)", ATOM
     if expr.op in LETTERS:
         return LETTERS[expr.op], ATOM
     if expr.op == "load":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusion.ir.expr import ROW_MAX, ROW_SUM, walk
+from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, walk
 from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Operand, Reduction
 
@@ -33,7 +33,8 @@ def statistics_shape(spec: AttentionSpec, sizes: Sequence[int]) -> list[int | to
 def keeps_ends(spec: AttentionSpec) -> bool:
     """Whether the program sees maximum or sum of rows beside their weights: where rows are scaled in their own way, or
     in further outputs. Kernels then keep both, and may not subtract another number than the maximum."""
-    return spec.row_scale is not None or not {ROW_MAX, ROW_SUM}.isdisjoint(walk(*(f.value for f in spec.further)))
+    made_of = {ROW_MAX, ROW_SUM, LOG_WEIGHT}
+    return spec.row_scale is not None or not made_of.isdisjoint(walk(*(f.value for f in spec.further)))
 
 
 def further_shape(spec: AttentionSpec, further: FurtherOutput, sizes: Sequence[int]) -> list[int | torch.SymInt]:

@@ -25,7 +25,25 @@ from typing import Any
 import torch
 
 from fusion.ir import records
-from fusion.ir.expr import ONE, ROW_SUM, WEIGHT, C, E, Expr, I, J, Kind, const, coord, coordinates, load, loads, node
+from fusion.ir.expr import (
+    LOG_WEIGHT,
+    ONE,
+    ROW_SUM,
+    WEIGHT,
+    C,
+    E,
+    Expr,
+    I,
+    J,
+    Kind,
+    const,
+    coord,
+    coordinates,
+    load,
+    loads,
+    node,
+    walk,
+)
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.mixing import Mixing
 
@@ -95,8 +113,8 @@ class Reduction(enum.Enum):
 class FurtherOutput:
     """Something else that is made of the weights: the weights themselves, or a statistic of rows or keys.
 
-    value: an expression in WEIGHT, b.., i, j and captured tensors, or in ROW_MAX, ROW_SUM, b.. and i. It must not
-        depend on ROW_SUM in rows whose maximum is infinite.
+    value: an expression in WEIGHT, LOG_WEIGHT, b.., i, j and captured tensors, or in ROW_MAX, ROW_SUM, b.. and i. It
+        must not depend on ROW_SUM in rows whose maximum is infinite.
     reduction, over: how it is reduced over the coordinate `over`, "i" or "j"; NONE and "".
     dims: the coordinates that are left, from the slowest to the fastest in memory: each batch coordinate, i and j once,
         without `over`; "j" last where it is there, else "i".
@@ -211,6 +229,12 @@ class AttentionSpec:
     def scales_rows(self) -> bool:
         """Whether rows are scaled by something else than one over their sum."""
         return self.row_scale not in (None, node("div", (ONE, ROW_SUM), Kind.FLOAT))
+
+    @property
+    def needs_all_keys(self) -> bool:
+        """Whether no key may be skipped, whatever the mask says: other heads see its score, or its weight's logarithm
+        is a number."""
+        return self.mixing is not None or LOG_WEIGHT in walk(*(f.value for f in self.further))
 
     @property
     def values(self) -> tuple[Expr | None, Expr | None, Expr | None]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from fusion.ir.derivative import FURTHER_UPSTREAM, adjoints
 from fusion.ir.expr import (
     FALSE,
+    LOG_WEIGHT,
     ROW_MAX,
     ROW_SUM,
     WEIGHT,
@@ -81,6 +82,8 @@ def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str
         value = _value(further)
         if further.reduction not in (Reduction.NONE, Reduction.SUM):
             return f"which weight is the {further.reduction.value} is not kept"
+        if LOG_WEIGHT in walk(value):
+            return "that of a weight's logarithm is no multiple of the weight"
         if {ROW_MAX, ROW_SUM} & {*walk(value)}:
             return "which key has the largest logit is not kept"
         if LOG_SUM not in walk(value):

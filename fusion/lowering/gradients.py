@@ -12,9 +12,11 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
-from fusion.ir.expr import SCORE, ZERO, Expr, Kind, const, coordinates, loads, walk
-from fusion.ir.primitives import PRIMITIVES
+import torch
+
+from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints, reached
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, ZERO, Expr, Kind, const, coordinates, loads, walk
+from fusion.ir.primitives import PRIMITIVES, ROUNDED
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import score_programs
 
@@ -76,6 +78,18 @@ def _passes_on(program: Expr, slope: Expr) -> bool:
             return False
         slope = of_keys[0]
     return slope is UPSTREAM
+
+
+@functools.cache
+def rounds(spec: AttentionSpec) -> bool:
+    """Whether a gradient is rounded on its way through a cast to a coarser dtype than that of the products. Kernels
+    have it in units of their own and in parts, which round to other numbers."""
+    wide = torch.finfo(getattr(torch, spec.dtype)).eps
+    coarser = {name for dtype, name in ROUNDED.items() if torch.finfo(dtype).eps > wide}
+    programs = (spec.score, spec.weight, *spec.sinks)
+    inside = (f.value.args[0] if f.value.op in coarser and not f.over else f.value for f in spec.further)
+    rounded = (part for part in reached(*programs, *inside) if part.op in coarser)
+    return any(inner in (SCORE, WEIGHT, ROW_MAX, ROW_SUM) for part in rounded for inner in walk(part))
 
 
 def hides_nan(spec: AttentionSpec, needs: Sequence[bool]) -> bool:

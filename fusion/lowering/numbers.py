@@ -7,7 +7,7 @@ import math
 import struct
 
 from fusion.ir.expr import Expr, Kind, walk
-from fusion.ir.primitives import is_step
+from fusion.ir.primitives import ROUNDED, is_step
 from fusion.ir.widths import LARGEST_SIZE
 
 LOG2E = math.log2(math.e)
@@ -31,10 +31,16 @@ def is_moderate(scale: float) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def decided(*exprs: Expr | None) -> frozenset[Expr]:
-    """The floats from which something is decided: those below a comparison or a rounding to integers, where a unit in
-    the last place changes all that follows. They are computed as they are written."""
-    deciding = [part for part in walk(*filter(None, exprs)) if is_step(part.op)]
+    """The floats from which something is decided: those below a comparison, a rounding to integers, or of positions and
+    masks to a narrower dtype, where a unit in the last place changes all that follows. They are computed as they are
+    written."""
+    deciding = [part for part in walk(*filter(None, exprs)) if is_step(part.op) or _rounds_the_same(part)]
     return frozenset(part for part in walk(*(arg for e in deciding for arg in e.args)) if part.kind is Kind.FLOAT)
+
+
+def _rounds_the_same(part: Expr) -> bool:
+    """Whether this rounds what is the same number in eager mode, and no score."""
+    return part.op in ROUNDED.values() and not any(inner.op in ("score", "dot") for inner in walk(part))
 
 
 def in_float32(value: float) -> float:

@@ -54,6 +54,11 @@ def _factor(spec: AttentionSpec, shrink: Expr) -> Expr:
     return where(apply("and", dead, apply("feq", ROW_SUM, ZERO)), ZERO, factor)
 
 
+def log_weight(x: Expr) -> Expr:
+    """LOG_WEIGHT of a score program's value."""
+    return (x - ROW_MAX) - apply("log", ROW_SUM)
+
+
 def weight(spec: AttentionSpec) -> Expr:
     """A weight before the weight program, in SCORE, ROW_MAX and ROW_SUM: for kernels that meet scores once more."""
     if spec.normalizer is Normalizer.NONE:

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from fusion.ir.primitives import hashed
 from fusion.passes import marks, nodes, views
+from fusion.passes.casts import is_coarser
 from fusion.passes.contractions import is_contraction
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
@@ -30,11 +31,28 @@ _REDUCTIONS = (aten.sum, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.s
                aten.linalg_vector_norm)  # fmt: skip
 
 
+class _Rounded(torch.autograd.Function):
+    """A value rounded to a dtype. Its gradient is not: here it arrives in parts, one for each sampled index."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype) -> Tensor:
+        return value.to(dtype).to(value.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
 @rule(*_COPIES)
 def _copy(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    """A copy or a cast. Integers are rounded as the graph asks in every run: distances above 256 in bfloat16."""
-    value = replay.value(nodes.arguments(node)["self"], index, rank)
-    value = (value if value.is_floating_point() else value.to(nodes.dtype(node))).to(replay.dtype(nodes.dtype(node)))
+    """A copy or a cast. Integers are rounded as the graph asks in every run, distances above 256 in bfloat16, and so is
+    what is cast to a dtype that is coarser than that of the weights."""
+    value, dtype = replay.value(nodes.arguments(node)["self"], index, rank), nodes.dtype(node)
+    if not value.is_floating_point():
+        value = value.to(dtype)
+    elif dtype.is_floating_point and is_coarser(dtype, replay.region.precision):
+        value = _Rounded.apply(value, dtype)
+    value = value.to(replay.dtype(dtype))
     return value.detach() if nodes.packet(node) in (aten.detach, aten.detach_) else value
 
 

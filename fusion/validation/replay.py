@@ -73,6 +73,11 @@ class Region:
     def shape(self, node: Node) -> tuple[int, ...]:
         return tuple(size_value(extent, self.hints) for extent in nodes.shape(node))
 
+    @property
+    def precision(self) -> torch.dtype:
+        """What the weights are multiplied in."""
+        return nodes.dtype(self.anchor)
+
     def is_leaf(self, node: Node) -> bool:
         """Whether a tensor is read as it is: an operand, or a value that is not what its operation made."""
         if node is self.root:  # before anything changes it

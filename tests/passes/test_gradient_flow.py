@@ -43,6 +43,28 @@ def rounded_scores(q, k, v):
     return (q @ k.mT).floor().softmax(-1) @ v
 
 
+def signs_of_scores(q, k, v):
+    return torch.sign(q @ k.mT).softmax(-1) @ v
+
+
+def signs_of_positions(q, k, v):
+    return (v @ v.mT + torch.sgn(q[..., :1] - k[..., 0][..., None, :])).softmax(-1) @ v
+
+
+def signs_and_steps(q, k, v):
+    s = q @ k.mT
+    return torch.where(s > 0, s.sign() * k[..., 0][..., None, :].sign(), s.trunc()).softmax(-1) @ v
+
+
+def signs_returned(q, k, v):
+    w = (v @ v.mT).softmax(-1)
+    return torch.cat([w @ v, ((q @ k.mT).sign() * 0.1 + 1.0).sigmoid() @ v], -1)
+
+
+def times_zero(q, k, v):
+    return (v @ v.mT + q @ k.mT * 0.0).softmax(-1) @ v
+
+
 def detached_bias(q, k, v):
     return (v @ v.mT + (q[..., :1] * k[..., 0][..., None, :]).detach()).softmax(-1) @ v
 
@@ -108,12 +130,20 @@ def test_hooks_are_called(function):
 
 
 @pytest.mark.parametrize(
-    "function", [product_without_gradients, compared_alone, rounded_scores, detached_bias, detached_queries, attention]
-)
+    "function",
+    [product_without_gradients, compared_alone, rounded_scores, detached_bias, detached_queries, attention,
+     signs_of_scores, signs_of_positions, signs_and_steps],
+)  # fmt: skip
 def test_what_no_gradient_flows_to_has_none(function):
     """Not zeros, which optimizers take for a gradient. `run` compares which operands have one."""
     (report,) = run(function)
     assert report.fused == 1
+
+
+@pytest.mark.parametrize("function", [signs_returned, times_zero])
+def test_a_gradient_of_zero_is_one(function):
+    (report,) = run(function)
+    assert report.fused
 
 
 @pytest.mark.parametrize("function", [*DETACHED_BESIDE_MIXED_HEADS, only_mixed_weights_detached])

@@ -31,7 +31,7 @@ from fusion.ir.reads import key_dimension
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering import row_gradients
 from fusion.lowering.further_gradients import further_gradients
-from fusion.lowering.gradients import Axes, adds_up_to_zero, of_score, of_weight, summed_over
+from fusion.lowering.gradients import Axes, adds_up_to_zero, of_score, of_weight, rounds, summed_over
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 
 STATISTICS = ("unit", "shift", "factor", "delta")
@@ -156,6 +156,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
     """Why there are no backward kernels for this spec, or None."""
     if (reason := row_gradients.unsupported(spec)) is not None:
         return reason
+    if rounds(spec):
+        return "a gradient is rounded to a coarser dtype on its way through a cast"
     if spec.mixing is not None:
         return "heads are mixed"
     if spec.row_scale is not None and spec.sinks:
