@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from fusion import dynamo, linear, logs, mkl, undisturbed, versions
 from fusion.approximate import certificates
+from fusion.dual_numbers import with_tangents
 from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import Kind
 from fusion.ir.sizes import size_value
@@ -76,6 +77,7 @@ def _fusion(
         publish(report)
         raise
     publish(report)
+    compiled = with_tangents(compiled, fused) if report.fused else compiled
     if chosen.verify == "run" and report.fused and chosen.approximate is None and chosen.block_mask is None:
         return calls.compared(compiled, module, fused)
     return compiled if chosen.approximate is None or not report.fused else _clear_certificates_before_call(compiled)

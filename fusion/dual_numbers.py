@@ -1,0 +1,32 @@
+"""Forward-mode derivatives around a compiled function: calls whose inputs have tangents.
+
+What an inner compiler makes of a graph computes no tangents, and says nothing of it. The graph itself does: torch's
+operations have theirs, and so have the fused attentions (`fusion.runtime.derivatives`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def with_tangents(compiled: Callable[..., Any], graph: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled graph, in whose place the graph runs, operation by operation, where an argument has a tangent."""
+
+    def run(*arguments: Any) -> Any:
+        if _is_within_dual_level() and any(map(_moves, arguments)):
+            return graph(*arguments)
+        return compiled(*arguments)
+
+    return run
+
+
+def _moves(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
+
+
+def _is_within_dual_level() -> bool:
+    return forward_ad._current_level >= 0
