@@ -27,6 +27,7 @@ from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
 from fusion.passes.folding import forget
 from fusion.passes.heads import head_sum
+from fusion.passes.listed import is_listed, scales_rows
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.operands import is_float8, locate, mark_stored, scale_of_values
 from fusion.passes.pullback import PullBack
@@ -102,7 +103,8 @@ def _is_candidate(node: Node, met: Upstream) -> bool:
     if node.op != "call_function" or (Met.MIXED_HEADS in met[node] and head_sum(node) is not None):
         return False
     if is_contraction(node):
-        return bool(met.inputs(node) & NORMALISED)
+        one = packet(node) is aten.einsum and len(nodes.arguments(node)["tensors"]) == 1  # a trace, for one
+        return not one and bool(met.inputs(node) & NORMALISED)
     further = packet(node) in FURTHER_PRODUCTS and looks_like_attention(met.inputs(node))
     return further or met.is_hidden_product_with_values(node)
 
@@ -139,6 +141,8 @@ def _examine(anchor: Node, met: Upstream) -> Site | None:
     """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention. Else
     rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch."""
     if not is_sdpa(anchor) and not is_contraction(anchor):
+        if not is_listed(anchor, met):
+            return None
         message = f"the product with V is written as {packet(anchor)}, which is not taken apart"
         return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.PRODUCT_FORM, message), blame=anchor)
     if not nodes.dtype(anchor).is_floating_point:
@@ -152,21 +156,7 @@ def _examine(anchor: Node, met: Upstream) -> Site | None:
         else:
             if site is not None:
                 return None if _is_feed_forward(site) else site
-    return refused if _is_reported(anchor, met) else None
-
-
-def _is_reported(anchor: Node, met: Upstream) -> bool:
-    """Whether a refused product is attention to a person: of a function of a product, normalised before or after it."""
-    if is_sdpa(anchor) or any(looks_like_attention(met[parent]) for parent in anchor.all_input_nodes):
-        return True
-    above = met.inputs(anchor)
-    normalised = Met.PRODUCT | Met.GATE | Met.SUM in above or Met.PRODUCT | Met.EXP | Met.STATISTIC in above
-    if normalised and not any(map(is_parameter, anchor.all_input_nodes)):
-        return True
-    users = list(anchor.users)
-    while len(users) == 1 and packet(users[0]) in MOVES:
-        users = list(users[0].users)
-    return Met.PRODUCT | Met.EXP in above and any(_scales_rows(user, met) for user in users)
+    return refused if is_listed(anchor, met) else None
 
 
 def _specializing(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
@@ -190,7 +180,7 @@ def _chain(anchor: Node, met: Upstream) -> list[Node]:
         user = next(iter(chain[-1].users))
         if user.op != "call_function" or not nodes.is_tensor(user):
             break
-        if packet(user) not in MOVES and not (_scales_rows(user, met) and _factor_dies(user, anchor, met)):
+        if packet(user) not in MOVES and not (scales_rows(user, met) and _factor_dies(user, anchor, met)):
             break
         narrowed = nodes.dtype(chain[-1])
         if is_float8(nodes.dtype(user)):
@@ -202,16 +192,6 @@ def _chain(anchor: Node, met: Upstream) -> list[Node]:
             break
         chain.append(user)
     return chain
-
-
-def _scales_rows(node: Node, met: Upstream) -> bool:
-    """Whether this multiplies or divides a product by statistics of the scores, as in `(e @ v) / e.sum(-1)`."""
-    if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(node.args) != 2:
-        return False
-    product, factor = node.args
-    if not (isinstance(product, Node) and isinstance(factor, Node) and nodes.is_tensor(factor)):
-        return False
-    return shape(product) == shape(node) and Met.STATISTIC | Met.PRODUCT in met[factor]
 
 
 def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:

@@ -76,6 +76,8 @@ class Upstream:
 
     def _of(self, node: Node) -> Met:
         kind = packet(node)
+        if nodes.is_tensor(node) and _holds_integers(nodes.value(node)):
+            return _NOTHING  # positions, of the largest weights perhaps, and no weights
         met = self.inputs(node)
         if Met.PRODUCT in met and head_sum(node) is not None:
             return met | Met.MIXED_HEADS
@@ -92,6 +94,10 @@ class Upstream:
         if is_statistic(node):
             met |= Met.STATISTIC | (Met.SUM if kind in _SUMS else _NOTHING)
         return met | Met.GATE if kind in _GATES and Met.PRODUCT in met else met
+
+
+def _holds_integers(held: torch.Tensor) -> bool:
+    return not (held.is_floating_point() or held.is_complex() or held.dtype is torch.bool)
 
 
 def is_statistic(node: Node) -> bool:

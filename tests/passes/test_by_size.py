@@ -1,5 +1,6 @@
 """Tensors that are made in the shape of scores need none of these."""
 
+import importlib
 import math
 
 import pytest
@@ -74,3 +75,55 @@ def test_lengths_that_change(function):
         inputs = [torch.randn(1, 2, length, 16) for _ in range(3)]
         exact = run(function, [x.double() for x in inputs])
         assert_as_exact_as_eager(run(compiled, inputs), run(function, inputs), exact)
+
+
+def expanded(q, k, v):
+    w = (q @ k.mT).softmax(-1)
+    prior = torch.linspace(0, 1, q.shape[-2] * k.shape[-2], dtype=q.dtype).view(q.shape[-2], k.shape[-2])
+    return w @ v, torch.nn.functional.mse_loss(w, prior.expand_as(w))
+
+
+def viewed(q, k, v):
+    w = (q @ k.mT).softmax(-1)
+    flat = torch.linspace(0, 1, w.numel(), dtype=q.dtype)
+    return (w * flat.view_as(w)) @ v, (w * flat.reshape_as(w)).sum(-1)
+
+
+@pytest.mark.parametrize("function", [expanded, viewed])
+def test_views_in_the_shape_of_weights(function):
+    """Beside another attention, which is fused as well."""
+
+    def both(q, k, v):
+        return *function(q, k, v), torch.nn.functional.scaled_dot_product_attention(v, k, q)
+
+    torch.manual_seed(0)
+    given = [torch.randn(2, 2, 9, 8) for _ in range(3)]
+    with fusion.collect_reports() as reports:
+        compiled = torch.compile(both, backend="fusion", options={"inner": "eager"})
+        actual = compiled(*given)
+    assert_as_exact_as_eager(actual, both(*given), both(*(t.double() for t in given)))
+    assert [site.fused for site in reports[0].sites] == [True, True]
+    assert not reports[0].notes
+
+
+@pytest.mark.parametrize("failing", ["fusion.passes.find._examine", "fusion.passes.rewrite._specify",
+                                     "fusion.passes.escaping.uses"])  # fmt: skip
+def test_a_failure_of_a_pass_costs_one_attention(failing, monkeypatch):
+    """It is called a defect, and the others are fused."""
+    module, name = importlib.import_module(failing.rpartition(".")[0]), failing.rpartition(".")[2]
+    original, calls = getattr(module, name), []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise ValueError("of a test")
+        return original(*args)
+
+    def function(q, k, v):
+        w = (q @ k.mT).softmax(-1)
+        return w @ v, w.amax(-1), torch.nn.functional.scaled_dot_product_attention(v, k, q)
+
+    monkeypatch.setattr(module, name, fails_once)
+    report = fusion.explain(function, *(torch.randn(2, 2, 9, 8) for _ in range(3)))
+    assert sorted(site.fused for site in report.sites) == [False, True]
+    assert "ValueError: of a test" in next(site.reason for site in report.sites if not site.fused)

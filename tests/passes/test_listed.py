@@ -1,0 +1,96 @@
+"""What is listed as an attention that was not fused, and what is none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fusion
+
+GIVEN = torch.Generator().manual_seed(0)
+W, U, E = (torch.randn(n, 8, generator=GIVEN) for n in (8, 3, 8))
+LEARNED = nn.Parameter(torch.randn(5, 8, generator=GIVEN))
+
+
+def greedy(x):
+    log = (x @ x.mT).log_softmax(-1)
+    return F.linear(x.gather(1, log.argmax(-1)[..., None].expand_as(x)), W)
+
+
+def sampled(x):
+    best = (x @ x.mT).softmax(-1).topk(2, -1).indices
+    return F.embedding(best, E).mean(-2) @ W
+
+
+def router(x):
+    p = (x @ W).softmax(-1).topk(2, -1)
+    return torch.einsum("bnk,bnkd->bnd", p.values, E[p.indices])
+
+
+def trained_router(x):
+    p = F.linear(x, LEARNED).softmax(-1).topk(2, -1)
+    return torch.einsum("bnk,bnkd->bnd", p.values, LEARNED[p.indices])
+
+
+def head(x):
+    return F.linear((x @ W).softmax(-1), U)
+
+
+def parameters_of_a_head(x):
+    return F.linear((x @ LEARNED.mT).softmax(-1), torch.ones(3, 5))
+
+
+def expectation(x):
+    return (x @ W).softmax(-1) @ torch.arange(8.0)
+
+
+def trace(x):
+    w = (x @ x.mT).softmax(-1)
+    return w @ x, torch.einsum("bii->b", w)
+
+
+@pytest.mark.parametrize("function", [greedy, sampled, router, trained_router, head, parameters_of_a_head, expectation,
+                                      trace])  # fmt: skip
+def test_no_attention_is_not_listed(function):
+    x = torch.randn(4, 6, 8)
+    assert all(site.fused for site in fusion.explain(function, x).sites)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="fusion", options={"strict": True, "inner": "eager"})
+    for ours, theirs in zip(compiled(x), function(x), strict=True):
+        assert ours.shape == theirs.shape
+
+
+def squared_weights(x):
+    return (x @ x.mT).softmax(-1).square() @ x
+
+
+def of_one_key_at_a_time(x):
+    return torch.mv((x[0] @ x[0].mT).softmax(-1), x[0, :, 0])
+
+
+def learned_queries(x):
+    return (LEARNED @ x.mT).softmax(-1).square() @ x
+
+
+def learned_queries_on_the_right(x):
+    return (x @ LEARNED.mT).softmax(-2).square().mT @ x
+
+
+def nearest_keys(x):
+    p = (x @ x.mT).softmax(-1).topk(2, -1)
+    return torch.einsum("bnk,bnkd->bnd", p.values, x[torch.arange(4)[:, None, None], p.indices])
+
+
+def values_by_a_linear_layer(x):
+    return F.linear((x[0] @ x[0].mT).softmax(-1).square(), x[0].mT)
+
+
+STAYS = (squared_weights, of_one_key_at_a_time, learned_queries, learned_queries_on_the_right, nearest_keys,
+         values_by_a_linear_layer)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", STAYS)
+def test_attention_that_stays_is_listed(function):
+    sites = fusion.explain(function, torch.randn(4, 6, 8)).sites
+    assert [site.fused for site in sites] == [False]
+    assert sites[0].reason
