@@ -55,6 +55,10 @@ class Ground(enum.Enum):
         "Write the normaliser as a softmax over the keys, or as exponentials divided by a function of their sum; or "
         'ask for another one with options={"cascades": "always"} (docs/cascades.md).'
     )
+    NO_CASCADE = (
+        'options={"cascades": "always"} is set, but this reduction is none that another attention computes, or is part '
+        "of training (docs/cascades.md). Compute what is made of it outside, and pass it in as a tensor."
+    )
     NO_NORMALISER = (
         "Nothing: without anything between the two products, (q @ k.T) @ v is better computed as q @ (k.T @ v)."
     )

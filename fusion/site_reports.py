@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from fusion.approximate import dispatch
 from fusion.errors import UnknownMachineError
@@ -15,6 +16,7 @@ from fusion.passes.find import Site
 from fusion.passes.outline import described
 from fusion.passes.specify import Specified
 from fusion.planning.plan import Plan, plan
+from fusion.refusals import Ground, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
 
@@ -35,7 +37,7 @@ def report_of(
         report.sites.append(
             SiteReport(
                 fused=number in specified,
-                refusal=site.refusal,
+                refusal=_advised(site.refusal, options),
                 stopped_by=None if by is None else described(by) or str(by.target),
                 stopped_at=None if by is None else nodes.source_line(by),
                 location=nodes.source_line(site.anchor),
@@ -46,6 +48,14 @@ def report_of(
             )
         )
     return report
+
+
+def _advised(refusal: Refusal | None, options: Options) -> Refusal | None:
+    """A refusal that does not advise to set what is set."""
+    asked = options.cascades == "always" and refusal is not None
+    if asked and refusal.kind in (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER):
+        return replace(refusal, kind=Ground.NO_CASCADE)
+    return refusal
 
 
 def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:

@@ -164,6 +164,11 @@ def is_reduction(node: Node) -> bool:
     return packet(node) in OPERATIONS and min(nodes.dims_of(node)) >= len(shape(arguments(node)["self"])) - 2
 
 
+def extents(node: Node) -> list[Expr]:
+    """How many elements a reduction takes along each of its dimensions."""
+    return [shape(arguments(node)["self"])[dim] for dim in nodes.dims_of(node)]
+
+
 _made_from_product: WeakKeyDictionary[Expr, bool] = WeakKeyDictionary()
 
 

@@ -128,7 +128,7 @@ class PullBack:
             return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
         if self.limit is None and node is not None:
             node = first_not_followed(node, products_above(node)) or node
-            if over_keys.is_reduction(node):
+            if over_keys.is_reduction(node) and {*over_keys.extents(node)} & {self.keys, self.bounds.get(I)}:
                 message = f"the weights are made of what {node.target} makes of whole rows or columns of scores"
                 return Unsupported(Ground.FURTHER_REDUCTION, message, problem.expr, node)
         if self.limit is None:

@@ -13,6 +13,11 @@ from fusion.options import Options
 from fusion.report.report import NO_ATTENTION, Report
 from fusion.torch_private.dynamo import original_of
 
+NOTHING_TRACED = (
+    "Dynamo made no graph of this call, which ran in eager mode: it is kept from being compiled "
+    "(torch.compiler.disable), computes nothing with tensors, or begins with what Dynamo does not trace (TORCH_LOGS=graph_breaks says more)"
+)
+
 
 def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """The report of every attention that one call of `function` meets.
@@ -31,6 +36,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Repor
     dynamo.register()
     torch.compile(original, backend=backend)(*args, **kwargs)
     whole = merge(reports)
+    if not reports:
+        whole.notes.append(NOTHING_TRACED)
     whole.function = original
     return whole
 

@@ -94,3 +94,36 @@ def test_attention_that_stays_is_listed(function):
     sites = fusion.explain(function, torch.randn(4, 6, 8)).sites
     assert [site.fused for site in sites] == [False]
     assert sites[0].reason
+
+
+def test_advice_does_not_name_what_is_set():
+    def function(q, k, v):
+        s = q @ k.mT
+        return (s * s.sum(-1, keepdim=True)).softmax(-1) @ v
+
+    given = [torch.randn(2, 2, 9, 8) for _ in range(3)]
+    (site,) = fusion.explain(function, *given).sites
+    assert 'options={"cascades": "always"}' in site.advice
+    with fusion.collect_reports() as reports:
+        torch.compile(function, backend="fusion", options={"inner": "eager", "cascades": "always"})(*given)
+    (site,) = reports[0].sites
+    assert not site.fused and "is set, but" in site.advice
+
+
+def test_sums_over_features_are_no_reductions_of_scores():
+    """The third product of invariant point attention: its rows are heads, and its scores are behind distances."""
+
+    def function(q, k, v, pairs):
+        of_q, of_k = (x.unflatten(-1, (4, 2)) for x in (q, k))
+        square = (of_q[:, :, :, None] - of_k[:, :, None]).square().sum(-1)
+        weights = (q @ k.mT - (square * torch.arange(4.0)).sum(-1)).softmax(-1)
+        return weights @ v, weights.transpose(1, 2) @ pairs
+
+    q, k, v = (torch.randn(1, 3, 18, 8) for _ in range(3))
+    own, third = fusion.explain(function, q, k, v, torch.randn(1, 18, 18, 5)).sites
+    assert own.fused and not third.fused
+    assert "reduction" not in third.reason and "cascades" not in third.advice
+
+
+def test_a_call_of_which_no_graph_is_made_is_said_to_be_one():
+    assert "Dynamo made no graph" in str(fusion.explain(lambda x: x, torch.randn(3)))
