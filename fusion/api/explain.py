@@ -15,7 +15,8 @@ from fusion.torch_private.dynamo import original_of
 
 NOTHING_TRACED = (
     "Dynamo made no graph of this call, which ran in eager mode: it is kept from being compiled "
-    "(torch.compiler.disable), computes nothing with tensors, or begins with what Dynamo does not trace (TORCH_LOGS=graph_breaks says more)"
+    "(torch.compiler.disable), computes nothing with tensors, or begins with what Dynamo does not trace "
+    "(TORCH_LOGS=graph_breaks says more)"
 )
 
 
