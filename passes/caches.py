@@ -25,8 +25,8 @@ from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.traffic import bytes_per_element
 from fusion.passes import marks, nodes, pointwise, tables, views
-from fusion.passes.casts import is_coarser
 from fusion.passes.nodes import Unsupported, packet
+from fusion.passes.roundings import is_coarser
 from fusion.passes.views import Index
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Floating casts vanish where the model computes in the dtype (kernels compute in float32, at least as exact as the
 model), except on constants, where a cast can change the meaning: float32's finfo.min is -inf in float16. A cast to a
-dtype that is coarser than what the weights are multiplied in is a rounding that the model asks for (`stored_in`).
+dtype that is coarser than what the weights are multiplied in is a rounding that the model asks for (`roundings`).
 """
 
 from __future__ import annotations
@@ -79,26 +79,6 @@ def cast(value: Expr, dtype: torch.dtype) -> Expr | None:
         return None
     value = operand(value, kind)
     return round_constants(value, dtype) if kind is Kind.FLOAT else value
-
-
-def is_coarser(dtype: torch.dtype, than: torch.dtype) -> bool:
-    """Whether a floating dtype has fewer digits than another one."""
-    return dtype.itemsize == 1 or torch.finfo(dtype).eps > torch.finfo(than).eps
-
-
-def stored_in(value: Expr, dtype: torch.dtype, held: Callable[[Expr], torch.dtype]) -> Expr | None:
-    """A float rounded to a dtype; None where no primitive rounds to that. held: the dtype of a load's tensor."""
-    if value.is_const or value.op == ROUNDED.get(dtype) or (value.op == "load" and held(value) is dtype):
-        return value
-    if value.op == "where":
-        arms = [stored_in(arm, dtype, held) for arm in value.args[1:]]
-        return None if None in arms else where(value.args[0], *arms)  # type: ignore[arg-type]
-    return apply(ROUNDED[dtype], value) if dtype in ROUNDED else None
-
-
-def is_rounded(value: Expr, dtype: torch.dtype) -> bool:
-    """Whether a float is made of what was rounded to a dtype."""
-    return any(part.op == ROUNDED.get(dtype) for part in walk(value))
 
 
 def round_constants(value: Expr, dtype: torch.dtype) -> Expr:

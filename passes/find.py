@@ -22,7 +22,6 @@ from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.assumptions import Assumptions
-from fusion.passes.casts import is_coarser
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
 from fusion.passes.folding import forget
@@ -33,6 +32,7 @@ from fusion.passes.operands import is_float8, locate, mark_stored, scale_of_valu
 from fusion.passes.pullback import PullBack
 from fusion.passes.recognize import attentions
 from fusion.passes.regions import regions
+from fusion.passes.roundings import is_coarser
 from fusion.passes.sdpa import Attention, is_sdpa, pull_back_sdpa
 from fusion.passes.upstream import FURTHER_PRODUCTS, NORMALISED, Met, Upstream, is_statistic, looks_like_attention
 from fusion.passes.views import Index, broadcast_index, source

@@ -28,12 +28,12 @@ from fusion.ir.primitives import ROUNDED, is_bounded
 from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.building import Symbols, derived
-from fusion.passes.casts import is_coarser
 from fusion.passes.contractions import factors, is_contraction
 from fusion.passes.find import ANY, Attention, Reads, Site, find_sites
 from fusion.passes.further import order_of
 from fusion.passes.nodes import Unsupported, packet, shape
 from fusion.passes.over_keys import depends_on_product
+from fusion.passes.roundings import is_coarser
 from fusion.passes.upstream import SOFTMAXES, Met, Upstream, is_statistic
 from fusion.passes.views import Index, broadcast_index, source
 from fusion.refusals import Ground

@@ -40,7 +40,9 @@ def _softmax(pullback: PullBack, here: Node, args: dict[str, Any], index: Index)
     if columns is None:
         return None
     if (dtype := args.get("dtype")) is not None:  # the scores are cast before the softmax
-        columns = tuple(pullback.cast(column, dtype) for column in columns)
+        columns = _cast(pullback, columns, dtype)
+        if columns is None:
+            return None
     kind = "safe_softmax" if packet(here) is aten._safe_softmax else "softmax"
     return node("softmax", columns, Kind.FLOAT, kind)
 
@@ -49,6 +51,12 @@ def _log_softmax(pullback: PullBack, here: Node, args: dict[str, Any], index: In
     """A node of its own, as the logarithm of a weight that vanishes is another number, and has no gradient."""
     inner = _softmax(pullback, here, args, index)
     return node("log_softmax", (inner,), Kind.FLOAT) if inner is not None else None
+
+
+def _cast(pullback: PullBack, columns: tuple[Expr, ...], dtype: torch.dtype) -> tuple[Expr, ...] | None:
+    """The columns in another dtype; None where no kernel rounds to it."""
+    found = tuple(cast for column in columns if (cast := pullback.cast(column, dtype)) is not None)
+    return found if len(found) == len(columns) else None
 
 
 def _columns(pullback: PullBack, origin: Node, index: Index, dim: int, offset: int) -> tuple[Expr, ...] | None:
@@ -86,6 +94,8 @@ def reduction(
     # Sinks stand before or after the keys: whichever resolves.
     for offset in sorted({0, further.integer}):
         columns = _columns(pullback, origin, inner, dim, offset)
+        if columns is not None and (dtype := args.get("dtype")) is not None:
+            columns = _cast(pullback, columns, dtype)
         if columns is not None and depends_on_product(columns[0]):
             found = node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
             if name == "logsumexp":

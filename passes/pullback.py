@@ -30,7 +30,7 @@ from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node
 from fusion.ir.ops import apply, as_float, where
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.widths import interval, is_exact, within
-from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise, views
+from fusion.passes import assembling, casts, marks, nodes, over_keys, pointwise
 from fusion.passes.blame import first_not_followed
 from fusion.passes.contractions import ADDING, Factors, factors, is_contraction, is_distance, products_above
 from fusion.passes.folding import folded
@@ -43,6 +43,7 @@ from fusion.passes.nodes import Unsupported, arguments, packet, producer, shape
 from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.outline import described
 from fusion.passes.over_keys import depends_on_product
+from fusion.passes.roundings import is_coarser, rounded_at, rounded_to
 from fusion.passes.tables import Numbers
 from fusion.passes.views import Index, broadcast_index, number_of, source
 from fusion.refusals import Ground
@@ -163,7 +164,7 @@ class PullBack:
         if result is not None and casts.kind_of(nodes.dtype(here)) is not result.kind:
             result = self.cast(result, nodes.dtype(here))  # cat of integers and floats, for one
         if result is not None and result.kind is Kind.FLOAT:
-            result = self._rounded(here, result)
+            result = rounded_at(here, result, self._precision, self._dtype_of)
         if result is not None and result.kind is Kind.INT:
             result = within(result, nodes.dtype(here), self._limits(result))
         if result is None:
@@ -174,17 +175,8 @@ class PullBack:
         self.interior[here] = None
         return result
 
-    def _rounded(self, here: Node, value: Expr) -> Expr | None:
-        """The value as the dtype holds it that a cast narrows it to, and so are values made of such ones in the dtype;
-        None where no kernel rounds to that."""
-        dtype = nodes.dtype(here)
-        if not casts.is_coarser(dtype, self._precision):
-            return value
-        if packet(here) not in views.CASTS and not casts.is_rounded(value, dtype):
-            return value
-        if marks.requires_grad(here) and not depends_on_product(value):
-            return None  # its gradient is rounded when all of it has been added up
-        return casts.stored_in(value, dtype, lambda part: nodes.dtype(self.loaded[part.operand]))
+    def _dtype_of(self, part: Expr) -> torch.dtype:
+        return nodes.dtype(self.loaded[part.operand])
 
     def _is_left_to_graph(self, here: Node, value: Expr) -> bool:
         free = [number for number, tensor in enumerate(self.loaded) if tensor in self.key_sets]  # need not be read
@@ -279,8 +271,11 @@ class PullBack:
         return self._held(pointwise.build(operation, call), call.dtype)
 
     def cast(self, value: Expr, dtype: torch.dtype) -> Expr | None:
-        """`value.to(dtype)`, as that holds it."""
-        return self._held(casts.cast(value, dtype), dtype)
+        """`value.to(dtype)`, as that holds it; None where no kernel rounds to it."""
+        found = self._held(casts.cast(value, dtype), dtype)
+        if found is None or value.kind is not Kind.FLOAT or not is_coarser(dtype, self._precision):
+            return found
+        return rounded_to(found, dtype, self._dtype_of)
 
     def _held(self, value: Expr | None, dtype: torch.dtype) -> Expr | None:
         return value if value is None or dtype not in self._narrow else self._narrow[dtype](value)

@@ -1,0 +1,52 @@
+"""Roundings that a model asks for, by a cast to a dtype with fewer digits than what the weights are multiplied in.
+
+Other narrow dtypes are those that the model computes in, and kernels are more exact. These are part of the program:
+`x.to(torch.float8_e4m3fn).to(x.dtype)` everywhere, `x.bfloat16().float()` in float32 and float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from fusion.ir.expr import Expr, walk
+from fusion.ir.ops import apply, where
+from fusion.ir.primitives import ROUNDED
+from fusion.passes import marks, nodes
+from fusion.passes.over_keys import depends_on_product
+
+Held = Callable[[Expr], torch.dtype]
+"""The dtype of the tensor that a load reads."""
+
+
+def is_coarser(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Whether a dtype is one of floats, with fewer digits than another one."""
+    if not dtype.is_floating_point:
+        return False
+    return dtype.itemsize == 1 or torch.finfo(dtype).eps > torch.finfo(than).eps
+
+
+def rounded_at(here: Node, value: Expr, precision: torch.dtype, held: Held) -> Expr | None:
+    """A float as the dtype holds it that a node narrows it to, and so are those made of such ones in the dtype; None
+    where no kernel rounds to that. precision: what the weights are multiplied in."""
+    dtype = nodes.dtype(here)
+    given = (nodes.dtype(x) for x in here.all_input_nodes if nodes.is_tensor(x))
+    narrowed = any(origin.is_floating_point and is_coarser(dtype, origin) for origin in given)
+    made_of_such = any(part.op == ROUNDED.get(dtype) for part in walk(value))
+    if not is_coarser(dtype, precision) or not (narrowed or made_of_such):
+        return value
+    if marks.requires_grad(here) and not depends_on_product(value):
+        return None  # its gradient is rounded when all of it has been added up
+    return rounded_to(value, dtype, held)
+
+
+def rounded_to(value: Expr, dtype: torch.dtype, held: Held) -> Expr | None:
+    """A float rounded to a dtype; None where no primitive rounds to that."""
+    if value.is_const or value.op == ROUNDED.get(dtype) or (value.op == "load" and held(value) is dtype):
+        return value
+    if value.op == "where":
+        arms = [rounded_to(arm, dtype, held) for arm in value.args[1:]]
+        return None if None in arms else where(value.args[0], *arms)  # type: ignore[arg-type]
+    return apply(ROUNDED[dtype], value) if dtype in ROUNDED else None
