@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fusion.torch_private.autograd import is_within_dual_level
+
 
 def with_tangents(compiled: Callable[..., Any], graph: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled graph, in whose place the graph runs, operation by operation, where an argument has a tangent."""
 
     def run(*arguments: Any) -> Any:
-        if _is_within_dual_level() and any(map(_moves, arguments)):
+        if is_within_dual_level() and any(map(_moves, arguments)):
             return graph(*arguments)
         return compiled(*arguments)
 
@@ -26,7 +28,3 @@ def with_tangents(compiled: Callable[..., Any], graph: Callable[..., Any]) -> Ca
 
 def _moves(argument: Any) -> bool:
     return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
-
-
-def _is_within_dual_level() -> bool:
-    return forward_ad._current_level >= 0

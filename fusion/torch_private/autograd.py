@@ -62,6 +62,11 @@ def carries_tangents() -> bool:
     return torch._C._is_fwd_grad_enabled()
 
 
+def is_within_dual_level() -> bool:
+    """Whether a level of `forward_ad` is open: only there have tensors tangents that it made."""
+    return forward_ad._current_level >= 0
+
+
 def make_dual(tensor: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
     """`forward_ad.make_dual`, also at a level that `forward_ad` did not open."""
     return torch._VF._make_dual(tensor, tangent, level=0)

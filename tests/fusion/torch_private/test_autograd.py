@@ -119,6 +119,13 @@ def test_tangents_are_carried_or_not() -> None:
     assert autograd.carries_tangents()
 
 
+def test_levels_of_forward_mode() -> None:
+    assert not autograd.is_within_dual_level()
+    with forward_ad.dual_level():
+        assert autograd.is_within_dual_level()
+    assert not autograd.is_within_dual_level()
+
+
 @pytest.mark.parametrize("open_before", [False, True])
 def test_duals(open_before: bool) -> None:
     def check() -> None:
