@@ -32,10 +32,11 @@ def rounded_at(here: Node, value: Expr, precision: torch.dtype, held: Held) -> E
     """A float as the dtype holds it that a node narrows it to, and so are those made of such ones in the dtype; None
     where no kernel rounds to that. precision: what the weights are multiplied in."""
     dtype = nodes.dtype(here)
+    if not is_coarser(dtype, precision):
+        return value
     given = (nodes.dtype(x) for x in here.all_input_nodes if nodes.is_tensor(x))
     narrowed = any(origin.is_floating_point and is_coarser(dtype, origin) for origin in given)
-    made_of_such = any(part.op == ROUNDED.get(dtype) for part in walk(value))
-    if not is_coarser(dtype, precision) or not (narrowed or made_of_such):
+    if not narrowed and all(part.op != ROUNDED.get(dtype) for part in walk(value)):
         return value
     if marks.requires_grad(here) and not depends_on_product(value):
         return None  # its gradient is rounded when all of it has been added up
