@@ -29,16 +29,18 @@ def is_coarser(dtype: torch.dtype, than: torch.dtype) -> bool:
 
 
 def rounded_at(here: Node, value: Expr, precision: torch.dtype, held: Held) -> Expr | None:
-    """A float as the dtype holds it that a node narrows it to, and so are those made of such ones in the dtype; None
-    where no kernel rounds to that. precision: what the weights are multiplied in."""
+    """A float as the dtype holds it that a node narrows it to; None where no kernel rounds to that. What is made of
+    such ones in the dtype is held likewise, but for scores and weights, which are more exact than the model's.
+    precision: what the weights are multiplied in."""
     dtype = nodes.dtype(here)
     if not is_coarser(dtype, precision):
         return value
     given = (nodes.dtype(x) for x in here.all_input_nodes if nodes.is_tensor(x))
     narrowed = any(origin.is_floating_point and is_coarser(dtype, origin) for origin in given)
-    if not narrowed and all(part.op != ROUNDED.get(dtype) for part in walk(value)):
+    of_scores = depends_on_product(value)
+    if not narrowed and (of_scores or all(part.op != ROUNDED.get(dtype) for part in walk(value))):
         return value
-    if marks.requires_grad(here) and not depends_on_product(value):
+    if marks.requires_grad(here) and not of_scores:
         return None  # its gradient is rounded when all of it has been added up
     return rounded_to(value, dtype, held)
 
