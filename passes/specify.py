@@ -108,7 +108,6 @@ def specify(
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
     spec = _with_mixed_heads(spec, core, head, rename)
     _require_shared_maximum(spec, attention, differentiable)
-    spec = replace(spec, mask=None) if spec.needs_all_keys else spec
     names, values = rename.table(spec)
     return Specified(
         spec=replace(spec, sizes=names),
@@ -172,9 +171,9 @@ def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, 
 
 
 def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename: _Sizes) -> AttentionSpec:
-    """The spec whose heads, a batch coordinate, are mixed, if they are."""
+    """The spec whose heads, a batch coordinate, are mixed, if they are; without a mask where every key counts."""
     if head is None:
-        return spec
+        return replace(spec, mask=None) if spec.needs_all_keys else spec
     scores, weights = mapped((core.mixed_scores, core.mixed_weights), rename)
     matrices = {"scores": scores and scores.matrix, "weights": weights and weights.matrix}
     programs = {"scored": scores and scores.program, "weighted": weights and weights.program}
@@ -182,7 +181,7 @@ def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename
     adds = {"own_score": bool(scores and scores.adds), "own_weight": bool(weights and weights.adds)}
     mixing = Mixing(head=head, **given, **adds)
     batch = tuple(rename.values[f"B{k}"] if k == mixing.axis else extent for k, extent in enumerate(spec.batch))
-    return replace(spec, batch=batch, mixing=mixing)
+    return replace(spec, batch=batch, mask=None, mixing=mixing)
 
 
 def _spec(
