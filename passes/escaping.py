@@ -11,6 +11,7 @@ from fusion.passes import marks, nodes
 from fusion.passes.blame import first_not_followed
 from fusion.passes.building import Symbols, in_mode_of
 from fusion.passes.contractions import products_above
+from fusion.passes.defects import defect
 from fusion.passes.find import Site
 from fusion.passes.further import Use, uses
 from fusion.passes.nodes import Unsupported, packet
@@ -54,7 +55,7 @@ def refuse_escaping(
                 with sites[number].assumed.hold():
                     part = _with_further(sites[number], [*met[number]], _live(kept, plain), plain, anew, symbols)
             except Exception as problem:  # no other attention is lost for it
-                sites[number].refusal, sites[number].blame = nodes.defect(problem), sites[number].anchor
+                sites[number].refusal, sites[number].blame = defect(problem), sites[number].anchor
                 del specified[number]
                 break
             if part is not None:

@@ -24,6 +24,7 @@ from fusion.passes import marks, nodes
 from fusion.passes.assumptions import Assumptions
 from fusion.passes.checkpointing import bodies
 from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
+from fusion.passes.defects import defect
 from fusion.passes.folding import forget
 from fusion.passes.heads import head_sum
 from fusion.passes.listed import is_listed, scales_rows
@@ -134,7 +135,7 @@ def _confined(anchor: Node, met: Upstream) -> Site | None:
     try:
         return _examine(anchor, met)
     except Exception as problem:
-        return Site(anchor=anchor, root=anchor, refusal=nodes.defect(problem), blame=anchor)
+        return Site(anchor=anchor, root=anchor, refusal=defect(problem), blame=anchor)
 
 
 def _examine(anchor: Node, met: Upstream) -> Site | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import operator
 import re
@@ -26,7 +25,6 @@ from fusion.torch_private.fake import shape_environment
 from fusion.torch_private.sizes import free_unbacked_symbols, optimization_hint, statically_known_true
 from fusion.torch_private.sizes import functions as torch_sympy
 
-log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 UNKNOWN = 1024
 """An example of a size that is known at run time only, as that of what `nonzero` finds."""
@@ -68,13 +66,6 @@ def is_nested(held: Any) -> bool:
 def empty_like(held: torch.Tensor) -> torch.Tensor:
     """A tensor of the same form that belongs to the modes of now; of a DTensor the global tensor."""
     return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
-
-
-def defect(problem: Exception) -> Refusal:
-    """The refusal of a site at which a pass of ours failed."""
-    log.error("a defect of fusion: an attention stays as it was", exc_info=problem)
-    first, *_ = str(problem).strip().splitlines() or [""]
-    return Refusal(Ground.DEFECT, f"its analysis failed ({type(problem).__name__}: {first})")
 
 
 def walk_up(starts: Iterable[Node], parents: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:

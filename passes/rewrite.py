@@ -21,6 +21,7 @@ from fusion.passes.block_mask import BlockMask
 from fusion.passes.building import Symbols, derived, in_place_of, split_extrema
 from fusion.passes.by_rows import Pays as SetsPay
 from fusion.passes.by_rows import read_sets, with_merged_heads
+from fusion.passes.defects import defect
 from fusion.passes.escaping import Anew, downstream_of_products, impurity, refuse_escaping
 from fusion.passes.find import Attention, Site
 from fusion.passes.further import Use
@@ -96,7 +97,7 @@ def _specify_all(sites: Sequence[Site], symbols: Symbols, block_mask: BlockMask 
         except Unsupported as problem:
             site.refusal, site.blame = problem.refusal, problem.node
         except Exception as problem:  # no other attention is lost for it
-            site.refusal, site.blame = nodes.defect(problem), site.anchor
+            site.refusal, site.blame = defect(problem), site.anchor
     return specified
 
 
