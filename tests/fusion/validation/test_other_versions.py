@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import fusion
 from fusion.ir.expr import Expr, const
 from fusion.ir.ops import apply, where
+from fusion.kept import Kept
 from fusion.passes import pointwise
 from fusion.validation import sites
 from tests.fusion.validation import faults
@@ -106,7 +107,7 @@ def compiled(name):
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch):
-    monkeypatch.setattr(sites, "_verdicts", {})
+    monkeypatch.setattr(sites, "_verdicts", Kept())
 
 
 @pytest.mark.parametrize("name", [*POINTS, *SHARED])
