@@ -341,4 +341,6 @@ def products_of(
     """The products of a tiling with d columns of Q and K and e of V. worst, exact_pairs, mirrored: see `Amx`."""
     if tiling.planes and target.amx:
         return Amx(b, d, e, tiling.planes, tiling.keys, worst, exact_pairs, mirrored)
-    return vector_products(b, target, tiling.planes > 0, d, e)
+    made = vector_products(b, target, tiling.planes > 0, d, e)
+    made.chain = tiling.chain or made.chain
+    return made

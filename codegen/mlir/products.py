@@ -71,7 +71,7 @@ class MultiplyAdd:
         self.key_step = tile_rows
         self.d_padded = round_up(d, lanes * self.per_word)
         self.e_padded = round_up(e, lanes)
-        self.vector = vector_of("f32", lanes)
+        self.vector, self.chain = vector_of("f32", lanes), LONGEST_CHAIN
         # Words of a column in a trip of the second product's loop: 24 multiply-adds outweigh its overhead, and a loop
         # of many more does not fit where processors keep one decoded.
         self.words_at_once = 1 if tile_rows * tile_groups >= 24 else self.words_of_step
@@ -154,12 +154,12 @@ class MultiplyAdd:
     ) -> None:
         """S^T of one key step and `group_step` groups; target: where the step's first row of each group goes."""
         b, depth = self.b, -(-self.d // self.per_word)
-        whole, align = min(depth, LONGEST_CHAIN), 4 * self.lanes
+        whole, align = min(depth, self.chain), 4 * self.lanes
         for number, total in enumerate(self._chains(keys, queries, 0, whole)):
             b.store(total, self._cell(target, number), align=align)
         if whole < depth:
-            with b.loop(whole, depth, LONGEST_CHAIN, hint="chain") as first:
-                last = b.least(b.add(first, LONGEST_CHAIN), depth)
+            with b.loop(whole, depth, self.chain, hint="chain") as first:
+                last = b.least(b.add(first, self.chain), depth)
                 for number, total in enumerate(self._chains(keys, queries, first, last)):
                     cell = self._cell(target, number)
                     b.store(b.add(b.load(cell, self.vector, "s", align=align), total, "s"), cell, align=align)

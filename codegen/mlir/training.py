@@ -31,12 +31,16 @@ from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
 from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, query_stationary
+from fusion.planning.cpu_rows import FEW_QUERIES
 from fusion.planning.register_tiles import KEY_SPAN, Target
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 log = logging.getLogger(__name__)
+
+SHORT_CHAIN = 16
+"""Of the products of few queries: of 64 words there are four sums then."""
 
 
 class TrainingKernel(ForwardKernel):
@@ -62,7 +66,9 @@ class TrainingKernel(ForwardKernel):
     def _only(self, tiling: Tiling | ByRows | AllHeads) -> Self:
         found = super()._only(tiling)
         found.choices = lambda: range(place, place + 1)  # type: ignore[method-assign]
-        place = self.tilings.index(tiling)  # type: ignore[arg-type]
+        assert isinstance(tiling, Tiling)
+        place = self.tilings.index(replace(tiling, chain=0))
+        found._summed = lambda given, sizes: replace(given, chain=tiling.chain)  # type: ignore[method-assign]
         return found
 
     def prove_gradients(self, call: BackwardCall, choice: int) -> None:
@@ -76,7 +82,7 @@ class TrainingKernel(ForwardKernel):
         places = tuple(n for n, further in enumerate(self.spec.further) if further in call.spec.further)
         key = call.needs, places, text
         if key not in self._right:
-            only = self._only(self.tilings[choice])
+            only = self._only(self._summed(self.tilings[choice], call.sizes))
             only.derived, only.fused = Kept(), FusedKernel in kernels
             edges = Edges(rows=KEY_SPAN, keys=3 * KEY_SPAN // 4)
             self.proof.gradients(only, call.sizes, edges, text, call.needs, places)
@@ -88,7 +94,12 @@ class TrainingKernel(ForwardKernel):
         return Choice(schedule=query_stationary(self.spec), tile=tile, keys=n_k)
 
     def _tiling(self, sizes: Sequence[int]) -> Tiling:
-        return self.tilings[self.choices()[0]]
+        return self._summed(self.tilings[self.choices()[0]], sizes)
+
+    def _summed(self, tiling: Tiling, sizes: Sequence[int]) -> Tiling:
+        """A tiling whose scores are exact enough for the queries of a call. The gradients of K and V of a few have the
+        error of the largest weight, which is that of its score; those of many average it out."""
+        return replace(tiling, chain=SHORT_CHAIN) if self.extents(sizes)[-4] <= FEW_QUERIES else tiling
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, what the backward needs of each row (see `training_statistics`), *further outputs]."""
@@ -105,7 +116,7 @@ class TrainingKernel(ForwardKernel):
         copies = [self._copies(further, sizes) for further in self.spec.further]
         addresses = [*map(address, operands), *map(address, (out, statistics, *copies))]
         if not prepared.launch(addresses):
-            done = self._prepare_forward(operands, sizes, self.tilings[-1]).launch(addresses)
+            done = self._prepare_forward(operands, sizes, self._summed(self.tilings[-1], sizes)).launch(addresses)
             assert done, "multiply-add kernels raise no flag"
         return [out, statistics, *map(_combined, self.spec.further, copies)]
 
@@ -163,18 +174,19 @@ class TrainingKernel(ForwardKernel):
         return self._plans.of((places, everywhere), lambda: backward_plan(self._with(places), everywhere))
 
     def backward_kernel(
-        self, kind: type[BackwardKernel], plan: BackwardPlan, needs: tuple[bool, ...], d: int, d_v: int, choice: int
+        self, kind: type[BackwardKernel], plan: BackwardPlan, needs: tuple[bool, ...], sizes: Sequence[int], choice: int
     ) -> CompiledKernel:
         """One of the backward kernels, with products and tile of the `choice`-th tiling."""
+        (d, d_v), tiling = self.extents(sizes)[-2:], self._summed(self.backward_tilings[choice], sizes)
 
-        def make() -> CompiledKernel:
-            tiling = self.backward_tilings[choice]
+        def make(tiling: Tiling = tiling) -> CompiledKernel:
             if not kind.gradients:  # listed rows leave less of the forward's smaller blocks empty
                 tiling = replace(tiling, groups=self.tilings[choice].groups)
             problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
             return CompiledKernel(kind(problem, needs).text())
 
-        return self._compiled.of((kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice), make)
+        key = (kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice, tiling.chain)
+        return self._compiled.of(key, make)
 
 
 def _combined(further: FurtherOutput, copies: Tensor) -> Tensor:

@@ -13,13 +13,15 @@ from fusion.codegen.mlir.softmax import KeyBlock
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
     """The tiles of a kernel. together: how many groups (a multiple of the products' group step; 0 for one such step) go
-    through a block of keys at a time. cut: whether the keys of an item may be in parts."""
+    through a block of keys at a time. cut: whether the keys of an item may be in parts. chain: words of a score's
+    product that are summed one after the other by multiply-adds; 0 for `LONGEST_CHAIN`."""
 
     groups: int  # lane vectors of queries in a work item
     keys: int  # keys in a block
     planes: int  # of AMX products, 0 for multiply-add
     together: int = 0
     cut: bool = False
+    chain: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -337,7 +337,7 @@ class BackwardCall:
     def compiled(self, kind: type[BackwardKernel], choice: int) -> CompiledKernel:
         """One of its kernels."""
         needs = self.needs if kind.gradients else (False,) * len(self.needs)
-        return self.kernel.backward_kernel(kind, self.plan, needs, self.d, self.d_v, choice)
+        return self.kernel.backward_kernel(kind, self.plan, needs, self.sizes, choice)
 
     def _assemble(self, number: int) -> Tensor:
         parts: list[Tensor] = []
