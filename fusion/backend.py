@@ -347,7 +347,7 @@ def _supports(options: Options) -> Callable[[Specified, torch.device, Sequence[i
         leaves = may_leave and device.type == "cpu"
         if leaves and (reason := cpu_planner.too_few_rows(part.spec, sizes)) is not None:
             return Refusal(Ground.HEADS_MIXED, reason)
-        if leaves and part.differentiable and part.has_fixed_lengths():
+        if leaves and options.training == "auto" and part.differentiable and part.has_fixed_lengths():
             machine = kernels.machine_of(part.device, options.request)
             if (reason := cpu_training.short(part.spec, sizes, machine)) is not None:
                 return Refusal(Ground.SHORT_TRAINING, reason)

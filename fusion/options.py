@@ -12,7 +12,7 @@ from fusion.ir.request import Approximation, Request
 
 Inner = Literal["inductor", "aot_eager", "eager"]
 When = Literal["auto", "always", "never"]
-Training = Literal["auto", "always"]
+Training = Literal["auto", "always", "never"]
 Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial", "certified_sparse"]
 
@@ -34,7 +34,8 @@ class Options:
         are fused, by one more product of Q and K for each reduction: "auto" where that pays (docs/cascades.md),
         "always", or "never".
     training: whether attention with few scores is fused where it is trained on a CPU: "auto" where that is predicted to
-        be as fast as code that stores the scores, for lengths that are fixed (docs/options.md), or "always".
+        be as fast as code that stores the scores, for lengths that are fixed (docs/options.md), or "always"; "never"
+        says that nothing is trained, although parameters require gradients.
     linear: whether products of float32 matrices on CPUs, as in linear layers, are computed by oneDNN: "auto" where that
         was measured to be faster than MKL on this processor (docs/linear.md), "always", or "never".
     block_mask: a mask for every attention, beside the model's own: a callable `keep(b, h, i, j)` of integer tensors

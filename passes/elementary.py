@@ -193,7 +193,6 @@ _FLOAT_FUNCTIONS: dict[Any, Callable[[Expr, Call], Expr | None]] = {
     aten.hardsigmoid: lambda x, call: _between(x + 3.0, ZERO, const(6.0)) / 6.0,
     aten.hardswish: _hardswish,
     aten.log_sigmoid: lambda x, call: -_softplus(-x, call),
-    aten.round: lambda x, call: apply("round", x) if call.get(1, "decimals", 0) == 0 else None,
 }  # fmt: skip
 ELEMENTARY: dict[Any, Builder] = {packet: float_function(compose) for packet, compose in _FLOAT_FUNCTIONS.items()} | {
     aten.logaddexp: float_function(_log_add_exp, 2),

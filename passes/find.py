@@ -189,15 +189,17 @@ def _chain(anchor: Node, met: Upstream) -> list[Node]:
         if nodes.dtype(user) is not narrowed and is_coarser(narrowed, nodes.dtype(anchor)):
             break  # the model rounds to that, and a kernel only what it writes
         same_device = nodes.value(user).device == nodes.value(anchor).device
-        if user.args[0] is not chain[-1] or not nodes.dtype(user).is_floating_point or not same_device:
+        widened = nodes.dtype(user) is torch.float64 is not nodes.dtype(anchor)  # which kernels do not write
+        if user.args[0] is not chain[-1] or not nodes.dtype(user).is_floating_point or not same_device or widened:
             break
         chain.append(user)
     return chain
 
 
 def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
-    """Whether what is made of statistics for the factor of `scaling` has no other use than in the weights. Else it
-    would have to be written beside the scaled product; beside the plain one the statistics are enough."""
+    """Whether what is made of statistics for the factor of `scaling` is made of those of the weights' own scores, and
+    has no other use than in the weights. Else it would have to be written beside the scaled product; beside the plain
+    one the statistics are enough."""
 
     def made_of_scores(here: Node) -> list[Node]:
         ends = here is not anchor and is_contraction(here)
@@ -209,7 +211,10 @@ def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
     made = {factor}
     while made:
         made.remove(here := max(made))
-        if not is_statistic(here):
+        if is_statistic(here):
+            if not inside.issuperset(here.all_input_nodes):
+                return False
+        else:
             if not inside.issuperset(here.users):
                 return False
             inside.add(here)

@@ -68,7 +68,8 @@ def make_functional(graph: torch.fx.Graph) -> None:
                 user.replace_input_with(value, part)
 
 
-_SCATTER = {aten.slice: aten.slice_scatter.default, aten.select: aten.select_scatter.default}
+_SCATTER = {aten.slice: aten.slice_scatter.default, aten.select: aten.select_scatter.default,
+            aten.diagonal: aten.diagonal_scatter.default}  # fmt: skip
 _RESHAPES = (aten.view, aten.unflatten, aten.unsqueeze, aten.view_as)
 """Views of all elements, in their order."""
 _EMPTY = (aten.empty_like, aten.new_empty, aten.zeros_like, aten.new_zeros, aten.ones_like, aten.new_ones)

@@ -50,6 +50,9 @@ attention_root = Mark[bool]("attention_root", False)
 statistic_of = Mark[Node | None]("statistic_of", None)
 """The product with V whose attention writes the node as a further output: to others it is a tensor."""
 
+of_float = Mark[bool]("of_float", False)
+"""Whether the node is the tensor of a float that is known at run time only (`fusion.passes.floats`)."""
+
 stored = Mark[bool]("stored", False)
 """Whether attentions may read the tensor in its narrow dtype."""
 

@@ -99,7 +99,7 @@ def number(argument: Any) -> Any:
     is compiled in: torch guards on the value, and compiles again where another one is met. What follows from sizes
     alone stays a symbol (see `scalar`): a new length is no reason to compile again."""
     held = value(argument)
-    if isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held):
+    if is_given_float(argument):
         return assumptions.ask(held.node.expr, shape_environment(held), lambda: held.node.guard_float(__file__, 0))
     return held if isinstance(held, float) else argument
 
@@ -111,6 +111,12 @@ def scalar(argument: Any) -> float | Expr | None:
         return _float_from_sympy(assumptions.known(held.node.expr))
     plain = number(argument)
     return float(plain) if isinstance(plain, (int, float)) and not isinstance(plain, bool) else None
+
+
+def is_given_float(argument: Any) -> bool:
+    """Whether an argument is a float that Dynamo has made a symbol, of which `number` would fix the value."""
+    held = value(argument)
+    return isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held)
 
 
 def _follows_from_sizes(held: torch.SymFloat) -> bool:

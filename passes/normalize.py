@@ -7,7 +7,7 @@ placeholders are carried over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +19,11 @@ from fusion.passes import dtensor, einsums, encoder, marks, nested, nodes, varle
 from fusion.passes.autocast import write_casts
 from fusion.passes.by_size import make_by_size
 from fusion.passes.checkpointing import Checkpoints, KnowingItems
+from fusion.passes.contractions import write_products
+from fusion.passes.fills_by_mask import fill_by_masks
+from fusion.passes.floats import read_floats
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
+from fusion.passes.made_of_others import MADE_OF_OTHERS
 from fusion.passes.outline import is_outlined, outline, record, traces_through
 from fusion.passes.repeats import Later, Repeats, part_of
 from fusion.passes.trace_inputs import Given, carry_placeholders, fake_inputs, placed
@@ -32,13 +36,6 @@ from fusion.torch_private.tracing import current_node, make_fx
 
 aten = torch.ops.aten
 
-_SILENT = (aten.atleast_1d, aten.atleast_2d, aten.atleast_3d, aten.broadcast_tensors, aten.cartesian_prod,
-           aten.chain_matmul, aten.conj_physical, aten.meshgrid, aten.sum_to_size)  # fmt: skip
-"""Operations that may return their input, or views of it, of which their schemas say nothing. They are traced as the
-operations that they call."""
-_CALLED: dict[Any, Callable[..., Any]] = {
-    overload: overload.decompose for packet in _SILENT for overload in map(packet.__getattr__, packet.overloads())
-}
 _EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
 _DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS | varlen.DECOMPOSITIONS
 _DECOMPOSITIONS[autograd.GET_DATA] = torch.Tensor.detach  # `x.data`, which no trace follows
@@ -68,6 +65,9 @@ def normalize(
     mark_mutations(traced.graph)
     write_casts(traced.graph)
     make_by_size(traced.graph)
+    fill_by_masks(traced.graph)
+    write_products(traced.graph)
+    read_floats(traced.graph)
     _mark_gradients(module, traced)
     nodes.erase_unused(traced.graph, nodes.impurity())
     write_extrema(traced.graph)
@@ -94,7 +94,7 @@ def _trace(
 
     # With Inductor's freezing, parameters are constants of the graph.
     with mode, patch.object(mode, "allow_non_fake_inputs", True):
-        return make_fx(run, _CALLED, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
+        return make_fx(run, MADE_OF_OTHERS, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
 
 
 class _Retrace(KnowingItems):

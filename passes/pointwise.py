@@ -24,6 +24,7 @@ from fusion.ir.primitives import ROUNDED
 from fusion.passes.casts import FILL, Builder, Call, float_arithmetic, float_function, kind_of, operand, round_constants
 from fusion.passes.elementary import ELEMENTARY, INFINITY
 from fusion.passes.nodes import packet
+from fusion.passes.special_functions import SPECIAL
 from fusion.passes.ties import as_torch_differentiates
 from fusion.passes.views import CASTS
 from fusion.torch_private.operators import OpOverload, schema
@@ -292,7 +293,7 @@ def _tanh(x: Expr, call: Call) -> Expr:
     return rounding_to(value, "bfloat16") if call.dtype is torch.bfloat16 else value
 
 
-BUILDERS: dict[Any, Builder] = ELEMENTARY | {
+BUILDERS: dict[Any, Builder] = ELEMENTARY | SPECIAL | {
     aten.add: _arithmetic("fadd", integers.add, "or"), aten.mul: _arithmetic("fmul", integers.mul, "and"),
     aten.sub: _arithmetic("fsub", integers.sub),
     aten.rsub: lambda call: BUILDERS[aten.sub](replace(call, args=(call.args[1], call.args[0], *call.args[2:]))),

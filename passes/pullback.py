@@ -203,8 +203,8 @@ class PullBack:
         return changes([here], self.anchor) and not products_above(here)
 
     def _is_given(self, here: Node) -> bool:
-        """Whether another attention computes a node."""
-        return marks.attention_root(here) or marks.statistic_of(here) not in (None, self.anchor)
+        """Whether a node is computed by another attention, or made of a float."""
+        return marks.attention_root(here) or marks.of_float(here) or marks.statistic_of(here) not in (None, self.anchor)
 
     def load(self, here: Node, index: Index) -> Expr:
         """A load of an element of a tensor that the graph computes, from the view's origin where it is one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch.fx.node import map_arg
 from fusion.backend import fuse
 from fusion.errors import RewriteError
 from fusion.options import Options
+from fusion.passes import nodes
 from fusion.report.report import publish
 from fusion.torch_private import fake, tracing
 from fusion.torch_private.trees import tree_leaves
@@ -34,6 +36,9 @@ def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = 
     buffers keep their names. An ExportedProgram keeps its dynamic shapes, signature and state. Where nothing is fused,
     the program itself is returned. `fusion.collect_reports()` gets the report.
 
+    Both are taken to be run without gradients, which decides where fusing pays, unless the module, or dropout in the
+    program, is in training mode; what is fused can be trained all the same.
+
     Raises RewriteError for anything else, and OptionError.
     """
     chosen = Options.parse(options)
@@ -45,6 +50,11 @@ def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = 
         f"rewrite was given a {type(program).__name__}; give a torch.fx.GraphModule or a torch.export.ExportedProgram, "
         'or use torch.compile(model, backend="fusion") for a model'
     )
+
+
+def _for(options: Options, trained: bool) -> Options:
+    """The options, in which nothing says that gradients are taken unless it was asked for or something is trained."""
+    return options if trained or options.training != "auto" else replace(options, training="never")
 
 
 def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Options) -> GraphModule:
@@ -61,7 +71,7 @@ def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Optio
         )
     state = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     given = [*state.values(), *inputs]
-    fused, report = fuse(_lifted(module, list(state), given), given, options)
+    fused, report = fuse(_lifted(module, list(state), given), given, _for(options, module.training))
     publish(report)
     if not report.fused:
         return module
@@ -149,7 +159,7 @@ def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedPro
     origins = module.graph.find_nodes(op="placeholder")
     inputs = [node.meta.get("val") for node in origins]
     guards = _guards(inputs)
-    fused, report = fuse(module, inputs, options)
+    fused, report = fuse(module, inputs, _for(options, any(map(_drops, module.graph.nodes))))
     if report.fused and _guards(inputs) != guards:
         report.notes.append(
             "left as it was: fusing would fix a size that the program leaves open; export it with that dimension static"
@@ -166,6 +176,11 @@ def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedPro
     fused.graph.lint()
     fused.recompile()
     return tracing.updated(program, fused, _signature(program, fused))
+
+
+def _drops(node: Node) -> bool:
+    """Whether a node of a program drops elements at random, as in training."""
+    return nodes.is_active_dropout(node) and bool(nodes.arguments(node).get("train", True))
 
 
 def _guards(inputs: list[Any]) -> int:

@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def mode_of(tensor: Any) -> Any:
+def mode_of(tensor: Any) -> FakeTensorMode | None:
     """The mode of a tensor without data; None of anything else."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
@@ -46,7 +46,7 @@ def has_symbols(fake: FakeTensor) -> bool:
     return fake._has_symbolic_sizes_strides
 
 
-def constant_of(fake: Any) -> torch.Tensor | None:
+def constant_of(fake: FakeTensor) -> torch.Tensor | None:
     """The values, where torch follows them, which may decide what a call does."""
     return fake.constant
 

@@ -13,6 +13,7 @@ from torch.export import Dim
 
 import fusion
 from fusion.errors import OptionError, RewriteError
+from fusion.planning import cpu_training
 from tests.numerics import assert_as_exact_as_eager, assert_same
 
 
@@ -292,3 +293,52 @@ def test_a_program_that_was_exported_with_views(strict):
     assert [report.fused for report in reports] == [1] and not reports[0].notes
     exact = Documents()(*(x.double() if x.is_floating_point() else x for x in inputs))
     assert_as_exact_as_eager(rewritten.module()(*inputs), Documents()(*inputs), exact)
+
+
+class Short(torch.nn.Module):
+    """Attention of so few rows that training it is left to the inner compiler on CPUs."""
+
+    def __init__(self, p: float = 0.0):
+        super().__init__()
+        self.project, self.dropout = torch.nn.Linear(16, 48), torch.nn.Dropout(p)
+
+    def forward(self, x):
+        q, k, v = self.project(x).chunk(3, -1)
+        return self.dropout(torch.softmax(q @ k.mT / 4, -1) @ v)
+
+
+def _is_fused(program, *inputs, **options) -> bool:
+    with fusion.collect_reports() as reports:
+        fusion.rewrite(program, *inputs, options=options)
+    (site,) = (site for report in reports for site in report.sites)
+    return site.fused
+
+
+@pytest.mark.parametrize("export_with_gradients", [True, False])
+def test_parameters_alone_do_not_make_a_program_one_that_is_trained(export_with_gradients, monkeypatch):
+    monkeypatch.setattr(cpu_training, "PAYS", dict.fromkeys(cpu_training.PAYS, (100, 100)))
+    x = torch.randn(2, 24, 16)
+    with torch.set_grad_enabled(export_with_gradients):
+        program, trained = (torch.export.export(m, (x,)) for m in (Short(0.1).eval(), Short(0.1).train()))
+    assert _is_fused(program)
+    assert not _is_fused(trained) and _is_fused(trained, training="never")
+    layer = torch.fx.symbolic_trace(Short().eval())
+    assert _is_fused(layer, x) and not _is_fused(layer.train(), x)
+
+
+def test_what_was_rewritten_for_inference_can_be_trained():
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 24, 16), Short().eval()
+    program = torch.export.export(model, (x,))
+    fused = fusion.rewrite(program)
+    assert fused is not program
+    found = []
+    for run, dtype in (
+        (fused.module(), None),
+        (program.module(), None),
+        (copy.deepcopy(model).double(), torch.float64),
+    ):
+        given = x.to(dtype or x.dtype, copy=True).requires_grad_()
+        out = run(given)
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), [given, *run.parameters()])])
+    assert_as_exact_as_eager(*found)

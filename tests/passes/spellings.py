@@ -369,8 +369,8 @@ def value_added_to_the_product(q, k, v):
     return torch.baddbmm(q.flatten(0, 1), _weights(q @ k.mT).flatten(0, 1), v.flatten(0, 1))
 
 
-def rounded_to_a_decimal(q, k, v):
-    return _weights(torch.round(q @ k.mT, decimals=1)) @ v
+def through_the_inverse_error_function(q, k, v):
+    return _weights(torch.erfinv((q @ k.mT).tanh() * 0.9)) @ v
 
 
 def padded_by_reflection(q, k, v):
@@ -420,7 +420,8 @@ def changed_before_it_is_read(q, k, v):
     return _weights(s) @ v
 
 
-LEFT = {value_added_to_the_product: "is added to another", rounded_to_a_decimal: "", padded_by_reflection: "",
+LEFT = {value_added_to_the_product: "is added to another", through_the_inverse_error_function: "",
+        padded_by_reflection: "",
         divided_by_another_sum: "needed elsewhere",
         scores_returned: "needed elsewhere", scores_used_again: "needed elsewhere", softmax_over_queries: "",
         softmax_over_heads: "", permuted_wrongly: "", squared_weights: "not linear",

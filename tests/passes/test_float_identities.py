@@ -56,7 +56,7 @@ arctan arcsinh arctanh acos asin arccos arcsin"""
 _LIMITED = {"square": 1e30, "silu": 1e30, "mish": 1e30, "gelu": 1e30, "sinh": 60.0, "cosh": 60.0,
             "exp2": 20.0}  # fmt: skip
 _BINARY = "add sub rsub mul div true_divide minimum maximum max min pow logaddexp multiply divide subtract"
-_PREDICATES = "isnan isinf isposinf isneginf isfinite"
+_PREDICATES = "isnan isinf isposinf isneginf isfinite signbit"
 _COMPARISONS = "eq ne lt le gt ge less less_equal not_equal greater greater_equal"
 CASES = [
     *(Case(name) for name in _PLAIN.split()), *(Case(name, limit=limit) for name, limit in _LIMITED.items()),
@@ -78,6 +78,11 @@ CASES = [
     Case("threshold", 0.1, -2.0), Case("hardshrink", 1.5), Case("softshrink", 1.5), Case("nan_to_num", 1.0, 2.0, -3.0),
     Case("div", operands=2, rounding_mode="trunc"),
     Case("remainder", 2.0), Case("remainder", -0.5, limit=1e30),
+    *(Case(name) for name in "acosh arccosh logit special_logit sinc special_sinc special_ndtr".split()),
+    Case("logit", 0.1), Case("logit", 0.0), Case("special_logit", 1e-6), Case("rad2deg"), Case("special_round"),
+    *(Case(name, operands=2) for name in "_prelu_kernel fmax fmin logaddexp2 copysign".split()),
+    Case("ldexp", operands=2, limit=60.0), Case("hypot", operands=2, limit=1e30),
+    *(Case("round", decimals=n) for n in (1, 3, -1)),
     *(Case(name) for name in _PREDICATES.split()), *(Case(name, operands=2) for name in _COMPARISONS.split()),
 ]  # fmt: skip
 OTHERS = """floor_divide where masked_fill logical_and logical_or logical_not logical_xor bitwise_and

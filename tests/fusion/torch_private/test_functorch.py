@@ -15,7 +15,7 @@ def _square(x: torch.Tensor) -> torch.Tensor:
     return (x * x).sum()
 
 
-def _dual(x: torch.Tensor) -> Any:
+def _dual(x: torch.Tensor) -> torch.Tensor:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(forward_ad.make_dual(x, x) * x).tangent
 

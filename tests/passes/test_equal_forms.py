@@ -1,0 +1,137 @@
+"""Equal forms of what is fused: numbers put at listed places of scores, scores by `F.linear`, a result in float64.
+Values and gradients, with rows without a live key and infinities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusion
+from tests.numerics import assert_as_exact_as_eager
+
+N, M = 11, 14
+I, DATA = torch.arange(N), torch.tensor([3, 0, -1, 3])
+NINF = -math.inf
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT / 3
+
+
+def _put(places, number: float = NINF):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = _scores(q, k)
+        s[places] = number
+        return s.softmax(-1) @ v
+
+    return attend
+
+
+def _filled(change):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return change(_scores(q, k)).softmax(-1) @ v
+
+    return attend
+
+
+def _diagonal(*where, number: float = NINF, turned: bool = False):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = _scores(q, k)
+        s.diagonal(*where).fill_(number)
+        return s.softmax(-1) @ v
+
+    return attend
+
+
+def _put_into_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = _scores(q, k).softmax(-1) * 1.5
+    w[:, :, I, I] = 0.0
+    return w @ v
+
+
+FORMS = {
+    "diagonal put by positions": _put((slice(None), slice(None), I, I)),
+    "positions that are data, negative and repeated": _put((slice(None), slice(None), DATA, DATA)),
+    "rows and keys that are listed": _put((slice(None), slice(None), I[:3, None], DATA)),
+    "one head's keys": _put((slice(None), torch.tensor([1, 0]), slice(None), torch.tensor([2, 5])), -2.5),
+    "rows without a live key": _put((slice(None), slice(None), I[2:4, None], torch.arange(M))),
+    "a diagonal of weights": _put_into_weights,
+    "index_fill": _filled(lambda s: s.index_fill(-1, torch.tensor([0, 3]), NINF)),
+    "index_fill of data": _filled(lambda s: s.index_fill(-1, DATA, NINF)),
+    "index_fill of rows, which have no live key": _filled(lambda s: s.index_fill(2, DATA, NINF)),
+    "index_fill in place": _filled(lambda s: s.index_fill_(-1, DATA, 1.5)),
+    "diagonal": _diagonal(0, -2, -1),
+    "diagonal above": _diagonal(2, -2, -1),
+    "diagonal below, turned": _diagonal(-3, -1, -2, number=0.5),
+    "result in float64": lambda q, k, v: (_scores(q, k).softmax(-1) @ v).double(),
+}
+
+
+def _tensors() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 2, n, 8) for n in (N, M, M)]
+
+
+def _outputs_and_gradients(function, given: list[Tensor]) -> list[Tensor]:
+    given = [x.clone().requires_grad_() for x in given]
+    out = function(*given)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, given, upstream)]
+
+
+def _assert_fused(function, given: list[Tensor], sites: int = 1, inner: str = "eager") -> None:
+    with fusion.collect_reports() as reports:
+        compiled = torch.compile(function, backend="fusion", fullgraph=True, options={"inner": inner})
+        ours = _outputs_and_gradients(compiled, given)
+    met = [site for report in reports for site in report.sites]
+    assert len(met) == sites and all(site.fused for site in met), [site.reason for site in met]
+    exact = _outputs_and_gradients(function, [x.double() for x in given])
+    assert_as_exact_as_eager(ours, _outputs_and_gradients(function, given), exact)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_of_one_attention(name: str) -> None:
+    _assert_fused(FORMS[name], _tensors())
+
+
+@pytest.mark.parametrize("special", [math.inf, NINF, math.nan])
+@pytest.mark.parametrize("name", ["diagonal put by positions", "index_fill of data", "diagonal above"])
+def test_infinities_beneath_what_is_put(name: str, special: float) -> None:
+    q, k, v = _tensors()
+    k[:, :, 3, 0] = special
+    _assert_fused(FORMS[name], [q, k, v])
+
+
+def test_a_number_that_is_trained() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, number: Tensor) -> Tensor:
+        return _scores(q, k).index_fill(-1, DATA.abs(), number).softmax(-1) @ v
+
+    _assert_fused(attend, [*_tensors(), torch.tensor(0.3)])
+
+
+def test_a_place_that_is_not_there_is_an_error_as_in_eager() -> None:
+    given = _tensors()
+    compiled = torch.compile(lambda q, k, v, i: _scores(q, k).index_fill(-1, i, NINF).softmax(-1) @ v, backend="fusion")
+    compiled(*given, DATA)
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(*given, torch.tensor([0, M, 1, 2]))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_scores_by_a_linear_function(shared: bool) -> None:
+    """Keys that every row shares, and as a memory of as many values."""
+    torch.manual_seed(0)
+    q, keys, values = torch.randn(2, N, 8) if shared else torch.randn(N, 8), torch.randn(M, 8), torch.randn(M, 6)
+    _assert_fused(lambda q, k, v: F.linear(q, k).softmax(-1) @ v, [q, keys, values])
+
+
+def test_a_linear_layer_stays_one() -> None:
+    """Two layers and a softmax between them are no attention."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Softmax(-1), torch.nn.Linear(16, 8))
+    with fusion.collect_reports() as reports:
+        torch.compile(net, backend="fusion", options={"inner": "eager"})(torch.randn(4, 8))
+    assert not [site for report in reports for site in report.sites]
