@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.ir import AttentionSpec, Expr, Normalizer, Operand, Output, integers
+from fusion.ir import AttentionSpec, Expr, Kind, Normalizer, Operand, Output, integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, I, J, const, coord, load, size
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import FurtherOutput, Reduction
@@ -25,18 +25,22 @@ B0, B1 = coord("b0"), coord("b1")
 EXTENT = {B0: "B", B1: "H", I: "Nq", J: "Nk"}
 FILLS = (-math.inf, torch.finfo(torch.bfloat16).min, -1e9, -1e4)
 """Of masks; each but the last is too large for float16."""
+STORED = 0.08
+"""The share of specs whose K and V are made of what is stored: integers, or what a table of pages points to."""
 FURTHER = 0.08
 """The share of specs that write weights or statistics of them."""
+PAGE = 8
 Shape = dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A spec, the heads that share a key head, and how to draw the operands after V."""
+    """A spec, the heads that share a key head, how to draw the operands after V, and which of K and V are in pages."""
 
     spec: AttentionSpec
     group: int
     extras: tuple[Callable[[Shape], torch.Tensor], ...]
+    paged: frozenset[int] = frozenset()
 
 
 class Draw:
@@ -47,6 +51,7 @@ class Draw:
         self.dtype = self.rng.choices(["float32", "bfloat16", "float16"], [6, 2, 1])[0]
         self.operands = [Operand(dtype=self.dtype, rank=4, name=name) for name in "qkv"]
         self.extras: list[Callable[[Shape], torch.Tensor]] = []
+        self.paged = set[int]()
 
     def read(self, index: tuple[Expr, ...], dtype: str, make: Callable[[Shape], torch.Tensor]) -> Expr:
         """An element of a new operand."""
@@ -99,9 +104,34 @@ class Draw:
             lambda: where(apply("flt", const(0.0), x), x, apply("fmul", x, const(0.2))),
             lambda: where(self.keep(), x, apply("fadd", x, const(-1.0))),
             lambda: apply("fadd", x, self.read((integers.mod(integers.add(I, J), 5),), "float32", _five)),
+            lambda: apply(self.rng.choice(["round_bfloat16", "round_float16"]), x),
         ]
         masks = [lambda: where(self.keep(), x, const(self.rng.choice(FILLS[3:] if half else FILLS)))] * 6
         return self.rng.choice([*kinds, *masks])()
+
+    def row_scale(self) -> Expr:
+        """What rows are multiplied by, in place of one over their sum."""
+        kinds: list[Callable[[], Expr]] = [
+            lambda: apply("div", const(1.0), apply("fadd", ROW_SUM, apply("exp", apply("neg", ROW_MAX)))),
+            lambda: apply("div", const(1.0), apply("fadd", ROW_SUM, const(0.5))),
+            lambda: apply("div", const(1.0), apply("maximum", ROW_SUM, const(3.0))),
+            lambda: apply("div", const(1.0), apply("sqrt", ROW_SUM)),
+            lambda: apply("div", apply("exp", ROW_MAX), ROW_SUM),
+            lambda: const(0.125),
+        ]
+        return self.rng.choice(kinds)()
+
+    def stored(self, number: int, index: tuple[Expr, ...]) -> tuple[tuple[Expr, ...], Expr | None]:
+        """Where K or V is read, and what is multiplied of it: in pages, or in integers with a scale for each head."""
+        if self.rng.random() < 0.5:
+            pages = self.read((B0, integers.floordiv(J, PAGE)), "int64", _pages)
+            self.paged.add(number)
+            return (pages, index[1], integers.mod(J, PAGE), index[3]), None
+        dtype = self.rng.choice(["int8", "uint8"])
+        self.operands[number] = Operand(dtype=dtype, rank=4, name="qkv"[number])
+        scale = self.read((B0, B1), "float32", lambda n: 0.002 + 0.01 * torch.rand(n["B"], n["H"]))
+        value = apply("to_float", load(number, index, Kind.INT))
+        return index, apply("fmul", value if dtype == "int8" else value - const(128.0), scale)
 
     def further(self, normalizer: Normalizer) -> FurtherOutput:
         """Weights, a reduction of them, or what is made of a row's maximum and sum."""
@@ -131,6 +161,12 @@ class Draw:
         return self.rng.choice(kinds)()
 
 
+def _pages(n: Shape) -> torch.Tensor:
+    """Each batch element's pages, in any order, out of all."""
+    each = -(-n["Nk"] // PAGE)
+    return torch.randperm(n["B"] * each).view(n["B"], each)
+
+
 def _five(n: Shape) -> torch.Tensor:
     return torch.randn(5)
 
@@ -143,15 +179,15 @@ def drawn(seed: int | str) -> Drawn:
     score = apply("fmul", SCORE, const(rng.choice([d**-0.5, 0.3, 1.0, -0.2])))
     for _ in range(rng.randint(0, 4)):
         score = draw.step(score)
-    normalizer = rng.choices([Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX, Normalizer.NONE], [7, 2, 1])[0]
+    kinds = [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX, Normalizer.NONE, Normalizer.ZERO_SOFTMAX]
+    normalizer = rng.choices(kinds, [6, 2, 1, 1])[0]
     fields: dict = {}
     if normalizer is Normalizer.NONE:
         score = apply("sigmoid", score)
     elif rng.random() < 0.15:
         fields["sinks"] = (draw.read((B1,), "float32", lambda n: torch.randn(n["H"])),)
     elif rng.random() < 0.1 and normalizer is Normalizer.SOFTMAX:
-        one = apply("fadd", ROW_SUM, apply("exp", apply("neg", ROW_MAX)))
-        fields["row_scale"] = apply("div", const(1.0), one)
+        fields["row_scale"] = draw.row_scale()
     if rng.random() < 0.15:
         fields["weight"] = draw.captured()
     draw.rng = further = random.Random(f"further {seed}")
@@ -160,13 +196,19 @@ def drawn(seed: int | str) -> Drawn:
     group = rng.choice([1, 1, 1, 2, 3])
     heads = B1 if group == 1 else integers.floordiv(B1, group)
     order = ("b0", "b1", "i", "e") if rng.random() < 0.5 else ("b0", "i", "b1", "e")
+    k, v, values = (B0, heads, J, C), (B0, heads, J, E), {}
+    draw.rng = random.Random(f"stored {seed}")
+    if draw.rng.random() < STORED:
+        k, values["k_value"] = draw.stored(1, k)
+        v, values["v_value"] = draw.stored(2, v)
+    out_dtype = draw.rng.choice(["float32", draw.dtype]) if draw.rng.random() < 0.2 else draw.dtype
     spec = AttentionSpec(
         sizes=SIZES, batch=(B, H), n_q=NQ, n_k=NK, d=const(d), d_v=const(d_v), operands=tuple(draw.operands),
-        q=(B0, B1, I, C), k=(B0, heads, J, C), v=(B0, heads, J, E), score=score, normalizer=normalizer,
-        mask=understand(score, normalizer), dtype=draw.dtype, out_dtype=draw.dtype,
-        output=Output(dims=("b0", "b1", "i", "e"), order=order), **fields,
+        q=(B0, B1, I, C), k=k, v=v, score=score, normalizer=normalizer, mask=understand(score, normalizer),
+        dtype=draw.dtype, out_dtype=out_dtype, output=Output(dims=("b0", "b1", "i", "e"), order=order),
+        **fields, **values,
     )  # fmt: skip
-    return Drawn(spec=spec, group=group, extras=tuple(draw.extras))
+    return Drawn(spec=spec, group=group, extras=tuple(draw.extras), paged=frozenset(draw.paged))
 
 
 def tensors(found: Drawn, rng: random.Random) -> tuple[list[torch.Tensor], list[int]]:
@@ -177,11 +219,18 @@ def tensors(found: Drawn, rng: random.Random) -> tuple[list[torch.Tensor], list[
     d, d_v = spec.d.integer, spec.d_v.integer
     shapes = ((n["H"], n["Nq"], d), (kv, n["Nk"], d), (kv, n["Nk"], d_v))
     factor = rng.choice([1.0, 1.0, 0.1, 2.0])
-    qkv = [_laid_out(rng, (n["B"], *shape)).mul(factor).to(dtype) for shape in shapes]
+    qkv = [_laid_out(rng, (n["B"], *shape)).mul(factor) for shape in shapes]
+    for number in (0, 1, 2):
+        if number in found.paged:
+            qkv[number] = torch.randn(n["B"] * -(-n["Nk"] // PAGE), kv, PAGE, qkv[number].shape[-1]).mul(factor)
+        if (own := spec.operands[number].torch_dtype).is_floating_point:
+            qkv[number] = qkv[number].to(dtype)
+        else:
+            qkv[number] = torch.randint(torch.iinfo(own).min, torch.iinfo(own).max + 1, qkv[number].shape, dtype=own)
     return [*qkv, *(make(n) for make in found.extras)], [n[name] for name in SIZES]
 
 
-LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 40, 63, 70, 100, 131)
+LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 40, 63, 70, 100, 131, 260)
 
 
 def _laid_out(rng: random.Random, shape: tuple[int, ...]) -> torch.Tensor:
