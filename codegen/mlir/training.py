@@ -54,9 +54,7 @@ class TrainingKernel(ForwardKernel):
         self.fused: bool | None = None  # whether one kernel is to have all gradients; None: as is planned
         self._hides_nan = functools.cache(functools.partial(hides_nan, spec))
         self._with = functools.cache(lambda places: replace(spec, further=tuple(spec.further[n] for n in places)))
-        self._unsupported = functools.cache(
-            lambda places, needs: further_gradients.unsupported(self._with(places), needs)
-        )
+        self._unsupported = functools.cache(self._without_kernels)
 
     def proved(self, proof: Proof) -> Self:
         found = super().proved(proof)
@@ -161,6 +159,12 @@ class TrainingKernel(ForwardKernel):
         check_sizes(*batch, n_q, n_k, d, d_v, *sizes)
         plan = self._plan(places, self._sees_hidden_keys(spec, needs, arriving))
         return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
+
+    def _without_kernels(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> str | None:
+        """Why gradients, where some arrive at these of the further outputs, are left to the reference interpreter."""
+        if any(value is not None for value in self.spec.values):
+            return "K or V is made of what is stored"
+        return further_gradients.unsupported(self._with(places), needs)
 
     def _sees_hidden_keys(self, spec: AttentionSpec, needs: tuple[bool, ...], arriving: Sequence[Tensor]) -> bool:
         """Whether a backward visits the keys that the mask hides, as they make gradients NaN."""

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks.offline.facts import compile_offline
-from fusion.codegen import reference
+from fusion.codegen import mlir, reference
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.gradients import with_arriving
 from fusion.ir import AttentionSpec, Kind, Normalizer, Operand
-from fusion.ir.expr import ROW_MAX, WEIGHT, Expr, I, J, load
+from fusion.ir.expr import ROW_MAX, WEIGHT, Expr, I, J, const, load
 from fusion.ir.ops import apply
 from fusion.ir.spec import FurtherOutput, Reduction
 from fusion.lowering import further_gradients
@@ -271,3 +271,22 @@ def test_kernels_compile_ahead_of_time(target: str) -> None:
     tiles = GpuPlanner(spec, of_target(target)).backward(64, 64)
     found = compile_offline(spec, kernels, 64, 64, tiles, target)
     assert len(found) == 3 and not any(facts.lost for facts in found)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_keys_that_are_made_of_what_is_stored(dtype: str) -> None:
+    """Kernels of gradients read elements as they are: the reference interpreter has these."""
+    c = case("causal", d=16)
+    value = apply("fmul", apply("to_float", load(1, c.spec.k, Kind.INT)), const(0.02))
+    stored = replace(c.spec.operands[1], dtype=dtype)
+    spec = replace(c.spec, operands=(c.spec.operands[0], stored, *c.spec.operands[2:]), k_value=value)
+    (q, _, v), sizes = draw(c, {"B": 2, "H": 2, "Nq": 20, "Nk": 75})
+    operands = [q, torch.randint(0, 100, v.shape).to(getattr(torch, dtype)), v]
+    run, needs = mlir.compile_training(spec), (True, False, True)
+    assert run is not None
+    out, statistics = run.outputs(operands, sizes)
+    grad = torch.randn_like(out)
+    found = run.backward(grad, out, statistics, operands, sizes, needs)
+    eager = reference.backward(spec, grad, operands, sizes, needs)
+    wide = [x.double() if x.is_floating_point() else x for x in operands]
+    assert_as_exact_as_eager(found, eager, reference.backward(spec, grad.double(), wide, sizes, needs))
