@@ -83,7 +83,8 @@ def _product(node: Node) -> _Product | None:
     """The product of a node that oneDNN can compute, else None."""
     if len(node.args) != (3 if node.target is aten.addmm.default else 2) or "val" not in node.meta:
         return None
-    *added, left, right = node.args
+    arguments: list[Any] = list(node.args)
+    *added, left, right = arguments
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
     x, w = nodes.value(left), nodes.value(right)

@@ -106,7 +106,8 @@ def of_threads(threads: int) -> Speeds:
 def _read_or_measured(threads: int) -> Speeds:
     name = _name(threads)
     if (content := disk_cache.stored(name)) is not None:
-        return Speeds(**{key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(content).items()})
+        found = json.loads(content)
+        return Speeds(**found | {key: tuple(found[key]) for key in ("mkl", "onednn")})
     started = time.perf_counter()
     speeds = measured(SECONDS / 2) or _measured_by_one_thread()
     if speeds is None:

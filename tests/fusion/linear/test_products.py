@@ -110,7 +110,8 @@ def test_nan_and_infinities_stay_in_their_rows(depth: int) -> None:
 def test_memory_beside_the_operands_is_not_read() -> None:
     wide = torch.full((40, 80), torch.nan)
     x, w = wide[:7, 3:30], wide[10:40, 40:67]
-    x.copy_(torch.randn(7, 27)), w.copy_(torch.randn(30, 27))
+    x.copy_(torch.randn(7, 27))
+    w.copy_(torch.randn(30, 27))
     assert_as_exact_as_eager(linear(x, w), eager(x, w), eager(x.double(), w.double()))
 
 
