@@ -105,6 +105,9 @@ def specify(
     rename = _Sizes(batch, site.bounds[I], attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
+    if differentiable and _is_narrower(spec.out_dtype, spec.dtype):
+        # The backward reads the result: rounded, it would give gradients an error that eager mode's do not have.
+        spec = replace(spec, out_dtype=spec.dtype)
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
     spec = _with_mixed_heads(spec, core, head, rename)
     _require_shared_maximum(spec, attention, differentiable)
@@ -357,6 +360,10 @@ def _product_dtype(accesses: Sequence[Access]) -> str:
     for access in accesses[1:]:
         dtype = torch.promote_types(dtype, access.dtype)
     return str(dtype).removeprefix("torch.")
+
+
+def _is_narrower(dtype: str, other: str) -> bool:
+    return getattr(torch, dtype).itemsize < getattr(torch, other).itemsize
 
 
 def _describe(operands: list[Node], differentiable: bool, of_elements: Collection[int]) -> tuple[Operand, ...]:

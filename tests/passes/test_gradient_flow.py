@@ -123,6 +123,33 @@ def run(function):
     return reports
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n", [13, 300])
+def test_a_result_that_is_rounded_later_gives_gradients_no_error(n, dtype):
+    """The gradient of the scores needs the result as the product made it."""
+
+    def rounded(q, k, v):
+        return attention(q, k, v).to(dtype)
+
+    def draw():
+        inputs, upstream = [torch.randn(2, n, 16) for _ in range(3)], torch.randn(2, n, 16).to(dtype)
+        single, double = ([x.to(d).requires_grad_() for x in inputs] for d in (torch.float32, torch.float64))
+        results = (
+            torch.autograd.grad(call(*given), given, upstream.to(of_results))
+            for call, given, of_results in (
+                (compiled, single, dtype), (rounded, single, dtype), (attention, double, torch.float64),
+            )
+        )  # fmt: skip
+        return tuple((torch.zeros(()), dict(zip("qkv", found, strict=True))) for found in results)
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    compiled = torch.compile(rounded, backend="fusion", options={"inner": "aot_eager", "training": "always"})
+    with fusion.collect_reports() as reports:
+        assert_as_exact_over_draws(draw)
+    assert reports[0].fused == 1
+
+
 @pytest.mark.parametrize("function", [hook_on_scores, hook_on_queries, hook_on_the_output])
 def test_hooks_are_called(function):
     (report,) = run(function)
