@@ -104,10 +104,7 @@ def specify(
     batch = tuple(site.bounds[coord(name)] for name in site.dims if name.startswith("b"))
     rename = _Sizes(batch, site.bounds[I], attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
-    spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename)
-    if differentiable and _is_narrower(spec.out_dtype, spec.dtype):
-        # The backward reads the result: rounded, it would give gradients an error that eager mode's do not have.
-        spec = replace(spec, out_dtype=spec.dtype)
+    spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename, differentiable)
     spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
     spec = _with_mixed_heads(spec, core, head, rename)
     _require_shared_maximum(spec, attention, differentiable)
@@ -194,12 +191,12 @@ def _spec(
     widths: tuple[Expr, Expr],
     operands: tuple[Operand, ...],
     rename: _Sizes,
+    differentiable: bool,
 ) -> AttentionSpec:
     """The spec of a resolved core; the table of its sizes is still empty. widths: d and d_v."""
     q, k, v = (tuple(map(rename, access.index)) for access in accesses)
     k_value, v_value = (mapped(access.value, rename) for access in accesses[1:])
     mask = understand(core.score, core.normalizer)
-    out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
     return AttentionSpec(
         batch=tuple(size(f"B{k}") for k in range(len(site.dims) - 2)),
         n_q=size("Nq"),
@@ -217,8 +214,8 @@ def _spec(
         sinks=tuple(map(rename, core.sinks)),
         row_scale=mapped(core.row_scale, rename),
         normalizer=core.normalizer,
-        dtype=_product_dtype(accesses),
-        out_dtype=str(out).removeprefix("torch."),
+        dtype=(dtype := _product_dtype(accesses)),
+        out_dtype=_result_dtype(site, dtype, differentiable),
         output=Output(dims=site.dims, order=_memory_order(site)),
         mask=mapped(mask, rename),
         sizes=(),
@@ -362,8 +359,12 @@ def _product_dtype(accesses: Sequence[Access]) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_narrower(dtype: str, other: str) -> bool:
-    return getattr(torch, dtype).itemsize < getattr(torch, other).itemsize
+def _result_dtype(site: Site, dtype: str, differentiable: bool) -> str:
+    """The dtype of the result. dtype: of the products. A backward reads the result: it has the products' dtype then, as
+    a rounded one would give gradients an error that eager mode's do not have; it is rounded after the call."""
+    out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
+    rounds = out.itemsize < getattr(torch, dtype).itemsize
+    return dtype if differentiable and rounds else str(out).removeprefix("torch.")
 
 
 def _describe(operands: list[Node], differentiable: bool, of_elements: Collection[int]) -> tuple[Operand, ...]:
