@@ -138,7 +138,9 @@ class Operands:
             return torch.randint(0, max(1, min(count, 97, limits.max + 1)), shape, generator=self.draw)
         if any({"i", "j"} & coordinates(read) for read in self.reads[number]):
             return torch.randint(0, 3, shape, generator=self.draw).sort(-1).values
-        return torch.randint(0, min(self.extents[J], limits.max) + 1, shape, generator=self.draw)
+        lengths = torch.randint(0, min(self.extents[J], limits.max) + 1, shape, generator=self.draw)
+        lengths.view(-1)[1:2] = 0  # which may leave an element of the batch no key
+        return lengths
 
     def _raise_scores(self) -> None:
         """Give the first column of Q the slope of its row, and that of K what rises."""

@@ -104,8 +104,9 @@ class Draw:
             lambda: where(apply("flt", const(0.0), x), x, apply("fmul", x, const(0.2))),
             lambda: where(self.keep(), x, apply("fadd", x, const(-1.0))),
             lambda: apply("fadd", x, self.read((integers.mod(integers.add(I, J), 5),), "float32", _five)),
-            lambda: apply(self.rng.choice(["round_bfloat16", "round_float16"]), x),
         ]
+        if self.dtype != "float32":  # whose last digits would decide
+            kinds.append(lambda: apply(f"round_{self.dtype}", x))
         masks = [lambda: where(self.keep(), x, const(self.rng.choice(FILLS[3:] if half else FILLS)))] * 6
         return self.rng.choice([*kinds, *masks])()
 
