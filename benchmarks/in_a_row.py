@@ -71,7 +71,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, {arguments.tokens} attentions in a row, float32")
     for size in arguments.sizes:
-        found = measure(*map(int, size.split("x")), arguments.tokens, arguments.seconds)
+        batch, keys, width = map(int, size.split("x"))
+        found = measure(batch, keys, width, arguments.tokens, arguments.seconds)
         cells = [f"{name} {1e6 * t:8.1f} us ({t / found['inductor']:4.2f})" for name, t in found.items()]
         print(f"{size:>10}  " + "  ".join(cells), flush=True)
 

@@ -100,6 +100,7 @@ def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[in
         engine = ExecutionEngine(module, opt_level=3, shared_libs=[openmp.library()])  # pyright: ignore[reportArgumentType]
     entry = ctypes.c_void_p(engine.raw_lookup("_mlir_ciface_loop"))
     launch = openmp.parallel()
+    assert launch is not None, "torch has no OpenMP runtime here"
 
     count = ctypes.c_int64(0)
     pointers = [ctypes.pointer(ctypes.pointer(get_ranked_memref_descriptor(x))) for x in operands]

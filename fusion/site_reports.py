@@ -52,10 +52,10 @@ def report_of(
 
 def _advised(refusal: Refusal | None, options: Options) -> Refusal | None:
     """A refusal that does not advise to set what is set."""
-    asked = options.cascades == "always" and refusal is not None
-    if asked and refusal.kind in (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER):
-        return replace(refusal, kind=Ground.NO_CASCADE)
-    return refusal
+    if refusal is None or options.cascades != "always":
+        return refusal
+    asked = refusal.kind in (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER)
+    return replace(refusal, kind=Ground.NO_CASCADE) if asked else refusal
 
 
 def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:

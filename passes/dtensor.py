@@ -78,6 +78,8 @@ def mark(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         held = nodes.value(node)
         if is_dtensor(held):
-            with mode_of(held.to_local()):
+            mode = mode_of(held.to_local())
+            assert mode is not None, "tensors of a graph have no data"
+            with mode:
                 node.meta["val"] = nodes.empty_like(held)
             marks.dtensor.set(node, True)

@@ -231,7 +231,8 @@ def _clamped(less: str) -> Clamped:
     than the upper one. less: "flt" where a value on its bound keeps the gradient, "fle" where the bound gets it."""
 
     def clamped(value: Expr, low: Expr | None, high: Expr | None) -> Expr:
-        value, low, high = (x if x is None else apply("detach_nan", x) for x in (value, low, high))
+        value = apply("detach_nan", value)
+        low, high = (None if x is None else apply("detach_nan", x) for x in (low, high))
         if low is not None:
             bound = low if high is None else where(apply("flt", low, high), low, apply("detach", low))
             value = where(_or_nan(apply(less, value, low), low), bound, value)

@@ -57,7 +57,7 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             if of_torch or foreign or node.attr in OF_OBJECTS:
                 yield node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
-            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            name = str(node.args[1].value) if isinstance(node.args[1], ast.Constant) else ""
             if name in OF_OBJECTS or PRIVATE.fullmatch(name) and name not in own:
                 yield name
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -79,9 +79,11 @@ def check(
     ways = (compiled, given, {}), (attention, given, {}), (attention, wide, dict.fromkeys(floats, torch.float64))
 
     def compared(draws: int) -> dict[str, Errors]:
-        runs = [[_run(*way, gradients, number) for number in range(draws)] for way in ways]
+        runs = [[_run(f, xs, ks, gradients, number) for number in range(draws)] for f, xs, ks in ways]
         return {
-            name: errors(*(_together([found[name] for found in run]) for run in runs), coarse) for name in runs[0][0]
+            name: errors(ours, eager, exact, coarse)
+            for name in runs[0][0]
+            for ours, eager, exact in [[_together([found[name] for found in run]) for run in runs]]
         }
 
     with collect_reports() as reports:

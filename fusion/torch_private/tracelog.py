@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 
@@ -12,8 +10,8 @@ def is_on() -> bool:
     return bool(torch._logging._internal.trace_log.handlers)
 
 
-def write(name: str, text: Callable[[], str]) -> None:
+def write(name: str, text: str) -> None:
     """Add a text to the log, under a name. Does nothing where nobody reads it."""
     torch._logging.trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text
     )

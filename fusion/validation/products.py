@@ -67,8 +67,8 @@ def _vecdot(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     extents = torch.broadcast_shapes(*shapes.values())
     dim, at = nodes.normalize_dim(args["dim"], len(extents)), list(replay.further(index))
     at.insert(dim, _positions(replay, node, extents[dim], rank))
-    places = [(x, replay.broadcast(tuple(at), extents, shapes[x])) for x in (args["x"], args["y"])]
-    return _sum_of_products(replay, node, *places, rank)
+    x, y = ((tensor, replay.broadcast(tuple(at), extents, shapes[tensor])) for tensor in (args["x"], args["y"]))
+    return _sum_of_products(replay, node, x, y, rank)
 
 
 @rule(aten.einsum)

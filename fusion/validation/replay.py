@@ -27,7 +27,6 @@ from fusion.passes.folding import known
 from fusion.passes.heads import head_sum
 from fusion.passes.inplace import may_copy
 from fusion.torch_private.fake import FakeTensor
-from fusion.torch_private.operators import schema
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
 from fusion.validation.worlds import Role, Worlds
@@ -83,7 +82,7 @@ class Region:
         if node is self.root:  # before anything changes it
             return False
         changed = any(by < self.root for by in marks.mutations(node))  # what changes it later is not seen here
-        changed = changed and (may_copy(node) or schema(node.target).is_mutable)  # a view of it is read
+        changed = changed and (may_copy(node) or nodes.writes(node))  # a view of it is read
         made_elsewhere = changed or marks.is_seed(node) or node.op == "placeholder"
         return bool(node in self.leaves or made_elsewhere or marks.attention_root(node))
 

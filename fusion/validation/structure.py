@@ -54,7 +54,7 @@ def _constant(here: Node) -> object:
     if held is None:
         return None
     content = held.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return str(held.dtype), tuple(held.shape), hashlib.sha256(content).hexdigest()
+    return str(held.dtype), tuple(held.shape), hashlib.sha256(content.tobytes()).hexdigest()
 
 
 def _described(here: Node, hints: Mapping[str, int]) -> Any:

@@ -17,7 +17,9 @@ def _square(x: torch.Tensor) -> torch.Tensor:
 
 def _dual(x: torch.Tensor) -> torch.Tensor:
     with forward_ad.dual_level():
-        return forward_ad.unpack_dual(forward_ad.make_dual(x, x) * x).tangent
+        tangent = forward_ad.unpack_dual(forward_ad.make_dual(x, x) * x).tangent
+        assert tangent is not None
+        return tangent
 
 
 class _Cube(torch.autograd.Function):

@@ -1,5 +1,7 @@
 """Symbolic sizes as fusion.torch_private.sizes reads them."""
 
+from typing import Any
+
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -7,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fusion.torch_private import fake, sizes
 
 
-def _size(extent: int) -> tuple[torch.SymInt, fake.FakeTensorMode]:
+def _size(extent: int) -> tuple[Any, fake.FakeTensorMode]:
     mode = fake.FakeTensorMode(shape_env=ShapeEnv())
     return mode.from_tensor(torch.empty(extent, 2)).shape[0], mode
 

@@ -11,13 +11,13 @@ _PROGRAM = """
 from fusion.torch_private import tracelog
 import torch
 assert tracelog.is_on()
-tracelog.write("fusion_test", lambda: "the text")
+tracelog.write("fusion_test", "the text")
 """
 
 
 def test_nobody_reads_by_default() -> None:
     assert not tracelog.is_on()
-    tracelog.write("fusion_test", lambda: "unread")
+    tracelog.write("fusion_test", "unread")
 
 
 def test_a_text_is_found_in_the_log(tmp_path: Path) -> None:

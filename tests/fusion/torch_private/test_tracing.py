@@ -56,7 +56,8 @@ def test_a_call_is_written_and_its_result_tracked() -> None:
 def test_a_tensor_stands_for_a_node() -> None:
     def run(tracer: Any, x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
-        node, constant = tracing.node_of(y, tracer)
+        assert (known := tracing.node_of(y, tracer)) is not None
+        node, constant = known
         assert constant is None and str(node.target) == "aten.sin.default"
         with tracing.untraced():
             again = torch.empty_like(y)
