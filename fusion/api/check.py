@@ -80,11 +80,8 @@ def check(
 
     def compared(draws: int) -> dict[str, Errors]:
         runs = [[_run(f, xs, ks, gradients, number) for number in range(draws)] for f, xs, ks in ways]
-        return {
-            name: errors(ours, eager, exact, coarse)
-            for name in runs[0][0]
-            for ours, eager, exact in [[_together([found[name] for found in run]) for run in runs]]
-        }
+        ours, eager, exact = ({name: _together([found[name] for found in run]) for name in run[0]} for run in runs)
+        return {name: errors(ours[name], eager[name], exact[name], coarse) for name in ours}
 
     with collect_reports() as reports:
         found = compared(1)
