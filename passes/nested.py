@@ -38,8 +38,8 @@ def attention(
     q, k, v = (ask("values", x) for x in (query, key, value))  # [H, T, D]
     of_queries, of_keys = (ask("offsets", x) for x in (query, key))
     rows, columns = (torch.arange(x.shape[1], device=x.device) for x in (q, k))
-    sequence = torch.searchsorted(of_queries[1:-1], rows, right=True)
-    first, last = of_keys[sequence], of_keys[sequence + 1]
+    begun = torch.searchsorted(of_queries[:-1], rows, right=True)  # how many sequences have, at a row
+    first, last = of_keys[begun - 1], of_keys[begun]
     if is_causal:
         last = torch.minimum(last, rows + 1)
     live = (first[:, None] <= columns) & (columns < last[:, None])

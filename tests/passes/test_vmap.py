@@ -93,6 +93,16 @@ AROUND = [over_the_batch, heads_moved, of_sdpa, of_batched_sdpa, keys_shared, wi
           without_a_gradient_of_weights, by_einsum]  # fmt: skip
 
 
+def skip_where_dynamo_raises(run):
+    """Dynamo of torch 2.11 cannot take a product of matrices of symbolic sizes inside vmap, whatever the backend."""
+    try:
+        run()
+    except torch._dynamo.exc.TorchRuntimeError as error:
+        if "on tensor with symbolic sizes" not in str(error):
+            raise
+        pytest.skip("Dynamo has no symbolic sizes inside vmap")
+
+
 @pytest.mark.parametrize(
     ("dtype", "dynamic"),
     [
@@ -112,6 +122,8 @@ def test_an_attention_inside_vmap_is_fused(function, dtype, dynamic):
         out.sin().sum().backward()
         return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
+    if dynamic:
+        skip_where_dynamo_raises(lambda: run(torch.compile(function, backend="eager", dynamic=True), dtype))
     with fusion.collect_reports() as reports:
         compiled = torch.compile(function, backend="fusion", options={"inner": "aot_eager"}, dynamic=dynamic)
         actual = run(compiled, dtype)
