@@ -44,7 +44,8 @@ if save:
     artifacts = torch.compiler.save_cache_artifacts()
     with open(save, "wb") as file:
         file.write(artifacts[0])
-    assert len(artifacts[1].artifacts["fusion"]) == counters["fusion"]["kernel_cache_miss"]
+    objects, verdicts = (counters["fusion"][name] for name in ("kernel_cache_miss", "kernels_proved"))
+    assert len(artifacts[1].artifacts["fusion"]) == objects + verdicts
 found = {name: dict(counters[name]) for name in ("fusion", "inductor", "aot_autograd")}
 print(json.dumps(found | {"bound": {"functions": len(made)}}))
 """
