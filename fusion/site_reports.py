@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from fusion.approximate import dispatch
 from fusion.errors import UnknownMachineError
@@ -55,7 +54,7 @@ def _advised(refusal: Refusal | None, options: Options) -> Refusal | None:
     if refusal is None or options.cascades != "always":
         return refusal
     asked = refusal.kind in (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER)
-    return replace(refusal, kind=Ground.NO_CASCADE) if asked else refusal
+    return Refusal(Ground.NO_CASCADE, refusal.message) if asked else refusal
 
 
 def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:

@@ -42,14 +42,14 @@ def without_facts(version: str) -> str | None:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def tell(version: str) -> None:
     """Log what is to be said of a version of torch, once in a process."""
     if (said := untested(version)) is not None:
         log.warning("%s; `fusion verify` compares a model with eager mode", said)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def tell_of_triton(version: str) -> None:
     """Likewise of a version of Triton."""
     if (said := without_facts(version)) is not None:

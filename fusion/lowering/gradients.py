@@ -80,7 +80,7 @@ def _passes_on(program: Expr, slope: Expr) -> bool:
     return slope is UPSTREAM
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def rounds(spec: AttentionSpec) -> bool:
     """Whether a gradient is rounded on its way through a cast to a coarser dtype than that of the products. Kernels
     have it in units of their own and in parts, which round to other numbers."""

@@ -124,7 +124,8 @@ def computed(names, dtype, emitter):
     upstream = torch.randn(1, 2, 11, 8)
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
-            patch.setitem(pointwise.BUILDERS, PACKETS[name], recorded(name, built))
+            table = pointwise.ALTERNATIVES if PACKETS[name] in pointwise.ALTERNATIVES else pointwise.BUILDERS
+            patch.setitem(table, PACKETS[name], recorded(table[PACKETS[name]], name, built))
         with fusion.collect_reports() as reports:
             options = {"inner": "eager", "emitter": emitter}
             ours = torch.compile(attend, backend="fusion", options=options, fullgraph=True)
@@ -137,14 +138,15 @@ def computed(names, dtype, emitter):
     return *results, built
 
 
-def recorded(name, built):
-    builder = pointwise.BUILDERS[PACKETS[name]]
+def recorded(entry, name, built):
+    def of(builder):
+        def build(call):
+            found = builder(call)
+            return found if found is None else built.add(name) or found
 
-    def build(call):
-        found = builder(call)
-        return found if found is None else built.add(name) or found
+        return build
 
-    return build
+    return tuple(map(of, entry)) if isinstance(entry, tuple) else of(entry)
 
 
 def test_every_entry_has_a_call():

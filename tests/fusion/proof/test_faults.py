@@ -284,7 +284,7 @@ FAULTS = {
     "kept weights are not rescaled": Fault(put=method(GroupSoftmax, "rescale", not_kept), spec=spec("plain", TABLE)),
     "weights are written undivided": Fault(
         put=method(FurtherOutputs, "_values",
-                   lambda right, self, found, kept, key, _: right(self, found, kept, key, None)),
+                   lambda right, self, found, kept, scored, key, _: right(self, found, kept, scored, key, None)),
         spec=spec("plain", TABLE),
     ),
     "sums over queries begin with what was there": Fault(
