@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr
@@ -129,35 +129,21 @@ MOVES = {*RESHAPES, aten.permute, aten.transpose, aten.contiguous, aten.clone, a
 """Views, copies and casts, as they stand behind parameters and products."""
 
 
-def is_parameter(node: Node) -> bool:
-    """Whether a node is a parameter, up to views and casts."""
+def behind_moves(node: Node) -> Node:
+    """The node of which one is a view, copy or cast."""
     while node.op == "call_function" and packet(node) in MOVES and node.all_input_nodes:
         node = node.all_input_nodes[0]
+    return node
+
+
+def is_parameter(node: Node) -> bool:
+    """Whether a node is a parameter, up to views and casts."""
+    node = behind_moves(node)
     if node.op == "get_attr":
         return True
     return node.op == "placeholder" and isinstance(
         node.meta.get("example_value", node.meta.get("val")), torch.nn.Parameter
     )
-
-
-def write_products(graph: Graph) -> None:
-    """Write a linear layer whose weight is no parameter, nor made of parameters alone, as the product that it is:
-    `F.linear(q, k)`."""
-    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-        args = arguments(node)
-        weight = args["weight"]
-        if args["bias"] is not None or len(shape(weight)) != 2 or not _is_data(weight):
-            continue
-        with graph.inserting_before(node):
-            turned = graph.call_function(aten.t.default, (weight,))
-        turned.meta = {**weight.meta, "val": nodes.value(weight).t()}
-        node.target, node.args, node.kwargs = aten.matmul.default, (args["input"], turned), {}
-
-
-def _is_data(node: Node) -> bool:
-    """Whether a tensor is made of anything but parameters."""
-    origins = nodes.walk_up([node], lambda here: here.all_input_nodes)
-    return any(here.op == "placeholder" and not is_parameter(here) for here in origins)
 
 
 def factors(node: Node, index: Index, contracted: Expr) -> Factors:

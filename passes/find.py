@@ -23,7 +23,7 @@ from fusion.ir.spec import Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.assumptions import Assumptions
 from fusion.passes.checkpointing import bodies
-from fusion.passes.contractions import ADDING, MOVES, factors, is_contraction, is_parameter
+from fusion.passes.contractions import ADDING, MOVES, behind_moves, factors, is_contraction, is_parameter
 from fusion.passes.defects import defect
 from fusion.passes.folding import forget
 from fusion.passes.heads import head_sum
@@ -212,7 +212,7 @@ def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
     while made:
         made.remove(here := max(made))
         if is_statistic(here):
-            if not inside.issuperset(here.all_input_nodes):
+            if not inside.issuperset(map(behind_moves, here.all_input_nodes)):
                 return False
         else:
             if not inside.issuperset(here.users):

@@ -72,7 +72,7 @@ class HeadSum:
 
 def head_sum(here: Node) -> HeadSum | None:
     """The sum over a batch dimension of a product, such as the heads of scores or weights, that a node is."""
-    return next((found for found in _sums(here) if _is_batch(found.mixed, found.dims.index(None))), None)
+    return next((found for found in _sums(here) if is_batch(found.mixed, found.dims.index(None))), None)
 
 
 def _sums(here: Node) -> Iterator[HeadSum]:
@@ -115,7 +115,7 @@ def _einsum(here: Node) -> Iterator[HeadSum]:
         yield HeadSum(mixed=mixed, dims=dims, matrix=matrix, order=order, to=equation.output.index(rest[0]))
 
 
-def _is_batch(here: Node, dim: int) -> bool:
+def is_batch(here: Node, dim: int) -> bool:
     """Whether a dimension of a tensor is one of the batch in the product that it is made of."""
     if not is_tensor(here):
         return False

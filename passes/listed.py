@@ -10,7 +10,15 @@ import torch
 from torch.fx import Node
 
 from fusion.passes import nodes
-from fusion.passes.contractions import MOVES, is_contraction, is_parameter, products_above
+from fusion.passes.contractions import (
+    MOVES,
+    behind_moves,
+    extended_factors,
+    is_contraction,
+    is_parameter,
+    products_above,
+)
+from fusion.passes.heads import is_batch
 from fusion.passes.nodes import packet, shape
 from fusion.passes.sdpa import is_sdpa
 from fusion.passes.upstream import SOFTMAXES, Met, Upstream, looks_like_attention
@@ -24,7 +32,7 @@ def is_listed(anchor: Node, met: Upstream) -> bool:
         return True
     weights = [parent for parent in anchor.all_input_nodes if looks_like_attention(met[parent])]
     if weights:
-        return not all(map(_is_of_classes, weights))
+        return not all(_is_of_classes(parent, met) for parent in weights)
     above = met.inputs(anchor)
     normalised = Met.PRODUCT | Met.GATE | Met.SUM in above or Met.PRODUCT | Met.EXP | Met.STATISTIC in above
     if normalised and not any(map(is_parameter, anchor.all_input_nodes)):
@@ -45,17 +53,22 @@ def scales_rows(node: Node, met: Upstream) -> bool:
     return shape(product) == shape(node) and Met.STATISTIC | Met.PRODUCT in met[factor]
 
 
-def _is_of_classes(weights: Node) -> bool:
-    """Whether weights are softmaxes, over the last dimension, of what nothing but linear layers make."""
+def _is_of_classes(weights: Node, met: Upstream) -> bool:
+    """Whether weights are softmaxes, over the last dimension, of what nothing but linear layers make. Products with one
+    query and sums over heads are none."""
 
     def parents(here: Node) -> list[Node]:
         return [] if is_contraction(here) else here.all_input_nodes
 
-    normalised = [here for here in nodes.walk_up([weights], parents) if packet(here) in SOFTMAXES]
+    above, products = list(nodes.walk_up([weights], parents)), products_above(weights)
+    normalised = [here for here in above if packet(here) in SOFTMAXES]
     return (
         bool(normalised)
+        and bool(products)
+        and Met.MIXED_HEADS not in met[weights]
+        and not any(map(extended_factors, above))
         and all(nodes.dims_of(here) == [len(shape(here)) - 1] for here in normalised)
-        and all(map(_is_linear_layer, products_above(weights)))
+        and all(map(_is_linear_layer, products))
     )
 
 
@@ -63,9 +76,9 @@ def _is_linear_layer(product: Node) -> bool:
     """Whether a product's last factor is one matrix for the whole batch, which the graph is given."""
     tensors = [x for x in product.all_input_nodes if nodes.is_tensor(x)]
     matrix = tensors[-1]
+    if is_batch(tensors[0], len(shape(tensors[0])) - 1):
+        return False  # heads of scores are mixed
     if is_parameter(matrix):
         return True
     shared = len(shape(matrix)) == 2 < max(len(shape(x)) for x in tensors)
-    while packet(matrix) in MOVES:
-        matrix = matrix.all_input_nodes[0]
-    return shared and matrix.op == "placeholder"
+    return shared and behind_moves(matrix).op == "placeholder"

@@ -19,10 +19,10 @@ from fusion.passes import dtensor, einsums, encoder, marks, nested, nodes, varle
 from fusion.passes.autocast import write_casts
 from fusion.passes.by_size import make_by_size
 from fusion.passes.checkpointing import Checkpoints, KnowingItems
-from fusion.passes.contractions import write_products
 from fusion.passes.fills_by_mask import fill_by_masks
 from fusion.passes.floats import read_floats
 from fusion.passes.inplace import make_functional, mark_mutations, write_to_the_whole
+from fusion.passes.linear_layers import write_products
 from fusion.passes.made_of_others import MADE_OF_OTHERS
 from fusion.passes.outline import is_outlined, outline, record, traces_through
 from fusion.passes.repeats import Later, Repeats, part_of

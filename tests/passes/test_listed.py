@@ -85,8 +85,24 @@ def values_by_a_linear_layer(x):
     return F.linear((x[0] @ x[0].mT).softmax(-1).square(), x[0].mT)
 
 
+def one_query_of_linear_layers(x):
+    q, k = x[:, :1] @ W, x @ W
+    return ((q * k).sum(-1).softmax(-1).unsqueeze(-1) * x).sum(-2)
+
+
+def heads_mixed_by_a_product(x):
+    q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+    return ((q @ q.mT).permute(0, 2, 3, 1) @ W[:4, :4]).permute(0, 3, 1, 2).softmax(-1) @ q
+
+
+def heads_mixed_by_an_einsum(x):
+    q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+    return torch.einsum("bhij,hg->bgij", q @ q.mT, W[:4, :4]).softmax(-1).square() @ q
+
+
 STAYS = (squared_weights, of_one_key_at_a_time, learned_queries, learned_queries_on_the_right, nearest_keys,
-         values_by_a_linear_layer)  # fmt: skip
+         values_by_a_linear_layer, one_query_of_linear_layers, heads_mixed_by_a_product,
+         heads_mixed_by_an_einsum)  # fmt: skip
 
 
 @pytest.mark.parametrize("function", STAYS)
