@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx import GraphModule
 
 from fusion.torch_private.autograd import is_within_dual_level
 
 
-def with_tangents(compiled: Callable[..., Any], graph: Callable[..., Any]) -> Callable[..., Any]:
+def with_tangents(compiled: Callable[..., Any], graph: GraphModule) -> Callable[..., Any]:
     """The compiled graph, in whose place the graph runs, operation by operation, where an argument has a tangent."""
 
     def run(*arguments: Any) -> Any:
@@ -23,6 +24,8 @@ def with_tangents(compiled: Callable[..., Any], graph: Callable[..., Any]) -> Ca
             return graph(*arguments)
         return compiled(*arguments)
 
+    for name in ("named_parameters", "named_buffers", "zero_grad"):  # torch's minifier asks for them
+        setattr(run, name, getattr(graph, name))
     return run
 
 

@@ -43,7 +43,7 @@ from fusion.passes.nodes import Unsupported, arguments, packet, producer, shape
 from fusion.passes.operands import Access, is_float8, locate
 from fusion.passes.outline import described
 from fusion.passes.over_keys import depends_on_product
-from fusion.passes.roundings import is_coarser, rounded_at, rounded_to
+from fusion.passes.roundings import is_coarser, narrowed_to, rounded_at
 from fusion.passes.tables import Numbers
 from fusion.passes.views import Index, broadcast_index, number_of, source
 from fusion.refusals import Ground
@@ -275,7 +275,7 @@ class PullBack:
         found = self._held(casts.cast(value, dtype), dtype)
         if found is None or value.kind is not Kind.FLOAT or not is_coarser(dtype, self._precision):
             return found
-        return rounded_to(found, dtype, self._dtype_of)
+        return narrowed_to(found, dtype, self._precision, self._dtype_of)
 
     def _held(self, value: Expr | None, dtype: torch.dtype) -> Expr | None:
         return value if value is None or dtype not in self._narrow else self._narrow[dtype](value)

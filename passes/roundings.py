@@ -16,6 +16,7 @@ from fusion.ir.ops import apply, where
 from fusion.ir.primitives import ROUNDED
 from fusion.passes import marks, nodes
 from fusion.passes.over_keys import depends_on_product
+from fusion.refusals import Ground
 
 Held = Callable[[Expr], torch.dtype]
 """The dtype of the tensor that a load reads."""
@@ -42,14 +43,21 @@ def rounded_at(here: Node, value: Expr, precision: torch.dtype, held: Held) -> E
         return value
     if marks.requires_grad(here) and not of_scores:
         return None  # its gradient is rounded when all of it has been added up
-    return rounded_to(value, dtype, held)
+    return narrowed_to(value, dtype, precision, held)
 
 
-def rounded_to(value: Expr, dtype: torch.dtype, held: Held) -> Expr | None:
-    """A float rounded to a dtype; None where no primitive rounds to that."""
+def narrowed_to(value: Expr, dtype: torch.dtype, precision: torch.dtype, held: Held) -> Expr | None:
+    """A float as a coarser dtype holds it; None where no primitive rounds to that. Raises Unsupported for scores of
+    float64: no kernel rounds them, and scores of -1e9 that differ are equal after that."""
+    if precision is torch.float64 and depends_on_product(value):
+        raise nodes.Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {dtype}", value)
+    return _rounded(value, dtype, held)
+
+
+def _rounded(value: Expr, dtype: torch.dtype, held: Held) -> Expr | None:
     if value.is_const or value.op == ROUNDED.get(dtype) or (value.op == "load" and held(value) is dtype):
         return value
     if value.op == "where":
-        arms = [rounded_to(arm, dtype, held) for arm in value.args[1:]]
+        arms = [_rounded(arm, dtype, held) for arm in value.args[1:]]
         return None if None in arms else where(value.args[0], *arms)  # type: ignore[arg-type]
     return apply(ROUNDED[dtype], value) if dtype in ROUNDED else None
