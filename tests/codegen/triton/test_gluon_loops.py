@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,16 @@ def gluon_static(monkeypatch):
 
 
 @pytest.mark.skipif(not KNOWN, reason="Gluon's names change from version to version")
-def test_loops_of_the_forward(gluon_static) -> None:
+@pytest.mark.parametrize("loops", ["loops_of_the_forward", "loops_of_latent_attention"])
+def test_loops(loops: str) -> None:
+    """In a process of its own: what Triton's interpreter leaves of its language in others, Gluon does not compile."""
+    places = os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)])
+    command = [sys.executable, __file__, loops]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": places}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def loops_of_the_forward(gluon_static) -> None:
     """Groups are told apart, products are not serialised, and weights of the tile before are multiplied beside
     exponentials wherever the loop has those alone in flight."""
     for kernel in gluon_static.forwards():
@@ -38,8 +50,7 @@ def test_loops_of_the_forward(gluon_static) -> None:
             assert not facts.spills, kernel
 
 
-@pytest.mark.skipif(not KNOWN, reason="Gluon's names change from version to version")
-def test_loops_of_latent_attention(gluon_static) -> None:
+def loops_of_latent_attention(gluon_static) -> None:
     """No score is computed twice: the products of a trip are as large as its tile."""
     for kernel in gluon_static.latents():
         facts = gluon_static.static_facts(kernel.compiled(), gluon_static.of_target("sm_90"))
@@ -56,3 +67,9 @@ def test_specialised_programs_of_our_emitter(gluon_static) -> None:
     tile = gluon_static.Tile(rows=128, keys=64, warps=4, stages=2, specialized=True)
     facts = gluon_static.compiled(cell, device, [name], {name: tile})[name]
     assert (facts.groups, facts.warps, facts.residents) == (2, 8, 1)
+
+
+if __name__ == "__main__":
+    import gluon_static as compiled_loops
+
+    globals()[sys.argv[1]](compiled_loops)
