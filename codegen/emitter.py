@@ -88,7 +88,7 @@ class Edges(NamedTuple):
 
 
 class Proof(Protocol):
-    """What a new text of a kernel goes through before its first use (`fusion.proof`). Its methods raise
+    """The trial of a new kernel text before its first use (`fusion.proof`). Its methods raise
     KernelProofError.
 
     A kernel with a method `proved`, which takes this and returns the kernel that is to be used, calls them with a
@@ -100,7 +100,7 @@ class Proof(Protocol):
     def gradients(
         self, kernel: Any, sizes: Sequence[int], edges: Edges, text: str, needs: tuple[bool, ...], places: Sequence[int]
     ) -> None:
-        """Of the operands that `needs` marks. places: the further outputs at which gradients arrive."""
+        """Gradients of the operands that `needs` marks. places: the further outputs at which gradients arrive."""
         ...
 
 

@@ -12,8 +12,8 @@ log = logging.getLogger("fusion.backend")
 
 
 def untested(version: str) -> str | None:
-    """What is to be said of a version of torch; None of one that this package's metadata admits, which are those that
-    its tests were run with (docs/versions.md)."""
+    """The line to be logged of a version of torch; None of one that this package's metadata admits, which are those
+    that its tests were run with (docs/versions.md)."""
     try:
         wanted = next((w for w in importlib.metadata.requires("fusion") or () if re.match(r"torch\b(?!-)", w)), "")
     except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed says nothing
@@ -31,7 +31,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def without_facts(version: str) -> str | None:
-    """What is to be said of a version of Triton, of whose compiled kernels nothing is known."""
+    """The line to be logged of a version of Triton, of whose compiled kernels nothing is known."""
     from fusion.planning import gpu_facts
 
     if gpu_facts.file_of(version).exists():
@@ -51,6 +51,6 @@ def tell(version: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def tell_of_triton(version: str) -> None:
-    """Likewise of a version of Triton."""
+    """Log that line once, for a version of Triton."""
     if (said := without_facts(version)) is not None:
         log.warning("%s", said)

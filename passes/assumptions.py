@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Assumptions:
-    """What the analysis of one site takes for given. sizes: symbols that count as constants in it."""
+    """Assumptions of the analysis of one site. sizes: symbols that count as constants in it."""
 
     def __init__(self) -> None:
         self.sizes: dict[Any, Any] = {}

@@ -23,7 +23,7 @@ from fusion.refusals import Ground
 
 aten = torch.ops.aten
 _OF_WHOLE_ROWS = ("reduce", "softmax", "log_softmax", "mix")
-"""What a mask may be made of in a graph, and no score program has."""
+"""Operations that a mask may be made of in a graph, and no score program has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ def as_torch_differentiates(packet: Any, call: Call, builders: Sequence[Builder]
 
 
 def _line(x: Expr, point: float, value: float, slope: float) -> Expr:
-    """What has this value and slope at a point."""
+    """A composition with this value and slope at a point."""
     if slope == 0.0:
         return const(value)
     return x if (slope, value) == (1.0, point) else const(value) + (x - point) * slope

@@ -29,7 +29,7 @@ PARAMETER_SLOTS = 256
 APART = 128  # bytes: two cache lines, which processors fetch together
 
 COUNTERS = memoryview(array("q", [0, 0]))
-"""Of portions taken and threads begun, at the start of a call: see `ThreadFunction`."""
+"""Counters of portions taken and threads begun, at the start of a call: see `ThreadFunction`."""
 MOST_CUT = 1024  # work items of a call whose keys can be cut into parts
 
 address, empty_strided = torch.Tensor.data_ptr, empty_strided_cpu

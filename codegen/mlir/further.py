@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fusion.codegen.mlir.tile import TileKernel
 
 _EXPONENT = node("score", (), Kind.FLOAT, "program")
-"""What a weight is the exponential of, less the row's maximum: the score program's value."""
+"""Logarithm of a weight before it is divided, less the row's maximum: the score program's value."""
 LINE = 64  # keys of a row that are written in one go
 
 IDENTITY = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.inf}

@@ -212,7 +212,7 @@ class ForwardKernel:
         return found
 
     def _edges(self, variant: Variant, tiling: Tiling | ByRows | AllHeads) -> Edges:
-        """Of its blocks and of the spans after which sums begin anew."""
+        """Edges of its blocks and of the spans after which sums begin anew."""
         if isinstance(tiling, ByRows):
             return Edges(rows=None, keys=MOST_KEYS)
         return Edges(rows=variant.text.rows, keys=max(KEY_SPAN, tiling.keys if isinstance(tiling, Tiling) else 0))

@@ -36,7 +36,7 @@ def _libraries() -> Iterator[ctypes.CDLL]:
 
 
 class _Place(ctypes.Structure):
-    """Of an address, as `dladdr` tells it."""
+    """Symbol information of an address, from `dladdr`."""
 
     _fields_: Any = [(name, ctypes.c_void_p) for name in ("path", "base", "symbol", "address")]
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHORT_CHAIN = 16
-"""Of the products of few queries: of 64 words there are four sums then."""
+"""Length of a chain in the products of few queries: of 64 words there are four sums then."""
 
 
 class TrainingKernel(ForwardKernel):

@@ -145,7 +145,7 @@ class Execution:
         return found
 
     def of_further(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> dict[Expr, torch.Tensor]:
-        """What further outputs are made of: WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM."""
+        """Leaves of further outputs: WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM."""
         if self.spec.normalizer is Normalizer.NONE:
             return {WEIGHT: x}
         known = {WEIGHT: self.softmax(x, positions, torch.ones((), dtype=self.dtype, device=x.device))}

@@ -50,8 +50,8 @@ class Elements:
 
 
 def elements(spec: AttentionSpec, number: int) -> Elements | None:
-    """Of operand 0, 1 or 2; None where its elements are gathered, or shared in another way than by successive values of
-    batch coordinates."""
+    """The elements of operand 0, 1 or 2; None where its elements are gathered, or shared in another way than by
+    successive values of batch coordinates."""
     index, *own = spec.access(number)
     repeats = _repeats(spec, index)
     if repeats is None:

@@ -154,7 +154,7 @@ _integer, _logic = (functools.partial(_primitive, (kind, kind), kind) for kind i
 
 
 def _rounding(dtype: torch.dtype) -> Primitive:
-    """Of a number to a dtype. Kernels do not round its gradient (`fusion.lowering.gradients.rounds`)."""
+    """Rounding of a number to a dtype. Kernels do not round its gradient (`fusion.lowering.gradients.rounds`)."""
     name = str(dtype).removeprefix("torch.")
     return _unary(lambda x: x.to(dtype).to(x.dtype), name + "({0})", lambda g, y, x: g, tame=True)
 

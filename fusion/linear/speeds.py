@@ -78,7 +78,7 @@ class Speeds:
 
 _ONES = (1.0,) * (len(ROWS) * len(SIZES))
 UNKNOWN = Speeds(mkl=_ONES, onednn=_ONES, copy=1.0, threads=0)
-"""Of a machine that is too busy to be measured: nothing pays."""
+"""Speeds on a machine that is too busy to be measured: nothing pays."""
 
 
 def _place(grid: Sequence[int], at: int) -> tuple[int, float]:

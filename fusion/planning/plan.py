@@ -185,7 +185,7 @@ def plan(
 
 
 def _kernels_choice(given: Any, problem: Problem, sizes: Mapping[Any, int] | None, target: Machine) -> Choice | None:
-    """What the kernels of this attention run, where they serve it and its mask is known. problem: of `given`."""
+    """The choice of the kernels of this attention, where they serve it and its mask is known. problem: of `given`."""
     import torch
 
     if target.kind == "model" or isinstance(given, Problem) and (given.density < 1 or given.among):

@@ -45,7 +45,7 @@ __all__ = ["Proof"]
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of verdicts on disk; to be raised when kernels are tried otherwise, or called in another way."""
+"""Version of verdicts on disk; to be raised when kernels are tried otherwise, or called in another way."""
 DRAWS = 3
 """A kernel that is beyond the rule in one draw is tried again: how far a few elements are off is luck."""
 _verdicts: Kept = Kept()
@@ -53,7 +53,7 @@ _verdicts: Kept = Kept()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What the kernels of a spec have to prove on a type of device. Each of the methods raises KernelProofError.
+    """Trials of the kernels of a spec on a type of device. Each of the methods raises KernelProofError.
 
     Their arguments: a kernel that runs calls of all sizes as the one to be proved does, the sizes of a call that it is
     made for, the edges of its blocks, and its text."""
@@ -107,7 +107,7 @@ class Proof:
             raise KernelProofError(f"a kernel of {self.spec} computes something else than its spec: {verdict}")
 
     def _problem(self, run: Callable[..., Compared], sizes: Sequence[int], edges: Edges) -> str | None:
-        """What is wrong, in words."""
+        """The first fault, in words; None where there is none."""
         with undisturbed.by_compilation(), undisturbed.by_autograd(), without_function_modes():
             for trial in sizes_of_trials(self.spec, sizes, edges):
                 try:

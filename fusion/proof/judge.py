@@ -30,7 +30,7 @@ class Compared:
     exact: Mapping[str, Tensor]
 
     def problem(self, dtype: torch.dtype) -> str | None:
-        """What is wrong with ours, in words; None where nothing is. dtype: of the products."""
+        """The fault of ours, in words; None where there is none. dtype: of the products."""
         largest = max((_size(x) for x in self.exact.values()), default=0.0)
         for name, ours in self.ours.items():
             if (found := _problem(name, ours, self.eager[name], self.exact[name], dtype, largest)) is not None:

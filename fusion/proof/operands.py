@@ -25,7 +25,7 @@ RISE = 8.0
 """By how much scores rise over the keys, where they are divided by the root of the head dimension: kernels rescale
 their sums after a few units, and let a maximum be stale before that."""
 SLOPES = (1.0, 0.0, -1.0, 0.25)
-"""Of the rows in turn, in units of RISE."""
+"""Offsets of the rows in turn, in units of RISE."""
 _OF_TILES = ("tile_live", "tile_mixed")
 
 
@@ -121,7 +121,7 @@ class Operands:
         return any(x.operand == number for value in self.spec.values if value is not None for x in loads(value))
 
     def _mask(self, shape: list[int]) -> Tensor:
-        """Of every other row the first half is false, of every fifth all is."""
+        """Booleans: of every other row the first half is false, of every fifth all is."""
         made = torch.rand(shape, generator=self.draw, dtype=torch.float32) < 0.8
         if shape and len(shape) > 1:
             first = torch.arange(shape[-1]) < shape[-1] // 2
@@ -163,7 +163,7 @@ class Operands:
             first.copy_(ends.view(shape).expand(first.shape) + 0.1 * first.float())
 
     def _tile_map(self, read: Expr) -> Tensor:
-        """As `fusion.ir.tile_map` has it, of what the mask's predicates say of each score."""
+        """A table as `fusion.ir.tile_map` has it, of what the mask's predicates say of each score."""
         assert self.spec.mask is not None
         parts = conjuncts(self.spec.mask.maybe_live)
         live: Tensor = torch.ones(1, dtype=torch.bool)

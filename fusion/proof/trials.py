@@ -11,7 +11,7 @@ from fusion.ir.spec import AttentionSpec
 
 MOST_SCORES = 1 << 22
 FEW = 2
-"""Of the batch, where nothing depends on how many there are."""
+"""Extent of the batch, where nothing depends on how many there are."""
 MOST_HEADS = 16
 
 

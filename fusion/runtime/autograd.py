@@ -90,8 +90,8 @@ def register(
 
 
 def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: Derivative | None) -> Any:
-    """What autograd records of an operator: a function on one level of torch.func, as torch itself makes one for each
-    level of a `torch.autograd.Function`, which refuses to run there for want of a `setup_context`."""
+    """The record that autograd keeps of an operator: a function on one level of torch.func, as torch itself makes one
+    for each level of a `torch.autograd.Function`, which refuses to run there for want of a `setup_context`."""
 
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         arguments = call.arguments_with(tensors)

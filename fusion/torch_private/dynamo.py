@@ -57,7 +57,7 @@ def known(variable: Any) -> Any:
 
 
 def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What `torch.compile` was given, of what it returned; any other function itself."""
+    """The function or module that `torch.compile` was given; any other function itself."""
     if isinstance(function, OptimizedModule):  # which has the mark of the function, too, on the module's `forward`
         return function._orig_mod
     return getattr(function, "_torchdynamo_orig_callable", function)

@@ -24,7 +24,7 @@ def mode_of(tensor: Any) -> FakeTensorMode | None:
 
 
 def shape_environment(value: Any) -> Any:
-    """What holds the symbols and guards of a tensor without data, or of a symbolic number; None of anything else."""
+    """The ShapeEnv (symbols and guards) of a tensor without data, or of a symbolic number; None of anything else."""
     if isinstance(value, FakeTensor):
         return value.fake_mode.shape_env
     return getattr(getattr(value, "node", None), "shape_env", None)

@@ -15,7 +15,7 @@ __all__ = [
 
 
 def public_empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """What stands for `empty_strided_cpu` where torch has none."""
+    """A stand-in for `empty_strided_cpu` where torch has none."""
     return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 

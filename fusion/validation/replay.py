@@ -74,7 +74,7 @@ class Region:
 
     @property
     def precision(self) -> torch.dtype:
-        """What the weights are multiplied in."""
+        """The dtype in which the weights are multiplied."""
         return nodes.dtype(self.anchor)
 
     def is_leaf(self, node: Node) -> bool:

@@ -65,7 +65,7 @@ class Result(NamedTuple):
 
 
 def result(plan: BackwardPlan, number: int, operand: Tensor, extents: Sequence[int], sizes: Sequence[int]) -> Result:
-    """Of Q, K or V (number 0, 1, 2), which has so many batch elements.., rows and columns."""
+    """The place of Q, K or V (number 0, 1, 2), which has so many batch elements.., rows and columns."""
     names, spec, read = [*(f"b{n}" for n in range(len(extents) - 2)), "row", "column"], plan.spec, plan.elements[number]
     known, shape = dict(zip(spec.sizes, sizes, strict=True)), tuple(operand.shape)
     strides = packed_strides(shape, spec.operands[number].order or range(len(shape)))

@@ -102,7 +102,7 @@ class TileProgram(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPlan:
-    """What the kernels of a spec share. elements: where those of Q, K and V are, None where they are gathered
+    """Facts that the kernels of a spec share. elements: where those of Q, K and V are, None where they are gathered
     or computed."""
 
     spec: AttentionSpec  # its further outputs are those at which a gradient arrives
