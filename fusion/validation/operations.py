@@ -175,8 +175,8 @@ def _run_along(replay: Replay, node: Node, columns: list[Tensor]) -> Tensor:
 def _on_whole_lines(replay: Replay, node: Node, origin: Node, dim: int, index: Index, rank: int) -> Tensor:
     """An operation whose result has a place on the line (softmax, cumsum), on whole lines."""
     extent = replay.region.shape(origin)[dim]
-    here = torch.broadcast_shapes(*(entry.shape for entry in index))
-    if extent * torch.Size(here).numel() > MOST_ELEMENTS:
+    lines_read = torch.broadcast_shapes(*(entry.shape for k, entry in enumerate(index) if k != dim))
+    if extent * torch.Size(lines_read).numel() > MOST_ELEMENTS:
         raise NotReplayable
     at = list(replay.further(index))
     at[dim] = torch.arange(extent).view([1] * rank + [-1])
