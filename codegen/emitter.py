@@ -1,6 +1,6 @@
 """The emitters: what one must be able to do, and who serves which device.
 
-    from fusion.codegen import emitter
+    from . import emitter
 
     emitter.register("metal", ("mps",), lambda: my_package, machine=lambda device: my_machine)
 

@@ -20,16 +20,20 @@ from fusion.errors import BlockMaskError, EmitterError, StrictError
 from fusion.ir import Kind
 from fusion.ir.sizes import size_value
 from fusion.options import Options
-from fusion.passes import autocast, cascades, checkpointing, graph_excerpt, nested, nodes, transforms
-from fusion.passes.distances import read_by_distance
-from fusion.passes.find import Site, may_hold_attention
-from fusion.passes.normalize import normalize
-from fusion.passes.outline import sealed_softmaxes
-from fusion.passes.regions import without_regions
-from fusion.passes.rewrite import Pays, rewrite
-from fusion.passes.specify import Specified
-from fusion.passes.unread_rows import skip_unread_rows
-from fusion.passes.upstream import escaping_weights
+from fusion.passes import graph_excerpt, nodes
+from fusion.passes.prepare import cascades
+from fusion.passes.prepare.distances import read_by_distance
+from fusion.passes.prepare.unread_rows import skip_unread_rows
+from fusion.passes.recognize.ancestors import escaping_weights
+from fusion.passes.recognize.find import Site, may_hold_attention
+from fusion.passes.replace import Pays, rewrite
+from fusion.passes.specify.specify import Specified
+from fusion.passes.subgraphs import checkpointing, transforms
+from fusion.passes.tensors import nested
+from fusion.passes.trace import autocast
+from fusion.passes.trace.normalize import normalize
+from fusion.passes.trace.outline import sealed_softmaxes
+from fusion.passes.trace.regions import without_regions
 from fusion.planning import cpu_planner, cpu_training
 from fusion.planning.key_sets import sets_pay
 from fusion.planning.tile_map_cost import map_pays

@@ -3,7 +3,7 @@
 Torch 2.13 computes it there by `_scaled_dot_product_attention_math` of strided nested tensors, which it makes of the
 sequences one by one (`jagged_scaled_dot_product_attention`, in torch/nested/_internal/sdpa.py): sizes that depend on
 data, and an operator (`aten::_nested_tensor_from_tensor_list`) that does not run on tensors without data. So Dynamo
-cuts the graph. For our backend it calls `fusion.passes.nested.attention` instead; eager mode and other backends are as
+cuts the graph. For our backend it calls `passes.tensors.nested.attention` instead; eager mode and other backends are as
 they were.
 """
 
@@ -32,7 +32,8 @@ def _attention(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """What Dynamo has of the call's result; None where it is to treat the call as any other."""
     if not _is_ours(dynamo.backend_of(tx)):
         return None
-    from fusion.passes import nested, nodes  # not where this package is only imported
+    from fusion.passes import nodes  # not where this package is only imported
+    from fusion.passes.tensors import nested  # not where this package is only imported
 
     given, named = [dynamo.known(x) for x in args], {name: dynamo.known(x) for name, x in kwargs.items()}
     if not any(map(nodes.is_nested, (*given, *named.values()))):

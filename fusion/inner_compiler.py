@@ -8,7 +8,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fusion.options import Options
-from fusion.passes import dtensor, marks, nodes
+from fusion.passes import marks, nodes
+from fusion.passes.tensors import dtensor
 
 
 def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Options, mode: Any) -> Callable[..., Any]:

@@ -11,9 +11,9 @@ from fusion.ir.sizes import size_value
 from fusion.lowering import further_gradients
 from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
-from fusion.passes.find import Site
-from fusion.passes.outline import described
-from fusion.passes.specify import Specified
+from fusion.passes.recognize.find import Site
+from fusion.passes.specify.specify import Specified
+from fusion.passes.trace.outline import described
 from fusion.planning.plan import Plan, plan
 from fusion.refusals import Ground, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport

@@ -14,12 +14,13 @@ from torch.fx import Graph, Node
 from fusion.ir.expr import Expr, coord, walk
 from fusion.ir.integers import Bounds
 from fusion.ir.spec import FurtherOutput
-from fusion.passes import marks, nodes
-from fusion.passes.find import Site
-from fusion.passes.further import Use
-from fusion.passes.nodes import Unsupported
 from fusion.refusals import Ground
 from fusion.torch_private.autograd import SET_GRAD_ENABLED
+
+from . import marks, nodes
+from .nodes import Unsupported
+from .recognize.find import Site
+from .specify.aux_outputs import Use
 
 aten = torch.ops.aten
 

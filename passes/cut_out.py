@@ -11,8 +11,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fusion.passes import graph_excerpt, marks, nodes
-from fusion.passes.find import Site
+from . import graph_excerpt, marks, nodes
+from .recognize.find import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from fusion.passes import nodes
-from fusion.passes.contractions import is_contraction
-from fusion.passes.find import Site
-from fusion.passes.sdpa import is_sdpa
-from fusion.passes.specify import Specified
-from fusion.passes.upstream import LINEAR
+from . import nodes
+from .pullback.contractions import is_contraction
+from .pullback.sdpa import is_sdpa
+from .recognize.ancestors import LINEAR
+from .recognize.find import Site
+from .specify.specify import Specified
 
 _DRAWN = (torch.Tensor, tuple, list)
 LIMIT = 48

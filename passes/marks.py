@@ -51,7 +51,7 @@ statistic_of = Mark[Node | None]("statistic_of", None)
 """The product with V whose attention writes the node as a further output: to others it is a tensor."""
 
 of_float = Mark[bool]("of_float", False)
-"""Whether the node is the tensor of a float that is known at run time only (`fusion.passes.floats`)."""
+"""Whether the node is the tensor of a float that is known at run time only (`fusion.passes.trace.floats`)."""
 
 stored = Mark[bool]("stored", False)
 """Whether attentions may read the tensor in its narrow dtype."""
@@ -66,7 +66,7 @@ dtensor = Mark[bool]("dtensor", False)
 """Whether the node stands for a DTensor; its value is the global tensor."""
 
 folded = Mark[Any]("folded", None)
-"""The value of a tensor that is the same at every call (`fusion.passes.folding`)."""
+"""The value of a tensor that is the same at every call (`fusion.passes.pullback.folding`)."""
 
 affine = Mark[Any]("affine", None)
 """That value as an affine function of the index, where it is one."""

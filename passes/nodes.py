@@ -17,13 +17,14 @@ from fusion.ir import integers
 from fusion.ir.expr import ONE, Expr, const, is_number, size
 from fusion.ir.ops import apply, as_float
 from fusion.ir.widths import LARGEST_SIZE
-from fusion.passes import assumptions
 from fusion.refusals import Ground, Refusal
 from fusion.torch_private import operators, tensors, tracing
 from fusion.torch_private.autograd import SET_GRAD_ENABLED
 from fusion.torch_private.fake import shape_environment
 from fusion.torch_private.sizes import free_unbacked_symbols, optimization_hint, statically_known_true
 from fusion.torch_private.sizes import functions as torch_sympy
+
+from . import assumptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 UNKNOWN = 1024

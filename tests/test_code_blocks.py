@@ -70,7 +70,7 @@ ELSEWHERE = ("integrations.md",)
 )
 def test_python_blocks_run_in_order(page: Path, space: dict, tmp_path: Path) -> None:
     if page.name == "extending.md":
-        space |= vars(__import__("fusion.passes.pointwise", fromlist=["_"]))
+        space |= vars(__import__("fusion.passes.pullback.pointwise", fromlist=["_"]))
         space["BUILDERS"] = dict(space["BUILDERS"])  # the page adds to it
     for number, block in enumerate(python_blocks(page)):
         file = tmp_path / f"block_{number}.py"

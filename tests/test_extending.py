@@ -79,7 +79,7 @@ import math
 from fusion.ir.expr import SCORE, I, J, const
 from fusion.ir.integers import add
 from fusion.ir.ops import apply, where
-from fusion.passes.masks import understand
+from fusion.passes.specify.masks import understand
 live = apply("ilt", J, apply("imax", add(I, 1), const(7)))
 print(understand(where(live, SCORE, const(-math.inf))).key_hi)
 """
@@ -88,5 +88,5 @@ print(understand(where(live, SCORE, const(-math.inf))).key_hi)
 def test_a_predicate_that_bounds_keys_takes_one_place(package):
     """The page shows one that is there: without it the mask bounds nothing."""
     assert run(package, "-c", UNDERSTOOD) == "max(i1 + 1, 7)\n"
-    assert applied(package, "A mask fact", "-R") == ["passes/masks.py"]
+    assert applied(package, "A mask fact", "-R") == ["passes/specify/masks.py"]
     assert run(package, "-c", UNDERSTOOD) == "None\n"

@@ -25,14 +25,26 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
-    """What a module imports when it runs."""
+def imported(name: str, tree: ast.Module) -> Iterator[str]:
+    """Full names that module `name` imports when it runs."""
     typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
     skipped = {inner for node in typing for inner in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and node not in skipped:
-            place = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            place = f"{origin(name, node)}." if isinstance(node, ast.ImportFrom) else ""
             yield from (f"{place}{alias.name}" for alias in node.names)
+
+
+def origin(name: str, node: ast.ImportFrom) -> str:
+    """Full name of the module that `node`, in module `name`, imports from."""
+    if not node.level:
+        return node.module or ""
+    package = name.split(".") if is_package(name) else name.split(".")[:-1]
+    return ".".join([*package[: len(package) + 1 - node.level], *([node.module] if node.module else [])])
+
+
+def is_package(name: str) -> bool:
+    return (ROOT / "fusion" / Path(*name.split(".")[1:]) / "__init__.py").exists()
 
 
 @functools.cache
@@ -43,7 +55,9 @@ def edges() -> dict[str, set[str]]:
     def module(name: str) -> str:
         return name if name in trees else name.rpartition(".")[0]
 
-    return {name: {module(found) for found in imported(tree)} & trees.keys() - {name} for name, tree in trees.items()}
+    return {
+        name: {module(found) for found in imported(name, tree)} & trees.keys() - {name} for name, tree in trees.items()
+    }
 
 
 def downward() -> dict[str, set[str]]:

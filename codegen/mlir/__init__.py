@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusion.codegen.mlir.compile import unavailable
-from fusion.codegen.mlir.float8 import FORMATS
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.ir.spec import AttentionSpec
 from fusion.kept import Made
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
 from fusion.planning.register_tiles import target_of
 
+from .compile import unavailable
+from .float8 import FORMATS
+from .launch import Kernel
+from .strategy import supports, tilings_for
+
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.training import TrainingKernel
+    from .training import TrainingKernel
 
 __all__ = ["Kernel", "compile", "compile_training", "supports", "unavailable"]
 
@@ -57,8 +58,8 @@ def compile_training(
 ) -> TrainingKernel | None:
     """The kernels that train with a spec, or None where it has no backward kernel. They have one tile for all lengths:
     nothing is planned or measured."""
-    from fusion.codegen.mlir.backward.plan import unsupported
-    from fusion.codegen.mlir.training import TrainingKernel
+    from .backward.plan import unsupported
+    from .training import TrainingKernel
 
     machine = machine or Machine.detect()
     if supports(spec, machine) is not None or unsupported(spec) is not None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.products import Groups, InterleavedWork, MultiplyAdd, round_up, vector_products
-from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
-from fusion.codegen.mlir.transpose import sum_rows, transpose
-from fusion.codegen.mlir.work_items import Tiling
-from fusion.codegen.mlir.x86 import BF16, F32, WORDS, Avx512, TileUnit, joined
 from fusion.planning.register_tiles import Target
+
+from .builder import Builder, Value
+from .products import Groups, InterleavedWork, MultiplyAdd, round_up, vector_products
+from .rows import RowReader, Rows, load_f32, load_line
+from .transpose import sum_rows, transpose
+from .work_items import Tiling
+from .x86 import BF16, F32, WORDS, Avx512, TileUnit, joined
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile
 

@@ -1,5 +1,4 @@
-"""A small writer of MLIR text: values that know their type, loops and branches as `with` blocks, constants collected
-once.
+"""A small writer of MLIR text: typed values, loops and branches as `with` blocks, constants collected once.
 
 Kernels are written in the `arith`, `math`, `vector` and `scf` dialects, with memory reached through `llvm.ptr`: one
 notion of address serves tensors of any strides and scratch areas alike. A method of `Builder` appends one operation and
@@ -16,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fusion.codegen.mlir.interleave import in_turns
 from fusion.ir.integers import in_64_bits
+
+from .interleave import in_turns
 
 T = TypeVar("T")
 

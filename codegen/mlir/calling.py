@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusion.codegen.mlir import openmp
-from fusion.codegen.mlir.compile import MachineCode, compile_text
-from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.skeleton import KernelText
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.widths import LARGEST_SIZE
 from fusion.torch_private.tensors import empty_strided_cpu
 
+from . import openmp
+from .compile import MachineCode, compile_text
+from .products import round_up
+from .skeleton import KernelText
+
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.features import FeaturesKernel
-    from fusion.codegen.mlir.row_statistics import RowStatisticsKernel
+    from .features import FeaturesKernel
+    from .row_statistics import RowStatisticsKernel
 
 PARAMETER_SLOTS = 256
 APART = 128  # bytes: two cache lines, which processors fetch together

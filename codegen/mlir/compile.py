@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion import disk_cache
-from fusion.codegen.mlir import object_file, openmp
-from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.object_file import ObjectFileError
-from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.errors import KernelCompilationError
 from fusion.machine import Machine, cpu
 from fusion.torch_private.dynamo import counters
+
+from . import object_file, openmp
+from .builder import Builder, Value
+from .object_file import ObjectFileError
+from .vectormath import VectorMath
 
 log = logging.getLogger(__name__)
 

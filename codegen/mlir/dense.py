@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion.codegen.mlir.builder import SIZE, Value, shape_of, vector_of
-from fusion.codegen.mlir.rows import LINE, linear_strides
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
-from fusion.codegen.mlir.transpose import transpose
 from fusion.ir.expr import Expr, I, J, Kind
+
+from .builder import SIZE, Value, shape_of, vector_of
+from .rows import LINE, linear_strides
+from .scope import MEMORY_TYPE, Context, Scope, widen
+from .transpose import transpose
 
 PREFETCH_KEYS = 128  # how far ahead, in keys
 UNIT = 4  # words of a row in a unit

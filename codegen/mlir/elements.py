@@ -8,12 +8,13 @@ read by one load and spread over the lanes, and scales of groups are read once p
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Lanes, Scope, widen
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coord, coordinates, loads, rebuild
 from fusion.ir.ops import evaluate
 from fusion.ir.widths import interval
+
+from .builder import Value, vector_of
+from .scope import MEMORY_TYPE, Context, Lanes, Scope, widen
 
 BLOCK, LANE = coord("c_block"), coord("c_lane")
 _WORD = (-(2**31), 2**31 - 1)

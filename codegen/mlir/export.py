@@ -17,15 +17,6 @@ from typing import Any
 
 import torch
 
-from fusion.codegen.mlir import openmp
-from fusion.codegen.mlir.calling import bytes_per_thread
-from fusion.codegen.mlir.compile import PIPELINE
-from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.launch import batch_of_items, span_of
-from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
-from fusion.codegen.mlir.row_kernel import emit_rows
-from fusion.codegen.mlir.skeleton import HEADER, KernelText
-from fusion.codegen.mlir.strategy import supports, tilings_for
 from fusion.errors import KernelCompilationError, MlirExportError
 from fusion.ir.results import packed_strides
 from fusion.ir.sizes import extents_function
@@ -34,6 +25,16 @@ from fusion.machine import Machine
 from fusion.planning.cpu_rows import FEW_QUERIES
 from fusion.planning.portions import PER_THREAD
 from fusion.planning.register_tiles import target_of
+
+from . import openmp
+from .calling import bytes_per_thread
+from .compile import PIPELINE
+from .kernel import emit
+from .launch import batch_of_items, span_of
+from .mixed_heads import emit_mixed_heads
+from .row_kernel import emit_rows
+from .skeleton import HEADER, KernelText
+from .strategy import supports, tilings_for
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
          "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip

@@ -30,11 +30,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.thread_function import ThreadFunction
-from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.x86 import F32, WORDS, Avx512, TileUnit, joined
+from .builder import Value
+from .products import round_up
+from .thread_function import ThreadFunction
+from .transpose import transpose
+from .x86 import F32, WORDS, Avx512, TileUnit, joined
 
 BLOCK = 128  # keys or queries whose parents are in the cache at a time
 QUERY_BLOCK = 64

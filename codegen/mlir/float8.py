@@ -6,7 +6,7 @@ e4m3fn with an exponent that is smaller by 8.
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.builder import Builder, Value
+from .builder import Builder, Value
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 

@@ -16,16 +16,17 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Scope
-from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.work_items import Item
 from fusion.ir.expr import LOG_WEIGHT, WEIGHT, J, Kind, coord, node, substitute, walk
 from fusion.ir.spec import FurtherOutput, Reduction
 from fusion.lowering.rows import log_weight
 
+from .builder import Value, vector_of
+from .scope import MEMORY_TYPE, Scope
+from .transpose import transpose
+from .work_items import Item
+
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.tile import TileKernel
+    from .tile import TileKernel
 
 _EXPONENT = node("score", (), Kind.FLOAT, "program")
 """Logarithm of a weight before it is divided, less the row's maximum: the score program's value."""

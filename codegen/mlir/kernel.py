@@ -19,23 +19,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from fusion.codegen.mlir.amx import Amx
-from fusion.codegen.mlir.bounds import SLACK, VALUE_EXPONENTS, BoundedScores, near
-from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.dense import DenseLoad
-from fusion.codegen.mlir.overlap import OverlappingKernel
-from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows, clear_largest, raise_flag
-from fusion.codegen.mlir.parts import TileParts
-from fusion.codegen.mlir.rows import RowReader
-from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
-from fusion.codegen.mlir.x86 import BIAS, MANTISSA
 from fusion.ir.expr import I0, I1
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_need_keys
 from fusion.planning.register_tiles import Target
+
+from .amx import Amx
+from .bounds import SLACK, VALUE_EXPONENTS, BoundedScores, near
+from .builder import Value, vector_of
+from .dense import DenseLoad
+from .overlap import OverlappingKernel
+from .packing import STATE_BYTES, PackedRows, clear_largest, raise_flag
+from .parts import TileParts
+from .rows import RowReader
+from .scope import Scope
+from .skeleton import KernelText
+from .work_items import Item, KeyRange, Tile, Tiling
+from .x86 import BIAS, MANTISSA
 
 
 def emit(

@@ -14,11 +14,11 @@ import dataclasses
 
 import torch
 
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import float_bits
-from fusion.codegen.mlir.row_statistics import Rows, RowStatisticsCall, RowStatisticsKernel, code
-from fusion.codegen.mlir.transpose import sum_rows
-from fusion.codegen.mlir.x86 import F32, LANES
+from .builder import Value
+from .calling import float_bits
+from .row_statistics import Rows, RowStatisticsCall, RowStatisticsKernel, code
+from .transpose import sum_rows
+from .x86 import F32, LANES
 
 WORDS = f"vector<{LANES}xi64>"
 

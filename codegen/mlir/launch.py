@@ -12,23 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fusion.codegen import reference
-from fusion.codegen.emitter import Edges, Proof
-from fusion.codegen.mlir.calling import (
-    MOST_CUT,
-    CompiledKernel,
-    Launch,
-    address,
-    check_sizes,
-    empty_strided,
-    operand_values,
-)
-from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
-from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_kernel import MOST_KEYS, emit_rows
-from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.work_items import AllHeads, ByRows, Tiling
 from fusion.errors import RefusedChoiceError, UnsupportedSizeError
 from fusion.ir.results import output_layout
 from fusion.ir.sizes import extents_function
@@ -39,6 +22,24 @@ from fusion.planning.cpu_planner import all_heads_choice, rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
 from fusion.planning.portions import one_by_one, portions
 from fusion.planning.register_tiles import KEY_SPAN, Target
+
+from .. import reference
+from ..emitter import Edges, Proof
+from .calling import (
+    MOST_CUT,
+    CompiledKernel,
+    Launch,
+    address,
+    check_sizes,
+    empty_strided,
+    operand_values,
+)
+from .kernel import emit
+from .mixed_heads import emit_mixed_heads
+from .products import round_up
+from .row_kernel import MOST_KEYS, emit_rows
+from .skeleton import KernelText
+from .work_items import AllHeads, ByRows, Tiling
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,13 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.dense import DenseLoad
-from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
-from fusion.codegen.mlir.products import Groups, round_up, vector_products
-from fusion.codegen.mlir.scope import Lanes, Scope
-from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
-from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, I, J, coord
 from fusion.ir.reads import dense_loads
 from fusion.ir.results import keeps_ends
@@ -30,6 +23,14 @@ from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import is_moderate
 from fusion.lowering.score_programs import plain_scale
 from fusion.planning.register_tiles import KEY_SPAN, Target, planes_of
+
+from .builder import Value
+from .dense import DenseLoad
+from .packing import STATE_BYTES, PackedRows
+from .products import Groups, round_up, vector_products
+from .scope import Lanes, Scope
+from .skeleton import KernelFunction, KernelText
+from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram
 
 KEYS_AT_ONCE = 4
 """Keys whose heads are mixed at a time, no more than a key step: a head's factor is read once for all of them."""

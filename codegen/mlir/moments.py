@@ -23,11 +23,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import float_bits
-from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_statistics import BLOCK, Rows, RowStatisticsCall, RowStatisticsKernel, code
-from fusion.codegen.mlir.x86 import F32, LANES
+from .builder import Value
+from .calling import float_bits
+from .products import round_up
+from .row_statistics import BLOCK, Rows, RowStatisticsCall, RowStatisticsKernel, code
+from .x86 import F32, LANES
 
 
 class Moments(RowStatisticsKernel):

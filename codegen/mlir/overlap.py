@@ -22,15 +22,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fusion.codegen.mlir.amx import Amx
-from fusion.codegen.mlir.bounds import BoundedScores
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.products import InterleavedWork
-from fusion.codegen.mlir.softmax import PAIR, GroupSoftmax, RowProgram, Weigh
-from fusion.codegen.mlir.tile import TileKernel
-from fusion.codegen.mlir.work_items import Tile
 from fusion.ir.expr import Expr
 from fusion.ir.spec import Normalizer
+
+from .amx import Amx
+from .bounds import BoundedScores
+from .builder import Value
+from .products import InterleavedWork
+from .softmax import PAIR, GroupSoftmax, RowProgram, Weigh
+from .tile import TileKernel
+from .work_items import Tile
 
 GROUP_PAIR = (0, 1)  # of the set of groups that overlapping products take
 State = TypeVar("State")

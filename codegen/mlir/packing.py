@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion.codegen.mlir.amx import LARGE_BITS
-from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.rows import RowReader
-from fusion.codegen.mlir.x86 import WORDS
 from fusion.errors import KernelCompilationError
+
+from .amx import LARGE_BITS
+from .builder import Builder, Value
+from .rows import RowReader
+from .x86 import WORDS
 
 SLOTS = 64
 STATE_BYTES = 8 * SLOTS

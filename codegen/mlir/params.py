@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.builder import Builder, Value
+from .builder import Builder, Value
 
 
 class Params:

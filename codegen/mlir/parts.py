@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.builder import PTR, Value
-from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.ir.spec import Normalizer
 
+from .builder import PTR, Value
+from .skeleton import KernelFunction
+
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.tile import TileKernel
-    from fusion.codegen.mlir.work_items import Item
+    from .tile import TileKernel
+    from .work_items import Item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

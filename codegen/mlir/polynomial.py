@@ -6,14 +6,15 @@ import functools
 
 import torch
 
-from fusion.codegen.mlir.calling import COUNTERS, CompiledFunction, apart, memory
-from fusion.codegen.mlir.compile import unavailable
-from fusion.codegen.mlir.features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, Readout, State
-from fusion.codegen.mlir.products import round_up
-from fusion.codegen.reference.polynomial import Monomials, monomials
 from fusion.machine import Machine
 from fusion.machine.cpu import amx_enabled
 from fusion.planning.register_tiles import target_of
+
+from ..reference.polynomial import Monomials, monomials
+from .calling import COUNTERS, CompiledFunction, apart, memory
+from .compile import unavailable
+from .features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, Readout, State
+from .products import round_up
 
 STATE_BYTES = 1 << 20  # what the state of one work item's features may fill of a second-level cache
 

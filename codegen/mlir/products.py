@@ -26,11 +26,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
-from fusion.codegen.mlir.rows import RowReader, Rows, load_f32, load_line
-from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.x86 import BF16, LANES, WORDS, Avx512
 from fusion.planning.register_tiles import Target
+
+from .builder import Builder, Value, shape_of, vector_of
+from .rows import RowReader, Rows, load_f32, load_line
+from .transpose import transpose
+from .x86 import BF16, LANES, WORDS, Avx512
 
 LONGEST_CHAIN = 128
 """Words of a product that are summed one after the other: rounding grows with a chain's length. Sums of chains are

@@ -7,9 +7,10 @@ distance as the lane coordinate; for a key and L consecutive rows the values are
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.scope import Context, Lanes, Scope
 from fusion.ir.expr import Expr, I, J, Kind
+
+from .builder import Value, vector_of
+from .scope import Context, Lanes, Scope
 
 
 class DistanceTable:

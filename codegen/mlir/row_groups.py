@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.row_products import Columns, Source, Stretch, Turns, Widths
-from fusion.codegen.mlir.row_vectors import PairValueProducts, VectorRows
-from fusion.codegen.mlir.rows import Rows, load_line
-from fusion.codegen.mlir.transpose import sum_rows, transpose
-from fusion.codegen.mlir.x86 import BF16, F32, LANES, Avx512
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.register_tiles import Target
+
+from .builder import Builder, Value
+from .row_products import Columns, Source, Stretch, Turns, Widths
+from .row_vectors import PairValueProducts, VectorRows
+from .rows import Rows, load_line
+from .transpose import sum_rows, transpose
+from .x86 import BF16, F32, LANES, Avx512
 
 SUMS = 16  # vectors of outputs that are in registers
 

@@ -21,19 +21,20 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.parts import Parts, Sums
-from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.row_products import STEP, Source, Stretch, Widths
-from fusion.codegen.mlir.row_tiles import row_products
-from fusion.codegen.mlir.rows import SharedRows, runs
-from fusion.codegen.mlir.scope import Lanes, Scope
-from fusion.codegen.mlir.skeleton import KernelFunction, KernelText
 from fusion.ir.expr import SCORE, I, J, coord, coordinates, loads
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.dead_rows import dead_rows_need_keys
 from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import Target
+
+from .builder import Value
+from .parts import Parts, Sums
+from .products import round_up
+from .row_products import STEP, Source, Stretch, Widths
+from .row_tiles import row_products
+from .rows import SharedRows, runs
+from .scope import Lanes, Scope
+from .skeleton import KernelFunction, KernelText
 
 MOST_KEYS = 512
 """Of a stretch. Lanes are keys, so that a sum has a part of them only."""

@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.rows import RowReader, SharedRows, in_line
-from fusion.codegen.mlir.scope import MEMORY_TYPE
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.register_tiles import Target
+
+from .builder import Builder, Value, vector_of
+from .rows import RowReader, SharedRows, in_line
+from .scope import MEMORY_TYPE
 
 STEP = 32  # keys that are read together at most: those that rows take turns at, which the first-level cache holds
 

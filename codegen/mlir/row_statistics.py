@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.calling import COUNTERS, CompiledFunction, apart, memory
-from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.scope import MEMORY_TYPE
-from fusion.codegen.mlir.thread_function import ThreadFunction
-from fusion.codegen.mlir.transpose import sum_rows
-from fusion.codegen.mlir.x86 import F32, LANES
+from .builder import Value
+from .calling import COUNTERS, CompiledFunction, apart, memory
+from .products import round_up
+from .scope import MEMORY_TYPE
+from .thread_function import ThreadFunction
+from .transpose import sum_rows
+from .x86 import F32, LANES
 
 BLOCK = 64
 SUMS = 16  # vectors of sums that stay in registers

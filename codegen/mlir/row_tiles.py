@@ -21,17 +21,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from fusion.codegen.mlir.amx import TILE_ELEMENTS
-from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.row_groups import GroupedRows
-from fusion.codegen.mlir.row_products import STEP, RowProducts, Source, Stretch, Turns, Widths
-from fusion.codegen.mlir.row_vectors import ValueProducts, VectorRows
-from fusion.codegen.mlir.rows import Rows, load_line
-from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.x86 import BF16, F32, LANES, WORDS, TileUnit
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS, PAIRED
 from fusion.planning.register_tiles import Target, planes_of
+
+from .amx import TILE_ELEMENTS
+from .builder import Builder, Value
+from .row_groups import GroupedRows
+from .row_products import STEP, RowProducts, Source, Stretch, Turns, Widths
+from .row_vectors import ValueProducts, VectorRows
+from .rows import Rows, load_line
+from .transpose import transpose
+from .x86 import BF16, F32, LANES, WORDS, TileUnit
 
 TILE = 256  # float32 in a tile
 STRETCH = 128  # keys: what is made of them stays in the first-level cache

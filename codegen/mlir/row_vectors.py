@@ -14,15 +14,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import ClassVar
 
-from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.row_products import STEP, Ask, Columns, RowProducts, Source, Stretch, Turns, Widths
-from fusion.codegen.mlir.rows import Rows, SharedRows, in_line, load_f32, load_line, load_pair, runs
-from fusion.codegen.mlir.transpose import sum_rows
-from fusion.codegen.mlir.x86 import BF16, LANES, Avx512
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import Target, planes_of
+
+from .builder import Builder, Value, vector_of
+from .row_products import STEP, Ask, Columns, RowProducts, Source, Stretch, Turns, Widths
+from .rows import Rows, SharedRows, in_line, load_f32, load_line, load_pair, runs
+from .transpose import sum_rows
+from .x86 import BF16, LANES, Avx512
 
 RUN = 8  # rows of K in a page from which on finding them costs less than putting a copy of them in order
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four

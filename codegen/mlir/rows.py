@@ -13,11 +13,12 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import SIZE, Builder, Value, vector_of
-from fusion.codegen.mlir.elements import Elements
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope, widen
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coord, coordinates, load, substitute, walk
+
+from .builder import SIZE, Builder, Value, vector_of
+from .elements import Elements
+from .scope import MEMORY_TYPE, Context, Scope, widen
 
 LINE = 64  # bytes of a line of the caches
 

@@ -13,10 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
-from fusion.codegen.mlir.float8 import FORMATS, widen_float8
-from fusion.codegen.mlir.params import Params
-from fusion.codegen.mlir.vectormath import VectorMath, hash_bits
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coordinates
 from fusion.ir.fills import has_fill
@@ -24,6 +20,11 @@ from fusion.ir.spec import Operand
 from fusion.ir.widths import dtype_range, interval, within_half
 from fusion.lowering.numbers import width
 from fusion.lowering.ranges import Interval, is_ordinary
+
+from .builder import Builder, Value, shape_of, vector_of
+from .float8 import FORMATS, widen_float8
+from .params import Params
+from .vectormath import VectorMath, hash_bits
 
 #: MLIR's type of an element in memory; of the bits of a float8
 MEMORY_TYPE = {

@@ -9,14 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.rows import Access, RowReader
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
-from fusion.codegen.mlir.softmax import Exponent
-from fusion.codegen.mlir.thread_function import ThreadFunction
-from fusion.codegen.mlir.transpose import transpose
-from fusion.codegen.mlir.vectormath import LIBM, VectorMath
-from fusion.codegen.mlir.x86 import flush_denormals, restore_mode
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -26,6 +18,15 @@ from fusion.lowering.ranges import ranges
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.register_tiles import Target
+
+from .builder import Value, vector_of
+from .rows import Access, RowReader
+from .scope import MEMORY_TYPE, Context, Scope
+from .softmax import Exponent
+from .thread_function import ThreadFunction
+from .transpose import transpose
+from .vectormath import LIBM, VectorMath
+from .x86 import flush_denormals, restore_mode
 
 HEADER = "module {\n" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
 

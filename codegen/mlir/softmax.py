@@ -20,10 +20,11 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import Builder, Value, vector_of
-from fusion.codegen.mlir.scope import Context, Scope, staged_leaf
 from fusion.ir.expr import SCORE, Expr, J
 from fusion.lowering.numbers import LOG2E, exponent_units
+
+from .builder import Builder, Value, vector_of
+from .scope import Context, Scope, staged_leaf
 
 RESCALE_ABOVE = 8.0  # in powers of two
 UNROLL = 4  # keys at a time where the program is applied

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.codegen.mlir.calling import float_bits
-from fusion.codegen.mlir.launch import Variant, addresses_of, call_values
-from fusion.codegen.mlir.sparse_kernel import emit_sparse
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.ir.spec import AttentionSpec
 from fusion.kept import Made
 from fusion.machine import Machine
 from fusion.planning.register_tiles import target_of
+
+from .calling import float_bits
+from .launch import Variant, addresses_of, call_values
+from .sparse_kernel import emit_sparse
+from .strategy import tilings_for
 
 
 class SparseKernel:

@@ -15,16 +15,17 @@ Tiles are visited one after the other: there is nothing to overlap with a tile t
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.kernel import AttentionKernel
-from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.skeleton import KernelText
-from fusion.codegen.mlir.softmax import RowProgram
-from fusion.codegen.mlir.work_items import Item, KeyRange, Tile, Tiling
 from fusion.ir.expr import SCORE, Expr
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import LOG2E
 from fusion.planning.register_tiles import Target
+
+from .builder import Value
+from .kernel import AttentionKernel
+from .scope import Scope
+from .skeleton import KernelText
+from .softmax import RowProgram
+from .work_items import Item, KeyRange, Tile, Tiling
 
 
 def emit_sparse(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.codegen import emitter
-from fusion.codegen.mlir.compile import unavailable
-from fusion.codegen.mlir.scope import MEMORY_TYPE
-from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.register_tiles import PLANES, Target, planes_of
 from fusion.refusals import Ground, Refusal
+
+from .. import emitter
+from .compile import unavailable
+from .scope import MEMORY_TYPE
+from .work_items import Tiling
 
 
 def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:

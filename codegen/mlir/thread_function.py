@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from fusion.codegen.mlir.builder import PTR, Builder, Value
-from fusion.codegen.mlir.params import Params
-from fusion.codegen.mlir.products import round_up
+from .builder import PTR, Builder, Value
+from .params import Params
+from .products import round_up
 
 
 class ThreadFunction:

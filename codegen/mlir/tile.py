@@ -16,22 +16,23 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-from fusion.codegen.mlir.amx import products_of
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.dense import DenseLoad
-from fusion.codegen.mlir.further import FurtherOutputs
-from fusion.codegen.mlir.products import Groups, InterleavedWork
-from fusion.codegen.mlir.relative_bias import DistanceTable
-from fusion.codegen.mlir.scope import Lanes, Scope
-from fusion.codegen.mlir.skeleton import KernelFunction
-from fusion.codegen.mlir.softmax import Group, GroupSoftmax, KeyBlock, RowProgram, Store
-from fusion.codegen.mlir.training_statistics import TrainingStatistics
-from fusion.codegen.mlir.work_items import Item, Tile, Tiling
 from fusion.ir.expr import Expr, I, coord
 from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target
+
+from .amx import products_of
+from .builder import Value
+from .dense import DenseLoad
+from .further import FurtherOutputs
+from .products import Groups, InterleavedWork
+from .relative_bias import DistanceTable
+from .scope import Lanes, Scope
+from .skeleton import KernelFunction
+from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram, Store
+from .training_statistics import TrainingStatistics
+from .work_items import Item, Tile, Tiling
 
 
 class TileKernel(KernelFunction):

@@ -12,19 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusion.codegen import reference
-from fusion.codegen.emitter import Backward, Edges, Proof
-from fusion.codegen.mlir.backward.call import BackwardCall
-from fusion.codegen.mlir.backward.fused import FusedKernel
-from fusion.codegen.mlir.backward.kernel import BackwardKernel
-from fusion.codegen.mlir.backward.plan import BackwardPlan, backward_plan
-from fusion.codegen.mlir.backward.tile import Problem
-from fusion.codegen.mlir.calling import CompiledKernel, address, check_sizes, empty_strided
-from fusion.codegen.mlir.further import IDENTITY
-from fusion.codegen.mlir.huge_pages import in_huge_pages
-from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.launch import ForwardKernel, Prepared
-from fusion.codegen.mlir.work_items import AllHeads, ByRows, Tiling
 from fusion.ir.results import REDUCE, further_shape, packed_strides, size_of, statistics_shape
 from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.kept import Kept, Made
@@ -33,6 +20,20 @@ from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_rows import FEW_QUERIES
 from fusion.planning.register_tiles import KEY_SPAN, Target
+
+from .. import reference
+from ..emitter import Backward, Edges, Proof
+from .backward.call import BackwardCall
+from .backward.fused import FusedKernel
+from .backward.kernel import BackwardKernel
+from .backward.plan import BackwardPlan, backward_plan
+from .backward.tile import Problem
+from .calling import CompiledKernel, address, check_sizes, empty_strided
+from .further import IDENTITY
+from .huge_pages import in_huge_pages
+from .kernel import emit
+from .launch import ForwardKernel, Prepared
+from .work_items import AllHeads, ByRows, Tiling
 
 if TYPE_CHECKING:
     from typing_extensions import Self

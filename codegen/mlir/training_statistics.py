@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.softmax import GroupSoftmax
 from fusion.ir.expr import ROW_MAX, ROW_SUM, coord
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import LOG2E
 
+from .builder import Value
+from .scope import Scope
+from .softmax import GroupSoftmax
+
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.skeleton import KernelFunction
+    from .skeleton import KernelFunction
 
 
 def concentrated(spec: AttentionSpec) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion.codegen.mlir.builder import Builder, Value, shape_of
+from .builder import Builder, Value, shape_of
 
 
 def transpose(b: Builder, rows: Sequence[Value], run: int = 1) -> list[Value]:

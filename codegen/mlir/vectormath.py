@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fusion.codegen.mlir.builder import Builder, Value, shape_of, vector_of
-from fusion.codegen.mlir.x86 import Avx512
 from fusion.ir.primitives import HASH_MULTIPLIERS, HASH_SPREAD
 from fusion.lowering.numbers import LOG2E
+
+from .builder import Builder, Value, shape_of, vector_of
+from .x86 import Avx512
 
 LN2 = math.log(2.0)
 LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}  # rare functions that are left to libm

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.rows import RowReader
-from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.softmax import KeyBlock
+from .builder import Value
+from .rows import RowReader
+from .scope import Scope
+from .softmax import KeyBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from fusion.codegen.mlir.builder import TILE, Builder, Value, shape_of
+from .builder import TILE, Builder, Value, shape_of
 
 FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
 LANES = 16  # float32 elements in the widest vectors

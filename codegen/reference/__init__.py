@@ -7,9 +7,9 @@ rows at a time, so that memory stays linear in the number of queries.
 
 from __future__ import annotations
 
-from fusion.codegen.reference.backward import backward
-from fusion.codegen.reference.forward import run, run_all
-from fusion.codegen.reference.kernels import (
+from .backward import backward
+from .forward import run, run_all
+from .kernels import (
     ReferenceGradient,
     ReferenceKernel,
     compile,

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from fusion.codegen.reference.forward import Execution
 from fusion.ir.spec import AttentionSpec
 from fusion.torch_private.autograd import recording
+
+from .forward import Execution
 
 BLOCK_ELEMENTS = 1 << 22  # score elements of a block of rows that are alive at once
 

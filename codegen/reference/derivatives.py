@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fusion.codegen.reference.forward import Execution
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.steps import Gradients, Place, Step, Tangents, marked, signature
 from fusion.torch_private import autograd, functorch
+
+from .forward import Execution
 
 Block = tuple[int, int]  # (first row, how many)
 Function = Callable[[Block, list[Tensor]], list[Tensor]]

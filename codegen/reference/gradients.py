@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fusion.codegen.reference.backward import recording
-from fusion.codegen.reference.forward import Execution
 from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, I, J
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.row_gradients import LOG_SUM, row_scale, slope
+
+from .backward import recording
+from .forward import Execution
 
 
 def of_access(

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.codegen.emitter import Backward
-from fusion.codegen.reference.backward import backward
-from fusion.codegen.reference.forward import run, run_all
 from fusion.ir.results import no_statistics
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
+
+from ..emitter import Backward
+from .backward import backward
+from .forward import run, run_all
 
 
 class ReferenceKernel:

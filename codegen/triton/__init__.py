@@ -15,17 +15,18 @@ from collections.abc import Callable
 
 import torch
 
-from fusion.codegen import emitter
-from fusion.codegen.triton.autotune import Tuner
-from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.dtypes import DTYPES, FLOAT8, PRODUCTS
-from fusion.codegen.triton.launch import Kernel
 from fusion.ir.expr import C, E, contains, loads
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_model import tile_clocks
 from fusion.refusals import Ground, Refusal
+
+from .. import emitter
+from .autotune import Tuner
+from .differentiable import Differentiable
+from .dtypes import DTYPES, FLOAT8, PRODUCTS
+from .launch import Kernel
 
 _LOADED = {*DTYPES, *FLOAT8, "bool", "uint8", "int8", "int16", "int32", "int64"}
 

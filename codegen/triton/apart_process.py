@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from fusion.codegen.triton import apart
-from fusion.codegen.triton.autotune import Tuner, by_events
-from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.launch import Kernel, machine_of
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.gpu_model import tile_clocks
+
+from . import apart
+from .autotune import Tuner, by_events
+from .differentiable import Differentiable
+from .launch import Kernel, machine_of
 
 
 def main() -> None:

@@ -23,16 +23,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from fusion.codegen.triton import apart
-from fusion.codegen.triton.apart import Request
-from fusion.codegen.triton.candidates import smaller
-from fusion.codegen.triton.remembered import remember, remembered
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import power
 from fusion.torch_private.devices import keep_busy
 
+from . import apart
+from .apart import Request
+from .candidates import smaller
+from .remembered import remember, remembered
+
 if TYPE_CHECKING:
-    from fusion.codegen.triton.variant import Variant
+    from .variant import Variant
 
 log = logging.getLogger(__name__)
 

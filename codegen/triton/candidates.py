@@ -11,7 +11,6 @@ import itertools
 import os
 from dataclasses import replace
 
-from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.dead_rows import dead_rows_matter
@@ -21,6 +20,8 @@ from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import ADDRESSES, BACKWARD, FORWARD, Work, registers, work_of
 from fusion.planning.gpu_model import PREPARE, may_rotate
 from fusion.planning.head_dims import panelled, power
+
+from .descriptors import READ, boxes
 
 LEAST, MOST = 16, 256  # rows and keys of a tile
 

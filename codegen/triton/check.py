@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from fusion.codegen import reference
-from fusion.codegen.reference.extents import shapes_read
-from fusion.codegen.triton.launch import Kernel
 from fusion.exactness import errors, widened
 from fusion.ir.spec import AttentionSpec
+
+from .. import reference
+from ..reference.extents import shapes_read
+from .launch import Kernel
 
 _SMALL = {"Nq": 50, "Nk": 70}
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.codegen.triton.expressions import Writer
-from fusion.codegen.triton.panels import Panel, panels
 from fusion.ir import integers
 from fusion.ir.expr import C, E, Expr, I, coord, coordinates
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import magnitude
 from fusion.planning.gpu_clocks import BY_KEYS, QUERIES
+
+from .expressions import Writer
+from .panels import Panel, panels
 
 NOTHING = integers.integer(0)
 MOST_DIMENSIONS = 5

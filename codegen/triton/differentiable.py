@@ -13,33 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.codegen import reference
-from fusion.codegen.emitter import Backward
-from fusion.codegen.reference import gradients as pulled
-from fusion.codegen.triton import autotune
-from fusion.codegen.triton.apart import Request
-from fusion.codegen.triton.autotune import Call, Stage, Tuner
-from fusion.codegen.triton.backward import (
-    WRITTEN,
-    Joint,
-    Prepare,
-    Queries,
-    backward_kernels,
-    may_join,
-)
-from fusion.codegen.triton.candidates import candidates
-from fusion.codegen.triton.expressions import Writer
-from fusion.codegen.triton.further import FurtherByKeys, further_kernels, tiles_of_further
-from fusion.codegen.triton.gradients import (
-    arriving,
-    delta_of_further,
-    gradients_of,
-    unsupported_gradient,
-    with_arriving,
-)
-from fusion.codegen.triton.launch import Kernel, Launches, check_sizes
-from fusion.codegen.triton.tile_lists import KeyLists, RowLists, places
-from fusion.codegen.triton.variant import Variant
 from fusion.ir.expr import ZERO, C, I
 from fusion.ir.results import empty_result, no_statistics, size_of
 from fusion.ir.sizes import size_function
@@ -51,6 +24,34 @@ from fusion.machine import Machine
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import BY_KEYS
+
+from .. import reference
+from ..emitter import Backward
+from ..reference import gradients as pulled
+from . import autotune
+from .apart import Request
+from .autotune import Call, Stage, Tuner
+from .backward import (
+    WRITTEN,
+    Joint,
+    Prepare,
+    Queries,
+    backward_kernels,
+    may_join,
+)
+from .candidates import candidates
+from .expressions import Writer
+from .further import FurtherByKeys, further_kernels, tiles_of_further
+from .gradients import (
+    arriving,
+    delta_of_further,
+    gradients_of,
+    unsupported_gradient,
+    with_arriving,
+)
+from .launch import Kernel, Launches, check_sizes
+from .tile_lists import KeyLists, RowLists, places
+from .variant import Variant
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusion.codegen.triton.dtypes import FLOAT8, cast
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coord, coordinates, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.numbers import decided, magnitude
+
+from .dtypes import FLOAT8, cast
 
 
 class Level(enum.IntEnum):

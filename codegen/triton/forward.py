@@ -13,14 +13,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.dtypes import DTYPES, cast
-from fusion.codegen.triton.expressions import Level, number
-from fusion.codegen.triton.key_loop import PLAIN, KeyLoop, Order
-from fusion.codegen.triton.matrices import sum_of
-from fusion.codegen.triton.panels import Panel
-from fusion.codegen.triton.stages import Visit, key_limits, listed
-from fusion.codegen.triton.tiles import Tiles, load_where
 from fusion.ir.expr import I0, I1, ROW_MAX, ROW_SUM
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -29,6 +21,15 @@ from fusion.lowering.numbers import exponent_units, in_float32
 from fusion.lowering.rows import KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.head_dims import panelled
+
+from . import source
+from .dtypes import DTYPES, cast
+from .expressions import Level, number
+from .key_loop import PLAIN, KeyLoop, Order
+from .matrices import sum_of
+from .panels import Panel
+from .stages import Visit, key_limits, listed
+from .tiles import Tiles, load_where
 
 SINGLE_FROM = 512
 """Columns of K and V together from which all keys are visited in one stage: pointers and masks of several stages take

@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.backward import Queries
-from fusion.codegen.triton.dtypes import DTYPES
-from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.kernel import KernelText
-from fusion.codegen.triton.matrices import sum_of
-from fusion.codegen.triton.stages import Visit
-from fusion.codegen.triton.tiles import Tiles
 from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, substitute
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
 from fusion.lowering.rows import log_weight, weight
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_model import owner_of_keys
+
+from . import source
+from .backward import Queries
+from .dtypes import DTYPES
+from .expressions import Level
+from .kernel import KernelText
+from .matrices import sum_of
+from .stages import Visit
+from .tiles import Tiles
 
 MOST_WRITTEN = 64
 _IDENTITY = {Reduction.SUM: "0.0", Reduction.MAX: 'float("-inf")', Reduction.MIN: 'float("inf")'}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.descriptors import Box
-from fusion.codegen.triton.expressions import Writer
-from fusion.codegen.triton.stages import Visit
 from fusion.ir.expr import Expr, coordinates, walk
 from fusion.ir.spec import AttentionSpec
+
+from . import source
+from .descriptors import Box
+from .expressions import Writer
+from .stages import Visit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,18 +21,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.descriptors import Box, boxes
-from fusion.codegen.triton.dtypes import DTYPES, cast
-from fusion.codegen.triton.expressions import Level, Writer, number
-from fusion.codegen.triton.matrices import Matrix, brackets, made, matrix, sum_of
-from fusion.codegen.triton.panels import Panel
-from fusion.codegen.triton.stages import Visit, visit
-from fusion.codegen.triton.tiles import Tiles
 from fusion.ir.expr import Expr, J, const, coordinates
 from fusion.ir.results import keeps_ends
 from fusion.lowering.numbers import exponent_units
 from fusion.lowering.score_programs import ScorePrograms, is_tame
+
+from . import source
+from .descriptors import Box, boxes
+from .dtypes import DTYPES, cast
+from .expressions import Level, Writer, number
+from .matrices import Matrix, brackets, made, matrix, sum_of
+from .panels import Panel
+from .stages import Visit, visit
+from .tiles import Tiles
 
 ALWAYS, ALWAYS_TOO = "(first | 1) != 0", "(first | 2) != 0"
 """Conditions that hold, which LLVM finds out, and Triton does not. Triton 3.6 joins what has the same one, and

@@ -10,18 +10,6 @@ from typing import Any
 
 import torch
 
-from fusion.codegen import reference
-from fusion.codegen.triton import autotune, peers
-from fusion.codegen.triton.apart import Request
-from fusion.codegen.triton.autotune import Call, Stage, Tuner, call_of
-from fusion.codegen.triton.candidates import candidates, residents
-from fusion.codegen.triton.descriptors import boxes, descriptors
-from fusion.codegen.triton.forward import Forward
-from fusion.codegen.triton.kernel import KernelText
-from fusion.codegen.triton.key_loop import PLAIN, Order
-from fusion.codegen.triton.split import Combine, Part
-from fusion.codegen.triton.tile_lists import TileLists, places
-from fusion.codegen.triton.variant import Variant
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.results import result_names, statistics_shape
 from fusion.ir.sizes import extents_function
@@ -32,6 +20,19 @@ from fusion.machine import INTERPRETER, Machine, of_device
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import may_share_values
+
+from .. import reference
+from . import autotune, peers
+from .apart import Request
+from .autotune import Call, Stage, Tuner, call_of
+from .candidates import candidates, residents
+from .descriptors import boxes, descriptors
+from .forward import Forward
+from .kernel import KernelText
+from .key_loop import PLAIN, Order
+from .split import Combine, Part
+from .tile_lists import TileLists, places
+from .variant import Variant
 
 
 class Kernel:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.codegen.triton.dtypes import DTYPES
-from fusion.codegen.triton.expressions import Writer
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, coordinates
+
+from .dtypes import DTYPES
+from .expressions import Writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from fusion import disk_cache
-from fusion.codegen.triton import source
-from fusion.codegen.triton.kernel import KernelText
-from fusion.codegen.triton.mathematics import HELPERS
 from fusion.ir.spec import AttentionSpec
+
+from . import source
+from .kernel import KernelText
+from .mathematics import HELPERS
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ GLOSSARY = """
 _TAIL = """
 
 if __name__ == "__main__":
-    from fusion.codegen.triton.check import check_module
+    from .check import check_module
 
     check_module(__file__, SPEC)
 """
@@ -77,7 +78,7 @@ def _title(spec: AttentionSpec, d: int, d_v: int) -> str:
 def load(text: str, interpreted: bool = False) -> ModuleType:
     """The module with this text. A file that is named after it holds it as well, for people and their debuggers: what
     runs, and what Triton reads as the source of its functions, is the text at hand."""
-    from fusion.codegen.triton import interpret
+    from . import interpret
 
     name = f"attention_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     path = _shown(f"{name}.py", text)
@@ -113,7 +114,7 @@ def run(
 ) -> None:
     """Launch a kernel of a loaded module. options: what only compiled kernels take."""
     if device.type == "cpu":
-        from fusion.codegen.triton import interpret
+        from . import interpret
 
         with interpret.running():
             kernel[(programs,)](*arguments, **constants)

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fusion.codegen.reference.forward import Execution
-from fusion.codegen.triton.flex import flex
 from fusion.exactness import errors
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, const, coord
@@ -25,6 +23,9 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.strided import is_strided, strided
 from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.score_programs import plain_scale
+
+from ..reference.forward import Execution
+from .flex import flex
 
 SAMPLED = 16  # rows of a block that is compared with float64; the first, the middle and the last block are
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusion.codegen.reference import polynomial as reference
-from fusion.codegen.reference.polynomial import Monomials, monomials
-from fusion.codegen.triton import module
-from fusion.codegen.triton.check import report
-from fusion.codegen.triton.features import features_module
-from fusion.codegen.triton.launch import machine_of
 from fusion.planning.head_dims import padded
+
+from ..reference import polynomial as reference
+from ..reference.polynomial import Monomials, monomials
+from . import module
+from .check import report
+from .features import features_module
+from .launch import machine_of
 
 MOST_FEATURES = 64
 """Features of a block: with as many, sums and features stay in registers (ahead-of-time compilation shows it)."""

@@ -12,10 +12,11 @@ from typing import Any, get_type_hints
 import torch
 
 from fusion import disk_cache
-from fusion.codegen.triton import flex
-from fusion.codegen.triton.candidates import MOST
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import power
+
+from . import flex
+from .candidates import MOST
 
 log = logging.getLogger(__name__)
 

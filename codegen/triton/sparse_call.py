@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion.codegen.triton import module
-from fusion.codegen.triton.check import report
-from fusion.codegen.triton.launch import check_sizes
-from fusion.codegen.triton.sparse_kernel import sparse_module
 from fusion.ir.spec import AttentionSpec
 from fusion.kept import Made
 from fusion.lowering.numbers import LOG2E
 from fusion.planning.choice import Tile
 from fusion.planning.head_dims import padded
+
+from . import module
+from .check import report
+from .launch import check_sizes
+from .sparse_kernel import sparse_module
 
 WIDEST = 256  # columns of Q and K, and of V, up to which the loop does not spill (ahead-of-time compilation shows it)
 ROUNDING = 2.0**-20

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.forward import Forward, in_own_units
-from fusion.codegen.triton.key_loop import PLAIN, KeyLoop, Order, nothing_summed
-from fusion.codegen.triton.stages import Visit
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.numbers import LOG2E
+
+from . import source
+from .forward import Forward, in_own_units
+from .key_loop import PLAIN, KeyLoop, Order, nothing_summed
+from .stages import Visit
 
 
 class Part(Forward):

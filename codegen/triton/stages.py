@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.expressions import Writer
 from fusion.ir.expr import Expr
 from fusion.ir.mask_facts import MaskFacts
+
+from . import source
+from .expressions import Writer
 
 GLOBALS = frozenset({"tl", "triton", "float"})  # names that every function of a module finds
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.kernel import WrittenKernel, axes_of
-from fusion.codegen.triton.stages import Visit
 from fusion.ir.expr import J0, J1, Expr, coord
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec
+
+from . import source
+from .expressions import Level
+from .kernel import WrittenKernel, axes_of
+from .stages import Visit
 
 LANES = 128  # tiles that are looked up at once
 

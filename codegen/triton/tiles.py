@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.dtypes import DTYPES, cast
-from fusion.codegen.triton.expressions import OUTER_FIRST, Level, Writer
-from fusion.codegen.triton.kernel import WrittenKernel
-from fusion.codegen.triton.matrices import Matrix, made, matrix
-from fusion.codegen.triton.panels import Panel, panels
-from fusion.codegen.triton.stages import Visit, visit
 from fusion.ir.expr import SCORE, C, E, Expr, I, J
 from fusion.ir.spec import AttentionSpec, Normalizer
+
+from . import source
+from .dtypes import DTYPES, cast
+from .expressions import OUTER_FIRST, Level, Writer
+from .kernel import WrittenKernel
+from .matrices import Matrix, made, matrix
+from .panels import Panel, panels
+from .stages import Visit, visit
 
 
 class Tiles(WrittenKernel):

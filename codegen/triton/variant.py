@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fusion.codegen.triton import module
-from fusion.codegen.triton.expressions import Writer
-from fusion.codegen.triton.kernel import KernelText
-from fusion.codegen.triton.key_loop import PLAIN, Order
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Tile
+
+from . import module
+from .expressions import Writer
+from .kernel import KernelText
+from .key_loop import PLAIN, Order
 
 
 def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:

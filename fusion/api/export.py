@@ -20,7 +20,7 @@ from fusion.api.rewrite import rewrite
 from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, Compiled, attention_function
 from fusion.errors import MlirExportError
 from fusion.ir import AttentionSpec
-from fusion.passes.caches import plain_kernels
+from fusion.passes.pullback.caches import plain_kernels
 from fusion.torch_private.trees import tree_flatten, tree_leaves, tree_unflatten
 
 _TO_TORCH = "torchdynamo-export-to-torch-backend-pipeline"

@@ -19,11 +19,11 @@ from fusion import dynamo
 from fusion.api import check
 from fusion.api.compare import Measured, compare_results
 from fusion.exactness import is_float
-from fusion.passes import cascades
 from fusion.passes.cut_out import CutOut, cut_out
-from fusion.passes.find import Site, may_hold_attention
-from fusion.passes.normalize import normalize
-from fusion.passes.regions import without_regions
+from fusion.passes.prepare import cascades
+from fusion.passes.recognize.find import Site, may_hold_attention
+from fusion.passes.trace.normalize import normalize
+from fusion.passes.trace.regions import without_regions
 from fusion.report import site_script
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.trees import tree_map

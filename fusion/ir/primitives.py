@@ -1,13 +1,13 @@
 """The primitive operations of the score language, each with everything that is known of it in one entry.
 
 A primitive is what every emitter must know how to emit. Everything else a model may write (silu, gelu, lerp, ...) is
-composed of primitives by the pull-back (`fusion.passes.pointwise`); adding an operation there needs no change in any
+composed of primitives by the pull-back (`passes.pullback.pointwise`); adding an operation there needs no change in any
 emitter. A new primitive is one entry here and one line in the lowering table of each emitter; tests name what is
 missing.
 
 Derivatives are written in torch's order of operations, which decides where 0 * inf is met. At kinks they are fixed (0
 for |x| at 0, halves for ties of min and max); whether that is torch's convention is asked where operations are composed
-of them (`fusion.passes.ties`). Selections select gradients instead of multiplying by 0 and 1, so that an infinity or
+of them (`passes.pullback.ties`). Selections select gradients instead of multiplying by 0 and 1, so that an infinity or
 NaN on the side not taken goes nowhere, as in torch.
 """
 

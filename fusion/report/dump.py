@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 from fusion.passes import marks
 from fusion.passes.cut_out import cut_out
-from fusion.passes.find import Site
+from fusion.passes.recognize.find import Site
 from fusion.report import site_script
 from fusion.report.report import Report
 from fusion.report.script_parts import example, import_line

@@ -20,7 +20,7 @@ from torch import Tensor
 from fusion.exactness import is_float
 from fusion.passes import nodes
 from fusion.passes.cut_out import CutOut
-from fusion.passes.find import Site
+from fusion.passes.recognize.find import Site
 from fusion.report.script_parts import example, import_line
 
 _FLOATS = re.compile(r"\btorch\.(float16|bfloat16|float32)\b")

@@ -16,8 +16,8 @@ from torch.fx import Node
 from fusion.codegen import reference
 from fusion.codegen.reference.extents import shapes_read
 from fusion.passes import nodes
-from fusion.passes.key_sets import KeySet
-from fusion.passes.specify import Specified
+from fusion.passes.specify.key_sets import KeySet
+from fusion.passes.specify.specify import Specified
 from fusion.undisturbed import by_compilation
 
 _SMALL = {"Nq": 5, "Nk": 13, "Nset": 6}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion.ir.results import packed_strides
-from fusion.passes import views
+from fusion.passes.pullback import views
 from fusion.torch_private.tensors import shares_storage
 
 aten = torch.ops.aten

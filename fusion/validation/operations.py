@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.ir.primitives import hashed
-from fusion.passes import marks, nodes, views
-from fusion.passes.contractions import is_contraction
-from fusion.passes.roundings import is_coarser
+from fusion.passes import marks, nodes
+from fusion.passes.pullback import views
+from fusion.passes.pullback.contractions import is_contraction
+from fusion.passes.pullback.roundings import is_coarser
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
 from fusion.validation.replay import MOST_ELEMENTS, NotReplayable, Region, Replay, rule, rule_of

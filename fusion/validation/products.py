@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fusion.ir.sizes import size_value
 from fusion.passes import nodes
-from fusion.passes.heads import head_sum
+from fusion.passes.pullback.heads import head_sum
 from fusion.validation.layouts import Index
 from fusion.validation.operations import at_keys, kept
 from fusion.validation.replay import NotReplayable, Replay, rule

@@ -20,7 +20,7 @@ from fusion.ir.mixing import Mixing
 from fusion.ir.ops import evaluate
 from fusion.ir.sizes import leaves, size_value
 from fusion.ir.spec import Normalizer
-from fusion.passes.specify import Specified
+from fusion.passes.specify.specify import Specified
 from fusion.validation.replay import Replay, within
 
 

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.ir.sizes import size_value
-from fusion.passes import marks, nodes, pointwise
-from fusion.passes.folding import known
-from fusion.passes.heads import head_sum
-from fusion.passes.inplace import may_copy
+from fusion.passes import marks, nodes
+from fusion.passes.pullback import pointwise
+from fusion.passes.pullback.folding import known
+from fusion.passes.pullback.heads import head_sum
+from fusion.passes.trace.inplace import may_copy
 from fusion.torch_private.fake import FakeTensor
 from fusion.validation import layouts
 from fusion.validation.layouts import Index

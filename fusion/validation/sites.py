@@ -17,9 +17,9 @@ from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.kept import Kept
 from fusion.passes import nodes
-from fusion.passes.contractions import is_contraction
-from fusion.passes.find import Site
-from fusion.passes.specify import Specified
+from fusion.passes.pullback.contractions import is_contraction
+from fusion.passes.recognize.find import Site
+from fusion.passes.specify.specify import Specified
 from fusion.undisturbed import by_compilation
 from fusion.validation import facts, points
 from fusion.validation.program import OutOfBounds, Program

@@ -12,9 +12,9 @@ from torch.fx.node import map_arg
 
 from fusion.ir.sizes import size_value
 from fusion.passes import marks, nodes
-from fusion.passes.find import Site
-from fusion.passes.folding import known
-from fusion.passes.specify import Specified
+from fusion.passes.pullback.folding import known
+from fusion.passes.recognize.find import Site
+from fusion.passes.specify.specify import Specified
 from fusion.validation.replay import literal, rule_of
 
 _MARKS = (marks.requires_grad, marks.stop_gradient, marks.mutations, marks.is_seed)

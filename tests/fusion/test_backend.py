@@ -13,7 +13,7 @@ from fusion.codegen import mlir
 from fusion.errors import OptionError
 from fusion.ir import results
 from fusion.options import Options
-from fusion.passes import find
+from fusion.passes.recognize import find
 from fusion.runtime import kernels
 from fusion.runtime.guards import GuardedKernel, GuardedTraining
 from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eager, assert_same, wide
@@ -101,7 +101,7 @@ def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, capl
     def broken(*_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("fusion.passes.cascades.find", broken)
+    monkeypatch.setattr("fusion.passes.prepare.cascades.find", broken)
     (report,) = run()
     assert report.notes == ["left to the inner compiler: RuntimeError: a defect"]
 
@@ -110,7 +110,7 @@ def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, capl
 def test_the_collector_of_cycles_is_left_to_the_process(monkeypatch, enabled):
     """Other threads make garbage, too, while a model is analysed."""
     seen = []
-    monkeypatch.setattr("fusion.passes.cascades.find", lambda *_: seen.append(gc.isenabled()) or ([], []))
+    monkeypatch.setattr("fusion.passes.prepare.cascades.find", lambda *_: seen.append(gc.isenabled()) or ([], []))
     (gc.enable if enabled else gc.disable)()
     try:
         run()

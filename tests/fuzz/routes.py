@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusion
 from fusion.backend import fuse
 from fusion.options import Options
-from fusion.passes import cascades
+from fusion.passes.prepare import cascades
 from fusion.report.report import Report
 
 Function = Callable[..., Any]

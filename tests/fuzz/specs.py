@@ -17,7 +17,7 @@ from fusion.ir import AttentionSpec, Expr, Kind, Normalizer, Operand, Output, in
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, I, J, const, coord, load, size
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import FurtherOutput, Reduction
-from fusion.passes.masks import understand
+from fusion.passes.specify.masks import understand
 
 SIZES = ("B", "H", "Nq", "Nk")
 B, H, NQ, NK = map(size, SIZES)

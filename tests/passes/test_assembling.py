@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fusion.ir import integers
-from fusion.passes import assembling
-from fusion.passes.pullback import PullBack
+from fusion.passes.pullback import indexing
+from fusion.passes.pullback.pullback import PullBack
 from tests.numerics import assert_same
 from tests.passes.graphs import Calls, at_every_place, element
 
@@ -49,7 +49,7 @@ CALLS = {
 
 
 def test_every_operation_has_a_call():
-    assert {str(kind).removeprefix("aten.") for kind in assembling.OPERATIONS} <= set(CALLS)
+    assert {str(kind).removeprefix("aten.") for kind in indexing.OPERATIONS} <= set(CALLS)
 
 
 def pulled(make):

@@ -3,7 +3,7 @@
 import torch
 
 import fusion
-from fusion.passes.pullback import MAX_DEPTH, MAX_ELEMENTS
+from fusion.passes.pullback.pullback import MAX_DEPTH, MAX_ELEMENTS
 
 
 def recurrence(state, x, steps):

@@ -7,8 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion
-from fusion.passes import cascades, marks
-from fusion.passes.normalize import normalize
+from fusion.passes import marks
+from fusion.passes.prepare import cascades
+from fusion.passes.trace.normalize import normalize
 from fusion.planning.cpu_rows import WEIGHED
 from tests.emitters import interpreted
 from tests.numerics import assert_as_exact_over_draws, assert_same

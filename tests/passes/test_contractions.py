@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fusion.ir.expr import C
-from fusion.passes.contractions import factors, is_contraction, strip_scale
 from fusion.passes.nodes import Unsupported
+from fusion.passes.pullback.contractions import factors, is_contraction, strip_scale
 from tests.passes.graphs import Calls, at_every_place, element
 
 aten = torch.ops.aten

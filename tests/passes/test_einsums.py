@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion.passes.einsums import decomposed
+from fusion.passes.trace.einsums import decomposed
 from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes.exactness import EMITTERS, as_exact_as_eager
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.passes.encoder import DECOMPOSITIONS, multi_head_attention, transformer_encoder_layer
+from fusion.passes.trace.encoder import DECOMPOSITIONS, multi_head_attention, transformer_encoder_layer
 from tests.numerics import assert_as_exact_as_eager, wide
 
 E, HEADS, N = 16, 4, 7

@@ -9,8 +9,8 @@ import torch
 from fusion.ir.derivative import UPSTREAM, adjoints
 from fusion.ir.expr import Expr, Kind, load
 from fusion.ir.ops import evaluate
-from fusion.passes.casts import Call
-from fusion.passes.pointwise import BUILDERS, build
+from fusion.passes.pullback.casts import Call
+from fusion.passes.pullback.pointwise import BUILDERS, build
 from tests.numerics import assert_as_exact_as_eager
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ import fusion
 from fusion.ir import integers
 from fusion.ir.expr import SCORE, TRUE, I, J, const, coord, walk
 from fusion.ir.ops import apply, evaluate
-from fusion.passes.masks import decided, understand
+from fusion.passes.specify.masks import decided, understand
 from tests.numerics import assert_as_exact_as_eager
 from tests.passes.exactness import EMITTERS, as_exact_as_eager, padded
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion
-from fusion.passes.heads import MOST_HEADS
+from fusion.passes.pullback.heads import MOST_HEADS
 from fusion.refusals import Ground
 from tests.emitters import interpreted
 from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eager

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion.passes.normalize import drop_seeds, normalize
+from fusion.passes.trace.normalize import drop_seeds, normalize
 from tests.numerics import assert_same
 from tests.passes.graphs import captured
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.passes import pointwise
+from fusion.passes.pullback import pointwise
 from tests.numerics import assert_as_exact_as_eager
 
 INF, NAN = math.inf, math.nan

@@ -8,7 +8,7 @@ import torch
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, coord, walk
 from fusion.passes.nodes import Unsupported
-from fusion.passes.pullback import PullBack
+from fusion.passes.pullback.pullback import PullBack
 from tests.numerics import assert_same_in_float64
 from tests.passes.graphs import Calls, at_every_place, element
 

@@ -8,7 +8,7 @@ from fusion.ir import Normalizer
 from fusion.ir.expr import ONE, ROW_SUM, E, I, J, Kind, const, coord, load, node, walk
 from fusion.ir.ops import apply, where
 from fusion.passes.nodes import Unsupported
-from fusion.passes.recognize import attentions
+from fusion.passes.recognize.recognize import attentions
 
 DOT = node("dot", (), Kind.FLOAT, 0)
 SCORES = apply("fmul", DOT, const(0.5))

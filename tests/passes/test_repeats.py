@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion.passes import repeats, vmap
-from fusion.passes.normalize import normalize
+from fusion.passes.trace import repeats, vmap
+from fusion.passes.trace.normalize import normalize
 
 X, W, B = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True), torch.randn(4)
 

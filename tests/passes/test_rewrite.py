@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from fusion.ir import Normalizer
-from fusion.passes.find import find_sites
 from fusion.passes.nodes import Unsupported
-from fusion.passes.normalize import normalize
-from fusion.passes.rewrite import rewrite
-from fusion.passes.specify import specify
+from fusion.passes.recognize.find import find_sites
+from fusion.passes.replace import rewrite
+from fusion.passes.specify.specify import specify
+from fusion.passes.trace.normalize import normalize
 from fusion.runtime import op  # noqa: F401  (registers the operators)
 from tests.numerics import assert_as_exact_as_eager, assert_same, wide
 from tests.passes.graphs import captured, ordered

@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion.ir.derivative import UPSTREAM, adjoints
 from fusion.ir.expr import Kind, node
 from fusion.ir.ops import evaluate
-from fusion.passes.casts import Call
-from fusion.passes.pointwise import build
+from fusion.passes.pullback.casts import Call
+from fusion.passes.pullback.pointwise import build
 from tests.numerics import assert_as_exact_as_eager
 from tests.passes.exactness import EMITTERS, as_exact_as_eager
 

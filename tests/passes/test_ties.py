@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusion.ir.derivative import UPSTREAM, adjoints
 from fusion.ir.expr import Kind, node
 from fusion.ir.ops import evaluate
-from fusion.passes import pointwise, ties
-from fusion.passes.casts import Call
 from fusion.passes.nodes import Unsupported
+from fusion.passes.pullback import pointwise, ties
+from fusion.passes.pullback.casts import Call
 from tests.numerics import assert_as_exact_as_eager
 from tests.passes.exactness import EMITTERS, as_exact_as_eager
 

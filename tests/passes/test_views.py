@@ -12,8 +12,8 @@ import torch
 
 from fusion.ir import integers
 from fusion.ir.expr import coord
-from fusion.passes import views
 from fusion.passes.nodes import Unsupported
+from fusion.passes.pullback import views
 from tests.passes.graphs import Calls, at_every_place, element
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion
-from fusion.passes.normalize import normalize
+from fusion.passes.trace.normalize import normalize
 from fusion.torch_private import functorch
 from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes.graphs import captured
@@ -158,7 +158,7 @@ def test_what_cannot_be_traced_stays_as_it_is(monkeypatch, dynamic):
 
     once = functorch.of_vmap
     monkeypatch.setattr(
-        "fusion.passes.normalize.of_vmap", lambda target: refuse if "remove" in str(target) else once(target)
+        "fusion.passes.trace.normalize.of_vmap", lambda target: refuse if "remove" in str(target) else once(target)
     )
     inputs = [torch.randn(3, 8, 8) for _ in range(3)]
     report = fusion.explain(function, *inputs)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion.passes.normalize import normalize
-from fusion.passes.unread_rows import skip_unread_rows
+from fusion.passes.prepare.unread_rows import skip_unread_rows
+from fusion.passes.trace.normalize import normalize
 from tests.numerics import assert_same_in_float64
 
 B, N, D, HEADS = 2, 7, 8, 2

@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusion.codegen.mlir.backward.delta import DeltaErrorKernel, DeltaKernel
-from fusion.codegen.mlir.backward.derived import Derived, Step, result
-from fusion.codegen.mlir.backward.fused import FusedKernel
-from fusion.codegen.mlir.backward.kernel import SMALL_TABLE, BackwardKernel
-from fusion.codegen.mlir.backward.keys import KeysKernel
-from fusion.codegen.mlir.backward.plan import (
+from fusion.errors import LargeTableError
+from fusion.ir.expr import Expr, I, J, coordinates, loads
+from fusion.ir.results import result_names
+from fusion.lowering.row_gradients import lost_logarithms
+
+from ...reference import gradients as pulled
+from ..calling import CompiledKernel, Launch, address, operand_values
+from ..huge_pages import in_huge_pages
+from ..launch import WORK_PER_THREAD
+from ..products import round_up
+from .delta import DeltaErrorKernel, DeltaKernel
+from .derived import Derived, Step, result
+from .fused import FusedKernel
+from .kernel import SMALL_TABLE, BackwardKernel
+from .keys import KeysKernel
+from .plan import (
     ROW_VALUES,
     SUM_OF_DX,
     BackwardPlan,
@@ -26,19 +36,10 @@ from fusion.codegen.mlir.backward.plan import (
     column_dimension,
     normalized,
 )
-from fusion.codegen.mlir.backward.queries import FurtherSumsKernel, QueriesKernel, RowSumsKernel
-from fusion.codegen.mlir.calling import CompiledKernel, Launch, address, operand_values
-from fusion.codegen.mlir.huge_pages import in_huge_pages
-from fusion.codegen.mlir.launch import WORK_PER_THREAD
-from fusion.codegen.mlir.products import round_up
-from fusion.codegen.reference import gradients as pulled
-from fusion.errors import LargeTableError
-from fusion.ir.expr import Expr, I, J, coordinates, loads
-from fusion.ir.results import result_names
-from fusion.lowering.row_gradients import lost_logarithms
+from .queries import FurtherSumsKernel, QueriesKernel, RowSumsKernel
 
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.training import TrainingKernel
+    from ..training import TrainingKernel
 
 MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in a copy of its own
 

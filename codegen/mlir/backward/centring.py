@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.products import round_up
-from fusion.codegen.mlir.rows import RowReader, Rows, load_f32
+from ..builder import Value, vector_of
+from ..products import round_up
+from ..rows import RowReader, Rows, load_f32
 
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.backward.tile import BackwardTile
+    from .tile import BackwardTile
 
 SAMPLE = 32  # keys at the start whose mean it is
 LARGEST = 2.0**60  # of a mean; so that nothing overflows, and infinities and NaN stay where they are

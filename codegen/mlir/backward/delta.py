@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from fusion.codegen.mlir.amx import Products
-from fusion.codegen.mlir.backward.kernel import OUTPUT, OUTPUT_GRADIENT
-from fusion.codegen.mlir.backward.plan import STATISTICS
-from fusion.codegen.mlir.backward.queries import RowSumsKernel
-from fusion.codegen.mlir.backward.tile import Block, Rows
-from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.rows import RowReader, load_f32
-from fusion.codegen.mlir.rows import Rows as RowsInMemory
-from fusion.codegen.mlir.scope import Lanes, Scope
-from fusion.codegen.mlir.transpose import sum_rows
+from ..amx import Products
+from ..builder import Value, vector_of
+from ..rows import RowReader, load_f32
+from ..rows import Rows as RowsInMemory
+from ..scope import Lanes, Scope
+from ..transpose import sum_rows
+from .kernel import OUTPUT, OUTPUT_GRADIENT
+from .plan import STATISTICS
+from .queries import RowSumsKernel
+from .tile import Block, Rows
 
 STRETCH = 4
 """In so many blocks at a time the rows that are wanted are found: they then fill few blocks."""

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusion.codegen.mlir.backward.kernel import BackwardKernel
-from fusion.codegen.mlir.backward.plan import BackwardPlan, RowSum
-from fusion.codegen.mlir.calling import Launch, empty_strided
 from fusion.ir.elements import Elements
 from fusion.ir.results import packed_strides
 from fusion.ir.sizes import size_value
+
+from ..calling import Launch, empty_strided
+from .kernel import BackwardKernel
+from .plan import BackwardPlan, RowSum
 
 
 class Memory(NamedTuple):

@@ -6,15 +6,16 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fusion.codegen.mlir.backward.plan import SUM_OF_DX, Form, TileProgram
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.scope import Scope, staged_leaf
 from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import SCORE, WEIGHT
 from fusion.ir.reads import dense_loads
 
+from ..builder import Value
+from ..scope import Scope, staged_leaf
+from .plan import SUM_OF_DX, Form, TileProgram
+
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.backward.tile import BackwardTile, Block, Rows
+    from .tile import BackwardTile, Block, Rows
 
 PAIR = 2  # rows that are worked on at a time: the second products take weights in pairs
 

@@ -27,19 +27,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from fusion.codegen.mlir.amx import TILE_ELEMENTS, Amx, Products
-from fusion.codegen.mlir.backward.element import PAIR, Pair
-from fusion.codegen.mlir.backward.keys import KeysKernel
-from fusion.codegen.mlir.backward.plan import Form, LaneAxis
-from fusion.codegen.mlir.backward.tile import Block
-from fusion.codegen.mlir.builder import Builder, Value
-from fusion.codegen.mlir.products import MultiplyAdd, round_up
-from fusion.codegen.mlir.rows import RowReader, load_f32
-from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.transpose import sum_rows
-from fusion.codegen.mlir.x86 import F32
 from fusion.ir.expr import I
 from fusion.planning.register_tiles import KEY_SPAN
+
+from ..amx import TILE_ELEMENTS, Amx, Products
+from ..builder import Builder, Value
+from ..products import MultiplyAdd, round_up
+from ..rows import RowReader, load_f32
+from ..scope import Scope
+from ..transpose import sum_rows
+from ..x86 import F32
+from .element import PAIR, Pair
+from .keys import KeysKernel
+from .plan import Form, LaneAxis
+from .tile import Block
 
 QUERY_GRADIENT_SPAN = 8 * KEY_SPAN
 """Keys after which the sums of a whole head's dQ begin anew: they pass through the caches."""

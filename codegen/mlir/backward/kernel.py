@@ -16,16 +16,17 @@ from __future__ import annotations
 import contextlib
 import math
 
-from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
-from fusion.codegen.mlir.backward.plan import SUM_OF_DX, SUM_OF_SLOPES, SUM_OF_WEIGHTS, Form, LaneAxis, RowSum
-from fusion.codegen.mlir.backward.tile import BackwardTile, Block, GradientProducts, Rows
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.dense import DenseLoad
-from fusion.codegen.mlir.packing import clear_largest, raise_flag
-from fusion.codegen.mlir.rows import Access, RowReader
-from fusion.codegen.mlir.scope import Scope
-from fusion.codegen.mlir.skeleton import KernelText
 from fusion.ir.expr import E, Expr, I, coord
+
+from ..builder import Value
+from ..dense import DenseLoad
+from ..packing import clear_largest, raise_flag
+from ..rows import Access, RowReader
+from ..scope import Scope
+from ..skeleton import KernelText
+from .loads import GradientSink, LaneLoad
+from .plan import SUM_OF_DX, SUM_OF_SLOPES, SUM_OF_WEIGHTS, Form, LaneAxis, RowSum
+from .tile import BackwardTile, Block, GradientProducts, Rows
 
 SMALL_TABLE = 1 << 14  # elements of one that costs little to go through after each tile
 OUTPUT_GRADIENT, OUTPUT = -1, -2  # stand for dO and O where the number of an operand is expected

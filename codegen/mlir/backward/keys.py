@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.backward.kernel import OUTPUT_GRADIENT, BackwardKernel
-from fusion.codegen.mlir.backward.loads import GradientSink, LaneLoad
-from fusion.codegen.mlir.backward.plan import Form, LaneAxis, normalized
-from fusion.codegen.mlir.backward.tile import Block, Rows
-from fusion.codegen.mlir.builder import SIZE, Value
-from fusion.codegen.mlir.rows import LINE
-from fusion.codegen.mlir.scope import Lanes
+from ..builder import SIZE, Value
+from ..rows import LINE
+from ..scope import Lanes
+from .kernel import OUTPUT_GRADIENT, BackwardKernel
+from .loads import GradientSink, LaneLoad
+from .plan import Form, LaneAxis, normalized
+from .tile import Block, Rows
 
 
 class KeysKernel(BackwardKernel):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fusion.codegen.mlir.backward.plan import BackwardPlan, Form, LoadGradient, column_dimension
-from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.dense import DenseLoad
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Context, Scope
 from fusion.ir import integers
 from fusion.ir.expr import I, J
+
+from ..builder import Value, vector_of
+from ..dense import DenseLoad
+from ..scope import MEMORY_TYPE, Context, Scope
+from .plan import BackwardPlan, Form, LoadGradient, column_dimension
 
 
 class LaneLoad(DenseLoad):

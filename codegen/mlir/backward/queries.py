@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion.codegen.mlir.backward.kernel import OUTPUT_GRADIENT, BackwardKernel
-from fusion.codegen.mlir.backward.plan import STATISTICS, SUM_OF_DX, Form, LaneAxis, RowSum, normalized
-from fusion.codegen.mlir.backward.tile import Block, Rows
-from fusion.codegen.mlir.builder import Value
-from fusion.codegen.mlir.scope import Scope
 from fusion.ir.expr import I0, I1
+
+from ..builder import Value
+from ..scope import Scope
+from .kernel import OUTPUT_GRADIENT, BackwardKernel
+from .plan import STATISTICS, SUM_OF_DX, Form, LaneAxis, RowSum, normalized
+from .tile import Block, Rows
 
 
 class QueriesKernel(BackwardKernel):

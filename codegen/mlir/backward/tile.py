@@ -11,11 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fusion.codegen.mlir.amx import Products, products_of
-from fusion.codegen.mlir.backward.centring import CentredKeys
-from fusion.codegen.mlir.backward.element import PAIR, Elements, GroupElements, Pair
-from fusion.codegen.mlir.backward.loads import GradientSink
-from fusion.codegen.mlir.backward.plan import (
+from fusion.ir.expr import I0, I1, J0, J1
+from fusion.ir.reads import dense_loads
+from fusion.ir.spec import AttentionSpec, Operand
+from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target
+
+from ..amx import Products, products_of
+from ..builder import Value, vector_of
+from ..dense import DenseLoad
+from ..packing import STATE_BYTES, PackedRows
+from ..products import Groups
+from ..scope import MEMORY_TYPE, Lanes, Scope
+from ..skeleton import KernelFunction
+from ..work_items import Tiling
+from .centring import CentredKeys
+from .element import PAIR, Elements, GroupElements, Pair
+from .loads import GradientSink
+from .plan import (
     ROW_VALUES,
     STATISTICS,
     BackwardPlan,
@@ -25,17 +37,6 @@ from fusion.codegen.mlir.backward.plan import (
     TileProgram,
     normalized,
 )
-from fusion.codegen.mlir.builder import Value, vector_of
-from fusion.codegen.mlir.dense import DenseLoad
-from fusion.codegen.mlir.packing import STATE_BYTES, PackedRows
-from fusion.codegen.mlir.products import Groups
-from fusion.codegen.mlir.scope import MEMORY_TYPE, Lanes, Scope
-from fusion.codegen.mlir.skeleton import KernelFunction
-from fusion.codegen.mlir.work_items import Tiling
-from fusion.ir.expr import I0, I1, J0, J1
-from fusion.ir.reads import dense_loads
-from fusion.ir.spec import AttentionSpec, Operand
-from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

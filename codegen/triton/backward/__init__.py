@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fusion.codegen.triton.backward.keys import Joint, Keys, KeysAlone, ValuesAlone
-from fusion.codegen.triton.backward.prepare import Prepare
-from fusion.codegen.triton.backward.queries import Queries
-from fusion.codegen.triton.backward.role import Role
-from fusion.codegen.triton.gradients import gradients_of
-from fusion.codegen.triton.kernel import KernelText
-from fusion.codegen.triton.tile_lists import KeyLists, RowLists
 from fusion.ir.expr import C, I
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.strided import is_strided
 from fusion.lowering.gradients import Axes
+
+from ..gradients import gradients_of
+from ..kernel import KernelText
+from ..tile_lists import KeyLists, RowLists
+from .keys import Joint, Keys, KeysAlone, ValuesAlone
+from .prepare import Prepare
+from .queries import Queries
+from .role import Role
 
 BY_KEYS = (Keys, KeysAlone, ValuesAlone, Joint)
 WRITTEN = {kind.name: kind.written for kind in (Prepare, Queries, *BY_KEYS)}

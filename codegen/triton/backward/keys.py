@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.backward.role import Role
-from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.stages import Visit, listed
-from fusion.codegen.triton.tile_lists import LANES
 from fusion.ir import integers
 from fusion.ir.expr import Expr
 from fusion.ir.mask_facts import MaskFacts
 from fusion.lowering.gradients import Axes
 from fusion.planning.gpu_clocks import JOINT, KEYS, KEYS_ALONE, VALUES_ALONE
+
+from .. import source
+from ..expressions import Level
+from ..stages import Visit, listed
+from ..tile_lists import LANES
+from .role import Role
 
 
 class Keys(Role):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.backward.role import Role, any_dead
-from fusion.codegen.triton.stages import Visit
 from fusion.ir.expr import ZERO
 from fusion.ir.spec import Normalizer
+
+from .. import source
+from ..stages import Visit
+from .role import Role, any_dead
 
 
 class Prepare(Role):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.backward.role import SHARE, Role, any_dead, dead_limit
-from fusion.codegen.triton.expressions import Level
-from fusion.codegen.triton.stages import Visit, key_limits, listed
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import ZERO, Expr, contains, substitute
 from fusion.lowering.gradients import Axes
 from fusion.planning.gpu_clocks import QUERIES
+
+from .. import source
+from ..expressions import Level
+from ..stages import Visit, key_limits, listed
+from .role import SHARE, Role, any_dead, dead_limit
 
 
 class Queries(Role):

@@ -7,14 +7,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from fusion.codegen.triton import source
-from fusion.codegen.triton.descriptors import READ, boxes
-from fusion.codegen.triton.dtypes import DTYPES
-from fusion.codegen.triton.expressions import Level, number
-from fusion.codegen.triton.gradients import Captured, Gradients, gradients_of
-from fusion.codegen.triton.matrices import Matrix, sum_of
-from fusion.codegen.triton.stages import Visit
-from fusion.codegen.triton.tiles import Tiles, load_where
 from fusion.ir.derivative import SINK_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import I0, I1, WEIGHT, ZERO, Expr, Kind, const, node, substitute
 from fusion.ir.fills import LARGEST
@@ -22,6 +14,15 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.gradients import Axes
 from fusion.lowering.numbers import LOG2E
 from fusion.lowering.score_programs import is_tame
+
+from .. import source
+from ..descriptors import READ, boxes
+from ..dtypes import DTYPES
+from ..expressions import Level, number
+from ..gradients import Captured, Gradients, gradients_of
+from ..matrices import Matrix, sum_of
+from ..stages import Visit
+from ..tiles import Tiles, load_where
 
 SHARE = node("upstream", (), Kind.FLOAT, "share")
 """A score's weight before the weight program, in the place of dx."""

@@ -17,7 +17,7 @@ from fusion.codegen.triton.launch import Kernel
 from fusion.ir import Kind, Normalizer, Operand, integers
 from fusion.ir.expr import ROW_SUM, SCORE, I, J, const
 from fusion.ir.ops import apply, where
-from fusion.passes.masks import understand
+from fusion.passes.specify.masks import understand
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import JOINT, KEYS, KEYS_ALONE, QUERIES, VALUES_ALONE

@@ -19,7 +19,7 @@ from fusion.codegen.triton.gradients import gradients_of
 from fusion.ir import MaskFacts, integers
 from fusion.ir.expr import SCORE, TRUE, I, J, const
 from fusion.ir.ops import apply, where
-from fusion.passes.masks import understand
+from fusion.passes.specify.masks import understand
 from fusion.planning.choice import Tile
 from tests.codegen.mlir.cases import CAUSAL, FMIN, Case, case, masked
 from tests.codegen.triton.counting import count_products, full_tiles, live_tiles

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusion.cli import COMMANDS, main
 from fusion.codegen import reference
 from fusion.machine import machine
-from fusion.passes.masks import understand
+from fusion.passes.specify.masks import understand
 from fusion.planning.from_sizes import attention_of
 from fusion.planning.from_spec import problem_of
 from fusion.planning.plan import Problem, plan

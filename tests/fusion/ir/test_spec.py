@@ -11,7 +11,7 @@ from fusion.ir.expr import FALSE, SCORE, TRUE, WEIGHT, I, J, Kind, const, coord,
 from fusion.ir.ops import apply, as_float, evaluate
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.spec import FurtherOutput, Reduction
-from fusion.passes.casts import swallows
+from fusion.passes.pullback.casts import swallows
 from tests.numerics import assert_same_in_float64
 
 

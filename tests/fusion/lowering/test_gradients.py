@@ -10,7 +10,7 @@ import pytest
 from fusion.ir.expr import SCORE, const
 from fusion.ir.ops import apply, where
 from fusion.lowering.gradients import hides_nan
-from fusion.passes.masks import understand
+from fusion.passes.specify.masks import understand
 from tests.codegen.mlir.cases import CAUSAL, HEAD, case, read
 
 FACTOR, FILL = read(HEAD), const(-math.inf)

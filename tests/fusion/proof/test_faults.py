@@ -38,7 +38,7 @@ from fusion.ir.expr import ONE, ROW_SUM, WEIGHT, ZERO, C, I, J, const, coord, lo
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import FurtherOutput, Reduction
 from fusion.lowering import rows
-from fusion.passes.masks import understand
+from fusion.passes.specify.masks import understand
 from fusion.planning.choice import query_stationary
 from fusion.planning.register_tiles import Target
 from fusion.proof import Proof

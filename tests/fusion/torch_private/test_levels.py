@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from fusion.passes import outline
+from fusion.passes.trace import outline
 from fusion.torch_private.functorch import closed_on_error
 
 functorch = torch._C._functorch

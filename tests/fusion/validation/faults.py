@@ -11,8 +11,10 @@ from fusion.ir.expr import ONE, SCORE, ZERO, I, J, Kind, const, coord, load, loa
 from fusion.ir.ops import apply, where
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.spec import Normalizer
-from fusion.passes import casts, pointwise, pullback, rewrite, shifts, views
-from fusion.passes.masks import understand
+from fusion.passes import replace
+from fusion.passes.pullback import casts, pointwise, pullback, views
+from fusion.passes.recognize import shifts
+from fusion.passes.specify.masks import understand
 
 aten = torch.ops.aten
 LENGTH, WIDTH = 19, 8
@@ -175,13 +177,13 @@ def spec_fault(change):
     """A fault in the finished spec: `change(spec)` gives the fields that are wrong."""
 
     def put_in(patch):
-        right = rewrite.specify
+        right = replace.specify
 
         def wrong(*args):
             found = right(*args)
             return dataclasses.replace(found, spec=dataclasses.replace(found.spec, **change(found.spec)))
 
-        patch.setattr(rewrite, "specify", wrong)
+        patch.setattr(replace, "specify", wrong)
 
     return put_in
 
@@ -200,9 +202,9 @@ def operand_fault(change):
     """A fault in which tensors are read."""
 
     def put_in(patch):
-        right = rewrite.specify
+        right = replace.specify
         patch.setattr(
-            rewrite, "specify", lambda *args: dataclasses.replace(f := right(*args), operands=change(f.operands))
+            replace, "specify", lambda *args: dataclasses.replace(f := right(*args), operands=change(f.operands))
         )
 
     return put_in

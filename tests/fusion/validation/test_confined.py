@@ -8,8 +8,8 @@ import torch
 import fusion
 
 
-@pytest.mark.parametrize("failing", ["fusion.passes.find._examine", "fusion.passes.rewrite._specify",
-                                     "fusion.passes.escaping.uses"])  # fmt: skip
+@pytest.mark.parametrize("failing", ["fusion.passes.recognize.find._examine", "fusion.passes.replace._specify",
+                                     "fusion.passes.specify.escaping.uses"])  # fmt: skip
 def test_a_failure_of_a_pass_costs_one_attention(failing, monkeypatch):
     """It is called a defect, and the others are fused."""
     module, name = importlib.import_module(failing.rpartition(".")[0]), failing.rpartition(".")[2]

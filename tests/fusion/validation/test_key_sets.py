@@ -8,7 +8,7 @@ import torch
 import fusion
 from fusion.ir import integers
 from fusion.ir.expr import J, coord, load, substitute
-from fusion.passes import by_rows
+from fusion.passes.specify import by_rows
 
 B, H, N, K, D = 2, 4, 24, 5, 16
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.passes import heads
+from fusion.passes.pullback import heads
 from fusion.refusals import Ground
 from tests.passes.test_mixed_heads import as_cait, drawn, scores_alone, weights_alone
 

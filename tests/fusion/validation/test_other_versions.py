@@ -11,7 +11,7 @@ import fusion
 from fusion.ir.expr import Expr, const
 from fusion.ir.ops import apply, where
 from fusion.kept import Kept
-from fusion.passes import pointwise
+from fusion.passes.pullback import pointwise
 from fusion.validation import sites
 from tests.fusion.validation import faults
 

@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 
 import fusion
 from fusion.kept import Kept
-from fusion.passes import assembling
+from fusion.passes.pullback import indexing
 from fusion.validation import facts, sites
 from tests.fusion.validation import faults
 
@@ -123,7 +123,7 @@ def test_reads_beyond_an_operand_are_found(monkeypatch):
     (site,) = _compiled(shifted, (), False)
     assert not site.fused and "defect" not in site.reason
     torch._dynamo.reset()
-    monkeypatch.setattr(assembling, "walk", lambda *_: ())
+    monkeypatch.setattr(indexing, "walk", lambda *_: ())
     (site,) = _compiled(shifted, (), False)
     assert not site.fused and "is read beyond a dimension of 19" in site.reason
 

@@ -1,0 +1,272 @@
+"""Cascades: scores or weights that are made of a whole row or column of scores, by one attention for each reduction.
+
+In a softmax of a softmax, weights normalised over the queries, or scores less the largest of all, a weight is no
+function of its own score alone. Such a reduction becomes an attention by itself, with a column of ones in the place of
+V: one number for each row, a tensor like any other, so that memory is linear in the length.
+
+    sum, mean          of x: x @ 1
+    amax, logsumexp    of x: a further output of softmax(x) @ 1
+    softmax            of x: exp(x - m) / z, with m the maximum and z the sum of exp(x - m), both further outputs
+
+Done where that makes an attention of what was none, where no gradient is asked for, and where a product of Q and K
+costs less than the sweeps over a table of scores that other compilers make.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.ir.sizes import size_value
+from fusion.refusals import Ground
+
+from .. import marks, nodes
+from ..building import Symbols, derived
+from ..nodes import Unsupported, arguments, packet, shape
+from ..pullback.caches import are_plain
+from ..pullback.contractions import is_contraction, products_above
+from ..recognize.ancestors import SOFTMAXES, Met, Upstream
+from ..recognize.find import ANY, Reads, Site, find_sites, mark_roots
+from . import late_division
+from .late_division import Moved
+
+aten = torch.ops.aten
+_GROUNDS = (
+    Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER, Ground.NOT_POINTWISE, Ground.WEIGHTS_ADDED, Ground.NOT_LINEAR,
+)  # fmt: skip
+Way = Callable[[list[Node]], list[Node]]
+MOST = 6
+"""Reductions above one product: each costs a product of Q and K."""
+FEW = 32
+"""Up to so many queries or keys another kernel may multiply Q and K, whose scores differ in their last digits. But a
+maximum must be that of the very scores that it is subtracted from."""
+SCORES = 2**25
+"""Bytes of scores from which on that pays (`benchmarks/cascades.py`): they leave the caches."""
+SCORES_OF_A_COLUMN = 2**30
+"""Those where a softmax over the queries is all: of that other compilers make two sweeps, which are faster than a
+second product. From here on it is for the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A reduction that an attention of its own computes.
+
+    node: the reduction.
+    value: what takes its place; the node itself where that is marked as a further output.
+    product: with the ones.
+    made: what was put into the graph, in order.
+    serves: the products with V that it was cut for.
+    """
+
+    node: Node
+    value: Node
+    product: Node
+    made: list[Node]
+    serves: list[Node] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Make the graph what it was."""
+        if self.value is self.node:
+            marks.statistic_of.drop(self.node)
+        else:
+            self.value.replace_all_uses_with(self.node)
+        for node in reversed(self.made):
+            if not node.users:
+                self.node.graph.erase_node(node)
+
+
+def find(
+    graph: Graph, reads: Reads = ANY, wanted: str = "auto", but: Set[str] = frozenset()
+) -> tuple[list[Site], list[Moved | Cut]]:
+    """The sites of a graph, which is changed where that makes attentions of more products; and these changes.
+
+    wanted: whether reductions become attentions: "auto" where that pays, "always", or "never".
+    but: names of products for which nothing is changed.
+    """
+    sites, moved = late_division.find(graph, reads, but)
+    changes: list[Moved | Cut] = [*moved]
+    usable = wanted != "never" and not are_plain()
+    pending = [site for site in sites if usable and site.anchor.name not in but and _may_be_cascade(site)]
+    for way in (_all_but_the_last_softmax, _softmaxes, list) if pending else ():
+        met, hints, always = Upstream(graph), nodes.size_hints(graph), wanted == "always"
+        asked = {site.anchor: _wanted(site, _reductions(site.anchor, met), way, hints, always) for site in pending}
+        if cuts := _cut_for(graph, asked, reads):
+            changes += cuts
+            pending = [site for site in pending if not any(site.anchor in cut.serves for cut in cuts)]
+            sites = find_sites(graph, reads)
+        else:
+            mark_roots(graph, sites)
+    return sites, changes
+
+
+def _cut_for(graph: Graph, asked: Mapping[Node, list[Node]], reads: Reads) -> list[Cut]:
+    """The cuts that make attentions of products, by what is to be cut for each."""
+    made = {node: _cut(node) for node in sorted({node for found in asked.values() for node in found})}
+    cuts = {node: cut for node, cut in made.items() if cut is not None}
+    fused = {site.anchor for site in find_sites(graph, reads) if site.refusal is None} if cuts else set()
+    for product, wanted in asked.items():
+        own = [cuts[node] for node in wanted if node in cuts]
+        if product in fused and 0 < len(own) == len(wanted) and fused.issuperset(cut.product for cut in own):
+            for cut in own:
+                cut.serves.append(product)
+    for cut in reversed([*cuts.values()]):
+        if not cut.serves:
+            cut.undo()
+    return [cut for cut in cuts.values() if cut.serves]
+
+
+def failed(graph: Graph, changes: Sequence[Moved | Cut]) -> set[str]:
+    """The names of products that changes were made for, and that are still in the graph, or whose reductions are."""
+    left = {*graph.nodes}
+    return {product.name for change in changes for product in change.serves if left & {product, change.product}}
+
+
+def _may_be_cascade(site: Site) -> bool:
+    """Whether cuts may make an attention of this product: it is none, or reads reductions of its own scores."""
+    if marks.requires_grad(site.anchor) or not is_contraction(site.anchor):
+        return False
+    if site.refusal is not None:
+        return site.refusal.kind in _GROUNDS
+    walks = [found.pullback for found in site.attentions]
+    own = {product.node for walk in walks for product in walk.products}
+    return any(own & products_above(node) for walk in walks for node in walk.loaded)
+
+
+def _reductions(product: Node, met: Upstream) -> list[Node]:
+    """The reductions and softmaxes of scores that the weights of a product are made of, in order."""
+
+    def parents(here: Node) -> list[Node]:
+        return [p for p in made_of_scores(here) if p.op == "call_function" and not is_contraction(p)]
+
+    def made_of_scores(here: Node) -> list[Node]:
+        return [parent for parent in here.all_input_nodes if Met.PRODUCT in met[parent]]
+
+    every = nodes.walk_up(parents(product), parents)
+    return sorted(here for here in every if here.target in _CUTS and made_of_scores(here))
+
+
+def _all_but_the_last_softmax(reductions: list[Node]) -> list[Node]:
+    softmaxes = _softmaxes(reductions)
+    return [node for node in reductions if node is not softmaxes[-1]] if softmaxes else []
+
+
+def _softmaxes(reductions: list[Node]) -> list[Node]:
+    return [node for node in reductions if packet(node) in SOFTMAXES]
+
+
+def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], always: bool) -> list[Node]:
+    """Of the reductions above a site those to be cut: none where that does not pay, no softmax of an attention."""
+    reductions = way(found)
+    if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
+        return []
+    try:
+        tables = [[size_value(n, hints) for n in shape(arguments(node)["self"])] for node in reductions]
+    except Unsupported:  # sizes that are data
+        return []
+    if any(min(table[-2:]) <= FEW for table in tables):
+        return []
+    least = SCORES_OF_A_COLUMN if len(found) == 1 and packet(found[0]) in SOFTMAXES else SCORES
+    return reductions if always or all(4 * math.prod(table) >= least for table in tables) else []
+
+
+def _cut(node: Node) -> Cut | None:
+    """Cut a reduction out of the graph; None where that cannot be."""
+    try:
+        return None if marks.mutations(node) else _CUTS[node.target](node)
+    except Unsupported:  # sizes that are data
+        return None
+
+
+class _Builder:
+    """Nodes before one that they are for."""
+
+    def __init__(self, node: Node):
+        self.node, self.graph = node, node.graph
+        self.made: list[Node] = []
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        with self.graph.inserting_before(self.node):
+            self.made.append(derived(self.graph, self.node, target, args))
+        return self.made[-1]
+
+    def cut(self, value: Node, product: Node) -> Cut:
+        """Put a value in the place of the node."""
+        self.node.replace_all_uses_with(value)
+        return Cut(node=self.node, value=value, product=product, made=self.made)
+
+    def times_ones(self, x: Node) -> Node:
+        """The sums over the last dimension, which stays, with 1 element."""
+        like = nodes.value(x)
+        with self.graph.inserting_before(self.node):
+            length = Symbols(self.graph).value(shape(x)[-1])
+            how = {"dtype": like.dtype, "device": like.device}
+            ones = self.graph.call_function(aten.ones.default, ([length, 1],), how)
+        ones.meta["val"] = like.new_ones((*like.shape[-1:], 1))
+        self.made.append(ones)
+        return self(aten.matmul.default, x, ones)
+
+
+def _dim(node: Node) -> int | None:
+    """The dimension that a node reduces, or normalises over; None where there are several."""
+    args = arguments(node)
+    return nodes.one_dim(args.get("dim"), len(shape(args["self"])))
+
+
+def _of_sum(node: Node) -> Cut | None:
+    args, dim = arguments(node), _dim(node)
+    if dim is None or nodes.dtype(args["self"]) != nodes.dtype(node):
+        return None
+    build = _Builder(node)
+    product = build.times_ones(build(aten.movedim.int, args["self"], dim, -1))
+    value = build(aten.movedim.int, product, -1, dim) if args["keepdim"] else build(aten.squeeze.dim, product, -1)
+    if packet(node) is aten.mean:
+        with node.graph.inserting_before(node):
+            length = Symbols(node.graph).value(shape(args["self"])[dim])
+        value = build(aten.div.Tensor, value, length)
+    return build.cut(value, product)
+
+
+def _of_extremum(node: Node) -> Cut | None:
+    """A further output of the attention; of several dimensions, that over the last of them."""
+    args = arguments(node)
+    origin, dims, build = args["self"], nodes.dims_of(node), _Builder(node)
+    product = build.times_ones(build(aten.softmax.int, build(aten.movedim.int, origin, dims[-1], -1), -1))
+    if len(dims) == 1:
+        marks.statistic_of.set(node, product)
+        return Cut(node=node, value=node, product=product, made=build.made)
+    operation = node.target if "dim" in args else aten.amax.default
+    inner = build(operation, origin, dims[-1:], True)
+    marks.statistic_of.set(inner, product)
+    value = build(operation, inner, dims, bool(args.get("keepdim")))
+    return build.cut(value, product)
+
+
+def _of_softmax(node: Node) -> Cut | None:
+    args, dim = arguments(node), _dim(node)
+    if dim is None:
+        return None
+    build, x = _Builder(node), args["self"]
+    if nodes.dtype(x) != nodes.dtype(node):
+        x = build(aten.to.dtype, x, nodes.dtype(node))
+    product = build.times_ones(build(aten.softmax.int, build(aten.movedim.int, x, dim, -1), -1))
+    # Inside, eager's softmax computes in float32.
+    wide = build(aten.to.dtype, x, torch.promote_types(nodes.dtype(x), torch.float32))
+    largest = build(aten.amax.default, wide, [dim], True)
+    exponential = build(aten.exp.default, build(aten.sub.Tensor, wide, largest))
+    total = build(aten.sum.dim_IntList, exponential, [dim], True)
+    value = build(aten.to.dtype, build(aten.div.Tensor, exponential, total), nodes.dtype(node))
+    for statistic in (largest, total):
+        marks.statistic_of.set(statistic, product)
+    return build.cut(value, product)
+
+
+_CUTS: dict[Any, Callable[[Node], Cut | None]] = {
+    aten.sum.dim_IntList: _of_sum, aten.mean.dim: _of_sum, aten.amax.default: _of_extremum,
+    aten.max.default: _of_extremum, aten.logsumexp.default: _of_extremum, aten.softmax.int: _of_softmax,
+    aten._softmax.default: _of_softmax,
+}  # fmt: skip

@@ -1,0 +1,192 @@
+"""A table that is read at a function of the distance between row and key is read once for each distance.
+
+    table[bucket(j - i)]   =   line[j - i + n_q - 1]   with line = table[bucket(distances)]
+
+There are n_q n_k pairs, but n_q + n_k - 1 distances. Whatever makes positions of distances (clamps, T5's buckets with
+their logarithm) runs on these alone. What attention then reads is linear in row and key: the bias [H, N_q, N_k] is
+never made, and its gradient is added up along the diagonals, where neighbours go to different elements. In the table
+they meet in few, and each addition waits for the one before. All values are those of before, since the same operations
+take the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, I, J, Kind, loads
+from fusion.ir.reads import is_shift_free
+from fusion.torch_private.fake import detect_fake_mode, enable_python_dispatcher
+
+from .. import marks, nodes
+from ..building import Symbols, derived
+from ..nodes import Unsupported, arguments, packet, shape
+from ..pullback.pullback import PullBack
+
+aten = torch.ops.aten
+_ELEMENTWISE = (aten._to_copy, aten.to, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.full_like,
+                aten.zeros_like, aten.ones_like)  # fmt: skip
+"""Operations besides those that torch calls pointwise."""
+ONE = integers.integer(1)
+
+
+def read_by_distance(graph: Graph) -> None:
+    """Rewrite such reads (`embedding` and indexing) by positions [.., N_q, N_k] that the graph makes of `arange`."""
+    symbols: Symbols | None = None
+    for node in list(graph.nodes):
+        if (positions := _positions(node)) is None:
+            continue
+        symbols = symbols or Symbols(graph)
+        with graph.inserting_before(node), contextlib.suppress(Unsupported):  # sizes that are data
+            result = _Line(graph, node, positions, symbols).read()
+            if result is not None and nodes.memory_order(result) == nodes.memory_order(node):
+                node.replace_all_uses_with(result)
+    if symbols is not None:
+        nodes.erase_unused(graph, nodes.impurity())
+
+
+def _positions(node: Node) -> Node | None:
+    """The positions at which a node reads a table, where these are made of others and have a row and a column."""
+    found = None
+    if marks.mutations(node) or marks.dtensor(node):
+        return None
+    if packet(node) is aten.embedding:
+        args = arguments(node)
+        found = None if args.get("scale_grad_by_freq") or args.get("sparse") else args["indices"]
+    elif packet(node) is aten.index:
+        given = [index for index in arguments(node)["indices"] if index is not None]
+        found = given[0] if len(given) == 1 else None
+    if found is None or nodes.value(found).ndim < 2 or nodes.dtype(found) not in (torch.int64, torch.int32):
+        return None
+    return found if found.op == "call_function" else None
+
+
+class _Line:
+    """What a node reads, over distances: number t is the distance t - (n_q - 1) between key and row."""
+
+    def __init__(self, graph: Graph, node: Node, positions: Node, symbols: Symbols):
+        self.graph, self.node, self.positions, self.symbols = graph, node, positions, symbols
+        *self.outer, self.n_q, self.n_k = shape(positions)
+        self.walk = PullBack({I: self.n_q, J: self.n_k}, self.n_k)
+        self.made: dict[Node, Node | None] = {}
+        args, whole = arguments(node), packet(node) is aten.embedding
+        self.table, self.dim = (args["weight"], 0) if whole else (args["self"], args["indices"].index(positions))
+
+    def read(self) -> Node | None:
+        """What takes the node's place, or None."""
+        line = None if self._is_followed() else self._of(self.positions)
+        return None if line is None else self._spread(line)
+
+    def _is_followed(self) -> bool:
+        """Whether the positions are linear in row and key, and known to be within the table: the pull-back reads it."""
+        if not self._has_pairs(self.positions) or (expr := self._integer(self.positions)) is None:
+            return False
+        return _slope(expr) is not None and integers.is_below(expr, shape(self.table)[self.dim], self.walk.bounds)
+
+    def _of(self, here: Node) -> Node | None:
+        """A tensor of n_q + n_k - 1 elements that holds what a tensor [.., n_q, n_k] has at each distance; None where
+        that depends on more."""
+        if here not in self.made:
+            ways = (self._linear, self._pointwise, self._looked_up) if self._has_pairs(here) else ()
+            self.made[here] = next((line for way in ways if (line := way(here)) is not None), None)
+        return self.made[here]
+
+    def _looked_up(self, here: Node) -> Node | None:
+        """Of a read of a table of one dimension at such positions: it is read at each call, its values may change."""
+        positions = _positions(here)
+        if positions is None or nodes.value(here.args[0]).ndim != 1 or any(map(marks.mutations, here.all_input_nodes)):
+            return None
+        if (line := self._of(positions)) is None:
+            return None
+        args, kwargs = torch.fx.node.map_arg((here.args, here.kwargs), lambda x: line if x is positions else x)
+        return self._call(here.target, args, **kwargs)
+
+    def _pointwise(self, here: Node) -> Node | None:
+        """Of an operation that works element by element on such tensors and numbers."""
+        target: Any = here.target
+        tags = getattr(target, "tags", ())
+        pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        changing = any(marks.mutations(node) for node in (here, *here.all_input_nodes))
+        if changing or not (pointwise or packet(here) in _ELEMENTWISE):
+            return None
+        if any(isinstance(given, Node) for given in here.kwargs.values()):
+            return None
+        lines = {}
+        for parent in here.all_input_nodes:
+            held = nodes.value(parent)
+            if isinstance(held, torch.Tensor) and held.ndim:
+                if (line := self._of(parent)) is None:
+                    return None
+                lines[parent] = line
+        if not lines:
+            return None
+        args, kwargs = torch.fx.node.map_arg((here.args, here.kwargs), lambda given: lines.get(given, given))
+        return self._call(target, args, **kwargs)
+
+    def _has_pairs(self, here: Node) -> bool:
+        *outer, rows, keys = shape(here) if nodes.value(here).ndim > 1 else (ONE, ONE)
+        several = not any(extent.is_const and extent.integer < 2 for extent in (rows, keys))
+        pairs = here.op == "call_function" and (rows, keys) == (self.n_q, self.n_k)
+        return pairs and several and all(extent is ONE for extent in outer)
+
+    def _linear(self, here: Node) -> Node | None:
+        """Of integers a (j - i) + c, with a = 1 or -1 and c made of sizes."""
+        expr = self._integer(here)
+        if expr is None or (slope := _slope(expr)) is None:
+            return None
+        last = integers.sub(self.n_q, 1)
+        start = integers.sub(slope[1], integers.mul(slope[0], last))
+        end = integers.add(start, integers.mul(slope[0], integers.add(last, self.n_k)))
+        held = nodes.value(here)
+        bounds = (self.symbols.value(start), self.symbols.value(end), slope[0])
+        return self._call(aten.arange.start_step, bounds, dtype=held.dtype, device=held.device)
+
+    def _integer(self, here: Node) -> Expr | None:
+        """The element at row and key as an expression of these and sizes."""
+        if nodes.dtype(here) not in (torch.int64, torch.int32):
+            return None
+        expr = self.walk.value(here, (*[integers.integer(0)] * (nodes.value(here).ndim - 2), I, J))
+        return None if expr.kind is not Kind.INT or loads(expr) else expr
+
+    def _spread(self, line: Node) -> Node:
+        """What the node reads, from what it reads at each distance."""
+        args, kwargs = torch.fx.node.map_arg(
+            (self.node.args, self.node.kwargs), lambda given: line if given is self.positions else given
+        )
+        read = self._marked(self.node.target, args, **kwargs)
+        result = self._marked(aten.index.Tensor, (read, [None] * self.dim + [self._distances()]))
+        if not self.outer:
+            return result
+        return self._marked(aten.reshape.default, (result, [self.symbols.value(n) for n in shape(self.node)]))
+
+    def _marked(self, target: Any, args: Any, **kwargs: Any) -> Node:
+        """A call whose result has the node's gradient."""
+        made = self._call(target, args, **kwargs)
+        marks.requires_grad.set(made, marks.requires_grad(self.node))
+        marks.stop_gradient.set(made, marks.stop_gradient(self.node))
+        return made
+
+    def _distances(self) -> Node:
+        """j - i + n_q - 1, [n_q, n_k]."""
+        device, last = nodes.value(self.positions).device, self.symbols.value(integers.sub(self.n_q, 1))
+        keys = self._call(aten.arange.default, (self.symbols.value(self.n_k),), device=device)
+        from_last = self._call(aten.arange.start_step, (last, -1, -1), device=device)
+        return self._call(aten.add.Tensor, (self._call(aten.unsqueeze.default, (from_last, 1)), keys))
+
+    def _call(self, target: Any, args: Any, **kwargs: Any) -> Node:
+        mode = detect_fake_mode(nodes.value(self.node))
+        assert mode is not None
+        with mode, torch.no_grad(), enable_python_dispatcher():
+            return derived(self.graph, self.node, target, args, **kwargs)
+
+
+def _slope(expr: Expr) -> tuple[int, Expr] | None:
+    """(a, c) of a (j - i) + c, with a = 1 or -1 and c free of i and j."""
+    parts = integers.linear(expr, J)
+    if parts is None or parts[0] not in (ONE, integers.integer(-1)) or not is_shift_free(expr):
+        return None
+    return parts[0].integer, integers.sub(expr, integers.mul(parts[0], integers.sub(J, I)))

@@ -1,0 +1,278 @@
+"""Weights that are divided by a sum of their own: divided behind the product with V.
+
+`w = softmax(s) * m; (w / (w.sum(-1, keepdim=True) + 1e-13)) @ v` makes what a mask leaves of a softmax add up to 1
+again. What a row is divided by is the same for all of its keys, so that `(w / g) @ v` is `(w @ v) / g`: an attention
+that also writes the sum (`passes.specify.aux_outputs`). Products are written so where that makes an attention of them.
+
+Both round alike, and differ where numbers leave their range: the product before the division is as large as the sum. In
+float32 and bfloat16 weights that grow with the score at most as fast as itself reach that only with scores beyond 1e30;
+others, and float16, stay as they are. A row whose weights are all 0 is 0 / 0 on both sides. Its gradient is NaN before
+the division, which `w.masked_fill(dead, 0)` keeps from the scores, and `w * live` does not; the analysis takes one for
+the other. So in training nothing is moved where a sum may be 0 because of a selection, but where the scores are
+selected by the same predicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, J, Kind, coord
+from fusion.ir.integers import Bounds
+from fusion.ir.ops import apply
+from fusion.ir.primitives import ROUNDED, is_bounded
+from fusion.ir.spec import Normalizer
+from fusion.refusals import Ground
+
+from .. import marks, nodes
+from ..building import Symbols, derived
+from ..nodes import Unsupported, packet, shape
+from ..pullback.contractions import factors, is_contraction
+from ..pullback.reductions import depends_on_product
+from ..pullback.roundings import is_coarser
+from ..pullback.views import Index, broadcast_index, source
+from ..recognize.ancestors import SOFTMAXES, Met, Upstream, is_statistic
+from ..recognize.find import ANY, Attention, Reads, Site, find_sites
+from ..specify.aux_outputs import order_of
+
+aten = torch.ops.aten
+_GROUNDS = (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER)
+_SCALINGS = (aten.dropout, aten.native_dropout, aten.to, aten._to_copy)
+"""Operations that a factor of a row passes through, beside products and views."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A division that stands behind a product now.
+
+    product: that with V.
+    quotient: what takes its place.
+    user: the node that had read the quotient of the weights, and reads `weights`.
+    sunk: nodes that stand behind the product now, in order.
+    division: the quotient of the weights.
+    risky: whether a NaN in its gradient must not reach the scores.
+    """
+
+    product: Node
+    quotient: Node
+    user: Node
+    weights: Node
+    sunk: tuple[Node, ...]
+    division: Node
+    risky: bool
+
+    @property
+    def serves(self) -> list[Node]:
+        """The product, as of other changes."""
+        return [self.product]
+
+    def undo(self) -> None:
+        for node in self.sunk:
+            self.user.prepend(node)
+        if self.division > self.user:
+            self.user.prepend(self.division)
+        self.user.replace_input_with(self.weights, self.division)
+        self.quotient.replace_all_uses_with(self.product)
+        self.product.graph.erase_node(self.quotient)
+
+
+def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple[list[Site], list[Moved]]:
+    """`find_sites` of a graph, in which divisions are moved where that makes an attention; and these. but: names of
+    products for which nothing is moved."""
+    sites = find_sites(graph, reads)
+    refused = [site.anchor for site in sites if site.refusal is not None and site.refusal.kind in _GROUNDS]
+    if not refused:
+        return sites, []
+    met = Upstream(graph)
+    moved = [found for p in refused if p.name not in but and (found := _moved(p, met)) is not None]
+    if not moved:
+        return sites, []
+    again = find_sites(graph, reads)
+    risky = {found.product for found in moved if found.risky}
+    fused = {
+        site.anchor for site in again if site.refusal is None and all(map(_is_moderate, site.attentions))
+        and (site.anchor not in risky or all(map(_selects_likewise, site.attentions)))
+    }  # fmt: skip
+    needless = [found for found in moved if found.product not in fused]
+    for found in needless:
+        found.undo()
+    return find_sites(graph, reads) if needless else again, [found for found in moved if found.product in fused]
+
+
+def _is_moderate(found: Attention) -> bool:
+    """Whether weights grow at most as fast as scores."""
+    return found.core.normalizer is not Normalizer.NONE or _grows_slowly(found.core.score)
+
+
+def _selects_likewise(found: Attention) -> bool:
+    """Whether weights that are set to 0 are those of scores that are a mask's fill."""
+    live = {_selected_by(found.core.score), _selected_by(found.core.weight)}
+    return len(live) == 1 and None not in live
+
+
+def _selected_by(value: Expr) -> Expr | None:
+    """The condition under which a value is not a constant."""
+    if value.op != "where" or not (value.args[1].is_const or value.args[2].is_const):
+        return None
+    condition = value.args[0]
+    return condition if value.args[2].is_const else apply("not", condition)
+
+
+def _grows_slowly(value: Expr) -> bool:
+    made = [arg for arg in value.args if arg.kind is Kind.FLOAT and depends_on_product(arg)]
+    if value.op == "dot" or is_bounded(value.op) or not made:
+        return True
+    if value.op in ("fmul", "div"):
+        made = [arg for arg in made if not is_bounded(arg.op)]
+        if len(made) > 1 or (value.op == "div" and depends_on_product(value.args[1])):
+            return False
+    elif value.op not in _SLOW:
+        return False
+    return all(map(_grows_slowly, made))
+
+
+_SLOW = {"fadd", "fsub", "neg", "abs", "maximum", "minimum", "where", "detach", "detach_nan", *ROUNDED.values()}
+
+
+def _moved(product: Node, met: Upstream) -> Moved | None:
+    """Move the division of a product's weights behind it; None where there is none, or it cannot be."""
+    if not is_contraction(product) or nodes.dtype(product) is torch.float16:
+        return None
+    try:
+        found = _division(product, met)
+        places = None if found is None else _places(found)
+    except Unsupported:  # a product, a view or sizes that are not understood
+        return None
+    if found is None or places is None:
+        return None
+    division, weights, factor, user = found.node, found.weights, found.factor, found.user
+    if any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
+        return None
+    risky = marks.requires_grad(product) and _is_bare(factor, met) and _is_selected(weights, met)
+    graph = product.graph
+    user.replace_input_with(division, weights)
+    sunk = _sink(found, product, met)
+    with graph.inserting_before(product.next if not sunk else sunk[-1].next):
+        rows = _in_rows_of(product, factor, places)
+        quotient = derived(graph, product, division.target, (product, rows))
+        if nodes.dtype(quotient) != nodes.dtype(product):
+            quotient = derived(graph, product, aten.to.dtype, (quotient, nodes.dtype(product)))
+    marks.requires_grad.set(quotient, marks.requires_grad(product))
+    product.replace_all_uses_with(quotient, delete_user_cb=lambda later: later > quotient)
+    return Moved(
+        product=product, quotient=quotient, user=user, weights=weights, sunk=sunk, division=division, risky=risky
+    )
+
+
+def _is_bare(factor: Node, met: Upstream) -> bool:
+    """Whether a factor may be one by 0, or 0: a statistic to which nothing is added and that is not clamped."""
+    while not is_statistic(factor):
+        made = [x for x in factor.all_input_nodes if Met.STATISTIC in met[x]]
+        if len(made) != 1 or packet(factor) in (aten.add, aten.clamp, aten.clamp_min, aten.maximum):
+            return False
+        factor = made[0]
+    return True
+
+
+def _is_selected(weights: Node, met: Upstream) -> bool:
+    """Whether some of what a normaliser makes is replaced."""
+    while packet(weights) not in SOFTMAXES:
+        if packet(weights) in (aten.where, aten.masked_fill):
+            return True
+        made = [x for x in weights.all_input_nodes if Met.PRODUCT in met[x] and shape(x) == shape(weights)]
+        if len(made) != 1:
+            return False
+        weights = made[0]
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Division:
+    """weights / factor, or weights * factor, on the way up from a product, whose element at an index it needs.
+
+    user: the node on the way that reads it.
+    index: of the element of the factor, in coordinates of the product's result and the key.
+    bounds: their extents.
+    """
+
+    node: Node
+    weights: Node
+    factor: Node
+    user: Node
+    index: Index
+    bounds: Bounds
+
+
+def _division(product: Node, met: Upstream) -> _Division | None:
+    """The first one above the weights of a product, if nothing else reads what stands between."""
+    extents = shape(product)
+    atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
+    parts = factors(product, atoms, J)
+    left = met.weights_are_left(parts)
+    here, index = (parts.left, parts.left_index) if left else (parts.right, parts.right_index)
+    bounds, user = dict(zip(atoms, extents, strict=True)) | {J: parts.extent}, product
+    while here.op == "call_function":
+        if packet(here) in (aten.mul, aten.div) and len(here.args) == 2 and not here.kwargs:
+            pairs = [here.args, here.args[::-1]][: 2 if packet(here) is aten.mul else 1]
+            for weights, factor in pairs:
+                of_row = nodes.is_tensor(factor) and Met.STATISTIC | Met.PRODUCT in met[factor]
+                if of_row and nodes.is_tensor(weights) and shape(weights) == shape(here):
+                    at = broadcast_index(shape(here), shape(factor), index)
+                    return _Division(node=here, weights=weights, factor=factor, user=user, index=at, bounds=bounds)
+            made = [x for x, _ in pairs if nodes.is_tensor(x) and Met.PRODUCT in met[x] and shape(x) == shape(here)]
+            origin = made[0] if len(made) == 1 else None
+        elif packet(here) in _SCALINGS and not is_coarser(nodes.dtype(here), nodes.dtype(product)):
+            origin = here.args[0]
+        elif (moved := source(here, index, bounds)) is not None:
+            origin, index = moved
+        else:
+            return None
+        if not isinstance(origin, Node) or len(here.users) > 1 or marks.mutations(here):
+            return None
+        here, user = origin, here
+    return None
+
+
+def _places(found: _Division) -> tuple[int, ...] | None:
+    """The product's dimension of each dimension that a factor is made of; None where it depends on the key."""
+    names = order_of(found.index, shape(found.factor), found.bounds)
+    return None if names is None or J.name in names else tuple(int(name[1:]) for name in names)
+
+
+def _sink(found: _Division, product: Node, met: Upstream) -> tuple[Node, ...]:
+    """Put what only a division makes of a statistic behind the product, where the call that writes it stands."""
+    if found.node.users:
+        return ()
+    chain, todo = {found.node}, [found.factor]
+    while todo:
+        here = todo.pop()
+        made = Met.STATISTIC in met[here] and not is_statistic(here) and not marks.stop_gradient(here)
+        if made and chain.issuperset(here.users) and not any(map(marks.mutations, (here, *here.all_input_nodes))):
+            chain.add(here)
+            todo += here.all_input_nodes
+    product.append(found.node)
+    sunk = sorted(chain - {found.node})
+    for node in sunk:
+        found.node.prepend(node)
+    return tuple(sunk)
+
+
+def _in_rows_of(product: Node, factor: Node, places: tuple[int, ...]) -> Node:
+    """The factor as a tensor that is broadcast along the product's columns, at the graph's insertion point."""
+    graph, extents = product.graph, shape(product)
+    symbols, one = Symbols(graph), integers.integer(1)
+
+    def reshaped(node: Node, sizes: list[Expr]) -> Node:
+        if list(shape(node)) == sizes:
+            return node
+        return derived(graph, factor, aten.reshape.default, (node, [symbols.value(size) for size in sizes]))
+
+    rows = reshaped(factor, [extents[place] for place in places])
+    if list(places) != sorted(places):
+        order = [places.index(place) for place in sorted(places)]
+        rows = derived(graph, factor, aten.permute.default, (rows, order))
+    return reshaped(rows, [extent if place in places else one for place, extent in enumerate(extents)])

@@ -1,0 +1,221 @@
+"""Keys and values as caches keep them: narrower than they are multiplied in, packed, in pages.
+
+An operand `(cache[table].to(q.dtype) - zero) * scale` is not read from the copy that the graph would make of it but
+from the cache itself: widening, unpacking, zero points, scales and the table become part of the read. What the operand
+is multiplied by and is the same for all columns of a row is returned as a scale: of scores for Q and K, of weights or
+rows of the output for V. The rest is the element's value, an expression. Where nothing is left of it but a cast, the
+element is the stored one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import ONE, Expr, J, coordinates, loads, rebuild, renumbered, walk
+from fusion.ir.ops import apply
+from fusion.ir.primitives import ROUNDED
+from fusion.ir.traffic import bytes_per_element
+
+from .. import marks, nodes
+from ..nodes import Unsupported, packet
+from . import pointwise, tables, views
+from .roundings import is_coarser
+from .views import Index
+
+if TYPE_CHECKING:
+    from .pullback import PullBack
+
+aten = torch.ops.aten
+_PRODUCTS = (torch.float32, torch.bfloat16, torch.float16)
+_PACKED = (torch.int8, torch.uint8)
+"""Integers all of which every dtype of products holds exactly."""
+_READ = (*_PRODUCTS, *_PACKED, torch.int16, torch.int32, torch.int64, torch.bool)
+
+_MOST_NODES = 64
+_THROUGH = (*views.CASTS, aten.cat, aten.concat, aten.stack)
+_MOST_BYTES = 1.25
+"""Bytes that may be read through a table for one that a copy would have: scales and the table itself."""
+
+
+_plain = ContextVar("_plain", default=False)
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """While this lasts, keys and values are read from what the graph makes of a cache, and attentions whose weights are
+    used elsewhere stay as they are: for kernels that can no more, and return one tensor."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def are_plain() -> bool:
+    """Whether kernels are (`plain_kernels`)."""
+    return _plain.get()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor that an operand is made of.
+
+    value: what is multiplied; None where it is the element itself.
+    scale: what the products are multiplied by.
+    scales: the tensors that the scale is read from.
+    passed: the nodes between.
+    """
+
+    node: Node
+    index: Index
+    value: Expr | None
+    scale: Expr
+    scales: set[Node]
+    passed: tuple[Node, ...]
+
+
+def stored(
+    walk_: PullBack, here: Node, index: Index, row: Expr, column: Expr, extent: Expr, accept: Callable[[Expr], bool]
+) -> Stored | None:
+    """What an operand is the widened, unpacked or gathered copy of; None if it is none. accept: whether the caller has
+    a place for a scale."""
+    if _plain.get() or nodes.dtype(here) not in _PRODUCTS or not extent.is_const or not _leads_to_cache(here):
+        return None
+    inner = type(walk_)(walk_.bounds | {column: extent}, walk_.keys, walk_.anchor)
+    inner.reads_tables = True
+    try:
+        whole = rebuild(inner.value(here, index), lambda part: _unrounded(part, nodes.dtype(here)))
+    except Unsupported:
+        return None
+    unread = ("dot", "softmax", "reduce", "hash", *ROUNDED.values())
+    if any(part.op in unread for part in walk(whole)) or _is_kept(inner, here):
+        return None
+    element, scale = _split(whole, column)
+    if not accept(scale):
+        element, scale = whole, ONE
+    source = _Source(inner, element, here, row, column, extent)
+    if not source.pays():
+        return None
+    access = source.access()
+    node, index = inner.loaded[access.operand], tuple(_adopted(walk_, inner, entry) for entry in access.args)
+    value = None if source.plain is not None else _adopted(walk_, inner, element)
+    return Stored(
+        node=node, index=index, value=value, scale=_adopted(walk_, inner, scale), passed=tuple(inner.interior),
+        scales={inner.loaded[read.operand] for read in loads(scale)},
+    )  # fmt: skip
+
+
+def _adopted(walk_: PullBack, inner: PullBack, expr: Expr) -> Expr:
+    """An expression of another walk, with the numbers that its tensors have in this one."""
+    return renumbered(expr, lambda old: walk_.number(inner.loaded[old], inner.tables.get(old)))
+
+
+class _Source:
+    """What an element is made of."""
+
+    def __init__(self, inner: PullBack, element: Expr, here: Node, row: Expr, column: Expr, extent: Expr):
+        self.inner, self.element, self.here = inner, element, here
+        self.row, self.column, self.width = row, column, extent.integer
+        inside = element.args[0] if element.op == "to_float" else element
+        self.plain = inside if inside.op == "load" else None
+        self.indirect = bool(loads(*(index for read in loads(element) for index in read.args)))
+
+    def access(self) -> Expr:
+        """The load of the tensor that most of the element is read from."""
+        if self.plain is not None:
+            return self.plain
+        indirect = {part for read in loads(self.element) for entry in read.args for part in loads(entry)}
+        direct = [read for read in loads(self.element) if read not in indirect]
+        return max(direct, key=lambda read: bytes_per_element(read, self._itemsize, self.column, self.width))
+
+    def pays(self) -> bool:
+        """Whether kernels can read it, and less is read than there would be of a copy."""
+        found = [self._node(read) for read in loads(self.element)]
+        if not {self.row.name, self.column.name} <= coordinates(self.element) or not all(map(_is_readable, found)):
+            return False
+        trained = self.inner.anchor is not None and marks.requires_grad(self.inner.anchor)
+        if self.plain is not None:
+            node = self._node(self.plain)
+            if not self.indirect:
+                narrow = marks.stored(node) or nodes.dtype(node) in _PACKED and not trained
+                return narrow and linear_in(self.plain.args, self.row, self.column)
+            if not marks.stored(node) and nodes.dtype(node) not in (*_PRODUCTS, *_PACKED):
+                return False
+        read = bytes_per_element(self.element, self._itemsize, self.column, self.width)
+        most = (_MOST_BYTES if self.indirect else 1.0) * nodes.dtype(self.here).itemsize
+        looked_up = loads(*(entry for read in loads(self.element) for entry in read.args))
+        columns_are_free = not any(self.column.name in coordinates(part) for part in looked_up)
+        return not trained and self.row is J and read <= most and columns_are_free
+
+    def _node(self, read: Expr) -> Node:
+        return self.inner.loaded[read.operand]
+
+    def _itemsize(self, number: int) -> int:
+        return nodes.dtype(self.inner.loaded[number]).itemsize
+
+
+def _is_readable(node: Node) -> bool:
+    """Whether every kernel reads tensors of its dtype."""
+    return marks.stored(node) or nodes.dtype(node) in _READ
+
+
+def _unrounded(part: Expr, dtype: torch.dtype) -> Expr | None:
+    """Without roundings to the dtype of the product, nor to finer ones: kernels have float32."""
+    vanishes = any(part.op == name and not is_coarser(to, dtype) for to, name in ROUNDED.items())
+    return rebuild(part.args[0], lambda inner: _unrounded(inner, dtype)) if vanishes else None
+
+
+def _split(value: Expr, column: Expr) -> tuple[Expr, Expr]:
+    """(what depends on the column, the factors of a value that do not)."""
+    if value.op in ("fmul", "div"):
+        left, right = value.args
+        free = [column.name not in coordinates(arg) for arg in value.args]
+        if free[1] and not free[0]:
+            element, scale = _split(left, column)
+            return element, apply(value.op, scale, right)
+        if value.op == "fmul" and free[0] and not free[1]:
+            element, scale = _split(right, column)
+            return element, scale * left
+    return value, ONE
+
+
+def _leads_to_cache(here: Node) -> bool:
+    """Whether a narrow tensor, or one that is read through a table, is met on the way up; nothing is evaluated."""
+
+    def parents(node: Node) -> list[Node]:
+        through = views.is_view(node) or packet(node) in pointwise.BUILDERS or packet(node) in _THROUGH
+        return list(filter(nodes.is_tensor, node.all_input_nodes)) if through else []
+
+    def is_cache(node: Node) -> bool:
+        gathered = packet(node) in tables.OPERATIONS and nodes.dtype(node).is_floating_point
+        return gathered or marks.stored(node) or nodes.dtype(node) in _PACKED
+
+    return any(map(is_cache, itertools.islice(nodes.walk_up([here], parents), _MOST_NODES)))
+
+
+def _is_kept(inner: PullBack, here: Node) -> bool:
+    """Whether a gathered copy is made in any case, because something else uses it."""
+    calls = {table.call for table in inner.tables.values()}
+    return any(user not in inner.interior for call in calls - {here} for user in call.users)
+
+
+def linear_in(index: Index, row: Expr, column: Expr) -> bool:
+    """Whether every entry is a constant times `row` plus a constant times `column` plus a function of the batch."""
+    for entry in index:
+        for atom in (row, column):
+            parts = integers.linear(entry, atom)
+            if parts is None or not parts[0].is_const:
+                return False
+            entry = parts[1]
+        if coordinates(entry) & {"i", "j", "c", "e"}:
+            return False
+    return True

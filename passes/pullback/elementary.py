@@ -1,0 +1,203 @@
+"""Elementary functions and activations of one float, as compositions of score-language primitives.
+
+Forms are chosen such that nothing cancels and nothing overflows where the function itself does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusion.ir.expr import ONE, ZERO, Expr, Kind, const
+from fusion.ir.ops import apply, where
+
+from .casts import Builder, Call, float_function, operand
+
+aten = torch.ops.aten
+INFINITY = const(math.inf)
+
+
+def _odd(x: Expr, of_magnitude: Expr) -> Expr:
+    """An odd function from its values at |x|; NaN stays."""
+    return where(apply("flt", x, ZERO), -of_magnitude, of_magnitude)
+
+
+def _given(call: Call, position: int, name: str, default: float) -> Expr:
+    """A parameter of a function."""
+    return operand(call.get(position, name, default), Kind.FLOAT)
+
+
+def _celu(x: Expr, call: Call) -> Expr:
+    alpha = _given(call, 1, "alpha", 1.0)
+    return where(apply("flt", ZERO, x), x, alpha * apply("expm1", not_above_zero(x) / alpha))
+
+
+def _selu(x: Expr, call: Call) -> Expr:
+    alpha, scale = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+    return where(apply("flt", ZERO, x), x, apply("expm1", not_above_zero(x)) * alpha) * scale
+
+
+def _threshold(x: Expr, call: Call) -> Expr:
+    limit, value = (operand(arg, Kind.FLOAT) for arg in call.args[1:3])
+    return where(apply("fle", x, limit), value, x)
+
+
+def _hardshrink(x: Expr, call: Call) -> Expr:
+    return where(apply("fle", apply("abs", x), _given(call, 1, "lambd", 0.5)), ZERO, apply("detach_nan", x))
+
+
+def _softshrink(x: Expr, call: Call) -> Expr:
+    limit = _given(call, 1, "lambd", 0.5)
+    rest = where(apply("fle", apply("abs", x), limit), ZERO, apply("detach_nan", x))
+    return where(apply("flt", limit, x), x - limit, where(apply("flt", x, -limit), x + limit, rest))
+
+
+def _leaky_relu(x: Expr, call: Call) -> Expr:
+    return where(apply("flt", ZERO, x), x, x * _given(call, 1, "negative_slope", 0.01))
+
+
+def _softplus(x: Expr, call: Call) -> Expr:
+    beta, threshold = _given(call, 1, "beta", 1.0), _given(call, 2, "threshold", 20.0)
+    scaled = x * beta
+    linear = apply("flt", threshold, scaled)
+    return where(linear, x, apply("log1p", apply("exp", where(linear, ZERO, scaled))) / beta)
+
+
+def _gelu(x: Expr, call: Call) -> Expr:
+    if call.kwargs.get("approximate", "none") == "tanh":
+        bump = apply("tanh", (x + x * x * x * 0.044715) * math.sqrt(2 / math.pi))
+    else:
+        bump = apply("erf", x * math.sqrt(0.5))
+    return x * 0.5 * (ONE + bump)
+
+
+def _elu(x: Expr, call: Call) -> Expr:
+    alpha, scale, input_scale = (_given(call, 1 + k, name, 1.0) for k, name in
+                                 enumerate(("alpha", "scale", "input_scale")))  # fmt: skip
+    below = alpha * apply("expm1", not_above_zero(x) * input_scale)
+    return scale * where(apply("flt", ZERO, x), x, below)
+
+
+def not_above_zero(x: Expr) -> Expr:
+    """x, or 0 where it is above. What a selection does not take must not overflow: its gradient would be 0 * inf."""
+    return where(apply("flt", ZERO, x), ZERO, x)
+
+
+def _sign(x: Expr, call: Call) -> Expr:
+    return where(apply("flt", ZERO, x), ONE, where(apply("flt", x, ZERO), -ONE, ZERO))
+
+
+def _hardtanh(x: Expr, call: Call) -> Expr:
+    return _between(x, _given(call, 1, "min_val", -1.0), _given(call, 2, "max_val", 1.0))
+
+
+def _between(x: Expr, low: Expr, high: Expr) -> Expr:
+    """x clamped, without a gradient at the bounds (torch's `hardtanh`; its `clamp` has one there) and of NaN."""
+    x = apply("detach_nan", x)
+    return where(apply("fle", x, low), low, where(apply("fle", high, x), high, x))
+
+
+def _hardswish(x: Expr, call: Call) -> Expr:
+    below, above = apply("fle", x, const(-3.0)), apply("fle", const(3.0), x)
+    rising = where(apply("or", below, above), ZERO, x)
+    return where(below, apply("detach", x) * 0.0, where(above, x * 6.0 / 6.0, rising * (rising + 3.0) / 6.0))
+
+
+def _nan_to_num(x: Expr, call: Call) -> Expr:
+    nan, high, low = (call.get(1 + k, name) for k, name in enumerate(("nan", "posinf", "neginf")))
+    limits = torch.finfo(call.dtype)
+    value = where(apply("fne", x, x), const(float(nan or 0.0)), x)
+    value = where(apply("feq", value, INFINITY), const(float(limits.max if high is None else high)), value)
+    return where(apply("feq", value, -INFINITY), const(float(limits.min if low is None else low)), value)
+
+
+def _halves(x: Expr) -> tuple[Expr, Expr]:
+    """(sinh(x / 2), cosh(x / 2)), neither of which overflows where a product of two does not."""
+    up, down = (apply("expm1", x * half) for half in (0.5, -0.5))
+    return (up - down) * 0.5, (up + down) * 0.5 + 1.0
+
+
+def _sinh(x: Expr, call: Call) -> Expr:
+    sine, cosine = _halves(x)
+    return sine * cosine * 2.0
+
+
+def _cosh(x: Expr, call: Call) -> Expr:
+    sine, _ = _halves(x)
+    return sine * sine * 2.0 + 1.0
+
+
+def _asinh(x: Expr, call: Call) -> Expr:
+    """log(|x| + sqrt(x^2 + 1)) = log1p(|x| + x^2 / (1 + sqrt(x^2 + 1))), and log(2 |x|) where x^2 might overflow. |x|
+    is a selection: its derivative at 0 is 1."""
+    size = where(apply("flt", x, ZERO), -x, x)
+    large = apply("flt", const(1e8), size)
+    usual = where(large, ONE, size)
+    square = usual * usual
+    near = apply("log1p", usual + square / (apply("sqrt", square + 1.0) + 1.0))
+    far = apply("log", where(large, size, ONE)) + math.log(2)
+    return _odd(x, where(large, far, near))
+
+
+def _acos_of_magnitude(size: Expr) -> Expr:
+    """acos of 0 to 1: 2 atan(sqrt((1 - x) / 2) / sqrt((1 + x) / 2)), infinitely steep at 1."""
+    half = (1.0 - size) * 0.5
+    return apply("atan", apply("sqrt", half) / apply("sqrt", 1.0 - half)) * 2.0
+
+
+def _acos(x: Expr, call: Call) -> Expr:
+    negative = apply("flt", x, ZERO)
+    near = _acos_of_magnitude(where(negative, -x, x))
+    return where(negative, math.pi - near, near)
+
+
+def _asin(x: Expr, call: Call) -> Expr:
+    """atan(x / sqrt(1 - x^2)), and from 1/2 on, where its derivative would be 0 * inf at the end, by acos."""
+    size = where(apply("flt", x, ZERO), -x, x)  # whose derivative at NaN is not 0, as that of |x| is
+    small = apply("fle", size, const(0.5))
+    inner = where(small, x, ZERO)
+    outer = _odd(x, math.pi / 2 - _acos_of_magnitude(where(small, const(0.5), size)))
+    return where(small, apply("atan", inner / apply("sqrt", (1.0 - inner) * (inner + 1.0))), outer)
+
+
+def _log_add_exp(a: Expr, b: Expr, call: Call) -> Expr:
+    """max + log1p(exp(-|a - b|)), where a = b without a difference, which of infinities would be NaN."""
+    highest = apply("maximum", a, b)
+    apart = highest + apply("log1p", apply("exp", -where(apply("flt", a, b), b - a, a - b)))
+    return where(apply("feq", a, b), highest + math.log(2), apart)
+
+
+def _is(value: float) -> Builder:
+    return lambda call: apply("feq", operand(call.args[0], Kind.FLOAT), const(value))
+
+
+_FLOAT_FUNCTIONS: dict[Any, Callable[[Expr, Call], Expr | None]] = {
+    aten.celu: _celu, aten.elu: _elu, aten.selu: _selu, aten.gelu: _gelu, aten.softplus: _softplus,
+    aten.leaky_relu: _leaky_relu, aten.threshold: _threshold, aten.hardshrink: _hardshrink,
+    aten.softshrink: _softshrink, aten.hardtanh: _hardtanh, aten.sinh: _sinh, aten.cosh: _cosh, aten.asinh: _asinh,
+    aten.acos: _acos, aten.asin: _asin, aten.sign: _sign, aten.nan_to_num: _nan_to_num,
+    aten.atanh: lambda x, call: (apply("log1p", x) - apply("log1p", -x)) * 0.5,
+    aten.frac: lambda x, call: x - apply("trunc", x),
+    aten.erfc: lambda x, call: 1.0 - apply("erf", x),
+    aten.log10: lambda x, call: apply("log", x) * (1 / math.log(10)),
+    aten.log2: lambda x, call: apply("log", x) * (1 / math.log(2)),
+    aten.exp2: lambda x, call: apply("exp", x * math.log(2)),
+    aten.deg2rad: lambda x, call: x * (math.pi / 180),
+    aten.tan: lambda x, call: apply("sin", x) / apply("cos", x),
+    aten.relu: lambda x, call: where(apply("fle", x, ZERO), ZERO, x),  # no gradient at 0
+    aten.relu6: lambda x, call: _between(x, ZERO, const(6.0)),
+    aten.silu: lambda x, call: x * apply("sigmoid", x),
+    aten.mish: lambda x, call: x * apply("tanh", _softplus(x, call)),
+    aten.hardsigmoid: lambda x, call: _between(x + 3.0, ZERO, const(6.0)) / 6.0,
+    aten.hardswish: _hardswish,
+    aten.log_sigmoid: lambda x, call: -_softplus(-x, call),
+}  # fmt: skip
+ELEMENTARY: dict[Any, Builder] = {packet: float_function(compose) for packet, compose in _FLOAT_FUNCTIONS.items()} | {
+    aten.logaddexp: float_function(_log_add_exp, 2),
+    aten.isposinf: _is(math.inf), aten.isneginf: _is(-math.inf),
+    aten.isfinite: lambda call: apply("flt", apply("abs", operand(call.args[0], Kind.FLOAT)), INFINITY),
+    aten.positive: lambda call: call.args[0],
+}  # fmt: skip

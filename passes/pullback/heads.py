@@ -1,0 +1,280 @@
+"""Heads of scores or weights that a model mixes ("talking heads"): a linear layer whose features are the heads, a
+convolution of one element whose channels they are, an einsum with a matrix.
+
+The value of head g is `mix(matrix[g, h], value[h], g, value[g])`, the sum over h of the product of the first two, where
+h is the coordinate that the node names: "h" and the number of sums that it stands in.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import HEAD, SCORE, WEIGHT, C, Expr, Kind, contains, coord, coordinates, node, rebuild, substitute
+from fusion.ir.ops import apply
+from fusion.ir.records import mapped
+from fusion.refusals import Ground
+
+from .. import nodes
+from ..nodes import Unsupported, arguments, is_tensor, packet, shape
+from ..recognize.core import Core, Mixed
+from ..recognize.shifts import has
+from .contractions import einsum_letters, factors, is_contraction
+from .reductions import depends_on_product
+from .views import Index, source
+
+if TYPE_CHECKING:
+    from .operands import Access
+    from .pullback import PullBack
+
+aten = torch.ops.aten
+T = TypeVar("T")
+MOST_HEADS = 32
+"""Kernels hold a row of scores of every head."""
+_MAX_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSum:
+    """A node whose element of head g is the sum over h of matrix[g, h] * mixed[h], plus bias[g].
+
+    dims: of each dimension of `mixed`, at which of the result it stands; None of h.
+    to: the dimension of g in the result.
+    order: of each dimension of the matrix, whether it is g ("to") or h ("of"); None of one of size 1.
+    """
+
+    mixed: Node
+    dims: tuple[int | None, ...]
+    matrix: Node
+    order: tuple[str | None, ...]
+    to: int
+    bias: Node | None = None
+
+    @property
+    def extent(self) -> Expr:
+        """How many heads are mixed."""
+        return shape(self.mixed)[self.dims.index(None)]
+
+    def mixed_index(self, index: Sequence[T], head: T) -> tuple[T, ...]:
+        """Where a head's value of an element of the result stands."""
+        return tuple(head if place is None else index[place] for place in self.dims)
+
+    def matrix_index(self, index: Sequence[T], head: T, zero: T) -> tuple[T, ...]:
+        """Where its factor stands."""
+        return tuple({"to": index[self.to], "of": head, None: zero}[name] for name in self.order)
+
+
+def head_sum(here: Node) -> HeadSum | None:
+    """The sum over a batch dimension of a product, such as the heads of scores or weights, that a node is."""
+    return next((found for found in _sums(here) if is_batch(found.mixed, found.dims.index(None))), None)
+
+
+def _sums(here: Node) -> Iterator[HeadSum]:
+    """A linear layer, a convolution of one element, or an einsum with a matrix as a sum over anything."""
+    kind = packet(here)
+    if kind is aten.linear and is_tensor(here):
+        args, last = arguments(here), len(shape(here)) - 1
+        order, dims = ("to", "of"), (*range(last), None)
+        yield HeadSum(mixed=args["input"], dims=dims, matrix=args["weight"], order=order, to=last, bias=args["bias"])
+    elif kind is aten.conv2d:
+        yield from _convolution(here)
+    elif kind is aten.einsum:
+        yield from _einsum(here)
+
+
+def _convolution(here: Node) -> Iterator[HeadSum]:
+    args, one = arguments(here), integers.integer(1)
+    moved = args["padding"] not in ("same", "valid") and any(args["padding"])
+    kernel, alike = shape(args["weight"])[2:], shape(here)[2:] == shape(args["input"])[2:]
+    if kernel != (one, one) or len(shape(here)) != 4 or args["groups"] != 1 or moved or not alike:
+        return
+    order, dims = ("to", "of", None, None), (0, None, 2, 3)
+    yield HeadSum(mixed=args["input"], dims=dims, matrix=args["weight"], order=order, to=1, bias=args["bias"])
+
+
+def _einsum(here: Node) -> Iterator[HeadSum]:
+    try:
+        equation, tensors = einsum_letters(here)
+    except Unsupported:
+        return
+    for (matrix, letters), (mixed, others) in (pairs := list(zip(tensors, equation.inputs, strict=True)), pairs[::-1]):
+        rest = [letter for letter in letters if letter != equation.summed]
+        if len(letters) != 2 or len(rest) != 1 or rest[0] in others or len(others) != len(equation.output):
+            continue
+        if any(shape(mixed)[k] is not shape(here)[equation.output.index(x)]
+               for k, x in enumerate(others) if x != equation.summed):  # fmt: skip
+            continue
+        dims = tuple(None if x == equation.summed else equation.output.index(x) for x in others)
+        order = tuple("of" if x == equation.summed else "to" for x in letters)
+        yield HeadSum(mixed=mixed, dims=dims, matrix=matrix, order=order, to=equation.output.index(rest[0]))
+
+
+def is_batch(here: Node, dim: int) -> bool:
+    """Whether a dimension of a tensor is one of the batch in the product that it is made of."""
+    if not is_tensor(here):
+        return False
+    extents = shape(here)
+    index: Index = tuple(coord(f"r{k}") for k in range(len(extents)))
+    summed, bounds = index[dim].name, dict(zip(index, extents, strict=True))
+    for _ in range(_MAX_STEPS):
+        mixing = next((found for found in _sums(here) if summed in coordinates(index[found.to])), None)
+        if mixing is not None:  # heads that were mixed before
+            here, index = mixing.mixed, mixing.mixed_index(index, index[mixing.to])
+            continue
+        if is_contraction(here):
+            return _is_in_both(here, index, summed)
+        if (moved := source(here, index, bounds)) is None:
+            alike = (p for p in here.all_input_nodes if _has_dimension(p, here, index, summed))
+            if here.op != "call_function" or (origin := next(alike, None)) is None:
+                return False
+            moved = origin, index
+        here, index = moved
+    return False
+
+
+def _is_in_both(product: Node, index: Index, name: str) -> bool:
+    """Whether a coordinate of a product's element is one of its batch."""
+    if packet(product) is not aten.einsum:
+        batch, rest = (set().union(*map(coordinates, part)) for part in (index[:-2], index[-2:]))
+        return name in batch - rest
+    try:
+        parts = factors(product, index, C)
+    except Unsupported:
+        return False
+    return all(name in set().union(*map(coordinates, at)) for at in (parts.left_index, parts.right_index))
+
+
+def _has_dimension(origin: Node, here: Node, index: Index, name: str) -> bool:
+    """Whether an input of an operation has the dimension, with as many elements, at which a coordinate stands."""
+    if not is_tensor(origin) or len(shape(origin)) != len(index):
+        return False
+    pairs = zip(shape(origin), shape(here), index, strict=True)
+    return all(own is its for own, its, entry in pairs if name in coordinates(entry))
+
+
+def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+    """The element at an index of a node that mixes heads of scores or weights; None for any other node."""
+    if (found := head_sum(here)) is None:
+        return None
+    for extent in (nodes.value(found.mixed).shape[found.dims.index(None)], nodes.value(here).shape[found.to]):
+        nodes.specialize(extent)
+    if not (extent := found.extent).is_const or not extent.integer <= MOST_HEADS:
+        raise Unsupported(Ground.HEADS_MIXED, f"{extent} heads are mixed; kernels mix up to {MOST_HEADS}", None, here)
+    within = {name for entry in index for name in coordinates(entry) if name.startswith("h")}
+    head = coord(f"h{len(within)}")
+    pullback.bounds[head] = extent
+    value = pullback.value(found.mixed, found.mixed_index(index, head))
+    matrix = pullback.value(found.matrix, found.matrix_index(index, head, integers.integer(0)))
+    if not depends_on_product(value) or depends_on_product(matrix):
+        return None
+    if index[found.to].op != "coord":
+        raise Unsupported(Ground.HEADS_MIXED, "what is mixed is no dimension of heads by itself", None, here)
+    own = pullback.value(found.mixed, found.mixed_index(index, index[found.to]))
+    result = node("mix", (matrix, value, index[found.to], own), Kind.FLOAT, head.name)
+    return result if found.bias is None else result + pullback.value(found.bias, (index[found.to],))
+
+
+def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
+    """(the sum over heads behind a softmax, the weights of one head), or None; raises `Unsupported`."""
+    if (mix := _outermost(weight, "softmax", "scaled_softmax")) is None:
+        return None
+    then, adds = _without(weight, mix, WEIGHT)
+    matrix, value, to, _ = mix.args
+    if has(then, "dot", "softmax", "scaled_softmax", "reduce", "mix") or not has(value, "softmax", "scaled_softmax"):
+        message = "what is made of weights whose heads are mixed is no function of one of them"
+        raise Unsupported(Ground.HEADS_MIXED, message, weight)
+    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=then, adds=adds), value
+
+
+def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
+    """(the sum over heads before a softmax, the score program of what is summed up); None where there is none."""
+    if (mix := _outermost(score)) is None:
+        return None
+    then, adds = _without(score, mix, SCORE)
+    matrix, value, to, _ = mix.args
+    if has(then, "dot", "mix") or has(value, "mix"):
+        message = "what is made of scores whose heads are mixed is no function of one of them, or they are mixed twice"
+        raise Unsupported(Ground.HEADS_MIXED, message, score)
+    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=value, adds=adds), then
+
+
+def _without(expr: Expr, mix: Expr, leaf: Expr) -> tuple[Expr, bool]:
+    """(an expression with `leaf` for a sum over heads, whether the head's own value is a part of it: x + mix(x))."""
+    own, joined = mix.args[-1], []
+
+    def whole(part: Expr) -> Expr | None:
+        terms = _addends(part)
+        if terms.count(mix) != 1 or own not in terms:
+            return None
+        terms.remove(own)
+        joined.append(part)
+        return functools.reduce(functools.partial(apply, "fadd"), (leaf if term is mix else term for term in terms))
+
+    found = rebuild(expr, whole)
+    if len(joined) == 1 and not contains(found, mix):
+        return found, True
+    return substitute(expr, {mix: leaf}), False
+
+
+def _addends(expr: Expr) -> list[Expr]:
+    return [term for arg in expr.args for term in _addends(arg)] if expr.op == "fadd" else [expr]
+
+
+def _outermost(expr: Expr, *beyond: str) -> Expr | None:
+    """The first sum over heads on the way down, not below these operations."""
+    stack, seen = [expr], set[Expr]()
+    while stack:
+        here = stack.pop()
+        if here.op == "mix":
+            return here
+        if here not in seen and here.op not in beyond:
+            seen.add(here)
+            stack += here.args
+    return None
+
+
+def named(
+    core: Core, accesses: Sequence[Access], bounds: integers.Bounds
+) -> tuple[Core, Sequence[Access], Expr | None]:
+    """The core and its operands Q, K and V with heads named as in `fusion.ir.mixing.Mixing`, and the batch coordinate
+    that they are; None where none are mixed. Raises `Unsupported` where they are not one of the batch."""
+    every = [mixed for mixed in (core.mixed_weights, core.mixed_scores) if mixed is not None]
+    if not every:
+        return core, accesses, None
+    query, key, value = accesses
+    axis, inner = every[0].to, [*query.index, *key.index, *_of_one_head(core)]
+    apart = any(before.head is not behind.to for before, behind in itertools.pairwise(every))
+    if apart or any(axis.name in coordinates(entry) for entry in inner) or not axis.name.startswith("b"):
+        raise Unsupported(Ground.HEADS_MIXED, "what is mixed is not made of single heads, the same before and after")
+    if any(bounds[mixed.head] is not bounds[axis] for mixed in every):
+        raise Unsupported(Ground.HEADS_MIXED, "heads are mixed to more or fewer of them")
+    own = dict.fromkeys([mixed.head for mixed in every], axis)
+
+    def of_head(expr: Expr) -> Expr:
+        return substitute(expr, own)
+
+    sums = {}
+    for name in ("mixed_scores", "mixed_weights"):
+        if (summed := getattr(core, name)) is not None:
+            matrix = substitute(summed.matrix, own | {summed.head: HEAD})
+            sums[name] = replace(summed, matrix=matrix, program=of_head(summed.program))
+    query, key = (
+        replace(access, index=tuple(map(of_head, access.index)), value=access.value and of_head(access.value))
+        for access in (query, key)
+    )
+    return replace(mapped(core, of_head), **sums), (query, key, value), axis
+
+
+def _of_one_head(core: Core) -> list[Expr]:
+    """What belongs to a single head of those that are mixed last."""
+    if core.mixed_weights is None:
+        return [] if core.mixed_scores is None else [core.mixed_scores.program]
+    scale = [] if core.row_scale is None else [core.row_scale]
+    return [core.score, core.weight, *core.sinks, *scale]

@@ -1,0 +1,399 @@
+"""Pull-back: the value of one element of a tensor, as an expression at symbolic coordinates.
+
+`PullBack.value(node, index)` walks upstream from `node[index]`. Views transform the index, pointwise operations build
+expression nodes, `arange`, `tril` and comparisons become integers and predicates, a product of something that
+depends on the query row with something that depends on the key column becomes a "dot" leaf, softmax and reductions
+over the keys become "softmax" and "reduce" nodes; anything else is a load from the tensor that the graph computes
+anyway. No pattern of operations is ever matched. Until `recognize` has resolved them, expressions contain also
+
+    mix          attr: the name of the head's coordinate, over which it is summed; args: what is multiplied (`heads`)
+    dot          attr: number in `PullBack.products`
+    softmax      attr: "softmax" or "safe_softmax"; args: the score at key J, then further columns (sinks)
+    log_softmax  args: the softmax that it is the logarithm of
+    reduce       attr: "sum", "max", "detached max" or "logsumexp"; args likewise; binds the coordinate J
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node
+from fusion.ir.ops import apply, as_float, where
+from fusion.ir.primitives import ROUNDED
+from fusion.ir.widths import interval, is_exact, within
+from fusion.refusals import Ground
+
+from .. import marks, nodes
+from ..nodes import Unsupported, arguments, packet, producer, shape
+from ..recognize.blame import first_not_followed
+from ..specify.key_sets import KeySet, scattered
+from ..trace.inplace import changes, may_copy
+from ..trace.outline import described
+from . import casts, indexing, pointwise, reductions
+from .contractions import ADDING, Factors, factors, is_contraction, is_distance, products_above
+from .folding import folded
+from .heads import mixed
+from .materialize import decided_otherwise, too_heavy
+from .operands import Access, is_float8, locate
+from .overflow import Narrow
+from .reductions import depends_on_product
+from .roundings import is_coarser, narrowed_to, rounded_at
+from .tables import Numbers
+from .views import Index, broadcast_index, number_of, source
+
+aten = torch.ops.aten
+MAX_DEPTH, MAX_ELEMENTS = 64, 512
+"""Operations that one walk goes through: one after the other, and in all. Analysis stays linear in the graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A "dot" leaf: scale * (sum over c < extent of query[.., i, c] * key[.., j, c]).
+
+    node, index: the operation that makes it, and the element of its result.
+    query, key: its operands, without the scales that were passed over on the way to them.
+    extent: how many terms the sum has.
+    scale: of the sum; free of i and j.
+    held: whether `node[index]` is the leaf's value, so that it can be loaded.
+    """
+
+    node: Node
+    index: Index
+    query: Access
+    key: Access
+    extent: Expr
+    scale: Expr
+    held: bool
+
+
+class PullBack:
+    """One walk, for one site. keys: how many (columns J) the product with V, `anchor`, sums over."""
+
+    def __init__(self, bounds: dict[Expr, Expr], keys: Expr, anchor: Node | None = None):
+        self.bounds, self.anchor = bounds, anchor
+        self.keys = keys
+        self._precision = torch.float32 if anchor is None else nodes.dtype(anchor)
+        self.reads_tables = False  # (of keys and values: see `caches`)
+        self.scales: set[Node] = set()
+        self.key_sets: dict[Node, KeySet] = {}
+        self.products: list[Product] = []
+        self.number = Numbers([])  # under which number a tensor is loaded
+        self.loaded, self.tables = self.number.tensors, self.number.tables
+        self.interior: dict[Node, None] = {}
+        self.partly_detached = False
+        self.takes_first = False
+        self.limit: str | None = None
+        self._memo: dict[tuple[Node, Index], Expr] = {}
+        self._narrow = {dtype: Narrow(dtype, self._limits, lambda part: self.loaded[part.operand]) for dtype in ROUNDED}
+        self._depth = 0
+
+    def value(self, here: Node, index: Index) -> Expr:
+        """The element `here[index]`."""
+        key = (here, index)
+        if key not in self._memo:
+            self._depth += 1
+            try:
+                self._memo[key] = self._value(here, index) if self._may_go_on() else self.load(here, index)
+            except Unsupported as problem:
+                problem.node = problem.node or here
+                raise
+            finally:
+                self._depth -= 1
+        return self._memo[key]
+
+    def _may_go_on(self) -> bool:
+        """Whether the walk is within its budget: what lies beyond is loaded, which is always right."""
+        if self._depth > MAX_DEPTH:
+            self.limit = f"more than {MAX_DEPTH} operations one after the other"
+        elif len(self._memo) > MAX_ELEMENTS:
+            self.limit = f"more than {MAX_ELEMENTS} operations"
+        return self._depth <= MAX_DEPTH and len(self._memo) <= MAX_ELEMENTS
+
+    def explained(self, problem: Unsupported) -> Unsupported:
+        """A problem with what the walk has found, with the node at fault and the limit that the walk ran into."""
+        node = self.suspect(problem)
+        if problem.expr is None and node is not None and is_distance(node):
+            message = "the scores are distances, and no products of queries and keys"
+            return Unsupported(Ground.DISTANCES, message, None, node)
+        if problem.expr is None and node is not None and (part := described(producer(node))) is not None:
+            message = f"what is between the product of queries and keys and that with V is hidden in {part}"
+            return Unsupported(Ground.OPAQUE, message, None, node)
+        if problem.refusal.kind is not Ground.NOT_POINTWISE:
+            return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
+        if self.limit is None and node is not None:
+            node = first_not_followed(node, products_above(node)) or node
+            if reductions.is_reduction(node) and {*reductions.extents(node)} & {self.keys, self.bounds.get(I)}:
+                message = f"the weights are made of what {node.target} makes of whole rows or columns of scores"
+                return Unsupported(Ground.FURTHER_REDUCTION, message, problem.expr, node)
+        if self.limit is None:
+            message = problem.refusal.message
+            if node is not None and is_contraction(node):
+                places = (index for here, index in self._memo if here is node)
+                message = f"{message}: this one is read at [{', '.join(map(str, next(places, ())))}]"
+            return Unsupported(Ground.NOT_POINTWISE, message, problem.expr, node)
+        message = f"{problem.refusal.message}, as far as was looked: there are {self.limit}"
+        return Unsupported(Ground.LIMIT, message, problem.expr, node)
+
+    def suspect(self, problem: Unsupported) -> Node | None:
+        """The node at fault for a problem with what the walk has found: that of the expression in question, or else the
+        last tensor that had to be taken as it is although a product of two tensors went into it."""
+        if problem.expr is not None:
+            for (here, _), expr in self._memo.items():
+                if expr is problem.expr:
+                    return here
+        taken = [here for here in self.loaded if here.op == "call_function" and products_above(here)]
+        return max(taken, default=None)
+
+    def _value(self, here: Node, index: Index) -> Expr:
+        if (moved := self.step(here, index, self.bounds)) is not None:
+            self.interior[here] = None
+            return self.value(*moved)
+        if marks.mutations(here) or self._is_given(here) or self._is_of_before(here):
+            result = None
+        elif marks.stop_gradient(here):
+            result = self._without_gradient(here, index)
+        else:
+            result = self._computed(here, index)
+        if result is not None and casts.kind_of(nodes.dtype(here)) is not result.kind:
+            result = self.cast(result, nodes.dtype(here))  # cat of integers and floats, for one
+        if result is not None and result.kind is Kind.FLOAT:
+            result = rounded_at(here, result, self._precision, self._dtype_of)
+        if result is not None and result.kind is Kind.INT:
+            result = within(result, nodes.dtype(here), self._limits(result))
+        if result is None:
+            known = folded(here, index)
+            return self.load(here, index) if known is None else known
+        if not depends_on_product(result) and self._is_left_to_graph(here, result):
+            return self.load(here, index)
+        self.interior[here] = None
+        return result
+
+    def _dtype_of(self, part: Expr) -> torch.dtype:
+        return nodes.dtype(self.loaded[part.operand])
+
+    def _is_left_to_graph(self, here: Node, value: Expr) -> bool:
+        free = [number for number, tensor in enumerate(self.loaded) if tensor in self.key_sets]  # need not be read
+        return too_heavy(value, free) or decided_otherwise(here, value, self.interior.keys(), self.loaded, self.anchor)
+
+    def _limits(self, value: Expr) -> tuple[int, int]:
+        def of_load(part: Expr) -> tuple[int, int]:
+            held = torch.iinfo(nodes.dtype(self.loaded[part.operand]))
+            return held.min, held.max
+
+        return interval(value, self.bounds, of_load)
+
+    def step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
+        """One step through a view. Not through a possible copy of memory that is changed in place, nor through the
+        result of another attention: that is what the graph will hold, not the product before it."""
+        if self._is_given(here):
+            return None
+        if marks.mutations(here) and may_copy(here):
+            return None
+        return source(here, index, bounds)
+
+    def _is_of_before(self, here: Node) -> bool:
+        """Whether a node, which is no score, is made of what has changed when V is multiplied: a length, say."""
+        return changes([here], self.anchor) and not products_above(here)
+
+    def _is_given(self, here: Node) -> bool:
+        """Whether a node is computed by another attention, or made of a float."""
+        return marks.attention_root(here) or marks.of_float(here) or marks.statistic_of(here) not in (None, self.anchor)
+
+    def load(self, here: Node, index: Index) -> Expr:
+        """A load of an element of a tensor that the graph computes, from the view's origin where it is one."""
+        kind = casts.kind_of(nodes.dtype(here))
+        if kind is None:
+            raise Unsupported(Ground.DTYPE, f"values of dtype {nodes.dtype(here)}")
+        return load(self.number(here), index, kind)
+
+    def argument(self, value: Any, index: Index, extents: Sequence[Expr]) -> Any:
+        """An argument of a pointwise call at `index` of its result of shape `extents`."""
+        if not isinstance(value, Node):
+            return value
+        held = nodes.value(value)
+        if isinstance(held, torch.Tensor):
+            return self.value(value, broadcast_index(extents, shape(value), index))
+        if isinstance(held, (torch.SymInt, int)):
+            return nodes.size_expr(held)
+        if (found := nodes.scalar(value)) is not None:
+            return found
+        raise Unsupported(Ground.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({value.name})")
+
+    def _computed(self, here: Node, index: Index) -> Expr | None:
+        """The element as an expression, or None where it is to be loaded."""
+        if here.op != "call_function":
+            return indexing.literal(here)
+        if (found := mixed(self, here, index)) is not None:
+            return found
+        kind = packet(here)
+        if kind in pointwise.BUILDERS:
+            return self._pointwise(here, index)
+        if is_contraction(here) and ((product := self._contraction(here, index)) or kind not in _OPERATIONS):
+            return product
+        if kind is None:
+            return self._item(here, index) if here.target is operator.getitem else None
+        if operation := _OPERATIONS.get(kind):
+            return operation(self, here, arguments(here), index)
+        return indexing.created(here, index)
+
+    def _pointwise(self, here: Node, index: Index) -> Expr | None:
+        extents = shape(here)
+        if any(nodes.is_tensor(arg) and len(shape(arg)) > len(extents) for arg in here.all_input_nodes):
+            return None  # a reduction of the same name: max()
+        common = casts.common_integer([nodes.value(x) for x in here.all_input_nodes if nodes.is_tensor(x)])
+
+        def held(given: Any) -> Any:
+            found = self.argument(given, index, extents)
+            is_integer = found.kind is Kind.INT if isinstance(found, Expr) else type(found) is int
+            if common is None or not is_integer or nodes.dtype(here).is_floating_point:
+                return found
+            if packet(here) in pointwise.ALTERNATIVES and not isinstance(given, Node):
+                return found  # torch itself is asked
+            number = casts.operand(found, Kind.INT)
+            wrapped = within(number, common, self._limits(number))
+            return number if wrapped is None else wrapped  # one element of int64 beside int32 is taken to fit
+
+        args, kwargs = tuple(map(held, here.args)), {name: held(arg) for name, arg in here.kwargs.items()}
+        if kwargs.get("out") is not None:
+            return None
+        call = casts.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here), target=here.target)
+        return self.built(packet(here), call)
+
+    def built(self, operation: Any, call: casts.Call) -> Expr | None:
+        """The value of a pointwise call, as its dtype holds it."""
+        return self._held(pointwise.build(operation, call), call.dtype)
+
+    def cast(self, value: Expr, dtype: torch.dtype) -> Expr | None:
+        """`value.to(dtype)`, as that holds it; None where no kernel rounds to it."""
+        found = self._held(casts.cast(value, dtype), dtype)
+        if found is None or value.kind is not Kind.FLOAT or not is_coarser(dtype, self._precision):
+            return found
+        return narrowed_to(found, dtype, self._precision, self._dtype_of)
+
+    def _held(self, value: Expr | None, dtype: torch.dtype) -> Expr | None:
+        return value if value is None or dtype not in self._narrow else self._narrow[dtype](value)
+
+    def _without_gradient(self, here: Node, index: Index) -> Expr | None:
+        """The value of a node through which no gradient flows, where it is made from a product."""
+        copies = packet(here) in (aten.detach, aten.alias) and nodes.is_tensor(here.all_input_nodes[0])
+        result = self.value(here.all_input_nodes[0], index) if copies else self._computed(here, index)
+        if result is None or not depends_on_product(result):
+            return None
+        if result.op == "reduce":
+            return reductions.detached(result)
+        return reductions.without_gradient(result)
+
+    def _cast(self, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
+        origin, dtype = args["self"], nodes.dtype(here)
+        if is_float8(nodes.dtype(origin)) and not marks.stored(origin):
+            return None  # kernels do not read it: the widened copy is loaded
+        value = self.value(origin, index)
+        if value.kind is Kind.INT and dtype in ROUNDED and not is_exact(self._limits(value), dtype):
+            return apply(ROUNDED[dtype], as_float(value))
+        if value.op == "to_float" and casts.kind_of(dtype) is Kind.INT:
+            whole = value.args[0]
+            return whole if is_exact(self._limits(whole), nodes.dtype(origin)) else None
+        return self.cast(value, dtype)
+
+    def _dropout(self, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
+        """Dropout of scores or weights; that of anything else is computed by the graph and loaded."""
+        value = self.value(next(a for a in here.args if isinstance(a, Node)), index)
+        if not args.get("train", True) or args.get("p", 0.5) == 0:
+            return value
+        if not depends_on_product(value):
+            return None
+        return value * self.kept(here, args["p"], index, shape(here))
+
+    def kept(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
+        """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0. The element's
+        number within the tensor, and the node's own seed, decide: row and column are hashed one after the other, so
+        that all but a few instructions are done once per row."""
+        if (drawn_from := marks.seed(here)) is None or not isinstance(p, (int, float)):
+            message = "dropout of a kind, or with a probability, that is not known at compile time"
+            raise Unsupported(Ground.DROPOUT, message)
+        if p >= 1:
+            return const(0.0)
+        seed = self.load(drawn_from, (integers.integer(0),))
+        drawn = apply("hash", apply("hash", seed, number_of(index[:-1], extents[:-1])), index[-1])
+        keep = apply("ilt", drawn, integers.integer(round((1 - p) * 2**31)))
+        return where(keep, const(1 / (1 - p)), const(0.0))
+
+    def _item(self, here: Node, index: Index) -> Expr | None:
+        """Item 0 of native_dropout and of max(dim)."""
+        origin, item = here.args
+        if not isinstance(origin, Node) or item != 0:
+            return None
+        if packet(origin) is aten.native_dropout:
+            return self._dropout(origin, arguments(origin), index)
+        if packet(origin) is aten.max:
+            self.takes_first |= marks.requires_grad(here) and not all(packet(u) is aten.detach for u in here.users)
+            return reductions.reduction(self, "max", origin, index)
+        return None
+
+    def _contraction(self, here: Node, index: Index) -> Expr | None:
+        if not nodes.dtype(here).is_floating_point:
+            return None
+        try:
+            parts = factors(here, index, C)
+        except Unsupported:
+            return None
+        found = self._query_and_key(parts)
+        if found is None:
+            return None
+        (query, query_scale), (key, key_scale) = found
+        if not (self._varies(query.index, I) and self._varies(key.index, J)):
+            return None
+        if {query.dtype, key.dtype} != {nodes.dtype(here)}:
+            return None
+        nodes.specialize(nodes.value(parts.left).shape[parts.left_index.index(C)])
+        scale, added = query_scale * key_scale, False
+        if packet(here) in ADDING:
+            args = arguments(here)
+            scale, added = scale * args["alpha"], args["beta"] != 0
+        found = Product(node=here, index=index, query=query, key=key, extent=parts.extent, scale=scale, held=not added)
+        return self._with_added(here, index, self.product(found)) if added else self.product(found)
+
+    def product(self, product: Product) -> Expr:
+        """The leaf of a product."""
+        if product not in self.products:
+            self.products.append(product)
+        return node("dot", (), Kind.FLOAT, self.products.index(product))
+
+    def _query_and_key(self, parts: Factors) -> tuple[tuple[Access, Expr], tuple[Access, Expr]] | None:
+        """The factor that depends on the row, then that which depends on the key; None if they mix."""
+        sides = ((parts.left, parts.left_index), (parts.right, parts.right_index))
+        for (left, left_index), (right, right_index) in (sides, sides[::-1]):
+            try:
+                query = locate(self, left, left_index, I, C, parts.extent)
+                return query, locate(self, right, right_index, J, C, parts.extent)
+            except Unsupported:
+                continue
+        return None
+
+    def _varies(self, index: Index, atom: Expr) -> bool:
+        """Whether an operand depends on its row; a dimension of size 1 may have lost its coordinate."""
+        return any(atom.name in coordinates(e) for e in index) or self.bounds[atom] is integers.integer(1)
+
+    def _with_added(self, here: Node, index: Index, product: Expr) -> Expr:
+        """What baddbmm adds to its product."""
+        args = arguments(here)
+        added = self.argument(args["self"], index, shape(here))
+        call = casts.Call(args=(product, added), kwargs={"alpha": args["beta"]}, dtype=nodes.dtype(here))
+        combined = self.built(aten.add, call)
+        assert combined is not None
+        return combined
+
+
+_OPERATIONS: dict[Any, Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]] = {
+    aten.to: PullBack._cast, aten._to_copy: PullBack._cast, aten.type_as: PullBack._cast,
+    aten.dropout: PullBack._dropout, aten.native_dropout: PullBack._dropout, aten.feature_dropout: PullBack._dropout,
+    aten.scatter: scattered, **indexing.OPERATIONS, **reductions.OPERATIONS,
+}  # fmt: skip
+"""Operation -> the element at an index of its result, from its arguments; None where it is to be loaded."""

@@ -1,0 +1,1 @@
+"""From pulled-back weights to attentions: softmax in any spelling, and what is not one."""

@@ -1,0 +1,134 @@
+"""What is met on the way up from every node of a graph, before any product or linear layer: one pass over the graph.
+
+It tells which products may be those of attention weights with V, before anything is pulled back.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr
+
+from .. import nodes
+from ..nodes import packet
+from ..pullback.contractions import Factors, extended_factors, is_contraction, is_distance
+from ..pullback.heads import head_sum
+from ..pullback.sdpa import is_sdpa
+
+aten = torch.ops.aten
+SOFTMAXES = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.log_softmax, aten._log_softmax}
+_GATES = {aten.sigmoid, aten.relu, aten.tanh, aten.silu, aten.softplus, aten.gelu, aten.elu, aten.square, aten.sin,
+          aten.pow, aten.abs, aten.special_expit, aten.erf, aten.cos, aten.leaky_relu, aten.clamp}  # fmt: skip
+_SUMS = {aten.sum, aten.linalg_vector_norm, aten.logsumexp, aten.special_logsumexp}
+_STATISTICS = {aten.amax, aten.max} | _SUMS
+LINEAR = (aten.linear, aten.addmm)
+FURTHER_PRODUCTS = (aten.linear, aten.mv, aten.addmv, aten.addbmm, aten.dot, aten.inner, aten.tensordot,
+                     aten.linalg_vecdot)  # fmt: skip
+"""Products that the analysis does not take apart. What they make of attention weights is listed all the same."""
+
+
+class Met(enum.Flag):
+    """Kinds of operations above a node."""
+
+    PRODUCT = enum.auto()
+    SOFTMAX = enum.auto()
+    EXP = enum.auto()
+    SUM = enum.auto()
+    STATISTIC = enum.auto()
+    GATE = enum.auto()
+    MIXED_HEADS = enum.auto()
+
+
+_NOTHING = Met(0)
+NORMALISED = Met.SOFTMAX | Met.EXP | Met.GATE
+
+
+class Upstream:
+    """What is met on the way up from every node of a graph, that node included."""
+
+    def __init__(self, graph: Graph):
+        self._met: dict[Node, Met] = {}
+        for node in graph.nodes:
+            self._met[node] = self._of(node) if node.op == "call_function" else _NOTHING
+
+    def __getitem__(self, node: Node) -> Met:
+        return self._met.get(node, _NOTHING)
+
+    def inputs(self, node: Node) -> Met:
+        """What any of the inputs of a node meets."""
+        return functools.reduce(operator.or_, (self[parent] for parent in node.all_input_nodes), _NOTHING)
+
+    def weights_are_left(self, parts: Factors) -> bool:
+        """Which operand is normalised. Weights on the right are rare (v^T @ w^T); V may have met a gate before."""
+        left, right = self[parts.left], self[parts.right]
+        if looks_like_attention(left) != looks_like_attention(right):
+            return looks_like_attention(left)
+        return bool(left & NORMALISED) or not right & NORMALISED
+
+    def is_hidden_product_with_values(self, node: Node) -> bool:
+        """Whether a node multiplies attention weights of one query with V, by a product and a sum."""
+        return any(looks_like_attention(self[factor]) for factor in extended_factors(node))
+
+    def _of(self, node: Node) -> Met:
+        kind = packet(node)
+        if nodes.is_tensor(node) and _holds_integers(nodes.value(node)):
+            return _NOTHING  # positions, of the largest weights perhaps, and no weights
+        met = self.inputs(node)
+        if Met.PRODUCT in met and head_sum(node) is not None:
+            return met | Met.MIXED_HEADS
+        if is_contraction(node) or is_distance(node):
+            return Met.PRODUCT
+        if self.is_hidden_product_with_values(node):
+            return Met.PRODUCT
+        if kind in LINEAR or is_sdpa(node) or kind is aten.layer_norm and Met.MIXED_HEADS not in met:
+            return _NOTHING  # heads may be normalised after they were mixed
+        if extended_factors(node):  # what was normalised before is a factor, unless it is attention weights
+            met = met | Met.PRODUCT if looks_like_attention(met) else Met.PRODUCT
+        if kind in SOFTMAXES | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
+            met |= Met.SOFTMAX if kind in SOFTMAXES else Met.EXP
+        if is_statistic(node):
+            met |= Met.STATISTIC | (Met.SUM if kind in _SUMS else _NOTHING)
+        return met | Met.GATE if kind in _GATES and Met.PRODUCT in met else met
+
+
+def _holds_integers(held: torch.Tensor) -> bool:
+    return not (held.is_floating_point() or held.is_complex() or held.dtype is torch.bool)
+
+
+def is_statistic(node: Node) -> bool:
+    """Whether a node reduces its input."""
+    return node.op == "call_function" and packet(node) in _STATISTICS
+
+
+def looks_like_attention(met: Met) -> bool:
+    """Whether weights are, to a person: normalised, and made from a product."""
+    return Met.PRODUCT in met and (Met.SOFTMAX in met or Met.EXP | Met.SUM in met)
+
+
+def escaping_weights(graph: Graph) -> list[Node]:
+    """The attention weights that a graph returns, or hands to the next graph; what is made of a statistic of them, such
+    as a loss, is none."""
+    met = Upstream(graph)
+
+    def whole(node: Node) -> list[Node]:
+        return [] if is_contraction(node) or is_statistic(node) else node.all_input_nodes
+
+    def are_weights(node: Node) -> bool:
+        return packet(node) in SOFTMAXES | {aten.exp, aten.exp2} and Met.PRODUCT in met[node]
+
+    def count(node: Node) -> Expr | None:
+        try:
+            return integers.mul(*nodes.shape(node))
+        except nodes.Unsupported:  # a size that is no expression
+            return None
+
+    def holds(out: Node) -> bool:
+        return any(are_weights(node) and count(node) is count(out) for node in nodes.walk_up([out], whole))
+
+    return [out for out in graph.output_node().all_input_nodes if looks_like_attention(met[out]) and holds(out)]

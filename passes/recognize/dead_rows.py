@@ -1,0 +1,162 @@
+"""Rows without a live key: what a softmax that was written by hand, or is masked again afterwards, gives there.
+
+Softmax of a row of nothing but -inf is NaN. Models take that away: `softmax(scores).masked_fill(dead, 0)` selects and
+does not multiply, and `exp(x) / (exp(x).sum() + eps)` is 0 / eps. Both are 0 in such a row, as
+`Normalizer.SAFE_SOFTMAX` has it, provided that the row is one of which nothing is selected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node, rebuild, walk
+from fusion.ir.ops import apply, conjuncts, remake
+from fusion.ir.primitives import ROUNDED, is_bounded
+from fusion.refusals import Ground
+
+from ..nodes import Unsupported
+
+_LOW, _VANISHES = -1e3, -200.0
+"""Constants that are not above the first are fills of masks; exp of what is below the second is 0."""
+
+
+def selected(core: Expr, condition: Expr) -> Expr:
+    """The softmax of which only what `condition` selects is looked at, as one whose dead rows are right everywhere. A
+    dead row is NaN if anything of it is selected, else 0. That is a softmax where scores are -inf under the condition
+    only, and a safe one where they never are under it; raises `Unsupported` where neither can be seen."""
+    if core.attr != "softmax":
+        return core
+    columns = core.args[1:] if core.op == "scaled_softmax" else core.args
+    if not may_be_infinite(columns[0], conjuncts(apply("not", condition))):
+        return core
+    if may_be_infinite(columns[0], conjuncts(condition)):
+        message = "the weights are masked after the softmax in another way than the scores before it"
+        raise Unsupported(Ground.MASKED_AFTER, message, core)
+    return node(core.op, core.args, Kind.FLOAT, "safe_softmax")
+
+
+def quotient_kind(shift: Expr, denominator: Expr) -> str:
+    """The kind of softmax that exp(x - shift) / denominator is, in terms of ROW_MAX and ROW_SUM. Where all x are -inf
+    the exponentials are 0, unless the shift is -inf as well, and so is the quotient, unless the denominator is 0 as
+    well."""
+    shift, denominator = (_in_dead_rows(value) for value in (shift, denominator))
+    dead = shift.is_const and shift.value == -math.inf
+    empty = denominator.is_const and not abs(denominator.value) > 0
+    return "softmax" if dead or empty or ROW_MAX in (shift, denominator) else "safe_softmax"
+
+
+def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
+    """The scores x of exp(x - shift) / (sum of exp(x - shift)), as those of a softmax. A softmax of a row of nothing
+    but a low finite fill is its mean. So is the quotient where the shift is the fill, as the row's maximum is; with any
+    other shift every exponential is 0, as if the fill were -inf."""
+    if shift is ROW_MAX or not any(map(may_be_lowest, columns)):
+        return columns
+    if any(may_be_lowest(part) for part in walk(shift, *columns) if part.op in ("load", "reduce")):
+        raise Unsupported(
+            Ground.SOFTMAX_BY_HAND, "a softmax by hand whose rows without a live key depend on a mask that is a tensor"
+        )
+    found = tuple(_with_vanishing_fills(column, shift, 1.0) for column in columns)
+    if any(map(may_be_lowest, found)):
+        raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand whose mask's fill is not seen through")
+    return found
+
+
+def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
+    """A column times `factor`, less the shift, vanishes where the column is a fill: -inf there instead."""
+    if column.op == "fmul" and column.args[1].is_const and column.args[1].value > 0:
+        inner = _with_vanishing_fills(column.args[0], shift, factor * column.args[1].value)
+        return remake(column, (inner, column.args[1]))
+    if column.op in ("where", "fadd", *ROUNDED.values()):
+        args = (arg if arg.kind is not Kind.FLOAT else _with_vanishing_fills(arg, shift, factor) for arg in column.args)
+        return remake(column, tuple(args))
+    if not _is_low(column):
+        return column
+    fill = const(column.value * factor)
+    there = rebuild(shift, lambda part: fill if part is ROW_MAX else None)
+    distance = fill - there
+    if distance.is_const and distance.value >= _VANISHES or (there is not shift and not there.is_const):
+        raise Unsupported(
+            Ground.SOFTMAX_BY_HAND, "a softmax by hand, less something that depends on a mask's finite fill", column
+        )
+    return const(-math.inf)
+
+
+def may_be_lowest(value: Expr) -> bool:
+    """Whether a value may be a finite fill: such a constant or a load, if need be in a sum, selection or multiple."""
+    if value.kind is not Kind.FLOAT or value.op in ("dot", "score"):
+        return False
+    if value.op in ("fmul", "div") and not any(arg.is_const for arg in value.args):
+        return any(may_be_lowest(arg) for arg in value.args if not _is_function_of_load(arg))
+    return _is_low(value) or value.op == "load" or any(map(may_be_lowest, value.args))
+
+
+def _is_function_of_load(value: Expr) -> bool:
+    return value.op == "load" or (len(value.args) == 1 and _is_function_of_load(value.args[0]))
+
+
+def may_be_far(value: Expr) -> bool:
+    """Whether a value may be a mask's finite fill, or what became of it: also one far above all scores."""
+    above = (arg.is_const and arg.kind is Kind.FLOAT and -_LOW <= arg.value < math.inf
+             for part in walk(value) if part.op in ("where", "fadd", "fsub") for arg in part.args)  # fmt: skip
+    return may_be_lowest(value) or any(above)
+
+
+def _is_low(part: Expr) -> bool:
+    return part.is_const and part.kind is Kind.FLOAT and -math.inf < part.value <= _LOW
+
+
+def _in_dead_rows(value: Expr) -> Expr:
+    if value in (ROW_MAX, ROW_SUM):
+        return const(-math.inf if value is ROW_MAX else 0.0)
+    args = tuple(_in_dead_rows(arg) for arg in value.args)
+    if value.op == "fmul" and const(0.0) in args:
+        return const(0.0)
+    return value if args == value.args else remake(value, args)
+
+
+def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
+    """Whether a value may be infinite where all of `known` holds, unless Q or K are. A load over keys or queries may:
+    it may be a mask."""
+    if value.op == "const":
+        return math.isinf(value.value)
+    if value.kind is not Kind.FLOAT or value.op in ("dot", "score") or is_bounded(value.op):
+        return False
+    if value.op == "load":
+        return bool({"i", "j"} & {*coordinates(value)})
+    if value.op == "where":
+        condition, then, otherwise = value.args
+        outcome = _outcome(condition, known)
+        opposite = apply("not", condition)
+        return (outcome is not False and may_be_infinite(then, [*known, *conjuncts(condition)])) or (
+            outcome is not True and may_be_infinite(otherwise, [*known, *conjuncts(opposite)])
+        )
+    return value.op in ("log", "log_softmax") or any(may_be_infinite(arg, known) for arg in value.args)
+
+
+def filled_by_selection(value: Expr) -> bool:
+    """Whether scores are infinite where a selection fills them and nowhere else, unless Q or K are. No gradient passes
+    through such a row's scores, whatever it is."""
+    if value.op != "where":
+        return False
+    condition, then, otherwise = value.args
+    kept, live = (then, condition) if otherwise.is_const else (otherwise, apply("not", condition))
+    fill = otherwise if kept is then else then
+    return fill.is_const and fill.value == -math.inf and not may_be_infinite(kept, conjuncts(live))
+
+
+def _outcome(condition: Expr, known: Sequence[Expr]) -> bool | None:
+    """Whether a predicate holds, where all of `known` do; None where that does not say."""
+    if condition.is_const:
+        return bool(condition.attr)
+    if condition in known:
+        return True
+    if apply("not", condition) in known:
+        return False
+    if condition.op not in ("and", "or"):
+        return None
+    outcomes = {_outcome(arg, known) for arg in condition.args}
+    absorbing = condition.op == "or"
+    if absorbing in outcomes:
+        return absorbing
+    return None if None in outcomes else not absorbing

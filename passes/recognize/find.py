@@ -1,0 +1,349 @@
+"""Find attention: every product with V whose weights pull back to a normalised function of a product of Q and K.
+
+`find_sites(graph)` only reads the graph, and has torch guard on nothing. A site says what to replace (`root`, the last
+node of the region) and by which attentions (usually one; several for a difference of attentions), or why it is not
+fused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion.ir import integers
+from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute, walk
+from fusion.ir.ops import apply
+from fusion.ir.spec import Normalizer
+from fusion.refusals import Ground, Refusal
+
+from .. import marks, nodes
+from ..assumptions import Assumptions
+from ..nodes import Unsupported, packet, shape
+from ..pullback.contractions import ADDING, MOVES, behind_moves, factors, is_contraction, is_parameter
+from ..pullback.folding import forget
+from ..pullback.heads import head_sum
+from ..pullback.operands import is_float8, locate, mark_stored, scale_of_values
+from ..pullback.pullback import PullBack
+from ..pullback.roundings import is_coarser
+from ..pullback.sdpa import Attention, is_sdpa, pull_back_sdpa
+from ..pullback.views import Index, broadcast_index, source
+from ..subgraphs.checkpointing import bodies
+from ..trace.regions import regions
+from .ancestors import FURTHER_PRODUCTS, NORMALISED, Met, Upstream, is_statistic, looks_like_attention
+from .defects import defect
+from .listed import is_listed, scales_rows
+from .recognize import attentions
+
+aten = torch.ops.aten
+
+
+@dataclass(slots=True, kw_only=True)
+class Site:
+    """A product with V.
+
+    anchor: that product (or SDPA call).
+    root: the last node of the region, a view of it.
+    dims: the coordinate of each dimension of the root.
+    refusal: why it stays as it was, or None.
+    blame: the node that the refusal is about.
+    place: before which the call that takes the root's place is to stand; None: the root.
+    assumed: of dynamic sizes and numbers; what reads the graph for this site holds it.
+    """
+
+    anchor: Node
+    root: Node
+    dims: tuple[str, ...] = ()
+    bounds: dict[Expr, Expr] = field(default_factory=dict)
+    attentions: list[Attention] = field(default_factory=list)
+    refusal: Refusal | None = None
+    blame: Node | None = None
+    place: Node | None = None
+    assumed: Assumptions = field(default_factory=Assumptions)
+
+    def interior(self) -> set[Node]:
+        """Nodes that were looked into, among which those of N_q x N_k must die with the region."""
+        return {node for attention in self.attentions for node in attention.pullback.interior}
+
+
+Reads = Callable[[torch.dtype, torch.device], bool]
+ANY: Reads = lambda dtype, device: True
+
+
+def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
+    """Every candidate in order, those not fused with a reason. reads: whether a device's kernels can read a float8."""
+    mark_stored(graph, reads)
+    mark_roots(graph, ())
+    sites = []
+    with Assumptions().hold():  # where to look follows from no site's
+        met = Upstream(graph)
+        for node in graph.nodes:
+            if _is_candidate(node, met) and (site := _confined(node, met)) is not None:
+                sites.append(site)
+                marks.attention_root.set(site.root, site.refusal is None)
+    forget(graph)
+    return sites
+
+
+def mark_roots(graph: Graph, sites: Iterable[Site]) -> None:
+    """Mark the roots of these sites, and no others: analyses of the graph with other changes leave marks, too."""
+    for node in graph.nodes:
+        marks.attention_root.drop(node)
+    for site in sites:
+        marks.attention_root.set(site.root, site.refusal is None)
+
+
+def _is_candidate(node: Node, met: Upstream) -> bool:
+    """Whether a node may be the product with V: of an operand that was normalised since the last product."""
+    if is_sdpa(node):
+        return True
+    if node.op != "call_function" or (Met.MIXED_HEADS in met[node] and head_sum(node) is not None):
+        return False
+    if is_contraction(node):
+        one = packet(node) is aten.einsum and len(nodes.arguments(node)["tensors"]) == 1  # a trace, for one
+        return not one and bool(met.inputs(node) & NORMALISED)
+    further = packet(node) in FURTHER_PRODUCTS and looks_like_attention(met.inputs(node))
+    return further or met.is_hidden_product_with_values(node)
+
+
+_PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")
+_PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
+"""Names that count beside a softmax only: products that linear layers and much else are made of, too."""
+
+
+def may_hold_attention(module: GraphModule) -> bool:
+    """Whether a graph, as Dynamo made it, has any product of two activations: else there is nothing to look for.
+    Checkpointed graphs and regions within it count."""
+    if any(map(may_hold_attention, (*(body.graph for body in bodies(module).values()), *regions(module)))):
+        return True
+    calls = [node for node in module.graph.nodes if node.op.startswith("call")]
+    if any(node.op == "call_module" for node in calls):
+        return True
+    names = {str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", str(n.target)) for n in calls}
+    if any(part in name and "addmm" not in name for name in names for part in _PRODUCT_NAMES):
+        return True
+    normalised = any(part in name for name in names for part in ("softmax", "exp"))
+    return normalised and any(part in name for name in names for part in _PRODUCTS_OF_WEIGHTS)
+
+
+def _confined(anchor: Node, met: Upstream) -> Site | None:
+    """`_examine`, whose failure costs no other attention of the graph."""
+    try:
+        return _examine(anchor, met)
+    except Exception as problem:
+        return Site(anchor=anchor, root=anchor, refusal=defect(problem), blame=anchor)
+
+
+def _examine(anchor: Node, met: Upstream) -> Site | None:
+    """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention. Else
+    rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch."""
+    if not is_sdpa(anchor) and not is_contraction(anchor):
+        if not is_listed(anchor, met):
+            return None
+        message = f"the product with V is written as {packet(anchor)}, which is not taken apart"
+        return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.PRODUCT_FORM, message), blame=anchor)
+    if not nodes.dtype(anchor).is_floating_point:
+        return None
+    refused: Site | None = None
+    for apart, root in itertools.product((False, True), reversed(_chain(anchor, met))):
+        try:
+            site = _specializing(anchor, root, met, apart)
+        except Unsupported as problem:
+            refused = Site(anchor=anchor, root=anchor, refusal=problem.refusal, blame=problem.node)
+        else:
+            if site is not None:
+                return None if _is_feed_forward(site) else site
+    return refused if is_listed(anchor, met) else None
+
+
+def _specializing(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
+    assumed = Assumptions()
+    while True:
+        with contextlib.suppress(nodes.Specialized), assumed.hold():
+            site = _at_root(anchor, root, met, apart)
+            if site is not None:
+                site.assumed = assumed
+                nodes.specialize(nodes.value(root).shape[site.dims.index("e")])
+            return site
+
+
+_MAX_CHAIN = 8
+
+
+def _chain(anchor: Node, met: Upstream) -> list[Node]:
+    """The product and the views, copies, float casts, and factors made of sums of scores that follow it one by one."""
+    chain = [anchor]
+    while len(chain) < _MAX_CHAIN and len(chain[-1].users) == 1:
+        user = next(iter(chain[-1].users))
+        if user.op != "call_function" or not nodes.is_tensor(user):
+            break
+        if packet(user) not in MOVES and not (scales_rows(user, met) and _factor_dies(user, anchor, met)):
+            break
+        narrowed = nodes.dtype(chain[-1])
+        if is_float8(nodes.dtype(user)):
+            break  # which no kernel writes
+        if nodes.dtype(user) is not narrowed and is_coarser(narrowed, nodes.dtype(anchor)):
+            break  # the model rounds to that, and a kernel only what it writes
+        same_device = nodes.value(user).device == nodes.value(anchor).device
+        widened = nodes.dtype(user) is torch.float64 is not nodes.dtype(anchor)  # which kernels do not write
+        if user.args[0] is not chain[-1] or not nodes.dtype(user).is_floating_point or not same_device or widened:
+            break
+        chain.append(user)
+    return chain
+
+
+def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
+    """Whether what is made of statistics for the factor of `scaling` is made of those of the weights' own scores, and
+    has no other use than in the weights. Else it would have to be written beside the scaled product; beside the plain
+    one the statistics are enough."""
+
+    def made_of_scores(here: Node) -> list[Node]:
+        ends = here is not anchor and is_contraction(here)
+        return [] if ends else [parent for parent in here.all_input_nodes if Met.PRODUCT in met[parent]]
+
+    inside = {scaling, *nodes.walk_up([anchor], made_of_scores)}
+    factor = scaling.args[1]
+    assert isinstance(factor, Node)
+    made = {factor}
+    while made:
+        made.remove(here := max(made))
+        if is_statistic(here):
+            if not inside.issuperset(map(behind_moves, here.all_input_nodes)):
+                return False
+        else:
+            if not inside.issuperset(here.users):
+                return False
+            inside.add(here)
+            made |= {parent for parent in here.all_input_nodes if Met.STATISTIC in met[parent]}
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Factor:
+    """What rows of the product are multiplied or divided by (op "fmul", "div"): `node[index]`."""
+
+    op: str
+    node: Node
+    index: Index
+
+
+def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
+    """The site that ends at this root, or None if that splits rows or columns. apart: the row is an inner part."""
+    extents = shape(root)
+    atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
+    walked = _walk_down(root, anchor, atoms, dict(zip(atoms, extents, strict=True)))
+    if walked is None:
+        return None
+    index, after = walked
+    if packet(anchor) is aten.matmul and any(len(shape(x)) < 2 for x in anchor.all_input_nodes):
+        raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector", node=anchor)
+    row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, met, apart)
+    if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and (after or apart)):
+        return None
+    batch = iter(range(len(atoms)))
+    names = {atom: "i" if atom is row else "e" if atom is column else f"b{next(batch)}" for atom in atoms}
+    renamed = {atom: coord(name) for atom, name in names.items()}
+    bounds = {renamed[atom]: extent for atom, extent in zip(atoms, extents, strict=True)}
+    index = _substituted(index, renamed)
+    after = [replace(factor, index=_substituted(factor.index, renamed)) for factor in after]
+    found = (
+        [pull_back_sdpa(anchor, index, bounds)] if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, met)
+    )
+    if found is None:
+        return None
+    dims = tuple(names[atom] for atom in atoms)
+    return Site(anchor=anchor, root=root, dims=dims, bounds=bounds, attentions=found)
+
+
+def _substituted(index: Index, renamed: dict[Expr, Expr]) -> Index:
+    return tuple(substitute(entry, renamed) for entry in index)
+
+
+def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Index, list[_Factor]] | None:
+    """The product's index of the root's element, and the factors from the product on; None for unclear views."""
+    here: Any = root
+    found: list[_Factor] = []
+    while here is not anchor:
+        if packet(here) in (aten.mul, aten.div):
+            op = "fmul" if packet(here) is aten.mul else "div"
+            here, factor = here.args
+            at = broadcast_index(shape(here), shape(factor), index)
+            found.insert(0, _Factor(op=op, node=factor, index=at))
+        elif packet(here) in (aten.to, aten._to_copy):
+            here = here.args[0]
+        elif (moved := source(here, index, bounds)) is not None:
+            here, index = moved
+        else:
+            return None
+    return index, found
+
+
+def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr | None, Expr | None]:
+    """The output coordinates that are the query row and V's column: the last that only one of the operands has."""
+    parts = factors(anchor, index, J)
+    left = {name for entry in parts.left_index for name in coordinates(entry)}
+    right = {name for entry in parts.right_index for name in coordinates(entry)}
+
+    def last(own: Index, other: set[str], inner: bool) -> Expr | None:
+        for entry in reversed(own):
+            for at in map(coord, sorted(coordinates(entry) - {*other, J.name})):
+                linear = integers.linear(entry, at)
+                if entry is at or inner and linear is not None and linear[0] is integers.integer(1):
+                    return at
+        return None
+
+    weights_left = met.weights_are_left(parts)
+    own, other = (parts.left_index, right) if weights_left else (parts.right_index, left)
+    theirs, ours = (parts.right_index, left) if weights_left else (parts.left_index, right)
+    whole, inner = (last(own, other, way) for way in (False, True))
+    row = whole if not apart else None if inner is whole else inner  # the same has been tried
+    return row, last(theirs, ours, False)
+
+
+def _pull_back(
+    anchor: Node, index: Index, bounds: dict[Expr, Expr], after: Sequence[_Factor], met: Upstream
+) -> list[Attention] | None:
+    """The attentions of a product with V; None where what follows the product does not scale its rows."""
+    parts = factors(anchor, index, J)
+    weights, at, other, other_at = parts.left, parts.left_index, parts.right, parts.right_index
+    if not met.weights_are_left(parts):
+        weights, at, other, other_at = other, other_at, weights, at
+    pullback = PullBack(bounds | {J: parts.extent}, parts.extent, anchor)
+    weight = pullback.value(weights, at)
+    if packet(anchor) in ADDING:
+        weight = weight * _factor_of_sum(anchor)
+    for factor in after:
+        by = pullback.value(factor.node, factor.index)
+        if "e" in coordinates(by) or not any(part.op == "reduce" for part in walk(by)):
+            return None
+        weight = apply(factor.op, weight, by)
+    try:
+        cores = attentions(weight)
+    except Unsupported as problem:
+        raise pullback.explained(problem) from problem
+    accept = scale_of_values(other, cores[0].normalizer, bool(marks.requires_grad(anchor)))
+    value, scale = locate(pullback, other, other_at, J, E, bounds[E], accept)
+    rest = {"value": value, "value_scale": scale, "pullback": pullback, "keys": parts.extent, "d_v": bounds[E]}
+    return [Attention(core=core, **rest) for core in cores]
+
+
+def _factor_of_sum(anchor: Node) -> float:
+    """alpha of baddbmm(x, w, v, beta, alpha) = beta * x + alpha * w @ v; raises `Unsupported` where x counts."""
+    args = nodes.arguments(anchor)
+    if args["beta"] != 0 or not isinstance(args["alpha"], (int, float)):
+        message = f"the product with V is added to another tensor by the same operation ({packet(anchor)})"
+        raise Unsupported(Ground.ADDED_TO_PRODUCT, message)
+    return float(args["alpha"])
+
+
+def _is_feed_forward(site: Site) -> bool:
+    """act(x @ W1) @ W2 has the form of attention without a normaliser; it is one only if K and V are activations."""
+    if any(found.core.normalizer is not Normalizer.NONE for found in site.attentions):
+        return False
+    first = site.attentions[0]
+    return any(is_parameter(access.node) for access in (first.pullback.products[0].key, first.value))

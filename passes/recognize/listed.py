@@ -1,0 +1,84 @@
+"""Which products that were not fused are listed: those that a person would call attention.
+
+Weights that pick what they are multiplied by (greedy decoding, experts of a router), and those that a linear layer and
+a softmax make (a classifier's probabilities, an expectation over classes), are none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from .. import nodes
+from ..nodes import packet, shape
+from ..pullback.contractions import (
+    MOVES,
+    behind_moves,
+    extended_factors,
+    is_contraction,
+    is_parameter,
+    products_above,
+)
+from ..pullback.heads import is_batch
+from ..pullback.sdpa import is_sdpa
+from .ancestors import SOFTMAXES, Met, Upstream, looks_like_attention
+
+aten = torch.ops.aten
+
+
+def is_listed(anchor: Node, met: Upstream) -> bool:
+    """Whether a refused product is attention to a person: of a function of a product, normalised before or after it."""
+    if is_sdpa(anchor):
+        return True
+    weights = [parent for parent in anchor.all_input_nodes if looks_like_attention(met[parent])]
+    if weights:
+        return not all(_is_of_classes(parent, met) for parent in weights)
+    above = met.inputs(anchor)
+    normalised = Met.PRODUCT | Met.GATE | Met.SUM in above or Met.PRODUCT | Met.EXP | Met.STATISTIC in above
+    if normalised and not any(map(is_parameter, anchor.all_input_nodes)):
+        return True
+    users = list(anchor.users)
+    while len(users) == 1 and packet(users[0]) in MOVES:
+        users = list(users[0].users)
+    return Met.PRODUCT | Met.EXP in above and any(scales_rows(user, met) for user in users)
+
+
+def scales_rows(node: Node, met: Upstream) -> bool:
+    """Whether this multiplies or divides a product by statistics of the scores, as in `(e @ v) / e.sum(-1)`."""
+    if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(node.args) != 2:
+        return False
+    product, factor = node.args
+    if not (isinstance(product, Node) and isinstance(factor, Node) and nodes.is_tensor(factor)):
+        return False
+    return shape(product) == shape(node) and Met.STATISTIC | Met.PRODUCT in met[factor]
+
+
+def _is_of_classes(weights: Node, met: Upstream) -> bool:
+    """Whether weights are softmaxes, over the last dimension, of what nothing but linear layers make. Products with one
+    query and sums over heads are none."""
+
+    def parents(here: Node) -> list[Node]:
+        return [] if is_contraction(here) else here.all_input_nodes
+
+    above, products = list(nodes.walk_up([weights], parents)), products_above(weights)
+    normalised = [here for here in above if packet(here) in SOFTMAXES]
+    return (
+        bool(normalised)
+        and bool(products)
+        and Met.MIXED_HEADS not in met[weights]
+        and not any(map(extended_factors, above))
+        and all(nodes.dims_of(here) == [len(shape(here)) - 1] for here in normalised)
+        and all(map(_is_linear_layer, products))
+    )
+
+
+def _is_linear_layer(product: Node) -> bool:
+    """Whether a product's last factor is one matrix for the whole batch, which the graph is given."""
+    tensors = [x for x in product.all_input_nodes if nodes.is_tensor(x)]
+    matrix = tensors[-1]
+    if is_batch(tensors[0], len(shape(tensors[0])) - 1):
+        return False  # heads of scores are mixed
+    if is_parameter(matrix):
+        return True
+    shared = len(shape(matrix)) == 2 < max(len(shape(x)) for x in tensors)
+    return shared and behind_moves(matrix).op == "placeholder"

@@ -1,0 +1,356 @@
+"""From the pulled-back weight of one element to attention: softmax, its hand-written forms, and sums of attentions.
+
+`attentions(weight)` writes the weight as a sum of terms `coefficient * core`, where a core is one normalised (or
+pointwise) function of scores and the coefficient is free of scores. More than one term is differential attention: by
+linearity each is an attention of its own with the same V.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from fusion.ir.expr import (
+    LOG_WEIGHT,
+    ONE,
+    ROW_MAX,
+    ROW_SUM,
+    WEIGHT,
+    ZERO,
+    Expr,
+    Kind,
+    const,
+    is_number,
+    node,
+    substitute,
+    walk,
+)
+from fusion.ir.ops import apply, remake, where
+from fusion.ir.primitives import ROUNDED
+from fusion.ir.spec import Normalizer
+from fusion.refusals import Ground
+
+from ..nodes import Unsupported
+from ..pullback.heads import split_scores, split_weights
+from .core import Core
+from .dead_rows import as_exponents, may_be_far, quotient_kind, selected
+from .shifts import free_of_keys, has, is_maximum, strip_shift, without_shift
+
+_DETACHED = apply("detach", ROW_MAX)
+_LOG_SUM = ROW_MAX + apply("log", ROW_SUM)
+
+
+def attentions(weight: Expr) -> list[Core]:
+    """The attentions whose weights sum to `weight`; raises `Unsupported` with the reason where there are none."""
+    weight = _fold_softmax(weight)
+    if not has(weight, "dot"):
+        message = "the weights do not come from a product of queries and keys by pointwise operations"
+        raise Unsupported(Ground.NOT_POINTWISE, message)
+    if (outer := split_weights(weight)) is not None:
+        mixed, inner = outer
+        (core, *others) = attentions(inner)
+        if others or core.mixed_weights is not None or core.normalizer is Normalizer.NONE:
+            raise Unsupported(Ground.HEADS_MIXED, "heads are mixed that are not weights of one softmax", weight)
+        return [replace(core, mixed_weights=mixed)]
+    if not has(weight, "softmax", "scaled_softmax"):
+        return [_pointwise_core(weight)]
+    return [_core(coefficient, core) for coefficient, core in _terms(weight)]
+
+
+def in_terms_of(value: Expr, core: Core) -> Expr | None:
+    """A value in WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM of a core; None where it depends on scores otherwise."""
+    value, columns = _fold_softmax(value), (core.score, *core.sinks)
+    origin = core.origin
+    known = {} if origin is None else {origin: WEIGHT, node("log_softmax", (origin,), Kind.FLOAT): LOG_WEIGHT}
+    infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
+    known |= _statistics(columns, value, log_sum=where(infinite, ROW_MAX, _LOG_SUM))
+    known |= {part: ROW_SUM for part in walk(value) if _is_sum_below_maximum(part, columns)}
+    found = substitute(value, known)
+    beyond = ("row_max", "row_sum") if core.normalizer is Normalizer.NONE else ()
+    return None if has(found, "dot", "softmax", "scaled_softmax", "reduce", *beyond) else found
+
+
+def _is_sum_below_maximum(value: Expr, columns: tuple[Expr, ...]) -> bool:
+    """Whether a value is the sum of exp(x - m), m the maximum of the columns x."""
+    if value.op != "reduce" or value.attr != "sum" or len(value.args) != len(columns):
+        return False
+    exponents = [arg.args[0] for arg in value.args if arg.op == "exp" and arg.args[0].op == "fsub"]
+    return tuple(e.args[0] for e in exponents) == columns and all(is_maximum(e.args[1], columns) for e in exponents)
+
+
+def _fold_softmax(expr: Expr) -> Expr:
+    """Replace exp(x - r) / g(sum of exp(x - r)), and exp(x - logsumexp(x)), by softmax nodes, from the leaves up."""
+    made: dict[Expr, Expr] = {}
+    for part in walk(expr):
+        args = tuple(made[arg] for arg in part.args)
+        here = part if args == part.args else remake(part, args)
+        made[part] = _as_softmax(here, part) or here
+    return made[expr]
+
+
+def _as_softmax(expr: Expr, spelled: Expr) -> Expr | None:
+    """spelled: the same before anything in it was replaced."""
+    if expr.op == "exp":
+        return _from_logsumexp(expr)
+    if expr.op == "div":
+        return _from_quotient(*expr.args)
+    if expr.op in ("where", "feq"):
+        return _without_nan(expr, spelled)
+    if expr.op == "fmul":
+        for numerator, factor in (expr.args, expr.args[::-1]):
+            if factor.op == "div" and is_number(factor.args[0], 1.0):
+                if (found := _from_quotient(numerator, factor.args[1])) is not None:
+                    return found
+    return None
+
+
+def _from_logsumexp(expr: Expr) -> Expr | None:
+    exponent = expr.args[0]
+    if exponent.op in ("log", "log_softmax") and exponent.args[0].op == "softmax":
+        return exponent.args[0]
+    if exponent.op != "fsub":
+        return None
+    x, shift = exponent.args
+    sums = [p for p in walk(shift) if p.op == "reduce" and p.attr == "logsumexp" and p.args[0] is x]
+    if len(sums) != 1 or not free_of_keys(shift):
+        return None
+    columns = sums[0].args
+    if shift.op in ROUNDED.values():
+        message = "weights less a logarithm of their sum that a narrow dtype rounds, where a mask's fill is finite"
+        raise Unsupported(Ground.SOFTMAX_BY_HAND, message, shift)
+    if shift is not sums[0]:
+        shift = substitute(shift, {**_statistics(columns, shift), sums[0]: _LOG_SUM})
+        scale = apply("exp", ROW_MAX - shift)
+        kind = quotient_kind(shift, ONE)
+        return None if has(scale, "reduce", "dot") else node("scaled_softmax", (scale, *columns), Kind.FLOAT, kind)
+    if not any(may_be_far(arg) or has(arg, "load") for arg in columns):
+        return node("softmax", columns, Kind.FLOAT, "softmax")
+    return node("scaled_softmax", (_BY_LOG_SUM, *columns), Kind.FLOAT, "softmax")
+
+
+_BY_LOG_SUM = apply("exp", ROW_MAX - _LOG_SUM)
+"""1 / ROW_SUM, but 1 in a row of nothing but large fills, where the logarithm of the sum is lost."""
+_SHIFTS = ("max", "detached max", "logsumexp")
+"""Reductions after which exponentials do not overflow."""
+
+
+def _without_nan(expr: Expr, spelled: Expr) -> Expr | None:
+    """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is. Exponentials
+    from which no maximum was subtracted overflow, and are NaN in their quotient. That the fused softmax has weights
+    there must not show."""
+    if expr.op == "feq":
+        weight, bound = expr.args
+        return const(False) if _is_at_most_one(weight) and bound.is_const and math.isinf(bound.value) else None
+    condition, replaced, kept = expr.args
+    if condition.op == "feq":
+        replaced, kept = kept, replaced
+    is_nan = condition.op in ("feq", "fne") and condition.args[0] is condition.args[1] is kept
+    if not is_nan or not _is_at_most_one(kept) or not is_number(replaced, 0.0):
+        return None
+    if not has(spelled, "softmax") and not any(part.attr in _SHIFTS for part in walk(spelled) if part.op == "reduce"):
+        return None
+    return node(kept.op, kept.args, Kind.FLOAT, Normalizer.ZERO_SOFTMAX.value)
+
+
+def _is_at_most_one(weight: Expr) -> bool:
+    """Whether a weight is a number up to 1, or NaN with its whole row."""
+    return weight.op == "softmax" or (weight.op == "scaled_softmax" and weight.args[0] is _BY_LOG_SUM)
+
+
+def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
+    """exp(x - r) / g(S), S = sum of exp(x - r), r and g free of keys, is a softmax whose rows g may scale otherwise."""
+    sums = [p for p in walk(denominator) if p.op == "reduce" and p.attr == "sum" and p.args[0] is numerator]
+    if len(sums) != 1 or not free_of_keys(denominator):
+        return None
+    total = sums[0]
+    split = [_exponent_and_shift(column) for column in total.args]
+    if any(part is None for part in split):
+        return None
+    columns, shifts = zip(*(part for part in split if part is not None), strict=True)
+    if len({shift for shift in shifts if shift is not None}) > 1:
+        return None
+    shift = next((shift for shift in shifts if shift is not None), ZERO)
+    maximum = _statistics(columns, shift, denominator)
+    shift = substitute(shift, maximum)
+    attached = {_DETACHED: ROW_MAX}
+    if not (shift.is_const and strip_shift(columns) is not None):  # exp(x - max of x - 1)
+        columns = as_exponents(columns, substitute(shift, attached))
+    if denominator is total:
+        return node("softmax", columns, Kind.FLOAT, "softmax")
+    # In terms of m = max of x and l = sum of exp(x - m): S = l * exp(m - r), and the quotient is exp(x - m) / u.
+    further = ZERO if shift is ROW_MAX else ROW_MAX - shift
+    scale = ONE / _less(substitute(denominator, maximum | {total: ROW_SUM}), further)
+    if has(scale, "reduce", "dot"):
+        return None
+    kind = quotient_kind(*(substitute(e, maximum | attached | {total: ROW_SUM}) for e in (shift, denominator)))
+    return node("scaled_softmax", (scale, *columns), Kind.FLOAT, kind)
+
+
+def _less(value: Expr, further: Expr) -> Expr:
+    """value / exp(further), where value has ROW_SUM in the place of ROW_SUM * exp(further); without that exponential
+    where it can be done: it overflows together with eager's, and the quotient need not."""
+    if value is ROW_SUM or further is ZERO or is_number(value, 0.0):
+        return value
+    whole = {ROW_SUM: ROW_SUM * apply("exp", further)}
+    depends = [ROW_SUM in walk(arg) for arg in value.args]
+    if value.op in ("fadd", "fsub", "neg", "maximum", "minimum"):
+        return remake(value, tuple(_less(arg, further) for arg in value.args))
+    if value.op in ("fmul", "div") and sum(depends) == 1 and (depends[0] or value.op == "fmul"):
+        args = (_less(arg, further) if own else arg for arg, own in zip(value.args, depends, strict=True))
+        return remake(value, tuple(args))
+    if value.op == "where":
+        arms = (_less(arg, further) for arg in value.args[1:])
+        return where(substitute(value.args[0], whole), *arms)
+    if value.op == "exp" and not any(depends):
+        return apply("exp", value.args[0] - further)
+    # In two steps: the exponential may be beyond float32 where its product with a small number is not.
+    half = apply("exp", further * -0.5)
+    return substitute(value, whole) * half * half
+
+
+def _statistics(columns: tuple[Expr, ...], *values: Expr, log_sum: Expr | None = None) -> dict[Expr, Expr]:
+    """What stands for the maxima of just these columns that are met in some values; log_sum: for their log-sum-exps."""
+    known = {"max": ROW_MAX, "detached max": _DETACHED} | ({} if log_sum is None else {"logsumexp": log_sum})
+    parts = walk(*values)
+    return {part: own for part in parts for name, own in known.items() if is_maximum(part, columns, name)}
+
+
+def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
+    """(x, r) with value = exp(x - r), r free of keys (ZERO where nothing is subtracted); r is None if any r will do. A
+    weight masked after the exponential, exp(x) * mask, is exp(x if mask else x - inf): the gradient of a product is NaN
+    where that of the weight is."""
+    if value.op == "exp":
+        exponent = value.args[0]
+        if exponent.op == "where":
+            condition, *arms = exponent.args
+            return _selected_exponent(condition, *(apply("exp", arm) for arm in arms)) or (exponent, ZERO)
+        if (shifted := _shifted(exponent)) is not None:
+            return shifted
+        for x, added in (exponent.args, exponent.args[::-1]) if exponent.op == "fadd" else ():
+            if has(added, "reduce") and free_of_keys(added):
+                return x, -added
+        return exponent, ZERO
+    if is_number(value, 0.0):
+        return const(-math.inf), None
+    if value.op == "where":
+        return _selected_exponent(*value.args)
+    if value.op != "fmul" or not any(map(_is_indicator, value.args)):
+        return None
+    indicator, other = value.args if _is_indicator(value.args[0]) else value.args[::-1]
+    if (found := _exponent_and_shift(other)) is None:
+        return None
+    condition, factor, _ = indicator.args
+    dead = found[0] + -math.inf
+    arms = (dead, found[0]) if is_number(factor, 0.0) else (found[0], dead)
+    return where(condition, *arms), found[1]
+
+
+def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
+    """(x, r) with exponent = x - r, or c * x - c * r of c * (x - r), as exp2 has it; None where nothing is subtracted.
+    A c > 1 could take a finite fill of x to -inf, and the row's weights from a mean to NaN: then x stays as it is."""
+    if exponent.op == "fsub" and free_of_keys(exponent.args[1]):
+        return exponent.args[0], exponent.args[1]
+    if exponent.op != "fmul":
+        return None
+    inner, factor = sorted(exponent.args, key=lambda arg: arg.is_const)
+    if not factor.is_const or not 0 < factor.value < math.inf or (found := _shifted(inner)) is None:
+        return None
+    x, shift = found
+    if factor.value > 1 and may_be_far(x):
+        return None
+    if shift.op == "reduce" and shift.attr in ("max", "detached max"):  # rounding is monotone: the largest stays it
+        columns = tuple(column * factor for column in shift.args)
+        return x * factor, node("reduce", columns, Kind.FLOAT, shift.attr)
+    return x * factor, shift * factor
+
+
+def _selected_exponent(condition: Expr, then: Expr, otherwise: Expr) -> tuple[Expr, Expr | None] | None:
+    """`_exponent_and_shift` of (then if condition else otherwise)."""
+    left, right = _exponent_and_shift(then), _exponent_and_shift(otherwise)
+    if left is None or right is None or (left[1] is not right[1] and None not in (left[1], right[1])):
+        return None
+    return where(condition, left[0], right[0]), left[1] if left[1] is not None else right[1]
+
+
+def _is_indicator(value: Expr) -> bool:
+    """Whether a value is 1 where a predicate holds and 0 elsewhere, or the reverse."""
+    return value.op == "where" and {arg.attr for arg in value.args[1:] if arg.is_const} == {0.0, 1.0}
+
+
+def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
+    """`expr` as a sum of coefficient * softmax node."""
+    if expr.op in ("softmax", "scaled_softmax"):
+        return [(ONE, expr)]
+    if is_number(expr, 0.0):
+        return []
+    if expr.op in ("fadd", "fsub"):
+        for arg in expr.args:
+            if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
+                message = f"something independent of the softmax is added to the weights: {arg}"
+                raise Unsupported(Ground.WEIGHTS_ADDED, message, expr)
+        left, right = (_terms(arg) for arg in expr.args)
+        return left + (right if expr.op == "fadd" else [(-c, core) for c, core in right])
+    if expr.op == "neg":
+        return [(-c, core) for c, core in _terms(expr.args[0])]
+    if expr.op in ("fmul", "div"):
+        for inner, factor in (expr.args, expr.args[::-1]) if expr.op == "fmul" else (expr.args,):
+            if not has(factor, "softmax", "scaled_softmax", "dot", "reduce"):
+                return [(apply(expr.op, c, factor), core) for c, core in _terms(inner)]
+            if has(factor, "reduce") and free_of_keys(factor):
+                return [(c, _scaled(core, expr.op, factor)) for c, core in _terms(inner)]
+    if expr.op == "where" and not has(expr.args[0], "softmax", "scaled_softmax", "dot", "reduce"):
+        condition, then, otherwise = expr.args
+        for arg in (then, otherwise):
+            if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
+                message = f"something independent of the softmax takes the place of weights: {arg}"
+                raise Unsupported(Ground.WEIGHTS_REPLACED, message, expr)
+        inverse = apply("not", condition)
+        kept = [(where(condition, c, ZERO), selected(core, condition)) for c, core in _terms(then)]
+        return kept + [(where(condition, ZERO, c), selected(core, inverse)) for c, core in _terms(otherwise)]
+    message = f"the softmax is followed by an operation that is not linear in it ({expr.op})"
+    raise Unsupported(Ground.NOT_LINEAR, message, expr)
+
+
+def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
+    """The softmax with its rows multiplied (or divided) by a function of the sum and the maximum of its own scores."""
+    if core.op == "scaled_softmax":
+        scale, *columns = core.args
+    else:
+        scale, columns = ONE / ROW_SUM, without_shift(core.args)
+    columns = tuple(columns)
+    factor = substitute(factor, _statistics(columns, factor, log_sum=_LOG_SUM))
+    if core.attr != "softmax" or has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
+        raise Unsupported(Ground.FURTHER_REDUCTION, "the result is scaled by another reduction over the keys", factor)
+    return node("scaled_softmax", (apply(op, scale, factor), *columns), Kind.FLOAT, core.attr)
+
+
+def _core(coefficient: Expr, core: Expr) -> Core:
+    scale = core.args[0] if core.op == "scaled_softmax" else None
+    score, *sinks = without_shift(core.args) if scale is None else core.args[1:]
+    if not has(score, "dot"):
+        message = "the softmax is not of a pointwise function of a product of queries and keys"
+        raise Unsupported(Ground.NOT_POINTWISE, message)
+    if inner := next((part for part in walk(score) if part.op in ("softmax", "scaled_softmax", "reduce")), None):
+        message = "the scores of the softmax contain another reduction over the keys"
+        raise Unsupported(Ground.FURTHER_REDUCTION, message, inner)
+    mixed, score = split_scores(score) or (None, score)
+    if column := next((sink for sink in sinks if not free_of_keys(sink)), None):
+        raise Unsupported(Ground.COLUMN_OF_SCORES, "a further column of the softmax depends on the scores", column)
+    return Core(
+        score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale,
+        mixed_scores=mixed, origin=core,
+    )  # fmt: skip
+
+
+def _pointwise_core(weight: Expr) -> Core:
+    """Weights that are a pointwise function of the score, with no normaliser."""
+    if has(weight, "mix"):
+        raise Unsupported(Ground.HEADS_MIXED, "heads are mixed of weights that have no softmax", weight)
+    if inner := next((part for part in walk(weight) if part.op == "reduce"), None):
+        message = "the weights are normalised in a way that is not a softmax over the keys"
+        raise Unsupported(Ground.OTHER_NORMALISER, message, inner)
+    linear = ("dot", "fmul", "div", "fadd", "fsub", "neg", "where")
+    if not any(part.op not in linear and has(part, "dot") for part in walk(weight)):
+        message = "there is no normaliser, and nothing but linear operations, between the two products"
+        raise Unsupported(Ground.NO_NORMALISER, message)
+    return Core(score=weight, normalizer=Normalizer.NONE, weight=const(1.0), origin=weight)

@@ -1,0 +1,209 @@
+"""Further outputs of an attention: what else is made of its weights, as long as it can be written beside the output.
+
+`uses(site, ...)` follows the weights of a site downstream, to where they leave the region. Every node met there is
+pulled back as the weights were, so that it is an expression of one normalised weight, and ends in one of
+
+    a reduction over the keys      a statistic of rows: entropy, largest weight, largest logit, log-sum-exp
+    a reduction over the queries   a statistic of keys: how much attention each gets
+    anything else                  the node itself is written, of size N_q x N_k
+
+so that the weights themselves are written only where a user needs them. Where nothing of that holds, the site stays as
+it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, Kind, coord, coordinates, walk
+from fusion.ir.spec import Normalizer, Reduction
+from fusion.lowering.row_gradients import in_log_sums
+
+from .. import marks, nodes
+from ..nodes import Unsupported, arguments, packet, shape
+from ..pullback.caches import are_plain
+from ..pullback.views import RESHAPES, Index, number_of, reshape_index, source
+from ..recognize.find import Site
+from ..recognize.recognize import in_terms_of
+
+aten = torch.ops.aten
+_REDUCTIONS = {aten.sum: Reduction.SUM, aten.mean: Reduction.SUM, aten.amax: Reduction.MAX, aten.amin: Reduction.MIN}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """A node that a further output takes the place of.
+
+    value: as in `FurtherOutput`, in terms of the walk; it is the element `of[at]`.
+    reduction, over, dims: likewise.
+    order: the coordinates of the node's elements, row-major.
+    divisor: what the reduction is divided by, or None.
+    """
+
+    node: Node
+    of: Node
+    at: Index
+    value: Expr
+    order: tuple[str, ...]
+    reduction: Reduction = Reduction.NONE
+    over: str = ""
+    divisor: Expr | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is as large as the weights."""
+        return {"i", "j"} <= {*self.order}
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        last = "j" if "j" in self.order else "i"
+        return (*(name for name in self.order if name != last), last)
+
+
+def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) -> tuple[list[Use], set[Node]] | None:
+    """What has to be written in the place of the escaping nodes of a site, and the nodes on the way to it; None where
+    they cannot be.
+
+    escaping: nodes of the region that are used outside of it.
+    outside: whether a node is such a user.
+    """
+    if len(site.attentions) != 1 or are_plain() or site.attentions[0].core.mixes_heads:
+        return None
+    pullback = site.attentions[0].pullback
+    before = dict(pullback.interior)
+    try:
+        walk, found = _Walk(site, outside), dict[Node, Use]()
+        for node in escaping:
+            if (index := walk.index_of(node)) is None or (ends := walk.ends(node, index)) is None:
+                return None
+            found |= {use.node: use for use in ends}
+        on_the_way = pullback.interior.keys() - before.keys()
+        return list(found.values()), on_the_way | found.keys()
+    finally:
+        pullback.interior = before  # what was looked at now is no part of the region
+
+
+class _Walk:
+    def __init__(self, site: Site, outside: Callable[[Node], bool]):
+        self.attention = site.attentions[0]
+        self.pullback, self.outside = self.attention.pullback, outside
+        self.batch = {name for name in site.dims if name.startswith("b")}
+
+    def index_of(self, node: Node) -> Index | None:
+        """The element of a node of the region that belongs to the weight of (b.., i, j); None if there are several."""
+        found = {index for here, index in self.pullback._memo if here is node}
+        return found.pop() if len(found) == 1 else None
+
+    def ends(self, node: Node, index: Index) -> list[Use] | None:
+        """What takes the place of the uses of `node`, whose element at `index` belongs to the weight of (b.., i, j)."""
+        found = [self._beyond(user, node, index) for user in node.users if self.outside(user)]
+        ends = [use for part in found for use in part or ()]
+        if None not in found and sum(use.is_whole for use in ends) < 2:
+            return ends
+        whole = self._whole(node, index)
+        return None if whole is None else [whole]
+
+    def _beyond(self, user: Node, node: Node, index: Index) -> list[Use] | None:
+        """Likewise for a user of the node; None where the user needs the node itself."""
+        if user.op != "call_function" or not nodes.is_tensor(user) or marks.mutations(user):
+            return None
+        if packet(user) in _REDUCTIONS or packet(user) in (aten.logsumexp, aten.special_logsumexp):
+            use = self._reduced(user, node, index)
+            return None if use is None else [use]
+        moved = _index_after(user, node, index, self.pullback.bounds)
+        return None if moved is None else self.ends(user, moved)
+
+    def _value(self, node: Node, index: Index) -> Expr | None:
+        """The element in terms of its weight and row."""
+        try:
+            value = self.pullback.value(node, index)
+            return in_terms_of(value, self.attention.core) if value.kind is Kind.FLOAT else None
+        except Unsupported:
+            return None
+
+    def _whole(self, node: Node, index: Index) -> Use | None:
+        """The node itself: of weights, or of their rows."""
+        if J.name not in set().union(*map(coordinates, index)):
+            return self._of_rows(node, index)
+        value, order = self._value(node, index), self._order(node, index, {"i", "j"})
+        if value is None or order is None or not _is_of_weights(value):
+            return None
+        if marks.mutations(node) or not nodes.dtype(node).is_floating_point:
+            return None
+        return Use(node=node, of=node, at=index, value=value, order=order)
+
+    def _reduced(self, user: Node, node: Node, index: Index) -> Use | None:
+        """A reduction of the node over its keys or its queries."""
+        args = arguments(user)
+        dim = nodes.one_dim(args.get("dim"), len(index))
+        if dim is None or not nodes.dtype(user).is_floating_point:
+            return None
+        over, extent = index[dim], shape(node)[dim]
+        if over not in (I, J) or self.pullback.bounds[over] is not extent:
+            return None
+        at = (*index[:dim], *([integers.integer(0)] if args.get("keepdim") else []), *index[dim + 1 :])
+        if over is J and (use := self._of_rows(user, at)) is not None:
+            return use
+        order, value = self._order(user, at, {"i", "j"} - {over.name}), self._value(node, index)
+        if order is None or value is None or not _is_of_weights(value) or packet(user) not in _REDUCTIONS:
+            return None
+        return Use(
+            node=user, of=node, at=index, value=value, order=order, reduction=_REDUCTIONS[packet(user)],
+            over=over.name, divisor=extent if packet(user) is aten.mean else None,
+        )  # fmt: skip
+
+    def _of_rows(self, node: Node, index: Index) -> Use | None:
+        """A statistic of rows that is made of their maximum and sum."""
+        row, order = self._value(node, index), self._order(node, index, {"i"})
+        if row is None or order is None or not {ROW_MAX, ROW_SUM} & {*walk(row)} or marks.mutations(node):
+            return None
+        if self.attention.core.normalizer is Normalizer.SAFE_SOFTMAX and ROW_SUM in walk(in_log_sums(row)):
+            return None  # eager's is NaN for a row without a live key, a kernel's 0
+        return Use(node=node, of=node, at=index, value=row, order=order)
+
+    def _order(self, node: Node, index: Index, rest: set[str]) -> tuple[str, ...] | None:
+        """The coordinates of a node's elements, the slowest first: b.. and `rest`, each once; else None."""
+        found = order_of(index, shape(node), self.pullback.bounds)
+        return found if found is not None and sorted(found) == sorted(self.batch | rest) else None
+
+
+def _is_of_weights(value: Expr) -> bool:
+    return any(part in (WEIGHT, LOG_WEIGHT) for part in walk(value))
+
+
+def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str, ...] | None:
+    """The coordinates c1, c2, .. such that `index` is element number (c1 * n2 + c2) * n3 + .., each taken once."""
+    number, count = number_of(index, extents), integers.mul(*extents)
+    for order in itertools.permutations(sorted(coordinates(number))):
+        own = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)
+        if number_of(tuple(map(coord, order)), own) is number and integers.mul(*own) is count:
+            return order
+    return None
+
+
+def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) -> Index | None:
+    """The element of a user that is made of `node[index]` and has its own place; None where that is not known. That it
+    is the right element need not be believed: the user is pulled back from there."""
+    extents, old = shape(user), shape(node)
+    if packet(user) in RESHAPES:
+        try:
+            return reshape_index(old, extents, index, bounds)
+        except Unsupported:
+            return None
+    atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
+    moved = source(user, atoms, dict(zip(atoms, extents, strict=True)))
+    if moved is None:
+        return index if extents == old else None
+    if moved[0] is not node:  # which gives no more than its shape
+        return None
+    places: dict[Any, Expr] = dict(zip(moved[1], index, strict=True))
+    if any(e not in atoms and e is not integers.integer(0) for e in moved[1]):
+        return None
+    return tuple(places.get(atom, integers.integer(0)) for atom in atoms)

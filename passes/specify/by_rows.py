@@ -1,0 +1,163 @@
+"""Attention over a set of keys per row: K and V are read at the positions of the set, and at no others.
+
+A mask that `key_sets` recognised leaves to row i the keys at `positions[.., i, :]`. Where it fills with -inf the others
+have no weight at all, so that the attention is one over `count` keys, which are read through that table:
+
+    x[i, t] = score program at key j = positions[.., i, t]          out[i] = sum over t of w[i, t] * v[j]
+
+Queries that have keys of their own become a batch coordinate. What is left as rows are the heads that read the same
+keys, so that these are gathered once for all of them. Kernels, schedules and reports need to know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch.fx import Graph, Node
+
+from fusion.ir import AttentionSpec, Operand, Output, integers
+from fusion.ir.expr import FALSE, Expr, I, J, Kind, coord, coordinates, load, loads, renumbered, size, substitute, walk
+from fusion.ir.ops import conjuncts
+from fusion.ir.spec import Normalizer
+
+from .. import marks, nodes
+from ..building import derived
+from .key_sets import KeySet
+from .masks import understand
+from .specify import ByRows, Specified
+
+COUNT = "Nset"
+"""The size that is the number of keys of a set."""
+
+
+Pays = Callable[[Specified, Specified, Mapping[str, int]], str | None]
+"""(over sets, with a mask of all keys, example sizes) -> why the mask is to be kept, or None."""
+
+
+def read_sets(specified: Mapping[int, list[Specified]], pays: Pays | None, hints: Mapping[str, int]) -> None:
+    """Let attentions read the keys of their sets alone, where that can be and pays; the others are told why not."""
+    for parts in specified.values():
+        for place, part in enumerate(parts):
+            if pays is None or (chosen := _membership(part)) is None:
+                continue
+            if (reason := _obstacle(part)) is None:
+                found = _with_table(part, *chosen)
+                reason = pays(found, part, hints)
+                part = part if reason else found
+            parts[place] = replace(part, mask_kept=reason or "")
+
+
+def with_merged_heads(graph: Graph, root: Node, call: Node, spec: AttentionSpec) -> Node:
+    """The result with the dimensions of `root`: heads that share keys have one of their own in that of a call."""
+    if spec.among is None:
+        return call
+    place = spec.output.dims.index("i")
+    return derived(graph, root, torch.ops.aten.flatten.using_ints, (call, place - 1, place))
+
+
+def _obstacle(found: Specified) -> str | None:
+    """Why an attention with sets of keys must see a mask of all keys; None where it need not."""
+    spec = found.spec
+    assert spec.mask is not None
+    if found.differentiable:
+        return "gradients are asked for"
+    if spec.further:
+        return "the weights of all keys are asked for"
+    if spec.normalizer is not Normalizer.NONE and spec.mask.fill != float("-inf"):
+        return f"keys outside of the sets are filled with {spec.mask.fill:g}, and count in rows without a live key"
+    if any(marks.dtensor(node) for node in found.operands):
+        return "operands are DTensors"
+    return None
+
+
+def _membership(found: Specified) -> tuple[Expr, KeySet] | None:
+    """The load of a mask that says of every live key that it is in a set, and the set."""
+    extent = dict(zip(found.spec.sizes, found.sizes, strict=True)).get("Nk")
+    known = {number: keys for number, keys in found.key_sets if keys.extent is extent}
+    for part in conjuncts(found.spec.mask.live) if found.spec.mask is not None else ():
+        for member in loads(part):
+            if (keys := known.get(member.operand)) is None or member.args[-1] is not J:
+                continue
+            free = all("j" not in coordinates(entry) for entry in member.args[:-1])
+            if free and substitute(part, {member: keys.outside}) is FALSE:
+                return member, keys
+    return None
+
+
+def _with_table(found: Specified, member: Expr, keys: KeySet) -> Specified:
+    """The attention that reads K and V at the positions of the set."""
+    spec, number, axes = found.spec, len(found.spec.operands), len(found.spec.batch)
+    grouped = "i" in coordinates(member)
+    query = {I: coord(f"b{axes}")} if grouped else {}
+    position = substitute(load(number, (*member.args[:-1], J), Kind.INT), query)
+    values = {member: keys.inside, J: position, **query}
+    table = Operand(
+        dtype=str(nodes.dtype(keys.positions)).removeprefix("torch."), rank=len(position.args), name="table"
+    )
+    described = {"operands": (*spec.operands, table), "sizes": (*spec.sizes, COUNT), "n_k": size(COUNT)}
+    sizes = (*found.sizes, keys.count)
+    if grouped:
+        batch = (*spec.batch, spec.n_q)
+        described |= {"batch": batch, "n_q": integers.integer(1), "output": _output(spec), "among": spec.n_k}
+    inside = spec.mapped(lambda expr: substitute(expr, values), mask=None, **described)
+    if grouped and (heads := _last_extent(found)) and (group := inside.heads_per_key(heads, axes - 1)) > 1:
+        inside = _heads_as_rows(inside, axes - 1, group, heads)
+    inside = replace(inside, mask=understand(inside.score, inside.normalizer))
+    made = ByRows(table=number, dense=found)
+    operands = (*found.operands, keys.positions)
+    return _without_unused(replace(found, spec=inside, operands=operands, sizes=sizes, key_sets=(), by_rows=made))
+
+
+def _output(spec: AttentionSpec) -> Output:
+    """The output with queries as the last batch coordinate, and rows beside that which was the last before."""
+    axes = len(spec.batch)
+    query, last = f"b{axes}", f"b{axes - 1}"
+    names = {"i": (query,), last: (last, "i")} if axes else {"i": (query, "i")}
+
+    def renamed(dims: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for old in dims for name in names.get(old, (old,)))
+
+    return Output(dims=renamed(spec.output.dims), order=renamed(spec.output.order))
+
+
+def _last_extent(found: Specified) -> int:
+    """How many values the last batch coordinate has; 0 where that is not known now."""
+    values = dict(zip(found.spec.sizes, found.sizes, strict=True))
+    last = found.spec.batch[-1] if found.spec.batch else None
+    extent = None if last is None or last.op != "size" else values.get(last.name)
+    return extent.integer if extent is not None and extent.is_const else 0
+
+
+def _heads_as_rows(spec: AttentionSpec, axis: int, group: int, heads: int) -> AttentionSpec:
+    """The spec whose rows are the `group` heads, values of batch coordinate `axis`, that read the same keys."""
+    last = coord(f"b{axis}")
+    first = {last: integers.mul(last, group)}
+    own = {last: integers.add(first[last], I)}
+    batch = tuple(integers.integer(heads // group) if k == axis else extent for k, extent in enumerate(spec.batch))
+    fields = {"batch": batch, "n_q": integers.integer(group), "mask": None}
+    return spec.mapped(lambda expr: substitute(expr, own), lambda expr: substitute(expr, first), **fields)
+
+
+def _without_unused(found: Specified) -> Specified:
+    """Without operands that nothing reads any more, the mask above all, and without such sizes."""
+    spec, by_rows = found.spec, found.by_rows
+    assert by_rows is not None
+    every = spec.expressions()
+    read = {part.operand for part in loads(*every)} | {0, 1, 2}
+    number = {old: new for new, old in enumerate(sorted(read))}
+    changed = spec.mapped(
+        lambda expr: renumbered(expr, number.__getitem__),
+        operands=tuple(spec.operands[old] for old in sorted(read)),
+        sizes=tuple(name for name in spec.sizes if size(name) in set(walk(*every))),
+    )
+    values = dict(zip(spec.sizes, found.sizes, strict=True))
+    return replace(
+        found,
+        spec=changed,
+        operands=tuple(found.operands[old] for old in sorted(read)),
+        sizes=tuple(values[name] for name in changed.sizes),
+        tables=tuple((number[old], known) for old, known in found.tables if old in number),
+        by_rows=replace(by_rows, table=number[by_rows.table]),
+    )

@@ -1,0 +1,95 @@
+"""Sets of keys that an indexer leaves to each row: a constant scattered at the positions that `topk` chose.
+
+`ones(bool).scatter(-1, scores.topk(k).indices, False)` is a mask of N_q x N_k whose live keys are known without it:
+row i has those at `indices[.., i, :]`. Here such a mask is recognised; what an attention becomes with its set of keys
+is told in `by_rows`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, J, const, coord, coordinates
+
+from .. import marks, nodes
+from ..nodes import arguments, packet, shape
+from ..pullback.views import Index
+
+if TYPE_CHECKING:
+    from ..pullback.pullback import PullBack
+
+aten = torch.ops.aten
+_POSITIONS = (torch.int64, torch.int32)
+"""Dtypes that hold every position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySet:
+    """A mask `[.., extent]` that is `inside` at the `count` positions `positions[.., :]`, which differ from each other
+    and lie within the dimension, and `outside` elsewhere: BOOL constants."""
+
+    positions: Node
+    count: Expr
+    extent: Expr
+    inside: Expr
+    outside: Expr
+
+
+def scattered(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> None:
+    """Note what is known of a mask that is made by `scatter`. It is loaded all the same: who can, asks for its keys."""
+    if (found := _key_set(pullback, here, args, index)) is not None:
+        pullback.key_sets[here] = found
+
+
+def _key_set(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> KeySet | None:
+    written, positions = args.get("value"), args["index"]
+    if nodes.dtype(here) is not torch.bool or not isinstance(written, (bool, int, float)) or args.get("reduce"):
+        return None
+    rank = len(index)
+    if not rank or nodes.normalize_dim(args["dim"], rank) != rank - 1 or len(shape(positions)) != rank:
+        return None
+    if shape(positions)[:-1] != shape(here)[:-1] or not _are_distinct(pullback, positions, shape(here)):
+        return None
+    outside, inside = pullback.value(args["self"], index), const(bool(written))
+    count = shape(positions)[-1]
+    if not outside.is_const or outside is inside or not count.is_const or not count.integer:
+        return None  # without any position all keys are dead, which is more than no keys
+    return KeySet(positions=positions, count=count, extent=shape(here)[-1], inside=inside, outside=outside)
+
+
+def _are_distinct(pullback: PullBack, positions: Node, extents: Index) -> bool:
+    """Whether positions along the last dimension are among those that one `topk` (or a sort) gave."""
+    atoms = tuple(coord(f"r{k}") for k in range(len(extents) - 1))
+    bounds = dict(zip((*atoms, J), shape(positions), strict=True))
+    here, at = positions, (*atoms, J)
+    while not marks.mutations(here):
+        if packet(here) in (aten.to, aten._to_copy) and nodes.dtype(here) in _POSITIONS:
+            here = arguments(here)["self"]
+        elif (moved := pullback.step(here, at, bounds)) is not None:
+            here, at = moved
+        else:
+            break
+    origin = here.args[0] if here.target is operator.getitem and here.args[1] == 1 else here
+    single = origin is here
+    if marks.mutations(here) or not isinstance(origin, Node):
+        return False
+    if packet(origin) not in ((aten.argsort,) if single else (aten.topk, aten.sort)):
+        return False
+    args = arguments(origin)
+    dim = nodes.normalize_dim(args.get("dim", -1), len(at))
+    beyond = integers.sub(extents[-1], shape(args["self"])[dim])
+    return _runs_along(at, dim) and integers.never_negative(beyond, {})
+
+
+def _runs_along(at: Index, dim: int) -> bool:
+    """Whether an index goes along a dimension with J, and along no other."""
+    parts = integers.linear(at[dim], J)
+    if parts is None or not parts[0].is_const or not parts[0].integer or "j" in coordinates(parts[1]):
+        return False
+    return all("j" not in coordinates(entry) for k, entry in enumerate(at) if k != dim)

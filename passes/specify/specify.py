@@ -1,0 +1,399 @@
+"""From a found attention, in terms of graph nodes, to an `AttentionSpec` and the values that its call takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from fusion.ir import AttentionSpec, Operand, Output, integers
+from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, const, coord, load, rebuild, renumbered, size, walk
+from fusion.ir.mixing import Mixing
+from fusion.ir.ops import where
+from fusion.ir.records import mapped
+from fusion.ir.sizes import size_value
+from fusion.ir.spec import FurtherOutput, Normalizer
+from fusion.lowering.row_gradients import depends_on_maximum
+from fusion.refusals import Ground
+
+from .. import marks, nodes
+from ..nodes import Unsupported
+from ..pullback import heads
+from ..pullback.operands import Access, scales_rows
+from ..pullback.pullback import Product, PullBack
+from ..pullback.tables import Numbers, Table
+from ..recognize.core import Core
+from ..recognize.dead_rows import filled_by_selection
+from ..recognize.find import Attention, Site
+from .aux_outputs import Use
+from .block_mask import BlockMask, predicate
+from .key_sets import KeySet
+from .masks import decided, understand
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByRows:
+    """An attention over a set of keys, which are read through a table. table: the number of the operand that holds the
+    positions. dense: the same attention with a mask of all keys."""
+
+    table: int
+    dense: Specified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specified:
+    """A spec and what its call takes.
+
+    device: the type of the device that it runs on.
+    sizes: the spec's sizes in the graph's own terms.
+    tables: numbers of operands that are positions in others, which are to be checked before they are read.
+    uses: what the further outputs take the place of.
+    reached: numbers of the operands that autograd reaches, be it with a gradient of zero, as through `sign`.
+    key_sets: what is known of operands that are masks made of positions, by number.
+    by_rows: how its keys became sets of rows, where they did.
+    mask_kept: why they did not, though they could be.
+    """
+
+    spec: AttentionSpec
+    device: str
+    operands: tuple[Node, ...]
+    sizes: tuple[Expr, ...]
+    differentiable: bool
+    tables: tuple[tuple[int, Table], ...] = ()
+    uses: tuple[Use, ...] = ()
+    reached: frozenset[int] = frozenset()
+    key_sets: tuple[tuple[int, KeySet], ...] = ()
+    by_rows: ByRows | None = None
+    mask_kept: str = ""
+
+    def has_fixed_lengths(self) -> bool:
+        """Whether every call has as many queries and keys."""
+        given = dict(zip(self.spec.sizes, self.sizes, strict=True))
+        read = [part for part in walk(self.spec.n_q, self.spec.n_k) if part.op == "size"]
+        return all(given[part.name].is_const for part in read)
+
+    def example_sizes(self, hints: Mapping[str, int]) -> dict[str, int]:
+        """The example value of each size of the spec."""
+        return {name: size_value(extent, hints) for name, extent in zip(self.spec.sizes, self.sizes, strict=True)}
+
+
+def specify(
+    site: Site, attention: Attention, block_mask: BlockMask | None = None, uses: Sequence[Use] = ()
+) -> Specified:
+    """The spec of one attention, under the user's mask, with outputs for `uses`; raises `Unsupported`."""
+    core = _with_scaled_values(attention, marks.requires_grad(site.root))
+    products = attention.pullback.products
+    if core.row_scale is not None and attention.pullback.partly_detached:
+        message = "a normaliser that depends on the row's maximum, through which a part of its gradient is to flow"
+        raise Unsupported(Ground.DETACHED_MAXIMUM, message)
+    main = products[_main_product(core, products)]
+    accesses = (main.query, main.key, attention.value)
+    _require_float(accesses)
+    operands = [access.node for access in accesses]
+    resolve = _Resolver(products, main, attention.pullback, operands)
+    accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
+    core = _resolved(core, site, attention, resolve, block_mask)
+    core, accesses, head = heads.named(core, accesses, attention.pullback.bounds)
+    further = tuple(decided(resolve(use.value), site.bounds | {J: attention.keys}) for use in uses)
+    differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
+    if differentiable:
+        core = _with_gradients(core, head is not None)
+    batch = tuple(site.bounds[coord(name)] for name in site.dims if name.startswith("b"))
+    rename = _Sizes(batch, site.bounds[I], attention.keys)
+    described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
+    spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename, differentiable)
+    spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
+    spec = _with_mixed_heads(spec, core, head, rename)
+    _require_shared_maximum(spec, attention, differentiable)
+    names, values = rename.table(spec)
+    return Specified(
+        spec=replace(spec, sizes=names),
+        uses=tuple(uses),
+        reached=_reached(site, uses, operands) if differentiable else frozenset(),
+        device=nodes.value(site.root).device.type,
+        operands=tuple(operands),
+        sizes=values,
+        differentiable=differentiable,
+        tables=tuple(resolve.tables.items()),
+        key_sets=resolve.key_sets(),
+    )
+
+
+def _require_shared_maximum(spec: AttentionSpec, attention: Attention, differentiable: bool) -> None:
+    if differentiable and attention.pullback.takes_first and spec.row_scale and depends_on_maximum(spec):
+        message = "a normaliser that depends on the row's maximum, whose gradient is that of the first of equal scores"
+        raise Unsupported(Ground.FIRST_MAXIMUM, message)
+
+
+def _reached(site: Site, uses: Sequence[Use], operands: Sequence[Node]) -> frozenset[int]:
+    """The operands to which a path of nodes that autograd records leads up from the results."""
+    ends = {*operands}
+
+    def parents(here: Node) -> list[Node]:
+        return [] if here in ends else [parent for parent in here.all_input_nodes if marks.requires_grad(parent)]
+
+    met = {*nodes.walk_up([site.root, *(use.node for use in uses)], parents)}
+    return frozenset(number for number, operand in enumerate(operands) if operand in met)
+
+
+def _with_gradients(core: Core, heads_mixed: bool) -> Core:
+    """What is differentiated; raises where a row without a live key would have other gradients than in eager mode. Rows
+    of NaN that are zero are those without a live key where nothing but a mask's selection makes them: a safe softmax,
+    whose gradient is zero there. Else it is NaN."""
+    if core.normalizer is Normalizer.ZERO_SOFTMAX:
+        if filled_by_selection(core.score):
+            return _with_gradients(replace(core, normalizer=Normalizer.SAFE_SOFTMAX), heads_mixed)
+        message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
+        raise Unsupported(Ground.NAN_GRADIENT, message)
+    if heads_mixed and core.row_scale is not None:
+        message = "the heads of weights are mixed that are normalised by a function of the row's sum, in training"
+        raise Unsupported(Ground.HEADS_MIXED, message)
+    return core
+
+
+def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:
+    wide = "float64" if any(o.dtype == "float64" for o in spec.operands) else "float32"
+    dtype = str(nodes.dtype(use.node)).removeprefix("torch.") if use.is_whole else wide
+    return FurtherOutput(value=value, dims=use.dims, dtype=dtype, reduction=use.reduction, over=use.over)
+
+
+def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, block_mask: BlockMask | None) -> Core:
+    """The core in terms of the spec's operands, under the user's own mask, with what the bounds decide decided."""
+    bounds = site.bounds | {J: attention.keys}
+    found = mapped(replace(core, origin=None), resolve)
+    score, weight = decided(found.score, bounds), decided(found.weight, bounds)
+    if block_mask is not None:
+        score = _under_block_mask(score, block_mask, site, bounds, core.normalizer, resolve)
+    return replace(found, score=score, weight=weight)
+
+
+def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename: _Sizes) -> AttentionSpec:
+    """The spec whose heads, a batch coordinate, are mixed, if they are; without a mask where every key counts."""
+    if head is None:
+        return replace(spec, mask=None) if spec.needs_all_keys else spec
+    scores, weights = mapped((core.mixed_scores, core.mixed_weights), rename)
+    matrices = {"scores": scores and scores.matrix, "weights": weights and weights.matrix}
+    programs = {"scored": scores and scores.program, "weighted": weights and weights.program}
+    given = {name: expr for name, expr in (matrices | programs).items() if expr is not None}
+    adds = {"own_score": bool(scores and scores.adds), "own_weight": bool(weights and weights.adds)}
+    mixing = Mixing(head=head, **given, **adds)
+    batch = tuple(rename.values[f"B{k}"] if k == mixing.axis else extent for k, extent in enumerate(spec.batch))
+    return replace(spec, batch=batch, mask=None, mixing=mixing)
+
+
+def _spec(
+    site: Site,
+    core: Core,
+    accesses: Sequence[Access],
+    widths: tuple[Expr, Expr],
+    operands: tuple[Operand, ...],
+    rename: _Sizes,
+    differentiable: bool,
+) -> AttentionSpec:
+    """The spec of a resolved core; the table of its sizes is still empty. widths: d and d_v."""
+    q, k, v = (tuple(map(rename, access.index)) for access in accesses)
+    k_value, v_value = (mapped(access.value, rename) for access in accesses[1:])
+    mask = understand(core.score, core.normalizer)
+    return AttentionSpec(
+        batch=tuple(size(f"B{k}") for k in range(len(site.dims) - 2)),
+        n_q=size("Nq"),
+        n_k=size("Nk"),
+        d=_static(widths[0], "head dimension"),
+        d_v=_static(widths[1], "width of V"),
+        operands=operands,
+        q=q,
+        k=k,
+        v=v,
+        k_value=k_value,
+        v_value=v_value,
+        score=rename(core.score),
+        weight=rename(core.weight),
+        sinks=tuple(map(rename, core.sinks)),
+        row_scale=mapped(core.row_scale, rename),
+        normalizer=core.normalizer,
+        dtype=(dtype := _product_dtype(accesses)),
+        out_dtype=_result_dtype(site, dtype, differentiable),
+        output=Output(dims=site.dims, order=_memory_order(site)),
+        mask=mapped(mask, rename),
+        sizes=(),
+    )
+
+
+def _under_block_mask(
+    score: Expr, mask: BlockMask, site: Site, bounds: integers.Bounds, normalizer: Normalizer, resolve: _Resolver
+) -> Expr:
+    """The score program where the user's mask holds, and a dead score elsewhere."""
+    module = site.root.graph.owning_module
+    assert module is not None
+    keep, held = predicate(mask, module, bounds, nodes.value(site.root).device)
+    keep = decided(resolve.renumbered(keep, held), bounds)
+    return where(keep, score, const(0.0 if normalizer is Normalizer.NONE else -math.inf))
+
+
+def _main_product(core: Core, products: list[Product]) -> int:
+    """The product that becomes the score; others in the same program are read from their tensors. One that no tensor
+    holds must be it. Else the one with the widest reduction is taken: the most expensive to materialise."""
+    score = core.score if core.mixed_scores is None else core.mixed_scores.program
+    numbers = sorted({part.operand for part in walk(score) if part.op == "dot"})
+
+    def rank(number: int) -> tuple[bool, int, int]:
+        extent = products[number].extent
+        width = extent.integer if extent.is_const else 0
+        return not products[number].held, width, -number
+
+    return max(numbers, key=rank)
+
+
+def _with_scaled_values(attention: Attention, trained: bool) -> Core:
+    """The core with the scale that was passed over on the way to V, as one of rows where it can be."""
+    core, scale = attention.core, attention.value_scale
+    if scale is ONE:
+        return core
+    if (mixed := core.mixed_weights) is not None:
+        return replace(core, mixed_weights=replace(mixed, program=mixed.program * scale))
+    if scales_rows(scale, core.normalizer, trained):
+        return replace(core, row_scale=(core.row_scale or ONE / ROW_SUM) * scale)
+    return replace(core, weight=core.weight * scale)
+
+
+def _require_float(accesses: Sequence[Access]) -> None:
+    for access in accesses:
+        if access.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise Unsupported(Ground.DTYPE, f"attention over {str(access.dtype).removeprefix('torch.')} tensors")
+
+
+class _Resolver:
+    """Replaces "dot" leaves and the walk's load numbers by the spec's; collects the operands."""
+
+    def __init__(self, products: list[Product], main: Product, walked: PullBack, operands: list[Node]):
+        self.products, self.main, self.walked, self.operands = products, main, walked, operands
+        self.number = Numbers(operands)
+        self.tables = self.number.tables
+        self.of_elements: set[int] = set()
+
+    def __call__(self, expr: Expr) -> Expr:
+        return rebuild(expr, self._leaf)
+
+    def _leaf(self, part: Expr) -> Expr | None:
+        if part.op == "dot":
+            product = self.products[part.operand]
+            if product == self.main:
+                return SCORE * self(product.scale)
+            if product.node is self.main.node:
+                raise Unsupported(Ground.TWO_ELEMENTS, "two different elements of one product enter the same score")
+            if not product.held:
+                raise Unsupported(
+                    Ground.ADDED_TO_PRODUCT, "two products to which something is added by the same operation (baddbmm)"
+                )
+            return load(self.number(product.node), product.index, Kind.FLOAT)
+        if part.op == "load":
+            index, table = tuple(self(arg) for arg in part.args), self.walked.tables.get(part.operand)
+            return load(self.number(self.walked.loaded[part.operand], table), index, part.kind)
+        return None
+
+    def access(self, position: int, access: Access) -> Access:
+        """Operand number `position`, 0 to 2, as a spec has it."""
+        before = len(self.operands)
+
+        def leaf(part: Expr) -> Expr | None:
+            if part.op == "load" and self.walked.loaded[part.operand] is access.node:
+                return load(position, tuple(self(arg) for arg in part.args), part.kind)
+            return self._leaf(part)
+
+        value = access.value and rebuild(access.value, leaf)
+        found = replace(access, index=tuple(map(self, access.index)), value=value)
+        self.of_elements |= set(range(before, len(self.operands)))
+        return found
+
+    def renumbered(self, expr: Expr, held: list[Node]) -> Expr:
+        """An expression whose loads are numbered by their position in `held`, in the spec's numbers."""
+        return renumbered(expr, lambda number: self.number(held[number]))
+
+    def key_sets(self) -> tuple[tuple[int, KeySet], ...]:
+        """What is known of operands that are masks, by number."""
+        known = self.walked.key_sets
+        return tuple((number, known[node]) for (node, _), number in self.number.known.items() if node in known)
+
+
+class _Sizes:
+    """Renames the graph's symbols so that equal attentions have equal specs whatever the trace called its sizes."""
+
+    def __init__(self, batch: tuple[Expr, ...], n_q: Expr, n_k: Expr):
+        self.values = {f"B{k}": extent for k, extent in enumerate(batch)} | {"Nq": n_q, "Nk": n_k}
+        self.names = {value: size(name) for name, value in reversed(self.values.items()) if value.op == "size"}
+
+    def __call__(self, expr: Expr) -> Expr:
+        return rebuild(expr, self._leaf)
+
+    def _leaf(self, part: Expr) -> Expr | None:
+        if part.op != "size":
+            return None
+        if part not in self.names:
+            name = f"n{len(self.values)}"
+            self.names[part], self.values[name] = size(name), part
+        return self.names[part]
+
+    def table(self, spec: AttentionSpec) -> tuple[tuple[str, ...], tuple[Expr, ...]]:
+        """Names and values of the sizes that the spec needs."""
+        used = {part.attr for part in walk(*spec.expressions()) if part.op == "size"}
+        items = [(name, value) for name, value in self.values.items() if name in used]
+        return tuple(name for name, _ in items), tuple(value for _, value in items)
+
+
+def _static(extent: Expr, what: str) -> Expr:
+    if not extent.is_const:
+        raise Unsupported(Ground.RUN_TIME_SCALAR, f"a {what} that is known only at run time")
+    if extent.integer == 0:
+        raise Unsupported(Ground.LIMIT, f"a {what} of 0")
+    return extent
+
+
+def _product_dtype(accesses: Sequence[Access]) -> str:
+    """The wider of the dtypes of the two products."""
+    dtype = accesses[0].dtype
+    for access in accesses[1:]:
+        dtype = torch.promote_types(dtype, access.dtype)
+    return str(dtype).removeprefix("torch.")
+
+
+def _result_dtype(site: Site, dtype: str, differentiable: bool) -> str:
+    """The dtype of the result. dtype: of the products. A backward reads the result: it has the products' dtype then, as
+    a rounded one would give gradients an error that eager mode's do not have; it is rounded after the call."""
+    out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
+    rounds = out.itemsize < getattr(torch, dtype).itemsize
+    return dtype if differentiable and rounds else str(out).removeprefix("torch.")
+
+
+def _describe(operands: list[Node], differentiable: bool, of_elements: Collection[int]) -> tuple[Operand, ...]:
+    """Operands named by their role, equal for equal specs. of_elements: numbers of those that K and V are made with."""
+    counts: dict[str, int] = {}
+    described = []
+    for number, operand in enumerate(operands):
+        dtype = str(nodes.dtype(operand)).removeprefix("torch.")
+        if number < 3:
+            name = "qkv"[number]
+        else:
+            role = "bias" if nodes.dtype(operand).is_floating_point else "index"
+            role = {"bias": "scale", "index": "table"}[role] if number in of_elements else role
+            role = "mask" if dtype == "bool" else role
+            counts[role] = counts.get(role, 0) + 1
+            name = role if counts[role] == 1 else f"{role}{counts[role]}"
+        order = nodes.memory_order(operand) if differentiable and marks.requires_grad(operand) else ()
+        described.append(Operand(dtype=dtype, rank=len(nodes.shape(operand)), name=name, order=order))
+    return tuple(described)
+
+
+_STRIDE_AGNOSTIC = {aten.reshape, aten.contiguous, aten.linear, aten.flatten}
+
+
+def _memory_order(site: Site) -> tuple[str, ...]:
+    """Dimensions from slowest to fastest: packed where nobody can tell, else as eager would lay the result out."""
+    users = site.root.users
+    if users and all(u.op == "call_function" and nodes.packet(u) in _STRIDE_AGNOSTIC for u in users):
+        return site.dims
+    return tuple(site.dims[k] for k in nodes.memory_order(site.root))

@@ -1,0 +1,177 @@
+"""Masks that need a map of their tiles, which part of them does, and what the attention becomes with one.
+
+A mask is data where its predicate loads something (padding, document numbers, a mask tensor), or where the score
+program adds a tensor whose values may be 0 and a hard negative. Of predicates of positions alone those get a map that
+are alternatives, whose live keys are in no single range (a window or the first keys). Remainders (dilated windows)
+leave a live key in every tile, and get none.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.fx import Node
+
+from fusion.ir import Operand
+from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, loads, renumbered, substitute, walk
+from fusion.ir.mask_facts import MaskFacts
+from fusion.ir.ops import apply, conjuncts
+from fusion.ir.primitives import ROUNDED
+from fusion.ir.spec import Normalizer
+from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
+
+from .. import marks, nodes
+from .masks import HARD as ORDINARY
+from .masks import full_range, holding
+from .specify import Specified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """A map that an attention could use, with its operands and sizes in the graph; equal where it can be shared."""
+
+    spec: MapSpec
+    operands: tuple[Node, ...]
+    sizes: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Data:
+    """What a map is made of.
+
+    predicates: conjuncts of the mask that it covers.
+    biases: loads that are added to the score and may be hard masks.
+    fill: the largest value of a score that the biases kill, but for the score itself.
+    """
+
+    predicates: tuple[Expr, ...]
+    biases: tuple[Expr, ...]
+    fill: float
+
+    @property
+    def live(self) -> Expr:
+        hard = [apply("not", apply("fle", bias, const(HARD))) for bias in self.biases]
+        return _all([*self.predicates, *hard])
+
+    @property
+    def full(self) -> Expr:
+        return _all([*self.predicates, *(apply("feq", bias, ZERO) for bias in self.biases)])
+
+
+def mapped(found: Specified) -> Mapped | None:
+    """The map that an attention could use, or None where its mask is not data."""
+    data = _data(found)
+    if data is None or found.spec.needs_all_keys:
+        return None
+    spec = found.spec
+    read = [part.operand for part in loads(data.live, data.full)]
+    numbers = sorted(set(read))
+    if not numbers and any(marks.dtensor(node) for node in found.operands):
+        return None  # parts of it would have to be made from nothing
+    operands = tuple(found.operands[number] for number in numbers) or (_on_device(found),)
+    if any(marks.mutations(node) or nodes.value(node).device.type != found.device for node in operands):
+        return None
+    names = _batch_axes(data)
+    live, full = (_renumbered(expr, names, numbers) for expr in (data.live, data.full))
+    batch = tuple(spec.batch[int(name[1:])] for name in names)
+    used = {part.attr for part in walk(live, full, spec.n_q, spec.n_k, *batch) if part.op == "size"}
+    sizes = [(name, value) for name, value in zip(spec.sizes, found.sizes, strict=True) if name in used]
+    made = MapSpec(
+        sizes=tuple(name for name, _ in sizes), batch=batch, n_q=spec.n_q, n_k=spec.n_k, live=live, full=full,
+        rows="i" in coordinates(live),
+    )  # fmt: skip
+    return Mapped(spec=made, operands=operands, sizes=tuple(value for _, value in sizes))
+
+
+def _batch_axes(data: _Data) -> list[str]:
+    """Batch coordinates that the mask depends on, in order."""
+    return sorted({n for n in coordinates(data.live) if n.startswith("b")}, key=lambda n: int(n[1:]))
+
+
+def _renumbered(expr: Expr, names: Sequence[str], numbers: Sequence[int]) -> Expr:
+    """An expression with its batch coordinates and loads numbered by their positions in these lists."""
+    moved = substitute(expr, {coord(name): coord(f"b{k}") for k, name in enumerate(names)})
+    return renumbered(moved, numbers.index)
+
+
+def with_map(found: Specified, made: Node) -> Specified:
+    """The attention with the map as a further operand, and its facts told by it."""
+    data, spec = _data(found), found.spec
+    assert data is not None
+    batch = tuple(map(coord, _batch_axes(data)))
+    tile_live, tile_mixed = lookup(len(spec.operands), batch, "i" in coordinates(data.live))
+    facts = spec.mask or MaskFacts(live=TRUE, fill=-math.inf)
+    low, high, known = full_range(_all([part for part in conjuncts(facts.live) if part not in data.predicates]))
+    full = substitute(spec.score, holding([*known, *data.predicates]) | dict.fromkeys(data.biases, ZERO))
+    facts = replace(
+        facts,
+        live=_all([facts.live, *(apply("not", apply("fle", bias, const(HARD))) for bias in data.biases)]),
+        fill=max(facts.fill, data.fill),
+        full=full,
+        full_lo=low,
+        full_hi=high,
+        tile_live=tile_live,
+        tile_mixed=tile_mixed,
+    )
+    operand = Operand(dtype="int32", rank=len(batch) + 3, name="tiles")
+    spec = replace(spec, operands=(*spec.operands, operand), mask=facts)
+    return replace(found, spec=spec, operands=(*found.operands, made))
+
+
+def _all(predicates: list[Expr]) -> Expr:
+    return functools.reduce(functools.partial(apply, "and"), predicates, TRUE)
+
+
+def _data(found: Specified) -> _Data | None:
+    """What a map would cover, or None where there is nothing."""
+    spec = found.spec
+    known = conjuncts(spec.mask.live) if spec.mask is not None else []
+    predicates = [p for p in known if depends_on_key(p) and (loads(p) or _alternatives(p)) and mappable(p)]
+    added = _addends(spec.score, 1.0) if spec.normalizer is not Normalizer.NONE else []
+    fills = {bias: HARD * factor for bias, factor in added if _may_be_hard(found, bias)}
+    fills = {bias: fill for bias, fill in fills.items() if fill <= 100 * ORDINARY}
+    if not predicates and not fills:
+        return None
+    return _Data(predicates=tuple(predicates), biases=tuple(fills), fill=max(fills.values(), default=-math.inf))
+
+
+def _alternatives(predicate: Expr) -> bool:
+    """Whether a predicate of positions leaves keys alive in several places."""
+    return predicate.op == "or" and {"i", "j"} <= coordinates(predicate)
+
+
+def _on_device(found: Specified) -> Node:
+    """A tensor that says where a map is made, the same for all attentions of a graph."""
+    inputs = found.operands[0].graph.find_nodes(op="placeholder")
+    held = ((node, nodes.value(node)) for node in inputs if not (marks.mutations(node) or marks.dtensor(node)))
+    alike = (node for node, value in held if isinstance(value, Tensor) and value.device.type == found.device)
+    return next(alike, found.operands[0])
+
+
+def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
+    """(load, c): tensors that the score program adds to what depends on the score, as c * load."""
+    if score.op == "load":
+        return [(score, factor)]
+    if score.op == "fadd":
+        return [found for arg in score.args for found in _addends(arg, factor)]
+    if score.op == "where":
+        return [found for arg in score.args[1:] if not arg.is_const for found in _addends(arg, factor)]
+    if score.op in ROUNDED.values():
+        return _addends(score.args[0], factor)
+    if score.op == "fmul":
+        value, by = score.args if score.args[1].is_const else score.args[::-1]
+        if by.is_const and by.value > 0:
+            return _addends(value, factor * by.value)
+    return []
+
+
+def _may_be_hard(found: Specified, bias: Expr) -> bool:
+    """A tensor that is the same for all features and learns nothing: what a mask is."""
+    node = found.operands[bias.operand]
+    if found.differentiable and marks.requires_grad(node):
+        return False
+    return bias.kind is Kind.FLOAT and depends_on_key(bias) and is_dense(bias)

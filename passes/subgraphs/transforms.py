@@ -1,0 +1,189 @@
+"""Attention inside of `torch.func.grad`, `jvp` and their kin: found in the function that is transformed.
+
+Dynamo's graph has what such a transform does to the levels of `torch.func` (tensors are wrapped and unwrapped, duals
+are made, autograd is asked) between the operations of the function, which are those of any other graph. A run of these
+is taken as a graph of its own, fused like one, and called in their place. So a transform meets `fusion::attention`, of
+which it may ask for tangents, gradients and batches as of any operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusion.torch_private import functorch
+from fusion.torch_private.autograd import SET_GRAD_ENABLED
+from fusion.torch_private.fake import detect_fake_mode
+from fusion.torch_private.tensors import is_traceable_wrapper_subclass
+
+from .. import nodes
+from ..trace import autocast
+from ..trace.outline import attributes, ends, parts, transforms, writes
+
+_PREFIX = "transformed_"
+_VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Asked(enum.Enum):
+    """Which derivatives of a function are asked for."""
+
+    GRADIENTS = "a first gradient at most"
+    TANGENTS = "tangents through which no gradient flows, too"
+    MORE = "tangents that are differentiated, or derivatives of gradients"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Operations of a function inside of a transform.
+
+    inputs, outputs: what they read, and which of them are read behind them.
+    body: the same as a graph.
+    values: what it is called with.
+    around: the regions of autocast around it.
+    """
+
+    members: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    body: GraphModule
+    values: tuple[Any, ...]
+    around: autocast.Regions
+    asked: Asked
+    refusal: str | None
+
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        """The modes that it runs in. A tangent is carried along whether or not gradients are recorded."""
+        with autocast.inside(self.around), torch.enable_grad():
+            yield
+
+
+def runs(module: GraphModule) -> list[Run]:
+    """The runs of all transforms of a graph, but for a `vmap` alone, which is traced through."""
+    inside = {node for part in parts(module.graph) if transforms(part) for node in part}
+    found: list[Run] = []
+    members: list[Node] = []
+    given = map(nodes.value, module.graph.find_nodes(op="placeholder"))
+    outside = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in given)
+    levels = {"jvp": 0, "grad": int(outside), "trained": int(outside and _trains_tangents(module.graph))}
+    around: autocast.Regions = ()
+    for node, regions in autocast.regions(module.graph):
+        if node in inside and not _is_of_levels(node):
+            around = around if members else regions
+            members.append(node)
+        elif members:
+            if not any(writes(member, inside) for member in members):
+                found += _taken(module, members, around, levels)
+            members = []
+        for kind in ("jvp", "grad"):
+            levels[kind] += functorch.enters(node.target, kind) - functorch.leaves(node.target, kind)
+    return found
+
+
+def _trains_tangents(graph: Graph) -> bool:
+    """Whether a gradient of what the graph returns may flow through the tangents in it."""
+    reached, recording = set[Node](), True
+    for node in graph.nodes:
+        if node.target is SET_GRAD_ENABLED:
+            recording = node.args[0]
+        elif node.target is operator.getitem and node.args[1] == 1 and functorch.unpacks_dual(node.args[0].target):
+            reached.add(node)
+        elif node.op == "output" or recording and not _detaches(node):
+            reached.update([node] if not reached.isdisjoint(node.all_input_nodes) else [])
+    return any(node.op == "output" for node in reached)
+
+
+def _detaches(node: Node) -> bool:
+    return "detach" in (node.target, getattr(node.target, "__name__", ""))
+
+
+def _asked(levels: Mapping[str, int]) -> Asked:
+    """levels: how many of each kind are around."""
+    if levels["jvp"] > 1 or levels["grad"] > 1 or levels["jvp"] and levels["trained"]:
+        return Asked.MORE
+    return Asked.TANGENTS if levels["jvp"] else Asked.GRADIENTS
+
+
+def _is_of_levels(node: Node) -> bool:
+    return functorch.is_of_levels(node.target) or functorch.is_autograd_function(node.target)
+
+
+def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, levels: Mapping[str, int]) -> list[Run]:
+    """The run of these nodes; none if it is no graph of tensors and numbers. levels: how many of each are around."""
+    graph, made = Graph(), dict[Node, Node]()
+    inputs, outputs = ends(members)
+    mode = detect_fake_mode([*map(nodes.value, module.graph.find_nodes(op="placeholder"))])
+    values = list[Any]()
+    for given in inputs:
+        if given.op == "get_attr" and not nodes.is_tensor(given):
+            made[given] = graph.node_copy(given)
+            continue
+        value = nodes.value(given)
+        if mode is None or not isinstance(value, _VALUES) or is_traceable_wrapper_subclass(value):
+            return []
+        with mode:
+            values.append(_alike(value))
+        made[given] = graph.placeholder(given.name)
+        made[given].meta["example_value"] = values[-1]
+    for node in members:
+        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node].meta.pop("example_value", None)  # of levels that are gone
+    graph.output(tuple(made[node] for node in outputs))
+    read = tuple(given for given in inputs if made[given].op == "placeholder")
+    return [
+        Run(
+            members=tuple(members), inputs=read, outputs=tuple(outputs), body=GraphModule(module, graph),
+            values=tuple(values), around=around, refusal=_refusal(members, levels["jvp"] > 0),
+            asked=_asked(levels),
+        )
+    ]  # fmt: skip
+
+
+def _alike(held: Any) -> Any:
+    """A tensor of the same form that belongs to no level, and may have a gradient; numbers as they are."""
+    if not isinstance(held, torch.Tensor):
+        return held
+    return nodes.empty_like(held).requires_grad_(held.is_floating_point())
+
+
+def _refusal(members: Sequence[Node], tangents: bool) -> str | None:
+    switches = [node for node in members if node.target is SET_GRAD_ENABLED]
+    if switches and tangents:
+        return "its function records no gradients in parts, which tangents do not heed"
+    if switches and not switches[-1].args[0]:
+        return "torch.no_grad reaches from the function into the transform"
+    depth = 0
+    for node in members:
+        depth += (node.target is autocast.enter) - (node.target is autocast.leave)
+        if depth < 0:
+            break
+    return "a region of autocast reaches from the function into the transform" if depth else None
+
+
+def with_fused(module: GraphModule, fused: Sequence[tuple[Run, GraphModule]]) -> GraphModule:
+    """The graph with calls of these in the place of runs. The argument is not changed."""
+    if not fused:
+        return module
+    graph, made = Graph(), dict[Node, Node]()
+    last = {run.members[-1]: (number, run) for number, (run, _) in enumerate(fused)}
+    inside = {node for run, _ in fused for node in run.members}
+    for node in module.graph.nodes:
+        if node not in inside:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        elif node in last:
+            number, run = last[node]
+            call = graph.call_module(f"{_PREFIX}{number}", tuple(made[given] for given in run.inputs))
+            for k, out in enumerate(run.outputs):
+                made[out] = graph.call_function(operator.getitem, (call, k))
+                made[out].meta |= out.meta
+    bodies = {f"{_PREFIX}{number}": body for number, (_, body) in enumerate(fused)}
+    result = GraphModule(attributes(graph, bodies, module), graph)
+    result.meta |= module.meta
+    return result

@@ -1,0 +1,1 @@
+"""Other kinds of tensor in a graph: jagged nested tensors, DTensors."""

@@ -1,0 +1,148 @@
+"""Jagged nested tensors in a graph: calls on them stay whole, and attention of them is written over what they hold.
+
+`torch.nested.nested_tensor(..., layout=torch.jagged)` holds all sequences behind one another, its `values`, and where
+each begins, its `offsets`. Its sizes are no numbers, and the analysis sees nothing of it but the tensors that are taken
+out of it. Attention is one over all sequences, whose mask gives each query the keys of its own sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fusion.refusals import Ground
+from fusion.torch_private import tensors, tracing
+from fusion.torch_private.fake import FakeTensorMode, shape_environment, without_guards
+from fusion.torch_private.operators import HigherOrderOperator
+from fusion.torch_private.trees import tree_leaves
+
+from .. import nodes
+from ..trace import outline
+
+
+def _asked(target: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+
+
+def attention(
+    query: Any, key: Any, value: Any, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False, *, ask: Callable[..., Any] = _asked,
+) -> Any:  # fmt: skip
+    """`scaled_dot_product_attention` of nested tensors [B, H, j, D], j ragged, that `reason_against` says nothing of.
+
+    A query whose sequence has no key has the output 0. ask: how a nested tensor is asked for something.
+    """
+    q, k, v = (ask("values", x) for x in (query, key, value))  # [H, T, D]
+    of_queries, of_keys = (ask("offsets", x) for x in (query, key))
+    rows, columns = (torch.arange(x.shape[1], device=x.device) for x in (q, k))
+    begun = torch.searchsorted(of_queries[:-1], rows, right=True)  # how many sequences have, at a row
+    first, last = of_keys[begun - 1], of_keys[begun]
+    if is_causal:
+        last = torch.minimum(last, rows + 1)
+    live = (first[:, None] <= columns) & (columns < last[:, None])
+    out = F.scaled_dot_product_attention(q[None], k[None], v[None], live, dropout_p, scale=scale, enable_gqa=enable_gqa)
+    return ask(with_sequences_of, out[0].transpose(0, 1).contiguous(), query)
+
+
+def with_sequences_of(values: Tensor, other: Any) -> Any:
+    """Values [T, H, D] as a nested tensor [B, H, j, D] of the sequences of another."""
+    return tensors.nested_like(values, other).transpose(1, 2)
+
+
+def reason_against(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> str | None:  # fmt: skip
+    """Why `attention` does not stand for a call of `scaled_dot_product_attention`; None where it does."""
+    given = (query, key, value)
+    if not all(map(nodes.is_nested, given)):
+        return "not all of its tensors are nested"
+    if any(x.device.type != "cpu" for x in given):
+        return "torch has kernels for it there"
+    if any(x.dim() != 4 or tensors.ragged_dim(x) != 2 or x.lengths() is not None for x in given):
+        return "its tensors are not of the form [batch, heads, sequence, columns], or have holes"
+    if attn_mask is not None:
+        return "it has a mask"
+    if {x.dtype for x in given} - {query.dtype} or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "its tensors are not all in float32, bfloat16 or float16"
+    of_query, of_key, of_value = map(tensors.nested_size, given)
+    if of_query[0] != of_key[0] or of_key[2] != of_value[2]:
+        return "its tensors do not have the same sequences"
+    if is_causal and of_query[2] != of_key[2]:
+        return "it is causal, between sequences of different lengths"
+    if any(_is_of_graph(size[2]) for size in (of_query, of_key)):
+        return "its sequences are made in the graph"
+    return None
+
+
+def _is_of_graph(length: Any) -> bool:
+    """Whether a length of sequences is that of no input. Torch 2.13 cannot guard on such, and raises an error for a
+    LayerNorm of them: what follows the attention is better off behind a graph break."""
+    sources = shape_environment(length).var_to_sources[length.node.expr]
+    return all(source.is_ephemeral() for source in sources)
+
+
+def attends(module: GraphModule) -> bool:
+    """Whether there is attention of nested tensors in a graph."""
+    return any(node.target is attention for node in module.graph.nodes)
+
+
+def alike(held: Any, mode: FakeTensorMode) -> Any:
+    """A nested tensor of the same form that is no view, made of tensors without data. (Torch would make a view from its
+    base again, with sizes that nothing is known of.)"""
+    names, context = held.__tensor_flatten__()
+    with mode:
+        parts = {name: nodes.empty_like(getattr(held, name)) for name in names}
+    return type(held).__tensor_unflatten__(parts, context, held.size(), held.stride())
+
+
+def involved(node: Node) -> bool:
+    """Whether a call takes or makes a nested tensor."""
+    return node.op in ("call_function", "call_method") and _has_nested(node)
+
+
+def _has_nested(node: Node) -> bool:
+    held = [nodes.value(node), *(nodes.value(given) for given in node.all_input_nodes)]
+    return any(map(nodes.is_nested, tree_leaves(held)))
+
+
+def traced(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Trace a call that is `involved`: that of attention as what it is made of, any other as one call."""
+    return attention(*args, **kwargs, ask=_recorded) if target is attention else _recorded(target, *args, **kwargs)
+
+
+def _recorded(target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record a call on nested tensors, as it stands; what happens in it is not."""
+    tracer = tracing.current_tracer()
+    if tracer is None:
+        raise nodes.Unsupported(Ground.DEFECT, "a call on nested tensors outside of a trace")
+    kind = "call_method" if isinstance(target, str) else "call_function"
+    call = tracing.written(tracer, kind, target, args, kwargs)
+    # What a call asks of sizes is not asked of later calls: Dynamo has asked it, and a nested tensor that is made in
+    # the graph has a length of its own in each trace, which no guard can name.
+    with tracing.disable_proxy_modes_tracing(), without_guards():
+        return tracing.track(_asked(target, *args, **kwargs), call, tracer)
+
+
+def refuse_unknown(module: GraphModule) -> None:
+    """Raise `Unsupported` where nested tensors are there for something else than attention, or are used in a way that
+    cannot be recorded: with holes, changed in place, under what was taken out of them, or given to a graph of their
+    own."""
+    for node in module.graph.nodes:
+        held = [found for found in tree_leaves(nodes.value(node)) if nodes.is_nested(found)]
+        if held and not attends(module):
+            raise nodes.Unsupported(Ground.NESTED, f"the graph has nested tensors ({node.name})")
+        if any(found.lengths() is not None for found in held):
+            raise nodes.Unsupported(Ground.NESTED, f"a nested tensor has holes between its sequences ({node.name})")
+        if node.op in ("placeholder", "output") or not _has_nested(node):
+            continue
+        if outline.writes(node, set()):
+            raise nodes.Unsupported(Ground.NESTED, f"a nested tensor is changed in place ({node.name})")
+        if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
+            message = f"nested tensors are given to a part of the graph that stays whole ({node.name})"
+            raise nodes.Unsupported(Ground.NESTED, message)

@@ -1,0 +1,104 @@
+"""Numbers that are put at listed places of scores (`s[:, :, i, i] = -inf`, `index_fill`, a diagonal that is filled) are
+filled in by a mask, which the graph makes by the same operation, of the dimensions alone that the places are in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import nodes
+from ..building import Symbols, derived
+from ..nodes import Unsupported, packet, shape
+from ..pullback.contractions import products_above
+
+aten = torch.ops.aten
+
+
+def fill_by_masks(graph: Graph) -> None:
+    """Rewrite such operations on what is made of a product."""
+    symbols: Symbols | None = None
+    for node in list(graph.nodes):
+        mask_of = _MASKS.get(packet(node))
+        if mask_of is None or not isinstance(node.args[0], Node) or not products_above(node.args[0]):
+            continue
+        symbols = symbols or Symbols(graph)
+        with graph.inserting_before(node), contextlib.suppress(Unsupported):  # sizes that are data
+            if (found := mask_of(symbols, node, nodes.arguments(node))) is None:
+                continue
+            mask, number = found
+            overload = aten.masked_fill.Tensor if isinstance(number, Node) else aten.masked_fill.Scalar
+            node.target, node.args, node.kwargs = overload, (node.args[0], mask, number), {}
+
+
+Found = tuple[Node, Any] | None
+"""A mask, and the number that is put where it holds; None where each place has a number of its own."""
+
+
+def _of_indices(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
+    """By `index_put` with indices that are integers."""
+    indices, number = args["indices"], args["values"]
+    listed = [k for k, index in enumerate(indices) if index is not None]
+    masks = any(nodes.dtype(indices[k]) in (torch.bool, torch.uint8) for k in listed)
+    if args.get("accumulate") or masks or nodes.value(number).dim() or not _is_float(node):
+        return None
+    nothing = _no_mask(symbols, node, listed)
+    mask = derived(symbols.graph, node, aten.index_put.default, (nothing, indices, _yes(symbols, node)))
+    return mask, number
+
+
+def _of_positions(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
+    """By `index_fill`."""
+    dim = nodes.normalize_dim(args["dim"], len(shape(node)))
+    if not _is_float(node):
+        return None
+    given = (_no_mask(symbols, node, [dim]), dim, args["index"], True)
+    return derived(symbols.graph, node, aten.index_fill.int_Scalar, given), args["value"]
+
+
+def _of_diagonal(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
+    """By `diagonal_scatter` of one number: where a row's number and the offset make the column's."""
+    source, rank = args["src"], len(shape(node))
+    if packet(source) is not aten.fill or not _is_float(node):
+        return None
+    rows, columns = (nodes.normalize_dim(args[name], rank) for name in ("dim1", "dim2"))
+    graph = symbols.graph
+    positions = []
+    for dim in (rows, columns):
+        count = symbols.value(shape(node)[dim])
+        line = _made(graph, node, aten.arange.default, count, torch.int64)
+        sides = [1 if other != dim else -1 for other in range(rank)]
+        positions.append(derived(graph, node, aten.reshape.default, (line, sides)))
+    moved = derived(graph, node, aten.add.Tensor, (positions[0], args["offset"]))
+    return derived(graph, node, aten.eq.Tensor, (moved, positions[1])), nodes.arguments(source)["value"]
+
+
+_MASKS: dict[Any, Callable[[Symbols, Node, dict[str, Any]], Found]] = {
+    aten.index_put: _of_indices, aten.index_fill: _of_positions, aten.diagonal_scatter: _of_diagonal,
+}  # fmt: skip
+
+
+def _is_float(node: Node) -> bool:
+    return nodes.dtype(node).is_floating_point
+
+
+def _no_mask(symbols: Symbols, node: Node, dims: list[int]) -> Node:
+    """False everywhere, in the shape of a node, whose dimensions but these are 1."""
+    sizes = [symbols.value(extent) if dim in dims else 1 for dim, extent in enumerate(shape(node))]
+    return _made(symbols.graph, node, aten.zeros.default, sizes, torch.bool)
+
+
+def _yes(symbols: Symbols, node: Node) -> Node:
+    return _made(symbols.graph, node, aten.ones.default, [], torch.bool)
+
+
+def _made(graph: Graph, origin: Node, target: Any, size: Any, dtype: torch.dtype) -> Node:
+    """A tensor that is made of its size."""
+    like = nodes.value(origin)
+    node = graph.call_function(target, (size,), {"dtype": dtype, "device": like.device})
+    nodes.copy_provenance(origin, node)
+    node.meta["val"] = like.new_empty(torch.fx.node.map_arg(size, nodes.value), dtype=dtype)
+    return node

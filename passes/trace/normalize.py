@@ -1,0 +1,287 @@
+"""Retrace Dynamo's graph to pre-dispatch ATen, the one form that the analysis reads.
+
+Pre-dispatch keeps what autograd, autocast and input mutation mean; composite operations (matmul, einsum, linear,
+softmax, scaled_dot_product_attention) stay whole. Stack traces, module paths and what Inductor needs to know of the
+placeholders are carried over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.fx.traceback
+from torch.fx import GraphModule, Node
+
+from fusion.refusals import Ground
+from fusion.torch_private import autograd
+from fusion.torch_private.fake import FakeTensor, FakeTensorMode
+from fusion.torch_private.functorch import of_vmap
+from fusion.torch_private.operators import HigherOrderOperator, OpOverload, schema
+from fusion.torch_private.tracing import current_node, make_fx
+
+from .. import marks, nodes
+from ..subgraphs.checkpointing import Checkpoints, KnowingItems
+from ..tensors import dtensor, nested
+from . import einsums, encoder, varlen, vmap
+from .autocast import write_casts
+from .decompositions import MADE_OF_OTHERS
+from .fills_by_mask import fill_by_masks
+from .floats import read_floats
+from .inplace import make_functional, mark_mutations, write_to_the_whole
+from .linear_layers import write_products
+from .outline import is_outlined, outline, record, traces_through
+from .repeats import Later, Repeats, part_of
+from .shape_only_uses import make_by_size
+from .trace_inputs import Given, carry_placeholders, fake_inputs, placed
+
+aten = torch.ops.aten
+
+_EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
+_DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS | varlen.DECOMPOSITIONS
+_DECOMPOSITIONS[autograd.GET_DATA] = torch.Tensor.detach  # `x.data`, which no trace follows
+
+
+def normalize(
+    module: GraphModule, example_inputs: Sequence[Any], bodies: Mapping[str, GraphModule] | None = None
+) -> GraphModule:
+    """The same computation as pre-dispatch ATen, with `meta["val"]` on every node. The argument is not changed.
+
+    bodies: what to call in the place of its checkpointed graphs, by the names of their attributes.
+    """
+    dtensor.refuse_absent(module)
+    outlined = outline(module)
+    nested.refuse_unknown(outlined)
+    try:
+        traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {})
+    except vmap.Untraceable:
+        traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {}, sealed=True)
+    _refuse_fake_constants(traced)
+    carry_placeholders(module, traced)
+    dtensor.mark(traced.graph)
+    drop_inactive_dropout(traced.graph)
+    write_to_the_whole(traced.graph)
+    make_functional(traced.graph)
+    drop_settled_assertions(traced.graph)
+    mark_mutations(traced.graph)
+    write_casts(traced.graph)
+    make_by_size(traced.graph)
+    fill_by_masks(traced.graph)
+    write_products(traced.graph)
+    read_floats(traced.graph)
+    _mark_gradients(module, traced)
+    nodes.erase_unused(traced.graph, nodes.impurity())
+    write_extrema(traced.graph)
+    _mark_stops(traced)
+    seed_dropout(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    return traced
+
+
+def _trace(
+    outlined: GraphModule,
+    fakes: Sequence[Any],
+    mode: FakeTensorMode,
+    bodies: Mapping[str, GraphModule],
+    sealed: bool = False,
+) -> GraphModule:
+    """fakes, mode: see `fake_inputs`. sealed: whether each `vmap` stays one call."""
+
+    def run():  # without annotations: the graph would have them, as text, and no key in AOTAutograd's cache
+        values = placed(fakes, mode)
+        with torch.fx.traceback.preserve_node_meta():
+            return _Retrace(outlined, Checkpoints(outlined, bodies), sealed).run(*values)
+
+    # With Inductor's freezing, parameters are constants of the graph.
+    with mode, patch.object(mode, "allow_non_fake_inputs", True):
+        return make_fx(run, MADE_OF_OTHERS, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
+
+
+class _Retrace(KnowingItems):
+    """Runs Dynamo's graph, or a part of it; torch's fused encoder modules run as the operations they stand for.
+    checkpoints: of the whole graph."""
+
+    def __init__(self, module: GraphModule, checkpoints: Checkpoints, sealed: bool):
+        super().__init__(module)
+        self.checkpoints, self.sealed = checkpoints, sealed
+        self.repeats = Repeats()
+
+    def run_node(self, n: Node) -> Any:
+        if (again := part_of(n, self.env) or self.repeats.again(n, self.env)) is not None:
+            return again
+        if nested.involved(n):
+            with current_node(self, n):
+                return nested.traced(n.target, *self.fetch_args_kwargs_from_env(n))
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, HigherOrderOperator) and target.name() == "register_hook":  # the trace would not keep it
+            message = "a gradient hook is registered on a tensor, and such graphs are not taken apart"
+            raise nodes.Unsupported(Ground.HOOK, message)
+        if (level := of_vmap(target)) is not None:
+            return level(*args)
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            return self.checkpoints.call(args, kwargs)
+        if (converted := dtensor.conversion(target, args)) is not None:
+            return dtensor.convert(converted, args, kwargs)
+        decomposition = _DECOMPOSITIONS.get(target)
+        result = NotImplemented if decomposition is None else decomposition(*args, **kwargs)
+        if result is NotImplemented:
+            result = super().call_function(target, args, kwargs)
+        self.repeats.note(result)
+        return result
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_outlined(target):
+            body = self.fetch_attr(target)
+            if self.sealed or not traces_through(body.graph):
+                return record(body, args)
+            result = vmap.through(_Retrace(body, self.checkpoints, self.sealed), args)
+            self.repeats.note(result)
+            return result
+        return super().call_module(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (converted := dtensor.conversion(target, args)) is not None:
+            return dtensor.convert(converted, args, kwargs)
+        result = super().call_method(target, args, kwargs)
+        self.repeats.note(result)
+        return result
+
+    def map_nodes_to_values(self, args: Any, n: Node) -> Any:
+        for node in n.all_input_nodes:
+            if isinstance(held := self.env.get(node), (Given, Later)):
+                self.env[node] = held.made()
+        return super().map_nodes_to_values(args, n)
+
+
+def _refuse_fake_constants(traced: GraphModule) -> None:
+    """A tensor that the trace met but did not follow has no values: such a trace cannot run."""
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(traced, str(node.target), None), FakeTensor):
+            raise nodes.Unsupported(
+                Ground.LOST_TENSOR,
+                f"the trace lost sight of a tensor used by {next(iter(node.users), node).format_node()}",
+            )
+
+
+_DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout,
+             aten.dropout_, aten.feature_dropout_, aten.alpha_dropout_, aten.feature_alpha_dropout_)  # fmt: skip
+
+
+def drop_inactive_dropout(graph: torch.fx.Graph) -> None:
+    """Remove dropout in eval mode and with p = 0: it returns its input itself, through which others may write, and FX
+    would otherwise keep it alive as a random operation."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or nodes.packet(node) not in _DROPOUTS:
+            continue
+        args = nodes.arguments(node)
+        if not args["train"] or args["p"] == 0:
+            node.replace_all_uses_with(args.get("input", args.get("self")))
+            graph.erase_node(node)
+
+
+def drop_settled_assertions(graph: torch.fx.Graph) -> None:
+    """Remove assertions on dtype, device and layout, which torch.export writes behind every cast, where the trace shows
+    that they hold: they would keep scores alive."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or nodes.packet(node) is not aten._assert_tensor_metadata:
+            continue
+        args = nodes.arguments(node)
+        held = nodes.value(args["a"])
+        stated = [(args[name], getattr(held, name)) for name in ("dtype", "device", "layout")]
+        if args["size"] is None and args["stride"] is None and all(a is None or a == b for a, b in stated):
+            graph.erase_node(node)
+
+
+def write_extrema(graph: torch.fx.Graph) -> None:
+    """Write max(dim) and min(dim) of which the values alone are used as amax and amin, unless a gradient flows: that of
+    amax goes to all of several equal elements."""
+    for node in list(graph.nodes):
+        found = _EXTREMA.get(node.target)
+        if found is None or marks.requires_grad(node) or any(user.args[1] != 0 for user in node.users):
+            continue
+        args = nodes.arguments(node)
+        for user in list(node.users):
+            with graph.inserting_before(user):
+                extremum = graph.call_function(found, (args["self"], [args["dim"]], args["keepdim"]))
+            extremum.meta.update(user.meta)
+            user.replace_all_uses_with(extremum)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def seed_dropout(graph: torch.fx.Graph) -> None:
+    """Draw a seed in front of every active dropout: `marks.seed` is the node of a random int64 of shape [1].
+
+    A fused attention takes its mask from the seed, and the graph then has the seed in the dropout's place: a random
+    number that functionalisation, partitioning and recomputation treat as any other. Seeds that stay unused are removed
+    by `drop_seeds`.
+    """
+    for node in list(graph.nodes):
+        if not nodes.is_active_dropout(node):
+            continue
+        held = nodes.value(node)
+        with graph.inserting_before(node):
+            limits = {"dtype": torch.int64, "device": held.device}
+            seed = graph.call_function(aten.randint.low, (0, 2**31 - 1, [1]), limits)
+        seed.meta["val"] = held.new_empty([1], dtype=torch.int64)
+        marks.is_seed.set(seed, True)
+        marks.seed.set(node, seed)
+
+
+def drop_seeds(graph: torch.fx.Graph) -> None:
+    """Remove seeds that nothing uses, so that what was not fused draws the same random numbers as in eager mode."""
+    for node in list(graph.nodes):
+        if marks.is_seed(node) and not node.users:
+            graph.erase_node(node)
+
+
+def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
+    """`marks.requires_grad` on every node: the trace itself records values detached from autograd."""
+    given = map(nodes.value, origin.graph.find_nodes(op="placeholder"))
+    for node, enabled in nodes.with_gradients(traced.graph):
+        if node.op == "placeholder":
+            marks.requires_grad.set(node, bool(getattr(next(given), "requires_grad", False)))
+        elif node.op in ("call_function", "call_method") and node.target is not autograd.SET_GRAD_ENABLED:
+            origins = [parent for parent in node.all_input_nodes if marks.requires_grad(parent)]
+            origins = origins if enabled or not origins else _returned(node)
+            detached = nodes.packet(node) in (aten.detach, aten.detach_)
+            held = nodes.value(node)
+            integral = isinstance(held, torch.Tensor) and not (held.is_floating_point() or held.is_complex())
+            marks.requires_grad.set(node, not detached and not integral and any(map(marks.requires_grad, origins)))
+
+
+def _returned(node: Node) -> list[Node]:
+    """The argument that an operation returns itself, if any, which keeps the gradient that it has: one that writes to
+    it, or that has nothing to do, as `x.float()` of float32. The trace takes the result for x from there on."""
+    first = node.args[0] if node.args else None
+    if not isinstance(node.target, OpOverload) or not (isinstance(first, Node) and nodes.is_tensor(first)):
+        return []
+    if schema(node.target).is_mutable:
+        return [first]
+    if not nodes.is_tensor(node) or nodes.packet(node) not in _MAY_DO_NOTHING:
+        return []
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), nodes.value)
+    with torch.no_grad():
+        return [first] if node.target(*args, **kwargs) is nodes.value(first) else []
+
+
+_MAY_DO_NOTHING = (aten.to, aten.type_as, aten.contiguous, aten.flatten, aten.positive, aten.real, aten.conj,
+                   aten.resolve_conj, aten.resolve_neg, aten.sum_to_size, aten.lift_fresh, aten.atleast_1d,
+                   aten.atleast_2d, aten.atleast_3d)  # fmt: skip
+
+
+def _mark_stops(traced: GraphModule) -> None:
+    """`marks.stop_gradient` where a gradient ends on its way up (detach, no_grad): the analysis must stop there too."""
+    feeds: dict[Node, bool] = {}
+    for node in reversed(traced.graph.nodes):
+        feeds[node] = any(marks.requires_grad(user) or feeds[user] for user in node.users)
+        if node.op != "call_function" or marks.requires_grad(node) or not feeds[node]:
+            continue
+        held = nodes.value(node)
+        if isinstance(held, torch.Tensor) and held.is_floating_point():
+            marks.stop_gradient.set(node, any(marks.requires_grad(parent) for parent in node.all_input_nodes))

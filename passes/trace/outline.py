@@ -1,0 +1,238 @@
+"""Parts of Dynamo's graph that cannot be traced again: each becomes one call of a graph of its own, and stays as it is.
+
+Such parts are function transforms of `torch.func` (`grad`, `jvp`), whose levels live outside of the graph, calls of
+`torch.autograd.Function`, which bring a backward of their own, and operations on tensors that hold others (quantised
+weights). The attentions around them are fused as ever. A `vmap` is a part too, but one that is traced through where
+that is possible (`fusion.passes.trace.vmap`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from fusion.refusals import Ground
+from fusion.torch_private import functorch, tracing
+from fusion.torch_private.operators import HigherOrderOperator
+from fusion.torch_private.tensors import is_traceable_wrapper_subclass
+from fusion.torch_private.trees import tree_leaves, tree_map_only
+
+from .. import nodes
+from ..nodes import Unsupported
+from ..tensors import dtensor
+from . import vmap
+
+_PREFIX = "outlined_"
+_OPEN = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.invoke_subgraph)
+"""Calls of graphs that are looked into."""
+_OWN_GRADIENT = "a softmax in a torch.autograd.Function keeps the backward that is its own"
+_AUGMENTED = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
+              "ilshift", "irshift", "imatmul")  # fmt: skip
+
+
+def outline(module: GraphModule) -> GraphModule:
+    """The same with one call for each such part, equal parts by one name; the module itself where there is none."""
+    found = parts(module.graph)
+    if not found:
+        return module
+    last = {part[-1]: part for part in found}
+    inside = {node for part in found for node in part}
+    graph, made, bodies, names = Graph(), dict[Node, Node](), dict[str, GraphModule](), dict[str, str]()
+    for node in module.graph.nodes:
+        if node not in inside:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        elif node in last:
+            body, inputs, outputs = _body(module, last[node])
+            name = names.setdefault(_text(body.graph), f"{_PREFIX}{len(bodies)}")
+            bodies.setdefault(name, body)
+            call = graph.call_module(name, tuple(made[given] for given in inputs))
+            told = {key: last[node][0].meta.get(key) for key in ("nn_module_stack", "stack_trace")}
+            call.meta = told | {"val": tuple(map(nodes.value, outputs))}
+            made |= {out: graph.call_function(operator.getitem, (call, k)) for k, out in enumerate(outputs)}
+    return tracing.lazy_module(attributes(graph, bodies, module), graph)
+
+
+def attributes(graph: Graph, bodies: dict[str, GraphModule], module: GraphModule) -> dict[str, Any]:
+    """What a graph has by name: bodies of its own, and what it takes over from a module."""
+    named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")} - bodies.keys()
+    return bodies | {name: operator.attrgetter(name)(module) for name in named}
+
+
+def parts(graph: Graph) -> list[list[Node]]:
+    """The nodes of each outermost function transform, and of each call of a `torch.autograd.Function`, in order."""
+    found = _by_levels(graph)
+    for node in graph.nodes:
+        if functorch.asks_autograd(node.target):  # what `torch.func.vjp` returns may be called behind its levels
+            given = set(node.all_input_nodes)
+            for part in [p for p in found if p[-1] < node and not given.isdisjoint(p)][:1]:
+                last = next((p[-1] for p in found if node in p), node)
+                whole = [n for n in graph.nodes if part[0] <= n <= last]
+                found = [p for p in found if p[0] < part[0]] + [whole] + [p for p in found if p[0] > last]
+    return found
+
+
+def sealed_softmaxes(module: GraphModule) -> list[tuple[Node, str]]:
+    """Calls with a softmax inside that stay whole, and what is to be said of them: of a `torch.autograd.Function` where
+    gradients are recorded, and of `torch.cond` and its kin."""
+    found = []
+    for node in module.graph.nodes:
+        own_gradient = functorch.is_autograd_function(node.target)
+        if node.target in _OPEN or not isinstance(node.target, HigherOrderOperator):
+            continue
+        if own_gradient and not torch.is_grad_enabled():
+            continue
+        bodies = (operator.attrgetter(str(n.target))(module) for n in node.all_input_nodes if n.op == "get_attr")
+        inside = [str(n.target) for body in bodies if isinstance(body, GraphModule) for n in body.graph.nodes]
+        if any("softmax" in name or "scaled_dot_product" in name for name in inside):
+            found.append((node, _OWN_GRADIENT if own_gradient else f"a softmax inside of {node.target} stays as it is"))
+    return found
+
+
+def _by_levels(graph: Graph) -> list[list[Node]]:
+    found: list[list[Node]] = []
+    depth, hooks = 0, True  # whether hooks are allowed: inner levels forbid them again, the outermost allows them
+    for node in graph.nodes:
+        target = node.target
+        entering = _enters(target)
+        own_gradient = functorch.is_autograd_function(target) and torch.is_grad_enabled()
+        outside = depth == 0 and hooks
+        if outside and (entering or own_gradient):
+            found.append([])
+        if not outside or entering or own_gradient:
+            found[-1].append(node)
+        elif _unwraps(node):
+            found.append([node])
+        depth += functorch.enters(target) - functorch.leaves(target)
+        hooks = not functorch.forbids_hooks(target) and (hooks or functorch.allows_hooks(target))
+    return found
+
+
+def _enters(target: Any) -> bool:
+    """Whether a call begins a transform: it opens a level, or forbids hooks around one."""
+    return functorch.enters(target) or functorch.forbids_hooks(target)
+
+
+def transforms(part: list[Node]) -> bool:
+    """Whether a part is made of transforms of torch.func, and not of a `vmap` alone."""
+    return any(functorch.enters(node.target, "grad", "jvp") for node in part)
+
+
+def _unwraps(node: Node) -> bool:
+    """Whether a node unwraps a tensor that holds others, as quantised weights do, unknown to the trace."""
+    if node.op in ("placeholder", "get_attr", "output") or not any(map(_wraps, map(nodes.value, node.all_input_nodes))):
+        return False
+    return not any(map(_wraps, tree_leaves(nodes.value(node))))
+
+
+def _wraps(held: Any) -> bool:
+    return is_traceable_wrapper_subclass(held) and not (dtensor.is_dtensor(held) or nodes.is_nested(held))
+
+
+def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
+    """A part as a graph of its own, the nodes that it reads and those of its own that are read behind it."""
+    inside, body, made = set(part), Graph(), dict[Node, Node]()
+    inputs, outputs = ends(part)
+    for given in inputs:
+        held = given.op == "get_attr"
+        made[given] = body.node_copy(given) if held else body.placeholder(given.name)
+    for node in part:
+        if writes(node, inside):
+            raise Unsupported(Ground.TRANSFORM, "a function transform of torch.func changes a tensor in place")
+        made[node] = body.node_copy(node, made.__getitem__)
+    body.output(tuple(made[node] for node in outputs))
+    return tracing.lazy_module(module, body), [given for given in inputs if given.op != "get_attr"], outputs
+
+
+def ends(part: list[Node]) -> tuple[list[Node], list[Node]]:
+    """The nodes that a part reads, and those of its own that are read behind it."""
+    inside = set(part)
+    inputs = list(dict.fromkeys(given for node in part for given in node.all_input_nodes if given not in inside))
+    return inputs, [node for node in part if not inside.issuperset(node.users)]
+
+
+def _text(body: Graph) -> str:
+    """What a part does and where that is written, without names: equal layers have equal parts."""
+    order = {node: number for number, node in enumerate(body.nodes)}
+    lines = []
+    for node in body.nodes:
+        given = map_arg((node.args, node.kwargs), lambda other: {order[other]})  # no argument is a set
+        target = "" if node.op == "placeholder" else node.target
+        lines.append(f"{node.op} {target!r} {given!r} {node.meta.get('stack_trace')}")
+    return "\n".join(lines)
+
+
+def writes(node: Node, inside: set[Node]) -> bool:
+    """Whether a node changes a tensor that was made before its part."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    changing = name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")) or _asks_for_it(node)
+    return changing and any(given not in inside and nodes.is_tensor(given) for given in node.all_input_nodes[:1])
+
+
+def _asks_for_it(node: Node) -> bool:
+    """Whether a call has an argument `inplace` that is true."""
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a method, or a function without a signature
+        return False
+    return bound.arguments.get("inplace") is True
+
+
+def traces_through(body: Graph) -> bool:
+    """Whether an outlined part is a `vmap` with none of the others inside."""
+    if not vmap.is_outermost(body):
+        return False
+    kinds = "grad", "jvp", "dual"
+    others = (functorch.enters(n.target, *kinds) or functorch.forbids_hooks(n.target) for n in body.nodes)
+    return not any(others) and not any(functorch.is_autograd_function(n.target) or _unwraps(n) for n in body.nodes)
+
+
+def is_outlined(target: Any) -> bool:
+    """Whether a module is one that `outline` made."""
+    return isinstance(target, str) and target.startswith(_PREFIX)
+
+
+class _Sealed(torch.nn.Module):
+    """An outlined part that no pass over graph modules finds: elimination of dead code would remove its levels."""
+
+    def __init__(self, body: GraphModule):
+        super().__init__()
+        self._held = (body,)
+
+    @property
+    def body(self) -> GraphModule:
+        return self._held[0]
+
+    def forward(self, *args: Any) -> Any:
+        with functorch.closed_on_error():
+            return self.body(*args)
+
+
+def described(node: Node) -> str | None:
+    """What an outlined part is, of the node that calls it in the graph that was traced; None for other nodes."""
+    held = node.args[0] if node.target is torch.ops.higher_order.wrap else None
+    sealed = getattr(node.graph.owning_module, str(held.target), None) if isinstance(held, Node) else None
+    if not isinstance(sealed, _Sealed):
+        return None
+    first = next(inner.target for inner in sealed.body.graph.nodes if inner.op.startswith("call"))
+    if functorch.is_autograd_function(first):
+        return "torch.autograd.Function"
+    return "a transform of torch.func" if _enters(first) else "a tensor that holds others"
+
+
+def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
+    """Record the call of an outlined part in the graph that is traced; what it returns is what Dynamo saw."""
+    tracer = tracing.current_tracer()
+    if tracer is None:
+        raise Unsupported(Ground.DEFECT, "an outlined part outside of a trace")
+    (made,) = body.graph.output_node().args
+    with tracing.disable_proxy_modes_tracing():
+        results = tree_map_only(torch.Tensor, nodes.empty_like, tuple(map(nodes.value, made)))
+    sealed = _Sealed(body)
+    tracer.root.register_module(tracer.get_fresh_qualname("outlined"), sealed)
+    call = tracing.written(tracer, "call_function", torch.ops.higher_order.wrap, (sealed, *args), {})
+    return tracing.track(results, call, tracer)

@@ -1,0 +1,107 @@
+"""The inputs of a trace: placeholders of its graph, whose values are made where a call that is traced asks for them.
+
+A model has hundreds of parameters, and calls that are copied ask for none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fusion.torch_private import tracing
+from fusion.torch_private.dynamo import ConstantSource
+from fusion.torch_private.fake import (
+    FakeTensor,
+    FakeTensorMode,
+    detect_fake_mode,
+    fast_detach,
+    has_symbols,
+    is_view,
+    mode_of,
+    real_object,
+)
+
+from .. import nodes
+from ..tensors import dtensor, nested
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """An input whose value is not made yet. recorded: what Dynamo has of it."""
+
+    node: Node
+    recorded: FakeTensor
+    mode: FakeTensorMode
+    tracer: Any
+
+    def made(self) -> FakeTensor:
+        """The value, in the running trace."""
+        with tracing.untraced():
+            value = self.mode.from_tensor(_by_itself(self.recorded), static_shapes=True)
+        tracing.stand_for(value, self.node, self.tracer)
+        return value
+
+
+def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMode]:
+    """What Dynamo has recorded of the inputs of its graph, fake where it is not, and the mode of these."""
+    recorded = [nodes.value(node) for node in module.graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode([*recorded, *example_inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = []
+    for found, given in zip(recorded, example_inputs, strict=True):
+        chosen = real_object(given if found is None else found)
+        plain = isinstance(chosen, torch.Tensor) and not isinstance(chosen, FakeTensor)
+        plain = plain and not (dtensor.is_dtensor(chosen) or nodes.is_nested(chosen))
+        fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
+    sources = (ConstantSource(f"input{number}") for number in range(len(fakes)))
+    return [_of_mode(mode, fake, source) for fake, source in zip(fakes, sources, strict=True)], mode
+
+
+def _of_mode(mode: FakeTensorMode, fake: Any, source: ConstantSource) -> Any:
+    """Tensors whose sizes are known are made where a call asks for them."""
+    if nodes.is_nested(fake):
+        return nested.alike(fake, mode)
+    made = isinstance(fake, torch.Tensor) and not _is_known(fake)
+    return mode.from_tensor(_by_itself(fake), source=source) if made else fake
+
+
+def _by_itself(fake: torch.Tensor) -> torch.Tensor:
+    """A tensor that is no view: torch would not take one of what is written to out of the mode that it was made in."""
+    if type(fake) is not FakeTensor or not is_view(fake):
+        return fake
+    return fast_detach(mode_of(fake), fake).requires_grad_(fake.requires_grad)
+
+
+def placed(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """Placeholders in the graph that is traced, and for each its value or, for tensors of known sizes, a `Given`."""
+    tracer, values = tracing.current_tracer(), list(fakes)
+    proxies = [tracer.create_proxy("placeholder", f"arg{number}_1", (), {}) for number in range(len(fakes))]
+    with tracing.untraced():
+        for number, (fake, proxy) in enumerate(zip(fakes, proxies, strict=True)):
+            if _is_known(fake):
+                proxy.node.meta["val"] = fast_detach(mode, fake)
+                values[number] = Given(node=proxy.node, recorded=fake, mode=mode, tracer=tracer)
+    with tracing.disable_proxy_modes_tracing():
+        for value, proxy in zip(values, proxies, strict=True):
+            if not isinstance(value, Given):
+                tracing.track(value, proxy, tracer)
+    return values
+
+
+def _is_known(fake: Any) -> bool:
+    """Whether a tensor's sizes are numbers, and its memory's too: in exported programs a base may have symbols."""
+    known = type(fake) is FakeTensor and not has_symbols(fake)
+    return known and isinstance(fake.untyped_storage().nbytes(), int)
+
+
+def carry_placeholders(origin: GraphModule, traced: GraphModule) -> None:
+    """Dynamo's notes on its inputs (sources, static marks), without which Inductor treats parameters as inputs."""
+    for source, target in zip(*(module.graph.find_nodes(op="placeholder") for module in (origin, traced)), strict=True):
+        for key, value in source.meta.items():
+            target.meta.setdefault(key, value)
+        tracing.carry_source(source, target)
+    for key, value in origin.meta.items():
+        traced.meta.setdefault(key, value)
