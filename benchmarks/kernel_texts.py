@@ -1,12 +1,13 @@
-"""The text of every kernel over a grid of attentions, as one line each: name, number of lines, hash.
+"""The text of every Triton kernel over a grid of attentions, as one line each: name, number of lines, hash.
 
     python benchmarks/kernel_texts.py > before.txt
     ... change an emitter ...
     python benchmarks/kernel_texts.py > after.txt
     diff before.txt after.txt
 
-Where code has only moved, the two are equal. Texts are written for instruction sets that this machine may lack; nothing
-is compiled. `--only WORD` writes the lines that contain the word, `--texts FOLDER` the texts themselves.
+Where code has only moved, the two are equal. Nothing is compiled. Those of CPU kernels are kept in a file:
+`tests/codegen/mlir/kernel_texts.py`. `--only WORD` writes the lines that contain the word, `--texts FOLDER` the texts
+themselves.
 """
 
 from __future__ import annotations
@@ -21,22 +22,6 @@ from pathlib import Path
 import torch
 
 import rows as variants
-from fusion.codegen.mlir.backward.delta import DeltaErrorKernel, DeltaKernel
-from fusion.codegen.mlir.backward.fused import FusedKernel
-from fusion.codegen.mlir.backward.keys import KeysKernel
-from fusion.codegen.mlir.backward.plan import backward_plan
-from fusion.codegen.mlir.backward.plan import unsupported as without_backward
-from fusion.codegen.mlir.backward.queries import QueriesKernel
-from fusion.codegen.mlir.backward.tile import Problem
-from fusion.codegen.mlir.features import FeatureShape, Readout, State
-from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.key_block_bounds import KeyBlockBounds
-from fusion.codegen.mlir.moments import Moments
-from fusion.codegen.mlir.row_kernel import emit_rows
-from fusion.codegen.mlir.sparse_kernel import emit_sparse
-from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.training import backward_tiling
-from fusion.codegen.reference.polynomial import monomials
 from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.dtypes import FLOAT8
@@ -46,22 +31,11 @@ from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import forward_kernels, split_kernels
 from fusion.codegen.triton.sparse_kernel import sparse_module
 from fusion.ir import AttentionSpec, Normalizer
-from fusion.planning.register_tiles import Target
 from tracing import traced
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.codegen.mlir.cases import PROGRAMS, case
 
-TARGETS = {
-    "neon": Target(lanes=4, tile_rows=4, tile_groups=4),
-    "avx2": Target(lanes=8, tile_rows=4, tile_groups=3),
-    "avx512": Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3),
-    "pairs": Target(lanes=16, avx512=True, pairs=True, tile_rows=8, tile_groups=3),
-    "amx": Target(lanes=16, avx512=True, amx=True, tile_rows=8, tile_groups=3, near_bytes=48 * 1024),
-}
-SELECTIVE = [
-    f"{name} {dtype}" for name in ("row full", "row causal", "row window") for dtype in ("float32", "bfloat16")
-]
 ORDERS = {
     "": Order(),
     "rotated": Order(rotated=True),
@@ -98,38 +72,6 @@ def needs_of(spec: AttentionSpec) -> tuple[bool, ...]:
     return tuple(o.torch_dtype.is_floating_point and o.dtype not in FLOAT8 for o in spec.operands)
 
 
-def mlir_texts(name: str, spec: AttentionSpec, target: Target) -> Iterator[Text]:
-    """Forward, row by row, training and backward of a spec."""
-    d, d_v = int(spec.d.attr), int(spec.d_v.attr)  # type: ignore[arg-type]
-    yield "rows", emit_rows(spec, target, d, d_v).source
-    wanted = (3, 2) if name.startswith("row ") else (3,)
-    tilings = {tiling: None for planes in wanted for tiling in tilings_for(spec, target, planes)}
-    for tiling in tilings:
-        if (target.amx or target.pairs) and not tiling.planes:  # the text of AVX-512
-            continue
-        of = f"planes {tiling.planes}"
-        yield f"forward, {of}", emit(spec, tiling, target, d, d_v).source
-        if name in SELECTIVE:
-            yield f"selective, {of}", emit_sparse(spec, tiling, target, d, d_v).source
-        if without_backward(spec) is not None:
-            continue
-        yield f"statistics, {of}", emit(spec, tiling, target, d, d_v, with_statistics=True).source
-        yield from backward_texts(of, spec, Problem(
-            spec=spec, plan=backward_plan(spec), tiling=backward_tiling(tiling, target), target=target, d=d, d_v=d_v,
-        ))  # fmt: skip
-
-
-def backward_texts(of: str, spec: AttentionSpec, problem: Problem) -> Iterator[Text]:
-    """The kernels for all gradients."""
-    needs = needs_of(spec)
-    yield f"dq, {of}", QueriesKernel(problem, needs).text().source
-    yield f"dk dv, {of}", KeysKernel(problem, needs).text().source
-    if spec.normalizer is not Normalizer.NONE:
-        for name, kind in (("deltas", DeltaKernel), ("settling", DeltaErrorKernel)):
-            yield f"{name}, {of}", kind(problem, (False,) * len(needs)).text().source
-    yield f"fused, {of}", FusedKernel(problem, needs).text().source
-
-
 def triton_texts(spec: AttentionSpec) -> Iterator[Text]:
     """Modules of a spec: forward in its orders, split, backward."""
     d, d_v = int(spec.d.attr), int(spec.d_v.attr)  # type: ignore[arg-type]
@@ -146,29 +88,15 @@ def triton_texts(spec: AttentionSpec) -> Iterator[Text]:
 
 def approximate_texts() -> Iterator[Text]:
     """Kernels of approximate attention."""
-    for d, d_v, degree, planes in ((16, 16, 3, 1), (16, 16, 3, 2), (3, 40, 2, 1), (32, 64, 2, 2)):
-        shape, name = (
-            FeatureShape(d=d, d_v=d_v, low=monomials(d, degree).below_top, planes=planes),
-            f"{d} {d_v} {degree}",
-        )
-        yield f"mlir amx state {name} planes {planes}", State(shape).text()
-        yield f"mlir amx readout {name} planes {planes}", Readout(shape).text()
-        yield f"triton features {name}", features_module(d, d_v, degree)
+    for d, d_v, degree in ((16, 16, 3), (3, 40, 2), (32, 64, 2)):
+        yield f"triton features {d} {d_v} {degree}", features_module(d, d_v, degree)
         yield f"triton sparse {d} {d_v}", sparse_module(d, d_v)
-    for d in (16, 40, 64, 100):
-        for scalar in ("f32", "bf16", "f16"):
-            yield f"mlir avx512 moments {d} {scalar}", Moments(d, scalar).text()
-            yield f"mlir avx512 key blocks {d} {scalar}", KeyBlockBounds(d, scalar, 64).text()
 
 
 def texts(only: str = "") -> Iterator[Text]:
     """(name, text) of every kernel of the grid whose name contains `only`."""
     yield from ((name, text) for name, text in approximate_texts() if only in name)
     for name, spec in specs():
-        for target_name, target in TARGETS.items():
-            if only in f"mlir {target_name} {name}":
-                for kind, text in mlir_texts(name, spec, target):
-                    yield f"mlir {target_name} {name}, {kind}", text
         if only in f"triton {name}":
             for kind, text in triton_texts(spec):
                 yield f"triton {name}, {kind}", text

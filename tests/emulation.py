@@ -21,7 +21,8 @@ from unittest import mock
 
 import torch
 
-from fusion.codegen.mlir.builder import PTR, TILE, Builder, Value, shape_of, vector_of
+from fusion.codegen.mlir.builder import PTR, Builder, Value, shape_of, vector_of
+from fusion.codegen.mlir.values import TILE
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.codegen.mlir.x86 import BF16, F32, WORDS
 from fusion.codegen.mlir.x86 import BYTES as OCTETS

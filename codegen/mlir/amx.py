@@ -67,7 +67,7 @@ class Amx:
         """Packed values lie step by step."""
 
     def values_of(self, values: Value, step: Value) -> Value:
-        return self.b.at(values, self.b.mul(step, self.value_bytes()), "i8")
+        return self.b.row(values, step, self.value_bytes(), "i8")
 
     def value_bytes(self) -> int:
         return 2 * TILE_ELEMENTS * self.e_blocks * self.planes
@@ -102,7 +102,7 @@ class Amx:
 
     def _magnitude(self, x: Value) -> Value:
         """|x| as bits: they are ordered as the numbers are, NaN above all."""
-        return self.b.binary("arith.andi", self.b.bitcast(x, WORDS), 0x7FFFFFFF, "magnitude")
+        return self.b.and_(self.b.bitcast(x, WORDS), 0x7FFFFFFF, "magnitude")
 
     def _row_planes(self, rows: Rows, row: Value | int, column: Value) -> list[Value]:
         """32 elements of a row as one vector of bf16 per plane."""
@@ -122,9 +122,9 @@ class Amx:
         b = self.b
         rows = reader.rows(first, 16, limit, self.d, self.d_padded, staging)
         with b.loop(0, self.chunks, hint="chunk") as chunk:
-            base = b.at(target, b.mul(chunk, TILE_ELEMENTS * self.planes), "bf16")
+            base = b.row(target, chunk, TILE_ELEMENTS * self.planes, "bf16")
             with b.loop(0, 16, hint="r") as r:
-                self._pack_row(rows, r, b.mul(chunk, 32), b.at(base, b.mul(r, 32), "bf16"))
+                self._pack_row(rows, r, b.mul(chunk, 32), b.row(base, r, 32, "bf16"))
             with b.loop(0, self.planes, hint="plane") as plane:
                 lines = [b.at(base, b.add(b.mul(plane, TILE_ELEMENTS), 32 * k), "bf16") for k in range(16)]
                 for line, pair in zip(lines, transpose(b, [b.load(line, WORDS) for line in lines]), strict=True):
@@ -150,10 +150,10 @@ class Amx:
                 lines = [load_f32(b, rows, b.add(half, r), b.mul(block, 16), 16) for r in range(16)]
                 for column, line in enumerate(transpose(b, lines)):
                     b.store(line, b.at(columns, b.add(half, 32 * column), "f32"))
-            base = b.at(target, b.mul(block, TILE_ELEMENTS * self.planes), "bf16")
+            base = b.row(target, block, TILE_ELEMENTS * self.planes, "bf16")
             with b.loop(0, 16, hint="e") as column:
                 line = Rows(pointer=columns, stride=32, memory="f32", dtype="float32")
-                self._pack_row(line, column, b.constant(0, "i64"), b.at(base, b.mul(column, 32), "bf16"))
+                self._pack_row(line, column, b.constant(0, "i64"), b.row(base, column, 32, "bf16"))
 
     def _copy_columns(self, rows: Rows, target: Value) -> None:
         """V steps of bf16 rows: pairs of keys as words, transposed."""
@@ -164,7 +164,7 @@ class Amx:
                 first, second = (load_line(b, rows, r + n, b.mul(block, 16), half) for n in (0, 1))
                 mixed = b.shuffle(first, second, [n + 16 * s for n in range(16) for s in (0, 1)], "mixed")
                 pairs.append(b.bitcast(mixed, WORDS, "pair"))
-            base = b.at(target, b.mul(block, TILE_ELEMENTS), "bf16")
+            base = b.row(target, block, TILE_ELEMENTS, "bf16")
             for column, line in enumerate(transpose(b, pairs)):
                 b.store(line, b.at(base, 32 * column, "bf16"))
 
@@ -172,7 +172,7 @@ class Amx:
         """The squared norms of a packed group of 16 queries of one plane, a lane each, as bits of float32."""
         b = self.b
         with b.carry(0, 16 * self.chunks, 1, [b.constant(0.0, F32)], hint="pair") as (loop, pair, (total,)):
-            loop.yields(self._add_squares(b.at(packed, b.mul(pair, 32), "bf16"), total))
+            loop.yields(self._add_squares(b.row(packed, pair, 32, "bf16"), total))
         return self._magnitude(loop.results[0])
 
     def key_norms(self, packed: Value) -> Value:
@@ -181,7 +181,7 @@ class Amx:
         with b.carry(0, 2, 1, [b.constant(0, WORDS)], hint="half") as (halves, half, (largest,)):
             start = [b.constant(0.0, F32) for _ in range(16)]
             with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, totals):
-                tile = b.at(packed, b.mul(b.add(chunk, b.mul(half, self.chunks)), TILE_ELEMENTS), "bf16")
+                tile = b.row(packed, b.add(chunk, b.mul(half, self.chunks)), TILE_ELEMENTS, "bf16")
                 loop.yields(*(self._add_squares(b.at(tile, 32 * r, "bf16"), total) for r, total in enumerate(totals)))
             halves.yields(b.most(largest, self._magnitude(sum_rows(b, loop.results))))
         return halves.results[0]
@@ -190,9 +190,9 @@ class Amx:
         """The largest magnitudes in a packed step of values of one plane, over all lanes, as bits of float32."""
         b = self.b
         with b.carry(0, 16 * self.e_blocks, 1, [b.constant(0, WORDS)], hint="line") as (loop, line, (worst,)):
-            bits = b.load(b.at(packed, b.mul(line, 32), "bf16"), WORDS, "pair")
-            high = b.binary("arith.andi", bits, 0x7FFF0000)
-            low = b.binary("arith.shli", b.binary("arith.andi", bits, 0x7FFF), 16)
+            bits = b.load(b.row(packed, line, 32, "bf16"), WORDS, "pair")
+            high = b.and_(bits, 0x7FFF0000)
+            low = b.binary("arith.shli", b.and_(bits, 0x7FFF), 16)
             loop.yields(b.most(worst, b.most(high, low), "worst"))
         return loop.results[0]
 
@@ -200,7 +200,7 @@ class Amx:
         """`total` plus the squares of the two bf16 in each lane."""
         b = self.b
         bits = b.load(address, WORDS, "pair")
-        for half in (b.binary("arith.shli", bits, 16), b.binary("arith.andi", bits, -0x10000)):
+        for half in (b.binary("arith.shli", bits, 16), b.and_(bits, -0x10000)):
             x = b.bitcast(half, F32)
             total = b.fma(x, x, total, "squares")
         return total
@@ -230,11 +230,11 @@ class Amx:
                 pieces = () if beside is None or step is None else beside(step, part, 2 * self.chunks)
                 loop.yields(*self.unit.multiply(sums, left, right, self.planes, self.mirrored, pieces))
             for tile, place in zip(loop.results, target, strict=True):
-                self.unit.store(tile, b.at(place, b.mul(half, 256), "f32"))
+                self.unit.store(tile, b.row(place, half, 256))
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group, as pairs."""
-        base = self.b.at(target, self.b.mul(key, 16), "bf16")
+        base = self.b.row(target, key, 16, "bf16")
         for plane, pair in enumerate(self.pairs(first, second)):
             self.b.store(pair, self.b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
 
@@ -255,7 +255,7 @@ class Amx:
     def _upper(self, x: Value) -> Value:
         """x rounded to a bf16, half up, in the upper half of a word."""
         near = self.b.add(self.b.bitcast(x, WORDS), 0x8000, "near")
-        return self.b.binary("arith.andi", near, -0x10000, "upper")
+        return self.b.and_(near, -0x10000, "upper")
 
     def store_powers(
         self, target: Value, key: Value, first: Value, second: Value, total: Value, ordinary: bool
@@ -264,7 +264,7 @@ class Amx:
         they were rounded."""
         b, vectors = self.b, Avx512(self.b)
         pair = vectors.power_pairs(first, second, ordinary)
-        b.store(pair, b.at(target, b.mul(key, 16), "bf16"), align=64)
+        b.store(pair, b.row(target, key, 16, "bf16"), align=64)
         return vectors.add_pair_products(total, b.bitcast(pair, BF16), b.constant(1.0, BF16))
 
     def accumulate(
@@ -321,10 +321,10 @@ class Amx:
     ) -> None:
         """`count` blocks of 16 value columns from `block` on."""
         b, size = self.b, TILE_ELEMENTS * self.planes
-        cells = [b.at(b.at(o, b.mul(block, 256), "f32"), 256 * a, "f32") for a in range(count) for o in output]
-        base = b.at(values, b.mul(block, size), "bf16")
+        cells = [b.at(b.row(o, block, 256), 256 * a, "f32") for a in range(count) for o in output]
+        base = b.row(values, block, size, "bf16")
         with b.carry(*steps, 1, [self.unit.load(cell, "o") for cell in cells], hint="step") as (loop, step, sums):
-            column = b.at(base, b.mul(step, self.e_blocks * size), "bf16")
+            column = b.row(base, step, self.e_blocks * size, "bf16")
             left = [self.planes_at(column, a * size) for a in range(count)]
             right = [self.planes_at(w, b.mul(step, TILE_ELEMENTS), self.key_capacity * 16) for w in weights]
             pieces = () if beside is None else beside(step)

@@ -1,4 +1,5 @@
-"""A small writer of MLIR text: typed values, loops and branches as `with` blocks, constants collected once.
+"""A small writer of MLIR text: values that know their type, loops and branches as `with` blocks, constants collected
+once.
 
 Kernels are written in the `arith`, `math`, `vector` and `scf` dialects, with memory reached through `llvm.ptr`: one
 notion of address serves tensors of any strides and scratch areas alike. A method of `Builder` appends one operation and
@@ -10,67 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fusion.ir.integers import in_64_bits
-
-from .interleave import in_turns
+from .values import PTR, SIZE, Operand, Value, in_turns, is_float, literal, shape_of, vector_of
 
 T = TypeVar("T")
-
-PTR = "!llvm.ptr"
-TILE = "!llvm.x86_amx"
-
-#: bytes of one element of a scalar type
-SIZE = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "i1": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """An SSA value: its name (with the percent sign) and its type as MLIR writes it."""
-
-    name: str
-    type: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-Operand = Value | int | float
-
-
-def vector_of(scalar: str, lanes: int) -> str:
-    """The vector type of `lanes` elements; the scalar type itself for 0."""
-    return f"vector<{lanes}x{scalar}>" if lanes else scalar
-
-
-def shape_of(type_: str) -> tuple[int, str]:
-    """(lanes, scalar type); 0 lanes for a scalar."""
-    if not type_.startswith("vector<"):
-        return 0, type_
-    lanes, scalar = type_[7:-1].split("x", 1)
-    return int(lanes), scalar
-
-
-def is_float(type_: str) -> bool:
-    return shape_of(type_)[1] in ("f64", "f32", "f16", "bf16")
-
-
-def literal(value: float, scalar: str) -> str:
-    """A constant as MLIR reads it back exactly: numbers that are not finite by their bits."""
-    if scalar == "i1":
-        return "true" if value else "false"
-    if scalar.startswith("i"):
-        return str(in_64_bits(int(value)))
-    if value != value or value in (float("inf"), float("-inf")):
-        if scalar == "bf16":
-            return literal(value, "f32")[: len("0x7F80")]
-        packed, bits, digits = {"f64": ("d", "Q", 16), "f32": ("f", "I", 8), "f16": ("e", "H", 4)}[scalar]
-        return f"0x{struct.unpack(f'<{bits}', struct.pack(f'<{packed}', value))[0]:0{digits}X}"
-    return f"{value:.17e}" if scalar == "f64" else f"{value:.9e}"
 
 
 def _is(x: Operand, number: int) -> bool:
@@ -202,6 +148,14 @@ class Builder:
     def rem(self, x: Operand, y: Operand, hint: str = "rem") -> Any:
         return 0 if _is(y, 1) else self._arithmetic(operator.mod, "remf", "remui", x, y, hint)
 
+    def ceil_div(self, x: Operand, y: int, hint: str = "div") -> Any:
+        """How many times y covers x, which is not negative."""
+        return self.div(self.add(x, y - 1), y, hint)
+
+    def floor_to(self, x: Operand, step: int, hint: str = "mul") -> Any:
+        """The largest multiple of `step` up to x, which is not negative."""
+        return self.mul(self.div(x, step), step, hint)
+
     def least(self, x: Operand, y: Operand, hint: str = "min") -> Any:
         return self._arithmetic(min, "minnumf", "minsi", x, y, hint)
 
@@ -212,6 +166,12 @@ class Builder:
         """Any two-operand operation of one type, by its full name: `binary("arith.andi", a, b)`."""
         a, b = self._alike(x, y)
         return self.op(f"{op} {a}, {b} : {a.type}", a.type, hint)
+
+    def and_(self, x: Operand, y: Operand, hint: str = "t") -> Value:
+        return self.binary("arith.andi", x, y, hint)
+
+    def or_(self, x: Operand, y: Operand, hint: str = "t") -> Value:
+        return self.binary("arith.ori", x, y, hint)
 
     def negated(self, condition: Value, hint: str = "t") -> Value:
         ones = -1 if shape_of(condition.type)[0] else 1
@@ -285,6 +245,10 @@ class Builder:
             return base
         types = f"{PTR}, {offset.type}" if isinstance(offset, Value) else PTR
         return self.op(f"llvm.getelementptr {base}[{offset}] : ({types}) -> {PTR}, {scalar}", PTR, hint)
+
+    def row(self, base: Value, number: Operand, size: Operand, scalar: str = "f32", hint: str = "p") -> Value:
+        """The address of part `number` of those of `size` elements that lie behind each other."""
+        return self.at(base, self.mul(number, size), scalar, hint)
 
     def addresses(self, base: Value, offsets: Value, scalar: str) -> Value:
         """A vector of addresses, `offsets` elements of type `scalar` after base."""

@@ -53,14 +53,14 @@ class DenseLoad:
         offset = b.add(b.mul(first or 0, self.row_stride), b.mul(first_key, self.key_stride))
         corner = b.at(self.origin, offset, self.memory, "corner")
         adjacent = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "adjacent")
-        regular = b.binary("arith.andi", b.reduce("and", scope.lanes.valid, "all_valid"), adjacent, "regular")
-        end = b.select(regular, b.mul(b.div(count, self.unit_keys), self.unit_keys), 0, "end")
+        regular = b.and_(b.reduce("and", scope.lanes.valid, "all_valid"), adjacent, "regular")
+        end = b.select(regular, b.floor_to(count, self.unit_keys), 0, "end")
         with b.loop(0, end, self.unit_keys, hint="j") as j:
             for r, column in enumerate(self._columns(b.at(corner, j, self.memory), rows)):
-                b.store(column, b.at(target, b.mul(b.add(j, r), lanes), self.scalar), align=4 * lanes)
+                b.store(column, b.row(target, b.add(j, r), lanes, self.scalar), align=4 * lanes)
         with b.loop(end, count, hint="j") as j:
-            start = b.at(corner, b.mul(j, self.key_stride), self.memory)
-            b.store(self._gather(scope, start, self.row_stride, numbers), b.at(target, b.mul(j, lanes), "f32"))
+            start = b.row(corner, j, self.key_stride, self.memory)
+            b.store(self._gather(scope, start, self.row_stride, numbers), b.row(target, j, lanes))
 
     def ask_ahead(self, first: Value, rows: int, key: Value, keys: int, block: int, n_k: Value) -> None:
         """Ask for what lies ahead of `keys` keys, from a multiple of them on, in `rows` rows from `first` on. Where it
@@ -75,7 +75,7 @@ class DenseLoad:
         ahead = b.select(b.compare("slt", b.add(key, PREFETCH_KEYS), n_k), PREFETCH_KEYS, following, "ahead")
         start = b.at(b.at(self.origin, offset, self.memory), ahead, self.memory)
         with b.loop(0, taken, hint="r") as r:
-            row = b.at(start, b.mul(r, self.row_stride), self.memory)
+            row = b.row(start, r, self.row_stride, self.memory)
             for at in range(0, size, LINE):
                 b.prefetch(b.at(row, at, "i8"))
 
@@ -83,7 +83,7 @@ class DenseLoad:
         """What is staged for `unit_keys` adjacent keys of these rows. start: of the keys in row 0. Several elements are
         moved as one word: shuffles are what this costs."""
         b = self.b
-        lines = [b.at(start, b.mul(self.row_stride, r), self.memory, "row") for r in rows]
+        lines = [b.row(start, self.row_stride, r, self.memory, "row") for r in rows]
         words = vector_of("i32" if self.per_word > 1 else self.memory, UNIT)
         parts = [b.load(line, words, "line", align=SIZE[self.memory]) for line in lines]
         while len(parts) > UNIT:  # rows r, r + UNIT, ... behind each other
@@ -97,9 +97,9 @@ class DenseLoad:
     def _parts(self, word: Value) -> list[Value]:
         b = self.b
         if self.dtype == "bfloat16":
-            halves = b.binary("arith.shli", word, 16), b.binary("arith.andi", word, -0x10000)
+            halves = b.binary("arith.shli", word, 16), b.and_(word, -0x10000)
             return [b.bitcast(half, self.vector) for half in halves]
-        return [b.binary("arith.andi", b.binary("arith.shrui", word, 8 * k), 0xFF) for k in range(PER_WORD["bool"])]
+        return [b.and_(b.binary("arith.shrui", word, 8 * k), 0xFF) for k in range(PER_WORD["bool"])]
 
     def _gather(self, scope: Scope, start: Value, stride: Value | int, numbers: Value | None = None) -> Value:
         """An element per lane, `numbers` (0, 1, 2, ..) strides from the start."""
@@ -112,6 +112,6 @@ class DenseLoad:
     def read(self, target: Value, key: Value) -> Value:
         """The value (FLOAT or BOOL) of a key of the block."""
         b = self.b
-        at = b.at(target, b.mul(key, self.context.lanes), self.scalar)
+        at = b.row(target, key, self.context.lanes, self.scalar)
         value = b.load(at, self.vector, "bias", align=4 * self.context.lanes)
         return b.compare("ne", value, 0) if self.scalar == "i32" else value

@@ -35,7 +35,7 @@ class Elements:
         for part in loads(self.value):
             for dim in _along_lanes(part):
                 stride = b.as_value(self.context.params[("stride", part.operand, dim)], "i64")
-                unit = b.binary("arith.andi", unit, b.compare("eq", stride, 1), "unit")
+                unit = b.and_(unit, b.compare("eq", stride, 1), "unit")
         return unit
 
     def fill(self, position: Value, width: int, padded: int, target: Value, memory: str = "f32") -> None:
@@ -125,7 +125,7 @@ class Elements:
             divisor = expr.args[1].integer if expr.args[1].is_const else 0
             if divisor > 0 and divisor & (divisor - 1) == 0:
                 if expr.op == "mod":
-                    return b.binary("arith.andi", values[0], divisor - 1)
+                    return b.and_(values[0], divisor - 1)
                 return b.binary("arith.shrsi", values[0], divisor.bit_length() - 1)
         return here._integer_operation(expr.op, values)
 

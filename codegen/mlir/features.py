@@ -94,7 +94,7 @@ class FeaturesKernel(ThreadFunction):
         parent, variable = (
             b.load(b.at(self.params[("ptr", name)], feature, "i64"), "i64", name) for name in ("parents", "variables")
         )
-        return b.at(self.parents_area, b.mul(parent, row), "i8"), b.at(self.x, b.mul(variable, row), "i8")
+        return b.row(self.parents_area, parent, row, "i8"), b.row(self.x, variable, row, "i8")
 
     def turn(self, rows: Value) -> None:
         """Write x for the keys or queries at `rows`."""
@@ -116,7 +116,7 @@ class FeaturesKernel(ThreadFunction):
             b.store(b.constant(1.0, F32), b.at(self.parents_area, lane, "f32"), align=64)
         with b.loop(1, self.shape.low, hint="low") as feature:
             parent, variable = self._source(feature)
-            target = b.at(self.parents_area, b.mul(feature, 4 * self.block), "i8")
+            target = b.row(self.parents_area, feature, 4 * self.block, "i8")
             with b.loop(0, self.block, 64, hint="lane") as lane:
                 for part in range(0, 64, 16):
                     at = b.add(lane, part)
@@ -129,7 +129,7 @@ class FeaturesKernel(ThreadFunction):
         """float32 values whose upper halves are the planes of x, each rounded to nearest (halves away from zero)."""
         b, found = self.b, []
         for plane in range(planes):
-            rounded = b.binary("arith.andi", b.add(b.bitcast(x, WORDS), 0x8000), -0x10000, "plane")
+            rounded = b.and_(b.add(b.bitcast(x, WORDS), 0x8000), -0x10000, "plane")
             found.append(rounded)
             if plane + 1 < planes:
                 x = b.sub(x, b.bitcast(rounded, F32), "rest")
@@ -180,7 +180,7 @@ class State(FeaturesKernel):
             first, last = (b.div(b.mul(chunks, b.add(group, k)), groups) for k in (0, 1))
             with b.loop(0, blocks, hint="block") as block:
                 number = b.add(b.mul(head, blocks), block)
-                self.turn(b.at(p[("ptr", "rows")], b.mul(number, self.shape.width * self.block), "f32", "rows"))
+                self.turn(b.row(p[("ptr", "rows")], number, self.shape.width * self.block, "f32", "rows"))
                 # Keys beyond the end have no monomial that is not 0: not even the one of degree 0.
                 ones, left = self.shape.width * self.block, b.sub(p[("n",)], b.mul(block, self.block))
                 with b.loop(b.least(left, self.block), self.block, hint="beyond") as lane:
@@ -198,7 +198,7 @@ class State(FeaturesKernel):
         with b.loop(0, self.block // 2, hint="pair") as pair:
             place = b.add(b.mul(b.div(pair, 16), e // 16 * 1024), b.mul(b.rem(pair, 16), 32))
             place = b.at(self.packed, place, "bf16")
-            lines = [b.at(values, b.mul(b.add(b.mul(pair, 2), k), width), "f32") for k in (0, 1)]
+            lines = [b.row(values, b.add(b.mul(pair, 2), k), width) for k in (0, 1)]
             for column in range(0, e, 16):
                 read = [b.load(b.at(line, column, "f32"), F32, "v") for line in lines] if column < width else [one, one]
                 if d_v - d_v % 16 == column < width:
@@ -212,7 +212,7 @@ class State(FeaturesKernel):
         b, steps = self.b, self.block // 32
         with b.loop(0, CHUNK, hint="f") as f:
             rows = self._source(b.add(b.mul(chunk, CHUNK), f))
-            place = b.at(self.stage, b.mul(f, 32), "bf16")
+            place = b.row(self.stage, f, 32, "bf16")
             for step in range(steps):
                 halves = [self._product(rows, 32 * step + h) for h in (0, 16)]
                 for plane, line in enumerate(self.lines(*halves, planes)):
@@ -225,9 +225,9 @@ class State(FeaturesKernel):
             cells = [b.at(state, 16 * half * e + 16 * (column + t), "f32") for half in (0, 1) for t in range(count)]
             start = [self.unit.load(cell, "s", 4 * e) for cell in cells]
             with b.carry(0, steps, 1, start, hint="step") as (loop, step, sums):
-                stage = b.at(self.stage, b.mul(step, 2 * CHUNK * 32), "bf16")
+                stage = b.row(self.stage, step, 2 * CHUNK * 32, "bf16")
                 left = [[b.at(stage, plane * CHUNK * 32 + half * 512, "bf16") for plane in (0, 1)] for half in (0, 1)]
-                base = b.at(self.packed, b.mul(step, tiles * 1024), "bf16")
+                base = b.row(self.packed, step, tiles * 1024, "bf16")
                 right = [[b.at(base, (column + t) * 1024 + plane * 512, "bf16") for plane in (0, 1)]
                          for t in range(count)]  # fmt: skip
                 loop.yields(*self.unit.multiply(sums, left, right, planes))
@@ -249,7 +249,7 @@ class Readout(FeaturesKernel):
         blocks, low = p[("blocks",)], self.shape.low_padded // CHUNK
         with self.turns(p[("items",)], "item") as item:
             head = b.div(item, blocks)
-            self.turn(b.at(p[("ptr", "rows")], b.mul(item, self.shape.width * self.block), "f32", "rows"))
+            self.turn(b.row(p[("ptr", "rows")], item, self.shape.width * self.block, "f32", "rows"))
             self.make_parents()
             with b.loop(0, self.shape.e * self.block, 16, hint="zero") as place:
                 b.store(b.constant(0.0, F32), b.at(self.sums, place, "f32"), align=64)
@@ -266,7 +266,7 @@ class Readout(FeaturesKernel):
     def _write_rows(self, item: Value, width: int, divide: bool) -> None:
         """The sums of a block, a row per query, with the first `width` columns."""
         b, block = self.b, self.block
-        out = b.at(self.params[("ptr", "out")], b.mul(item, width * block), "f32", "out")
+        out = b.row(self.params[("ptr", "out")], item, width * block, "f32", "out")
         with b.loop(0, block, 16, hint="lane") as lane:
             sums = b.at(self.sums, lane, "f32")
             total = b.load(b.at(sums, self.shape.d_v * block, "f32"), F32, "total", align=64) if divide else None
@@ -301,13 +301,13 @@ class Readout(FeaturesKernel):
 
     def _accumulate(self, state: Value, g: Value, column: int, width: int, count: Value, planes: int):
         b, tiles, stride = self.b, self.shape.e // 16, 4 * self.block
-        corner = b.at(self.sums, b.mul(g, 16), "f32")
+        corner = b.row(self.sums, g, 16)
         cells = [b.at(corner, 16 * (column + t) * self.block + 16 * k, "f32") for t in range(width) for k in (0, 1)]
-        stage = b.at(self.stage, b.mul(g, 1024), "bf16")
+        stage = b.row(self.stage, g, 1024, "bf16")
         with b.carry(0, count, 1, [self.unit.load(cell, "o", stride) for cell in cells], hint="c") as (loop, c, sums):
-            base = b.at(state, b.mul(c, tiles * 1024), "bf16")
+            base = b.row(state, c, tiles * 1024, "bf16")
             left = [[b.at(base, (column + t) * 1024 + plane * 512, "bf16") for plane in (0, 1)] for t in range(width)]
-            here = b.at(stage, b.mul(c, self.block // 16 * 1024), "bf16")
+            here = b.row(stage, c, self.block // 16 * 1024, "bf16")
             right = [[b.at(here, k * 1024 + plane * 512, "bf16") for plane in (0, 1)] for k in (0, 1)]
             loop.yields(*self.unit.multiply(sums, left, right, planes))
         for cell, tile in zip(cells, loop.results, strict=True):

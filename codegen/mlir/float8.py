@@ -17,8 +17,8 @@ def widen_float8(b: Builder, bits: Value, dtype: str) -> Value:
         return _from_half(b, b.binary("arith.shli", b.convert("arith.extui", bits, "i16", "bits"), 8))
     # A copy of the sign lands on the exponent's upper bit, which these numbers do not have.
     half = b.binary("arith.shli", b.convert("arith.extsi", bits, "i16", "bits"), 7)
-    number = b.mul(_from_half(b, b.binary("arith.andi", half, ~0x4000)), 256.0, "x")
-    nan = b.compare("eq", b.binary("arith.andi", bits, 0x7F), 0x7F, "nan")
+    number = b.mul(_from_half(b, b.and_(half, ~0x4000)), 256.0, "x")
+    nan = b.compare("eq", b.and_(bits, 0x7F), 0x7F, "nan")
     return b.select(nan, float("nan"), number, "x")
 
 

@@ -72,7 +72,7 @@ class FurtherOutputs:
         self.sums = [self._area(start, first + n, "key_sums") for n in range(len(self.of_keys))]
 
     def _area(self, start: Value, number: Value | int, hint: str) -> Value:
-        return self.b.at(start, self.b.mul(self.b.mul(self.keys, number), self.lanes), "f32", hint)
+        return self.b.row(start, self.b.mul(self.keys, number), self.lanes, "f32", hint)
 
     def kept_rows(self, g: Value) -> Value:
         """The kept weights of a group, [key][L]."""
@@ -172,9 +172,9 @@ class FurtherOutputs:
     ) -> None:
         b, lanes, memory = self.b, self.lanes, MEMORY_TYPE[further.dtype]
         base, row = self._base(k, item.scope), b.add(item.first, b.mul(g, lanes))
-        vectors = b.mul(b.div(count, lanes), lanes)
+        vectors = b.floor_to(count, lanes)
         with b.loop(0, b.least(b.sub(item.count, b.mul(g, lanes)), lanes), hint="r") as r:
-            source = b.at(lines, b.mul(r, LINE), "f32")
+            source = b.row(lines, r, LINE)
             target = b.at(base, b.add(self._offset(k, "i", b.add(row, r)), first), memory)
             with b.loop(0, vectors, lanes, hint="j") as j:
                 line = b.load(b.at(source, j, "f32"), self.vector)
@@ -190,7 +190,7 @@ class FurtherOutputs:
         b, lanes, n_k = self.b, self.lanes, self.kernel.n_k
         for (k, further), sums in zip(self.of_keys, self.sums, strict=True):
             combine = functools.partial(b.binary, _COMBINE[further.reduction])
-            copy = b.at(self._base(k, item.scope), b.mul(self.kernel.thread, self._param("elements", k)), "f32")
+            copy = b.row(self._base(k, item.scope), self.kernel.thread, self._param("elements", k))
             with b.loop(0, n_k, lanes, hint="j") as j:
                 columns = transpose(b, [b.load(self._row(sums, b.add(j, n)), self.vector) for n in range(lanes)])
                 valid, place = self.kernel._valid(b.sub(n_k, j)), b.at(copy, j, "f32")
@@ -198,7 +198,7 @@ class FurtherOutputs:
                 b.masked_store(combine(before, functools.reduce(combine, columns)), place, valid)
 
     def _row(self, base: Value, key: Value) -> Value:
-        return self.b.at(base, self.b.mul(key, self.lanes), "f32")
+        return self.b.row(base, key, self.lanes)
 
     def _param(self, what: str, *which: int | str) -> Value:
         return self.kernel.params[(f"further_{what}", *which)]

@@ -72,10 +72,10 @@ class AttentionKernel(OverlappingKernel):
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
             steps = self.params[("key_steps",)]
             p.note_key_steps(steps)
-            self.packed_values = b.at(self.packed_keys, b.mul(steps, p.key_bytes()), "i8", "packed_values")
-            self.notes = b.at(self.packed_values, b.mul(steps, p.value_bytes()), "i8", "notes")
+            self.packed_values = b.row(self.packed_keys, steps, p.key_bytes(), "i8", "packed_values")
+            self.notes = b.row(self.packed_values, steps, p.value_bytes(), "i8", "notes")
             if self.further is not None:
-                self.further.lie_at(b.at(self.notes, b.mul(steps, self.note_bytes), "i8", "kept"), steps)
+                self.further.lie_at(b.row(self.notes, steps, self.note_bytes, "i8", "kept"), steps)
 
     def _near(self) -> BoundedScores | None:
         """When this kernel's scores are near a centre; None where it would gain nothing (products outweigh the softmax
@@ -166,20 +166,20 @@ class AttentionKernel(OverlappingKernel):
         scope = self._batch_scope(top, b.div(number, blocks))
         first = b.mul(block, rows, "i0")
         count = b.least(b.sub(self.n_q, first), rows, "rows")
-        groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
+        groups = b.ceil_div(count, self.lanes, "groups")
         readers = self._readers(scope)
         self.loads = [DenseLoad(self.context, scope, expr) for expr in self.dense]
         self.packed.note(readers[1:], part)
-        padded_groups = b.mul(b.div(b.add(groups, p.group_step - 1), p.group_step), p.group_step)
+        padded_groups = b.mul(b.ceil_div(groups, p.group_step), p.group_step)
         size = p.weight_bytes(self.tiling.keys)
         self._zero_unused(
             self.weights, b.mul(b.least(groups, self.together), size), b.constant(self.together * size, "i64")
         )
         with b.loop(0, padded_groups, hint="g") as g:  # zeros where there is no group: products read them
-            at = b.at(self.queries, b.mul(g, p.query_bytes()), "i8")
+            at = b.row(self.queries, g, p.query_bytes(), "i8")
             p.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)
             if self.near is not None:
-                norms = b.at(self.query_norms, b.mul(g, self.lanes), "f32")
+                norms = b.row(self.query_norms, g, self.lanes)
                 b.store(self._amx.query_norms(at), norms)
         return Item(
             number=number, scope=scope, readers=readers, first=first, count=count, groups=groups,
@@ -192,12 +192,12 @@ class AttentionKernel(OverlappingKernel):
 
         def pack(key: Value) -> None:
             n = b.div(key, p.key_step)
-            keys = b.at(self.packed_keys, b.mul(n, p.key_bytes()), "i8")
+            keys = b.row(self.packed_keys, n, p.key_bytes(), "i8")
             p.pack_keys(readers[1], key, self.n_k, keys, self.staging)
             values = p.values_of(self.packed_values, n)
             p.pack_values(readers[2], key, self.n_k, values, self.staging)
             if self.near is not None:
-                note = b.at(self.notes, b.mul(n, self.note_bytes), "i8")
+                note = b.row(self.notes, n, self.note_bytes, "i8")
                 b.store(self._amx.key_norms(keys), note)
                 b.store(self._amx.value_magnitudes(values), b.at(note, self.lanes, "i32"))
 
@@ -218,17 +218,17 @@ class AttentionKernel(OverlappingKernel):
             skipping = b.compare("eq", attempt, 0, "skipping")
             with b.when(needed):
                 self._visit(item, KeyRange(low=lo, high=hi, skipping=skipping))
-            again = b.binary("arith.andi", skipping, self._any_dead(item, mask.fill), "again")
+            again = b.and_(skipping, self._any_dead(item, mask.fill), "again")
             loop.yields(b.constant(0, "i64"), self.n_k, again)
 
     def _any_dead(self, item: Item, fill: float) -> Value:
         b, lanes = self.b, self.lanes
         no = b.constant(0, "i1")
         with b.carry(0, item.groups, 1, [no], hint="g") as (loop, g, (dead,)):
-            m = b.load(b.at(self.maxima, b.mul(g, lanes), "f32"), self.vector, "m")
+            m = b.load(b.row(self.maxima, g, lanes), self.vector, "m")
             dead_here = b.negated(self._alive(m, fill))
-            found = b.binary("arith.andi", dead_here, self._valid(b.sub(item.count, b.mul(g, lanes))))
-            loop.yields(b.binary("arith.ori", dead, b.reduce("or", found, "dead")))
+            found = b.and_(dead_here, self._valid(b.sub(item.count, b.mul(g, lanes))))
+            loop.yields(b.or_(dead, b.reduce("or", found, "dead")))
         return loop.results[0]
 
     def _visit(self, item: Item, keys: KeyRange) -> None:
@@ -270,7 +270,7 @@ class AttentionKernel(OverlappingKernel):
             memory = self._group_memory(g)
             b.store(b.constant(maximum, self.vector), memory.maximum)
             with b.loop(0, memory.rows, hint="e") as e:
-                b.store(b.constant(0.0, self.vector), b.at(memory.output, b.mul(e, lanes), "f32"))
+                b.store(b.constant(0.0, self.vector), b.row(memory.output, e, lanes))
 
     def _is_near(self, near: BoundedScores, item: Item, range_: KeyRange) -> Value:
         """Whether the scores of the item's queries with these keys are, and the values are not extreme."""
@@ -283,11 +283,11 @@ class AttentionKernel(OverlappingKernel):
             return b.bitcast(bits, "f32")
 
         with b.carry(0, item.padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
-            norms = b.load(b.at(self.query_norms, b.mul(g, self.lanes), "f32"), nothing.type, "norms")
+            norms = b.load(b.row(self.query_norms, g, self.lanes), nothing.type, "norms")
             queries.yields(b.most(worst, norms))
-        first, end = b.div(b.as_value(range_.low, "i64"), step), b.div(b.add(range_.high, step - 1), step)
+        first, end = b.div(b.as_value(range_.low, "i64"), step), b.ceil_div(range_.high, step)
         with b.carry(first, end, 1, [nothing, nothing], hint="n") as (keys, n, (norm, magnitude)):
-            note = b.at(self.notes, b.mul(n, self.note_bytes), "i8")
+            note = b.row(self.notes, n, self.note_bytes, "i8")
             norms, magnitudes = (b.load(b.at(note, k * self.lanes, "i32"), nothing.type) for k in (0, 1))
             keys.yields(b.most(norm, norms), b.most(magnitude, magnitudes))
         squared = b.mul(largest(queries.results[0]), largest(keys.results[0]))
@@ -295,8 +295,8 @@ class AttentionKernel(OverlappingKernel):
         close = b.compare("ole", squared, (near.bound / SLACK) ** 2, "close")
         small = b.compare("ole", values, 2.0**VALUE_EXPONENTS)
         large = b.compare("oge", values, 2.0**-VALUE_EXPONENTS)
-        usual = b.binary("arith.andi", small, b.binary("arith.ori", large, b.compare("oeq", values, 0.0)), "usual")
-        return b.binary("arith.andi", close, usual, "near")
+        usual = b.and_(small, b.or_(large, b.compare("oeq", values, 0.0)), "usual")
+        return b.and_(close, usual, "near")
 
     def _mark_dead_rows(self, item: Item) -> Value:
         """Rows whose sum is zero met no live key: their maximum becomes -inf. Returns whether there is one."""
@@ -308,9 +308,9 @@ class AttentionKernel(OverlappingKernel):
             dead = b.compare("oeq", b.load(memory.total, self.vector, "l"), 0.0, "dead")
             m = b.load(memory.maximum, self.vector, "m")
             b.store(b.select(dead, float("-inf"), m), memory.maximum)
-            rows = b.binary("arith.andi", dead, self._valid(b.sub(item.count, b.mul(g, lanes))))
+            rows = b.and_(dead, self._valid(b.sub(item.count, b.mul(g, lanes))))
             found = b.reduce("or", rows, "found")
-            loop.yields(b.binary("arith.ori", any_, found))
+            loop.yields(b.or_(any_, found))
         return loop.results[0]
 
     def _visit_in_turn(self, item: Item, keys: KeyRange) -> None:
@@ -327,7 +327,7 @@ class AttentionKernel(OverlappingKernel):
         """The same tiles in the same order, and one more turn to finish the last: `turn(old, new)`. A tile without keys
         takes no turn."""
         b, size = self.b, self.tiling.keys
-        sets = b.div(b.add(item.groups, self.together - 1), self.together, "sets")
+        sets = b.ceil_div(item.groups, self.together, "sets")
         blocks = b.div(b.most(b.add(b.sub(keys.high, keys.low), size - 1), 0), size, "blocks_here")
         tiles = b.mul(blocks, sets, "tiles")
         nothing = b.constant(0, "i64")
@@ -339,7 +339,7 @@ class AttentionKernel(OverlappingKernel):
             g = b.mul(b.rem(t, sets), self.together, "g")
             rows, n = self._rows_and_keys(item, keys, g, j0)
             n = b.select(end, 0, n, "n_keys")
-            taken = b.binary("arith.ori", end, b.compare("sgt", n, 0), "taken")
+            taken = b.or_(end, b.compare("sgt", n, 0), "taken")
             with b.when(taken):
                 old = self._make_tile(item, item.scope, *before, area)
                 turn(old, self._make_tile(item, rows, g, j0, n, other))
@@ -386,4 +386,4 @@ class AttentionKernel(OverlappingKernel):
         remaining = b.least(b.sub(item.count, b.mul(g, lanes)), lanes)
         with b.loop(0, remaining, hint="r") as r:
             target = self._row_address(item.scope, b.add(b.add(item.first, b.mul(g, lanes)), r))
-            self._write_row(b.at(self.finished, b.mul(r, padded), "f32"), target)
+            self._write_row(b.row(self.finished, r, padded), target)

@@ -36,19 +36,17 @@ class KeyBlockBounds(RowStatisticsKernel):
         row = b.dense([*range(LANES)], WORDS, "row")
         places = b.mul(row, b.broadcast(p[("q_step",)], LANES), "places")
         limit = b.sub(self._highest(k, places), b.broadcast(p.float32("gap"), LANES), "limit")
-        rows = b.binary(
-            "arith.andi", b.compare("sge", row, b.broadcast(p[("first",)], LANES)),
-            b.compare("slt", row, b.broadcast(p[("n_q",)], LANES)), "rows",
-        )  # fmt: skip
+        reached = b.compare("sge", row, b.broadcast(p[("first",)], LANES))
+        rows = b.and_(reached, b.compare("slt", row, b.broadcast(p[("n_q",)], LANES)), "rows")
         none = b.constant(0.0, F32)
         with b.carry(0, p[("blocks",)], 1, [none, none], hint="block") as (loop, block, (out, all_)):
-            upper = self._bounds(b.at(k, b.mul(block, p[("block_stride",)]), self.scalar))
+            upper = self._bounds(b.row(k, block, p[("block_stride",)], self.scalar))
             seen = b.compare("sge", places, b.broadcast(b.mul(block, p[("block_step",)]), LANES), "seen")
-            seen = b.binary("arith.andi", seen, rows, "seen")
-            ruled_out = b.binary("arith.andi", seen, b.compare("ole", upper, limit), "ruled_out")
+            seen = b.and_(seen, rows, "seen")
+            ruled_out = b.and_(seen, b.compare("ole", upper, limit), "ruled_out")
             one = b.constant(1.0, F32)
             loop.yields(*(b.add(x, b.select(c, one, none)) for x, c in ((out, ruled_out), (all_, seen))))
-        found = b.at(p[("ptr", "found")], b.mul(item, 2), "f32", "found")
+        found = b.row(p[("ptr", "found")], item, 2, "f32", "found")
         for number, x in enumerate(loop.results):
             b.store(b.reduce("add", x, "count"), b.at(found, number, "f32"))
 
@@ -61,7 +59,7 @@ class KeyBlockBounds(RowStatisticsKernel):
         b, p = self.b, self.params
         lowest = b.constant(float("-inf"), F32)
         with b.carry(0, p[("n_k",)], 1, [lowest], hint="key") as (loop, key, (highest,)):
-            row, products = self._row(b.at(k, b.mul(key, p[("k_stride",)]), self.scalar)), []
+            row, products = self._row(b.row(k, key, p[("k_stride",)], self.scalar)), []
             for query in self._queries():
                 products.append(self._product(row, (b.load(x, F32, "q", align=64) for x in query)))
             seen = b.compare("sge", places, b.broadcast(b.mul(key, p[("k_step",)]), LANES), "seen")
@@ -73,7 +71,7 @@ class KeyBlockBounds(RowStatisticsKernel):
         b, stride = self.b, self.params[("key_stride",)]
         start = self._row(first) * 2
         with b.carry(1, self.size, 1, start, hint="key") as (loop, key, sides):
-            row = self._row(b.at(first, b.mul(key, stride), self.scalar))
+            row = self._row(b.row(first, key, stride, self.scalar))
             names = ["arith.maximumf"] * self.vectors + ["arith.minimumf"] * self.vectors
             loop.yields(*(b.binary(op, x, y, "side") for op, x, y in zip(names, sides, row * 2, strict=True)))
         high, low, sums = loop.results[: self.vectors], loop.results[self.vectors :], []

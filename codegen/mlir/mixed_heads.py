@@ -81,11 +81,11 @@ class MixedHeadsKernel(KernelFunction):
             self.steps = self.params[("key_steps",)]
             p.note_key_steps(self.steps)
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
-            self.packed_values = b.at(self.packed_keys, b.mul(self.steps, heads * p.key_bytes()), "i8", "packed_values")
-            after = b.at(self.packed_values, b.mul(self.steps, heads * p.value_bytes()), "i8", "scores")
+            self.packed_values = b.row(self.packed_keys, self.steps, heads * p.key_bytes(), "i8", "packed_values")
+            after = b.row(self.packed_values, self.steps, heads * p.value_bytes(), "i8", "scores")
             self.scores, self.group_bytes = after, b.mul(self.steps, p.key_step * self.row, "group_bytes")
-            after = b.at(after, b.mul(self.group_bytes, heads * self.groups), "i8", "staged")
-            self.staged = [b.at(after, b.mul(self.group_bytes, n), "i8", "staged") for n in range(len(self.dense) + 1)]
+            after = b.row(after, self.group_bytes, heads * self.groups, "i8", "staged")
+            self.staged = [b.row(after, self.group_bytes, n, "i8", "staged") for n in range(len(self.dense) + 1)]
 
     @property
     def step_bytes(self) -> int:
@@ -132,16 +132,16 @@ class MixedHeadsKernel(KernelFunction):
         return scope.inner(known)
 
     def _packed(self, head: Value) -> PackedRows:
-        return PackedRows(self.b, self.b.at(self.state, self.b.mul(head, STATE_BYTES), "i8"))
+        return PackedRows(self.b, self.b.row(self.state, head, STATE_BYTES, "i8"))
 
     def _rows(self, head: Value, g: Value | int) -> Value:
         """Where the scores of a head and a group of queries lie, and later its weights."""
         b = self.b
         number = b.add(b.mul(head, self.groups), g)
-        return b.at(self.scores, b.mul(number, self.group_bytes), "i8", "rows")
+        return b.row(self.scores, number, self.group_bytes, "i8", "rows")
 
     def _key(self, rows: Value, key: Value | int) -> Value:
-        return self.b.at(rows, self.b.mul(key, self.lanes), "f32")
+        return self.b.row(rows, key, self.lanes)
 
     def _row_factors_of(self, head: Value, g: Value) -> Value:
         return self._key(self.row_factors, self.b.add(self.b.mul(head, self.groups), g))
@@ -172,7 +172,7 @@ class MixedHeadsKernel(KernelFunction):
                 for u in range(count):
                     b.store(of(head, b.add(j, u)), self._key(self.mixed, b.add(b.mul(head, count), u)))
             with b.loop(0, heads, width, hint="to") as to:
-                block, zero = b.at(matrix, b.mul(to, heads), "f32"), b.constant(0.0, self.vector)
+                block, zero = b.row(matrix, to, heads), b.constant(0.0, self.vector)
                 with b.carry(0, heads, 1, [zero] * (width * count), hint="of") as (loop, head, sums):
                     x = [b.load(self._key(self.mixed, b.add(b.mul(head, count), u)), self.vector) for u in range(count)]
                     new = []
@@ -203,7 +203,7 @@ class MixedHeadsKernel(KernelFunction):
 
         def pack(key: Value) -> None:
             n = b.div(key, p.key_step)
-            p.pack_keys(readers[1], key, self.n_k, b.at(keys, b.mul(n, p.key_bytes()), "i8"), self.staging)
+            p.pack_keys(readers[1], key, self.n_k, b.row(keys, n, p.key_bytes(), "i8"), self.staging)
             p.pack_values(readers[2], key, self.n_k, p.values_of(values, n), self.staging)
 
         packed.extend(0, self.n_k, p.key_step, pack)
@@ -213,7 +213,7 @@ class MixedHeadsKernel(KernelFunction):
         rows = [self._rows(head, g) for g in range(self.groups)]
         with b.loop(0, self.steps, hint="step") as step:
             places = [self._key(at, b.mul(step, p.key_step)) for at in rows]
-            p.scores(b.at(keys, b.mul(step, p.key_bytes()), "i8"), queries, places, step)
+            p.scores(b.row(keys, step, p.key_bytes(), "i8"), queries, places, step)
 
     def _values_of(self, head: Value) -> Value:
         at = self.b.mul(self.b.mul(head, self.steps), self.products.value_bytes())
@@ -327,7 +327,7 @@ class MixedHeadsKernel(KernelFunction):
                 cells = [b.at(area, place, "i8") for area in (self.output, self.part)]
                 b.store(b.add(*(b.load(cell, self.vector, "o") for cell in cells)), cells[0])
         with b.loop(0, self.groups, hint="g") as g:
-            self._write(scope, b.add(first, b.mul(g, self.lanes)), b.at(self.output, b.mul(g, stride), "i8"))
+            self._write(scope, b.add(first, b.mul(g, self.lanes)), b.row(self.output, g, stride, "i8"))
 
     def _write(self, scope: Scope, start: Value, output: Value) -> None:
         """The rows of a group, as far as there are any."""
@@ -335,4 +335,4 @@ class MixedHeadsKernel(KernelFunction):
         self._turn(output, padded)
         with b.loop(0, b.least(b.most(b.sub(self.n_q, start), 0), lanes), hint="r") as r:
             target = self._row_address(scope, b.add(start, r))
-            self._write_row(b.at(self.finished, b.mul(r, padded), "f32"), target)
+            self._write_row(b.row(self.finished, r, padded), target)

@@ -69,12 +69,12 @@ class Moments(RowStatisticsKernel):
         wanted = b.select(self._is_beyond(self._most(1)), b.constant(0, "i1"), wanted)
         with b.when(wanted), b.loop(b.most(first, 0), last, BLOCK, hint="block") as block:
             count = b.least(b.sub(last, block), BLOCK)
-            self._stage(b.at(q, b.mul(block, p[("q_stride",)]), self.scalar), p[("q_stride",)], count, None)
+            self._stage(b.row(q, block, p[("q_stride",)], self.scalar), p[("q_stride",)], count, None)
             self._queries(b.add(b.mul(item, p[("q_rows",)]), block), inverse)
         last = b.least(b.add(before, p[("k_segment",)]), n_k)
         with b.loop(before, last, BLOCK, hint="block") as block:
             count = b.least(b.sub(last, block), BLOCK)
-            self._stage(b.at(k, b.mul(block, p[("k_stride",)]), self.scalar), p[("k_stride",)], count, self.mean)
+            self._stage(b.row(k, block, p[("k_stride",)], self.scalar), p[("k_stride",)], count, self.mean)
             self._raise(1)
             with b.when(wanted):
                 self._accumulate()
@@ -124,13 +124,13 @@ class Moments(RowStatisticsKernel):
 
     def _finish(self, item: Value) -> None:
         b, p = self.b, self.params
-        found = b.at(p[("ptr", "found")], b.mul(item, 4), "f32", "found")
+        found = b.row(p[("ptr", "found")], item, 4, "f32", "found")
         for number in range(3):
             b.store(self._most(number), b.at(found, number, "f32"))
         square = b.select(self._is_beyond(self._most(1)), float("inf"), self._most(3), "square")
         b.store(square, b.at(found, 3, "f32"))
         with b.when(b.compare("ne", p[("keep",)], 0, "kept")):
-            means = b.at(p[("ptr", "means")], b.mul(item, self.width), "f32", "means")
+            means = b.row(p[("ptr", "means")], item, self.width, "f32", "means")
             for column in range(0, self.width, LANES):
                 b.store(b.load(b.at(self.mean, column, "f32"), F32), b.at(means, column, "f32"))
 
@@ -141,7 +141,7 @@ class Moments(RowStatisticsKernel):
         with b.carry(0, n, BLOCK, [zero] * self.vectors, hint="block") as (blocks, block, totals):
             count = b.least(b.sub(n, block), BLOCK)
             with b.carry(0, count, 1, [zero] * self.vectors, hint="r") as (rows, r, sums):
-                row = self._row(b.at(k, b.mul(b.add(block, r), stride), self.scalar))
+                row = self._row(b.row(k, b.add(block, r), stride, self.scalar))
                 self._write_product(r, row, row)
                 rows.yields(*(b.add(x, y) for x, y in zip(sums, row, strict=True)))
             self._clear(self.partial, LANES, count)
@@ -156,7 +156,7 @@ class Moments(RowStatisticsKernel):
         with b.loop(0, n, BLOCK, hint="block") as block:
             count = b.least(b.sub(n, block), BLOCK)
             with b.loop(0, count, hint="r") as r:
-                row = self._row(b.at(q, b.mul(b.add(block, r), stride), self.scalar))
+                row = self._row(b.row(q, b.add(block, r), stride, self.scalar))
                 self._write_product(r, row, row)
             self._clear(self.partial, LANES, count)
             self._raise(2)
@@ -173,12 +173,12 @@ class Moments(RowStatisticsKernel):
         b, zero, together = self.b, self.b.constant(0.0, F32), self.together
         with b.loop(0, self.d, together, hint="c") as c:
             with b.carry(0, BLOCK, 1, [zero] * (together * self.vectors), hint="r") as (loop, r, sums):
-                row = b.at(self.stage, b.mul(r, self.width), "f32")
+                row = b.row(self.stage, r, self.width)
                 line, corner = [*self._line(row, "x")], b.at(row, c, "f32")
                 loop.yields(*self._added(sums, (b.at(corner, k, "f32") for k in range(together)), line))
-            self._add(b.at(self.gram, b.mul(c, self.width), "f32"), loop.results)
+            self._add(b.row(self.gram, c, self.width), loop.results)
         with b.carry(0, BLOCK, 1, [zero] * self.vectors, hint="r") as (loop, r, sums):
-            row = b.at(self.stage, b.mul(r, self.width), "f32")
+            row = b.row(self.stage, r, self.width)
             loop.yields(*(b.add(x, b.load(b.at(row, LANES * v, "f32"), F32)) for v, x in enumerate(sums)))
         self._add(self.sums, loop.results)
 
@@ -200,9 +200,9 @@ class Moments(RowStatisticsKernel):
         """Into `partial`, 16 numbers for each row of the staged block that add up to q^T G q."""
         b, zero, together = self.b, self.b.constant(0.0, F32), self.together
         with b.loop(0, BLOCK, together, hint="r") as r:
-            rows = b.at(self.stage, b.mul(r, self.width), "f32")
+            rows = b.row(self.stage, r, self.width)
             with b.carry(0, self.d, 1, [zero] * (together * self.vectors), hint="c") as (loop, c, sums):
-                line = [*self._line(b.at(self.gram, b.mul(c, self.width), "f32"), "g")]
+                line = [*self._line(b.row(self.gram, c, self.width), "g")]
                 corner = b.at(rows, c, "f32")
                 loop.yields(*self._added(sums, (b.at(corner, k * self.width, "f32") for k in range(together)), line))
             for k in range(together):
@@ -215,7 +215,7 @@ class Moments(RowStatisticsKernel):
         b = self.b
         sums = [*self._line(self.sums)]
         with b.loop(0, BLOCK, hint="r") as r:
-            self._write_product(r, self._line(b.at(self.stage, b.mul(r, self.width), "f32")), sums)
+            self._write_product(r, self._line(b.row(self.stage, r, self.width)), sums)
 
     def _put(self, target: Value, inverse: Value) -> None:
         b, factor = self.b, self.b.broadcast(inverse, LANES)

@@ -109,7 +109,7 @@ class OverlappingKernel(TileKernel):
         b, block = self.b, tile.block
         full = b.compare("eq", block.count, block.padded, "full")
         whole = self._whole(self._with_keys(tile.scope, block.first, block.count))
-        return full if whole is None else b.binary("arith.andi", full, whole, "regular")
+        return full if whole is None else b.and_(full, whole, "regular")
 
     @property
     def _amx(self) -> Amx:

@@ -39,7 +39,7 @@ class PackedRows:
         changed: Value = b.compare("slt", b.load(self.low, "i64"), 0, "nothing")
         for slot, value in enumerate(values, start=2):
             old = b.load(b.at(self.state, slot, "i64"), "i64", "seen")
-            changed = b.binary("arith.ori", changed, b.compare("ne", old, value), "changed")
+            changed = b.or_(changed, b.compare("ne", old, value), "changed")
         zero = b.constant(0, "i64")
         with b.when(changed):
             for slot, value in enumerate([zero, zero, *values]):
@@ -50,7 +50,7 @@ class PackedRows:
         `pack(row)` packs a step from that row on."""
         b = self.b
         have_low, have_high = b.load(self.low, "i64", "have_lo"), b.load(self.high, "i64", "have_hi")
-        end = b.mul(b.div(b.add(high, step - 1), step), step, "end")
+        end = b.mul(b.ceil_div(high, step), step, "end")
         low = b.as_value(low, "i64")
         empty = b.compare("sge", have_low, have_high, "empty")
         have_low, have_high = b.select(empty, low, have_low), b.select(empty, low, have_high)

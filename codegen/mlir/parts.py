@@ -53,7 +53,7 @@ class Parts:
 
     def record(self, number: Value) -> Value:
         """What a piece of work leaves for the one that merges."""
-        return self.b.at(self.params[("ptr", "partials")], self.b.mul(number, self.record_bytes), "i8", "record")
+        return self.b.row(self.params[("ptr", "partials")], number, self.record_bytes, "i8", "record")
 
     @contextlib.contextmanager
     def records(self, item: Value) -> Iterator[Value]:
@@ -105,7 +105,7 @@ class TileParts(Parts):
     def _recorded(self, record: Value, g: Value) -> Sums:
         """Of a group, in a record."""
         b, lanes = self.b, self.kernel.lanes
-        start = b.at(record, b.mul(g, self.rows * lanes), "f32")
+        start = b.row(record, g, self.rows * lanes)
         return Sums(maximum=b.at(start, (self.rows - 1) * lanes, "f32"), vectors=[(start, self.rows - 1)])
 
     def leave(self, item: Item, piece: Value) -> None:

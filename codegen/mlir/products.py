@@ -55,7 +55,7 @@ class Groups:
     stride: int
 
     def member(self, b: Builder, number: Value | int) -> Value:
-        return b.at(self.first, b.mul(number, self.stride), "i8")
+        return b.row(self.first, number, self.stride, "i8")
 
 
 class MultiplyAdd:
@@ -88,7 +88,7 @@ class MultiplyAdd:
 
     def values_of(self, values: Value, step: Value) -> Value:
         """Where a head's packed values have those of a key step."""
-        return self.b.at(values, self.b.mul(step, self.words_of_step * self.tile_rows), self.word)
+        return self.b.row(values, step, self.words_of_step * self.tile_rows, self.word)
 
     def query_bytes(self) -> int:
         """Of one group."""
@@ -114,7 +114,7 @@ class MultiplyAdd:
         with b.loop(0, self.d_padded, lanes, hint="c") as c:
             columns = transpose(b, [load_f32(b, rows, r, c, lanes) for r in range(lanes)])
             for r, column in enumerate(columns):
-                b.store(column, b.at(target, b.mul(b.add(c, r), lanes), "f32"))
+                b.store(column, b.row(target, b.add(c, r), lanes))
 
     def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         b, padded = self.b, self.d_padded
@@ -175,7 +175,7 @@ class MultiplyAdd:
         b, rows, groups = self.b, range(self.tile_rows), range(len(queries))
         words, start = self.d_padded // self.per_word, [b.constant(0.0, self.vector)] * (len(rows) * len(groups))
         with b.carry(first, last, 1, start, hint="c") as (loop, c, sums):
-            right = [self.load(b.at(queries[g], b.mul(c, self.lanes), self.word), "q") for g in groups]
+            right = [self.load(b.row(queries[g], c, self.lanes, self.word), "q") for g in groups]
             new = []
             for r in rows:
                 left = self.broadcast(b.at(keys, b.add(c, r * words), self.word), "k")
@@ -196,7 +196,7 @@ class MultiplyAdd:
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group."""
-        address = self.b.at(target, self.b.mul(key, self.lanes), "f32")
+        address = self.b.row(target, key, self.lanes)
         self.b.store(first, address, align=4 * self.lanes)
         self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
@@ -206,12 +206,12 @@ class MultiplyAdd:
         with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e, b.loop(0, sets, hint="set") as number:
             members = [b.add(b.mul(number, size), k) for k in range(size)]
             sources = [weights.member(b, m) for m in members]
-            cells = [b.at(output.member(b, m), b.mul(e, self.lanes), "f32") for m in members]
+            cells = [b.row(output.member(b, m), e, self.lanes) for m in members]
             self._accumulate(self._column(values, e), b.mul(steps, self.words_of_step), sources, cells)
 
     def _column(self, values: Value, e: Value) -> Value:
         """Where the words of a column of V begin, the first of a panel."""
-        return self.b.at(values, self.b.mul(self.column_words, e), self.word)
+        return self.b.row(values, self.column_words, e, self.word)
 
     def _accumulate(self, column: Value, words: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
         """`tile_rows` columns of V from `column` on, against one set of groups."""
@@ -228,8 +228,8 @@ class MultiplyAdd:
     def _add_word(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
         """The sums with the products of word j of `tile_rows` columns."""
         b, groups = self.b, range(len(weights))
-        right = [self.load(b.at(weights[g], b.mul(j, self.lanes), self.word), "p") for g in groups]
-        base, new = b.at(column, b.mul(j, self.tile_rows), self.word), []
+        right = [self.load(b.row(weights[g], j, self.lanes, self.word), "p") for g in groups]
+        base, new = b.row(column, j, self.tile_rows, self.word), []
         for r in range(self.tile_rows):
             left = self.broadcast(b.at(base, r, self.word), "v")
             new += [self.multiply(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
@@ -269,7 +269,7 @@ class PairProducts(MultiplyAdd):
         rows = reader.rows(first, lanes, limit, self.d, self.d_padded, staging)
         with b.loop(0, self.d_padded, 2 * lanes, hint="c") as c:
             columns = transpose(b, [b.bitcast(self.elements(rows, r, c), WORDS) for r in range(lanes)])
-            start = b.at(target, b.mul(b.div(c, 2), lanes), "i32")
+            start = b.row(target, b.div(c, 2), lanes, "i32")
             for r, column in enumerate(columns):
                 b.store(column, b.at(start, r * lanes, "i32"))
 
@@ -277,7 +277,7 @@ class PairProducts(MultiplyAdd):
         return self.unit.pairs(*(load_f32(self.b, rows, 2 * word + n, column, self.lanes) for n in (0, 1)))
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
-        address = self.b.at(target, self.b.mul(self.b.div(key, 2), self.lanes), "i32")
+        address = self.b.row(target, self.b.div(key, 2), self.lanes, "i32")
         self.b.store(self.unit.pairs(first, second), address, align=4 * self.lanes)
 
 

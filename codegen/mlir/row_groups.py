@@ -45,13 +45,13 @@ class GroupedRows(VectorRows):
 
     def store_query(self, source: Rows, r: Value) -> None:
         b, own = self.b, self.b.rem(r, self.together)
-        place = b.at(self._queries(b.sub(r, own)), b.mul(own, self.part), "bf16")
+        place = b.row(self._queries(b.sub(r, own)), own, self.part, "bf16")
         with b.loop(0, self.widths.d_padded, self.part, hint="c") as c:
-            b.store(load_line(b, source, 0, c, self.part_type), b.at(place, b.mul(c, self.together), "bf16"))
+            b.store(load_line(b, source, 0, c, self.part_type), b.row(place, c, self.together, "bf16"))
 
     def _queries(self, first: Value) -> Value:
         """Those of a group, whose first row this is."""
-        return self.b.at(self.queries, self.b.mul(first, self.widths.d_padded), "bf16")
+        return self.b.row(self.queries, first, self.widths.d_padded, "bf16")
 
     @contextmanager
     def _groups(
@@ -85,7 +85,7 @@ class GroupedRows(VectorRows):
         start, asked = [b.constant(0.0, F32)] * LANES, max(1, LANES * self.part // self.widths.d_padded)
         with b.carry(0, self.widths.d_padded, self.part, start, hint="c") as (loop, c, sums):
             ask(b.add(j0, b.mul(b.div(c, self.part), asked)), asked)
-            q = b.load(b.at(queries, b.mul(c, together), "bf16"), BF16, "q")
+            q = b.load(b.row(queries, c, together, "bf16"), BF16, "q")
             parts = [load_line(b, rows, n, c, self.part_type) for n in range(LANES)]
             keys = [b.shuffle(x, x, [*range(self.part)] * together, "key") for x in parts]
             loop.yields(*(unit.add_pair_products(s, key, q) for s, key in zip(sums, keys, strict=True)))
@@ -96,7 +96,7 @@ class GroupedRows(VectorRows):
     def weigh(self, mine: Stretch, r: Value) -> None:
         b, lanes, weights = self.b, self.lanes, self.weights(r)
         first, low, high = (b.sub(x, mine.start) for x in (mine.first, mine.low, mine.high))
-        zero, whole = b.constant(0.0, self.vector), b.add(first, b.mul(b.div(b.sub(low, first), lanes), lanes))
+        zero, whole = b.constant(0.0, self.vector), b.add(first, b.floor_to(b.sub(low, first), lanes))
         with b.loop(first, whole, lanes, hint="j") as j:
             b.store(zero, b.at(weights, j, "f32"))
         with b.loop(whole, low, hint="j") as j:
@@ -123,7 +123,7 @@ class GroupedRows(VectorRows):
         b, (e, count), (low, high) = self.b, columns, (few.low, few.high)
         odd = b.rem(b.sub(low, few.start), 2)
         begin = b.add(low, odd)
-        whole = b.add(begin, b.mul(b.div(b.most(b.sub(high, begin), 0), LANES), LANES))
+        whole = b.add(begin, b.floor_to(b.most(b.sub(high, begin), 0), LANES))
         outputs = [b.at(self._output(b.add(first, r)), e, "f32") for r in range(self.together)]
         places = [b.at(output, n * self.lanes, "f32") for output in outputs for n in range(count)]
         sums = [b.load(place, self.vector, "o") for place in places]

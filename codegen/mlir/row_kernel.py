@@ -141,7 +141,7 @@ class _RowKernel(KernelFunction):
 
     def _own(self, area: Value, r: Value, size: int) -> Value:
         """Row r's part of an area of `size` float32 elements per row."""
-        return self.b.at(area, self.b.mul(r, size), "f32")
+        return self.b.row(area, r, size)
 
     def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value, part: Value) -> None:
         """Read the query, find the keys of the part to visit, clear what is summed."""
@@ -161,13 +161,13 @@ class _RowKernel(KernelFunction):
         room that a cache has left. Looking costs next to nothing where there are none, and less than they do else."""
         b, lanes = self.b, self.lanes
         assert self.spec.mask is not None
-        live, ends = self.spec.mask.maybe_live, b.at(self.ranges, b.mul(r, 2), "i64")
+        live, ends = self.spec.mask.maybe_live, b.row(self.ranges, r, 2, "i64")
 
         def first(low: Value, high: Value) -> Value:
             return low
 
         def last(low: Value, high: Value) -> Value:
-            return b.add(low, b.mul(b.div(b.sub(b.sub(high, low), 1), lanes), lanes), "last")
+            return b.add(low, b.floor_to(b.sub(b.sub(high, low), 1), lanes), "last")
 
         def stop(start: Callable[[Value, Value], Value]) -> Value:
             """Not 0 where no keys are left, or some of the vector is live."""
@@ -177,7 +177,7 @@ class _RowKernel(KernelFunction):
                 at = start(low, high)
                 lane = Lanes(coord=J, first=at, count=lanes, valid=self._valid(b.sub(high, at)))
                 here = scope.inner(lanes=lane).vector(live)
-                found = b.reduce("or", b.binary("arith.andi", here, lane.valid), "alive")
+                found = b.reduce("or", b.and_(here, lane.valid), "alive")
                 return b.convert("arith.extui", found, "i64")
 
             return b.either(b.compare("slt", low, high), alive, lambda: b.constant(1, "i64"), "i64")
@@ -189,7 +189,7 @@ class _RowKernel(KernelFunction):
 
     def _clear(self, r: Value, low: Value, high: Value) -> None:
         b, lanes = self.b, self.lanes
-        zero, ends = b.constant(0.0, self.vector), b.at(self.ranges, b.mul(r, 2), "i64")
+        zero, ends = b.constant(0.0, self.vector), b.row(self.ranges, r, 2, "i64")
         b.store(low, ends)
         b.store(high, b.at(ends, 1, "i64"))
         b.store(b.constant(float("-inf"), self.vector), self._own(self.maxima, r, lanes))
@@ -201,7 +201,7 @@ class _RowKernel(KernelFunction):
     def _begin_again(self, r: Value) -> None:
         """All keys for a row whose keys were all dead, none for others."""
         b, nothing = self.b, self.b.constant(0, "i64")
-        ends = b.at(self.ranges, b.mul(r, 2), "i64")
+        ends = b.row(self.ranges, r, 2, "i64")
         b.store(nothing, b.at(ends, 1, "i64"))
         m = b.load(self._own(self.maxima, r, self.lanes), self.vector, "m")
         assert self.spec.mask is not None
@@ -210,7 +210,7 @@ class _RowKernel(KernelFunction):
             self._clear(r, nothing, self.n_k)
 
     def _range(self, r: Value) -> tuple[Value, Value]:
-        ends = self.b.at(self.ranges, self.b.mul(r, 2), "i64")
+        ends = self.b.row(self.ranges, r, 2, "i64")
         return self.b.load(ends, "i64", "low"), self.b.load(self.b.at(ends, 1, "i64"), "i64", "high")
 
     def _visit(self, top: Scope, first: Value, count: Value) -> None:
@@ -220,7 +220,7 @@ class _RowKernel(KernelFunction):
             low, high = self._range(r)
             ends.yields(b.least(lowest, low), b.most(highest, high))
         # Stretches begin where no other row of the item has a say, so that a row's sums do not depend on these.
-        lowest, highest = b.mul(b.div(ends.results[0], self.stretch), self.stretch), ends.results[1]
+        lowest, highest = b.floor_to(ends.results[0], self.stretch), ends.results[1]
         keys, values = self._sources(self._row_scope(top, first)[1])  # those of all rows of the item
         with b.loop(lowest, highest, self.stretch, hint="start") as start:
             low, high = b.most(ends.results[0], start), b.least(highest, b.add(start, self.stretch))

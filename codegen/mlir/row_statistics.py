@@ -93,7 +93,7 @@ class RowStatisticsKernel(ThreadFunction):
     def _write_product(self, r: Value, left: Iterable[Value], right: Iterable[Value]) -> None:
         """Into `partial` of row r, the product of two rows."""
         b = self.b
-        b.store(self._product(left, right), b.at(self.partial, b.mul(r, LANES), "f32"), align=64)
+        b.store(self._product(left, right), b.row(self.partial, r, LANES), align=64)
 
     def _clear(self, area: Value, width: int, count: Value) -> None:
         """Zeros in the rows of a block from `count` on."""
@@ -106,7 +106,7 @@ class RowStatisticsKernel(ThreadFunction):
         b = self.b
         away = [] if mean is None else [b.load(b.at(mean, c, "f32"), F32) for c in range(0, self.width, LANES)]
         with b.loop(0, count, hint="r") as r:
-            row = self._row(b.at(rows, b.mul(r, stride), self.scalar))
+            row = self._row(b.row(rows, r, stride, self.scalar))
             row = [b.sub(x, y) for x, y in zip(row, away, strict=True)] if away else row
             for column, x in enumerate(row):
                 b.store(x, b.at(self.stage, b.add(b.mul(r, self.width), column * LANES), "f32"), align=64)
@@ -117,7 +117,7 @@ class RowStatisticsKernel(ThreadFunction):
     def _sums(self, first: Value) -> Value:
         """Of rows first .. first + 15, the sums of what lies in `partial`."""
         b = self.b
-        rows = b.at(self.partial, b.mul(first, LANES), "f32")
+        rows = b.row(self.partial, first, LANES)
         return sum_rows(b, [b.load(b.at(rows, LANES * r, "f32"), F32, align=64) for r in range(LANES)])
 
 

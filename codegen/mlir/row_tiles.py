@@ -80,7 +80,7 @@ class TileRows(RowProducts):
         b = self.b
         with b.loop(0, self.chunks, hint="chunk") as chunk:
             words = b.bitcast(load_line(b, source, 0, b.mul(chunk, PAIRED), BF16), WORDS)
-            column = b.at(b.at(self.queries, b.mul(chunk, TILE_ELEMENTS), "bf16"), r, "i32")
+            column = b.at(b.row(self.queries, chunk, TILE_ELEMENTS, "bf16"), r, "i32")
             for pair in range(LANES):
                 word = b.extract(words, pair, "word")
                 b.store(word, b.at(column, LANES * pair, "i32"))
@@ -91,20 +91,20 @@ class TileRows(RowProducts):
             rows = keys.rows(key, STEP, every.high, self.widths.d, self.widths.d, self.staging)
             place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
             with b.carry(0, self.chunks, 1, [self.unit.zero() for _ in range(2)], hint="chunk") as (loop, chunk, sums):
-                right = self.unit.load(b.at(self.queries, b.mul(chunk, TILE_ELEMENTS), "bf16"), "q")
-                column = b.at(rows.pointer, b.mul(chunk, PAIRED), "bf16")
-                lines = [b.at(column, b.mul(rows.stride, n), "bf16") for n in (0, LANES)]
+                right = self.unit.load(b.row(self.queries, chunk, TILE_ELEMENTS, "bf16"), "q")
+                column = b.row(rows.pointer, chunk, PAIRED, "bf16")
+                lines = [b.row(column, rows.stride, n, "bf16") for n in (0, LANES)]
                 left = [self.unit.load(line, "k", pitch) for line in lines]
                 loop.yields(*(self.unit.product(k, right, sum_) for k, sum_ in zip(left, sums, strict=True)))
             for n, tile in enumerate(loop.results):
-                self.unit.store(tile, b.at(self.products, b.mul(b.add(place, LANES * n), LANES), "f32"))
+                self.unit.store(tile, b.row(self.products, b.add(place, LANES * n), LANES))
         with b.loop(b.sub(every.first, every.start), b.sub(every.high, every.start), LANES, hint="place") as place:
             self._transpose(place)
 
     def _transpose(self, place: Value) -> None:
         """16 keys: two squares of 8 keys and 8 rows beside each other."""
         b = self.b
-        lines = [b.at(self.products, b.mul(b.add(place, n), LANES), "f32") for n in range(LANES)]
+        lines = [b.row(self.products, b.add(place, n), LANES) for n in range(LANES)]
         halves = [b.load(line, f"vector<{MOST_ROWS}xf32>") for line in lines]
         both = [b.shuffle(low, high, range(LANES)) for low, high in zip(halves[:8], halves[8:], strict=True)]
         for r, x in enumerate(transpose(b, both)):
@@ -125,7 +125,7 @@ class TileRows(RowProducts):
         with b.loop(low, high, LANES, hint="place") as place:
             p = b.convert("arith.truncf", b.load(b.at(self.own_weights, place, "f32"), F32, "p"), "bf16")
             self._store_powers(r, place, b.convert("arith.extui", b.bitcast(p, f"vector<{LANES}xi16>"), "i32", "word"))
-        behind = b.add(low, b.mul(b.div(b.add(b.sub(high, low), LANES - 1), LANES), LANES), "behind")
+        behind = b.add(low, b.mul(b.ceil_div(b.sub(high, low), LANES), LANES), "behind")
         with b.loop(behind, self.widths.stretch + STEP, LANES, hint="place") as place:
             self._store_powers(r, place, zero)
 
@@ -162,14 +162,14 @@ class TileRows(RowProducts):
                     sums[own] = unit.product(left, right, sums[own])
             loop.yields(*sums)
         for n, tile in enumerate(loop.results):
-            unit.store(tile, b.at(self.halves, b.mul(b.add(b.mul(block, sets), n), TILE), "f32"))
+            unit.store(tile, b.row(self.halves, b.add(b.mul(block, sets), n), TILE))
 
     def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
         b, zero = self.b, self.b.constant(0.0, F32)
         with b.carry(0, self.blocks, 1, [zero], hint="block") as (loop, block, (total,)):
-            tiles = b.at(self.halves, b.mul(block, self.sets * TILE), "f32")
+            tiles = b.row(self.halves, block, self.sets * TILE)
             for odd in (0, 1):
-                line = b.at(tiles, b.mul(b.add(r, MOST_ROWS * odd), LANES), "f32")
+                line = b.row(tiles, b.add(r, MOST_ROWS * odd), LANES)
                 parts = [b.load(b.at(line, n * TILE, "f32"), F32, "o") for n in range(self.sets)]
                 x = functools.reduce(b.add, parts)
                 b.store(x, b.at(self.output, b.add(b.mul(block, PAIRED), LANES * odd), "f32"))

@@ -62,7 +62,7 @@ class VectorRows(RowProducts):
         return most
 
     def _query(self, r: Value) -> Value:
-        return self.b.at(self.queries, self.b.mul(r, self.widths.d_padded), "f32")
+        return self.b.row(self.queries, r, self.widths.d_padded)
 
     def store_query(self, source: Rows, r: Value) -> None:
         self.keys.store_query(source, self._query(r))
@@ -109,7 +109,7 @@ class VectorRows(RowProducts):
         return self.b.load(self._product(r, mine, key), self.vector, "score")
 
     def weights(self, r: Value) -> Value:
-        return self.b.at(self.products, self.b.mul(r, self.room), "f32")
+        return self.b.row(self.products, r, self.room)
 
     def weigh(self, mine: Stretch, r: Value) -> None:
         b = self.b
@@ -128,7 +128,7 @@ class VectorRows(RowProducts):
             self.values.weigh(values, mine, self.weights(r), self._output(r), ask)
 
     def _output(self, r: Value) -> Value:
-        return self.b.at(self.outputs, self.b.mul(r, self.widths.e_padded), "f32")
+        return self.b.row(self.outputs, r, self.widths.e_padded)
 
     def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
         self._add(self._output(r), target)
@@ -226,7 +226,7 @@ class ValueProducts:
         b, lanes, (e, count) = self.b, self.lanes, columns
         vector, width, padded = vector_of("f32", lanes), self.widths.d_v, self.widths.e_padded
         sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
-        whole = b.add(mine.low, b.mul(b.div(b.sub(mine.high, mine.low), lanes), lanes), "whole")
+        whole = b.add(mine.low, b.floor_to(b.sub(mine.high, mine.low), lanes), "whole")
         places = [b.at(output, n * lanes, "f32") for n in range(count)]
         sums = [b.load(place, vector, "o") for place in places] + [b.constant(0.0, vector)] * ((sets - 1) * count)
         for low, high, together in (mine.low, whole, lanes), (whole, mine.high, 1):

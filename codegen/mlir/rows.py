@@ -133,7 +133,7 @@ class RowReader:
             return staged
         start = b.at(self.source, b.add(self.base, b.mul(first, self.row_stride)), self.memory, "rows")
         direct = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
-        direct = b.binary("arith.andi", direct, b.compare("eq", b.as_value(self.column_stride, "i64"), 1, "unit"))
+        direct = b.and_(direct, b.compare("eq", b.as_value(self.column_stride, "i64"), 1, "unit"))
         if padded != width:
             direct = b.constant(0, "i1")
         with b.when(b.negated(direct, "staged")):
@@ -152,7 +152,7 @@ class RowReader:
             for r in range(0, together, run):
                 position = b.add(row, r)
                 line = self._line(position if self.base is not None else b.least(position, b.sub(limit, 1)))[0]
-                lines = [b.at(line, b.mul(self.run_stride, n), self.memory) for n in range(run)]
+                lines = [b.row(line, self.run_stride, n, self.memory) for n in range(run)]
                 for line, column in itertools.product(lines, range(0, width, LINE // SIZE[self.memory])):
                     b.prefetch(b.at(line, column, self.memory))
 
@@ -166,7 +166,7 @@ class RowReader:
         if stride is None or padded != width:
             return self.rows(first, count, limit, width, padded, staging)
         whole = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
-        direct = b.binary("arith.andi", whole, b.compare("eq", b.as_value(stride, "i64"), 1, "unit"))
+        direct = b.and_(whole, b.compare("eq", b.as_value(stride, "i64"), 1, "unit"))
         with b.when(b.negated(direct, "staged")):
             self._stage(first, count, limit, width, padded, staging)
         lines = [
@@ -174,7 +174,7 @@ class RowReader:
             for r, (line, _) in enumerate(found)
         ]
         stride = b.select(direct, b.as_value(self.run_stride, "i64"), b.constant(padded, "i64"), "stride")
-        lines = [b.at(line, b.mul(stride, r), self.memory) for line in lines for r in range(run)]
+        lines = [b.row(line, stride, r, self.memory) for line in lines for r in range(run)]
         return Rows(pointer=lines[0], stride=stride, memory=self.memory, dtype=self.dtype, lines=tuple(lines))
 
     def _stage(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> None:
@@ -185,7 +185,7 @@ class RowReader:
         with b.loop(b.mul(valid, padded), b.mul(padded, count), step, hint="c") as c:
             b.store(b.constant(0.0, vector_of(self.memory, step)), b.at(staging, c, self.memory))
         with b.loop(0, valid, hint="r") as r:
-            self.put(b.add(first, r), width, padded, b.at(staging, b.mul(r, padded), self.memory), self.memory)
+            self.put(b.add(first, r), width, padded, b.row(staging, r, padded, self.memory), self.memory)
 
     def put(self, position: Value, width: int, padded: int, target: Value, memory: str) -> None:
         """Write a row, padded with zeros, in its own type, or one in which its elements are exact. memory: MLIR's."""
@@ -215,7 +215,7 @@ class RowReader:
             with b.loop(0, whole, step, hint="c") as c:
                 move(b.at(line, c, self.memory), c, vector_of(self.memory, step))
         with b.loop(whole, width, hint="c") as c:
-            address = self._element(position, c) if stride is None else b.at(line, b.mul(c, stride), self.memory)
+            address = self._element(position, c) if stride is None else b.row(line, c, stride, self.memory)
             move(address, c, self.memory)
 
     def _line(self, position: Value) -> tuple[Value, Value | int | None]:
@@ -277,7 +277,7 @@ class SharedRows:
 
     def _row(self, position: Value) -> Value:
         b = self.reader.context.b
-        return b.at(self.area, b.mul(b.sub(position, self.start), self.padded), self.memory, "rows")
+        return b.row(self.area, b.sub(position, self.start), self.padded, self.memory, "rows")
 
     def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
         """As `RowReader.rows`, of the stretch that `fill` was called for last."""
@@ -292,7 +292,7 @@ def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lan
     words = f"vector<{lanes}xi32>"
     both = b.load(_address(b, rows, row, column), words, "x", align=2)
     even = b.binary("arith.shli", both, b.constant(16, words), "even")
-    odd = b.binary("arith.andi", both, b.constant(-65536, words), "odd")
+    odd = b.and_(both, b.constant(-65536, words), "odd")
     return b.convert("arith.bitcast", even, "f32"), b.convert("arith.bitcast", odd, "f32")
 
 

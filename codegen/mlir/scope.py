@@ -358,7 +358,7 @@ class Scope:
             found = b.gather(addresses, valid, type_)
         else:
             line, adjacent = b.at(base, first[0], memory), b.compare("eq", strides[first[1]], 1)
-            adjacent = b.binary("arith.andi", adjacent, b.reduce("and", valid, "whole"), "adjacent")
+            adjacent = b.and_(adjacent, b.reduce("and", valid, "whole"), "adjacent")
             found = b.either(adjacent, lambda: b.load(line, type_), lambda: b.gather(addresses, valid, type_), type_)
         return widen(b, found, expr.kind, self.context.operands[expr.operand].dtype)
 

@@ -146,7 +146,7 @@ class KernelFunction(ThreadFunction):
         end = self.n_k
         if mask is not None and mask.key_lo is not None:
             start = b.most(b.least(b.as_value(scope.integer(mask.key_lo), "i64"), self.n_k), 0)
-            start = b.mul(b.div(start, step), step, "key_lo")
+            start = b.floor_to(start, step, "key_lo")
         if mask is not None and mask.key_hi is not None:
             end = b.most(b.least(b.as_value(scope.integer(mask.key_hi), "i64"), self.n_k), 0, "key_hi")
         return start, end
@@ -156,7 +156,7 @@ class KernelFunction(ThreadFunction):
     ) -> tuple[Value | int, Value]:
         """The key range of an item without the dead cells at its ends, by the map of live tiles."""
         b = self.b
-        cells = b.div(b.add(self.n_k, CELL_KEYS - 1), CELL_KEYS, "cells")
+        cells = b.ceil_div(self.n_k, CELL_KEYS, "cells")
         zero, last = b.constant(0, "i64"), b.sub(self.n_k, 1)
 
         def dead(first: Value, end: Value) -> Value:
@@ -170,7 +170,7 @@ class KernelFunction(ThreadFunction):
             loop.yields(b.add(before, until, "before"), b.add(behind, dead(first, last), "behind"))
         start = b.mul(loop.results[0], CELL_KEYS)
         stop = b.mul(b.sub(cells, loop.results[1]), CELL_KEYS)
-        start = b.mul(b.div(b.least(start, self.n_k), step), step)
+        start = b.floor_to(b.least(start, self.n_k), step)
         return b.most(low, start, "key_lo"), b.least(high, stop, "key_hi")
 
     def _with_keys(self, tile: Scope, first: Value, count: Value) -> Scope:
@@ -188,7 +188,7 @@ class KernelFunction(ThreadFunction):
 
     def _all(self, scope: Scope, conditions: Sequence[Expr]) -> Value:
         b = self.b
-        return functools.reduce(lambda x, e: b.binary("arith.andi", x, scope.value(e)), conditions, b.constant(1, "i1"))
+        return functools.reduce(lambda x, e: b.and_(x, scope.value(e)), conditions, b.constant(1, "i1"))
 
     def _valid(self, remaining: Value) -> Value:
         return self.b.first_lanes(remaining, self.lanes)
@@ -219,13 +219,13 @@ class KernelFunction(ThreadFunction):
         with b.loop(0, whole, lanes, hint="e") as e:
             b.store(self._narrow(b.load(b.at(source, e, "f32"), self.vector), memory), b.at(target, e, memory))
         with b.loop(whole, width, hint="e") as e:
-            b.store(self._narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.at(target, b.mul(e, stride), memory))
+            b.store(self._narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.row(target, e, stride, memory))
 
     def _turn(self, source: Value, padded: int, change: Callable[[Value], Value] = lambda x: x) -> None:
         """[`padded` columns][L] as the rows of `finished`, each vector changed."""
         b, lanes = self.b, self.lanes
         with b.loop(0, padded, lanes, hint="e") as e:
-            cells = [b.load(b.at(source, b.mul(b.add(e, r), lanes), "f32"), self.vector, "o") for r in range(lanes)]
+            cells = [b.load(b.row(source, b.add(e, r), lanes), self.vector, "o") for r in range(lanes)]
             for r, line in enumerate(transpose(b, [change(cell) for cell in cells])):
                 b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
 

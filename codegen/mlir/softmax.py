@@ -106,7 +106,7 @@ class Exponent:
         """What sums in units of the maximum m are multiplied by when it becomes m_new. Before the first live key there
         is nothing to scale."""
         b = self.b
-        same = b.binary("arith.ori", b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
+        same = b.or_(b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
         return b.select(same, 1.0, self.change(m, m_new), "factor")
 
 
@@ -122,12 +122,12 @@ class GroupSoftmax:
         self.vector = vector_of("f32", self.lanes)
 
     def _row(self, base: Value, key: Value | int) -> Value:
-        return self.b.at(base, self.b.mul(key, self.lanes), "f32")
+        return self.b.row(base, key, self.lanes)
 
     def apply(self, rows: RowProgram, low: Value | int, high: Value, highest: Value) -> Value:
         """Apply the program to rows [low, high), in place; returns each lane's maximum, `highest` included."""
         b = self.b
-        main = b.add(low, b.mul(b.div(b.sub(high, low), UNROLL), UNROLL))
+        main = b.add(low, b.floor_to(b.sub(high, low), UNROLL))
         with b.carry(low, main, UNROLL, [highest], hint="j") as (loop, j, (so_far,)):
             loop.yields(self.raise_to(so_far, self.apply_rows(rows, j, UNROLL)))
         with b.carry(main, high, 1, loop.results, hint="j") as (rest, j, (so_far,)):
@@ -224,7 +224,7 @@ class GroupSoftmax:
         """`apply_and_weigh` for keys [low, high), and rows of no weight up to the key step."""
         b, zero = self.b, self.b.constant(0.0, self.vector)
         end = b.least(high, self.block.count)
-        main = b.add(low, b.mul(b.div(b.sub(end, low), UNROLL), UNROLL))
+        main = b.add(low, b.floor_to(b.sub(end, low), UNROLL))
         with b.carry(low, main, UNROLL, [zero] * (UNROLL // PAIR), hint="j") as (loop, j, sums):
             loop.yields(*self.apply_and_weigh(rows, weigh, j, sums))
         self.add_total(loop.results)

@@ -54,7 +54,7 @@ class SparseKernelText(AttentionKernel):
         for g in range(self.tiling.groups):
             worst = b.most(worst, b.load(b.at(self.left_out, g * self.lanes, "f32"), self.vector, "left"))
         most = b.reduce("maxnumf", worst, "worst")
-        target = b.at(self.params[("ptr", "skipped")], b.mul(item.number, 2), "f32")
+        target = b.row(self.params[("ptr", "skipped")], item.number, 2)
         b.store(most, target)
         b.store(b.load(self.computed, "f32", "computed"), b.at(target, 1, "f32"))
 
@@ -64,7 +64,7 @@ class SparseKernelText(AttentionKernel):
     def _rows_and_keys(self, item: Item, keys: KeyRange, g: Value, j0: Value) -> tuple[Scope, Value]:
         b, size = self.b, self.tiling.keys
         tile, n = super()._rows_and_keys(item, keys, g, j0)
-        columns = b.div(b.add(self.n_k, size - 1), size, "key_blocks")
+        columns = b.ceil_div(self.n_k, size, "key_blocks")
         row = b.add(b.mul(item.number, self.sets), b.div(g, self.together))
         place = b.add(b.mul(row, columns), b.div(j0, size))
         mark = b.load(b.at(self.params[("ptr", "marks")], place, "i8"), "i8", "mark")
@@ -102,9 +102,9 @@ class SparseKernelText(AttentionKernel):
             b.store(highest, self._highest_of(member))
             part, total = self._share(tile, member, highest)
             high = b.compare("ugt", part, b.mul(total, share), "high")
-            high = b.binary("arith.andi", high, self._rows(tile, member))
+            high = b.and_(high, self._rows(tile, member))
             found = b.reduce("or", high, "found")
-            loop.yields(b.binary("arith.ori", any_, found, "any"))
+            loop.yields(b.or_(any_, found, "any"))
         return loop.results[0]
 
     def _share(self, tile: Tile, member: Value, highest: Value) -> tuple[Value, Value]:
@@ -131,6 +131,6 @@ class SparseKernelText(AttentionKernel):
         with b.loop(0, tile.here, hint="member") as member:
             highest = b.load(self._highest_of(member), self.vector, "h")
             part, total = self._share(tile, member, highest)
-            place = b.at(self.left_out, b.mul(b.add(tile.g, member), self.lanes), "f32")
+            place = b.row(self.left_out, b.add(tile.g, member), self.lanes)
             share = b.select(self._rows(tile, member), b.div(b.mul(part, keys), total), 0.0)
             b.store(b.add(b.load(place, self.vector), share), place)

@@ -35,7 +35,7 @@ class ThreadFunction:
             several = b.compare("sgt", self.threads, 1, "several_threads")
             self.thread = b.either(several, lambda: self._ticket(begun), lambda: b.constant(0, "i64"), "i64")
             workspace, size = self.params[("ptr", "workspace")], self.params[("workspace_bytes",)]
-            self.base = b.at(workspace, b.mul(self.thread, size), "i8", "mine")
+            self.base = b.row(workspace, self.thread, size, "i8", "mine")
 
     def _ticket(self, counter: Value) -> Value:
         """How many were drawn before, by all threads."""

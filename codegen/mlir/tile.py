@@ -78,7 +78,7 @@ class TileKernel(KernelFunction):
         self.staged = [self.area(self.staged_at_once * keys * row, "staged") for _ in self.dense]
 
     def _part(self, base: Value, number: Value | int, size: int, hint: str) -> Value:
-        return self.b.at(base, self.b.mul(number, size), "i8", hint)
+        return self.b.row(base, number, size, "i8", hint)
 
     def _group_memory(self, g: Value, member: Value | int = 0, weights: Value | None = None) -> Group:
         """Memory of group g, number `member` of those that are worked on together; weights: where theirs lie."""
@@ -108,7 +108,7 @@ class TileKernel(KernelFunction):
         b, first = self.b, tile.block.first
         following = b.add(first, self.tiling.keys)
         ends = b.compare("ne", b.div(first, self.span), b.div(following, self.span))
-        ends = b.binary("arith.andi", ends, b.compare("slt", following, self.n_k), "ends")
+        ends = b.and_(ends, b.compare("slt", following, self.n_k), "ends")
         with b.when(ends), b.loop(0, tile.here, hint="member") as member:
             self._merge_partial_sums(b.add(tile.g, member), 0, 1)
 
@@ -125,7 +125,7 @@ class TileKernel(KernelFunction):
     def _make_tile(self, item: Item, scope: Scope, g: Value, j0: Value, n: Value, weights: Value | None = None) -> Tile:
         """The tile of the groups from g on and n keys from j0 on."""
         b, step = self.b, self.products.key_step
-        steps = b.div(b.add(n, step - 1), step, "steps")
+        steps = b.ceil_div(n, step, "steps")
         return Tile(
             item=item, scope=scope, g=g, steps=steps,
             here=b.least(b.sub(item.groups, g), self.together, "here"),
@@ -159,11 +159,11 @@ class TileKernel(KernelFunction):
     def _scores(self, tile: Tile, step: Value, first: Value | int = 0, beside: InterleavedWork | None = None) -> None:
         """One key step against the set of groups from member `first` on."""
         b, p = self.b, self.products
-        at = b.at(self.packed_keys, b.mul(b.add(b.div(tile.block.first, p.key_step), step), p.key_bytes()), "i8")
+        at = b.row(self.packed_keys, b.add(b.div(tile.block.first, p.key_step), step), p.key_bytes(), "i8")
         members = [b.add(k, first) for k in range(p.group_step)]
         queries = [self._part(self.queries, b.add(tile.g, m), p.query_bytes(), "q_at") for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
-        p.scores(at, queries, [b.at(self.scores, b.mul(r, self.lanes), "f32") for r in rows], step, beside)
+        p.scores(at, queries, [b.row(self.scores, r, self.lanes) for r in rows], step, beside)
         row = b.add(tile.item.first, b.mul(b.add(tile.g, first), self.lanes))
         key, block = b.add(tile.block.first, b.mul(step, p.key_step)), self.tiling.groups * self.lanes
         for load in self.loads:
@@ -172,7 +172,7 @@ class TileKernel(KernelFunction):
     def _sets(self, tile: Tile) -> Value:
         """How many pairs (or whatever the products take at a time) of groups the tile has."""
         b, step = self.b, self.products.group_step
-        return b.div(b.add(tile.here, step - 1), step, "sets")
+        return b.ceil_div(tile.here, step, "sets")
 
     def _all_scores(self, tile: Tile) -> None:
         b = self.b

@@ -33,7 +33,7 @@ class TrainingStatistics:
         self.peaks = kernel.area(groups * 4 * kernel.lanes, "peaks")
 
     def _peak_of(self, g: Value) -> Value:
-        return self.b.at(self.peaks, self.b.mul(g, self.kernel.lanes), "f32")
+        return self.b.row(self.peaks, g, self.kernel.lanes)
 
     def clear(self, groups: Value) -> None:
         """Before the first key of an item."""

@@ -114,7 +114,7 @@ class VectorMath:
         low = b.fma(x, _LOG2E_LOW, b.fma(x, _LOG2E_HIGH, b.unary("arith.negf", high)))
         e = self.exp2(high, 6 if self.degree >= 5 else 5)
         # Where the result is infinite, or the argument is, the correction is not a number.
-        regular = b.binary("arith.andi", b.compare("olt", e, math.inf), b.compare("ogt", x, -200.0))
+        regular = b.and_(b.compare("olt", e, math.inf), b.compare("ogt", x, -200.0))
         return b.select(regular, b.fma(e, b.mul(low, LN2), e), e, "exp")
 
     def tanh(self, x: Value) -> Value:
@@ -159,7 +159,7 @@ class VectorMath:
         # Subtracting the bits of sqrt(1/2) makes the exponent field count from there.
         offset = b.sub(bits, 0x3F3504F3)
         exponent = b.binary("arith.shrsi", offset, 23)
-        mantissa = b.bitcast(b.add(b.binary("arith.andi", offset, 0x7FFFFF), 0x3F3504F3), x.type)
+        mantissa = b.bitcast(b.add(b.and_(offset, 0x7FFFFF), 0x3F3504F3), x.type)
         e = b.convert("arith.sitofp", exponent, "f32", "e")
         e = e if shift is None else b.add(e, shift)
         f = b.sub(mantissa, 1.0, "f")
@@ -176,7 +176,7 @@ class VectorMath:
         small = b.compare("olt", b.unary("math.absf", x), 1e8)
         corrected = b.add(self.log(u), b.div(lost, u))
         # From 1e8 on 1 + x is x; at -1 the quotient has no meaning.
-        usable = b.binary("arith.andi", small, b.compare("une", u, 0.0))
+        usable = b.and_(small, b.compare("une", u, 0.0))
         return b.select(usable, corrected, self.log(u), "log1p")
 
     def sigmoid(self, x: Value) -> Value:
@@ -205,9 +205,9 @@ class VectorMath:
         lanes = shape_of(x.type)[0]
         bits = b.bitcast(x, vector_of("i32", lanes))
         upper = b.binary("arith.shrui", bits, 16, "upper")
-        even = b.binary("arith.andi", upper, 1, "even")
+        even = b.and_(upper, 1, "even")
         nearest = b.binary("arith.shrui", b.add(b.add(bits, 0x7FFF), even), 16, "nearest")
-        quiet = b.binary("arith.ori", upper, 0x40, "quiet")
+        quiet = b.or_(upper, 0x40, "quiet")
         word = b.select(b.compare("uno", x, x), quiet, nearest)
         return b.bitcast(b.convert("arith.trunci", word, "i16"), vector_of("bf16", lanes), "narrow")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from .builder import TILE, Builder, Value, shape_of
+from .builder import Builder, Value, shape_of
+from .values import TILE
 
 FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
 LANES = 16  # float32 elements in the widest vectors
@@ -29,7 +30,7 @@ def flush_denormals(b: Builder, modes: Value) -> None:
     """Make results below 2**-126 zero from here on. modes: memory, which keeps the caller's mode, and after it ours."""
     ours = b.at(modes, 1, "i32")
     b.intrinsic("x86.sse.stmxcsr", modes)
-    b.store(b.binary("arith.ori", b.load(modes, "i32", "mode"), FLUSH_TO_ZERO), ours)
+    b.store(b.or_(b.load(modes, "i32", "mode"), FLUSH_TO_ZERO), ours)
     b.intrinsic("x86.sse.ldmxcsr", ours)
 
 
@@ -40,7 +41,7 @@ def restore_mode(b: Builder, modes: Value) -> None:
 
 def joined(b: Builder, low: Value, high: Value) -> Value:
     """The upper halves of two words as one; the lower half of `high` is 0."""
-    return b.binary("arith.ori", b.binary("arith.shrui", low, 16), high, "pair")
+    return b.or_(b.binary("arith.shrui", low, 16), high, "pair")
 
 
 class Avx512:
@@ -86,7 +87,7 @@ class Avx512:
         tables = [b.dense(excess_of_linear()[at : at + size], BYTES, "excess") for at in (0, size)]
         index = b.bitcast(linear, BYTES)
         found = b.intrinsic("x86.avx512.vpermi2var.qi.512", tables[0], index, tables[1], type_=BYTES, hint="found")
-        excess = b.binary("arith.andi", b.bitcast(found, HALVES), 0xFF, "excess")
+        excess = b.and_(b.bitcast(found, HALVES), 0xFF, "excess")
         return b.bitcast(b.sub(linear, excess), WORDS, "pair")
 
     def _nearest_integer(self, x: Value, ordinary: bool) -> Value:

@@ -51,8 +51,8 @@ class CentredKeys(RowReader):
             most = b.compare("ogt", b.mul(b.mul(mean, mean), 2.0), square, "most")
             usual = b.compare("olt", b.unary("math.absf", mean), LARGEST, "usual")
             bits = b.bitcast(mean, vector_of("i32", kernel.lanes))
-            short = b.bitcast(b.binary("arith.andi", bits, b.constant(-65536, bits.type)), vector, "short")
-            taken = b.select(b.binary("arith.andi", most, usual), short, zero, "mean")
+            short = b.bitcast(b.and_(bits, b.constant(-65536, bits.type)), vector, "short")
+            taken = b.select(b.and_(most, usual), short, zero, "mean")
             b.store(taken, b.at(self.mean, c, "f32"))
 
     def add_mean(self, line: Value, factor: Value) -> None:

@@ -33,7 +33,7 @@ class ListedRows(RowReader):
         b = self.context.b
         with b.loop(0, count, hint="r") as r:
             number = b.load(b.at(self.numbers, b.add(first, r), "i64"), "i64", "row")
-            self.put(number, width, padded, b.at(staging, b.mul(r, padded), self.memory), self.memory)
+            self.put(number, width, padded, b.row(staging, r, padded, self.memory), self.memory)
         return RowsInMemory(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
 
 
@@ -112,7 +112,7 @@ class ExactRowsKernel(RowSumsKernel):
         with b.carry(0, queries.count, 1, [b.constant(0, "i64")], hint="r") as (loop, r, (count,)):
             b.store(b.add(queries.first, r), b.at(self.listed, count, "i64"))
             marked = b.compare("olt", b.load(b.at(self.marks, r, "f32"), "f32", "mark"), b.constant(0.0, "f32"))
-            marked = b.binary("arith.ori", marked, self.all, "marked")
+            marked = b.or_(marked, self.all, "marked")
             loop.yields(b.add(count, b.convert("arith.extui", marked, "i64")))
         with b.loop(0, self.rows_per_block, hint="n") as n:
             b.store(queries.first, b.at(self.listed, b.add(loop.results[0], n), "i64"))
@@ -125,7 +125,7 @@ class ExactRowsKernel(RowSumsKernel):
         delta, square = self._delta_and_square(row)
         source = b.at(self.params[("ptr", "statistics")], b.add(self.flat_query, row), "f32")
         held = [
-            b.masked_load(b.at(source, b.mul(self.params[("statistics_rows",)], n), "f32"), valid, self.vector, name)
+            b.masked_load(b.row(source, self.params[("statistics_rows",)], n), valid, self.vector, name)
             for n, name in enumerate(STATISTICS[:3])
         ]
         common = b.compare("ogt", square, b.broadcast(b.mul(self.square, self.common_share), self.lanes))

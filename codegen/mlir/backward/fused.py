@@ -64,13 +64,13 @@ class TiledQueryGradient:
         for pair in range(self.pairs):
             rows = reader.rows(b.add(first, 32 * pair), 32, limit, p.d, p.e_padded, staging)
             with b.loop(0, self.blocks, hint="block") as block:
-                base = b.at(target, b.mul(b.add(block, pair * self.blocks), self.tile), "bf16")
+                base = b.row(target, b.add(block, pair * self.blocks), self.tile, "bf16")
                 with b.loop(0, 16, hint="k") as k:
                     lines = [load_f32(b, rows, b.add(k, 16 * half), b.mul(block, 16), 16) for half in (0, 1)]
                     both = zip(*(p.split(line) for line in lines), strict=True)
                     for plane, (x, y) in enumerate(both):
                         line = b.shuffle(x, y, [i + 16 * s for i in range(16) for s in (0, 1)], "pair")
-                        b.store(line, b.at(b.at(base, b.mul(k, 32), "bf16"), plane * TILE_ELEMENTS, "bf16"))
+                        b.store(line, b.at(b.row(base, k, 32, "bf16"), plane * TILE_ELEMENTS, "bf16"))
 
     def store(self, slopes: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
         """dS of one row and the pair of lane groups from `group` on."""
@@ -93,9 +93,7 @@ class TiledQueryGradient:
         b, p = self.b, self.product
         lines = [b.add(b.mul(step, 2), a) for a in (0, 1)]
         cells = [
-            b.at(sums, b.mul(b.add(b.add(b.mul(line, self.blocks), block), c), 256), "f32")
-            for line in lines
-            for c in range(count)
+            b.row(sums, b.add(b.add(b.mul(line, self.blocks), block), c), 256) for line in lines for c in range(count)
         ]
         tiles = [p.unit.load(cell, "dq") for cell in cells]
         for pair in range(self.pairs):
@@ -131,7 +129,7 @@ class VectorQueryGradient:
         b, p, lanes = self.b, self.product, self.lanes
         with b.loop(0, self.groups, hint="g") as g:
             rows = reader.rows(b.add(first, b.mul(g, lanes)), lanes, limit, p.d, self.width, staging)
-            start = b.at(target, b.mul(g, self.words * self.width), p.word)
+            start = b.row(target, g, self.words * self.width, p.word)
             for word in range(self.words):
                 with b.loop(0, self.width, lanes, hint="c") as c:
                     b.store(p.value_word(rows, word, c), b.at(start, b.add(c, word * self.width), p.word))
@@ -139,7 +137,7 @@ class VectorQueryGradient:
     def store(self, slopes: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
         """dS of one row and a lane group, unless the product for dK has it."""
         if self.product.per_word > 1:
-            place = self.b.at(slopes, self.b.mul(self.b.add(self.b.mul(group, self.rows), row), self.lanes), "bf16")
+            place = self.b.row(slopes, self.b.add(self.b.mul(group, self.rows), row), self.lanes, "bf16")
             self.b.store(self.b.convert("arith.truncf", pair[0], "bf16"), place)
 
     def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
@@ -159,10 +157,10 @@ class VectorQueryGradient:
         """`length` vectors of the sums of one key step of queries, over the block's keys. The block is summed up by
         itself first: so short sums lose no digits."""
         b, p, lanes, words, rows = self.b, self.product, self.lanes, self.words, self.product.key_step
-        first = b.at(slopes, b.mul(step, rows * words), p.word)
+        first = b.row(slopes, step, rows * words, p.word)
 
         def add_word(sums: Sequence[Value], left: Value, g: Value, word: Value | int) -> list[Value]:
-            line = b.at(keys, b.mul(b.add(b.mul(g, words), word), self.width), p.word)
+            line = b.row(keys, b.add(b.mul(g, words), word), self.width, p.word)
             right, new = [p.load(b.at(line, n * lanes, p.word), "k") for n in range(length)], []
             for r in range(rows):
                 slope = p.broadcast(b.at(left, b.add(word, r * words), p.word), "ds")
@@ -171,12 +169,12 @@ class VectorQueryGradient:
 
         start, whole = [b.constant(0.0, self.vector)] * (rows * length), b.div(count, lanes)
         with b.carry(0, whole, 1, start, hint="g") as (loop, g, total):
-            left = b.at(first, b.mul(g, self.rows * words), p.word)
+            left = b.row(first, g, self.rows * words, p.word)
             for word in range(words):
                 total = add_word(total, left, g, word)
             loop.yields(*total)
-        left = b.at(first, b.mul(whole, self.rows * words), p.word)
-        last = b.div(b.add(b.rem(count, lanes), p.per_word - 1), p.per_word)  # what a pair lacks is 0
+        left = b.row(first, whole, self.rows * words, p.word)
+        last = b.ceil_div(b.rem(count, lanes), p.per_word)  # what a pair lacks is 0
         with b.carry(0, last, 1, loop.results, hint="word") as (rest, word, total):
             rest.yields(*add_word(total, left, whole, word))
         for number, total in enumerate(rest.results):
@@ -186,7 +184,7 @@ class VectorQueryGradient:
 
     def line(self, sums: Value, row: Value) -> Sequence[Value]:
         """The vectors of one query's gradient."""
-        start = self.b.at(sums, self.b.mul(row, self.width), "f32")
+        start = self.b.row(sums, row, self.width)
         return [self.b.load(self.b.at(start, n, "f32"), self.vector, "dq") for n in range(0, self.width, self.lanes)]
 
 
@@ -235,7 +233,7 @@ class FusedKernel(KeysKernel):
         b = self.b
         steps = self.params[("key_steps",)]
         self.sum_bytes = b.mul(steps, self.query_bytes)
-        self.row_area = b.at(self.query_sums[0], b.mul(steps, self.queries.step_bytes), "i8", "row_sums")
+        self.row_area = b.row(self.query_sums[0], steps, self.queries.step_bytes, "i8", "row_sums")
         for area in self.query_sums:
             self._zero(area, self.sum_bytes)
         yield

@@ -166,7 +166,7 @@ class BackwardKernel(BackwardTile):
             all_spans = b.constant(2 * half.size, "i64")
             self._zero(half.sums, b.select(several, all_spans, b.constant(half.size, "i64")))
         with b.loop(0, len(self.lane_sums) * self.tiling.groups, hint="n") as n:
-            b.store(zero, b.at(self.kept, b.mul(n, self.lanes), "f32"))
+            b.store(zero, b.row(self.kept, n, self.lanes))
         low, high = self._row_range(block)
         self.packed.extend(low, high, self.score_half.products.key_step, self._pack_step)
         with b.loop(low, high, keys, hint="r0") as first:
@@ -174,7 +174,7 @@ class BackwardKernel(BackwardTile):
             with b.when(self._may_meet(block, rows)):
                 self._tile(block, rows)
                 self._add_up_tables()
-            with b.when(b.binary("arith.andi", several, self._ends_key_span(first, keys, self.span))):
+            with b.when(b.and_(several, self._ends_key_span(first, keys, self.span))):
                 for half in self.halves:
                     self._add_partial_sums(half.sums, b.at(half.sums, half.size, "i8"), half.size)
         with b.when(several):
@@ -191,8 +191,8 @@ class BackwardKernel(BackwardTile):
 
     def _block_at(self, scope: Scope, first: Value, count: Value, span: Rows) -> Block:
         b, step = self.b, self.score_half.products.group_step
-        groups = b.div(b.add(count, self.lanes - 1), self.lanes, "groups")
-        padded = b.mul(b.div(b.add(groups, step - 1), step), step, "padded_groups")
+        groups = b.ceil_div(count, self.lanes, "groups")
+        padded = b.mul(b.ceil_div(groups, step), step, "padded_groups")
         return Block(scope=scope, first=first, count=count, groups=groups, padded=padded, span=span)
 
     def _row_range(self, block: Block) -> tuple[Value, Value]:
@@ -214,10 +214,10 @@ class BackwardKernel(BackwardTile):
             alive = b.compare("olt", b.unary("math.absf", factor), float("inf"))
             if math.isfinite(mask.fill):
                 limit = max(mask.fill / 2 / self.programs.scale, -3e38)
-                alive = b.binary("arith.andi", alive, b.compare("olt", shift, b.mul(c, -limit)))
-            found = b.binary("arith.andi", b.negated(alive), self._valid(b.sub(queries.count, i)))
+                alive = b.and_(alive, b.compare("olt", shift, b.mul(c, -limit)))
+            found = b.and_(b.negated(alive), self._valid(b.sub(queries.count, i)))
             any_found = b.reduce("or", found, "dead")
-            loop.yields(b.binary("arith.ori", dead, any_found))
+            loop.yields(b.or_(dead, any_found))
         return loop.results[0]
 
     def _finish(self, block: Block, g: Value) -> None:
@@ -239,7 +239,7 @@ class BackwardKernel(BackwardTile):
         source = self.part(half.sums, g, 4 * padded * lanes)
         self._turn(source, padded, lambda cell: cell if scale == 1.0 else b.mul(cell, scale))
         with b.loop(0, rows.count, hint="r") as r:
-            line, row = b.at(self.finished, b.mul(r, padded), "f32"), b.add(rows.first, r)
+            line, row = b.row(self.finished, r, padded), b.add(rows.first, r)
             if half.operand == 0:
                 self._add_mean(line, row)
             self._write_line(scope, half.operand, line, row, half.width)

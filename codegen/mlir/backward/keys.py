@@ -28,7 +28,7 @@ class KeysKernel(BackwardKernel):
         if mask is None or not self.skips:
             return b.constant(1, "i1")
         meets = self._all(self._tile_scope(block, rows), mask.visits())
-        return b.binary("arith.ori", meets, self._any_dead(rows), "meets") if normalized(self.spec) else meets
+        return b.or_(meets, self._any_dead(rows), "meets") if normalized(self.spec) else meets
 
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Dense tensors that are read, and their gradients that are written."""

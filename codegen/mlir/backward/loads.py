@@ -28,7 +28,7 @@ class LaneLoad(DenseLoad):
         unit = b.compare("eq", b.as_value(self.key_stride, "i64"), 1, "unit")
         type_, mask = vector_of(self.memory, lanes), scope.lanes.valid
         with b.loop(0, count, hint="r") as r:
-            start, place = b.at(corner, b.mul(r, self.row_stride), self.memory), b.at(target, b.mul(r, lanes), "f32")
+            start, place = b.row(corner, r, self.row_stride, self.memory), b.row(target, r, lanes)
             with b.when(unit):
                 b.store(self._widen(b.masked_load(start, mask, type_, "line")), place, align=4 * lanes)
             with b.otherwise():
@@ -59,12 +59,12 @@ class GradientSink:
         self.strides = [params[("sink_stride", number, dim)] for dim in dims]
         if entry.form is Form.SCATTERED:
             self.size = params[("sink_elements", number)]
-            self.sink = b.at(self.sink, b.mul(share, params[("sinks_apart", number)]), "f32", "copy")
+            self.sink = b.row(self.sink, share, params[("sinks_apart", number)], "f32", "copy")
             self.total = b.at(self.sink, self.size, "f32", "total")
         self.alone = plan.alone(entry)
         if self.alone:
             self.memory = MEMORY_TYPE[plan.spec.operands[number].dtype]
-            self.kept = b.at(params[("ptr", "kept", number)], b.mul(share, params[("kept_elements", number)]), "f32")
+            self.kept = b.row(params[("ptr", "kept", number)], share, params[("kept_elements", number)])
             self.queries, self.width = queries, width
             self.first = b.compare("eq", inner, 0, "first")
             self.last = b.compare("eq", b.add(inner, 1), params[("inner",)], "last")

@@ -42,7 +42,7 @@ class QueriesKernel(BackwardKernel):
             return b.constant(1, "i1")
         live = b.as_value(self._tile_scope(block, rows).integer(mask.tile_live), "i64")
         meets = b.compare("ne", live, 0, "meets")
-        return b.binary("arith.ori", meets, self.dead, "meets") if normalized(self.spec) else meets
+        return b.or_(meets, self.dead, "meets") if normalized(self.spec) else meets
 
     def _prefetch(self, block: Block, rows: Rows) -> None:
         """Dense tensors that are read."""

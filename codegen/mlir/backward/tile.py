@@ -200,7 +200,7 @@ class BackwardTile(KernelFunction):
                 product.note_key_steps(steps)
             for size in sizes:
                 packed.append(here)
-                here = b.at(here, b.mul(steps, size), "i8", "packed")
+                here = b.row(here, steps, size, "i8", "packed")
         return packed
 
     def _step_sizes(self, products: Sequence[Products]) -> list[int]:
@@ -208,7 +208,7 @@ class BackwardTile(KernelFunction):
         return [size for p in products for size in (p.key_bytes(), p.value_bytes())]
 
     def part(self, base: Value, g: Value | int, size: int) -> Value:
-        return self.b.at(base, self.b.mul(g, size), "i8")
+        return self.b.row(base, g, size, "i8")
 
     def _ends_key_span(self, first: Value, count: int, span: int) -> Value:
         b = self.b
@@ -225,7 +225,7 @@ class BackwardTile(KernelFunction):
 
     def _tile(self, block: Block, rows: Rows) -> None:
         b, step = self.b, self.score_half.products.key_step
-        steps = b.div(b.add(rows.count, step - 1), step, "steps")
+        steps = b.ceil_div(rows.count, step, "steps")
         start = b.div(rows.first, step)
         masked, *full = self.plan.variants
         whole = self._whole(self._tile_scope(block, rows)) if full else None
@@ -251,7 +251,7 @@ class BackwardTile(KernelFunction):
                     members = [b.add(g, k) for k in range(p.group_step)]
                     at = self.part(half.keys, b.add(start, step), p.key_bytes())
                     places = [
-                        b.at(half.tile, b.mul(b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)), lanes), "f32")
+                        b.row(half.tile, b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)), lanes)
                         for m in members
                     ]
                     p.scores(at, [self.part(half.lanes, m, p.query_bytes()) for m in members], places)
@@ -277,20 +277,20 @@ class BackwardTile(KernelFunction):
         with b.loop(0, block.groups, self.together, hint="g") as g:
             members = [GroupElements(self, block, rows, b.add(g, k), k, variant) for k in range(self.together)]
             tile = Elements(self, g, members)
-            pairs = b.mul(b.div(n, PAIR), PAIR, "pairs")
+            pairs = b.floor_to(n, PAIR, "pairs")
             with b.carry(0, pairs, PAIR, tile.no_sums, hint="r") as (loop, r, sums):
                 loop.yields(*tile.pair(r, sums))
             with b.carry(pairs, n, PAIR, loop.results, hint="r") as (rest, r, sums):
                 rest.yields(*tile.pair(r, sums, both=False))
             tile.add_sums(rest.results)
-            tail = b.mul(b.div(b.add(n, 1), PAIR), PAIR)
+            tail = b.floor_to(b.add(n, 1), PAIR)
             nothing = [[b.constant(0.0, self.vector)] * PAIR] * self.together
             with b.loop(tail, b.mul(steps, self.score_half.products.key_step), PAIR, hint="r") as r:
                 tile.store(r, nothing, nothing)
 
     def sum_at(self, k: int, g: Value) -> Value:
         """Where sum k of a group's lanes lies."""
-        return self.b.at(self.kept, self.b.mul(self.b.add(g, k * self.tiling.groups), self.lanes), "f32")
+        return self.b.row(self.kept, self.b.add(g, k * self.tiling.groups), self.lanes)
 
     def lane_scope(self, block: Block, g: Value) -> Scope:
         """A scope that knows the lanes of a group."""
