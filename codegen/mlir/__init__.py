@@ -58,7 +58,8 @@ def compile_training(
 ) -> TrainingKernel | None:
     """The kernels that train with a spec, or None where it has no backward kernel. They have one tile for all lengths:
     nothing is planned or measured."""
-    from .backward.plan import unsupported
+    from fusion.lowering.backward_plan import unsupported
+
     from .training import TrainingKernel
 
     machine = machine or Machine.detect()

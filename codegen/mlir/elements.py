@@ -9,14 +9,13 @@ read by one load and spread over the lanes, and scales of groups are read once p
 from __future__ import annotations
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, Kind, coord, coordinates, loads, rebuild
-from fusion.ir.ops import evaluate
+from fusion.ir.expr import Expr, Kind, coordinates, loads
 from fusion.ir.widths import interval
+from fusion.lowering.addresses import BLOCK, LANE, along_lanes, by_blocks, lane_pattern, lane_values
 
 from .builder import Value, vector_of
 from .scope import MEMORY_TYPE, Context, Lanes, Scope, widen
 
-BLOCK, LANE = coord("c_block"), coord("c_lane")
 _WORD = (-(2**31), 2**31 - 1)
 
 
@@ -33,7 +32,7 @@ class Elements:
         """Whether what is read by several lanes lies side by side."""
         b, unit = self.b, self.b.constant(1, "i1")
         for part in loads(self.value):
-            for dim in _along_lanes(part):
+            for dim in along_lanes(part):
                 stride = b.as_value(self.context.params[("stride", part.operand, dim)], "i64")
                 unit = b.and_(unit, b.compare("eq", stride, 1), "unit")
         return unit
@@ -77,8 +76,8 @@ class Elements:
 
     def _load(self, here: Scope, expr: Expr) -> Value | None:
         """Elements that lie side by side in memory, each spread over the lanes that read it; None where they do not."""
-        b, dims = self.b, _along_lanes(expr)
-        pattern = _pattern(expr.args[dims[0]], self.lanes) if len(dims) == 1 else None
+        b, dims = self.b, along_lanes(expr)
+        pattern = lane_pattern(expr.args[dims[0]], self.lanes) if len(dims) == 1 else None
         if pattern is None or (span := max(pattern[1]) - min(pattern[1]) + 1) > self.lanes:
             return None
         dtype = self.context.operands[expr.operand].dtype
@@ -113,7 +112,7 @@ class Elements:
         """An integer as a vector of 32 bits."""
         b, type_ = self.b, vector_of("i32", self.lanes)
         if coordinates(expr) <= {LANE.name} and not loads(expr):
-            return b.dense(_values(expr, self.lanes), type_, "known")
+            return b.dense(lane_values(expr, self.lanes), type_, "known")
         if expr.op == "load" or LANE.name not in coordinates(expr):
             found = here.value(expr)
             found = found if found.type.startswith("vector") else b.broadcast(found, self.lanes)
@@ -128,47 +127,3 @@ class Elements:
                     return b.and_(values[0], divisor - 1)
                 return b.binary("arith.shrsi", values[0], divisor.bit_length() - 1)
         return here._integer_operation(expr.op, values)
-
-
-def by_blocks(expr: Expr, column: Expr, lanes: int) -> Expr:
-    """An expression in which the column is lanes * BLOCK + LANE."""
-    whole, bounds = integers.add(integers.mul(lanes, BLOCK), LANE), {LANE: integers.integer(lanes)}
-
-    def leaf(part: Expr) -> Expr | None:
-        if part is column:
-            return whole
-        if part.op not in ("floordiv", "mod") or column.name not in coordinates(part.args[0]):
-            return None
-        value, divisor = rebuild(part.args[0], leaf), part.args[1]
-        division = integers.floordiv if part.op == "floordiv" else integers.mod
-        blocks, rest = integers.floordiv(value, lanes, bounds), integers.mod(value, lanes, bounds)
-        if divisor.is_const and divisor.integer % lanes == 0 and LANE.name not in coordinates(blocks):
-            found = division(blocks, divisor.integer // lanes, bounds)
-            return found if part.op == "floordiv" else integers.add(integers.mul(lanes, found), rest)
-        return division(value, divisor, bounds)
-
-    return rebuild(expr, leaf)
-
-
-def _along_lanes(part: Expr) -> list[int]:
-    return [dim for dim, index in enumerate(part.args) if LANE.name in coordinates(index)]
-
-
-def _pattern(index: Expr, lanes: int) -> tuple[Expr, list[int]] | None:
-    """(what is the same for all lanes, what is added in each) of an index; None where that is not known."""
-    same, own = {}, {}
-    for monomial, coefficient in integers.terms(index).items():
-        names = {name for atom in monomial for name in coordinates(atom)}
-        (own if LANE.name in names else same)[monomial] = coefficient
-    varying = integers.from_terms(own)
-    if coordinates(varying) != {LANE.name} or loads(varying):
-        return None
-    return integers.from_terms(same), _values(varying, lanes)
-
-
-def _values(expr: Expr, lanes: int) -> list[int]:
-    """An integer that depends on the lane alone."""
-    import torch
-
-    numbers = torch.arange(lanes)
-    return torch.as_tensor(evaluate(expr, lambda leaf: numbers)).expand(lanes).tolist()

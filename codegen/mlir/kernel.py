@@ -4,7 +4,7 @@
         pack K and V, as far as needed, if the item reads other keys than the one before
         pack Q^T
         for each block of keys in range, with each row's maximum so far or, where the norms of Q and K say that the
-        scores lie close together, without (`bounds`)
+        scores lie close together, without (`lowering.bounded_scores`)
             S^T = K Q^T;  score program, softmax statistics, weights;  O^T += V^T P^T
         where the keys are cut into parts: leave what is summed; the last of the item goes on with the sums of all
         where a row met no live key although keys were skipped: once more over all keys
@@ -22,11 +22,11 @@ from collections.abc import Callable
 from fusion.ir.expr import I0, I1
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.bounded_scores import SLACK, VALUE_EXPONENTS, BoundedScores, near
 from fusion.lowering.dead_rows import dead_rows_need_keys
 from fusion.planning.register_tiles import Target
 
 from .amx import Amx
-from .bounds import SLACK, VALUE_EXPONENTS, BoundedScores, near
 from .builder import Value, vector_of
 from .dense import DenseLoad
 from .overlap import OverlappingKernel

@@ -6,8 +6,8 @@ Where the products run on a unit of their own (AMX), both units are then busy:
     next
 
 No memory is needed twice: the weights of a key step are made before the next tile's scores of that step are stored over
-the scores that they were made of. Where no maxima are needed (`bounds`), half of the weights take their place, and
-weights have two areas, in turns:
+the scores that they were made of. Where no maxima are needed (`lowering.bounded_scores`), half of the weights take
+their place, and weights have two areas, in turns:
 
     the second half of the weights of one tile beside the scores of the next, then the product with V of the one beside
     the first half of the weights of the next
@@ -24,9 +24,9 @@ from typing import TypeVar
 
 from fusion.ir.expr import Expr
 from fusion.ir.spec import Normalizer
+from fusion.lowering.bounded_scores import BoundedScores
 
 from .amx import Amx
-from .bounds import BoundedScores
 from .builder import Value
 from .products import InterleavedWork
 from .softmax import PAIR, GroupSoftmax, RowProgram, Weigh

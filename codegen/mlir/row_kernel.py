@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from fusion.ir.expr import SCORE, I, J, coord, coordinates, loads
 from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.lowering.addresses import runs
 from fusion.lowering.dead_rows import dead_rows_need_keys
 from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import Target
@@ -32,7 +33,7 @@ from .parts import Parts, Sums
 from .products import round_up
 from .row_products import STEP, Source, Stretch, Widths
 from .row_tiles import row_products
-from .rows import SharedRows, runs
+from .rows import SharedRows
 from .scope import Lanes, Scope
 from .skeleton import KernelFunction, KernelText
 

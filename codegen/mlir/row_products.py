@@ -14,10 +14,11 @@ from typing import ClassVar
 
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.addresses import in_line
 from fusion.planning.register_tiles import Target
 
 from .builder import Builder, Value, vector_of
-from .rows import RowReader, SharedRows, in_line
+from .rows import RowReader, SharedRows
 from .scope import MEMORY_TYPE
 
 STEP = 32  # keys that are read together at most: those that rows take turns at, which the first-level cache holds

@@ -16,12 +16,13 @@ from typing import ClassVar
 
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
+from fusion.lowering.addresses import in_line, runs
 from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import Target, planes_of
 
 from .builder import Builder, Value, vector_of
 from .row_products import STEP, Ask, Columns, RowProducts, Source, Stretch, Turns, Widths
-from .rows import Rows, SharedRows, in_line, load_f32, load_line, load_pair, runs
+from .rows import Rows, SharedRows, load_f32, load_line, load_pair
 from .transpose import sum_rows
 from .x86 import BF16, LANES, Avx512
 

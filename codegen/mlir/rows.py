@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, Kind, coord, coordinates, load, substitute, walk
+from fusion.ir.expr import Expr, Kind, coordinates, load
+from fusion.lowering.addresses import runs
 
 from .builder import SIZE, Builder, Value, vector_of
 from .elements import Elements
@@ -45,27 +46,6 @@ class Rows:
     memory: str  # MLIR's type of an element
     dtype: str  # torch's
     lines: tuple[Value, ...] = ()
-
-
-def in_line(index: tuple[Expr, ...], row: Expr) -> bool:
-    """Whether rows are at one distance from each other, as far as is known before a call."""
-    found = [integers.linear(dim, row) for dim in index]
-    return all(part is not None and row.name not in coordinates(part[0]) for part in found)
-
-
-def runs(index: tuple[Expr, ...], row: Expr) -> tuple[int, tuple[Expr, ...]]:
-    """(n, steps): rows from a multiple of n on, n of them, are `steps` apart from each other, by dimension, as those of
-    a page are whose rows a table finds. (1, ()) where rows may lie anywhere."""
-    page, own = coord("page"), coord("own")
-    divisions = [part for part in walk(*index) if part.op in ("floordiv", "mod") and part.args[0] is row]
-    if not divisions or not all(part.args[1].is_const for part in divisions):
-        return 1, ()
-    within = {part: page if part.op == "floordiv" else integers.add(page, own) for part in divisions}
-    found = [integers.linear(substitute(entry, within | {row: integers.add(page, own)}), own) for entry in index]
-    steps = tuple(part[0] for part in found if part is not None)
-    if len(steps) < len(index) or not all(name.startswith("b") for step in steps for name in coordinates(step)):
-        return 1, ()
-    return math.gcd(*(part.args[1].integer for part in divisions)), steps
 
 
 Strides = tuple[Value | int, Value | int, Value | int]

@@ -5,7 +5,8 @@ m * c), with c = scale * log2(e), adds up the sum, and hands the weights to the 
 
 The maximum that is subtracted is allowed to be stale: as long as no lane's new maximum is more than 2**8 above it,
 weights stay below 2**8 and nothing is rescaled. That is exact in floating point (only the common exponent differs) and
-saves nearly all rescaling. Where it is known beforehand (`bounds`), both passes are one: `apply_and_weigh`.
+saves nearly all rescaling. Where it is known beforehand (`lowering.bounded_scores`), both passes are one:
+`apply_and_weigh`.
 
 Special values. A maximum of -inf (no key yet) is replaced by 0, so that exp(-inf) gives weight 0 and a row that ends so
 has sum 0. Where the maximum is so large (finfo.min of fully masked rows) that the rounding of m * c would count, c is

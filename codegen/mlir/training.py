@@ -16,6 +16,7 @@ from fusion.ir.results import REDUCE, further_shape, packed_strides, size_of, st
 from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
+from fusion.lowering.backward_plan import BackwardPlan, backward_plan
 from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_rows import FEW_QUERIES
@@ -26,7 +27,6 @@ from ..emitter import Backward, Edges, Proof
 from .backward.call import BackwardCall
 from .backward.fused import FusedKernel
 from .backward.kernel import BackwardKernel
-from .backward.plan import BackwardPlan, backward_plan
 from .backward.tile import Problem
 from .calling import CompiledKernel, address, check_sizes, empty_strided
 from .further import IDENTITY

@@ -25,8 +25,8 @@ def concentrated(spec: AttentionSpec) -> float:
 
 
 class TrainingStatistics:
-    """Each row's `unit`, `shift` and `factor` (`backward.plan.STATISTICS`), and its maximum and sum where asked for. A
-    unit is negative where a weight of the row is above `concentrated`. groups: of lanes in a work item."""
+    """Each row's `unit`, `shift` and `factor` (`lowering.backward_plan.STATISTICS`), and its maximum and sum where
+    asked for. A unit is negative where a weight of the row is above `concentrated`. groups: of lanes in a work item."""
 
     def __init__(self, kernel: KernelFunction, groups: int):
         self.kernel, self.b = kernel, kernel.b

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from fusion.api.mlir_module import Compiled
 from fusion.api.rewrite import rewrite
-from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, Compiled, attention_function
+from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, attention_function
 from fusion.errors import MlirExportError
 from fusion.ir import AttentionSpec
 from fusion.passes.pullback.caches import plain_kernels

@@ -19,7 +19,6 @@ from unittest import mock
 from fusion.codegen import mlir
 from fusion.codegen.mlir import mixed_heads, row_kernel, tile
 from fusion.codegen.mlir.backward import tile as backward_tile
-from fusion.codegen.mlir.backward.plan import unsupported
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.row_tiles import TileRows, row_products
 from fusion.codegen.mlir.strategy import tilings_for
@@ -27,6 +26,7 @@ from fusion.codegen.mlir.training import TrainingKernel
 from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir import AttentionSpec
 from fusion.kept import Made
+from fusion.lowering.backward_plan import unsupported
 from fusion.machine import Machine, cpu
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice

@@ -1,6 +1,7 @@
 """Backward kernels on CPUs: scores and weights are computed again tile by tile, gradients from them.
 
-`plan` says which gradients a spec needs and in what form. A kernel is named by what its vector lanes are:
+`fusion.lowering.backward_plan` says which gradients a spec needs and in what form. A kernel is named by what its vector
+lanes are:
 
     delta.DeltaKernel           what every row needs, delta among it, before the others
     delta.DeltaErrorKernel      the sums of dx that should be 0, where delta has more parts than dO and O

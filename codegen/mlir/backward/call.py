@@ -13,6 +13,17 @@ from torch import Tensor
 from fusion.errors import LargeTableError
 from fusion.ir.expr import Expr, I, J, coordinates, loads
 from fusion.ir.results import result_names
+from fusion.lowering.backward_plan import (
+    ROW_VALUES,
+    SUM_OF_DX,
+    BackwardPlan,
+    Form,
+    LaneAxis,
+    LoadGradient,
+    RowSum,
+    column_dimension,
+    normalized,
+)
 from fusion.lowering.row_gradients import lost_logarithms
 
 from ...reference import gradients as pulled
@@ -25,17 +36,6 @@ from .derived import Derived, Step, result
 from .fused import FusedKernel
 from .kernel import SMALL_TABLE, BackwardKernel
 from .keys import KeysKernel
-from .plan import (
-    ROW_VALUES,
-    SUM_OF_DX,
-    BackwardPlan,
-    Form,
-    LaneAxis,
-    LoadGradient,
-    RowSum,
-    column_dimension,
-    normalized,
-)
 from .queries import FurtherSumsKernel, QueriesKernel, RowSumsKernel
 
 if TYPE_CHECKING:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from fusion.lowering.backward_plan import STATISTICS
+
 from ..amx import Products
 from ..builder import Value, vector_of
 from ..rows import RowReader, load_f32
@@ -12,7 +14,6 @@ from ..rows import Rows as RowsInMemory
 from ..scope import Lanes, Scope
 from ..transpose import sum_rows
 from .kernel import OUTPUT, OUTPUT_GRADIENT
-from .plan import STATISTICS
 from .queries import RowSumsKernel
 from .tile import Block, Rows
 

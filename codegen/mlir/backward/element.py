@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import SCORE, WEIGHT
 from fusion.ir.reads import dense_loads
+from fusion.lowering.backward_plan import SUM_OF_DX, Form, TileProgram
 
 from ..builder import Value
 from ..scope import Scope, staged_leaf
-from .plan import SUM_OF_DX, Form, TileProgram
 
 if TYPE_CHECKING:
     from .tile import BackwardTile, Block, Rows

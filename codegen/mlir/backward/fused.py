@@ -28,6 +28,7 @@ import contextlib
 from collections.abc import Sequence
 
 from fusion.ir.expr import I
+from fusion.lowering.backward_plan import Form, LaneAxis
 from fusion.planning.register_tiles import KEY_SPAN
 
 from ..amx import TILE_ELEMENTS, Amx, Products
@@ -39,7 +40,6 @@ from ..transpose import sum_rows
 from ..x86 import F32
 from .element import PAIR, Pair
 from .keys import KeysKernel
-from .plan import Form, LaneAxis
 from .tile import Block
 
 QUERY_GRADIENT_SPAN = 8 * KEY_SPAN

@@ -1,4 +1,4 @@
-"""What all backward kernels share: see `plan` for what they compute. They have the form
+"""What all backward kernels share: see `fusion.lowering.backward_plan` for what they compute. They have the form
 
     for each outer batch element, for each inner one (dense gradients are summed over these)
         for each block of lane rows (queries or keys) of this thread
@@ -17,6 +17,7 @@ import contextlib
 import math
 
 from fusion.ir.expr import E, Expr, I, coord
+from fusion.lowering.backward_plan import SUM_OF_DX, SUM_OF_SLOPES, SUM_OF_WEIGHTS, Form, LaneAxis, RowSum
 
 from ..builder import Value
 from ..dense import DenseLoad
@@ -25,7 +26,6 @@ from ..rows import Access, RowReader
 from ..scope import Scope
 from ..skeleton import KernelText
 from .loads import GradientSink, LaneLoad
-from .plan import SUM_OF_DX, SUM_OF_SLOPES, SUM_OF_WEIGHTS, Form, LaneAxis, RowSum
 from .tile import BackwardTile, Block, GradientProducts, Rows
 
 SMALL_TABLE = 1 << 14  # elements of one that costs little to go through after each tile

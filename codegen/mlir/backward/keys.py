@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from fusion.lowering.backward_plan import Form, LaneAxis, normalized
+
 from ..builder import SIZE, Value
 from ..rows import LINE
 from ..scope import Lanes
 from .kernel import OUTPUT_GRADIENT, BackwardKernel
 from .loads import GradientSink, LaneLoad
-from .plan import Form, LaneAxis, normalized
 from .tile import Block, Rows
 
 

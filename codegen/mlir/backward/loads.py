@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fusion.ir import integers
 from fusion.ir.expr import I, J
+from fusion.lowering.backward_plan import BackwardPlan, Form, LoadGradient, column_dimension
 
 from ..builder import Value, vector_of
 from ..dense import DenseLoad
 from ..scope import MEMORY_TYPE, Context, Scope
-from .plan import BackwardPlan, Form, LoadGradient, column_dimension
 
 
 class LaneLoad(DenseLoad):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusion.ir.expr import I0, I1
+from fusion.lowering.backward_plan import STATISTICS, SUM_OF_DX, Form, LaneAxis, RowSum, normalized
 
 from ..builder import Value
 from ..scope import Scope
 from .kernel import OUTPUT_GRADIENT, BackwardKernel
-from .plan import STATISTICS, SUM_OF_DX, Form, LaneAxis, RowSum, normalized
 from .tile import Block, Rows
 
 

@@ -14,6 +14,16 @@ from typing import ClassVar
 from fusion.ir.expr import I0, I1, J0, J1
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec, Operand
+from fusion.lowering.backward_plan import (
+    ROW_VALUES,
+    STATISTICS,
+    BackwardPlan,
+    Form,
+    LaneAxis,
+    RowSum,
+    TileProgram,
+    normalized,
+)
 from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target
 
 from ..amx import Products, products_of
@@ -27,16 +37,6 @@ from ..work_items import Tiling
 from .centring import CentredKeys
 from .element import PAIR, Elements, GroupElements, Pair
 from .loads import GradientSink
-from .plan import (
-    ROW_VALUES,
-    STATISTICS,
-    BackwardPlan,
-    Form,
-    LaneAxis,
-    RowSum,
-    TileProgram,
-    normalized,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

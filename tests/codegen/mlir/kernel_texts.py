@@ -20,7 +20,6 @@ from pathlib import Path
 from fusion.codegen.mlir.backward.delta import DeltaErrorKernel, DeltaKernel
 from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.backward.keys import KeysKernel
-from fusion.codegen.mlir.backward.plan import backward_plan, unsupported
 from fusion.codegen.mlir.backward.queries import FurtherSumsKernel, QueriesKernel
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.features import FeatureShape, Readout, State
@@ -41,6 +40,7 @@ from fusion.ir.ops import apply, where
 from fusion.ir.spec import FurtherOutput, Reduction
 from fusion.ir.tile_map import lookup
 from fusion.lowering import further_gradients
+from fusion.lowering.backward_plan import backward_plan, unsupported
 from fusion.passes.specify.masks import understand
 from fusion.planning.register_tiles import Target
 from tests import emulation

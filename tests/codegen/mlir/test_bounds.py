@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from fusion.codegen.mlir.bounds import (
+from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.training import TrainingKernel
+from fusion.ir import Normalizer
+from fusion.ir.expr import SCORE, Expr, I, J, const
+from fusion.ir.ops import apply, evaluate, where
+from fusion.lowering.bounded_scores import (
     EXPONENTS,
     FILL,
     LARGEST_SCORE,
@@ -17,11 +22,6 @@ from fusion.codegen.mlir.bounds import (
     near,
     tanh_polynomial,
 )
-from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.training import TrainingKernel
-from fusion.ir import Normalizer
-from fusion.ir.expr import SCORE, Expr, I, J, const
-from fusion.ir.ops import apply, evaluate, where
 from fusion.lowering.numbers import LOG2E
 from tests.codegen.mlir.cases import HERE, TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
 from tests.numerics import assert_same, assert_within

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.rows import runs
 from fusion.codegen.mlir.x86 import LANES
 from fusion.ir import Kind, MaskFacts, integers
 from fusion.ir.expr import C, E, J, coord, load
+from fusion.lowering.addresses import runs
 from tests.codegen.mlir.cases import (
     BATCH,
     FMIN,

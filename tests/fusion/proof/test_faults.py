@@ -13,7 +13,6 @@ import torch
 
 from fusion import disk_cache, proof
 from fusion.codegen.mlir import kernel, launch, scope, skeleton, tile, vectormath
-from fusion.codegen.mlir.backward import plan as backward
 from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.derived import Sum
 from fusion.codegen.mlir.backward.keys import KeysKernel
@@ -37,6 +36,7 @@ from fusion.ir import AttentionSpec, Kind, Normalizer, Operand, integers
 from fusion.ir.expr import ONE, ROW_SUM, WEIGHT, ZERO, C, I, J, const, coord, load
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import FurtherOutput, Reduction
+from fusion.lowering import backward_plan as backward
 from fusion.lowering import rows
 from fusion.passes.specify.masks import understand
 from fusion.planning.choice import query_stationary

@@ -67,7 +67,7 @@ def half_gradients():
     """Of scores."""
     right = lowering.of_score
     half = lambda program, targets: {target: term * 0.5 for target, term in right(program, targets).items()}
-    return mock.patch("fusion.codegen.mlir.backward.plan.of_score", half)
+    return mock.patch("fusion.lowering.backward_plan.of_score", half)
 
 
 def test_a_right_kernel_is_proved_once() -> None:
