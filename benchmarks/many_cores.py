@@ -23,14 +23,13 @@ import torch
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_planner import CpuPlanner
 from fusion.planning.plan import plan
 from fusion.planning.problem import Problem
-from fusion.planning.register_tiles import target_of
+from fusion.planning.register_tiles import target_of, tilings_for
 from fusion.runtime import kernels
 from rows import full
 

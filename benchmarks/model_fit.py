@@ -29,8 +29,6 @@ import torch
 
 import results
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import tilings_for
-from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
 from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
 from fusion.ir.integers import add
@@ -39,7 +37,7 @@ from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import Costs, cpu_counts
 from fusion.planning.cpu_planner import CpuPlanner
 from fusion.planning.from_spec import problem_of
-from fusion.planning.register_tiles import Target, target_of
+from fusion.planning.register_tiles import Target, Tiling, target_of, tilings_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ from fusion.api import export as exporting
 from fusion.codegen import mlir, triton
 from fusion.codegen.mlir import calling
 from fusion.codegen.mlir.export import attention_module
-from fusion.codegen.mlir.sparse_kernel import emit_sparse
-from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.sparse import emit_sparse
 from fusion.codegen.triton import launch as triton_launch
 from fusion.codegen.triton import source as triton_source
 from fusion.errors import (
@@ -32,7 +31,7 @@ from fusion.ir.widths import LARGEST_SIZE
 from fusion.machine import Machine
 from fusion.planning.optimum import optimum
 from fusion.planning.problem import Problem
-from fusion.planning.register_tiles import target_of
+from fusion.planning.register_tiles import target_of, tilings_for
 
 ROOT = Path(__file__).resolve().parents[1]
 

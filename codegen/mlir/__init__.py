@@ -18,17 +18,33 @@ from fusion.ir.spec import AttentionSpec
 from fusion.kept import Made
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
-from fusion.planning.register_tiles import target_of
+from fusion.planning.register_tiles import PLANES, target_of, tilings_for
+from fusion.refusals import Ground, Refusal
 
+from .. import emitter
 from .compile import unavailable
-from .float8 import FORMATS
 from .launch import Kernel
-from .strategy import supports, tilings_for
+from .scope import MEMORY_TYPE
+from .vectormath import FORMATS
 
 if TYPE_CHECKING:
     from .training import TrainingKernel
 
 __all__ = ["Kernel", "compile", "compile_training", "supports", "unavailable"]
+
+
+def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
+    """Why this spec has no CPU kernel, or None."""
+    if (reason := unavailable()) is not None:
+        return Refusal(Ground.NOT_INSTALLED, reason)
+    if machine.kind != "cpu":
+        return Refusal(Ground.OTHER_MACHINE, f"{machine.name} is not a CPU")
+    if (refusal := emitter.unread(spec, MEMORY_TYPE, PLANES)) is not None:
+        return refusal
+    written = ("float32", "bfloat16", "float16")
+    if spec.out_dtype not in written:
+        return Refusal(Ground.DTYPE, f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}")
+    return None
 
 
 def reads(dtype: torch.dtype, machine: Machine) -> bool:

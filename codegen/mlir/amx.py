@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fusion.planning.register_tiles import Target
+from fusion.planning.register_tiles import Target, Tiling
 
 from .builder import Builder, Value
-from .products import Groups, InterleavedWork, MultiplyAdd, round_up, vector_products
+from .products import Groups, InterleavedWork, MultiplyAdd, vector_products
 from .rows import RowReader, Rows, load_f32, load_line
 from .transpose import sum_rows, transpose
-from .work_items import Tiling
+from .values import round_up
 from .x86 import BF16, F32, WORDS, Avx512, TileUnit, joined
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile

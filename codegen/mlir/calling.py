@@ -19,12 +19,18 @@ from fusion.torch_private.tensors import empty_strided_cpu
 
 from . import openmp
 from .compile import MachineCode, compile_text
-from .products import round_up
 from .skeleton import KernelText
+from .values import round_up
 
 if TYPE_CHECKING:
     from .features import FeaturesKernel
     from .row_statistics import RowStatisticsKernel
+
+
+import functools
+import sys
+
+from torch import Tensor
 
 PARAMETER_SLOTS = 256
 APART = 128  # bytes: two cache lines, which processors fetch together
@@ -195,3 +201,23 @@ def check_sizes(*sizes: int) -> None:
     """Raises UnsupportedSizeError where one is too large for the kernels."""
     if (largest := max(sizes)) >= LARGEST_SIZE:
         raise UnsupportedSizeError(f"a size of {largest} was met; CPU kernels take sizes below {LARGEST_SIZE}")
+
+
+HUGE_PAGE = 2 << 20  # bytes
+MADV_HUGEPAGE = 14
+
+
+def in_huge_pages(tensor: Tensor) -> None:
+    """Ask the operating system to back a fresh tensor of many MiB by huge pages: the first write to each page of 4 KiB
+    takes longer than computing what is written. Where it does not know them, nothing happens."""
+    size = tensor.numel() * tensor.element_size()
+    if size < 4 * HUGE_PAGE or not sys.platform.startswith("linux"):
+        return
+    start, end = tensor.data_ptr(), tensor.data_ptr() + size
+    first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+    _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_HUGEPAGE)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -19,15 +19,15 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.cpu_rows import FEW_QUERIES
 from fusion.planning.portions import PER_THREAD
-from fusion.planning.register_tiles import target_of
+from fusion.planning.register_tiles import target_of, tilings_for
 
+from . import supports
 from .calling import bytes_per_thread
 from .kernel import emit
 from .launch import batch_of_items, span_of
 from .mixed_heads import emit_mixed_heads
 from .row_kernel import emit_rows
 from .skeleton import HEADER, KernelText
-from .strategy import supports, tilings_for
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
          "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip

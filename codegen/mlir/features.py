@@ -31,9 +31,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .builder import Value
-from .products import round_up
 from .thread_function import ThreadFunction
 from .transpose import transpose
+from .values import round_up
 from .x86 import F32, WORDS, Avx512, TileUnit, joined
 
 BLOCK = 128  # keys or queries whose parents are in the cache at a time

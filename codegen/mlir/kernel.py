@@ -24,7 +24,7 @@ from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.bounded_scores import SLACK, VALUE_EXPONENTS, BoundedScores, near
 from fusion.lowering.dead_rows import dead_rows_need_keys
-from fusion.planning.register_tiles import Target
+from fusion.planning.register_tiles import Target, Tiling
 
 from .amx import Amx
 from .builder import Value, vector_of
@@ -35,7 +35,7 @@ from .parts import TileParts
 from .rows import RowReader
 from .scope import Scope
 from .skeleton import KernelText
-from .work_items import Item, KeyRange, Tile, Tiling
+from .tile import Item, KeyRange, Tile
 from .x86 import BIAS, MANTISSA
 
 

@@ -21,7 +21,7 @@ from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu_planner import all_heads_choice, rows_choice
 from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
 from fusion.planning.portions import one_by_one, portions
-from fusion.planning.register_tiles import KEY_SPAN, Target
+from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
 
 from .. import reference
 from ..emitter import Edges, Proof
@@ -36,10 +36,9 @@ from .calling import (
 )
 from .kernel import emit
 from .mixed_heads import emit_mixed_heads
-from .products import round_up
 from .row_kernel import MOST_KEYS, emit_rows
 from .skeleton import KernelText
-from .work_items import AllHeads, ByRows, Tiling
+from .values import round_up
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from .builder import Value
 from .calling import float_bits
-from .products import round_up
 from .row_statistics import BLOCK, Rows, RowStatisticsCall, RowStatisticsKernel, code
+from .values import round_up
 from .x86 import F32, LANES
 
 

@@ -30,8 +30,7 @@ from .amx import Amx
 from .builder import Value
 from .products import InterleavedWork
 from .softmax import PAIR, GroupSoftmax, RowProgram, Weigh
-from .tile import TileKernel
-from .work_items import Tile
+from .tile import Tile, TileKernel
 
 GROUP_PAIR = (0, 1)  # of the set of groups that overlapping products take
 State = TypeVar("State")

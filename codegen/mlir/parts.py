@@ -17,8 +17,7 @@ from .builder import PTR, Value
 from .skeleton import KernelFunction
 
 if TYPE_CHECKING:
-    from .tile import TileKernel
-    from .work_items import Item
+    from .tile import Item, TileKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from ..reference.polynomial import Monomials, monomials
 from .calling import COUNTERS, CompiledFunction, apart, memory
 from .compile import unavailable
 from .features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, Readout, State
-from .products import round_up
+from .values import round_up
 
 STATE_BYTES = 1 << 20  # what the state of one work item's features may fill of a second-level cache
 

@@ -31,15 +31,12 @@ from fusion.planning.register_tiles import Target
 from .builder import Builder, Value, shape_of, vector_of
 from .rows import RowReader, Rows, load_f32, load_line
 from .transpose import transpose
+from .values import round_up
 from .x86 import BF16, LANES, WORDS, Avx512
 
 LONGEST_CHAIN = 128
 """Words of a product that are summed one after the other: rounding grows with a chain's length. Sums of chains are
 added up, so that wide heads (channel attention, whose features are tokens) are as exact as eager mode's products."""
-
-
-def round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
 
 
 #: Vector work to be written between the instructions of a product, in small pieces: called with (key step, part, number

@@ -30,12 +30,12 @@ from fusion.planning.register_tiles import Target
 
 from .builder import Value
 from .parts import Parts, Sums
-from .products import round_up
 from .row_products import STEP, Source, Stretch, Widths
 from .row_tiles import row_products
 from .rows import SharedRows
 from .scope import Lanes, Scope
 from .skeleton import KernelFunction, KernelText
+from .values import round_up
 
 MOST_KEYS = 512
 """Of a stretch. Lanes are keys, so that a sum has a part of them only."""

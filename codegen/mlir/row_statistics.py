@@ -19,10 +19,10 @@ import torch
 
 from .builder import Value
 from .calling import COUNTERS, CompiledFunction, apart, memory
-from .products import round_up
 from .scope import MEMORY_TYPE
 from .thread_function import ThreadFunction
 from .transpose import sum_rows
+from .values import round_up
 from .x86 import F32, LANES
 
 BLOCK = 64

@@ -22,9 +22,8 @@ from fusion.lowering.numbers import width
 from fusion.lowering.ranges import Interval, is_ordinary
 
 from .builder import Builder, Value, shape_of, vector_of
-from .float8 import FORMATS, widen_float8
-from .params import Params
-from .vectormath import VectorMath, hash_bits
+from .thread_function import Params
+from .vectormath import FORMATS, VectorMath, hash_bits, widen_float8
 
 #: MLIR's type of an element in memory; of the bits of a float8
 MEMORY_TYPE = {

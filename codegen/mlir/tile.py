@@ -15,24 +15,59 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fusion.ir.expr import Expr, I, coord
 from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target
+from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target, Tiling
 
 from .amx import products_of
 from .builder import Value
-from .dense import DenseLoad
-from .further import FurtherOutputs
+from .dense import DenseLoad, DistanceTable
+from .further import FurtherOutputs, TrainingStatistics
 from .products import Groups, InterleavedWork
-from .relative_bias import DistanceTable
+from .rows import RowReader
 from .scope import Lanes, Scope
 from .skeleton import KernelFunction
 from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram, Store
-from .training_statistics import TrainingStatistics
-from .work_items import Item, Tile, Tiling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A work item: some query rows of one batch element."""
+
+    number: Value  # of the item, among all of a call
+    scope: Scope  # knows the batch coordinates
+    readers: list[RowReader]  # of Q, K and V
+    first: Value  # row
+    count: Value  # of rows
+    groups: Value  # groups of lanes that hold them
+    padded_groups: Value  # the same, up to a multiple of the products' group step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRange:
+    """The keys that an item visits. low, high: from low on, before high. skipping: whether a tile visits only those
+    that its own rows need (i1); None where they need all."""
+
+    low: Value | int
+    high: Value
+    skipping: Value | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Some groups of an item against a block of keys."""
+
+    item: Item
+    scope: Scope  # knows the tile's first and last row (i0, i1)
+    g: Value  # the first group
+    here: Value  # how many of its groups exist
+    block: KeyBlock
+    steps: Value  # of keys, in the block
+    weights: Value  # where they lie
 
 
 class TileKernel(KernelFunction):

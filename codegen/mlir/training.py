@@ -20,7 +20,7 @@ from fusion.lowering.backward_plan import BackwardPlan, backward_plan
 from fusion.lowering.gradients import hides_nan
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_rows import FEW_QUERIES
-from fusion.planning.register_tiles import KEY_SPAN, Target
+from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
 
 from .. import reference
 from ..emitter import Backward, Edges, Proof
@@ -28,12 +28,10 @@ from .backward.call import BackwardCall
 from .backward.fused import FusedKernel
 from .backward.kernel import BackwardKernel
 from .backward.tile import Problem
-from .calling import CompiledKernel, address, check_sizes, empty_strided
+from .calling import CompiledKernel, address, check_sizes, empty_strided, in_huge_pages
 from .further import IDENTITY
-from .huge_pages import in_huge_pages
 from .kernel import emit
 from .launch import ForwardKernel, Prepared
-from .work_items import AllHeads, ByRows, Tiling
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -80,3 +80,7 @@ def in_turns(streams: list[list[str]]) -> list[str]:
                 waiting.difference_update(defined)
                 merged.append(lines.pop())
     return merged
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -245,3 +245,21 @@ def hash_bits(b: Builder, key: Value, counter: Value) -> Value:
         x = b.mul(x, _signed(multiplier), "mixed")
     x = b.binary("arith.xori", x, b.binary("arith.shrui", x, 16), "mixed")
     return b.binary("arith.shrui", x, 1, "hash")
+
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2")
+
+
+def widen_float8(b: Builder, bits: Value, dtype: str) -> Value:
+    """bits: i8, or a vector of them, which hold numbers of this format of FORMATS."""
+    if dtype == "float8_e5m2":
+        return _from_half(b, b.binary("arith.shli", b.convert("arith.extui", bits, "i16", "bits"), 8))
+    # A copy of the sign lands on the exponent's upper bit, which these numbers do not have.
+    half = b.binary("arith.shli", b.convert("arith.extsi", bits, "i16", "bits"), 7)
+    number = b.mul(_from_half(b, b.and_(half, ~0x4000)), 256.0, "x")
+    nan = b.compare("eq", b.and_(bits, 0x7F), 0x7F, "nan")
+    return b.select(nan, float("nan"), number, "x")
+
+
+def _from_half(b: Builder, bits: Value) -> Value:
+    return b.convert("arith.extf", b.bitcast(bits, bits.type.replace("i16", "f16")), "f32", "x")

@@ -39,9 +39,8 @@ class TwoPlanes:
     def __init__(self, spec: AttentionSpec, one_by_one: AttentionSpec, scale: float, machine: Machine):
         """one_by_one: the same attention over heads as plain tensors (of `ExactHeads`)."""
         from fusion.codegen.mlir.launch import Kernel
-        from fusion.codegen.mlir.strategy import tilings_for
         from fusion.planning.cpu_planner import CpuPlanner
-        from fusion.planning.register_tiles import target_of
+        from fusion.planning.register_tiles import target_of, tilings_for
 
         self.scale, target = scale, target_of(machine)
 
@@ -54,8 +53,7 @@ class TwoPlanes:
     @staticmethod
     def admits(spec: AttentionSpec, machine: Machine) -> bool:
         """Whether products of this spec take three planes."""
-        from fusion.codegen.mlir.strategy import tilings_for
-        from fusion.planning.register_tiles import target_of
+        from fusion.planning.register_tiles import target_of, tilings_for
 
         return tilings_for(spec, target_of(machine))[0].planes == 3
 

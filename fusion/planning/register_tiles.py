@@ -8,7 +8,7 @@ Products of bfloat16 pairs use the same registers as multiply-adds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fusion.machine import Machine
@@ -101,3 +101,43 @@ def planes_of(spec: AttentionSpec, target: Target) -> int:
         return 1 if target.amx or target.pairs else 0
     # Without a softmax weights may be infinite, which has no planes.
     return planes if target.amx and spec.normalizer is not Normalizer.NONE else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """The tiles of a kernel. together: how many groups (a multiple of the products' group step; 0 for one such step) go
+    through a block of keys at a time. cut: whether the keys of an item may be in parts. chain: words of a score's
+    product that are summed one after the other by multiply-adds; 0 for `LONGEST_CHAIN`."""
+
+    groups: int  # lane vectors of queries in a work item
+    keys: int  # keys in a block
+    planes: int  # of AMX products, 0 for multiply-add
+    together: int = 0
+    cut: bool = False
+    chain: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByRows:
+    """In place of a tiling: the kernel for few queries. together: rows that it may multiply with keys at a time, 1, 2
+    or 4; 1 where no two rows of a call read the same keys."""
+
+    together: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllHeads:
+    """In place of a tiling: the kernel whose work items are rows of all heads, which are mixed."""
+
+
+def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tuple[Tiling, ...]:
+    """How products are formed, with a tile for any lengths; and where that is by split planes, multiply-adds for inputs
+    that cannot be split. most_planes: fewer than 3 round (see `fusion.approximate.rounding`)."""
+    together = target.tile_groups
+    multiply_add = Tiling(groups=2 * together, together=together, keys=target.keys(0), planes=0)
+    planes = min(planes_of(spec, target), most_planes)
+    if not planes:
+        return (multiply_add,)
+    if not target.amx:
+        return (replace(multiply_add, keys=target.keys(planes), planes=planes),)
+    return (Tiling(groups=4, together=2, keys=target.keys(planes), planes=planes), multiply_add)

@@ -6,7 +6,6 @@ import pytest
 
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.row_kernel import emit_rows
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.triton.launch import forward_kernels
 from fusion.codegen.triton.module import module_text
 from fusion.ir import integers
@@ -14,7 +13,7 @@ from fusion.ir.expr import SCORE, Expr, I, J, Kind, node
 from fusion.ir.ops import apply, as_float
 from fusion.ir.primitives import PRIMITIVES
 from fusion.machine import machine
-from fusion.planning.register_tiles import target_of
+from fusion.planning.register_tiles import target_of, tilings_for
 from tests.codegen.mlir.cases import case
 
 ARGUMENTS = {

@@ -158,7 +158,7 @@ def test_a_kernel_for_training_that_fails_is_replaced_where_its_tensors_are(monk
 
 
 def test_without_torch_mlir_the_report_says_so(monkeypatch):
-    monkeypatch.setattr("fusion.codegen.mlir.strategy.unavailable", lambda: "torch-mlir is not installed")
+    monkeypatch.setattr("fusion.codegen.mlir.unavailable", lambda: "torch-mlir is not installed")
     kernels.forget()
     (report,) = run()
     assert report.sites[0].reason == "torch-mlir is not installed"

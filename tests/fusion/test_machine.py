@@ -204,7 +204,7 @@ def test_limited_kernels_have_no_instruction_beyond(monkeypatch, tmp_path):
     pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
     compiling = importlib.import_module("fusion.codegen.mlir.compile")
     from fusion.codegen.mlir.kernel import emit
-    from fusion.codegen.mlir.strategy import tilings_for
+    from fusion.planning.register_tiles import tilings_for
     from tests.codegen.mlir.cases import TARGETS, case
 
     spec, target = case("plain", "float32", 8).spec, TARGETS["avx2"]

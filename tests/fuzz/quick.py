@@ -21,16 +21,14 @@ from fusion.codegen.mlir import mixed_heads, row_kernel, tile
 from fusion.codegen.mlir.backward import tile as backward_tile
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.row_tiles import TileRows, row_products
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
-from fusion.codegen.mlir.work_items import Tiling
 from fusion.ir import AttentionSpec
 from fusion.kept import Made
 from fusion.lowering.backward_plan import unsupported
 from fusion.machine import Machine, cpu
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu_planner import rows_choice
-from fusion.planning.register_tiles import Target, planes_of
+from fusion.planning.register_tiles import Target, Tiling, planes_of, tilings_for
 from fusion.runtime import kernels
 from tests import emulation
 

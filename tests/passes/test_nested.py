@@ -234,7 +234,7 @@ def test_first_call_is_compared_with_eager():
 
 
 def test_what_is_not_fused_is_computed_and_reported(monkeypatch):
-    monkeypatch.setattr("fusion.codegen.mlir.strategy.unavailable", lambda: "torch-mlir is not installed")
+    monkeypatch.setattr("fusion.codegen.mlir.unavailable", lambda: "torch-mlir is not installed")
     lengths = LENGTHS[1]
     given = operands(lengths)
     q = of_offsets(given[0], lengths)

@@ -27,10 +27,9 @@ from fusion.lowering.backward_plan import (
 from fusion.lowering.row_gradients import lost_logarithms
 
 from ...reference import gradients as pulled
-from ..calling import CompiledKernel, Launch, address, operand_values
-from ..huge_pages import in_huge_pages
+from ..calling import CompiledKernel, Launch, address, in_huge_pages, operand_values
 from ..launch import WORK_PER_THREAD
-from ..products import round_up
+from ..values import round_up
 from .delta import DeltaErrorKernel, DeltaKernel
 from .derived import Derived, Step, result
 from .fused import FusedKernel

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..builder import Value, vector_of
-from ..products import round_up
 from ..rows import RowReader, Rows, load_f32
+from ..values import round_up
 
 if TYPE_CHECKING:
     from .tile import BackwardTile

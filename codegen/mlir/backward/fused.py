@@ -33,10 +33,11 @@ from fusion.planning.register_tiles import KEY_SPAN
 
 from ..amx import TILE_ELEMENTS, Amx, Products
 from ..builder import Builder, Value
-from ..products import MultiplyAdd, round_up
+from ..products import MultiplyAdd
 from ..rows import RowReader, load_f32
 from ..scope import Scope
 from ..transpose import sum_rows
+from ..values import round_up
 from ..x86 import F32
 from .element import PAIR, Pair
 from .keys import KeysKernel

@@ -24,7 +24,7 @@ from fusion.lowering.backward_plan import (
     TileProgram,
     normalized,
 )
-from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target
+from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target, Tiling
 
 from ..amx import Products, products_of
 from ..builder import Value, vector_of
@@ -33,7 +33,6 @@ from ..packing import STATE_BYTES, PackedRows
 from ..products import Groups
 from ..scope import MEMORY_TYPE, Lanes, Scope
 from ..skeleton import KernelFunction
-from ..work_items import Tiling
 from .centring import CentredKeys
 from .element import PAIR, Elements, GroupElements, Pair
 from .loads import GradientSink

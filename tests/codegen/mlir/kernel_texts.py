@@ -28,8 +28,7 @@ from fusion.codegen.mlir.key_block_bounds import KeyBlockBounds
 from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
 from fusion.codegen.mlir.moments import Moments
 from fusion.codegen.mlir.row_kernel import emit_rows
-from fusion.codegen.mlir.sparse_kernel import emit_sparse
-from fusion.codegen.mlir.strategy import tilings_for
+from fusion.codegen.mlir.sparse import emit_sparse
 from fusion.codegen.mlir.training import backward_tiling
 from fusion.codegen.reference.polynomial import monomials
 from fusion.ir import AttentionSpec, Expr, Kind, Normalizer, Operand, integers
@@ -42,7 +41,7 @@ from fusion.ir.tile_map import lookup
 from fusion.lowering import further_gradients
 from fusion.lowering.backward_plan import backward_plan, unsupported
 from fusion.passes.specify.masks import understand
-from fusion.planning.register_tiles import Target
+from fusion.planning.register_tiles import Target, tilings_for
 from tests import emulation
 from tests.codegen.mlir.cases import BATCH, HEAD, NK, PROGRAMS, case, fill_where, read, tensor
 

@@ -11,8 +11,8 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
+from fusion.planning.register_tiles import tilings_for
 from tests import emulation
 from tests.codegen.mlir import aarch64
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_trains_as_exact_as_eager, case, draw

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.ir.expr import SCORE, Expr, I, J, const
@@ -23,6 +22,7 @@ from fusion.lowering.bounded_scores import (
     tanh_polynomial,
 )
 from fusion.lowering.numbers import LOG2E
+from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import HERE, TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
 from tests.numerics import assert_same, assert_within
 
@@ -171,7 +171,7 @@ def kernels(c: Case):
     pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
     from fusion.codegen.mlir.kernel import AttentionKernel
     from fusion.codegen.mlir.launch import Kernel
-    from fusion.codegen.mlir.strategy import tilings_for
+    from fusion.planning.register_tiles import tilings_for
 
     target = TARGETS["best"]
     tilings = tilings_for(c.spec, target)

@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 import fusion
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir.expr import J, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
 from fusion.lowering.gradients import adds_up_to_zero
+from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import TARGETS, Case, assert_gradients_as_exact_as_eager, case, draw
 from tests.numerics import assert_as_exact_as_eager
 

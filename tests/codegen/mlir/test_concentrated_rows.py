@@ -11,9 +11,9 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.delta import ExactRowsKernel
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.exactness import errors
+from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import TARGETS, Case, beside_eager, case, draw
 from tests.numerics import assert_as_exact_over_draws
 

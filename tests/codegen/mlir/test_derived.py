@@ -13,11 +13,11 @@ from torch import Tensor
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.backward import call
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Expr, integers
 from fusion.ir.expr import C, E, I, J
 from fusion.ir.spec import Operand
+from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import BATCH, HEAD, NK, NQ, TARGETS, assert_gradients_as_exact_as_eager, case, draw
 
 D, D_V = 16, 24

@@ -9,8 +9,8 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.export import attention_module
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.errors import MlirExportError
+from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import HERE, TARGETS, assert_as_exact_as_eager, case
 from tests.float8 import FORMATS, drawn, every_number, is_same, narrow
 

@@ -14,14 +14,13 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 from fusion.codegen import mlir
 from fusion.codegen.mlir.backward.fused import FusedKernel
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.ir.expr import ROW_MAX
 from fusion.ir.spec import FurtherOutput
 from fusion.kept import Made
 from fusion.planning.choice import query_stationary
-from fusion.planning.register_tiles import Target
+from fusion.planning.register_tiles import Target, tilings_for
 from fusion.runtime import kernels
 from tests import emulation
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, assert_trains_as_exact_as_eager, case, draw

@@ -11,12 +11,11 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.calling import memory
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
-from fusion.codegen.mlir.work_items import ByRows, Tiling
 from fusion.machine import Machine
 from fusion.planning.cpu_planner import WORTH_COMPILING, CpuPlanner
 from fusion.planning.portions import FEW_BLOCKS, before, one_by_one, portions
+from fusion.planning.register_tiles import ByRows, Tiling, tilings_for
 from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw
 
 

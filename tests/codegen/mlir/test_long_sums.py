@@ -8,9 +8,8 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
-from fusion.planning.register_tiles import Target
+from fusion.planning.register_tiles import Target, tilings_for
 from tests import emulation
 from tests.codegen.mlir.cases import HERE, assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case
 

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.errors import RefusedChoiceError
 from fusion.ir import Normalizer
 from fusion.ir.expr import ROW_SUM
@@ -17,6 +16,7 @@ from fusion.ir.spec import FurtherOutput
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu_planner import CpuPlanner, rows_choice
+from fusion.planning.register_tiles import tilings_for
 from fusion.planning.tiles import LEAST_PART
 from tests.codegen.mlir.cases import (
     TARGETS,

@@ -24,8 +24,8 @@ from fusion.codegen.mlir.key_block_bounds import KeyBlockBoundsCall
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.moments import MomentsCall
 from fusion.codegen.mlir.row_statistics import Rows
-from fusion.codegen.mlir.strategy import tilings_for
 from fusion.codegen.mlir.training import TrainingKernel
+from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import HERE, case, draw
 
 ROOT = Path(__file__).parents[3]

@@ -17,19 +17,16 @@ from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.derived import Sum
 from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.tile import BackwardTile
-from fusion.codegen.mlir.dense import DenseLoad
-from fusion.codegen.mlir.further import FurtherOutputs
+from fusion.codegen.mlir.dense import DenseLoad, DistanceTable
+from fusion.codegen.mlir.further import FurtherOutputs, TrainingStatistics
 from fusion.codegen.mlir.kernel import AttentionKernel
 from fusion.codegen.mlir.packing import PackedRows
-from fusion.codegen.mlir.relative_bias import DistanceTable
 from fusion.codegen.mlir.row_kernel import _RowKernel
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Exponent, GroupSoftmax
 from fusion.codegen.mlir.tile import TileKernel
-from fusion.codegen.mlir.training_statistics import TrainingStatistics
 from fusion.codegen.mlir.vectormath import VectorMath
-from fusion.codegen.mlir.work_items import Tiling
 from fusion.codegen.reference import gradients as of_rows
 from fusion.errors import KernelProofError
 from fusion.ir import AttentionSpec, Kind, Normalizer, Operand, integers
@@ -40,7 +37,7 @@ from fusion.lowering import backward_plan as backward
 from fusion.lowering import rows
 from fusion.passes.specify.masks import understand
 from fusion.planning.choice import query_stationary
-from fusion.planning.register_tiles import Target
+from fusion.planning.register_tiles import Target, Tiling
 from fusion.proof import Proof
 from tests.codegen.mlir.cases import NK, case
 from tests.codegen.test_further_outputs import ENTROPY, FAR, LOG_SUM
