@@ -34,9 +34,8 @@ from fusion.passes.trace import autocast
 from fusion.passes.trace.normalize import normalize
 from fusion.passes.trace.outline import sealed_softmaxes
 from fusion.passes.trace.regions import without_regions
-from fusion.planning import cpu_planner, cpu_training
-from fusion.planning.key_sets import sets_pay
-from fusion.planning.tile_map_cost import map_pays
+from fusion.planning import pays
+from fusion.planning.pays import map_pays, sets_pay
 from fusion.refusals import Ground, Refusal
 from fusion.report.dump import Dump
 from fusion.report.graph_breaks import graph_break
@@ -185,7 +184,7 @@ def _replaced(
     """As `_rewritten`, of a normalized graph, which is changed. notes: to report if anything is fused."""
     reads = functools.partial(kernels.reads, request=options.request)
     wanted = "never" if options.block_mask is not None else options.cascades
-    sites, changes = cascades.find(graph.graph, reads, wanted, but)
+    sites, changes = cascades.find(graph.graph, reads, wanted, but, pays.cascade_pays)
     drawn, hints = [graph_excerpt.before(site) for site in sites], nodes.size_hints(graph.graph)
     dump.sites(sites)
     verdicts: dict[int, Verdict] = {}
@@ -256,13 +255,6 @@ def _fuse_checkpointed(module: GraphModule, options: Options) -> tuple[dict[str,
     return fused, whole
 
 
-SCORES_OF_TANGENTS, SCORES_OF_PAIRS, SCORES_OF_DERIVATIVES = 2**24, 2**26, 2**30
-"""Bytes of scores, as float32, from which on attention is fused whose tangents or second derivatives are asked for.
-Kernels that compute tangents are faster than Inductor's code from the first on, in bfloat16 from the second. What else
-there is the reference interpreter computes, a block of rows at a time, which takes two to three times as long as
-Inductor's code (`benchmarks/derivatives.py`): it is used for memory, as eager mode keeps several such tables."""
-
-
 def _fuse_transformed(module: GraphModule, options: Options) -> tuple[GraphModule, Report]:
     """The graph with the attentions inside of its function transforms fused, and what was found there."""
     fused: list[tuple[transforms.Run, GraphModule]] = []
@@ -298,18 +290,10 @@ def _tangents_have_kernels(run: transforms.Run, report: Report, options: Options
 def _leave_small(report: Report, by_kernels: bool) -> None:
     """Mark what was fused as left to the inner compiler where none of it has many scores. by_kernels: whether kernels
     compute the derivatives."""
-    problems = [plan.problem for site in report.sites for plan in site.plans]
-    most = max((4 * p.batch * p.heads * p.n_q * p.n_k for p in problems), default=0)
-    pairs = any(p.dtype == "bfloat16" for p in problems)
-    of_kernels = SCORES_OF_PAIRS if pairs else SCORES_OF_TANGENTS
-    if most >= (of_kernels if by_kernels else SCORES_OF_DERIVATIVES):
-        return
-    for site in (site for site in report.sites if site.fused):
-        message = (
-            f"tangents or second derivatives are asked for, and {most} bytes of scores are too few for their "
-            "computation to pay"
-        )
-        site.fused, site.attentions, site.refusal = False, (), Refusal(Ground.DERIVATIVES, message)
+    refusal = pays.left_in_derivatives((plan.problem for site in report.sites for plan in site.plans), by_kernels)
+    for site in report.sites if refusal is not None else ():
+        if site.fused:
+            site.fused, site.attentions, site.refusal = False, (), refusal
 
 
 def _validated(
@@ -348,13 +332,12 @@ def _supports(options: Options) -> Callable[[Specified, torch.device, Sequence[i
     may_leave = not chosen and options.emitter == "auto" and options.inner == "inductor"
 
     def supports(part: Specified, device: torch.device, sizes: Sequence[int]) -> Refusal | None:
-        leaves = may_leave and device.type == "cpu"
-        if leaves and (reason := cpu_planner.too_few_rows(part.spec, sizes)) is not None:
-            return Refusal(Ground.HEADS_MIXED, reason)
-        if leaves and options.training == "auto" and part.differentiable and part.has_fixed_lengths():
-            machine = kernels.machine_of(part.device, options.request)
-            if (reason := cpu_training.short(part.spec, sizes, machine)) is not None:
-                return Refusal(Ground.SHORT_TRAINING, reason)
+        if may_leave and device.type == "cpu":
+            machine, fixed = kernels.machine_of(part.device, options.request), part.has_fixed_lengths()
+            trained = options.training == "auto" and part.differentiable
+            refusal = pays.left_on_cpu(part.spec, sizes, machine, trained=trained, fixed=fixed)
+            if refusal is not None:
+                return refusal
         return kernels.prepare(part.spec, device, sizes, part.differentiable, options.request)
 
     return supports

@@ -217,9 +217,9 @@ def _validation_finds_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _training_with_few_scores_is_fused() -> Iterator[None]:
     """Tests train with few scores, which by default is left to Inductor."""
-    planning = importlib.import_module("fusion.planning.cpu_training")
+    pays = importlib.import_module("fusion.planning.pays")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "PAYS", dict.fromkeys(planning.PAYS, (0, 0)))
+        patch.setattr(pays, "TRAINING", dict.fromkeys(pays.TRAINING, (0, 0)))
         yield
 
 

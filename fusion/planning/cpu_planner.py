@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion.errors import NoFittingTileError
-from fusion.ir.sizes import extents_function, size_function
+from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary
@@ -21,9 +21,6 @@ from fusion.planning.from_spec import problem_of
 from fusion.planning.register_tiles import Target, planes_of, target_of
 from fusion.planning.tiles import LEAST_PART, cpu_tiles, may_cut, part_tiles
 
-WORTH_ALL_HEADS = 12
-"""Rows from which on a kernel that mixes heads, which packs K and V of all of them for a block of 48 rows, is as fast
-as the inner compiler's code: with 8 it takes 0.7 to 1.4 times as long, with 1 2 to 5 times (8 heads, 1024 keys)."""
 WORTH_COMPILING = 2e-4
 """Predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it."""
 
@@ -126,15 +123,6 @@ def _cheapest(seconds: Mapping[Any, float], compiled: Collection) -> Any:
         kept = min(known, key=seconds.__getitem__)
         best = best if seconds[kept] - seconds[best] > WORTH_COMPILING else kept
     return best
-
-
-def too_few_rows(spec: AttentionSpec, sizes: Sequence[int]) -> str | None:
-    """Why a call with these sizes is left to the inner compiler, though there is a kernel, or None."""
-    (n_q,) = size_function((spec.n_q,), spec.sizes)(sizes)
-    if spec.mixing is None or n_q >= WORTH_ALL_HEADS:
-        return None
-    least = WORTH_ALL_HEADS
-    return f"heads are mixed, for which kernels are predicted to pay from {least} rows on, and there are {n_q}"
 
 
 def all_heads_choice(target: Target, n_k: int) -> Choice:

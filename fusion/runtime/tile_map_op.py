@@ -21,7 +21,7 @@ from fusion.ir.expr import Expr, Kind, coordinates, loads
 from fusion.ir.ops import evaluate
 from fusion.ir.sizes import size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
-from fusion.planning.tile_map_cost import SAMPLES, WORTH_SAMPLING
+from fusion.planning.pays import SAMPLES, WORTH_SAMPLING
 
 INT64 = torch.iinfo(torch.int64)
 WORTH_READING = 1 / 16  # share of the cells looked at that need no mask or no work

@@ -15,7 +15,7 @@ costs less than the sweeps over a table of scores that other compilers make.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +45,9 @@ MOST = 6
 FEW = 32
 """Up to so many queries or keys another kernel may multiply Q and K, whose scores differ in their last digits. But a
 maximum must be that of the very scores that it is subtracted from."""
-SCORES = 2**25
-"""Bytes of scores from which on that pays (`benchmarks/cascades.py`): they leave the caches."""
-SCORES_OF_A_COLUMN = 2**30
-"""Those where a softmax over the queries is all: of that other compilers make two sweeps, which are faster than a
-second product. From here on it is for the memory."""
+Pays = Callable[[Iterable[int], bool], bool]
+"""(elements of the table of scores that each reduction is of, whether a softmax over the queries is all of them) ->
+whether attentions of their own are worth their cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +79,15 @@ class Cut:
 
 
 def find(
-    graph: Graph, reads: Reads = ANY, wanted: str = "auto", but: Set[str] = frozenset()
+    graph: Graph,
+    reads: Reads = ANY,
+    wanted: str = "auto",
+    but: Set[str] = frozenset(),
+    pays: Pays = lambda tables, column: True,
 ) -> tuple[list[Site], list[Moved | Cut]]:
     """The sites of a graph, which is changed where that makes attentions of more products; and these changes.
 
-    wanted: whether reductions become attentions: "auto" where that pays, "always", or "never".
+    wanted: whether reductions become attentions: "auto" where that `pays`, "always", or "never".
     but: names of products for which nothing is changed.
     """
     sites, moved = late_division.find(graph, reads, but)
@@ -93,8 +95,8 @@ def find(
     usable = wanted != "never" and not are_plain()
     pending = [site for site in sites if usable and site.anchor.name not in but and _may_be_cascade(site)]
     for way in (_all_but_the_last_softmax, _softmaxes, list) if pending else ():
-        met, hints, always = Upstream(graph), nodes.size_hints(graph), wanted == "always"
-        asked = {site.anchor: _wanted(site, _reductions(site.anchor, met), way, hints, always) for site in pending}
+        met, hints, worth = Upstream(graph), nodes.size_hints(graph), pays if wanted == "auto" else None
+        asked = {site.anchor: _wanted(site, _reductions(site.anchor, met), way, hints, worth) for site in pending}
         if cuts := _cut_for(graph, asked, reads):
             changes += cuts
             pending = [site for site in pending if not any(site.anchor in cut.serves for cut in cuts)]
@@ -159,7 +161,7 @@ def _softmaxes(reductions: list[Node]) -> list[Node]:
     return [node for node in reductions if packet(node) in SOFTMAXES]
 
 
-def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], always: bool) -> list[Node]:
+def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], pays: Pays | None) -> list[Node]:
     """Of the reductions above a site those to be cut: none where that does not pay, no softmax of an attention."""
     reductions = way(found)
     if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
@@ -170,8 +172,8 @@ def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], a
         return []
     if any(min(table[-2:]) <= FEW for table in tables):
         return []
-    least = SCORES_OF_A_COLUMN if len(found) == 1 and packet(found[0]) in SOFTMAXES else SCORES
-    return reductions if always or all(4 * math.prod(table) >= least for table in tables) else []
+    column = len(found) == 1 and packet(found[0]) in SOFTMAXES
+    return reductions if pays is None or pays(map(math.prod, tables), column) else []
 
 
 def _cut(node: Node) -> Cut | None:

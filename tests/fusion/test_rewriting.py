@@ -13,7 +13,7 @@ from torch.export import Dim
 
 import fusion
 from fusion.errors import OptionError, RewriteError
-from fusion.planning import cpu_training
+from fusion.planning import pays
 from tests.numerics import assert_as_exact_as_eager, assert_same
 
 
@@ -316,7 +316,7 @@ def _is_fused(program, *inputs, **options) -> bool:
 
 @pytest.mark.parametrize("export_with_gradients", [True, False])
 def test_parameters_alone_do_not_make_a_program_one_that_is_trained(export_with_gradients, monkeypatch):
-    monkeypatch.setattr(cpu_training, "PAYS", dict.fromkeys(cpu_training.PAYS, (100, 100)))
+    monkeypatch.setattr(pays, "TRAINING", dict.fromkeys(pays.TRAINING, (100, 100)))
     x = torch.randn(2, 24, 16)
     with torch.set_grad_enabled(export_with_gradients):
         program, trained = (torch.export.export(m, (x,)) for m in (Short(0.1).eval(), Short(0.1).train()))

@@ -15,7 +15,7 @@ from fusion.ir.expr import ZERO, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD, MapSpec
 from fusion.machine import machine, with_cores
-from fusion.planning.tile_map_cost import map_pays
+from fusion.planning.pays import map_pays
 from fusion.runtime.tile_map_op import Cells, tile_map
 from tests.numerics import assert_as_exact_as_eager, wide
 

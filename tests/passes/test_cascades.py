@@ -193,7 +193,7 @@ def test_no_table_of_scores_is_left():
 def test_where_it_pays(monkeypatch, wanted, pays):
     """By the size of the table; a softmax over the queries alone only for the memory."""
     scores = 4 * 2 * 3 * 45 * 37
-    monkeypatch.setattr(cascades, "SCORES", scores if pays else scores + 1)
+    monkeypatch.setattr("fusion.planning.pays.CASCADE", scores if pays else scores + 1)
     for form in (of_a_softmax, over_queries):
         report = run(form, cascades=wanted)
         fused = FORMS[form] if wanted == "auto" and pays and form is of_a_softmax else 0

@@ -307,7 +307,7 @@ def test_derivatives_that_kernels_do_not_compute_are_left_where_scores_are_few(m
     (site,) = fused_by_default(moved, q, k, v)
     assert site.refusal.kind is Ground.DERIVATIVES and "too few" in site.reason and not site.attentions
     assert "transforms" in site.advice
-    monkeypatch.setattr("fusion.backend.SCORES_OF_DERIVATIVES", 4 * 2 * 11 * 11)
+    monkeypatch.setattr("fusion.planning.pays.DERIVATIVES", 4 * 2 * 11 * 11)
     assert [site.fused for site in fused_by_default(moved, q, k, v)] == [True]
 
 
@@ -323,7 +323,7 @@ def test_tangents_are_fused_where_kernels_compute_all_that_is_asked_for(wait, mo
 
     inputs = [torch.randn(2, 11, 8) for _ in range(3)]
     assert not fused_by_default(loss, *inputs)[0].fused  # few scores
-    monkeypatch.setattr("fusion.backend.SCORES_OF_TANGENTS", 4 * 2 * 11 * 11)
+    monkeypatch.setattr("fusion.planning.pays.TANGENTS", 4 * 2 * 11 * 11)
     assert [site.fused for site in fused_by_default(loss, *inputs)] == [True]
     trained = [x.clone().requires_grad_() for x in inputs]
     assert [site.fused for site in fused_by_default(loss, *trained)] == [wait is not None]

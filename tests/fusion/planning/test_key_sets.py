@@ -8,7 +8,7 @@ from fusion.ir import AttentionSpec
 from fusion.machine import machine
 from fusion.planning.choose import lower_bound
 from fusion.planning.from_spec import problem_of
-from fusion.planning.key_sets import sets_pay
+from fusion.planning.pays import sets_pay
 
 D = 64
 

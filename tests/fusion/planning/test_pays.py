@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import fusion
-from fusion.planning import cpu_training
+from fusion.planning import pays
 from fusion.refusals import Ground
 
-PAYS = cpu_training.PAYS
+TRAINING = pays.TRAINING
 
 
 def biased(q, k, v, bias):
@@ -42,8 +42,8 @@ def trained(function, n, dtype=torch.float32, *, bias=True, dynamic=False, **opt
 
 @pytest.fixture(autouse=True)
 def _rule(monkeypatch):
-    monkeypatch.setattr(cpu_training, "PAYS", dict.fromkeys(PAYS, (20, 40)))
-    monkeypatch.setattr(cpu_training, "PAYS_BY_DISTANCE", 30)
+    monkeypatch.setattr(pays, "TRAINING", dict.fromkeys(TRAINING, (20, 40)))
+    monkeypatch.setattr(pays, "TRAINING_BY_DISTANCE", 30)
 
 
 @pytest.mark.parametrize(("function", "least"), [(plain, 20), (causal, 20), (biased, 40), (by_distance, 30)])
@@ -72,5 +72,5 @@ def test_inference_is_fused():
 
 
 def test_limits_are_larger_without_tiles_and_with_a_trained_bias():
-    (few, biased_few), (more, biased_more) = PAYS[True], PAYS[False]
+    (few, biased_few), (more, biased_more) = TRAINING[True], TRAINING[False]
     assert 0 < few < biased_few < biased_more and few < more < biased_more
