@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from fusion.planning.register_tiles import Target, Tiling
 
-from .builder import Builder, Value
-from .products import Groups, InterleavedWork, MultiplyAdd, vector_products
+from .builder import Array, Builder, Value
+from .products import InterleavedWork, MultiplyAdd, vector_products
 from .rows import RowReader, Rows, load_f32, load_line
 from .transpose import sum_rows, transpose
 from .values import round_up
@@ -23,13 +23,9 @@ from .x86 import BF16, F32, WORDS, Avx512, TileUnit, joined
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile
 
-#: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag
-#: instead.
-LARGE_BITS = (127 + 120) << 23
-
 
 class Amx:
-    """Products on AMX tiles, of one to three bf16 planes. worst: address of a vector of i32 that collects the largest
+    """Products on AMX tiles, of one to three bf16 planes. max_abs: address of a vector of i32 that collects the largest
     magnitudes packed, as bits. exact_pairs: weights may be NaN where the row's sum is not. mirrored: scores are those
     of a kernel with the two sides exchanged, bit by bit."""
 
@@ -45,12 +41,12 @@ class Amx:
         e: int,
         planes: int,
         key_capacity: int,
-        worst: Value | None,
+        max_abs: Value | None,
         exact_pairs: bool,
         mirrored: bool,
     ):
         self.exact_pairs, self.mirrored = exact_pairs, mirrored
-        self.b, self.d, self.e, self.planes, self.worst = b, d, e, planes, worst
+        self.b, self.d, self.e, self.planes, self.max_abs = b, d, e, planes, max_abs
         self.unit = TileUnit(b)
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
@@ -93,12 +89,12 @@ class Amx:
         return planes
 
     def _watch(self, x: Value) -> None:
-        if self.worst is None:
+        if self.max_abs is None:
             return
         b = self.b
         bits = self._magnitude(x)
-        seen = b.load(self.worst, WORDS, "worst")
-        b.store(b.most(seen, bits), self.worst)
+        seen = b.load(self.max_abs, WORDS, "worst")
+        b.store(b.most(seen, bits), self.max_abs)
 
     def _magnitude(self, x: Value) -> Value:
         """|x| as bits: they are ordered as the numbers are, NaN above all."""
@@ -287,7 +283,7 @@ class Amx:
 
         self._for_blocks(body)
 
-    def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
+    def accumulate_sets(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
         """The same for `sets` pairs of groups. Columns of V are outermost, so that their tiles are read from the
         first-level cache by all but the first pair."""
         b = self.b
@@ -295,7 +291,7 @@ class Amx:
         def for_pairs(block: Value | int, count: int) -> None:
             with b.loop(0, sets, hint="pair") as pair:
                 members = [b.add(b.mul(pair, 2), k) for k in (0, 1)]
-                sources, cells = ([side.member(b, m) for m in members] for side in (weights, output))
+                sources, cells = ([side[m] for m in members] for side in (weights, output))
                 self._accumulate(values, (0, steps), sources, cells, block, count)
 
         self._for_blocks(for_pairs)
@@ -337,11 +333,11 @@ Products = Amx | MultiplyAdd
 
 
 def products_of(
-    b: Builder, target: Target, tiling: Tiling, d: int, e: int, worst: Value | None, exact_pairs: bool, mirrored: bool
+    b: Builder, target: Target, tiling: Tiling, d: int, e: int, max_abs: Value | None, exact_pairs: bool, mirrored: bool
 ) -> Products:
-    """The products of a tiling with d columns of Q and K and e of V. worst, exact_pairs, mirrored: see `Amx`."""
+    """The products of a tiling with d columns of Q and K and e of V. max_abs, exact_pairs, mirrored: see `Amx`."""
     if tiling.planes and target.amx:
-        return Amx(b, d, e, tiling.planes, tiling.keys, worst, exact_pairs, mirrored)
+        return Amx(b, d, e, tiling.planes, tiling.keys, max_abs, exact_pairs, mirrored)
     made = vector_products(b, target, tiling.planes > 0, d, e)
     made.chain = tiling.chain or made.chain
     return made

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from .values import PTR, SIZE, Operand, Value, in_turns, is_float, literal, shape_of, vector_of
@@ -311,6 +312,35 @@ class Builder:
         with self._body(f"{head} : i64 {{"):
             yield index
 
+    def fill(self, base: Value, count: Operand, value: Value, start: Operand = 0, hint: str = "at") -> None:
+        """A vector to each of the places start..count-1 of its size from base on."""
+        lanes, scalar = shape_of(value.type)
+        with self.loop(start, count, hint=hint) as at:
+            self.store(value, self.row(base, at, lanes, scalar))
+
+    def update(
+        self, base: Value, count: Operand, change: Callable[..., Value], type_: str, *others: Value, hint: str = "e"
+    ) -> None:
+        """`count` elements from base on, a vector at a time: what `change` makes of it, and of those of the others."""
+        lanes, scalar = shape_of(type_)
+        with self.loop(0, count, lanes, hint=hint) as at:
+            places = [self.at(place, at, scalar) for place in (base, *others)]
+            self.store(change(*(self.load(place, type_, "x") for place in places)), places[0])
+
+    def move_sums(self, source: Value, target: Value, count: Operand, type_: str) -> None:
+        """Add `count` vectors to others, and clear them."""
+        lanes, scalar = shape_of(type_)
+        with self.loop(0, count, hint="at") as at:
+            places = [self.row(place, at, lanes, scalar) for place in (source, target)]
+            self.store(self.add(*(self.load(place, type_, "o") for place in places)), places[1])
+            self.store(self.constant(0.0, type_), places[0])
+
+    def any(self, count: Operand, step: int, found: Callable[[Value], Value], hint: str) -> Value:
+        """Whether `found(n)` (i1) holds for one of the numbers below `count`; all are asked."""
+        with self.carry(0, count, step, [self.constant(0, "i1")], hint=hint) as (loop, number, (before,)):
+            loop.yields(self.or_(before, found(number)))
+        return loop.results[0]
+
     @contextlib.contextmanager
     def carry(self, low: Operand, high: Operand, step: Operand, initial: Sequence[Value], hint: str = "i"):
         """A loop that carries values: yields (handle, index, values); the body ends with `handle.yields(...)`."""
@@ -362,3 +392,20 @@ class Builder:
         with self.otherwise():
             self.line(f"scf.yield {otherwise()} : {type_}")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """Memory of equal parts, one behind the other: `array[n]` is the address of one. size: its bytes."""
+
+    b: Builder
+    first: Value
+    size: Operand
+    hint: str = "p"
+
+    def __getitem__(self, number: Operand) -> Value:
+        return self.b.row(self.first, number, self.size, "i8", self.hint)
+
+    def behind(self, number: Operand) -> Array:
+        """Those from a number on."""
+        return replace(self, first=self[number])

@@ -25,7 +25,7 @@ from .scope import MEMORY_TYPE, Scope
 from .transpose import transpose
 
 if TYPE_CHECKING:
-    from .tile import Item, TileKernel
+    from .tile import Item
 
 
 from typing import TYPE_CHECKING
@@ -53,9 +53,9 @@ class FurtherOutputs:
     """Writes them for one kernel. keeps, keeps_scores: whether weights and their exponents are kept, which statistics
     of rows need not."""
 
-    def __init__(self, kernel: TileKernel, groups: int):
+    def __init__(self, kernel: KernelFunction, key_step: int, groups: int):
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
-        self.step = kernel.products.key_step
+        self.step = key_step
         numbered = list(enumerate(kernel.spec.further))
         self.whole = [(k, f) for k, f in numbered if {"i", "j"} <= {*f.dims}]
         self.of_rows = [(k, f) for k, f in numbered if "j" not in f.dims]

@@ -24,10 +24,10 @@ from fusion.lowering.numbers import is_moderate
 from fusion.lowering.score_programs import plain_scale
 from fusion.planning.register_tiles import KEY_SPAN, Target, planes_of
 
-from .builder import Value
+from .builder import Array, Value
 from .dense import DenseLoad
 from .packing import STATE_BYTES, PackedRows
-from .products import Groups, vector_products
+from .products import vector_products
 from .scope import Lanes, Scope
 from .skeleton import KernelFunction, KernelText
 from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram
@@ -320,9 +320,9 @@ class MixedHeadsKernel(KernelFunction):
         with b.loop(0, self.steps, span, hint="step") as step:
             self._zero(self.part, size)
             at = b.mul(step, p.weight_bytes(p.key_step))
-            weights = Groups(first=b.at(self._rows(head, 0), at, "i8"), stride=self.group_bytes)
+            weights = Array(b, b.at(self._rows(head, 0), at, "i8"), self.group_bytes)
             count = b.least(b.sub(self.steps, step), span)
-            part = Groups(first=self.part, stride=stride)
+            part = Array(b, self.part, stride)
             p.accumulate_sets(p.values_of(values, step), count, weights, part, b.constant(1, "i64"))
             with b.loop(0, size, self.row, hint="at") as place:
                 cells = [b.at(area, place, "i8") for area in (self.output, self.part)]
@@ -333,7 +333,6 @@ class MixedHeadsKernel(KernelFunction):
     def _write(self, scope: Scope, start: Value, output: Value) -> None:
         """The rows of a group, as far as there are any."""
         b, padded, lanes = self.b, self.products.e_padded, self.lanes
-        self._turn(output, padded)
-        with b.loop(0, b.least(b.most(b.sub(self.n_q, start), 0), lanes), hint="r") as r:
-            target = self._row_address(scope, b.add(start, r))
-            self._write_row(b.row(self.finished, r, padded), target)
+        count = b.least(b.most(b.sub(self.n_q, start), 0), lanes)
+        with self._lines(output, padded, count) as (r, line):
+            self._write_row(line, self._row_address(scope, b.add(start, r)))

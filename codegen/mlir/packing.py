@@ -1,4 +1,4 @@
-"""What a thread has packed: a range of one side's rows, and which rows they are; and what it saw while it packed."""
+"""What a thread has packed: a range of one side's rows, and which rows they are."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 
 from fusion.errors import KernelCompilationError
 
-from .amx import LARGE_BITS
 from .builder import Builder, Value
 from .rows import RowReader
-from .x86 import WORDS
 
 SLOTS = 64
 STATE_BYTES = 8 * SLOTS
@@ -60,16 +58,3 @@ class PackedRows:
             pack(b.add(start, r, "row"))
         b.store(b.least(low, have_low), self.low)
         b.store(b.most(end, have_high), self.high)
-
-
-def clear_largest(b: Builder, worst: Value) -> None:
-    """Of the magnitudes that `Amx` collects while it packs."""
-    b.store(b.constant(0, WORDS), worst)
-
-
-def raise_flag(b: Builder, worst: Value, flag: Value) -> None:
-    """Tell the launcher where one of them was too large for planes."""
-    seen = b.load(worst, WORDS, "worst")
-    largest = b.reduce("maxsi", seen, "largest")
-    with b.when(b.compare("sge", largest, LARGE_BITS)):
-        b.store(b.constant(1, "i64"), flag)

@@ -17,7 +17,7 @@ from .builder import PTR, Value
 from .skeleton import KernelFunction
 
 if TYPE_CHECKING:
-    from .tile import Item, TileKernel
+    from .tile import Item, Tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,25 +80,21 @@ class Parts:
         plain = kernel.spec.normalizer is Normalizer.NONE
         factors = (1.0, 1.0) if plain else [kernel.exponent.factor(old, m_new) for old in (m, other)]
         for (mine, count), (theirs, _) in zip(own.vectors, more.vectors, strict=True):
-            with b.loop(0, count * kernel.lanes, kernel.lanes, hint="e") as e:
-                at = b.at(mine, e, "f32")
-                x, y = (b.load(place, kernel.vector, "x") for place in (at, b.at(theirs, e, "f32")))
-                b.store(b.add(b.mul(x, factors[0]), b.mul(y, factors[1])), at)
+            both = lambda x, y: b.add(b.mul(x, factors[0]), b.mul(y, factors[1]))
+            b.update(mine, count * kernel.lanes, both, kernel.vector, theirs)
         b.store(m_new, own.maximum)
 
 
 class TileParts(Parts):
     """Those of a kernel in tiles, whose lanes are queries."""
 
-    kernel: TileKernel
-
-    def __init__(self, kernel: TileKernel):
-        self.rows = kernel.products.e_padded + 2  # of a group: its output, sum and maximum
-        super().__init__(kernel, 4 * kernel.tiling.groups * self.rows * kernel.lanes)
+    def __init__(self, tiles: Tiles):
+        self.tiles, self.rows = tiles, tiles.products.e_padded + 2  # of a group: its output, sum and maximum
+        super().__init__(tiles.kernel, 4 * tiles.tiling.groups * self.rows * tiles.lanes)
 
     def _own(self, g: Value) -> Sums:
         """Of a group that works here, whose partial sums are merged."""
-        memory = self.kernel._group_memory(g)
+        memory = self.tiles.group(g)
         return Sums(maximum=memory.maximum, vectors=[(memory.output, self.rows - 1)])
 
     def _recorded(self, record: Value, g: Value) -> Sums:
@@ -111,13 +107,11 @@ class TileParts(Parts):
         """Copy the item's sums to the record of a piece of work."""
         b, kernel, record = self.b, self.kernel, self.record(piece)
         with b.loop(0, item.groups, hint="g") as g:
-            with b.when(kernel.several):
-                kernel._merge_partial_sums(g, 1, 0)
+            self.tiles.all_sums(g)
             own, there = self._own(g), self._recorded(record, g)
             b.store(b.load(own.maximum, kernel.vector, "m"), there.maximum)
             for (source, count), (target, _) in zip(own.vectors, there.vectors, strict=True):
-                with b.loop(0, count * kernel.lanes, kernel.lanes, hint="e") as e:
-                    b.store(b.load(b.at(source, e, "f32"), kernel.vector, "o"), b.at(target, e, "f32"))
+                b.update(target, count * kernel.lanes, lambda old, new: new, kernel.vector, source)
 
     def merge(self, item: Item) -> None:
         """Add the sums of all parts of an item to its own, which are cleared."""

@@ -24,11 +24,10 @@ operand with lanes innermost. The strategies differ in how operands are packed a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from fusion.planning.register_tiles import Target
 
-from .builder import Builder, Value, shape_of, vector_of
+from .builder import Array, Builder, Value, shape_of, vector_of
 from .rows import RowReader, Rows, load_f32, load_line
 from .transpose import transpose
 from .values import round_up
@@ -42,17 +41,6 @@ added up, so that wide heads (channel attention, whose features are tokens) are 
 #: Vector work to be written between the instructions of a product, in small pieces: called with (key step, part, number
 #: of parts), where the parts of a step share its work.
 InterleavedWork = Callable[[Value, "Value | int", int], Sequence[Callable[[], None]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Memory of consecutive groups: the first one's address and the distance in bytes."""
-
-    first: Value
-    stride: int
-
-    def member(self, b: Builder, number: Value | int) -> Value:
-        return b.row(self.first, number, self.stride, "i8")
 
 
 class MultiplyAdd:
@@ -197,13 +185,13 @@ class MultiplyAdd:
         self.b.store(first, address, align=4 * self.lanes)
         self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
-    def accumulate_sets(self, values: Value, steps: Value, weights: Groups, output: Groups, sets: Value) -> None:
+    def accumulate_sets(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
         """O^T += V^T P^T over `steps` key steps, for `sets` times `group_step` groups."""
         b, size = self.b, self.group_step
         with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e, b.loop(0, sets, hint="set") as number:
             members = [b.add(b.mul(number, size), k) for k in range(size)]
-            sources = [weights.member(b, m) for m in members]
-            cells = [b.row(output.member(b, m), e, self.lanes) for m in members]
+            sources = [weights[m] for m in members]
+            cells = [b.row(output[m], e, self.lanes) for m in members]
             self._accumulate(self._column(values, e), b.mul(steps, self.words_of_step), sources, cells)
 
     def _column(self, values: Value, e: Value) -> Value:

@@ -26,7 +26,7 @@ from .softmax import Exponent
 from .thread_function import ThreadFunction
 from .transpose import transpose
 from .vectormath import LIBM, VectorMath
-from .x86 import flush_denormals, restore_mode
+from .x86 import LARGE_BITS, WORDS, flush_denormals, restore_mode
 
 HEADER = "module {\n" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
 
@@ -51,12 +51,15 @@ class KernelFunction(ThreadFunction):
     """Base of the attention kernels: see `kernel`, `row_kernel` and `backward`. degree: of the exponential's
     polynomial. flush: results below 2**-126 become 0 while the kernel runs. Weights far below their row's largest come
     out there, and the processor takes some hundred cycles for each vector with one. For products that take such inputs
-    for 0 anyway (AMX)."""
+    for 0 anyway (AMX). may_flag: its products split numbers into planes, which very large ones do not have."""
 
     header = HEADER
     finished: Value  # memory of L rows of the result
 
-    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int, flush: bool = False):
+    def __init__(
+        self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int, flush: bool = False,
+        may_flag: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.spec, self.target, self.d, self.d_v = spec, target, d, d_v
         self.lanes = target.lanes
@@ -80,6 +83,21 @@ class KernelFunction(ThreadFunction):
         if self.modes is not None:
             with self.b.at_entry():
                 flush_denormals(self.b, self.modes)
+        self.may_flag, self.max_abs = may_flag, self.area(64, "max_abs") if may_flag else None
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Around the work: products on tiles collect the largest magnitude that they split into planes, and the
+        launcher is told where one was too large."""
+        b = self.b
+        if self.max_abs is None:
+            yield
+            return
+        b.store(b.constant(0, WORDS), self.max_abs)
+        yield
+        largest = b.reduce("maxsi", b.load(self.max_abs, WORDS, "seen"), "largest")
+        with b.when(b.compare("sge", largest, LARGE_BITS)):
+            b.store(b.constant(1, "i64"), self.params[("ptr", "flag")])
 
     def function(self) -> str:
         if self.modes is not None:
@@ -221,13 +239,18 @@ class KernelFunction(ThreadFunction):
         with b.loop(whole, width, hint="e") as e:
             b.store(self._narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.row(target, e, stride, memory))
 
-    def _turn(self, source: Value, padded: int, change: Callable[[Value], Value] = lambda x: x) -> None:
-        """[`padded` columns][L] as the rows of `finished`, each vector changed."""
+    @contextlib.contextmanager
+    def _lines(
+        self, source: Value, padded: int, count: Value, change: Callable[[Value], Value] = lambda x: x
+    ) -> Iterator[tuple[Value, Value]]:
+        """A loop over `count` rows of [`padded` columns][L], each vector changed: its number and where it lies."""
         b, lanes = self.b, self.lanes
         with b.loop(0, padded, lanes, hint="e") as e:
             cells = [b.load(b.row(source, b.add(e, r), lanes), self.vector, "o") for r in range(lanes)]
             for r, line in enumerate(transpose(b, [change(cell) for cell in cells])):
                 b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
+        with b.loop(0, count, hint="r") as r:
+            yield r, b.row(self.finished, r, padded)
 
     def _narrow(self, x: Value, memory: str) -> Value:
         if memory == "f32":

@@ -15,11 +15,12 @@ Tiles are visited one after the other: there is nothing to overlap with a tile t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from fusion.ir.expr import SCORE, Expr
+from fusion.ir.expr import SCORE
 from fusion.ir.spec import AttentionSpec
 from fusion.kept import Made
 from fusion.lowering.numbers import LOG2E
@@ -33,115 +34,109 @@ from .launch import Variant, addresses_of, call_values
 from .scope import Scope
 from .skeleton import KernelText
 from .softmax import RowProgram
-from .tile import Item, KeyRange, Tile
+from .stream import InTurn
+from .tile import Item, KeyRange, Tile, Tiles
 
 
 def emit_sparse(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:
     """The kernel of a spec of plain scaled scores, unmasked or with one mask."""
-    return SparseKernelText(spec, tiling, target, d, d_v).text()
+    return AttentionKernel(spec, tiling, target, d, d_v, selective=Selected).text()
 
 
-class SparseKernelText(AttentionKernel):
-    looks_ahead = False  # what is left out depends on the maxima
+class Selected(InTurn):
+    """The tiles that are marked, as far as they matter."""
 
-    def _tile_areas(self) -> None:
-        super()._tile_areas()
-        if self.programs.masked is not SCORE and self.programs.full is not SCORE:
+    def __init__(self, tiles: Tiles):
+        super().__init__(tiles)
+        programs, kernel, groups = tiles.programs, tiles.kernel, tiles.tiling.groups
+        if programs.masked is not SCORE and programs.full is not SCORE:
             raise ValueError("a selective kernel takes plain scaled scores")
-        self.sets = -(-self.tiling.groups // self.together)
-        self.left_out = self.area(self.tiling.groups * 4 * self.lanes, "left_out")
-        self.computed = self.area(64, "computed")
+        self.kernel, self.params, self.lanes, self.vector = kernel, kernel.params, tiles.lanes, tiles.vector
+        self.sets = -(-groups // tiles.together)
+        self.left_out, self.computed = kernel.array(groups, 4 * self.lanes, "left_out"), kernel.area(64, "computed")
 
-    def _attend(self, item: Item, low: Value | int, high: Value) -> None:
+    @contextlib.contextmanager
+    def around(self, item: Item) -> Iterator[None]:
+        """Around the tiles of an item: what they left out, and how many were computed."""
         b = self.b
         worst = zero = b.constant(0.0, self.vector)
         for g in range(self.tiling.groups):
-            b.store(zero, b.at(self.left_out, g * self.lanes, "f32"))
+            b.store(zero, self.left_out[g])
         b.store(b.constant(0.0, "f32"), self.computed)
-        super()._attend(item, low, high)
+        yield
         for g in range(self.tiling.groups):
-            worst = b.most(worst, b.load(b.at(self.left_out, g * self.lanes, "f32"), self.vector, "left"))
+            worst = b.most(worst, b.load(self.left_out[g], self.vector, "left"))
         most = b.reduce("maxnumf", worst, "worst")
         target = b.row(self.params[("ptr", "skipped")], item.number, 2)
         b.store(most, target)
         b.store(b.load(self.computed, "f32", "computed"), b.at(target, 1, "f32"))
 
-    def _visit_tiles(self, item: Item, keys: KeyRange) -> None:
-        self._visit_in_turn(item, keys)
-
-    def _rows_and_keys(self, item: Item, keys: KeyRange, g: Value, j0: Value) -> tuple[Scope, Value]:
+    def rows_and_keys(self, item: Item, keys: KeyRange, g: Value, j0: Value) -> tuple[Scope, Value]:
         b, size = self.b, self.tiling.keys
-        tile, n = super()._rows_and_keys(item, keys, g, j0)
-        columns = b.ceil_div(self.n_k, size, "key_blocks")
-        row = b.add(b.mul(item.number, self.sets), b.div(g, self.together))
+        tile, n = super().rows_and_keys(item, keys, g, j0)
+        columns = b.ceil_div(self.kernel.n_k, size, "key_blocks")
+        row = b.add(b.mul(item.number, self.sets), b.div(g, self.tiles.together))
         place = b.add(b.mul(row, columns), b.div(j0, size))
         mark = b.load(b.at(self.params[("ptr", "marks")], place, "i8"), "i8", "mark")
         return tile, b.select(b.compare("ne", mark, b.constant(0, "i8"), "marked"), n, 0, "n_keys")
 
-    def _tile(self, tile: Tile) -> None:
-        b = self.b
-        self._all_scores(tile)
+    def tile(self, tile: Tile) -> None:
+        b, tiles = self.b, self.tiles
+        tiles.score_all(tile)
         with b.when(self._matters(tile)):
             b.store(b.add(b.load(self.computed, "f32"), b.constant(1.0, "f32")), self.computed)
-            for program in self._variants(tile):
-                self._maxima_of(tile, program)
-            self._update_maxima(tile)
-            self._weights(tile, 0, tile.block.padded)
-            self._accumulate(tile)
-        with b.otherwise():
-            self._record_left_out(tile)
-
-    def _maxima_of(self, tile: Tile, program: Expr) -> None:
-        if program is SCORE:  # `_matters` has left them where they belong
-            return
-        self._no_maxima(tile)
-        with self.b.loop(0, tile.here, hint="member") as member:
-            self._stage(tile, member, program)
-            self._maxima(tile, member, program, 0, tile.block.count)
+            for program in tiles.variants(tile):
+                if program is not SCORE:  # whose maxima are there already
+                    tiles.reset_maxima(tile)
+                    tiles.maxima(tile, program, 0, tile.block.count, staging=True)
+            tiles.rescale(tile)
+            tiles.weigh(tile, 0, tile.block.padded)
+            tiles.accumulate(tile)
+        with b.otherwise(), tiles.members(tile) as member:
+            self._record_left_out(tile, member)
 
     def _matters(self, tile: Tile) -> Value:
         """Whether the tile whose raw scores lie in memory has to be computed; leaves maxima in `highest`."""
-        b = self.b
+        b, tiles = self.b, self.tiles
         share = b.broadcast(self.params.float32("share"), self.lanes)
         lowest = b.constant(float("-inf"), self.vector)
-        with b.carry(0, tile.here, 1, [b.constant(0, "i1")], hint="member") as (loop, member, (any_,)):
-            raw = RowProgram(program=SCORE, weight=None, scope=self._member_lanes(tile, member), staged=[])
-            highest = self._softmax(tile, member).apply(raw, 0, tile.block.count, lowest)
-            b.store(highest, self._highest_of(member))
+
+        def matters(member: Value) -> Value:
+            lanes = tiles.lane_scope(tile.item, tile.scope, b.add(tile.g, member))
+            raw = RowProgram(program=SCORE, weight=None, scope=lanes, staged=[])
+            highest = tiles.softmax(tile, member).apply(raw, 0, tile.block.count, lowest)
+            b.store(highest, tiles.highest[member])
             part, total = self._share(tile, member, highest)
-            high = b.compare("ugt", part, b.mul(total, share), "high")
-            high = b.and_(high, self._rows(tile, member))
-            found = b.reduce("or", high, "found")
-            loop.yields(b.or_(any_, found, "any"))
-        return loop.results[0]
+            high = b.and_(b.compare("ugt", part, b.mul(total, share), "high"), self._rows(tile, member))
+            return b.reduce("or", high, "found")
+
+        return b.any(tile.here, 1, matters, "member")
 
     def _share(self, tile: Tile, member: Value, highest: Value) -> tuple[Value, Value]:
         """(exp(highest - m), l) of a group."""
-        b = self.b
-        group = self._group_memory(b.add(tile.g, member), member)
+        b, tiles = self.b, self.tiles
+        group = tiles.group(b.add(tile.g, member), member)
         m = b.load(group.maximum, self.vector, "m")
         # No sum reaches 2**64 shares: beyond that, and before the first tile (m = -inf) and with NaN, a tile matters.
-        raised = b.least(b.mul(b.sub(highest, m), self.exponent.scale * LOG2E), 64.0)
+        raised = b.least(b.mul(b.sub(highest, m), self.kernel.exponent.scale * LOG2E), 64.0)
         total = b.load(group.total, self.vector, "l")
-        before = b.load(b.at(group.total, (self.products.e_padded + 1) * self.lanes, "f32"), self.vector, "before")
-        total = b.add(total, b.select(self.several, before, 0.0), "l")
-        return self.context.math.exp2(raised, 5), total
+        before = b.load(b.at(group.total, tiles.own_rows * self.lanes, "f32"), self.vector, "before")
+        total = b.add(total, b.select(tiles.several, before, 0.0), "l")
+        return self.kernel.context.math.exp2(raised, 5), total
 
     def _rows(self, tile: Tile, member: Value) -> Value:
         """Lanes that are rows of the item."""
         b = self.b
-        return self._valid(b.sub(tile.item.count, b.mul(b.add(tile.g, member), self.lanes)))
+        return self.kernel._valid(b.sub(tile.item.count, b.mul(b.add(tile.g, member), self.lanes)))
 
-    def _record_left_out(self, tile: Tile) -> None:
+    def _record_left_out(self, tile: Tile, member: Value) -> None:
         """Add what a tile that is left out could have had to the shares of its rows."""
         b = self.b
         keys = b.convert("arith.uitofp", tile.block.count, "f32", "keys")
-        with b.loop(0, tile.here, hint="member") as member:
-            highest = b.load(self._highest_of(member), self.vector, "h")
-            part, total = self._share(tile, member, highest)
-            place = b.row(self.left_out, b.add(tile.g, member), self.lanes)
-            share = b.select(self._rows(tile, member), b.div(b.mul(part, keys), total), 0.0)
-            b.store(b.add(b.load(place, self.vector), share), place)
+        part, total = self._share(tile, member, b.load(self.tiles.highest[member], self.vector, "h"))
+        place = self.left_out[b.add(tile.g, member)]
+        share = b.select(self._rows(tile, member), b.div(b.mul(part, keys), total), 0.0)
+        b.store(b.add(b.load(place, self.vector), share), place)
 
 
 class SparseKernel:

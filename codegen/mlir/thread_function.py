@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from .builder import PTR, Builder, Value
+from .builder import PTR, Array, Builder, Value
 from .values import round_up
 
 
@@ -72,6 +72,10 @@ class ThreadFunction:
         self.workspace_bytes += round_up(size, 64)
         with self.b.at_entry():
             return self.b.at(self.base, offset, "i8", hint)
+
+    def array(self, count: int, size: int, hint: str) -> Array:
+        """The same for `count` parts of `size` bytes each."""
+        return Array(self.b, self.area(count * size, hint), size)
 
     @contextlib.contextmanager
     def turns(self, count: Value, hint: str) -> Iterator[Value]:

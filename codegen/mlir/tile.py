@@ -1,4 +1,4 @@
-"""One tile: a block of keys against the groups of queries that are worked on together, in stages.
+"""One tile: a block of keys against the vectors of queries that are worked on together, in stages.
 
     scores       S^T = K Q^T                                  product
     maxima       score program, each lane's maximum           vectors
@@ -14,24 +14,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fusion.ir.expr import Expr, I, coord
+from fusion.ir.expr import I0, I1, Expr, I
 from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.results import keeps_ends
-from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target, Tiling
+from fusion.ir.spec import Normalizer
+from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Tiling
 
 from .amx import products_of
-from .builder import Value
+from .builder import Array, Value
 from .dense import DenseLoad, DistanceTable
 from .further import FurtherOutputs, TrainingStatistics
-from .products import Groups, InterleavedWork
+from .products import InterleavedWork
 from .rows import RowReader
 from .scope import Lanes, Scope
-from .skeleton import KernelFunction
 from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram, Store
+
+if TYPE_CHECKING:
+    from .kernel import AttentionKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class Item:
     readers: list[RowReader]  # of Q, K and V
     first: Value  # row
     count: Value  # of rows
-    groups: Value  # groups of lanes that hold them
+    groups: Value  # vectors of queries that hold them
     padded_groups: Value  # the same, up to a multiple of the products' group step
 
 
@@ -67,97 +70,100 @@ class Tile:
     here: Value  # how many of its groups exist
     block: KeyBlock
     steps: Value  # of keys, in the block
-    weights: Value  # where they lie
+    weights: Array
 
 
-class TileKernel(KernelFunction):
-    """The stages of a tile, and the memory that they work in."""
+class Tiles:
+    """The stages of a kernel's tiles, and the memory that they work in."""
 
     loads: list[DenseLoad]
 
-    def __init__(
-        self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
-    ):
-        degree = 5 if spec.out_dtype == "float32" or spec.further else {1: 3, 2: 4}.get(tiling.planes, 5)
-        super().__init__(spec, target, d, d_v, degree, flush=tiling.planes > 0 and not spec.further)
-        self.tiling = tiling
+    def __init__(self, kernel: AttentionKernel, tiling: Tiling, with_statistics: bool):
+        self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
+        self.tiling, self.spec, self.programs, self.weight = tiling, kernel.spec, kernel.programs, kernel.weight
+        self.plain = self.spec.normalizer is Normalizer.NONE
         whole = (self.programs.masked, self.programs.full, self.weight)
         self.by_distance = distance_parts(*whole)
         self.dense = dense_loads(*whole, but=self.by_distance)
-        self.may_flag = tiling.planes > 1
-        self.worst = self.area(64, "worst") if self.may_flag else None
-        exact_pairs = spec.normalizer is Normalizer.NONE or self.weight is not None
-        self.products = products_of(self.b, target, tiling, d, d_v, self.worst, exact_pairs, mirrored=False)
-        self.statistics = TrainingStatistics(self, tiling.groups) if with_statistics else None
-        self.further = FurtherOutputs(self, tiling.groups) if spec.further else None
-        self._tile_areas()
-
-    def _tile_areas(self) -> None:
-        p, groups, keys, lanes = self.products, self.tiling.groups, self.tiling.keys, self.lanes
-        row = 4 * lanes
-        self.queries = self.area(groups * p.query_bytes(), "queries")
+        exact_pairs = self.plain or self.weight is not None
+        self.products = p = products_of(
+            self.b, kernel.target, tiling, kernel.d, kernel.d_v, kernel.max_abs, exact_pairs, mirrored=False
+        )
+        groups, keys, row = tiling.groups, tiling.keys, 4 * self.lanes
+        self.statistics = TrainingStatistics(kernel, groups) if with_statistics else None
+        self.further = FurtherOutputs(kernel, p.key_step, groups) if self.spec.further else None
+        self.queries = kernel.array(groups, p.query_bytes(), "queries")
         # Scores and weights of a few groups at a time: they stay in the first-level cache.
-        together = self.together = self.tiling.together or p.group_step
-        self.scores = self.area(together * keys * row, "scores")
-        self.factors = self.area(together * keys * row, "factors") if self.weight is not None else None
-        self.weights = self.area(together * p.weight_bytes(keys), "weights")
+        together = self.together = tiling.together or p.group_step
+        self.scores = kernel.array(together, keys * row, "scores")
+        self.factors = kernel.array(together, keys * row, "factors") if self.weight is not None else None
+        self.weights = kernel.array(together, p.weight_bytes(keys), "weights")
         # Per group: the output and, as one more row, the sum; then the same of the spans before.
         self.span = KEY_SPAN if self.spec.out_dtype == "float32" else HALF_KEY_SPAN
-        self.output_bytes = 2 * (p.e_padded + 1) * row
-        self.output = self.area(groups * self.output_bytes, "output")
-        self.maxima = self.area(groups * row, "maxima")
-        self.highest = self.area(together * row, "highest")
-        entries = keys + (together + 1) * lanes
-        self.tables = [DistanceTable(self.context, part, self.area(4 * entries, "table")) for part in self.by_distance]
-        self.staged_at_once = together if p.overlaps else 1  # of the groups that are worked on together
-        self.staged = [self.area(self.staged_at_once * keys * row, "staged") for _ in self.dense]
+        self.own_rows = p.e_padded + 1
+        self.output = kernel.array(groups, 2 * self.own_rows * row, "output")
+        self.max_of = kernel.array(groups, row, "maxima")
+        self.highest = kernel.array(together, row, "highest")
+        entries = keys + (together + 1) * self.lanes
+        self.tables = [
+            DistanceTable(kernel.context, part, kernel.area(4 * entries, "table")) for part in self.by_distance
+        ]
+        staged = together if p.overlaps else 1  # of the groups that are worked on together
+        self.staged = [kernel.array(staged, keys * row, "staged") for _ in self.dense]
 
-    def _part(self, base: Value, number: Value | int, size: int, hint: str) -> Value:
-        return self.b.row(base, number, size, "i8", hint)
+    def enter(self) -> None:
+        """At the start of the function, where the number of keys is known."""
+        b = self.b
+        with b.at_entry():
+            self.several = b.compare("sgt", self.kernel.n_k, self.span, "several")
+            rows = (b.constant(n * self.own_rows, "i64") for n in (2, 1))
+            self.sum_rows = b.select(self.several, *rows, "sum_rows")
 
-    def _group_memory(self, g: Value, member: Value | int = 0, weights: Value | None = None) -> Group:
+    def group(self, g: Value, member: Value | int = 0, weights: Array | None = None) -> Group:
         """Memory of group g, number `member` of those that are worked on together; weights: where theirs lie."""
-        p, keys, lanes, part = self.products, self.tiling.keys, self.lanes, self._part
-        output = part(self.output, g, self.output_bytes, "o_rows")
+        output, further = self.output[g], self.further
         return Group(
-            scores=part(self.scores, member, keys * lanes * 4, "s_rows"),
-            factors=None if self.factors is None else part(self.factors, member, keys * lanes * 4, "w_rows"),
-            weights=part(weights or self.weights, member, p.weight_bytes(keys), "p_rows"),
+            scores=self.scores[member],
+            factors=None if self.factors is None else self.factors[member],
+            weights=(weights or self.weights)[member],
             output=output,
-            maximum=part(self.maxima, g, 4 * lanes, "m_at"),
-            total=self.b.at(output, p.e_padded * lanes, "f32"),
+            maximum=self.max_of[g],
+            total=self.b.at(output, self.products.e_padded * self.lanes, "f32"),
             rows=self.sum_rows,
-            kept=self.further.kept_rows(g) if self.further is not None and self.further.keeps else None,
-            scored=self.further.scored_rows(g) if self.further is not None and self.further.keeps_scores else None,
+            kept=further.kept_rows(g) if further is not None and further.keeps else None,
+            scored=further.scored_rows(g) if further is not None and further.keeps_scores else None,
         )
 
-    def _top(self) -> Scope:
-        top, b, own = super()._top(), self.b, self.products.e_padded + 1
-        with b.at_entry():
-            self.several = b.compare("sgt", self.n_k, self.span, "several")
-            self.sum_rows = b.select(self.several, b.constant(2 * own, "i64"), b.constant(own, "i64"), "sum_rows")
-        return top
+    def clear(self, item: Item, maximum: float) -> None:
+        """No key yet: maxima in use, sums and outputs of an item."""
+        b = self.b
+        with b.loop(0, item.padded_groups, hint="g") as g:
+            memory = self.group(g)
+            b.store(b.constant(maximum, self.vector), memory.maximum)
+            b.fill(memory.output, memory.rows, b.constant(0.0, self.vector), hint="e")
 
     def _end_key_span(self, tile: Tile) -> None:
         """Where a tile is the last of its span, and another follows, add its groups' output and sum to those before."""
         b, first = self.b, tile.block.first
         following = b.add(first, self.tiling.keys)
         ends = b.compare("ne", b.div(first, self.span), b.div(following, self.span))
-        ends = b.and_(ends, b.compare("slt", following, self.n_k), "ends")
+        ends = b.and_(ends, b.compare("slt", following, self.kernel.n_k), "ends")
         with b.when(ends), b.loop(0, tile.here, hint="member") as member:
-            self._merge_partial_sums(b.add(tile.g, member), 0, 1)
+            self.merge_spans(b.add(tile.g, member), 0, 1)
 
-    def _merge_partial_sums(self, g: Value, source: int, target: int) -> None:
+    def merge_spans(self, g: Value, source: int, target: int) -> None:
         """Add a group's running rows (0) to those of the spans before (1), or the other way round, and clear
         them."""
-        b, own = self.b, (self.products.e_padded + 1) * self.lanes
-        base = self._group_memory(g).output
-        with b.loop(0, self.products.e_padded + 1, hint="e") as e:
-            at = [b.at(base, b.add(b.mul(e, self.lanes), own * part), "f32") for part in (source, target)]
-            b.store(b.add(*(b.load(cell, self.vector, "o") for cell in at)), at[1])
-            b.store(b.constant(0.0, self.vector), at[0])
+        base, own = self.output[g], self.own_rows
+        places = [self.b.at(base, own * self.lanes * part, "f32") for part in (source, target)]
+        self.b.move_sums(*places, own, self.vector)
 
-    def _make_tile(self, item: Item, scope: Scope, g: Value, j0: Value, n: Value, weights: Value | None = None) -> Tile:
+    def all_sums(self, g: Value) -> None:
+        """Bring the sums of all spans of a group together, in its running rows."""
+        with self.b.when(self.several):
+            self.merge_spans(g, 1, 0)
+
+    def tile(self, item: Item, scope: Scope, g: Value, j0: Value, n: Value, weights: Array | None = None) -> Tile:
         """The tile of the groups from g on and n keys from j0 on."""
         b, step = self.b, self.products.key_step
         steps = b.ceil_div(n, step, "steps")
@@ -167,72 +173,73 @@ class TileKernel(KernelFunction):
             block=KeyBlock(first=j0, count=n, padded=b.mul(steps, step)), weights=weights or self.weights,
         )  # fmt: skip
 
-    def _tile(self, tile: Tile) -> None:
-        """All stages, one after the other."""
-        self._all_scores(tile)
-        self._make_weights(tile)
-        self._accumulate(tile)
+    def rows_and_keys(self, item: Item, keys: KeyRange, g: Value, j0: Value) -> tuple[Scope, Value]:
+        """The scope that knows the rows of the groups from g on, and how many keys from j0 on they visit."""
+        b, lanes, kernel, mask = self.b, self.lanes, self.kernel, self.spec.mask
+        start, rows = b.add(item.first, b.mul(g, lanes)), b.sub(item.count, b.mul(g, lanes))
+        last = b.sub(b.add(start, b.least(rows, self.together * lanes)), 1)
+        tile = item.scope.inner({I0: start, I1: last})
+        n = b.least(b.sub(keys.high, j0), self.tiling.keys, "n_keys")
+        if keys.skipping is None:
+            return tile, n
+        assert mask is not None
+        low, high = kernel._key_range(tile, self.products.key_step)
+        needed = b.least(n, b.sub(high, j0))
+        needed = b.select(b.compare("sle", b.add(j0, n), b.as_value(low, "i64")), 0, needed)
+        if mask.tile_live is not None:
+            live = b.as_value(kernel._with_keys(tile, j0, n).integer(mask.tile_live), "i64")
+            needed = b.select(b.compare("eq", live, 0), 0, needed)
+        return tile, b.select(keys.skipping, needed, n, "n_keys")
 
-    def _make_weights(self, tile: Tile) -> None:
-        b = self.b
-        self._no_maxima(tile)
-        for program in self._variants(tile):
-            with b.loop(0, tile.here, hint="member") as member:
-                self._stage(tile, member, program)
-                self._maxima(tile, member, program, 0, tile.block.count)
-        self._update_maxima(tile)
-        self._weights(tile, 0, tile.block.padded)
+    @contextlib.contextmanager
+    def members(self, tile: Tile, low: Value | int = 0, high: Value | int = 1) -> Iterator[Value]:
+        """A loop over the groups of a tile, where there are keys [low, high) to work on."""
+        b, known = self.b, isinstance(low, int) and isinstance(high, int)
+        some = contextlib.nullcontext() if known else b.when(b.compare("slt", b.as_value(low, "i64"), high))
+        with some, b.loop(0, tile.here, hint="member") as member:
+            yield member
 
-    def _highest_of(self, member: Value | int) -> Value:
-        return self._part(self.highest, member, 4 * self.lanes, "h_at")
+    def reset_maxima(self, tile: Tile) -> None:
+        with self.members(tile) as member:
+            self.b.store(self.b.constant(float("-inf"), self.vector), self.highest[member])
 
-    def _no_maxima(self, tile: Tile) -> None:
-        b = self.b
-        with b.loop(0, tile.here, hint="member") as member:
-            b.store(b.constant(float("-inf"), self.vector), self._highest_of(member))
-
-    def _scores(self, tile: Tile, step: Value, first: Value | int = 0, beside: InterleavedWork | None = None) -> None:
+    def score(self, tile: Tile, step: Value, first: Value | int = 0, beside: InterleavedWork | None = None) -> None:
         """One key step against the set of groups from member `first` on."""
         b, p = self.b, self.products
-        at = b.row(self.packed_keys, b.add(b.div(tile.block.first, p.key_step), step), p.key_bytes(), "i8")
+        at = b.row(self.kernel.packed_keys, b.add(b.div(tile.block.first, p.key_step), step), p.key_bytes(), "i8")
         members = [b.add(k, first) for k in range(p.group_step)]
-        queries = [self._part(self.queries, b.add(tile.g, m), p.query_bytes(), "q_at") for m in members]
+        queries = [self.queries[b.add(tile.g, m)] for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
-        p.scores(at, queries, [b.row(self.scores, r, self.lanes) for r in rows], step, beside)
+        p.scores(at, queries, [b.row(self.scores.first, r, self.lanes) for r in rows], step, beside)
         row = b.add(tile.item.first, b.mul(b.add(tile.g, first), self.lanes))
         key, block = b.add(tile.block.first, b.mul(step, p.key_step)), self.tiling.groups * self.lanes
         for load in self.loads:
-            load.ask_ahead(row, p.group_step * self.lanes, key, p.key_step, block, self.n_k)
+            load.ask_ahead(row, p.group_step * self.lanes, key, p.key_step, block, self.kernel.n_k)
 
-    def _sets(self, tile: Tile) -> Value:
-        """How many pairs (or whatever the products take at a time) of groups the tile has."""
-        b, step = self.b, self.products.group_step
-        return b.ceil_div(tile.here, step, "sets")
-
-    def _all_scores(self, tile: Tile) -> None:
-        b = self.b
-        sets = self._sets(tile)
+    def score_all(self, tile: Tile) -> None:
+        b, size = self.b, self.products.group_step
+        sets = b.ceil_div(tile.here, size, "sets")
         with b.loop(0, tile.steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
-            self._scores(tile, step, b.mul(number, self.products.group_step))
+            self.score(tile, step, b.mul(number, size))
 
-    def _accumulate(self, tile: Tile) -> None:
-        values, weights, output = self._second_product(tile)
-        self.products.accumulate_sets(values, tile.steps, weights, output, self._sets(tile))
+    def second_product(self, tile: Tile) -> tuple[Value, Array, Array]:
+        """Where the values of the tile's keys, its weights and its output lie."""
+        p = self.products
+        at = p.values_of(self.kernel.packed_values, self.b.div(tile.block.first, p.key_step))
+        return at, tile.weights, self.output.behind(tile.g)
+
+    def accumulate(self, tile: Tile) -> None:
+        """The product with V of a tile, whole."""
+        values, weights, output = self.second_product(tile)
+        sets = self.b.ceil_div(tile.here, self.products.group_step, "sets")
+        self.products.accumulate_sets(values, tile.steps, weights, output, sets)
         self._end_key_span(tile)
 
-    def _second_product(self, tile: Tile) -> tuple[Value, Groups, Groups]:
-        """Where the values of the tile's keys, its weights and its output lie."""
-        b, p = self.b, self.products
-        at = p.values_of(self.packed_values, b.div(tile.block.first, p.key_step))
-        weights = Groups(first=tile.weights, stride=p.weight_bytes(self.tiling.keys))
-        output = Groups(first=self._part(self.output, tile.g, self.output_bytes, "o_rows"), stride=self.output_bytes)
-        return at, weights, output
-
-    def _variants(self, tile: Tile) -> Iterator[Expr]:
+    def variants(self, tile: Tile) -> Iterator[Expr]:
         """The programs that may apply to a tile, each in the branch where it does."""
-        b, block = self.b, tile.block
+        b, block, kernel = self.b, tile.block, self.kernel
         self._fill_tables(tile)
-        whole = self._whole(self._with_keys(tile.scope, block.first, block.count))
+        whole = kernel._whole(kernel._with_keys(tile.scope, block.first, block.count))
         if whole is None:
             yield self.programs.masked
             return
@@ -244,92 +251,77 @@ class TileKernel(KernelFunction):
 
     def _fill_tables(self, tile: Tile) -> None:
         b, block = self.b, tile.block
-        start, last = tile.scope.value(coord("i0")), tile.scope.value(coord("i1"))
-        ends = block.first, b.sub(b.add(block.first, block.count), 1)
+        ends = tile.scope.value(I0), tile.scope.value(I1), block.first, b.sub(b.add(block.first, block.count), 1)
         # A turn that only ends the last tile has no keys, and what lies before the first is not the table's.
         with b.when(b.compare("sgt", block.count, 0)) if self.tables else contextlib.nullcontext():
             for table in self.tables:
-                table.fill(tile.scope, start, last, *ends)
+                table.fill(tile.scope, *ends)
 
-    def _lane_scope(self, item: Item, scope: Scope, g: Value) -> Scope:
-        b = self.b
-        offset = b.mul(g, self.lanes)
-        first, valid = b.add(item.first, offset), self._valid(b.sub(item.count, offset))
-        lanes = Lanes(coord=I, first=first, count=self.lanes, valid=valid)
-        return scope.inner(lanes=lanes)
+    def lane_scope(self, item: Item, scope: Scope, g: Value) -> Scope:
+        """The scope that knows the queries in the lanes of a group."""
+        b, offset = self.b, self.b.mul(g, self.lanes)
+        first, valid = b.add(item.first, offset), self.kernel._valid(b.sub(item.count, offset))
+        return scope.inner(lanes=Lanes(coord=I, first=first, count=self.lanes, valid=valid))
 
-    def _member_lanes(self, tile: Tile, member: Value | int) -> Scope:
-        return self._lane_scope(tile.item, tile.scope, self.b.add(tile.g, member))
+    def softmax(self, tile: Tile, member: Value | int) -> GroupSoftmax:
+        memory = self.group(self.b.add(tile.g, member), member, tile.weights)
+        return GroupSoftmax(self.kernel.context, memory, tile.block, self.kernel.exponent, keeps_ends(self.spec))
 
-    def _softmax(self, tile: Tile, member: Value | int) -> GroupSoftmax:
-        memory = self._group_memory(self.b.add(tile.g, member), member, tile.weights)
-        return GroupSoftmax(self.context, memory, tile.block, self.exponent, keeps_ends(self.spec))
+    def _wanted(self, program: Expr, member: Value | int) -> list[tuple[DenseLoad, Value]]:
+        """The dense loads that a program reads, and where those of a member are staged."""
+        wanted, place = dense_loads(program, self.weight, but=self.by_distance), member if self.products.overlaps else 0
+        return [(load, area[place]) for load, area in zip(self.loads, self.staged, strict=True) if load.expr in wanted]
 
-    def _staged_area(self, number: int, member: Value | int) -> Value:
-        place = member if self.staged_at_once > 1 else 0
-        return self._part(self.staged[number], place, 4 * self.tiling.keys * self.lanes, "staged_rows")
-
-    def _wanted(self, program: Expr) -> list[int]:
-        """Which of the dense loads a program reads."""
-        wanted = dense_loads(program, self.weight, but=self.by_distance)
-        return [number for number, load in enumerate(self.loads) if load.expr in wanted]
-
-    def _stage(self, tile: Tile, member: Value, program: Expr) -> None:
+    def stage(self, tile: Tile, member: Value, program: Expr) -> None:
         """Dense operands of one group, with lanes innermost."""
-        wanted = self._wanted(program)
-        lanes = self._member_lanes(tile, member) if wanted else None
-        for number in wanted:
-            assert lanes is not None
-            area = self._staged_area(number, member)
-            self.loads[number].stage(lanes, tile.block.first, tile.block.count, area)
+        if wanted := self._wanted(program, member):
+            lanes = self.lane_scope(tile.item, tile.scope, self.b.add(tile.g, member))
+            for load, area in wanted:
+                load.stage(lanes, tile.block.first, tile.block.count, area)
 
-    def _stage_all(self, tile: Tile, program: Expr) -> None:
+    def stage_all(self, tile: Tile, program: Expr) -> None:
         """What a program reads of a tile, for all of its groups."""
         self._fill_tables(tile)
-        with self.b.loop(0, tile.here, hint="member") as member:
-            self._stage(tile, member, program)
+        with self.members(tile) as member:
+            self.stage(tile, member, program)
 
-    def _row_program(self, tile: Tile, member: Value | int, program: Expr) -> RowProgram:
-        b, lanes = self.b, self._member_lanes(tile, member)
-        lanes.prepare(program, self.weight, bound=self.batch_names | {"i"})
+    def row_program(self, tile: Tile, member: Value | int, program: Expr) -> RowProgram:
+        b, lanes = self.b, self.lane_scope(tile.item, tile.scope, self.b.add(tile.g, member))
+        lanes.prepare(program, self.weight, bound=self.kernel.batch_names | {"i"})
         row, last = b.mul(member, self.lanes), b.sub(tile.block.count, 1)
-        loads = [(self.loads[number], self._staged_area(number, member)) for number in self._wanted(program)]
-        staged = [(load.expr, functools.partial(load.read, area)) for load, area in loads]
+        staged: list[tuple[Expr, Callable[[Value], Value]]]
+        staged = [(load.expr, functools.partial(load.read, area)) for load, area in self._wanted(program, member)]
         staged += [(table.part, lambda key, of=table: of.read(row, b.sub(key, last))) for table in self.tables]
         return RowProgram(program=program, weight=self.weight, scope=lanes, staged=staged)
 
-    def _maxima(self, tile: Tile, member: Value, program: Expr, low: Value | int, high: Value) -> None:
-        """The score program on keys [low, high) of the block, for one group; its maxima join those in `highest`."""
-        b, place = self.b, self._highest_of(member)
-        rows = self._row_program(tile, member, program)
-        b.store(self._softmax(tile, member).apply(rows, low, high, b.load(place, self.vector, "h")), place)
-
-    def _all_maxima(self, tile: Tile, program: Expr, low: Value | int, high: Value) -> None:
+    def maxima(self, tile: Tile, program: Expr, low: Value | int, high: Value, staging: bool = False) -> None:
+        """The score program on keys [low, high) of the block, for all groups; maxima join those in `highest`. staging:
+        of dense operands, before."""
         b = self.b
-        with b.when(b.compare("slt", b.as_value(low, "i64"), high)), b.loop(0, tile.here, hint="member") as member:
-            self._maxima(tile, member, program, low, high)
+        with self.members(tile, low, high) if not staging else self.members(tile) as member:
+            if staging:
+                self.stage(tile, member, program)
+            place, rows = self.highest[member], self.row_program(tile, member, program)
+            b.store(self.softmax(tile, member).apply(rows, low, high, b.load(place, self.vector, "h")), place)
 
-    def _update_maxima(self, tile: Tile) -> None:
+    def rescale(self, tile: Tile) -> None:
         """After the maxima of all rows: what they mean for the running maximum, sum and output."""
         b = self.b
-        with b.loop(0, tile.here, hint="member") as member:
-            softmax = self._softmax(tile, member)
-            plain = self.spec.normalizer is Normalizer.NONE
-            softmax.fill_beyond(0.0 if plain else float("-inf"))
-            if not plain:
-                highest = b.load(self._highest_of(member), self.vector, "h")
-                group = b.add(tile.g, member)
+        with self.members(tile) as member:
+            softmax = self.softmax(tile, member)
+            softmax.fill_beyond(0.0 if self.plain else float("-inf"))
+            if not self.plain:
+                highest = b.load(self.highest[member], self.vector, "h")
                 if self.statistics is not None:
-                    self.statistics.note_maximum(softmax, group, highest)
+                    self.statistics.note_maximum(softmax, b.add(tile.g, member), highest)
                 softmax.rescale(highest)
 
-    def _weights(self, tile: Tile, low: Value | int, high: Value) -> None:
+    def weigh(self, tile: Tile, low: Value | int, high: Value) -> None:
         """Scores to weights for keys [low, high) of the block and all groups."""
-        b = self.b
-        with b.when(b.compare("slt", b.as_value(low, "i64"), high)), b.loop(0, tile.here, hint="member") as member:
-            softmax = self._softmax(tile, member)
-            write = softmax.plain_weights if self.spec.normalizer is Normalizer.NONE else softmax.exponentials
-            write(self._store_of(softmax), low, high)
+        with self.members(tile, low, high) as member:
+            softmax = self.softmax(tile, member)
+            write = softmax.plain_weights if self.plain else softmax.exponentials
+            write(self.store_of(softmax), low, high)
 
-    def _store_of(self, softmax: GroupSoftmax) -> Store:
+    def store_of(self, softmax: GroupSoftmax) -> Store:
         return functools.partial(self.products.store_weights, softmax.group.weights)

@@ -15,6 +15,10 @@ HALVES, BYTES = f"vector<{2 * LANES}xi16>", f"vector<{4 * LANES}xi8>"
 MANTISSA, BIAS = 128, 127
 """Of bfloat16: steps of the mantissa between two powers of 2, and what is added to the exponent."""
 
+#: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag
+#: instead.
+LARGE_BITS = (127 + 120) << 23
+
 #: Plane pairs (left, right) that are multiplied, by number of planes, ordered so that each step loads one new pair of
 #: tiles. Left out are products below 2**-24 of the whole (three planes) or 2**-16 (two).
 PLANE_PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0)), 3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2))}

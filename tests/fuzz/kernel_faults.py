@@ -13,7 +13,7 @@ from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Exponent, GroupSoftmax
-from fusion.codegen.mlir.tile import TileKernel
+from fusion.codegen.mlir.tile import Tiles
 from tests.fuzz.campaign import BAD
 from tests.fuzz.check import Verdict
 from tests.fuzz.specs import drawn
@@ -42,7 +42,7 @@ _in("keys beyond the last count", GroupSoftmax, "fill_beyond", lambda right, sel
 _in("rows without a live key stay as they are", KernelFunction, "_alive",
     lambda right, self, m, fill: self.b.constant(-1, right(self, m, fill).type))  # fmt: skip
 _in("ranges of keys end one early", KernelFunction, "_key_range", _ends_early)
-_in("sums of all spans of keys but the last are lost", TileKernel, "_merge_partial_sums",
+_in("sums of all spans of keys but the last are lost", Tiles, "merge_spans",
     lambda right, self, g, source, target: None if source else right(self, g, source, target))  # fmt: skip
 _in("weights after the softmax are the next key's", GroupSoftmax, "_times_factor",
     lambda right, self, key, p: right(self, self.b.add(key, 1), p))  # fmt: skip

@@ -21,7 +21,6 @@ from fusion.lowering.backward_plan import SUM_OF_DX, SUM_OF_SLOPES, SUM_OF_WEIGH
 
 from ..builder import Value
 from ..dense import DenseLoad
-from ..packing import clear_largest, raise_flag
 from ..rows import Access, RowReader
 from ..scope import Scope
 from ..skeleton import KernelText
@@ -36,19 +35,15 @@ class BackwardKernel(BackwardTile):
     """Writes the function; see the module."""
 
     def text(self) -> KernelText:
-        b = self.b
         top = self._top()
         self.n_lanes, self.n_rows = (self.n_q, self.n_k) if self.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
-        if self.worst is not None:
-            clear_largest(b, self.worst)
-        self.packed.clear()
-        self._loops(top)
-        if self.worst is not None:
-            raise_flag(b, self.worst, self.params[("ptr", "flag")])
+        with self._watching():
+            self.packed.clear()
+            self._loops(top)
         return KernelText(
             source=self.function(), slots=self.slots(), rows=self.rows_per_item,
             key_step=self.score_half.products.key_step,
-            fixed_bytes=self.workspace_bytes, step_bytes=self.step_bytes, may_flag=self.worst is not None,
+            fixed_bytes=self.workspace_bytes, step_bytes=self.step_bytes, may_flag=self.may_flag,
         )  # fmt: skip
 
     def _loops(self, top: Scope) -> None:
@@ -237,9 +232,9 @@ class BackwardKernel(BackwardTile):
         """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""
         b, lanes, padded, scale = self.b, self.lanes, half.products.e_padded, half.scale
         source = self.part(half.sums, g, 4 * padded * lanes)
-        self._turn(source, padded, lambda cell: cell if scale == 1.0 else b.mul(cell, scale))
-        with b.loop(0, rows.count, hint="r") as r:
-            line, row = b.row(self.finished, r, padded), b.add(rows.first, r)
+        change = lambda cell: cell if scale == 1.0 else b.mul(cell, scale)
+        with self._lines(source, padded, rows.count, change) as (r, line):
+            row = b.add(rows.first, r)
             if half.operand == 0:
                 self._add_mean(line, row)
             self._write_line(scope, half.operand, line, row, half.width)

@@ -27,10 +27,9 @@ from fusion.lowering.backward_plan import (
 from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target, Tiling
 
 from ..amx import Products, products_of
-from ..builder import Value, vector_of
+from ..builder import Array, Value, vector_of
 from ..dense import DenseLoad
 from ..packing import STATE_BYTES, PackedRows
-from ..products import Groups
 from ..scope import MEMORY_TYPE, Lanes, Scope
 from ..skeleton import KernelFunction
 from .centring import CentredKeys
@@ -113,7 +112,9 @@ class BackwardTile(KernelFunction):
     def __init__(self, problem: Problem, needs: Sequence[bool]):
         spec, tiling = problem.spec, problem.tiling
         degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(tiling.planes, 5)
-        super().__init__(spec, problem.target, problem.d, problem.d_v, degree, flush=tiling.planes > 0)
+        super().__init__(
+            spec, problem.target, problem.d, problem.d_v, degree, flush=tiling.planes > 0, may_flag=tiling.planes > 1
+        )
         self.plan, self.tiling = problem.plan, tiling
         wanted = [n for n in self.gradients if needs[n]]
         dtypes = {n: spec.operands[n].dtype if self.plan.writes(n) else "float32" for n in wanted}
@@ -125,7 +126,6 @@ class BackwardTile(KernelFunction):
         arriving = (Operand(dtype=f.dtype, rank=len(f.dims), name="arriving") for f in spec.further)
         self.context.operands = (*spec.operands, grad, *arriving, replace(grad, name="out"))
         self.skips = spec.mask is not None and spec.mask.skips and not self.plan.everywhere
-        self.worst = self.area(64, "worst") if tiling.planes > 1 else None
         self.read = (self.programs.masked, self.programs.full, self.weight, self.plan.at_weight)
         masked = self.plan.variants[0].gradients
         self.dense = dense_loads(*self.read, *(masked[entry.load] for entry in self.collected))
@@ -157,7 +157,8 @@ class BackwardTile(KernelFunction):
     def _areas(self) -> None:
         mirrored = self.axis is LaneAxis.KEYS
         products = tuple(
-            products_of(self.b, self.target, self.tiling, n, n, self.worst, True, mirrored) for n in (self.d, self.d_v)
+            products_of(self.b, self.target, self.tiling, n, n, self.max_abs, True, mirrored)
+            for n in (self.d, self.d_v)
         )
         groups, rows, row = self.tiling.groups, self.tiling.keys, 4 * self.lanes
         lanes = [self.area(groups * p.query_bytes(), f"packed_{side}") for p, side in zip(products, "ab", strict=True)]
@@ -263,8 +264,8 @@ class BackwardTile(KernelFunction):
                 continue
             p = half.products
             sets = b.div(block.padded, p.group_step)
-            weights = Groups(first=half.weights, stride=p.weight_bytes(rows))
-            sums = Groups(first=half.sums, stride=4 * p.e_padded * self.lanes)
+            weights = Array(b, half.weights, p.weight_bytes(rows))
+            sums = Array(b, half.sums, 4 * p.e_padded * self.lanes)
             p.accumulate_sets(p.values_of(half.values, start), steps, weights, sums, sets)
 
     def _prefetch(self, block: Block, rows: Rows) -> None:

@@ -19,13 +19,13 @@ from fusion.codegen.mlir.backward.keys import KeysKernel
 from fusion.codegen.mlir.backward.tile import BackwardTile
 from fusion.codegen.mlir.dense import DenseLoad, DistanceTable
 from fusion.codegen.mlir.further import FurtherOutputs, TrainingStatistics
-from fusion.codegen.mlir.kernel import AttentionKernel
 from fusion.codegen.mlir.packing import PackedRows
 from fusion.codegen.mlir.row_kernel import _RowKernel
 from fusion.codegen.mlir.rows import RowReader
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Exponent, GroupSoftmax
-from fusion.codegen.mlir.tile import TileKernel
+from fusion.codegen.mlir.stream import InTurn
+from fusion.codegen.mlir.tile import Tiles
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.codegen.reference import gradients as of_rows
 from fusion.errors import KernelProofError
@@ -226,14 +226,10 @@ FAULTS = {
     ),
     # Keys and masks
     "the last block of keys is not visited": Fault(
-        put=method(AttentionKernel, "_visit_in_turn", without_last_block), spec=spec()
+        put=method(InTurn, "visit", without_last_block), spec=spec()
     ),
     "ranges of keys end one early": Fault(put=method(KernelFunction, "_key_range", one_key_less), spec=spec("causal")),
-    "tiles visit one key less": Fault(
-        put=method(AttentionKernel, "_tile_keys",
-                   lambda right, self, *given: self.b.most(self.b.sub(right(self, *given), 1), 0)),
-        spec=spec("window"),
-    ),
+    "tiles visit one key less": Fault(put=method(Tiles, "rows_and_keys", one_key_less), spec=spec("window")),
     "the mask is dropped in mixed tiles": Fault(put=method(KernelFunction, "_whole", whole), spec=CAUSAL),
     "rows without a live key stay as they are": Fault(
         put=method(KernelFunction, "_alive",
@@ -244,7 +240,7 @@ FAULTS = {
         put=lambda: mock.patch.object(kernel, "dead_rows_need_keys", lambda spec: False), spec=spec("left_padded")
     ),
     "sums of all spans of keys but the last are lost": Fault(
-        put=method(TileKernel, "_merge_partial_sums",
+        put=method(Tiles, "merge_spans",
                    lambda right, self, g, source, target: None if source else right(self, g, source, target)),
         spec=spec(),
     ),

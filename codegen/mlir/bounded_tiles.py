@@ -1,0 +1,191 @@
+"""Tiles whose scores lie near a centre that is known beforehand (`lowering.bounded_scores`): no pass looks for maxima.
+
+The norms of queries and keys are kept as they are packed, and tell for a work item whether its scores are near. Then
+half of the weights take the place of the maxima, and weights have two areas, in turns:
+
+    the second half of the weights of one tile beside the scores of the next, then the product with V of the one beside
+    the first half of the weights of the next
+"""
+
+from __future__ import annotations
+
+import functools
+
+from fusion.ir.expr import Expr
+from fusion.ir.results import keeps_ends
+from fusion.ir.spec import Normalizer
+from fusion.lowering.bounded_scores import SLACK, VALUE_EXPONENTS, BoundedScores, near
+
+from .amx import Amx
+from .builder import Array, Value, vector_of
+from .products import InterleavedWork
+from .softmax import GroupSoftmax, Weigh
+from .stream import Overlapped
+from .tile import Item, KeyRange, Tile, Tiles
+from .x86 import BIAS, MANTISSA
+
+
+def bounded_scores(tiles: Tiles) -> BoundedScores | None:
+    """When the scores of a kernel are near a centre; None where it would gain nothing (products outweigh the softmax
+    with several planes) or rows need their true maximum."""
+    spec, programs = tiles.spec, tiles.programs
+    gains = isinstance(tiles.products, Amx) and tiles.tiling.planes == 1 and spec.out_dtype != "float32"
+    true_maximum = tiles.weight is not None or keeps_ends(spec) or spec.further
+    if not gains or true_maximum or spec.normalizer is Normalizer.NONE:
+        return None
+    known = [program for program in (programs.masked, programs.full) if program is not None]
+    return near(known, programs.scale, *((MANTISSA, BIAS) if tiles.statistics is None else (1.0, 0.0)))
+
+
+class BoundedTiles(Overlapped):
+    """The tiles of one kernel. step_bytes: of a key step's norms of keys and magnitudes of values, each a vector of
+    bits. notes: where those of all steps lie."""
+
+    notes: Value
+
+    def __init__(self, tiles: Tiles, scores: BoundedScores):
+        kernel, size = tiles.kernel, 4 * tiles.lanes
+        self.scores, self.step_bytes = scores, 2 * size
+        self.query_norms = kernel.array(tiles.tiling.groups, size, "query_norms")
+        self.general, self.weighed = kernel.area(64, "general"), kernel.area(64, "weighed")
+        other_weights = kernel.array(tiles.together, tiles.weights.size, "other_weights")
+        super().__init__(tiles, (tiles.weights, other_weights))
+
+    def note_queries(self, g: Value, packed: Value) -> None:
+        """The norms of a group of queries."""
+        self.b.store(self.products.query_norms(packed), self.query_norms[g])
+
+    def note_step(self, number: Value, keys: Value, values: Value) -> None:
+        """The largest norm and magnitude of a packed key step."""
+        note = self._notes[number]
+        self.b.store(self.products.key_norms(keys), note)
+        self.b.store(self.products.value_magnitudes(values), self.b.at(note, self.tiles.lanes, "i32"))
+
+    @property
+    def _notes(self) -> Array:
+        return Array(self.b, self.notes, self.step_bytes)
+
+    def attend(self, item: Item, keys: KeyRange) -> Value:
+        """Visit keys where their scores are near; whether the item has to be visited without that (i1)."""
+        b, tiles = self.b, self.tiles
+        b.store(b.constant(1, "i64"), self.general)
+        with b.when(self._is_near(item, keys)):
+            tiles.clear(item, self.scores.centre)
+            b.store(b.constant(0, "i64"), self.weighed)
+            self.visit(item, keys)
+            if tiles.statistics is not None:
+                tiles.statistics.end_exponents(item.padded_groups, self.scores.centre)
+            dead = self._mark_dead_rows(item)
+            if not self.scores.finite:  # nothing else would come out
+                dead = b.constant(0, "i1")
+            b.store(b.convert("arith.extui", dead, "i64"), self.general)
+        return b.compare("ne", b.load(self.general, "i64"), 0, "again")
+
+    def _is_near(self, item: Item, keys: KeyRange) -> Value:
+        """Whether the scores of the item's queries with these keys are, and the values are not extreme."""
+        b, step, nothing = self.b, self.products.key_step, self.b.constant(0, vector_of("i32", self.tiles.lanes))
+
+        def largest(vector: Value) -> Value:
+            """As a number. Magnitudes are ordered as their bits are, infinities and NaN above all others."""
+            return b.bitcast(b.reduce("maxsi", vector, "largest"), "f32")
+
+        with b.carry(0, item.padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
+            queries.yields(b.most(worst, b.load(self.query_norms[g], nothing.type, "norms")))
+        first, end = b.div(b.as_value(keys.low, "i64"), step), b.ceil_div(keys.high, step)
+        with b.carry(first, end, 1, [nothing, nothing], hint="n") as (steps, n, (norm, magnitude)):
+            note = self._notes[n]
+            norms, magnitudes = (b.load(b.at(note, k * self.tiles.lanes, "i32"), nothing.type) for k in (0, 1))
+            steps.yields(b.most(norm, norms), b.most(magnitude, magnitudes))
+        squared = b.mul(largest(queries.results[0]), largest(steps.results[0]))
+        values = largest(steps.results[1])
+        close = b.compare("ole", squared, (self.scores.bound / SLACK) ** 2, "close")
+        small = b.compare("ole", values, 2.0**VALUE_EXPONENTS)
+        large = b.compare("oge", values, 2.0**-VALUE_EXPONENTS)
+        usual = b.and_(small, b.or_(large, b.compare("oeq", values, 0.0)), "usual")
+        return b.and_(close, usual, "near")
+
+    def _mark_dead_rows(self, item: Item) -> Value:
+        """Rows whose sum is zero met no live key: their maximum becomes -inf. Returns whether there is one."""
+        b, tiles = self.b, self.tiles
+        with b.when(tiles.several), b.loop(0, item.groups, hint="g") as g:
+            tiles.merge_spans(g, 1, 0)
+
+        def mark(g: Value) -> Value:
+            memory = tiles.group(g)
+            dead = b.compare("oeq", b.load(memory.total, self.vector, "l"), 0.0, "dead")
+            m = b.load(memory.maximum, self.vector, "m")
+            b.store(b.select(dead, float("-inf"), m), memory.maximum)
+            rows = b.and_(dead, tiles.kernel._valid(b.sub(item.count, b.mul(g, tiles.lanes))))
+            return b.reduce("or", rows, "found")
+
+        return b.any(item.groups, 1, mark, "g")
+
+    def turn(self, old: Tile, new: Tile) -> None:
+        """Programs and exponentials are one pass. `weighed` says how many keys of a tile have weights already."""
+        b, tiles, near = self.b, self.tiles, self.scores
+        half, masked = self.products.key_step // 2, near.exponents[tiles.programs.masked]
+        plain = masked if tiles.programs.full is None else near.exponents[tiles.programs.full]
+        ordinary = plain not in near.filled
+        padded, weighed = old.block.padded, b.load(self.weighed, "i64", "weighed")
+        # So many keys of the old tile that the new scores are never stored over some that are still to be weighed.
+        ahead = b.most(b.div(padded, 2), b.sub(padded, b.mul(new.steps, half)))
+        start = b.most(weighed, ahead, "start")
+        self._weigh_all(old, plain, weighed, start)
+        both, beside = b.div(b.sub(padded, start), half, "both"), self._weigh_beside(old, plain, start, ordinary)
+        self.score_beside(new, both, half, beside, functools.partial(self._weigh_all, old, plain), start)
+        with b.when(self._is_regular(new)):
+            both = b.least(old.steps, new.steps, "both")
+            tiles.stage_all(new, plain)
+            beside = self._weigh_beside(new, plain, 0, ordinary)
+            self.accumulate_beside(old, both, half, beside, functools.partial(self._weigh_all, new, plain))
+            self.accumulate(old, both, old.steps)
+            b.store(b.mul(both, half), self.weighed)
+        with b.otherwise():
+            self.accumulate(old, 0, old.steps)
+            tiles.stage_all(new, masked)
+            self._weigh_all(new, masked, 0, new.block.padded)
+            b.store(new.block.padded, self.weighed)
+        tiles._end_key_span(old)
+
+    def _is_regular(self, tile: Tile) -> Value:
+        """Whether a tile's key steps are full and no key of it is masked."""
+        b, block, kernel = self.b, tile.block, self.tiles.kernel
+        full = b.compare("eq", block.count, block.padded, "full")
+        whole = kernel._whole(kernel._with_keys(tile.scope, block.first, block.count))
+        return full if whole is None else b.and_(full, whole, "regular")
+
+    def _weigh_beside(self, tile: Tile, exponent: Expr, first: Value | int, ordinary: bool) -> InterleavedWork:
+        """Half of the keys of each step. ordinary: exponents are no fills."""
+        b, (softmaxes, programs) = self.b, self.pair(tile, exponent)
+        weigh = [self._weigh(softmax, b.add(tile.g, member), ordinary) for member, softmax in enumerate(softmaxes)]
+        zero = b.constant(0.0, self.vector)
+
+        def work(member: int, key: Value, sums: list[Value]) -> list[Value]:
+            return softmaxes[member].apply_and_weigh(programs[member], weigh[member], key, sums)
+
+        return self.beside(
+            self.products.key_step // 2, first, lambda member: [zero], work,
+            lambda member, sums: softmaxes[member].add_total(sums),
+        )  # fmt: skip
+
+    def _weigh_all(self, tile: Tile, exponent: Expr, low: Value | int, high: Value) -> None:
+        with self.tiles.members(tile, low, high) as member:
+            softmax = self.tiles.softmax(tile, member)
+            weigh = self._weigh(softmax, self.b.add(tile.g, member), False)
+            softmax.weigh_all(self.tiles.row_program(tile, member, exponent), weigh, low, high)
+
+    def _weigh(self, softmax: GroupSoftmax, g: Value, ordinary: bool) -> Weigh:
+        """How exponents of a group become weights: rounded at once, and their sum with them, where nothing else is made
+        of it."""
+        b, store, statistics = self.b, self.tiles.store_of(softmax), self.tiles.statistics
+        if statistics is None:
+            powers = functools.partial(self.products.store_powers, softmax.group.weights)
+            return functools.partial(powers, ordinary=ordinary)
+
+        def exactly(key: Value, first: Value, second: Value, total: Value) -> Value:
+            statistics.note_exponents(g, first, second)
+            weights = [self.tiles.kernel.context.math.exp2(x) for x in (first, second)]
+            store(key, *weights)
+            return b.add(total, b.add(*weights), "l")
+
+        return exactly

@@ -1,0 +1,218 @@
+"""The tiles of a work item in the order in which they are visited: one after the other, or two in the works at a time.
+
+Where the products run on a unit of their own (AMX), vector work runs beside them, and both units are busy:
+
+    the weights of one tile beside the scores of the next, then the product with V of the one beside the maxima of the
+    next
+
+No memory is needed twice: the weights of a key step are made before the next tile's scores of that step are stored over
+the scores that they were made of. The processor overlaps the two by itself where their instructions stand close
+together: the products take pieces of vector work that they write between tile instructions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fusion.ir.expr import Expr
+
+from .amx import Amx
+from .builder import Array, Value
+from .products import InterleavedWork
+from .scope import Scope
+from .softmax import PAIR, GroupSoftmax, RowProgram
+from .tile import Item, KeyRange, Tile, Tiles
+
+GROUP_PAIR = (0, 1)  # of the set of groups that overlapping products take
+State = TypeVar("State")
+
+
+class InTurn:
+    """One tile after the other."""
+
+    def __init__(self, tiles: Tiles):
+        self.tiles, self.b, self.tiling = tiles, tiles.b, tiles.tiling
+
+    def visit(self, item: Item, keys: KeyRange) -> None:
+        b, tiles = self.b, self.tiles
+        with (
+            b.loop(keys.low, keys.high, self.tiling.keys, hint="j0") as j0,
+            b.loop(0, item.groups, tiles.together, hint="g") as g,
+        ):
+            rows, n = self.rows_and_keys(item, keys, g, j0)
+            with b.when(b.compare("sgt", n, 0)):
+                self.tile(tiles.tile(item, rows, g, j0, n))
+
+    def rows_and_keys(self, item: Item, keys: KeyRange, g: Value, j0: Value) -> tuple[Scope, Value]:
+        """See `Tiles`."""
+        return self.tiles.rows_and_keys(item, keys, g, j0)
+
+    def tile(self, tile: Tile) -> None:
+        """All stages of a tile."""
+        tiles = self.tiles
+        tiles.score_all(tile)
+        tiles.reset_maxima(tile)
+        for program in tiles.variants(tile):
+            tiles.maxima(tile, program, 0, tile.block.count, staging=True)
+        tiles.rescale(tile)
+        tiles.weigh(tile, 0, tile.block.padded)
+        tiles.accumulate(tile)
+
+
+class Overlapped:
+    """The second half of one tile beside the first half of the next."""
+
+    def __init__(self, tiles: Tiles, areas: Sequence[Array] = ()):
+        """areas: where weights of one tile and the next lie; in the same place by default."""
+        self.tiles, self.b, self.vector = tiles, tiles.b, tiles.vector
+        assert isinstance(tiles.products, Amx)
+        self.products, self.areas = tiles.products, areas or (tiles.weights, tiles.weights)
+
+    def visit(self, item: Item, keys: KeyRange) -> None:
+        """The same tiles in the same order, and one more turn to finish the last. A tile without keys takes no turn."""
+        b, tiles, size = self.b, self.tiles, self.tiles.tiling.keys
+        sets = b.ceil_div(item.groups, tiles.together, "sets")
+        blocks = b.div(b.most(b.add(b.sub(keys.high, keys.low), size - 1), 0), size, "blocks_here")
+        count, nothing = b.mul(blocks, sets, "tiles"), b.constant(0, "i64")
+        start = [nothing, nothing, nothing, *(area.first for area in self.areas)]
+        at = functools.partial(Array, b, size=self.areas[0].size)
+        with b.carry(0, b.add(count, 1), 1, start, hint="t") as (loop, t, (*before, area, other)):
+            end = b.compare("eq", t, count, "end")
+            j0 = b.add(b.mul(b.div(t, sets), size), keys.low, "j0")
+            g = b.mul(b.rem(t, sets), tiles.together, "g")
+            rows, n = tiles.rows_and_keys(item, keys, g, j0)
+            n = b.select(end, 0, n, "n_keys")
+            taken = b.or_(end, b.compare("sgt", n, 0), "taken")
+            with b.when(taken):
+                old = tiles.tile(item, item.scope, *before, at(area))
+                self.turn(old, tiles.tile(item, rows, g, j0, n, at(other)))
+            following = zip((g, j0, n, other, area), (*before, area, other), strict=True)
+            loop.yields(*(b.select(taken, x, y) for x, y in following))
+
+    def turn(self, old: Tile, new: Tile) -> None:
+        """The second half of a tile and the first half of the next; either may have no keys."""
+        b, tiles, step_keys = self.b, self.tiles, self.products.key_step
+        both = b.least(old.steps, new.steps, "both")
+        self.score_beside(new, both, step_keys, self._weights_beside(old), functools.partial(tiles.weigh, old))
+        tiles.weigh(old, b.mul(both, step_keys), old.block.padded)
+        tiles.reset_maxima(new)
+        whole, plain = b.div(new.block.count, step_keys), tiles.programs.full or tiles.programs.masked
+        both = b.least(old.steps, whole, "both")
+        for program in tiles.variants(new):
+            with tiles.members(new) as member:
+                tiles.stage(new, member, program)
+            if program is not plain:  # few tiles are partly masked
+                self.accumulate(old, 0, both)
+                tiles.maxima(new, program, 0, new.block.count)
+                continue
+            work = functools.partial(tiles.maxima, new, program)
+            self.accumulate_beside(old, both, step_keys, self._maxima_beside(new, program), work)
+            tiles.maxima(new, program, b.mul(both, step_keys), new.block.count)
+        self.accumulate(old, both, old.steps)
+        tiles._end_key_span(old)
+        with b.when(b.compare("sgt", new.steps, 0)):
+            tiles.rescale(new)
+
+    def score_beside(
+        self, new: Tile, both: Value, keys: int, beside: InterleavedWork, rest: Callable[..., None],
+        first: Value | int = 0,
+    ) -> None:  # fmt: skip
+        """The scores of a tile; beside `both` of the steps work on `keys` keys each. rest: that on those of a step's
+        keys that its parts leave over; first: the first key that is worked on."""
+        b, count = self.b, self._left_over(keys, self.products.score_parts)
+        with b.loop(0, both, hint="step") as step:
+            if count:
+                start = b.add(b.mul(step, keys), first)
+                rest(start, b.add(start, count))
+            self.tiles.score(new, step, 0, beside)
+        with b.loop(both, new.steps, hint="step") as step:
+            self.tiles.score(new, step)
+
+    def accumulate_beside(
+        self, old: Tile, both: Value, keys: int, beside: InterleavedWork, rest: Callable[..., None]
+    ) -> None:
+        """The product with V over `both` key steps of a tile, beside work on `keys` keys of each."""
+        b = self.b
+        self.accumulate(old, 0, both, beside)
+        count = self._left_over(keys, self.products.value_parts)
+        with b.loop(0, both, hint="step") as step:
+            if count:
+                start = b.mul(step, keys)
+                rest(start, b.add(start, count))
+
+    def accumulate(self, tile: Tile, first: Value | int, steps: Value, beside: InterleavedWork | None = None) -> None:
+        """The product with V of key steps first..steps-1 of a tile."""
+        b = self.b
+        values, packed, output = self.tiles.second_product(tile)
+        pair = [[side[member] for member in GROUP_PAIR] for side in (packed, output)]
+        with b.when(b.compare("slt", b.as_value(first, "i64"), steps)):
+            self.products.accumulate(values, steps, *pair, first=first, beside=beside)
+
+    def _left_over(self, keys: int, parts: int) -> int:
+        """How many of a step's keys its parts leave over. They are worked on before the others, so that half of all are
+        done with half of the parts, when the first new scores are stored."""
+        return keys - parts * (keys // parts // PAIR * PAIR)
+
+    def beside(
+        self,
+        keys: int,
+        first: Value | int,
+        begin: Callable[[int], State],
+        work: Callable[[int, Value, State], State],
+        end: Callable[[int, State], object],
+    ) -> InterleavedWork:
+        """Work on `keys` keys a step from `first` on, PAIR keys of a member of GROUP_PAIR at a time. Pieces hand on a
+        state: `begin(member)`, `work(member, key, state)`, `end(member, state)`."""
+        b = self.b
+
+        def pieces(step: Value, part: Value | int, parts: int) -> list[Callable[[], None]]:
+            width = keys // parts // PAIR * PAIR
+            start = b.add(b.add(b.mul(step, keys), b.mul(part, width)), b.add(first, self._left_over(keys, parts)))
+            states: dict[int, State] = {}
+
+            def piece(member: int, key: int) -> None:
+                state = begin(member) if key == 0 else states[member]
+                states[member] = work(member, b.add(start, key), state)
+                if key + PAIR == width:
+                    end(member, states[member])
+
+            return [functools.partial(piece, member, key) for key in range(0, width, PAIR) for member in GROUP_PAIR]
+
+        return pieces
+
+    def pair(self, tile: Tile, program: Expr) -> tuple[list[GroupSoftmax], list[RowProgram]]:
+        """Of the members of GROUP_PAIR."""
+        softmaxes = [self.tiles.softmax(tile, member) for member in GROUP_PAIR]
+        return softmaxes, [self.tiles.row_program(tile, member, program) for member in GROUP_PAIR]
+
+    def _weights_beside(self, tile: Tile) -> InterleavedWork:
+        softmaxes = [self.tiles.softmax(tile, member) for member in GROUP_PAIR]
+        stores = [self.tiles.store_of(softmax) for softmax in softmaxes]
+        coefficients = [softmax.coefficients() for softmax in softmaxes]
+        zero, plain = self.b.constant(0.0, self.vector), self.tiles.plain
+
+        def work(member: int, key: Value, sums: Sequence[Value]) -> Sequence[Value]:
+            if plain:
+                softmaxes[member].weigh_plain(stores[member], key)
+                return sums
+            return softmaxes[member].weigh(stores[member], key, coefficients[member], sums)
+
+        def end(member: int, sums: Sequence[Value]) -> None:
+            if not plain:
+                softmaxes[member].add_total(sums)
+
+        return self.beside(self.products.key_step, 0, lambda member: [zero] * PAIR, work, end)
+
+    def _maxima_beside(self, tile: Tile, program: Expr) -> InterleavedWork:
+        b, (softmaxes, programs) = self.b, self.pair(tile, program)
+        places = [self.tiles.highest[member] for member in GROUP_PAIR]
+
+        def work(member: int, key: Value, highest: Value) -> Value:
+            return softmaxes[member].raise_to(highest, softmaxes[member].apply_rows(programs[member], key, PAIR))
+
+        return self.beside(
+            self.products.key_step, 0, lambda member: b.load(places[member], self.vector, "h"), work,
+            lambda member, highest: b.store(highest, places[member]),
+        )  # fmt: skip
