@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 from fusion.planning.register_tiles import Target, Tiling
 
-from .builder import Array, Builder, Value
+from .builder import Builder, Value
 from .products import InterleavedWork, MultiplyAdd, vector_products
 from .rows import RowReader, Rows, load_f32, load_line
 from .transpose import sum_rows, transpose
-from .values import round_up
+from .values import Array, round_up
 from .x86 import BF16, F32, WORDS, Avx512, TileUnit, joined
 
 TILE_ELEMENTS = 512  # bf16 elements in a tile

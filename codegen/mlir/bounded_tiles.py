@@ -17,11 +17,12 @@ from fusion.ir.spec import Normalizer
 from fusion.lowering.bounded_scores import SLACK, VALUE_EXPONENTS, BoundedScores, near
 
 from .amx import Amx
-from .builder import Array, Value, vector_of
+from .builder import Value, vector_of
 from .products import InterleavedWork
 from .softmax import GroupSoftmax, Weigh
 from .stream import Overlapped
 from .tile import Item, KeyRange, Tile, Tiles
+from .values import Array
 from .x86 import BIAS, MANTISSA
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from .values import PTR, SIZE, Operand, Value, in_turns, is_float, literal, shape_of, vector_of
@@ -392,20 +391,3 @@ class Builder:
         with self.otherwise():
             self.line(f"scf.yield {otherwise()} : {type_}")
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class Array:
-    """Memory of equal parts, one behind the other: `array[n]` is the address of one. size: its bytes."""
-
-    b: Builder
-    first: Value
-    size: Operand
-    hint: str = "p"
-
-    def __getitem__(self, number: Operand) -> Value:
-        return self.b.row(self.first, number, self.size, "i8", self.hint)
-
-    def behind(self, number: Operand) -> Array:
-        """Those from a number on."""
-        return replace(self, first=self[number])

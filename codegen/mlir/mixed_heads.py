@@ -24,14 +24,14 @@ from fusion.lowering.numbers import is_moderate
 from fusion.lowering.score_programs import plain_scale
 from fusion.planning.register_tiles import KEY_SPAN, Target, planes_of
 
-from .builder import Array, Value
+from .builder import Value
 from .dense import DenseLoad
 from .packing import STATE_BYTES, PackedRows
 from .products import vector_products
 from .scope import Lanes, Scope
 from .skeleton import KernelFunction, KernelText
 from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram
-from .values import round_up
+from .values import Array, round_up
 
 KEYS_AT_ONCE = 4
 """Keys whose heads are mixed at a time, no more than a key step: a head's factor is read once for all of them."""

@@ -27,10 +27,10 @@ from collections.abc import Callable, Sequence
 
 from fusion.planning.register_tiles import Target
 
-from .builder import Array, Builder, Value, shape_of, vector_of
+from .builder import Builder, Value, shape_of, vector_of
 from .rows import RowReader, Rows, load_f32, load_line
 from .transpose import transpose
-from .values import round_up
+from .values import Array, round_up
 from .x86 import BF16, LANES, WORDS, Avx512
 
 LONGEST_CHAIN = 128

@@ -19,11 +19,12 @@ from typing import TypeVar
 from fusion.ir.expr import Expr
 
 from .amx import Amx
-from .builder import Array, Value
+from .builder import Value
 from .products import InterleavedWork
 from .scope import Scope
 from .softmax import PAIR, GroupSoftmax, RowProgram
 from .tile import Item, KeyRange, Tile, Tiles
+from .values import Array
 
 GROUP_PAIR = (0, 1)  # of the set of groups that overlapping products take
 State = TypeVar("State")

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from .builder import PTR, Array, Builder, Value
-from .values import round_up
+from .builder import PTR, Builder, Value
+from .values import Array, round_up
 
 
 class Params:

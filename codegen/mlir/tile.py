@@ -25,13 +25,14 @@ from fusion.ir.spec import Normalizer
 from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Tiling
 
 from .amx import products_of
-from .builder import Array, Value
+from .builder import Value
 from .dense import DenseLoad, DistanceTable
 from .further import FurtherOutputs, TrainingStatistics
 from .products import InterleavedWork
 from .rows import RowReader
 from .scope import Lanes, Scope
 from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram, Store
+from .values import Array
 
 if TYPE_CHECKING:
     from .kernel import AttentionKernel

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from fusion.ir.integers import in_64_bits
+
+if TYPE_CHECKING:
+    from .builder import Builder
 
 PTR = "!llvm.ptr"
 TILE = "!llvm.x86_amx"
@@ -84,3 +88,20 @@ def in_turns(streams: list[list[str]]) -> list[str]:
 
 def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """Memory of equal parts, one behind the other: `array[n]` is the address of one. size: its bytes."""
+
+    b: Builder
+    first: Value
+    size: Operand
+    hint: str = "p"
+
+    def __getitem__(self, number: Operand) -> Value:
+        return self.b.row(self.first, number, self.size, "i8", self.hint)
+
+    def behind(self, number: Operand) -> Array:
+        """Those from a number on."""
+        return replace(self, first=self[number])

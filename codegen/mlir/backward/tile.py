@@ -27,11 +27,12 @@ from fusion.lowering.backward_plan import (
 from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target, Tiling
 
 from ..amx import Products, products_of
-from ..builder import Array, Value, vector_of
+from ..builder import Value, vector_of
 from ..dense import DenseLoad
 from ..packing import STATE_BYTES, PackedRows
 from ..scope import MEMORY_TYPE, Lanes, Scope
 from ..skeleton import KernelFunction
+from ..values import Array
 from .centring import CentredKeys
 from .element import PAIR, Elements, GroupElements, Pair
 from .loads import GradientSink
