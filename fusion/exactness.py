@@ -16,13 +16,15 @@ relative errors of single elements say nothing. NaN and infinities must stand wh
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fusion.torch_private.trees import tree_leaves
+from fusion.torch_private.trees import tree_leaves, tree_map
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -37,10 +39,22 @@ def widened(value: Any) -> Any:
     return value.double() if is_float(value) else value
 
 
+def copied(value: Any) -> Any:
+    """A copy of a tensor, without its history; anything else as it is."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
 def floats(result: Any) -> list[Tensor]:
     """The floating-point tensors of a result, as they are now; a model's output object counts as its tuple."""
     result = result.to_tuple() if hasattr(result, "to_tuple") else result
     return [leaf.detach().clone() for leaf in filter(is_float, tree_leaves(result))]
+
+
+def in_float64(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """`floats` of a call in float64, of copies of the arguments and, where the function is a module, of it."""
+    run = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
+    args, kwargs = tree_map(lambda leaf: widened(copied(leaf)), (tuple(args), dict(kwargs)))
+    return floats(run(*args, **kwargs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +74,22 @@ class Errors:
         pairs = [(self.max_error, self.max_bound), (self.rms_error, self.rms_bound)]
         shares = [0.0 if error == 0 else error / bound if bound else float("inf") for error, bound in pairs]
         return float("inf") if self.misplaced or any(share != share for share in shares) else max(shares)
+
+    @property
+    def figures(self) -> tuple[float, float]:
+        """(error, bound) in one norm: the largest error, unless only the root mean square breaks the rule."""
+        if self.misplaced:
+            return float("inf"), self.max_bound
+        only_rms = self.share > 1 and self.max_error <= self.max_bound
+        return (self.rms_error, self.rms_bound) if only_rms else (self.max_error, self.max_bound)
+
+    def __str__(self) -> str:
+        if self.misplaced:
+            return f"NaN or infinities stand elsewhere at {self.misplaced} elements"
+        text = f"error {self.max_error:.3g}, allowed {self.max_bound:.3g}"
+        if self.figures != (self.max_error, self.max_bound):
+            text += f"; root mean square {self.rms_error:.3g}, allowed {self.rms_bound:.3g}"
+        return text
 
 
 def bound(eager_error: Number, eps: float, size: Number, slack: float = 2) -> Number:

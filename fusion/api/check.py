@@ -22,7 +22,7 @@ gradient of few elements, that of a factor of all scores, say, is luck."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a comparison.
+    """The result of a comparison.
 
     errors: of the output, and of the gradients of inputs, by name.
     refusal: why fusion left the attention to eager, in which case nothing of ours has run.
@@ -38,7 +38,7 @@ class Outcome:
     @property
     def share(self) -> float:
         """The largest error / allowed error; at most 1 where all are allowed."""
-        return max(found.share for found in self.errors.values())
+        return max(error.share for error in self.errors.values())
 
     @property
     def wrong(self) -> bool:
@@ -46,14 +46,7 @@ class Outcome:
 
     def __str__(self) -> str:
         lines = [] if self.refusal is None else [f"{'WRONG' if self.defect else 'right'}  not fused: {self.refusal}"]
-        for name, found in self.errors.items():
-            if found.misplaced:
-                lines.append(f"WRONG  {name}: NaN or infinities stand elsewhere at {found.misplaced} elements")
-                continue
-            verdict = "right" if found.share <= 1 else "WRONG"
-            lines.append(f"{verdict}  {name}: error {found.max_error:.3g}, allowed {found.max_bound:.3g}")
-            if found.max_error <= found.max_bound and verdict == "WRONG":
-                lines[-1] += f"; root mean square {found.rms_error:.3g}, allowed {found.rms_bound:.3g}"
+        lines += [f"{'right' if e.share <= 1 else 'WRONG'}  {name}: {e}" for name, e in self.errors.items()]
         return "\n".join(lines)
 
 
@@ -80,7 +73,7 @@ def check(
 
     def compared(draws: int) -> dict[str, Errors]:
         runs = [[_run(f, xs, ks, gradients, number) for number in range(draws)] for f, xs, ks in ways]
-        ours, eager, exact = ({name: _together([found[name] for found in run]) for name in run[0]} for run in runs)
+        ours, eager, exact = ({name: _together([draw[name] for draw in run]) for name in run[0]} for run in runs)
         return {name: errors(ours[name], eager[name], exact[name], coarse) for name in ours}
 
     with collect_reports() as reports:
@@ -98,7 +91,7 @@ def check(
 
 
 def main(attention: Function, values: Sequence[Any], **arguments: Any) -> int:
-    """What a script ends with: prints the comparison; returns its exit code, 1 where fusion is wrong."""
+    """The end of a script: prints the comparison; returns its exit code, 1 where fusion is wrong."""
     outcome = check(attention, values, **arguments)
     print(outcome)
     return int(outcome.wrong)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion.errors import ComparisonError
-from fusion.exactness import errors, floats, widened
+from fusion.exactness import errors, floats, in_float64
 from fusion.planning.texts import aligned, bytes_text, seconds_text
 from fusion.torch_private.dynamo import original_of
-from fusion.torch_private.trees import tree_leaves, tree_map
-
-COMPETITORS = ("eager", "inductor", "fusion")
+from fusion.torch_private.trees import tree_leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +41,12 @@ class Measured:
     error: float | None = None
     allowed: float | None = None
     failure: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it failed, or is beyond what the rule allows."""
+        beyond = self.error is not None and self.allowed is not None and not self.error <= self.allowed
+        return bool(self.failure) or beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,89 +97,75 @@ def compare(
 
     Raises ComparisonError where eager itself fails. A competitor that fails is reported as such.
     """
-    original = original_of(function)
-    runs = _competitors(original, options or {})
-    with torch.no_grad():
-        results, first, failures = _first_calls(runs, args, kwargs)
-        _require_eager(original, failures)
-        exact, note = _exact(original, args, kwargs)
-        found = {name: _error(result, results["eager"], exact) for name, result in results.items()}
-        calls = {name: functools.partial(run, *args, **kwargs) for name, run in runs.items() if name not in failures}
-        peaks = {name: peak_memory(call) for name, call in calls.items()}
-        times, turns = _in_turns(calls, seconds)
-    entries = tuple(
-        Measured(name=name, failure=failures[name])
-        if name in failures
-        else Measured(name=name, seconds=times[name], first=first[name], peak=peaks[name], error=found[name][0],
-                      allowed=None if name == "eager" else found[name][1])
-        for name in COMPETITORS
-    )  # fmt: skip
-    device = next((str(leaf.device.type) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
-    return Comparison(entries=entries, turns=turns, threads=torch.get_num_threads(), device=device, note=note)
-
-
-def _competitors(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     from fusion.inductor_passes import without_ours
 
-    return {
-        "eager": original,
-        "inductor": torch.compile(original, dynamic=False, options=without_ours() or None),
-        "fusion": torch.compile(original, backend="fusion", dynamic=False, options=options),
-    }
+    original = original_of(function)
+    inductor = torch.compile(original, dynamic=False, options=without_ours() or None)
+    return _compared({"eager": original, "inductor": inductor, **_ours(original, options)}, args, kwargs, seconds)
 
 
 def compare_results(
-    original: Callable[..., Any], args: Any, kwargs: Any, options: Mapping[str, Any]
-) -> tuple[Measured, str]:
-    """(the error of fusion's results and what is allowed, why they could not be compared), without taking times.
+    original: Callable[..., Any], args: Any, kwargs: Any, options: Mapping[str, Any] | None
+) -> Comparison:
+    """`compare` of fusion with eager alone, without taking times."""
+    return _compared({"eager": original, **_ours(original, options)}, args, kwargs, None)
 
-    Raises ComparisonError where eager itself fails.
-    """
-    compiled = torch.compile(original, backend="fusion", dynamic=False, options=dict(options))
+
+def _ours(original: Callable[..., Any], options: Mapping[str, Any] | None) -> dict[str, Callable[..., Any]]:
+    return {"fusion": torch.compile(original, backend="fusion", dynamic=False, options=dict(options or {}))}
+
+
+def _compared(runs: Mapping[str, Callable[..., Any]], args: Any, kwargs: Any, seconds: float | None) -> Comparison:
+    """The first of `runs` is eager. seconds: for which each is timed; None for results alone."""
+    times, peaks, turns = {}, {}, 0
     with torch.no_grad():
-        before = _generators()
-        results, _, failures = _first_calls({"eager": original}, args, kwargs)
-        _require_eager(original, failures)
-        if any(not torch.equal(old, new) for old, new in zip(before, _generators(), strict=True)):
-            return Measured(name="fusion"), "It draws random numbers."
-        ours, first, failures = _first_calls({"fusion": compiled}, args, kwargs)
-        if failures:
-            return Measured(name="fusion", failure=failures["fusion"]), ""
-        exact, note = _exact(original, args, kwargs)
-        error, allowed = _error(ours["fusion"], results["eager"], exact)
-    return Measured(name="fusion", first=first["fusion"], error=error, allowed=allowed), note
+        before = _random_states()
+        firsts = {"eager": _first_call("eager", runs["eager"], args, kwargs)}
+        if failure := firsts["eager"][0].failure:
+            name = getattr(runs["eager"], "__name__", type(runs["eager"]).__name__)
+            raise ComparisonError(
+                f"compare was asked to run {name}, which fails in eager mode: {failure}; give the inputs that it takes"
+            )
+        exact, note = None, "It draws random numbers."
+        if all(torch.equal(old, new) for old, new in zip(before, _random_states(), strict=True)):
+            exact, note = _exact(runs["eager"], args, kwargs)
+        firsts |= {name: _first_call(name, run, args, kwargs) for name, run in runs.items() if name != "eager"}
+        if seconds is not None:
+            calls = {name: partial(runs[name], *args, **kwargs) for name in runs if not firsts[name][0].failure}
+            peaks = {name: peak_memory(call) for name, call in calls.items()}
+            times, turns = _in_turns(calls, seconds)
+    entries = []
+    for name, (entry, results) in firsts.items():
+        if not entry.failure:
+            error, allowed = _error(results, firsts["eager"][1], exact)
+            entry = replace(entry, seconds=times.get(name, entry.seconds), peak=peaks.get(name), error=error)
+            entry = entry if name == "eager" else replace(entry, allowed=allowed)
+        entries.append(entry)
+    device = next((str(leaf.device.type) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
+    return Comparison(
+        entries=tuple(entries), turns=turns, threads=torch.get_num_threads(), device=device, note=note
+    )
 
 
-def _generators() -> list[Tensor]:
+def _random_states() -> list[Tensor]:
     """The states of torch's generators of random numbers."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
-def _require_eager(original: Callable[..., Any], failures: Mapping[str, str]) -> None:
-    if "eager" in failures:
-        raise ComparisonError(
-            f"compare was asked to run {getattr(original, '__name__', type(original).__name__)}, which fails in eager "
-            f"mode: {failures['eager']}; give the inputs that it takes"
-        )
-
-
-def _first_calls(runs: dict[str, Callable[..., Any]], args: Any, kwargs: Any):
-    results, first, failures = {}, {}, {}
-    for name, run in runs.items():
-        started = time.perf_counter()
-        try:
-            results[name] = floats(run(*args, **kwargs))
-        except Exception as problem:
-            failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split()[:30])}"
-        first[name] = time.perf_counter() - started
-    return results, first, failures
+def _first_call(name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Measured, list[Tensor]]:
+    """(the time of the first call or its failure, its floating-point results)."""
+    started = time.perf_counter()
+    try:
+        results = floats(run(*args, **kwargs))
+    except Exception as problem:
+        return Measured(name=name, failure=f"{type(problem).__name__}: {' '.join(str(problem).split()[:30])}"), []
+    return Measured(name=name, first=time.perf_counter() - started), results
 
 
 def _exact(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Tensor] | None, str]:
     """The result in float64, or why there is none."""
     try:
-        run = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
-        return floats(run(*tree_map(widened, args), **tree_map(widened, kwargs))), ""
+        return in_float64(function, args, kwargs), ""
     except Exception as problem:
         return None, f"There is no float64 reference ({type(problem).__name__}: {str(problem).splitlines()[0]})."
 
@@ -185,14 +173,11 @@ def _exact(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[T
 def _error(
     result: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None
 ) -> tuple[float | None, float | None]:
-    """(largest error, what the rule of `fusion.exactness` allows) of the tensor that comes nearest to its bound."""
+    """(error, what the rule of `fusion.exactness` allows) of the tensor that is nearest to its bound."""
     if exact is None:
         return None, None
     found = [errors(a, b, c) for a, b, c in zip(result, eager, exact, strict=True)]
-    worst = max(found, key=lambda item: item.share, default=None)
-    if worst is None:
-        return 0.0, 0.0
-    return math.inf if worst.misplaced else worst.max_error, worst.max_bound
+    return max(found, key=lambda item: item.share).figures if found else (0.0, 0.0)
 
 
 def peak_memory(call: Callable[[], Any]) -> int | None:

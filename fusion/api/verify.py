@@ -1,7 +1,7 @@
 """`fusion.verify`: every attention of a model beside eager and float64, on the user's own inputs; and the whole model.
 
 The model runs in eager mode. Where it reaches an attention, the tensors that this reads are kept, and the attention
-alone is compiled and compared (`fusion.api.check`), from the same text that `Site.script` writes.
+alone is compiled and compared (`fusion.api.check`), from the same text that `Verified.script` writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from fusion import dynamo
 from fusion.api import check
 from fusion.api.compare import Measured, compare_results
-from fusion.exactness import is_float
+from fusion.exactness import copied, is_float
 from fusion.passes.cut_out import CutOut, cut_out
 from fusion.passes.prepare import cascades
 from fusion.passes.recognize.find import Site, may_hold_attention
@@ -37,6 +37,7 @@ class Verified:
 
     place: in the user's code.
     outcome: of the comparison; None where nothing of ours would run, for the `reason`.
+    script: writes the script that compares it alone, for the attention whose tensors are kept.
     """
 
     number: int
@@ -46,8 +47,23 @@ class Verified:
     script: Callable[..., str] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        told = f"not fused: {self.reason}" if self.outcome is None else str(self.outcome)
-        return "\n    ".join([f"[{self.number}] {self.place}", *told.splitlines()])
+        text = f"not fused: {self.reason}" if self.outcome is None else str(self.outcome)
+        return "\n    ".join([f"[{self.number}] {self.place}", *text.splitlines()])
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        outcome = self.outcome
+        return {
+            "number": self.number,
+            "place": self.place,
+            "reason": self.reason if outcome is None else outcome.refusal,
+            "wrong": None if outcome is None else outcome.wrong,
+            "errors": {
+                name: {"error": e.max_error, "allowed": e.max_bound, "misplaced": e.misplaced}
+                for name, e in (outcome.errors if outcome else {}).items()
+            },
+        }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,22 +82,26 @@ class Verification:
     @property
     def right(self) -> bool:
         """Whether all attentions and the whole keep to the rule, as far as they could be compared."""
-        whole = self.whole
-        beyond = whole.error is not None and whole.allowed is not None and not whole.error <= whole.allowed
-        return not (self.wrong or beyond or whole.failure)
+        return not (self.wrong or self.whole.wrong)
 
     def __str__(self) -> str:
-        compared = [site for site in self.sites if site.outcome is not None]
+        whole, compared = self.whole, sum(site.outcome is not None for site in self.sites)
         lines = [*map(str, self.sites)]
-        lines.append(f"{len(compared) - len(self.wrong)} of {len(compared)} attentions right, of {len(self.sites)} met")
-        if self.whole.failure:
-            lines.append(f"the whole model: fusion failed: {self.whole.failure}")
-        elif self.whole.error is None or self.whole.allowed is None:
+        lines.append(f"{compared - len(self.wrong)} of {compared} attentions right, of {len(self.sites)} in the model")
+        if whole.failure:
+            lines.append(f"the whole model: fusion failed: {whole.failure}")
+        elif whole.error is None:
             lines.append(f"the whole model was not compared. {self.note}")
         else:
-            verdict = "right" if self.whole.error <= self.whole.allowed else "WRONG"
-            lines.append(f"{verdict}  the whole model: error {self.whole.error:.3g}, allowed {self.whole.allowed:.3g}")
+            verdict = "WRONG" if whole.wrong else "right"
+            lines.append(f"{verdict}  the whole model: error {whole.error:.3g}, allowed {whole.allowed:.3g}")
         return "\n".join(lines)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        whole = {"error": self.whole.error, "allowed": self.whole.allowed, "failure": self.whole.failure or None}
+        return {"right": self.right, "sites": [site.data for site in self.sites], "whole": {**whole, "note": self.note}}
 
 
 def verify(
@@ -104,29 +124,29 @@ def verify(
 
     The outputs of the whole call are compared as well. Raises ComparisonError where eager itself fails.
     """
-    original, record = original_of(function), _Record(options=options or {}, gradients=gradients, wanted=site)
-    given = tree_map(_differentiable, (args, kwargs)) if gradients else (args, kwargs)
+    original, recorder = original_of(function), _Recorder(options=options or {}, gradients=gradients, wanted=site)
+    arguments = tree_map(_differentiable, (args, kwargs)) if gradients else (args, kwargs)
     dynamo.register()
     with torch.set_grad_enabled(gradients):
-        torch.compile(original, backend=record.backend, dynamic=False)(*given[0], **given[1])
-    whole, note = compare_results(original, args, kwargs, options or {})
-    return Verification(sites=record.sites, whole=whole, note=note)
+        torch.compile(original, backend=recorder.backend, dynamic=False)(*arguments[0], **arguments[1])
+    compared = compare_results(original, args, kwargs, options)
+    return Verification(sites=recorder.sites, whole=compared["fusion"], note=compared.note)
 
 
 def _differentiable(leaf: Any) -> Any:
     return leaf.detach().requires_grad_() if is_float(leaf) else leaf
 
 
-def _kind(value: Any) -> Any:
-    """What compiled code depends on."""
+def _compiled_for(value: Any) -> Any:
+    """The properties of a value that compiled code depends on."""
     return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
 @dataclass(slots=True, kw_only=True)
-class _Record:
-    """What has been met so far, and how to compare it.
+class _Recorder:
+    """Compares the attentions of a model as it runs, and records the results.
 
-    wanted: whose tensors are kept.
+    wanted: the number of the attention whose tensors are kept.
     functions: by their text and what they are called with, one each, so that Dynamo never compiles one of them again.
     """
 
@@ -140,85 +160,81 @@ class _Record:
         whole = without_regions(module)
         if not may_hold_attention(whole):
             return module.forward
-        return _Watched(self, normalize(whole, example_inputs)).run
+        return _RecordingInterpreter(self, normalize(whole, example_inputs)).run
 
-    def met(self, site: Site) -> Verified:
+    def add(self, site: Site) -> Verified:
         """A new entry, in the order in which `fusion explain` lists them."""
-        place = site_script.place(site)
-        self.sites.append(Verified(number=len(self.sites), place=place))
+        self.sites.append(Verified(number=len(self.sites), place=site_script.place(site)))
         return self.sites[-1]
 
-    def compare(self, found: Verified, cut: CutOut, values: Sequence[Any]) -> None:
+    def compare(self, entry: Verified, cut: CutOut, values: Sequence[Any]) -> None:
         """Compare one attention; of several calls the worst is kept."""
         text = site_script.function_text(cut)
-        key = text, *map(_kind, values)
+        key = text, *map(_compiled_for, values)
         if key not in self.functions:
             space: dict[str, Any] = {"torch": torch}
             exec(compile(text, "<attention>", "exec"), space)
             self.functions[key] = space["attention"]
         wanted = [self.gradients and isinstance(v, Tensor) and v.requires_grad for v in values]
-        named = [node.name for node in cut.module.graph.find_nodes(op="placeholder")]
+        names = [node.name for node in cut.module.graph.find_nodes(op="placeholder")]
         outcome = check.check(
             self.functions[key],
             values,
             floats=site_script.widened(text),
-            gradients=[name for name, wants in zip(named, wanted, strict=True) if wants],
+            gradients=[name for name, wants in zip(names, wanted, strict=True) if wants],
             options=self.options,
         )
-        if found.outcome is not None and found.outcome.share >= outcome.share:
+        if entry.outcome is not None and entry.outcome.share >= outcome.share:
             return
-        found.outcome = outcome
-        if not self._keeps(found):
-            return
-        kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
-        about = f"Attention {found.number}: {found.place}"
-        found.script = functools.partial(
-            site_script.script, cut, about, values=kept, gradients=wanted, options=self.options
-        )
+        entry.outcome = outcome
+        if self._keeps_tensors_of(entry):
+            about = f"Attention {entry.number}: {entry.place}"
+            keywords = {"values": [*map(copied, values)], "gradients": wanted, "options": self.options}
+            entry.script = functools.partial(site_script.script, cut, about, **keywords)
 
-    def _keeps(self, found: Verified) -> bool:
-        """Whether this one's tensors are kept; those of what was the worst until now are not needed any more."""
+    def _keeps_tensors_of(self, entry: Verified) -> bool:
+        """Whether this one's tensors are kept; those of the one that was the worst until now are not needed then."""
         if self.wanted is not None:
-            return found.number == self.wanted
-        assert found.outcome is not None
+            return entry.number == self.wanted
+        assert entry.outcome is not None
         for other in self.sites:
             if other.script is not None and other.outcome is not None:
-                if other.outcome.share >= found.outcome.share and other is not found:
+                if other.outcome.share >= entry.outcome.share and other is not entry:
                     return False
                 other.script = None
         return True
 
 
-class _Watched(Interpreter):
-    """Runs a normalized graph as it is. At the end of every attention, what it reads is handed on to be compared."""
+class _RecordingInterpreter(Interpreter):
+    """Runs a normalized graph as it is. At the end of every attention, the tensors that it reads are compared."""
 
-    def __init__(self, record: _Record, module: GraphModule):
+    def __init__(self, recorder: _Recorder, module: GraphModule):
         sites, _ = cascades.find(module.graph)
         super().__init__(module)
-        self.record = record
-        self.held: dict[Node, Any] = {}
+        self.recorder = recorder
+        self.values: dict[Node, Any] = {}
         self.ends: dict[Node, tuple[Verified, CutOut]] = {}
         for site in sites:
-            found = record.met(site)
+            entry = recorder.add(site)
             cut = None if site.refusal is not None else cut_out(site)
             if cut is None:
-                found.reason = RANDOM if site.refusal is None else str(site.refusal)
+                entry.reason = RANDOM if site.refusal is None else str(site.refusal)
             else:
-                self.ends[site.root] = found, cut
+                self.ends[site.root] = entry, cut
         self.last = {node: root for root, (_, cut) in self.ends.items() for node in cut.inputs}
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if n in self.last:
-            self.held[n] = result
+            self.values[n] = result
         if n in self.ends:
-            found, cut = self.ends[n]
-            self.record.compare(found, cut, [self.held[node] for node in cut.inputs])
-            self.held = {node: value for node, value in self.held.items() if self.last[node] is not n}
+            entry, cut = self.ends[n]
+            self.recorder.compare(entry, cut, [self.values[node] for node in cut.inputs])
+            self.values = {node: value for node, value in self.values.items() if self.last[node] is not n}
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
-            body, *given = args
-            return self.record.backend(body, given)(*given)
+            body, *inputs = args
+            return self.recorder.backend(body, inputs)(*inputs)
         return super().call_function(target, args, kwargs)

@@ -171,17 +171,12 @@ def _comparisons(kind: Kind) -> dict[str, Primitive]:
 ROUNDED = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
 """Primitives that round to a narrower dtype: dtype -> name."""
 
-_SELECTION = (
-    '<mtable class="cases" columnalign="left">'  # braces would need a mathematical font
-    "<mtr><mtd>{1}</mtd><mtd><mtext>if&#160;</mtext>{0}</mtd></mtr>"
-    "<mtr><mtd>{2}</mtd><mtd><mtext>otherwise</mtext></mtd></mtr></mtable>"
-)
 _FRACTION = "<mfrac><mrow>{0}</mrow><mrow>{1}</mrow></mfrac>"
 _MAGNITUDE = "<mrow><mo>|</mo>{0}<mo>|</mo></mrow>"
 _INDICATOR = "<mrow><mo>[</mo>{0}<mo>]</mo></mrow>"
 
 PRIMITIVES: dict[str, Primitive] = {
-    "neg": _unary(torch.neg, "-{0}", lambda g, y, x: -g, precedence=7, mathml="<mo>−</mo>{0}", tame=True),
+    "neg": _unary(torch.neg, "-{0}", lambda g, y, x: -g, precedence=7, tame=True),
     "abs": _unary(torch.abs, "|{0}|", _of_abs, mathml=_MAGNITUDE, tame=True),
     "detach": _unary(lambda x: x.detach(), "detach({0})", tame=True),
     "detach_nan": _unary(
@@ -253,13 +248,11 @@ PRIMITIVES: dict[str, Primitive] = {
     "bool_to_int": _primitive((BOOL,), INT, _truncating_int, "int({0})", mathml=_INDICATOR),
     "to_int": _primitive((FLOAT,), INT, _truncating_int, "int({0})"),
     "where": Primitive(
-        args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0,
-        mathml=_SELECTION, tame=True,
+        args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0, tame=True,
         derivative=lambda g, y, p, a, b: (None, _where(p, g, ZERO), _where(p, ZERO, g)),
     ),
     "iwhere": Primitive(
         args=(BOOL, INT, INT), result=INT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0,
-        mathml=_SELECTION,
     ),
 }  # fmt: skip
 """Comparisons of floats are `feq fne flt fle`, of integers `ieq ine ilt ile`; greater-than swaps the arguments."""

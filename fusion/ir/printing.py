@@ -1,18 +1,66 @@
-"""Expressions as mathematics that a person can read, e.g. `s * 0.125 + slope[b1] * (j - i) if j ≤ i else -inf`."""
+"""Expressions as mathematics that a person can read, e.g. `s * 0.125 + slope[b1] * (j - i) if j ≤ i else -inf`.
+
+`printed` goes through an expression once, for every notation: text on one line, or MathML (`fusion.report.page.maths`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fusion.ir.expr import Expr
 from fusion.ir.primitives import ATOM, PRIMITIVES, Primitive
 
 LETTERS = {"score": "s", "row_max": "m", "row_sum": "l", "weight": "w"}
+_NEGATIVE = 7
+"""The precedence of a sign."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notation:
+    """The ways to set each kind of thing, of parts that are set already.
+
+    minus: the sign of a negative number or term.
+    number: without its sign. symbol: a coordinate, a size or a letter of the formula.
+    template: the form of a primitive that needs no brackets around its arguments, if the notation has one.
+    cases: a selection, of (value, condition) pairs, the first of which counts that holds, and the value otherwise.
+    """
+
+    minus: str
+    number: Callable[[str], str]
+    name: Callable[[str], str]
+    symbol: Callable[[str], str]
+    element: Callable[[str, Sequence[str]], str]
+    call: Callable[[str, Sequence[str]], str]
+    brackets: Callable[[str], str]
+    sign: Callable[[str], str]
+    template: Callable[[Primitive], str | None]
+    cases: Callable[[Sequence[tuple[str, str]], str], str]
+
+
+def _cases(rows: Sequence[tuple[str, str]], otherwise: str) -> str:
+    if len(rows) == 1:
+        return f"{rows[0][0]} if {rows[0][1]} else {otherwise}"
+    return "{" + "".join(f"{value} if {condition}; " for value, condition in rows) + otherwise + " otherwise}"
+
+
+TEXT = Notation(
+    minus="-",
+    number=str,
+    name=str,
+    symbol=str,
+    element=lambda name, index: f"{name}[{', '.join(index)}]",
+    call=lambda name, args: f"{name}({', '.join(args)})",
+    brackets="({})".format,
+    sign=" {} ".format,
+    template=lambda primitive: primitive.text if primitive.precedence == ATOM else None,
+    cases=_cases,
+)
 
 
 def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:
     """The expression on one line; `names` are the operands' names (default `t0`, `t1`, ...)."""
-    return _text(expr, names or {})[0]
+    return printed(expr, names or {}, TEXT)[0]
 
 
 def number_text(value: object) -> str:
@@ -26,37 +74,76 @@ def number_text(value: object) -> str:
     return f"{value:.6g}"
 
 
-def _text(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
+def printed(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[str, int]:
+    """(the expression in a notation, its precedence)."""
     if expr.op == "const":
         text = number_text(expr.attr)
-        return text, 7 if text.startswith("-") else ATOM
+        if text.startswith("-"):
+            return notation.minus + notation.number(text[1:]), _NEGATIVE
+        return notation.number(text), ATOM
     if expr.op in ("coord", "size"):
-        return expr.name, ATOM
-    if expr.op == "weight" and expr.attr == "log":
-        return "log(w)", ATOM
+        return notation.symbol(expr.name), ATOM
     if expr.op in LETTERS:
-        return LETTERS[expr.op], ATOM
+        letter = notation.symbol(LETTERS[expr.op])
+        return notation.call("log", [letter]) if expr.attr == "log" else letter, ATOM
+    if expr.op in ("where", "iwhere"):
+        return _selection(expr, names, notation)
+    args = [printed(arg, names, notation) for arg in expr.args]
+    texts = [text for text, _ in args]
     if expr.op == "load":
-        index = ", ".join(_text(arg, names)[0] for arg in expr.args)
-        return f"{names.get(expr.operand, f't{expr.attr}')}[{index}]", ATOM
-    inner = [_text(arg, names) for arg in expr.args]
-    if expr.op not in PRIMITIVES:  # what the pull-back has met on the way: a product, a softmax, a sum
+        return notation.element(names.get(expr.operand, f"t{expr.attr}"), texts), ATOM
+    if expr.op not in PRIMITIVES:  # on the way of the pull-back: a product, a softmax, a sum
         name = "s" if expr.op == "dot" else str(expr.attr or expr.op)
-        return f"{name}({', '.join(text for text, _ in inner)})" if inner else name, ATOM
+        return notation.call(name, texts) if texts else notation.name(name), ATOM
+    if PRIMITIVES[expr.op].text == "{0}":  # shown as its argument
+        return args[0]
+    return _operation(expr, args, notation)
+
+
+def _selection(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[str, int]:
+    """A selection, with those that stand in its last branch as further cases."""
+    rows = []
+    while expr.op in ("where", "iwhere"):
+        (condition, _), (value, level) = (printed(arg, names, notation) for arg in expr.args[:2])
+        rows.append((value if level else notation.brackets(value), condition))
+        expr = expr.args[2]
+    return notation.cases(rows, printed(expr, names, notation)[0]), ATOM if len(rows) > 1 else 0
+
+
+def _operation(expr: Expr, args: Sequence[tuple[str, int]], notation: Notation) -> tuple[str, int]:
     primitive = PRIMITIVES[expr.op]
-    level = primitive.precedence
+    level, texts = primitive.precedence, [text for text, _ in args]
+    if (template := notation.template(primitive)) is not None:
+        if expr.op == "pow" and args[0][1] != ATOM:
+            texts[0] = notation.brackets(texts[0])
+        return template.format(*texts), level if expr.op in ("pow", "neg") else ATOM
     if level == ATOM:
-        return primitive.text.format(*(text for text, _ in inner)), ATOM
+        return notation.call(primitive.text.partition("(")[0], texts), ATOM
+    if len(args) == 1:
+        weak = args[0][1] < (ATOM if expr.op == "not" else level)
+        sign = notation.minus if expr.op == "neg" else notation.sign(primitive.text.partition("{")[0]).strip()
+        return sign + (notation.brackets(texts[0]) if weak else texts[0]), level
     # The right operand of a non-associative operation needs brackets at equal precedence.
     shown = [
-        f"({text})" if own < level or (own == level and position and _not_joined(primitive, arg)) else text
-        for position, (arg, (text, own)) in enumerate(zip(expr.args, inner, strict=True))
+        notation.brackets(text) if own < level or (own == level and position and _keeps_apart(primitive, arg)) else text
+        for position, (arg, (text, own)) in enumerate(zip(expr.args, args, strict=True))
     ]
-    if expr.op in ("add", "mul"):
-        sign = " + " if expr.op == "add" else " * "
-        return sign.join(shown).replace("+ -1 * ", "- ").replace("+ -", "- "), level
-    return primitive.text.format(*shown), level
+    if expr.op == "add":  # of integers, in any order: j - i
+        shown.sort(key=lambda text: text.startswith(notation.minus))
+    if expr.op == "mul" and shown[0] == notation.minus + notation.number("1"):
+        return notation.minus + _joined("*", shown[1:], notation), level
+    return _joined(primitive.text.split()[1], shown, notation), level
 
 
-def _not_joined(primitive: Primitive, arg: Expr) -> bool:
+def _joined(sign: str, texts: Sequence[str], notation: Notation) -> str:
+    """Operands with signs between them; a sum with a negative term is a difference."""
+    result = texts[0]
+    for text in texts[1:]:
+        negative = sign == "+" and text.startswith(notation.minus)
+        rest = text.removeprefix(notation.minus) if negative else text
+        result += notation.sign("-" if negative else sign) + rest
+    return result
+
+
+def _keeps_apart(primitive: Primitive, arg: Expr) -> bool:
     return not primitive.associative or (arg.op in PRIMITIVES and not PRIMITIVES[arg.op].associative)

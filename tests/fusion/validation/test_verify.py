@@ -72,7 +72,7 @@ def test_every_attention_is_compared_on_what_it_reads(dtype, gradients):
         names = list(site.outcome.errors)
         assert names[0] == "output" and len(names) == (4 if gradients else 1)
     assert sum(site.script is not None for site in found.sites) == 1
-    assert "3 of 3 attentions right, of 3 met" in str(found) and "right  the whole model" in str(found)
+    assert "3 of 3 attentions right, of 3 in the model" in str(found) and "right  the whole model" in str(found)
 
 
 @pytest.mark.usefixtures("wrong_kernels")
