@@ -38,8 +38,7 @@ from fusion.planning import pays
 from fusion.planning.pays import map_pays, sets_pay
 from fusion.refusals import Ground, Refusal
 from fusion.report.dump import Dump
-from fusion.report.graph_breaks import graph_break
-from fusion.report.report import NO_ATTENTION, Report, publish
+from fusion.report.report import NO_ATTENTION, Report, graph_break, publish
 from fusion.runtime import kernels, op, tangents  # noqa: F401  (op registers torch.ops.fusion.attention)
 from fusion.site_reports import report_of
 from fusion.torch_private.dynamo import RestartAnalysis, counters

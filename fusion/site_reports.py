@@ -1,8 +1,10 @@
-"""What the report says of the attentions of a graph."""
+"""The report of the attentions of a graph."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from fusion.approximate import dispatch
@@ -15,6 +17,7 @@ from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import Specified
 from fusion.passes.trace.outline import described
 from fusion.planning.plan import Plan, plan
+from fusion.planning.texts import bytes_text
 from fusion.refusals import Ground, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
@@ -58,13 +61,17 @@ def _advised(refusal: Refusal | None, options: Options) -> Refusal | None:
 
 
 def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:
-    sizes = part.example_sizes(hints)
+    sizes, names = part.example_sizes(hints), _names(part)
     values, request = tuple(sizes.values()), options.request
+    shapes = tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands)
     return AttentionReport(
         spec=part.spec,
+        names=names,
+        operands=tuple(_operand(part, number, names[number], shapes[number]) for number in range(3, len(names))),
+        nodes=part.operands,
         sizes=sizes,
         keys=_keys(part, sizes),
-        shapes=tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands),
+        shapes=shapes,
         planned=_planned(part, hints, options),
         source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(values),
         approximation=_approximation(part, hints, options),
@@ -75,10 +82,36 @@ def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> A
     )
 
 
+_RESERVED = re.compile(r"[a-zA-Z]\d*|Nq|Nk")
+"""Letters of the printed form: coordinates, sizes, scores, weights."""
+
+
+def _names(part: Specified) -> dict[int, str]:
+    """Names of the operands: those by which the user's code knows its own tensors, the spec's of all others."""
+    names = part.spec.names
+    for number in range(3, len(names)):
+        *_, last = parts = nodes.user_path(part.operands[number]).split(".")
+        name = "_".join(parts[-2:]) if last.isdigit() else last
+        if name.isidentifier() and name not in names.values() and not _RESERVED.fullmatch(name):
+            names[number] = name
+    return names
+
+
+def _operand(part: Specified, number: int, name: str, shape: tuple[int, ...]) -> str:
+    """A tensor that the program or the mask reads, in words."""
+    operand, node = part.spec.operands[number], part.operands[number]
+    text, path = f"{operand.dtype}{list(shape)}", nodes.user_path(node)
+    if path or node.op != "call_function":
+        return f"{name}: {text}" + f", {path}" * (path not in ("", name))
+    size = bytes_text(math.prod(shape) * operand.torch_dtype.itemsize)
+    line = nodes.source_line(node)
+    return f"{name}: {text}, {size} that the graph makes" + (f" at {line}" if line else "")
+
+
 def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
-    """What became of an attention's sets of keys, in words; "" where it has none."""
+    """How the top-k keys of an attention are read, in words; "" where it has none."""
     if part.mask_kept:
-        return f"every row has a set of them, but all are read under a mask: {part.mask_kept}"
+        return f"top-k keys of each row are known, but all keys are read under a mask: {part.mask_kept}"
     if part.by_rows is None:
         return ""
     count, table = size_value(part.spec.n_k, sizes), part.spec.operands[part.by_rows.table].name
@@ -89,7 +122,7 @@ def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
 
 
 def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:
-    """What the option `approximate` does with a site, in words."""
+    """The use of the option `approximate` for a site, in words."""
     request = options.request
     if (allowed := request.approximation) is None:
         return None

@@ -120,7 +120,7 @@ def test_the_near_miss_of_the_page_is_what_is_printed(space: dict, tmp_path: Pat
 
 
 ESSENCE = {
-    "program": r"softmax\(tanh\(s \* .* / 50\) \* 50 if .* else .*-finfo\.max\)",
+    "program": r"softmax\(tanh\(s \* .* / 50\) \* 50 if .* else .* - finfo\.max\)",
     "mask": r"rows i0\.\.i1 visit keys",
     "at": r"modeling_gemma2\.py:\d+ in eager_attention_forward: attn_output",
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 from fusion.errors import ComparisonError
 from fusion.exactness import errors, floats, in_float64
 from fusion.planning.texts import aligned, bytes_text, seconds_text
+from fusion.report.data import number
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.trees import tree_leaves
 
@@ -82,13 +83,33 @@ class Comparison:
             rows.append((entry.name, seconds_text(entry.seconds), f"{base / entry.seconds:.2f}x", peak, error, allowed))
         return rows
 
+    @property
+    def data(self) -> dict[str, Any]:
+        """Measurements by name and their conditions, for JSON."""
+        entries = {
+            entry.name: {
+                "seconds": number(entry.seconds),
+                "first_call_seconds": number(entry.first),
+                "peak_bytes": entry.peak,
+                "error": entry.error,
+                "allowed_error": entry.allowed,
+                "failure": entry.failure or None,
+            }
+            for entry in self.entries
+        }
+        return {"conditions": self.conditions, "entries": entries}
+
     def __str__(self) -> str:
         rows = [("measured", "time", "speed-up", "peak", "error", "allowed"), *self.table()]
         return "\n".join([*aligned(rows, 1), self.conditions])
 
 
 def compare(
-    function: Callable[..., Any], *args: Any, seconds: float = 2.0, options: dict[str, Any] | None = None, **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = 2.0,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Comparison:
     """Run `function(*args, **kwargs)` as eager, Inductor and fusion do, without gradients.
 
@@ -142,9 +163,7 @@ def _compared(runs: Mapping[str, Callable[..., Any]], args: Any, kwargs: Any, se
             entry = entry if name == "eager" else replace(entry, allowed=allowed)
         entries.append(entry)
     device = next((str(leaf.device.type) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
-    return Comparison(
-        entries=tuple(entries), turns=turns, threads=torch.get_num_threads(), device=device, note=note
-    )
+    return Comparison(entries=tuple(entries), turns=turns, threads=torch.get_num_threads(), device=device, note=note)
 
 
 def _random_states() -> list[Tensor]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.fx import GraphModule, Interpreter, Node
 
 from fusion import dynamo
 from fusion.backend import fuse
+from fusion.exactness import copied
+from fusion.ir.expr import loads
 from fusion.options import Options
-from fusion.report.report import NO_ATTENTION, Report
+from fusion.report.report import NO_ATTENTION, AttentionReport, Report
 from fusion.torch_private.dynamo import original_of
 
 NOTHING_TRACED = (
@@ -20,27 +24,51 @@ NOTHING_TRACED = (
 )
 
 
-def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+def explain(
+    function: Callable[..., Any], /, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Report:
     """The report of every attention that one call of `function` meets.
 
     function: a module or function, compiled or not; it is called once with the arguments. Print the report, or look at
     `report.sites`.
+    options: of the backend. Raises OptionError.
     """
     reports: list[Report] = []
+    chosen, original = Options.parse(options), original_of(function)
 
-    def backend(module: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        graph, report = fuse(module, example_inputs, Options())
+    def backend(module: GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        graph, report = fuse(module, example_inputs, chosen)
         reports.append(report)
-        return graph.forward
+        recorder = _RecordingInterpreter(graph, report)
+        return recorder.run if recorder.wanted else graph.forward
 
-    original = original_of(function)
     dynamo.register()
     torch.compile(original, backend=backend)(*args, **kwargs)
     whole = merge(reports)
     if not reports:
         whole.notes.append(NOTHING_TRACED)
-    whole.function = original
+    whole.function, whole.options = original, dict(options or {})
     return whole
+
+
+class _RecordingInterpreter(Interpreter):
+    """Runs a graph, and keeps the tensors that masks read for the report, which draws them."""
+
+    def __init__(self, graph: GraphModule, report: Report):
+        super().__init__(graph)
+        self.wanted = defaultdict[Node, list[tuple[int, AttentionReport]]](list)
+        for attention in (entry for site in report.sites for entry in site.attentions):
+            mask = attention.spec.mask
+            for number in {part.operand for part in loads(mask.live)} if mask is not None else ():
+                self.wanted[attention.nodes[number]].append((number, attention))
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n in self.wanted:
+            value = copied(result)
+            for number, attention in self.wanted[n]:
+                attention.values[number] = value
+        return result
 
 
 def merge(reports: list[Report]) -> Report:

@@ -1,38 +1,38 @@
-"""The `fusion` command. A subcommand is a module with `HELP`, `add_arguments(parser)` and `run(arguments) -> int`."""
+"""The `fusion` command. A subcommand has `HELP`, `EXAMPLES`, `add_arguments(parser)` and `run(arguments) -> int`."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import pkgutil
+import shlex
 import sys
 from collections.abc import Sequence
 
 from fusion.errors import FusionError
 
-# name of the subcommand: module that implements it, imported only when it is used (or listed by --help)
 COMMANDS = {
-    "explain": "fusion.cli.explain",
-    "verify": "fusion.cli.verify",
-    "repro": "fusion.cli.repro",
+    "explain": "fusion.cli.models:explain",
+    "verify": "fusion.cli.models:verify",
+    "repro": "fusion.cli.models:repro",
     "bench": "fusion.cli.bench",
     "cost": "fusion.cli.cost",
     "doctor": "fusion.cli.doctor",
 }
+"""Name of the subcommand: module or class that implements it."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """What parses the arguments of every command."""
+    """The parser of every command's arguments."""
     whole = argparse.ArgumentParser(prog="fusion", description="An attention compiler: what it would do, and why.")
     whole.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = importlib.import_module(module)
-        help_text = command.HELP
+    for name, place in COMMANDS.items():
+        command = pkgutil.resolve_name(place)
         sub = commands.add_parser(
             name,
-            help=help_text.splitlines()[0],
-            description=help_text,
-            epilog=getattr(command, "EXAMPLES", None),
+            help=command.HELP.splitlines()[0],
+            description=command.HELP,
+            epilog=command.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(sub)
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code (0 done, 1 the command says no, 2 the request was wrong)."""
     whole = parser()
     arguments = whole.parse_args(argv)
+    arguments.command_line = shlex.join(["fusion", *(sys.argv[1:] if argv is None else argv)])
     if arguments.command is None:
         whole.print_help()
         return 0

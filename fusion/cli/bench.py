@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -40,33 +40,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from fusion.api.compare import compare
-    from fusion.report.json import comparison_to_dict
 
     results = {}
-    for name, function, args, kwargs in _problems(arguments):
-        found = results[name] = compare(function, *args, seconds=arguments.seconds, **kwargs)
+    for model in _models(arguments):
+        results[model.name] = model.given_to(compare, seconds=arguments.seconds)
         if not arguments.json:
-            print(f"{name}\n{found}\n")
+            print(f"{model.name}\n{results[model.name]}\n")
     if arguments.json:
-        print(json.dumps({name: comparison_to_dict(found) for name, found in results.items()}, indent=2))
-    ours = [found["fusion"] for found in results.values()]
-    beyond = [m for m in ours if m.error is not None and m.allowed is not None and not m.error <= m.allowed]
-    return int(bool(beyond) or any(measured.failure for measured in ours))
+        print(json.dumps({name: comparison.data for name, comparison in results.items()}, indent=2))
+    return int(any(comparison["fusion"].wrong for comparison in results.values()))
 
 
-def _problems(arguments: argparse.Namespace):
+def _models(arguments: argparse.Namespace) -> Iterator[target.Target]:
     if arguments.target is not None:
-        found = target.load(arguments)
-        yield found.name, found.function, found.args, found.kwargs
+        yield target.load(arguments)
         return
     for name in ("N", "d", "heads", "batch"):
         if getattr(arguments, name) < 1:
             raise ProblemError(f"--{name} {getattr(arguments, name)}: there is nothing to run; give a positive size")
     dtype, shape = getattr(torch, arguments.dtype), (arguments.batch, arguments.heads, arguments.N, arguments.d)
-    given = [torch.randn(shape, dtype=torch.float32, device=arguments.device).to(dtype) for _ in range(3)]
-    for name in arguments.variant or VARIANTS:
-        size = "x".join(map(str, shape))
-        yield f"{name} {size} {arguments.dtype}", VARIANTS[name], given, {}
+    qkv = tuple(torch.randn(shape, dtype=torch.float32, device=arguments.device).to(dtype) for _ in range(3))
+    size, chosen = "x".join(map(str, shape)), target.options(arguments)
+    for variant in arguments.variant or VARIANTS:
+        name = f"{variant} {size} {arguments.dtype}"
+        yield target.Target(name=name, function=VARIANTS[variant], args=qkv, kwargs={}, options=chosen)
 
 
 def _positions(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
-"""What a command line names: a model or function of the user's, and inputs for it."""
+"""The target of a command line: a model or function of the user's, inputs for it, and options of the backend."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fusion.errors import TargetError
+from fusion.options import Options
 
 Result = TypeVar("Result")
 INPUT_NAMES = ("inputs", "example_inputs")
@@ -30,11 +32,12 @@ class Target:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    options: dict[str, Any]
 
     def given_to(self, command: Callable[..., Result], **keywords: Any) -> Result:
-        """What a command makes of the callable and the arguments. Raises TargetError where it cannot be run on them."""
+        """The result of a command on the callable and its arguments. Raises TargetError where it cannot be run."""
         try:
-            return command(self.function, *self.args, **keywords, **self.kwargs)
+            return command(self.function, *self.args, options=self.options, **keywords, **self.kwargs)
         except Exception as problem:
             raise TargetError(
                 f"{self.name} cannot be run on these inputs: {type(problem).__name__}: {problem}"
@@ -64,10 +67,33 @@ def add_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> No
         help="a random tensor as the next argument, e.g. 2x8x1024x64 or 1x128:int64; may be given several times",
     )
     parser.add_argument("--device", default="cpu", help="device of the model and of --tensor (default %(default)s)")
+    parser.add_argument(
+        "--option",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an option of the backend, e.g. cascades=always; may be given several times",
+    )
+
+
+def options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the backend: numbers, True, False and None as in Python, all else text. Raises OptionError."""
+    chosen: dict[str, Any] = {}
+    for text in arguments.option:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise TargetError(f"--option {text!r} has no value; write NAME=VALUE, e.g. cascades=always")
+        try:
+            chosen[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            chosen[name] = value
+    Options.parse(chosen)
+    return chosen
 
 
 def load(arguments: argparse.Namespace) -> Target:
     """The target of a command line. Raises TargetError."""
+    chosen = options(arguments)
     module, name = _resolve(arguments.target)
     function = _model(_attribute(module, name, arguments.target), arguments.target)
     if isinstance(function, torch.nn.Module):
@@ -75,7 +101,7 @@ def load(arguments: argparse.Namespace) -> Target:
     given = [_tensor(text, arguments.device) for text in arguments.tensor]
     found: Any = given if given else _inputs(arguments.inputs, module, arguments.target)
     args, kwargs = ((), found) if isinstance(found, dict) else (tuple(found), {})
-    return Target(name=arguments.target, function=function, args=args, kwargs=kwargs)
+    return Target(name=arguments.target, function=function, args=args, kwargs=kwargs, options=chosen)
 
 
 def _resolve(text: str) -> tuple[ModuleType, str]:

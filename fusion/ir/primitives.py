@@ -248,7 +248,8 @@ PRIMITIVES: dict[str, Primitive] = {
     "bool_to_int": _primitive((BOOL,), INT, _truncating_int, "int({0})", mathml=_INDICATOR),
     "to_int": _primitive((FLOAT,), INT, _truncating_int, "int({0})"),
     "where": Primitive(
-        args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0, tame=True,
+        args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0,
+        tame=True,
         derivative=lambda g, y, p, a, b: (None, _where(p, g, ZERO), _where(p, ZERO, g)),
     ),
     "iwhere": Primitive(

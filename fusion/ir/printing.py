@@ -129,7 +129,8 @@ def _operation(expr: Expr, args: Sequence[tuple[str, int]], notation: Notation) 
         for position, (arg, (text, own)) in enumerate(zip(expr.args, args, strict=True))
     ]
     if expr.op == "add":  # of integers, in any order: j - i
-        shown.sort(key=lambda text: text.startswith(notation.minus))
+        first = next((k for k, text in enumerate(shown) if not text.startswith(notation.minus)), 0)
+        shown.insert(0, shown.pop(first))
     if expr.op == "mul" and shown[0] == notation.minus + notation.number("1"):
         return notation.minus + _joined("*", shown[1:], notation), level
     return _joined(primitive.text.split()[1], shown, notation), level

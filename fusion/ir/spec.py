@@ -192,11 +192,11 @@ class AttentionSpec:
         batch = "x".join(map(str, self.batch)) or "1"
         return f"attention[{batch}, {self.n_q} x {self.n_k}, d={self.d}/{self.d_v}, {self.dtype}]: {self.formula()}"
 
-    def formula(self) -> str:
-        """The score program and normaliser as mathematics."""
+    def formula(self, names: Mapping[int, str] | None = None) -> str:
+        """The score program and normaliser as mathematics. names: of the operands, by default their own."""
         from fusion.ir.printing import to_text
 
-        names = self.names
+        names = names or self.names
         inner = to_text(self.score, names)
         if (mixing := self.mixing) is not None and mixing.scores is not None:
             own = f"{to_text(mixing.scored, names)} + " if mixing.own_score else ""
@@ -269,15 +269,15 @@ class AttentionSpec:
         index, value = self.access(number)[0], self.values[number]
         return load(number, index, Kind.FLOAT) if value is None else value
 
-    def describe(self, expr: Expr) -> str:
+    def describe(self, expr: Expr, names: Mapping[int, str] | None = None) -> str:
         """An expression of this spec with its operands' names."""
         from fusion.ir.printing import to_text
 
-        return to_text(expr, self.names)
+        return to_text(expr, names or self.names)
 
-    def describe_further(self, further: FurtherOutput) -> str:
+    def describe_further(self, further: FurtherOutput, names: Mapping[int, str] | None = None) -> str:
         """A further output in words, e.g. "sum over keys of w * w"."""
-        value = self.describe(further.value)
+        value = self.describe(further.value, names)
         if not further.over:
             return f"{value} per row" if "j" not in further.dims else value
         return f"{further.reduction.value} over {'keys' if further.over == 'j' else 'queries'} of {value}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.fx import GraphModule
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from fusion.ir import AttentionSpec
 from fusion.passes.graph_excerpt import Excerpt
 from fusion.planning.plan import Plan
 from fusion.refusals import Refusal
+from fusion.report.data import report_data, report_text
 from fusion.torch_private.dynamo import counters
 
 if TYPE_CHECKING:
@@ -29,16 +32,24 @@ class AttentionReport:
     """One attention of a site.
 
     spec: what was recognised.
+    names: of the spec's operands by number, the user's own where there are any.
+    operands: a line about each tensor that the program or the mask reads.
+    nodes: the operands in the graph.
+    values: of operands that the mask reads, by number, where `explain` ran the graph.
     sizes: values of the spec's sizes in the example.
     shapes: of its operands in the example.
     planned: says how it runs, as far as is known when it is asked: tiles are measured at a kernel's first call.
     source: the generated kernel; "" where the reference interpreter runs.
-    approximation: what the option `approximate` does with it; None without that option.
-    keys: what became of the sets of keys that an indexer leaves to its rows; "" where it has none.
+    approximation: the use of the option `approximate`; None without that option.
+    keys: how the top-k keys of an indexer are read; "" where it has none.
     gradients: which gradients kernels do not have, and why; "" where they have all, or none is asked for.
     """
 
     spec: AttentionSpec
+    names: Mapping[int, str]
+    operands: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    values: dict[int, Tensor] = field(default_factory=dict)
     sizes: Mapping[str, int]
     shapes: tuple[tuple[int, ...], ...]
     planned: Callable[[], Plan]
@@ -93,35 +104,20 @@ class SiteReport:
             count = len(self.attentions)
             why = "" if self.fused else f": {self.reason}"
             raise MlirExportError(f"attention {which} of a site with {count} was asked for{why}")
-        found = self.attentions[which]
-        return attention_module(found.spec, found.shapes, list(found.sizes.values()))
-
-    @property
-    def specs(self) -> tuple[AttentionSpec, ...]:
-        return tuple(found.spec for found in self.attentions)
-
-    @property
-    def sizes(self) -> tuple[Mapping[str, int], ...]:
-        return tuple(found.sizes for found in self.attentions)
+        attention = self.attentions[which]
+        return attention_module(attention.spec, attention.shapes, list(attention.sizes.values()))
 
     @property
     def alike(self) -> tuple[object, ...]:
         """Equal for sites that run alike: layers with the same specs and sizes."""
         return (self.specs, *(tuple(sizes.items()) for sizes in self.sizes))
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(found.source for found in self.attentions)
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The schedule of each attention, as far as it is known by now."""
-        return tuple(found.planned() for found in self.attentions)
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """In what each attention runs, likewise; "" where the plan's tile says all."""
-        return tuple(found.planned().runs for found in self.attentions)
+    # By attention; `plans` and `runs` (in words) as far as they are known by now.
+    specs = property(lambda self: tuple(attention.spec for attention in self.attentions))
+    sizes = property(lambda self: tuple(attention.sizes for attention in self.attentions))
+    sources = property(lambda self: tuple(attention.source for attention in self.attentions))
+    plans = property(lambda self: tuple(attention.planned() for attention in self.attentions))
+    runs = property(lambda self: tuple(plan.runs for plan in self.plans))
 
     @property
     def spec(self) -> AttentionSpec | None:
@@ -146,7 +142,7 @@ class Report:
     notes: what concerns a whole graph.
     graph_breaks: where Dynamo cut the model into graphs, and why; an attention that a break divides is not seen.
     graph_before, graph_after: Dynamo's graph and the one handed to the inner compiler, where an attention was found.
-    function: what was explained.
+    function: what was explained, with which backend options, and the command that asked for it.
     comparison: what `compare` measured last.
     """
 
@@ -157,16 +153,21 @@ class Report:
     graph_before: GraphModule | None = None
     graph_after: GraphModule | None = None
     function: Callable[..., Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
     comparison: Comparison | None = None
 
     @property
     def fused(self) -> int:
         return sum(site.fused for site in self.sites)
 
-    def __str__(self) -> str:
-        from fusion.report.text import to_text
+    @property
+    def data(self) -> dict[str, Any]:
+        """The report as dicts, lists, numbers and strings: what `fusion explain --json` prints."""
+        return report_data(self)
 
-        return to_text(self)
+    def __str__(self) -> str:
+        return report_text(self)
 
     def __repr__(self) -> str:
         notes = f", {len(self.notes)} notes" if self.notes else ""
@@ -174,7 +175,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, as notebooks show it."""
-        from fusion.report.page import to_html
+        from fusion.report.page.page import to_html
 
         return f'<iframe srcdoc="{escape(to_html(self))}" width="100%" height="600" style="border:0"></iframe>'
 
@@ -191,12 +192,12 @@ class Report:
                 "compare was asked of a report that was collected while a model compiled, which does not know the "
                 "model; take the report of fusion.explain(model, *inputs), or call fusion.compare(model, *inputs)"
             )
-        self.comparison = compare(self.function, *args, seconds=seconds, **kwargs)
+        self.comparison = compare(self.function, *args, seconds=seconds, options=self.options, **kwargs)
         return self.comparison
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one self-contained page, which needs no network and no script; returns the path."""
-        from fusion.report.page import to_html
+        from fusion.report.page.page import to_html
 
         target = Path(path)
         target.write_text(to_html(self), encoding="utf-8")
@@ -225,3 +226,18 @@ def publish(report: Report) -> None:
     counters["fusion"]["unfused"] += len(report.sites) - report.fused
     for reports in _collectors.get():
         reports.append(report)
+
+
+def graph_break(module: GraphModule) -> str | None:
+    """The graph break that ends this graph of Dynamo's, if one does: the user's line, and Dynamo's reason."""
+    ending: Any = getattr(module, "compile_subgraph_reason", None)
+    if ending is None or not ending.graph_break:
+        return None
+    title, *rest = str(ending.reason).strip().splitlines()
+    explanation = next((line.strip() for line in rest if line.strip().startswith("Explanation: ")), "")
+    reason = ": ".join(part for part in (title, explanation.removeprefix("Explanation: ")) if part)
+    if not ending.user_stack:
+        return reason
+    frame = ending.user_stack[-1]
+    code = linecache.getline(frame.filename, frame.lineno).strip()
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: {code}\n{reason}"

@@ -120,6 +120,12 @@ def has_source(node: Node) -> bool:
     return hasattr(node, "_dynamo_source")
 
 
+def source_of(node: Node) -> str:
+    """Where Dynamo read this input from, e.g. "L['self']._buffers['bias']"; "" where nothing says."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return name() if callable(name) else name
+
+
 def carry_source(origin: Node, target: Node) -> None:
     """Let an input come from where another does. Without it, AOTAutograd does not know parameters from inputs."""
     if has_source(origin):

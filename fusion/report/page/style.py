@@ -1,4 +1,48 @@
-"""The style sheet of the page. Colours are variables, set once for light and once for dark."""
+"""The style sheet of the page, and the highlighting of source lines and kernels: enough to read by, and few bytes."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from html import escape
+
+_MLIR = re.compile(
+    r"""(?P<c>//[^\n]*)"""
+    r"""|(?P<s>"[^"\n]*")"""
+    r"""|(?P<k>(?<![%\w.])[a-z_0-9]+\.[a-z_][\w.]*|\b(?:module|return|iter_args|step|to|into|else)\b)"""
+    r"""|(?P<t>\b(?:vector|memref|tensor)<[^%\n]*?>(?!>)|!llvm\.[a-z]+)"""
+)
+_QUOTED = "|".join(
+    rf"{q}(?:\\.|(?!{q})[^\\{end}])*(?:{q}|\Z)" for q, end in (('"""', ""), ("'''", ""), ('"', r"\n"), ("'", r"\n"))
+)
+_PYTHON = re.compile(
+    rf"(?P<c>\#[^\n]*)|(?P<s>{_QUOTED})|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)|(?P<t>\b\d[\w.]*)", re.S
+)
+
+
+def highlight(text: str) -> str:
+    """A kernel's text as HTML, by its looks: MLIR or Python."""
+    return mlir(text) if "llvm.func" in text or "func.func" in text else python(text)
+
+
+def mlir(text: str) -> str:
+    """Comments `i.c`, strings `i.s`, operation names `i.k`, types `i.t`."""
+    return _marked(text, _MLIR)
+
+
+def python(text: str) -> str:
+    """Comments, strings, keywords and numbers."""
+    return _marked(text, _PYTHON)
+
+
+def _marked(text: str, pattern: re.Pattern[str]) -> str:
+    parts, end = [], 0
+    for match in pattern.finditer(text):
+        word = escape(match[0], quote=False)
+        parts += [escape(text[end : match.start()], quote=False), f"<i class={match.lastgroup}>{word}</i>"]
+        end = match.end()
+    return "".join([*parts, escape(text[end:], quote=False)])
+
 
 STYLE = """
 :root{color-scheme:light dark;--back:#fbfbfa;--card:#fff;--text:#1d2026;--soft:#5d6470;--line:#dfe1e5;--link:#2456c7;
@@ -16,8 +60,11 @@ a{color:var(--link)}code,pre,.mono{font-family:ui-monospace,Menlo,Consolas,monos
 .cards{display:flex;flex-wrap:wrap;gap:.75rem;margin:1.2rem 0}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.6rem 1rem;min-width:8.5rem}
 .card b{display:block;font-size:1.45rem;font-weight:600}.card span{color:var(--soft);font-size:.85rem}
-.note{background:var(--bad-back);border-radius:8px;padding:.6rem 1rem}
-table{border-collapse:collapse}th,td{padding:.3rem .9rem .3rem 0;text-align:left;border-bottom:1px solid var(--line)}
+.note{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.6rem 1rem}
+.note.break{background:var(--bad-back)}
+header .where{color:var(--soft);font-size:.9rem;margin:.3rem 0;overflow-wrap:anywhere}
+table{border-collapse:collapse}td.mono{white-space:pre-wrap;overflow-wrap:anywhere}th[scope]{vertical-align:top}
+th,td{padding:.3rem .9rem .3rem 0;text-align:left;border-bottom:1px solid var(--line)}
 th{color:var(--soft);font-weight:500;font-size:.85rem}td.number,th.number{text-align:right;
 font-variant-numeric:tabular-nums}
 .site{background:var(--card);border:1px solid var(--line);border-radius:8px;margin:.5rem 0}
@@ -42,6 +89,7 @@ mtd{text-align:left}.wide{overflow-x:auto;padding:.2rem}
 .mask .m0{fill:var(--dead)}.mask .m1{fill:var(--mixed)}.mask .m2{fill:var(--full)}.mask .m3{fill:var(--data)}
 .mask .grid{stroke:var(--card);stroke-width:1;fill:none}
 .legend{list-style:none;padding:0;margin:0;font-size:.9rem}.legend svg{vertical-align:-2px;margin-right:.5rem}
+.bar{max-width:100%;height:auto}figure{margin:0}
 .bar rect{fill:var(--full)}.bar .bound{fill:var(--good)}.bar .back{fill:var(--dead)}
 .bar text{fill:var(--text);font:13px system-ui,sans-serif}
 .graph{max-width:none}.graph .edges path{fill:none;stroke:var(--soft);stroke-width:1.2}

@@ -17,7 +17,7 @@ from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.plan import Problem, plan
-from fusion.report.json import to_dict
+from fusion.report.data import report_data
 from tests.codegen.mlir.cases import case
 from tests.numerics import assert_as_exact_as_eager
 
@@ -49,7 +49,7 @@ def test_the_tile_that_was_measured_is_reported(trained: bool, monkeypatch, tmp_
     said = "tiles of 16 x 32, 4 warps, stages 1, measured"
     assert site.runs == (said,) and f"    runs     {said}\n" in str(reports[0])
     assert (site.plan.B_r, site.plan.B_c, site.plan.stages) == (16, 32, 1)
-    assert json.loads(json.dumps(to_dict(reports[0])))["sites"][0]["attentions"][0]["runs"] == said
+    assert json.loads(json.dumps(report_data(reports[0])))["sites"][0]["attentions"][0]["runs"] == said
     assert said in reports[0].to_html(tmp_path / "report.html").read_text()
 
 

@@ -113,6 +113,28 @@ def test_explain_prints_json(capsys, model):
     assert report["comparison"]["entries"]["fusion"]["seconds"] > 0
 
 
+def test_options_of_the_backend(capsys, model):
+    for command in ("explain", "verify"):
+        code, out, _ = run(capsys, command, f"{model}:attend", "--option", "emitter=reference", "--json")
+        assert code == 0 and json.loads(out)["sites"]
+    attentions = json.loads(run(capsys, "explain", f"{model}:attend", "--option", "emitter=reference", "--json")[1])
+    assert attentions["sites"][0]["attentions"][0]["kernel_lines"] == 0
+    code, _, err = run(capsys, "explain", f"{model}:attend", "--option", "emiter=reference")
+    assert code == 2 and "Did you mean 'emitter'?" in err
+    code, _, err = run(capsys, "bench", f"{model}:attend", "--option", "strict")
+    assert code == 2 and "--option 'strict' has no value; write NAME=VALUE" in err
+    code, _, err = run(capsys, "explain", f"{model}:attend", "--option", "verify=7")
+    assert code == 2 and "option 'verify' is 7" in err
+
+
+def test_the_page_names_model_command_and_versions(capsys, model, tmp_path):
+    page = tmp_path / "page.html"
+    run(capsys, "explain", f"{model}:attend", "--option", "cascades=never", "--html", str(page))
+    text = page.read_text()
+    assert "<title>fusion report: attend</title>" in text and f"fusion explain {model}:attend" in text
+    assert f"torch {torch.__version__.partition('+')[0]}" in text and "cascades" in text
+
+
 def test_strict_is_an_exit_code(capsys, model):
     assert run(capsys, "explain", f"{model}:attend", "--strict")[0] == 0
     assert run(capsys, "explain", f"{model}:returns_more", "--strict")[0] == 1

@@ -272,7 +272,7 @@ def model(tmp_path: Path, monkeypatch) -> str:
 def test_verify_and_repro_of_a_right_model(capsys, model):
     assert main(["verify", f"{model}:attend"]) == 0
     assert "1 of 1 attentions right" in capsys.readouterr().out
-    assert main(["verify", f"{model}:attend", "--grad", "--json"]) == 0
+    assert main(["verify", f"{model}:attend", "--gradients", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["right"] and len(found["sites"][0]["errors"]) == 4 and found["whole"]["failure"] is None
     assert main(["repro", f"{model}:attend"]) == 0

@@ -1,0 +1,184 @@
+"""A report as data (dicts, lists, numbers and strings), of which its text, its JSON and its page are made."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fusion.ir import AttentionSpec, integers
+from fusion.ir.expr import Expr, I, J, coordinates
+from fusion.ir.ops import conjuncts
+from fusion.ir.records import parsed
+from fusion.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from fusion.report.report import AttentionReport, Report, SiteReport
+
+SITE = {"location": "at", "verdict": "verdict", "reason": "reason", "stopped": "stopped", "advice": "to fuse",
+        "validated": "checked", "same_as": "kernel"}  # fmt: skip
+ATTENTION = {"part": "part", "program": "program", "operands": "where", "stored": "reads", "mask": "mask",
+             "keys": "keys", "further": "also", "gradients": "gradient", "schedule": "plan", "runs": "runs",
+             "approximation": "approx", "kernel": "kernel"}  # fmt: skip
+"""Entries of a site and of an attention that are text, in order, with the labels that text and page give them."""
+_TRAFFIC = ("cache", "keys", "memory", "L2", "HBM")
+_WORK = {
+    "products": "matrix products", "vectors": "matrix products", "softmax": "exponentials and the score program",
+    "exponentials": "exponentials", "cache": "traffic between caches and memory", "keys": "reading the keys",
+    "memory": "memory traffic", "L2": "traffic to the L2 cache", "HBM": "traffic to the GPU's memory",
+    "packing": "copying keys and values into panels", "output": "writing the output", "merge": "merging parts of keys",
+    "staging": "copying rows", "launch": "the fixed cost of a call", "overhead": "the fixed cost of a call",
+}  # fmt: skip
+"""The resources of the time models, in words."""
+
+
+def report_data(report: Report) -> dict[str, Any]:
+    """The whole report; NaN and infinity are None."""
+    first: dict[object, int] = {}
+    sites = []
+    for number, site in enumerate(report.sites):
+        same = first.setdefault(site.alike, number) if site.attentions else number
+        sites.append(_site(site, number, None if same == number else f"the same as [{same}]"))
+    return {
+        "fused": report.fused,
+        "total": len(report.sites),
+        "graphs": report.graphs,
+        "notes": list(report.notes),
+        "graph_breaks": list(report.graph_breaks),
+        "sites": sites,
+        "comparison": None if report.comparison is None else report.comparison.data,
+    }
+
+
+def report_text(report: Report) -> str:
+    """The whole report; what a person prints."""
+    data = report_data(report)
+    lines = [f"fusion: {data['fused']} of {data['total']} attention site{'s' * (data['total'] != 1)} fused"]
+    lines += [f"  note: {note}" for note in data["notes"]]
+    for entry in data["graph_breaks"]:
+        at, *reason = entry.splitlines()
+        lines += [f"  graph break at {at}", *(f"    {line}" for line in reason)]
+    if report.comparison is not None:
+        lines += ["", *(f"  {line}" for line in str(report.comparison).splitlines())]
+    for number, site in enumerate(data["sites"]):
+        lines += ["", f"[{number}] {'fused' if site['fused'] else 'not fused'}  {site['module'] or ''}".rstrip()]
+        lines += rows_text(site, SITE)
+        for attention in site["attentions"] if site["same_as"] is None else ():
+            lines += rows_text(attention, ATTENTION)
+    return "\n".join(lines)
+
+
+def rows_text(data: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
+    """Labelled lines of the entries that are there."""
+    lines = []
+    for key, label in labels.items():
+        text = str(data[key] or "")
+        broken = textwrap.wrap(text, 97) if key == "advice" else text.splitlines()
+        lines += [f"    {label if k == 0 else '':8} {line}" for k, line in enumerate(broken)]
+    return lines
+
+
+def _site(site: SiteReport, number: int, same_as: str | None) -> dict[str, Any]:
+    at = f" at {site.stopped_at}" if site.stopped_at else ""
+    attentions = [_attention(entry, f"report.sites[{number}].sources[{k}]") for k, entry in enumerate(site.attentions)]
+    for k, attention in enumerate(attentions):
+        count = len(attentions)
+        attention["part"] = f"{k + 1} of {count} attentions, whose results are added" if count > 1 else None
+    return {
+        "fused": site.fused,
+        "module": site.module,
+        "location": site.location,
+        "verdict": _verdict(site.plans) if same_as is None else None,
+        "reason": site.reason,
+        "kind": None if site.refusal is None else site.refusal.kind.name.lower(),
+        "stopped": f"by {site.stopped_by}{at}" if site.stopped_by else None,
+        "stopped_by": site.stopped_by,
+        "stopped_at": site.stopped_at,
+        "advice": site.advice,
+        "validated": site.validated,
+        "same_as": same_as,
+        "attentions": attentions,
+    }
+
+
+def _verdict(plans: tuple[Plan, ...]) -> str | None:
+    """One sentence on what limits a site, by the cost model."""
+    times: dict[str, float] = {}
+    for plan in plans:
+        for name, seconds in plan.resources:
+            times[name] = times.get(name, 0.0) + seconds
+    total = max(sum(plan.time for plan in plans), *times.values()) if times else 0.0
+    if not total:
+        return None
+    most = max(times, key=lambda name: times[name])
+    traffic = sum(times.get(name, 0.0) for name in _TRAFFIC) / total
+    text = f"limited by {_WORK[most]} ({100 * times[most] / total:.0f} % of the predicted time)"
+    if most in _TRAFFIC:
+        return f"{text}; it moves {plans[0].ratio:.2f} times the lower bound"
+    matters = "does not limit it" if traffic < times[most] / total / 2 else "is the next"
+    return f"{text}; memory traffic ({100 * traffic:.0f} %) {matters}"
+
+
+def _attention(found: AttentionReport, source: str) -> dict[str, Any]:
+    spec, plan, names = found.spec, found.planned(), found.names
+    lines = len(found.source.splitlines())
+    return {
+        "program": spec.formula(names),
+        "operands": "\n".join(found.operands) or None,
+        "stored": ", ".join(f"{operand.name} in {operand.dtype}" for operand in spec.stored) or None,
+        "mask": None if spec.mask is None else mask_text(spec, names, plan),
+        "keys": found.keys or None,
+        "further": "; ".join(spec.describe_further(further, names) for further in spec.further) or None,
+        "gradients": found.gradients or None,
+        "schedule": plan.explain().partition("\nothers")[0],
+        "runs": plan.runs or None,
+        "approximation": found.approximation,
+        "kernel": f"{lines} lines: {source}" if lines else None,
+        "kernel_lines": lines,
+        "sizes": dict(found.sizes),
+        "spec": parsed(spec.to_json()),
+        "plan": {
+            "machine": plan.machine.name,
+            "schedule": plan.schedule,
+            "tile": dict(plan.tile),
+            "io_elements": plan.io,
+            "io_bytes": plan.io_bytes,
+            "bound_elements": plan.bound,
+            "seconds": number(plan.time),
+            "limited_by": plan.limited_by,
+            "formula": plan.formula,
+        },
+    }
+
+
+def number(value: float) -> float | None:
+    """A number that JSON can hold."""
+    return value if math.isfinite(value) else None
+
+
+def mask_text(spec: AttentionSpec, names: Mapping[int, str], plan: Plan) -> str:
+    """The mask as understood: e.g. `causal ∧ i - j < 512, 22 % of the scores live, 24 % computed; rows i0..i1 visit
+    keys ...`."""
+    assert spec.mask is not None
+    text = " ∧ ".join(_predicate(spec, part, names) for part in conjuncts(spec.mask.live))
+    if (live := plan.problem.live_share(1)) < 1:
+        text += f", {100 * live:.0f} % of the scores live, {100 * plan.computed:.0f} % computed"
+    low, high = spec.mask.key_lo, spec.mask.key_hi
+    if low is not None or high is not None:
+        text += f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"
+    if spec.mask.tile_live is not None:
+        text += "; every call looks for tiles of the data that are dead or full"
+    return text
+
+
+def _predicate(spec: AttentionSpec, part: Expr, names: Mapping[int, str]) -> str:
+    """One condition, in the words and the form that people use."""
+    if part.op == "ile" and part.args[0] is J and part.args[1] is I:
+        return "causal"
+    if part.op == "ile" and part.args[0] is I:
+        distance = integers.sub(part.args[1], J)
+        if not coordinates(distance) & {"i", "j"}:
+            return f"i - j < {spec.describe(integers.add(distance, 1), names)}"
+    text = spec.describe(part, names)
+    return f"({text})" if part.op == "or" else text

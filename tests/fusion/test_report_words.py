@@ -1,0 +1,93 @@
+"""The words of a report: expressions as people write them, tensors under the user's names, one sentence on the cost."""
+
+import math
+
+import pytest
+import torch
+
+import fusion
+from fusion.ir import integers
+from fusion.ir.expr import SCORE, I, J, const, operation
+from fusion.ir.ops import where
+from fusion.ir.printing import to_text
+
+X = SCORE / 8
+CLAMPED = where(
+    operation("and", operation("not", operation("flt", X, const(-5.0))), operation("flt", const(5.0), X)),
+    const(5.0),
+    where(operation("flt", X, const(-5.0)), const(-5.0), X),
+)
+
+
+@pytest.mark.parametrize(
+    ("expr", "text"),
+    [
+        (integers.sub(J, I), "j - i"),
+        (integers.add(integers.sub(I, J), 5), "i - j + 5"),
+        (integers.neg(I), "-i"),
+        (CLAMPED, "{5 if ¬(s / 8 < -5) ∧ 5 < s / 8; -5 if s / 8 < -5; s / 8 otherwise}"),
+        (where(operation("ile", J, I), SCORE, const(-math.inf)), "s if j ≤ i else -inf"),
+        (operation("fadd", X, -SCORE), "s / 8 - s"),
+        (SCORE - (X - SCORE), "s - (s / 8 - s)"),
+        ((X + 1) * 2, "(s / 8 + 1) * 2"),
+        (operation("pow", SCORE + 1, const(2.0)), "(s + 1) ^ 2"),
+        (operation("detach_nan", X), "s / 8"),
+    ],
+)
+def test_expressions(expr, text):
+    assert to_text(expr) == text
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.rand(2, 1, 1))
+        self.register_buffer("w", torch.ones(40, 40, dtype=torch.bool).tril())
+        self.tables = torch.nn.ParameterList([torch.rand(2, 40)])
+        self.position = torch.nn.Embedding(80, 2)
+
+    def forward(this, q, k, v, padding):
+        i = torch.arange(40)
+        relative = this.position(i[None] - i[:, None] + 40).permute(2, 0, 1)
+        x = q @ k.mT + this.slopes * (i[None] - i[:, None]) + relative + this.tables[0][:, None]
+        return torch.softmax(x.masked_fill(~(this.w & padding[:, None, None]), -1e9), -1) @ v
+
+
+def test_tensors_have_the_users_names():
+    padding = torch.rand(1, 40) > 0.3
+    with torch.no_grad():
+        (site,) = fusion.explain(Model(), *torch.randn(3, 1, 2, 40, 16), padding).sites
+    (attention,) = site.attentions
+    program = attention.spec.formula(attention.names)
+    assert "slopes[b1, 0, 0] * float(j - i)" in program and "padding[b0, j]" in program and "tables_0[b1, j]" in program
+    assert "w[" not in program, "w is the weight in formulas"
+    lines = {line.partition(":")[0]: line for line in attention.operands}
+    assert lines["padding"] == "padding: bool[1, 40]"
+    assert lines["slopes"] == "slopes: float32[2, 1, 1], this.slopes"
+    assert lines["tables_0"] == "tables_0: float32[2, 40], this.tables.0"
+    (buffer,) = [line for line in attention.operands if line.endswith("bool[40, 40], this.w")]
+    assert not buffer.startswith("w:")
+    (made,) = [line for line in attention.operands if "that the graph makes" in line]
+    assert "12.8 kB" in made and "relative = this.position" in made
+    assert {*attention.values} == {n for n, o in enumerate(attention.spec.operands) if o.dtype == "bool"}
+    assert any(torch.equal(value, padding) for value in attention.values.values())
+
+
+def test_one_sentence_says_what_limits_a_site():
+    def difference(q, k, v):
+        return (torch.softmax(q @ k.mT, -1) - 0.3 * torch.softmax(q @ k.mT / 2, -1)) @ v
+
+    report = fusion.explain(difference, *torch.randn(3, 1, 2, 600, 32))
+    (site,) = report.data["sites"]
+    assert site["verdict"].startswith("limited by ") and "of the predicted time" in site["verdict"]
+    assert [a["part"] for a in site["attentions"]] == [f"{k} of 2 attentions, whose results are added" for k in (1, 2)]
+    assert "verdict  limited by " in str(report) and "part     2 of 2" in str(report)
+
+
+def test_explain_takes_options():
+    report = fusion.explain(
+        lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, *torch.randn(3, 1, 2, 9, 4), options={"emitter": "reference"}
+    )
+    assert report.fused == 1 and report.sites[0].source is None and report.options == {"emitter": "reference"}
+    with pytest.raises(fusion.FusionError, match="Did you mean 'emitter'"):
+        fusion.explain(torch.relu, torch.randn(3), options={"emiter": "reference"})
