@@ -87,6 +87,12 @@ def outcome(run: Callable[..., Any], given: list[torch.Tensor], *held: torch.Ten
     return [*(r.detach() for r in results), *gradients]
 
 
+def said(report: fusion.Report) -> list[object]:
+    """A report without the names that a user's tensors have, which Inductor's passes do not see."""
+    sites = [(s.fused, s.reason, s.location, s.validated, s.specs, s.sizes, s.plans, s.sources) for s in report.sites]
+    return [sites, report.notes, report.graph_breaks]
+
+
 @pytest.mark.parametrize(
     "function",
     [attend, dropped, checkpointed, in_half, beside_one_that_is_not_fused, Heads()],
@@ -99,7 +105,7 @@ def test_results_gradients_and_reports_are_those_of_the_backend(function) -> Non
     torch._dynamo.reset()
     with fusion.install(), fusion.collect_reports() as installed:
         by_pass = outcome(torch.compile(function), given, *held)
-    assert [str(report) for report in installed] == [str(report) for report in reports]
+    assert [said(report) for report in installed] == [said(report) for report in reports]
     assert sum(report.fused for report in installed)
     assert_same(by_pass, by_backend)
     if function not in (dropped, checkpointed):
