@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from statistics import fmean
 
@@ -52,20 +53,14 @@ def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int,
     i, j = _positions(n_q, cell, sampled), _positions(n_k, cell, sampled)
     known = defaultdict(lambda: torch.tensor(0), {J: j[None, :]})  # batch coordinates: the first element
 
-    def load(part: Expr) -> Tensor | Callable[..., Tensor]:
-        tensor = values[part.operand].cpu()
-
-        def element(*index: Tensor) -> Tensor:
-            return tensor[tuple(k.clamp(0, max(0, n - 1)) for k, n in zip(index, tensor.shape, strict=True))]
-
-        return element if part.args else tensor
-
     def shares(expr: Expr) -> Tensor:
         """The share of the positions of each cell for which a predicate holds."""
         lines = []
         for rows in i.split((i // cell).unique_consecutive(return_counts=True)[1].tolist()):
             known[I] = rows[:, None]
-            live = torch.as_tensor(ops.evaluate(expr, leaves(sizes, known, load))).broadcast_to(len(rows), len(j))
+            live = torch.as_tensor(ops.evaluate(expr, leaves(sizes, known, partial(_load, values)))).broadcast_to(
+                len(rows), len(j)
+            )
             total = torch.zeros(int(j[-1]) // cell + 1, dtype=torch.float64)
             lines.append(total.index_add(0, j // cell, live.double().mean(0)))
         return torch.stack(lines) / torch.bincount(j // cell)
@@ -83,6 +78,15 @@ def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int,
         shares={kind: float((kinds == kind).double().mean()) for kind in NAMES},
         sampled=sampled,
     )
+
+
+def _load(values: Mapping[int, Tensor], part: Expr) -> Tensor | Callable[..., Tensor]:
+    tensor = values[part.operand].cpu()
+
+    def element(*index: Tensor) -> Tensor:
+        return tensor[tuple(k.clamp(0, max(0, n - 1)) for k, n in zip(index, tensor.shape, strict=True))]
+
+    return element if part.args else tensor
 
 
 def _positions(extent: int, cell: int, sampled: bool) -> Tensor:
