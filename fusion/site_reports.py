@@ -21,6 +21,7 @@ from fusion.planning.texts import bytes_text
 from fusion.refusals import Ground, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
+from fusion.torch_private.tracing import user_path
 
 
 def report_of(
@@ -90,7 +91,7 @@ def _names(part: Specified) -> dict[int, str]:
     """Names of the operands: those by which the user's code knows its own tensors, the spec's of all others."""
     names = part.spec.names
     for number in range(3, len(names)):
-        *_, last = parts = nodes.user_path(part.operands[number]).split(".")
+        *_, last = parts = user_path(part.operands[number]).split(".")
         name = "_".join(parts[-2:]) if last.isdigit() else last
         if name.isidentifier() and name not in names.values() and not _RESERVED.fullmatch(name):
             names[number] = name
@@ -100,7 +101,7 @@ def _names(part: Specified) -> dict[int, str]:
 def _operand(part: Specified, number: int, name: str, shape: tuple[int, ...]) -> str:
     """A tensor that the program or the mask reads, in words."""
     operand, node = part.spec.operands[number], part.operands[number]
-    text, path = f"{operand.dtype}{list(shape)}", nodes.user_path(node)
+    text, path = f"{operand.dtype}{list(shape)}", user_path(node)
     if path or node.op != "call_function":
         return f"{name}: {text}" + f", {path}" * (path not in ("", name))
     size = bytes_text(math.prod(shape) * operand.torch_dtype.itemsize)

@@ -355,13 +355,6 @@ def source_line(node: Node) -> str | None:
     return f"{file}:{line} in {function}: {code.strip()}"
 
 
-def user_path(node: Node) -> str:
-    """The names by which the user's code reads an input of the graph, e.g. "self.attn.bias"; "" of any other node."""
-    parts = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", tracing.source_of(node))
-    names = [first or second for first, second in parts]
-    return ".".join(n for n in names if n not in ("_modules", "_parameters", "_buffers", "__dict__"))
-
-
 def producer(node: Node) -> Node:
     """The call that a node is one of the results of, or else the node."""
     while node.target is operator.getitem and isinstance(node.args[0], Node):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -120,10 +121,13 @@ def has_source(node: Node) -> bool:
     return hasattr(node, "_dynamo_source")
 
 
-def source_of(node: Node) -> str:
-    """Where Dynamo read this input from, e.g. "L['self']._buffers['bias']"; "" where nothing says."""
+def user_path(node: Node) -> str:
+    """The names by which the user's code reads an input of Dynamo's graph, e.g. "self.attn.bias" where the source is
+    "L['self']._modules['attn']._buffers['bias']"; "" where nothing says."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", "")
-    return name() if callable(name) else name
+    parts = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", name() if callable(name) else name)
+    names = [first or second for first, second in parts]
+    return ".".join(n for n in names if n not in ("_modules", "_parameters", "_buffers", "__dict__"))
 
 
 def carry_source(origin: Node, target: Node) -> None:
