@@ -33,7 +33,62 @@ def run_all(
     return [execution.store(out), *(execution.as_given(k, x).contiguous() for k, x in enumerate(made, 1))]
 
 
-class Execution:
+class Rows:
+    """Weights of the keys in each row, for whoever evaluates the expressions of a spec."""
+
+    spec: AttentionSpec
+    dtype: torch.dtype
+    device: torch.device
+    n_k: int
+
+    def value(self, expr: Expr, extra: dict[Expr, torch.Tensor]) -> torch.Tensor:
+        """An expression of the spec. extra: leaves beside the coordinates and sizes."""
+        raise NotImplementedError
+
+    def columns(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> torch.Tensor:
+        """Scores and sinks side by side."""
+        sinks = [self.value(sink, positions).to(self.dtype).expand(*x.shape[:-1], 1) for sink in self.spec.sinks]
+        return torch.cat([x, *sinks], -1)
+
+    def softmax(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+        """What V is multiplied by, [b.., rows, n_k], from the score program."""
+        columns = self.columns(x, positions)
+        if columns.shape[-1] == 0:  # no keys: an empty sum
+            return x
+        safe = self.spec.normalizer is Normalizer.SAFE_SOFTMAX
+        zero = self.spec.normalizer is Normalizer.ZERO_SOFTMAX
+        if self.spec.row_scale is None:
+            p = torch.ops.aten._safe_softmax(columns, -1) if safe else torch.softmax(columns, -1)
+            return (torch.where(p.isnan(), 0.0, p) if zero else p)[..., : self.n_k] * weight
+        row_max = columns.amax(-1, keepdim=True)
+        if not depends_on_maximum(self.spec):  # what flows through it cancels, but for rounding
+            row_max = row_max.detach()
+        dead = row_max == -torch.inf
+        rows = {ROW_MAX: row_max, LOG_SUM: columns.logsumexp(-1, keepdim=True)}
+        if safe:  # rows that are set to 0 at the end, through which no gradient flows, of infinities neither
+            rows = {name: torch.where(dead, 0.0, value) for name, value in rows.items()}
+        p = torch.exp(columns - rows[ROW_MAX])
+        rows[ROW_SUM] = torch.where(dead, 1.0, p.sum(-1, keepdim=True)) if safe else p.sum(-1, keepdim=True)
+        scale = self.value(row_scale(self.spec), positions | rows)
+        p = p[..., : self.n_k] * scale
+        return (torch.where(dead if safe else p.isnan(), 0.0, p) if safe or zero else p) * weight
+
+    def of_further(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> dict[Expr, torch.Tensor]:
+        """Leaves of further outputs: WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM."""
+        if self.spec.normalizer is Normalizer.NONE:
+            return {WEIGHT: x}
+        known = {WEIGHT: self.softmax(x, positions, torch.ones((), dtype=self.dtype, device=x.device))}
+        made_of = {*walk(*(f.value for f in self.spec.further))}
+        if LOG_WEIGHT in made_of:
+            known[LOG_WEIGHT] = self.columns(x, positions).log_softmax(-1)[..., : x.shape[-1]]
+        if {ROW_MAX, ROW_SUM} & made_of:
+            columns = self.columns(x, positions)
+            known[ROW_MAX] = columns.amax(-1, keepdim=True)
+            known[ROW_SUM] = (columns - known[ROW_MAX]).exp().sum(-1, keepdim=True)
+        return known
+
+
+class Execution(Rows):
     """One execution. Every value is a tensor that broadcasts over the axes [b0, b1, ..., rows, columns]. With gradients
     enabled autograd records it; the steps are chosen such that gradients are those of the same operations in a model
     (softmax by `torch.softmax`, selections by `torch.where`)."""
@@ -144,20 +199,6 @@ class Execution:
             found += [self.further(f, known) for f in self.spec.further]
         return found
 
-    def of_further(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> dict[Expr, torch.Tensor]:
-        """Leaves of further outputs: WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM."""
-        if self.spec.normalizer is Normalizer.NONE:
-            return {WEIGHT: x}
-        known = {WEIGHT: self.softmax(x, positions, torch.ones((), dtype=self.dtype, device=x.device))}
-        made_of = {*walk(*(f.value for f in self.spec.further))}
-        if LOG_WEIGHT in made_of:
-            known[LOG_WEIGHT] = self.columns(x, positions).log_softmax(-1)[..., : x.shape[-1]]
-        if {ROW_MAX, ROW_SUM} & made_of:
-            columns = self.columns(x, positions)
-            known[ROW_MAX] = columns.amax(-1, keepdim=True)
-            known[ROW_SUM] = (columns - known[ROW_MAX]).exp().sum(-1, keepdim=True)
-        return known
-
     def further(self, further: FurtherOutput, known: dict[Expr, torch.Tensor]) -> torch.Tensor:
         """One further output over the rows at hand, its coordinates in the order b.., i, j."""
         value, over = self.value(further.value, known).to(self.dtype), further.over
@@ -194,34 +235,6 @@ class Execution:
         heads = heads.expand(*self.batch, self.batch[axis], 1).squeeze(-1).movedim(axis, -2)
         apart = values.movedim(axis, -3)
         return (heads @ apart.flatten(-2)).unflatten(-1, apart.shape[-2:]).movedim(-3, axis)
-
-    def columns(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> torch.Tensor:
-        """Scores and sinks side by side."""
-        sinks = [self.value(sink, positions).to(self.dtype).expand(*x.shape[:-1], 1) for sink in self.spec.sinks]
-        return torch.cat([x, *sinks], -1)
-
-    def softmax(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-        """What V is multiplied by, [b.., rows, n_k], from the score program."""
-        columns = self.columns(x, positions)
-        if columns.shape[-1] == 0:  # no keys: an empty sum
-            return x
-        safe = self.spec.normalizer is Normalizer.SAFE_SOFTMAX
-        zero = self.spec.normalizer is Normalizer.ZERO_SOFTMAX
-        if self.spec.row_scale is None:
-            p = torch.ops.aten._safe_softmax(columns, -1) if safe else torch.softmax(columns, -1)
-            return (torch.where(p.isnan(), 0.0, p) if zero else p)[..., : self.n_k] * weight
-        row_max = columns.amax(-1, keepdim=True)
-        if not depends_on_maximum(self.spec):  # what flows through it cancels, but for rounding
-            row_max = row_max.detach()
-        dead = row_max == -torch.inf
-        rows = {ROW_MAX: row_max, LOG_SUM: columns.logsumexp(-1, keepdim=True)}
-        if safe:  # rows that are set to 0 at the end, through which no gradient flows, of infinities neither
-            rows = {name: torch.where(dead, 0.0, value) for name, value in rows.items()}
-        p = torch.exp(columns - rows[ROW_MAX])
-        rows[ROW_SUM] = torch.where(dead, 1.0, p.sum(-1, keepdim=True)) if safe else p.sum(-1, keepdim=True)
-        scale = self.value(row_scale(self.spec), positions | rows)
-        p = p[..., : self.n_k] * scale
-        return (torch.where(dead if safe else p.isnan(), 0.0, p) if safe or zero else p) * weight
 
     def has_rows(self, number: int) -> bool:
         """Whether a result (number 0: the output, then further ones) has elements for each row; else it is a sum."""

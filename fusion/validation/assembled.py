@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from fusion.passes import nodes
 from fusion.validation.layouts import Index
@@ -24,11 +25,37 @@ def _triangle(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     return torch.where(keep, value, torch.zeros((), dtype=value.dtype))
 
 
-@rule(aten.cat, aten.concat)
-def _cat(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+@rule(aten.cat, aten.concat, aten.stack, aten.slice_scatter, aten.select_scatter)
+def _assembled(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     args = nodes.arguments(node)
     dim = nodes.normalize_dim(args.get("dim", 0), len(index))
-    return _joined(replay, node, args["tensors"], dim, index, rank)
+    return _joined(replay, node, node.target, args, dim, index, rank)
+
+
+def _joined(replay: Replay, node: Node, run: Any, args: dict[str, Any], dim: int, index: Index, rank: int) -> Tensor:
+    """Elements of what `run` makes of tensors by putting them together along one dimension. torch says which elements
+    these are: it is run on the numbers of elements along that dimension alone."""
+    pieces, count = [], 0
+
+    def numbers(tensor: Node) -> Tensor:
+        nonlocal count
+        shape = replay.region.shape(tensor)
+        lies_along = len(shape) == len(index)
+        extent = shape[dim] if lies_along else 0 if shape == (0,) else 1
+        pieces.append((tensor, count, extent, lies_along))
+        count += extent
+        line = torch.arange(count - extent, count)
+        return line if lies_along or not extent else line[0]
+
+    own = map_arg(args | {"dim": 0}, lambda arg: numbers(arg) if nodes.is_tensor(arg) else replay.plain(arg))
+    number, result = run(**own)[index[dim]], torch.zeros((), dtype=replay.dtype(nodes.dtype(node)))
+    for tensor, first, extent, lies_along in pieces:
+        inside = (number >= first) & (number < first + extent)
+        if bool(inside.any()):
+            place = torch.where(inside, number - first, index[dim].clamp(0, extent - 1))
+            value = replay.value(tensor, (*index[:dim], *[place] * lies_along, *index[dim + 1 :]), rank)
+            result = torch.where(inside, value.to(result.dtype), result)
+    return result
 
 
 @rule(aten.diff)
@@ -37,41 +64,10 @@ def _difference(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     if args["n"] != 1:
         raise NotReplayable
     dim = nodes.normalize_dim(args["dim"], len(index))
-    tensors = [args[name] for name in ("prepend", "self", "append") if args[name] is not None]
+    whole = {"tensors": [args[name] for name in ("prepend", "self", "append") if args[name] is not None]}
     places = [(*index[:dim], index[dim] + k, *index[dim + 1 :]) for k in (0, 1)]
-    pair = [_joined(replay, node, tensors, dim, at, rank) for at in places]
+    pair = [_joined(replay, node, aten.cat, whole, dim, at, rank) for at in places]
     return aten.diff(torch.stack(torch.broadcast_tensors(*pair), -1))[..., 0]
-
-
-def _joined(replay: Replay, node: Node, tensors: Sequence[Node], dim: int, index: Index, rank: int) -> Tensor:
-    """Elements of tensors one after the other along a dimension."""
-    first, pieces = 0, []
-    for tensor in tensors:
-        if (shape := replay.region.shape(tensor)) != (0,):
-            place = index[dim] - first
-            at = (*index[:dim], place.clamp(0, shape[dim] - 1), *index[dim + 1 :])
-            pieces.append(((place >= 0) & (place < shape[dim]), tensor, at))
-            first += shape[dim]
-    return _chosen(replay, node, pieces, rank)
-
-
-@rule(aten.stack)
-def _stack(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    args = nodes.arguments(node)
-    dim = nodes.normalize_dim(args.get("dim", 0), len(index))
-    rest = (*index[:dim], *index[dim + 1 :])
-    return _chosen(replay, node, [(index[dim] == k, tensor, rest) for k, tensor in enumerate(args["tensors"])], rank)
-
-
-def _chosen(replay: Replay, node: Node, pieces: Sequence[tuple[Tensor, Node, Index]], rank: int) -> Tensor:
-    """Of (where it counts, tensor, index) the piece that holds each element."""
-    result = None
-    for inside, tensor, at in pieces:
-        if bool(inside.any()):
-            value = replay.value(tensor, at, rank)
-            result = value if result is None else torch.where(inside, value, result)
-    assert result is not None
-    return result.to(replay.dtype(nodes.dtype(node)))
 
 
 @rule(aten.constant_pad_nd, aten.pad)
@@ -127,26 +123,6 @@ def _index_put(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     inside = replay.value(mask, index[first : first + len(region.shape(mask))], rank)
     value = replay.value(args["self"], index, rank)
     return torch.where(inside, replay.value(args["values"], (), rank).to(value.dtype), value)
-
-
-@rule(aten.slice_scatter, aten.select_scatter)
-def _scatter(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    """A tensor of which a slice, or what one position of a dimension holds, is written."""
-    args, region = nodes.arguments(node), replay.region
-    dim = nodes.normalize_dim(args["dim"], len(index))
-    extent, place = region.shape(node)[dim], index[dim]
-    if nodes.packet(node) is aten.select_scatter:
-        inside, at = place == replay.plain(args["index"]) % extent, (*index[:dim], *index[dim + 1 :])
-    else:
-        start, end, step = (replay.plain(args[name]) for name in ("start", "end", "step"))
-        first, last, step = slice(start, end, step).indices(extent)
-        inside = (place >= first) & (place < last) & ((place - first) % step == 0)
-        at = (*index[:dim], torch.where(inside, (place - first) // step, 0), *index[dim + 1 :])
-    whole = replay.value(args["self"], index, rank)
-    if not bool(inside.any()):
-        return whole
-    written = replay.argument(args["src"], at, region.shape(args["src"]), rank)
-    return torch.where(inside, written.to(whole.dtype), whole)
 
 
 @rule(aten.copy, aten.fill)

@@ -175,11 +175,11 @@ def _run_along(replay: Replay, node: Node, columns: list[Tensor]) -> Tensor:
 
 def _on_whole_lines(replay: Replay, node: Node, origin: Node, dim: int, index: Index, rank: int) -> Tensor:
     """An operation whose result has a place on the line (softmax, cumsum), on whole lines."""
-    extent = replay.region.shape(origin)[dim]
-    lines_read = torch.broadcast_shapes(*(entry.shape for k, entry in enumerate(index) if k != dim))
-    if extent * torch.Size(lines_read).numel() > MOST_ELEMENTS:
+    extent, at = replay.region.shape(origin)[dim], list(replay.further(index))
+    at[dim] = torch.zeros([1] * (rank + 1), dtype=torch.int64)
+    different_lines = replay.value(origin, tuple(at), rank + 1)  # of constants there is but one
+    if extent * different_lines.numel() > MOST_ELEMENTS:
         raise NotReplayable
-    at = list(replay.further(index))
     at[dim] = torch.arange(extent).view([1] * rank + [-1])
     lines = _run_along(replay, node, [_line(replay, origin, at, rank + 1, extent)])
     shape = torch.broadcast_shapes(lines.shape[:-1], index[dim].shape)

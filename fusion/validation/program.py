@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fusion.codegen.reference.forward import Execution
+from fusion.codegen.reference.forward import Rows
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, J, Kind, coord, loads
 from fusion.ir.mixing import Mixing
@@ -28,16 +28,15 @@ class OutOfBounds(Exception):
     """A spec reads what is not in an operand, whether or not it discards it then."""
 
 
-class Program(Execution):
-    """One part of a site on a sample. Axes of scores: [worlds, 1, keys]; of V: [worlds, columns, keys]. `out` is
-    [worlds, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`. places: the
-    coordinate of every dimension of the result, [worlds, 1] ("e": [worlds, columns]). sizes: of the spec."""
+class Program(Rows):
+    """One part of a site on a sample. Axes of scores: [samples, 1, keys]; of V: [samples, columns, keys]. `out` is
+    [samples, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`. places: the
+    coordinate of every dimension of the result, [samples, 1] ("e": [samples, columns]). sizes: of the spec."""
 
     def __init__(self, part: Specified, places: Mapping[str, Tensor], sizes: dict[str, int], replay: Replay):
         self.spec, self.part, self.replay, self.sizes = part.spec, part, replay, sizes
         wide = any(operand.dtype == "float64" for operand in part.spec.operands)
         self.dtype, self.device = torch.float64 if wide else torch.float32, torch.device("cpu")
-        self.axes: dict[Expr, Tensor] = {}
         self.n_k = replay.region.keys.shape[1]
         self.known = {coord(name): at.unsqueeze(-1) for name, at in places.items()}
         self.known[J] = replay.region.keys.unsqueeze(1)
@@ -120,12 +119,12 @@ class Program(Execution):
         return self.value(mixing.weighted, {WEIGHT: summed(mixing.weights, every) + single})
 
     def index(self, entry: Expr) -> Tensor:
-        """An entry of an index in b.., i, j and the graph's own sizes, [worlds, 1, keys]."""
+        """An entry of an index in b.., i, j and the graph's own sizes, [samples, 1, keys]."""
         found = evaluate(entry, leaves({**self.replay.region.hints}, self.known, self._load), self.dtype)
         return found.expand(len(self.replay.region.keys), 1, self.n_k)
 
     def further_value(self, expr: Expr) -> Tensor:
-        """What a further output is made of, [worlds, 1, keys]."""
+        """What a further output is made of, [samples, 1, keys]."""
         return self.value(expr, self.positions | self.of_further(self.x, self.positions)).to(self.dtype)
 
     def surrogate(self, grad: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 `Replay.value(node, index)` is the value of a node at sampled indices. Pointwise operations, softmaxes and reductions
 run as they stand in the graph (`node.target`, in its own dtype), on the elements of their arguments at those indices.
-It ends at the tensors that the attention reads, whose elements are made up (`worlds`). Nothing here reads an expression
-of the analysis.
+It ends at the tensors that the attention reads, whose elements are made up (`samples`). Nothing here reads an
+expression of the analysis.
 
-An index is a tuple of integer tensors [worlds, ...] of equal rank, one per dimension. A contraction or reduction
+An index is a tuple of integer tensors [samples, ...] of equal rank, one per dimension. A contraction or reduction
 appends an axis over the positions that it runs over: all of them where they are few, else a sample, which the spec's
 program (`program`) takes as well.
 """
@@ -30,9 +30,10 @@ from fusion.passes.trace.inplace import may_copy
 from fusion.torch_private.fake import FakeTensor
 from fusion.validation import layouts
 from fusion.validation.layouts import Index
-from fusion.validation.worlds import Role, Worlds
+from fusion.validation.samples import Role, Samples
 
-MOST_ELEMENTS = 1 << 22
+MOST_ELEMENTS = 1 << 24
+"""Elements of the lines that an operation along a dimension is replayed on."""
 
 
 class NotReplayable(Exception):
@@ -44,7 +45,7 @@ class Region:
     """What is replayed for one site.
 
     root, anchor: the last node of the region, and the product with V.
-    keys: [worlds, keys], the sampled ones of n_k.
+    keys: [samples, keys], the sampled ones of n_k.
     leaves: tensors whose elements are made up.
     attended: those that are V, and neither Q nor K.
     interior: nodes that the analysis looked into.
@@ -65,7 +66,7 @@ class Region:
     interior: frozenset[Node]
     roles: Mapping[Node, Role]
     hints: Mapping[str, int]
-    worlds: Worlds
+    samples: Samples
     maps: dict[Node, Any] = field(default_factory=dict)
     numbers: dict[Node, int] = field(default_factory=dict)
     unknown: dict[Node, str] = field(default_factory=dict)
@@ -157,10 +158,10 @@ class Replay:
         flat = flat.view([1] * (rank - flat.dim()) + list(flat.shape)) if flat.dim() < rank else flat
         dtype = nodes.dtype(node)
         role = region.roles.get(node, Role.OTHER)
-        values = region.worlds.values(number, flat, dtype, role)
+        values = region.samples.values(number, flat, dtype, role)
         if self.nudge and role is Role.FACTOR and dtype.is_floating_point:
-            drawn = region.worlds.values(-self.nudge, flat, torch.float32, Role.FINITE)
-            values = region.worlds.nudged(values, torch.finfo(dtype).eps * drawn, node not in region.attended)
+            drawn = region.samples.values(-self.nudge, flat, torch.float32, Role.FINITE)
+            values = region.samples.nudged(values, torch.finfo(dtype).eps * drawn, node not in region.attended)
         values = values.to(self.dtype(dtype))
         if dtype.is_floating_point:
             if marks.requires_grad(node) and node not in region.unknown:

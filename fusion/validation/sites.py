@@ -21,12 +21,12 @@ from fusion.passes.pullback.contractions import is_contraction
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import Specified
 from fusion.undisturbed import by_compilation
-from fusion.validation import facts, points
+from fusion.validation import mask_check
 from fusion.validation.program import OutOfBounds, Program
 from fusion.validation.replay import Region, Replay
-from fusion.validation.rule import Values, difference
+from fusion.validation.samples import EAGER_OVERFLOW, SAMPLES, SPECIAL, Role, Samples, coordinates_of_samples, keys
 from fusion.validation.structure import fingerprint
-from fusion.validation.worlds import BEYOND, SPECIAL, Role, Worlds
+from fusion.validation.tolerance import Values, difference
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ class _Comparison:
         self.site, self.parts, self.sizes = site, parts, sizes
         spec: AttentionSpec = parts[0].spec
         self.dims = spec.output.dims
-        self.places = points.places(self.dims, shape)
+        self.places = coordinates_of_samples(self.dims, shape)
         n_q = shape[self.dims.index("i")]
         operands = {operand for part in parts for operand in part.operands}
         interior = site.interior()
@@ -123,23 +123,22 @@ class _Comparison:
         left_out |= any(nodes.packet(node) in (aten.where, aten.masked_fill) for node in interior)
         self.exponentials = _without_maximum(interior)
         finite = len(parts) > 1 or left_out or bool(self.exponentials) or _shifts_by_sums(interior)
-        worlds = Worlds(count=points.WORLDS, longest=max(n_q, n_k), finite=finite)
         self.region = Region(
             root=site.root,
             anchor=site.anchor,
-            keys=points.keys(spec, sizes[0], self.places, n_q, n_k),
+            keys=keys(spec, sizes[0], self.places, n_q, n_k),
             n_k=n_k,
             leaves=frozenset(o for o in operands if not _is_made_of(operands, o, interior)),
             attended=frozenset(p.operands[2] for p in parts) - {o for p in parts for o in p.operands[:2]},
             interior=frozenset(interior | set(_below(site))),
             roles=_roles(site, parts),
             hints=hints,
-            worlds=worlds,
+            samples=Samples(longest=max(n_q, n_k), finite=finite),
         )
 
     def verdict(self) -> Verdict:
         for part, sizes in zip(self.parts, self.sizes, strict=True):
-            if (problem := facts.contradiction(part.spec, sizes)) is not None:
+            if (problem := mask_check.contradiction(part.spec, sizes)) is not None:
                 return Verdict(wrong=problem)
         replays = Replay(self.region), Replay(self.region, torch.float64), Replay(self.region, torch.float32)
         programs = [
@@ -151,7 +150,7 @@ class _Comparison:
         if problem is not None:
             nudged = [Replay(self.region, nudge=number + 1) for number in range(NUDGES)]
             problem = self._problem((*replays, *nudged), programs)
-        checked = f"values in {points.WORLDS} rows"
+        checked = f"values in {SAMPLES} rows"
         checked += " and their gradients" if any(part.differentiable for part in self.parts) else ""
         checked += ", key ranges of the mask" if self.parts[0].spec.mask is not None else ""
         return Verdict(wrong=problem, checked=checked)
@@ -168,10 +167,10 @@ class _Comparison:
         return problem
 
     def _kinds(self, eager: Tensor, programs: Sequence[Program]) -> tuple[Tensor, Tensor]:
-        """Per world: whether a score is +inf or NaN, and its kind. Where one is, softmaxes are NaN in the whole row,
+        """Per sample: whether a score is +inf or NaN, and its kind. Where one is, softmaxes are NaN in the whole row,
         and exponentials without a maximum, or less a log-sum, at that key alone. Where such exponentials overflow or
         vanish, they do so in eager mode alone."""
-        kinds = self.region.worlds.kinds
+        kinds = self.region.samples.kinds
         spoiled = torch.zeros(kinds.shape, dtype=torch.bool)
         for program in programs:
             if program.spec.mixing is None and program.spec.normalizer is not Normalizer.NONE:
@@ -181,7 +180,7 @@ class _Comparison:
                 for limits in map(torch.finfo, self.exponentials):
                     held = (largest > math.log(limits.tiny)) & (largest < math.log(limits.max / program.n_k))
                     beyond = largest.isfinite() & ~held & ~eager.isfinite().all(1)
-                    kinds = torch.where(beyond, BEYOND, kinds)
+                    kinds = torch.where(beyond, EAGER_OVERFLOW, kinds)
         return spoiled, kinds
 
     def _further(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
@@ -203,12 +202,12 @@ class _Comparison:
     def _results(self, found: Sequence[Tensor], ours: Tensor, name: str = "the result") -> str | None:
         """found: by each of the replays."""
         shape = torch.broadcast_shapes(found[0].shape, ours.shape)
-        worlds = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape).flatten()
+        samples = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape).flatten()
         stored = [(t, t.to(found[0].dtype)) for t in (*found, ours)]  # where it may be infinite
         flat = [torch.where(s.isinf(), s.to(t.dtype), t).expand(shape).flatten() for t, s in stored]
         eager, exact, single, *nudged, ours = flat
         return difference(
-            Values(name=name, eager=eager, exact=exact, ours=ours, worlds=worlds, kinds=self.kinds, nudged=nudged,
+            Values(name=name, eager=eager, exact=exact, ours=ours, samples=samples, kinds=self.kinds, nudged=nudged,
                    single=single if self.coarse else None, strict=not self.coarse, coarse=self.coarse)
         )  # fmt: skip
 
@@ -233,7 +232,7 @@ class _Comparison:
             eager, exact, single, *nudged, ours = sums
             values = Values(
                 name=f"the gradient of {leaf.name}", eager=eager, exact=exact, ours=ours, nudged=nudged,
-                single=single if self.coarse else None, worlds=(keys // _ROW)[kept], kinds=self.kinds,
+                single=single if self.coarse else None, samples=(keys // _ROW)[kept], kinds=self.kinds,
                 strict=not self.coarse, condition=64, floor=largest, coarse=self.coarse,
             )  # fmt: skip
             if (problem := difference(values)) is not None:
@@ -241,11 +240,11 @@ class _Comparison:
         return None
 
     def _largest_gradients(self, exact: Mapping[Node, tuple[Tensor, Tensor]]) -> Tensor:
-        """[worlds]: of all leaves, which a gradient that cancels to nothing is measured by."""
-        found = torch.zeros(len(self.kinds), dtype=torch.float64)
-        for keys, values in exact.values():
-            found.scatter_reduce_(0, keys // _ROW, values.abs().nan_to_num(0.0, 0.0, 0.0), "amax")
-        return found
+        """[samples]: of all leaves, which a gradient that cancels to nothing is measured by."""
+        largest = torch.zeros(len(self.kinds), dtype=torch.float64)
+        for numbers, values in exact.values():
+            largest.scatter_reduce_(0, numbers // _ROW, values.abs().nan_to_num(0.0, 0.0, 0.0), "amax")
+        return largest
 
 
 def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
@@ -307,7 +306,7 @@ def _without_maximum(interior: Iterable[Node]) -> set[torch.dtype]:
 
 
 def _by_element(replay: Replay, scalar: Tensor) -> dict[Node, tuple[Tensor, Tensor]]:
-    """The gradient of a scalar per leaf, as (world and number of the element, value)."""
+    """The gradient of a scalar per leaf, as (sample and number of the element, value)."""
     reads = [read for read in replay.reads if read.values.requires_grad]
     if not scalar.requires_grad or not reads:
         return {}

@@ -1,4 +1,4 @@
-"""What validation takes eager to compute is what eager computes: in each world, the whole graph on the same values."""
+"""What validation takes eager to compute is what eager computes: in each sample, the whole graph on the same values."""
 
 import pytest
 import torch
@@ -10,30 +10,30 @@ from fusion.kept import Kept
 from fusion.passes import nodes
 from fusion.undisturbed import by_compilation
 from fusion.validation import sites
-from fusion.validation.worlds import Role
+from fusion.validation.samples import Role
 from tests.numerics import assert_as_exact_as_eager
 from tests.passes import spellings
 
-WORLDS = range(0, 64, 5)
+SAMPLES = range(0, 64, 5)
 """Those that are looked at; each kind is among them."""
 
 
 def _made(region, node):
-    """A tensor at which a replay ends, in every world; floats in float64."""
+    """A tensor at which a replay ends, in every sample; floats in float64."""
     shape, own = region.shape(node), nodes.dtype(node)
     flat = torch.arange(max(torch.Size(shape).numel(), 1)).view(1, -1)
-    return region.worlds.values(region.numbers[node], flat, own, region.roles.get(node, Role.OTHER)).unflatten(
+    return region.samples.values(region.numbers[node], flat, own, region.roles.get(node, Role.OTHER)).unflatten(
         1, shape or (1,)
     )
 
 
-def _run(region, made, world, dtype):
+def _run(region, made, sample, dtype):
     """The root of a site, computed by the graph's operations on whole tensors, floats in `dtype`."""
 
     def floats(tensor):
         return tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else tensor
 
-    known = {node: floats(held[world]).view(region.shape(node)) for node, held in made.items()}
+    known = {node: floats(held[sample]).view(region.shape(node)) for node, held in made.items()}
 
     def value(node):
         if node not in known:
@@ -63,10 +63,12 @@ def _replayed(monkeypatch, function, inputs):
             replayed = sites.Replay(this.region).value(site.root, at, 2)
             made = {node: _made(this.region, node) for node in this.region.numbers}
             whole = [
-                torch.stack([_run(this.region, made, world, dtype)[tuple(e[world] for e in at)] for world in WORLDS])
+                torch.stack(
+                    [_run(this.region, made, sample, dtype)[tuple(e[sample] for e in at)] for sample in SAMPLES]
+                )
                 for dtype in (torch.float32, torch.float64)
             ]
-        results.append((replayed[list(WORLDS)], *whole))
+        results.append((replayed[list(SAMPLES)], *whole))
         return verdict
 
     monkeypatch.setattr(sites, "_Comparison", Recording)

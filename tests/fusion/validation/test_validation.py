@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 import fusion
 from fusion.kept import Kept
 from fusion.passes.pullback import indexing
-from fusion.validation import facts, sites
+from fusion.validation import mask_check, sites
 from tests.fusion.validation import faults
 
 CASES = faults.FOUND | faults.INJECTED
@@ -59,7 +59,7 @@ def test_last_digits_are_no_contradiction(monkeypatch):
         dead = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
         return scores.masked_fill(dead, -torch.inf).softmax(-1) @ v
 
-    evaluate, generator = facts.evaluate, torch.Generator().manual_seed(0)
+    evaluate, generator = mask_check.evaluate, torch.Generator().manual_seed(0)
 
     def evaluate_roughly(expr, leaf):
         value = evaluate(expr, leaf)
@@ -67,7 +67,7 @@ def test_last_digits_are_no_contradiction(monkeypatch):
             return value
         return value * (1 + 2e-7 * torch.randn(value.shape, generator=generator))
 
-    monkeypatch.setattr(facts, "evaluate", evaluate_roughly)
+    monkeypatch.setattr(mask_check, "evaluate", evaluate_roughly)
     (site,) = _compiled(capped, (), False)
     assert site.fused, site.reason
 
@@ -128,12 +128,14 @@ def test_reads_beyond_an_operand_are_found(monkeypatch):
     assert not site.fused and "is read beyond a dimension of 19" in site.reason
 
 
-@pytest.mark.parametrize("stage", ["facts", "fingerprint"])
+@pytest.mark.parametrize("stage", ["mask_check", "fingerprint"])
 def test_a_site_whose_validation_fails_stays_as_it_was(monkeypatch, caplog, stage):
     def fail(*_):
         raise ZeroDivisionError("put in")
 
-    monkeypatch.setattr(*{"facts": (facts, "contradiction"), "fingerprint": (sites, "fingerprint")}[stage], fail)
+    monkeypatch.setattr(
+        *{"mask_check": (mask_check, "contradiction"), "fingerprint": (sites, "fingerprint")}[stage], fail
+    )
     before = counters["fusion"]["skipped"]
     (site,) = _compiled(faults.plain, (), False)
     assert not site.fused and "could not be compared with eager: ZeroDivisionError: put in" in site.reason

@@ -21,10 +21,10 @@ _FAR = 1e4
 
 def contradiction(spec: AttentionSpec, sizes: Mapping[str, int]) -> str | None:
     """What the mask's facts say that its predicate denies, in words; None where all hold."""
-    return None if spec.mask is None else _Facts(spec, sizes).contradiction()
+    return None if spec.mask is None else _MaskCheck(spec, sizes).contradiction()
 
 
-class _Facts:
+class _MaskCheck:
     """Blocks of at most _ROWS rows, [blocks, rows, keys]. Loads are made up."""
 
     def __init__(self, spec: AttentionSpec, sizes: Mapping[str, int]):

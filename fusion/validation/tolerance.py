@@ -1,10 +1,10 @@
 """When a sample of values counts as what eager computes.
 
-Per world (one row of the output), elements are compared with a float64 run of the same operations:
+Per sample (one row of the output), elements are compared with a float64 run of the same operations:
 
     |ours - float64| <= 4 * (eager + condition * eps * size)
 
-eager is eager's largest error in this world, or its median over worlds where that is larger; size likewise the largest
+eager is eager's largest error in this sample, or its median over samples if that is larger; size likewise the largest
 magnitude, of all gradients where it is one (a gradient may cancel to nothing). eps is float32's; `condition` allows for
 what exponentials and cancellation make of last bits, for which half precision's eps stands where tensors have it. The
 house rule's 2 is a 4 here: eager's error in few elements is left to chance.
@@ -14,11 +14,11 @@ up to a shift in float64, and -1e9 in float32). Ours must then be near one of th
 distance; for half precision also near a float32 run, as kernels compute.
 
 NaN and infinities must stand where eager has them. Where its float64 run disagrees, eager overflowed: it is still the
-law in worlds of ordinary values and masks (for half precision either will do), and special values are left out there.
+law in samples of ordinary values and masks (for half precision either will do), and special values are left out there.
 Where exponentials without a maximum overflow in eager alone, nothing is compared.
 
 Eager's error in a few elements is luck. So what breaks the rule is compared once more, with runs of eager beside it
-whose Q, K and V differ in their last digits: what these change by is rounding, too. A world that they change by more
+whose Q, K and V differ in their last digits: what these change by is rounding, too. A sample that they change by more
 than APART in float32 says nothing.
 """
 
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fusion import exactness
-from fusion.validation.worlds import BEYOND, SPECIAL
+from fusion.validation.samples import EAGER_OVERFLOW, SPECIAL
 
 APART = 0.02
 _KINDS = ("ordinary values", "masks and fills", "values that tie", "special values", "overflow")
@@ -42,12 +42,12 @@ _KINDS = ("ordinary values", "masks and fills", "values that tie", "special valu
 class Values:
     """One quantity by three ways: what eager computes, the same in float64, and the spec. Flat, of one length.
 
-    worlds: of each element.
-    kinds: of each world.
+    samples: the number of each element's sample.
+    kinds: of each sample.
     single: what eager would compute in float32, if that counts, too.
     nudged: what it computes where its inputs differ in their last digits.
     strict: whether eager's overflows count.
-    floor: of `size`, per world.
+    floor: of `size`, per sample.
     coarse: the eps of half precision.
     """
 
@@ -55,7 +55,7 @@ class Values:
     eager: Tensor
     exact: Tensor
     ours: Tensor
-    worlds: Tensor
+    samples: Tensor
     kinds: Tensor
     single: Tensor | None = None
     nudged: Sequence[Tensor] = ()
@@ -68,9 +68,9 @@ class Values:
 def difference(values: Values) -> str | None:
     """The first disagreement, in words; None where there is none."""
     eager, exact, ours = (t.detach().double() for t in (values.eager, values.exact, values.ours))
-    kinds = values.kinds[values.worlds]
+    kinds = values.kinds[values.samples]
     theirs, true, own = (exactness.special(t) for t in (eager, exact, ours))
-    free = ((theirs != true) & (kinds == SPECIAL)) | ((theirs != 0) & (kinds == BEYOND))
+    free = ((theirs != true) & (kinds == SPECIAL)) | ((theirs != 0) & (kinds == EAGER_OVERFLOW))
     allowed = (own == theirs) | free | ((own == true) & (not values.strict))
     if bool((wrong := ~allowed).any()):
         return _told(values, int(wrong.nonzero()[0]), "")
@@ -79,9 +79,9 @@ def difference(values: Values) -> str | None:
     single = eager if values.single is None else values.single.detach().double()
     far = torch.minimum((ours - eager).abs(), (ours - single).abs())
     error, eager_error, apart = (
-        _largest(value, finite, values.worlds, count) for value in ((ours - exact).abs(), (eager - exact).abs(), far)
+        _largest(value, finite, values.samples, count) for value in ((ours - exact).abs(), (eager - exact).abs(), far)
     )
-    size = _largest(exact.abs(), finite, values.worlds, count)
+    size = _largest(exact.abs(), finite, values.samples, count)
     size = _at_least_median(size if values.floor is None else torch.maximum(size, values.floor))
     precision = max(values.condition * torch.finfo(torch.float32).eps, values.coarse)
     bound = exactness.bound(_at_least_median(eager_error), precision, size, slack=4)
@@ -90,21 +90,21 @@ def difference(values: Values) -> str | None:
     bound = torch.where(elsewhere, eager_error / 4, bound)
     for nudged in values.nudged:
         moved = (nudged.detach().double() - eager).abs().nan_to_num(0.0, 0.0, 0.0)
-        moved = _largest(moved, finite, values.worlds, count)
+        moved = _largest(moved, finite, values.samples, count)
         chaotic = (moved > APART * size) & (values.coarse == 0)
         bound = torch.maximum(bound, torch.where(chaotic, math.inf, 4 * moved))
     if not bool((error > bound).any()):
         return None
-    world = int((error / bound.clamp(min=1e-300)).argmax())
+    sample = int((error / bound.clamp(min=1e-300)).argmax())
     own_error = (ours - exact).abs()
-    own_error = torch.where(elsewhere[values.worlds], torch.minimum(own_error, far), own_error)
-    worst = int(torch.where(finite & (values.worlds == world), own_error, -1.0).argmax())
-    return _told(values, worst, f", allowed {bound[world]:.1e}")
+    own_error = torch.where(elsewhere[values.samples], torch.minimum(own_error, far), own_error)
+    worst = int(torch.where(finite & (values.samples == sample), own_error, -1.0).argmax())
+    return _told(values, worst, f", allowed {bound[sample]:.1e}")
 
 
-def _largest(value: Tensor, where: Tensor, worlds: Tensor, count: int) -> Tensor:
+def _largest(value: Tensor, where: Tensor, samples: Tensor, count: int) -> Tensor:
     kept = torch.where(where, value, 0.0)
-    return torch.zeros(count, dtype=torch.float64).scatter_reduce(0, worlds, kept, "amax")
+    return torch.zeros(count, dtype=torch.float64).scatter_reduce(0, samples, kept, "amax")
 
 
 def _at_least_median(value: Tensor) -> Tensor:
@@ -112,6 +112,6 @@ def _at_least_median(value: Tensor) -> Tensor:
 
 
 def _told(values: Values, at: int, allowed: str) -> str:
-    kind = _KINDS[int(values.kinds[values.worlds[at]])]
+    kind = _KINDS[int(values.kinds[values.samples[at]])]
     eager, exact, ours = (float(t[at].detach()) for t in (values.eager, values.exact, values.ours))
     return f"{values.name} is {ours:.6g} where eager has {eager:.6g} (float64 {exact:.6g}{allowed}; {kind})"
