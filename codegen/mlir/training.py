@@ -17,7 +17,7 @@ from fusion.ir.spec import AttentionSpec, FurtherOutput
 from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
 from fusion.lowering.backward_plan import BackwardPlan, backward_plan
-from fusion.lowering.gradients import hides_nan
+from fusion.lowering.gradients import hides_nan, left_to_reference
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_rows import FEW_QUERIES
 from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
@@ -161,9 +161,7 @@ class TrainingKernel(ForwardKernel):
 
     def _without_kernels(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> str | None:
         """Why gradients, where some arrive at these of the further outputs, are left to the reference interpreter."""
-        if any(value is not None for value in self.spec.values):
-            return "K or V is made of what is stored"
-        return further_gradients.unsupported(self._with(places), needs)
+        return left_to_reference(self.spec) or further_gradients.unsupported(self._with(places), needs)
 
     def _sees_hidden_keys(self, spec: AttentionSpec, needs: tuple[bool, ...], arriving: Sequence[Tensor]) -> bool:
         """Whether a backward visits the keys that the mask hides, as they make gradients NaN."""

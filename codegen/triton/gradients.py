@@ -27,7 +27,6 @@ from fusion.ir.expr import (
     Expr,
     Kind,
     loads,
-    walk,
 )
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, FurtherOutput, Operand, Reduction
@@ -36,6 +35,7 @@ from fusion.lowering.further_gradients import FurtherGradients
 from fusion.lowering.gradients import (
     Axes,
     hides_nan,
+    left_to_reference,
     magnifies_rounding,
     of_score,
     of_weight,
@@ -123,7 +123,8 @@ def delta_of_further(spec: AttentionSpec) -> AttentionSpec:
 
 def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | None:
     """Why the gradients are not computed by kernels, or None."""
-    if (reason := row_gradients.unsupported(spec, needs) or further_gradients.unsupported(spec, needs)) is not None:
+    reason = left_to_reference(spec) or row_gradients.unsupported(spec, needs)
+    if (reason := reason or further_gradients.unsupported(spec, needs)) is not None:
         return reason
     if rounds(spec):
         return "a gradient is rounded to a coarser dtype on its way through a cast"
@@ -133,8 +134,6 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
         return "a gradient is multiplied by a fill, and with it the rounding of the outputs"
     if any(load.kind is Kind.FLOAT and needs[load.operand] for f in spec.further for load in loads(f.value)):
         return "a tensor beside the weights needs a gradient"
-    if any(part is SCORE for part in walk(spec.weight)):
-        return "the weight program reads the score"
     read = [load for e in (spec.score, spec.weight, *spec.sinks) for load in loads(e)]
     if any(load.operand < 3 and needs[load.operand] for load in read):
         return "the score program reads elements of q, k or v"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints, reached
-from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, ZERO, Expr, Kind, const, coordinates, loads, walk
+from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, ZERO, Expr, Kind, const, contains, coordinates, loads, walk
 from fusion.ir.primitives import PRIMITIVES, ROUNDED
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import score_programs
@@ -90,6 +90,17 @@ def rounds(spec: AttentionSpec) -> bool:
     inside = (f.value.args[0] if f.value.op in coarser and not f.over else f.value for f in spec.further)
     rounded = (part for part in reached(*programs, *inside) if part.op in coarser)
     return any(inner in (SCORE, WEIGHT, ROW_MAX, ROW_SUM) for part in rounded for inner in walk(part))
+
+
+def left_to_reference(spec: AttentionSpec) -> str | None:
+    """Why no kernel has gradients of a spec, whatever operand is asked for and wherever they arrive, or None."""
+    if any(value is not None for value in spec.values):
+        return "K or V is made of what is stored"
+    if spec.normalizer is Normalizer.ZERO_SOFTMAX:
+        return "rows of NaN are set to zero, in which the weights are NaN when they are computed again"
+    if contains(spec.weight, SCORE):
+        return "the weight program reads the score"
+    return None
 
 
 def hides_nan(spec: AttentionSpec, needs: Sequence[bool]) -> bool:

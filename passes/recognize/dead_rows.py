@@ -12,27 +12,27 @@ from collections.abc import Sequence
 
 from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node, rebuild, walk
 from fusion.ir.ops import apply, conjuncts, remake
-from fusion.ir.primitives import ROUNDED, is_bounded
+from fusion.ir.primitives import ROUNDED, is_bounded, is_tame
 from fusion.refusals import Ground
 
 from ..nodes import Unsupported
 
+_SATURATING = ("sigmoid", "tanh", "erf", "atan")
 _LOW, _VANISHES = -1e3, -200.0
 """Constants that are not above the first are fills of masks; exp of what is below the second is 0."""
 
 
-def selected(core: Expr, condition: Expr) -> Expr:
+def selected(core: Expr, condition: Expr) -> Expr | None:
     """The softmax of which only what `condition` selects is looked at, as one whose dead rows are right everywhere. A
     dead row is NaN if anything of it is selected, else 0. That is a softmax where scores are -inf under the condition
-    only, and a safe one where they never are under it; raises `Unsupported` where neither can be seen."""
+    only, and a safe one where they never are under it; None where neither can be seen."""
     if core.attr != "softmax":
         return core
     columns = core.args[1:] if core.op == "scaled_softmax" else core.args
     if not may_be_infinite(columns[0], conjuncts(apply("not", condition))):
         return core
     if may_be_infinite(columns[0], conjuncts(condition)):
-        message = "the weights are masked after the softmax in another way than the scores before it"
-        raise Unsupported(Ground.MASKED_AFTER, message, core)
+        return None
     return node(core.op, core.args, Kind.FLOAT, "safe_softmax")
 
 
@@ -132,6 +132,18 @@ def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
             outcome is not True and may_be_infinite(otherwise, [*known, *conjuncts(opposite)])
         )
     return value.op in ("log", "log_softmax") or any(may_be_infinite(arg, known) for arg in value.args)
+
+
+def stays_finite(value: Expr) -> bool:
+    """Whether a function of scores is finite at masked keys, too, unless Q or K are not. What is loaded for a key or a
+    query may be a mask."""
+    if value.kind is not Kind.FLOAT or value.op in ("dot", *_SATURATING):
+        return True
+    if value.op == "load":
+        return not {"i", "j"} & {*coordinates(value)}
+    divides = value.op == "div" and value.args[1].is_const and value.args[1].value != 0
+    tame = math.isfinite(value.value) if value.is_const else divides or is_tame(value.op)
+    return tame and all(map(stays_finite, value.args))
 
 
 def filled_by_selection(value: Expr) -> bool:

@@ -1,8 +1,8 @@
 """From the pulled-back weight of one element to attention: softmax, its hand-written forms, and sums of attentions.
 
 `attentions(weight)` writes the weight as a sum of terms `coefficient * core`, where a core is one normalised (or
-pointwise) function of scores and the coefficient is free of scores. More than one term is differential attention: by
-linearity each is an attention of its own with the same V.
+pointwise) function of scores and the coefficient is free of scores, or finite whatever these are. More than one term is
+differential attention: by linearity each is an attention of its own with the same V.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fusion.refusals import Ground
 from ..nodes import Unsupported
 from ..pullback.heads import split_scores, split_weights
 from .core import Core
-from .dead_rows import as_exponents, may_be_far, quotient_kind, selected
+from .dead_rows import as_exponents, filled_by_selection, may_be_far, quotient_kind, selected, stays_finite
 from .shifts import free_of_keys, has, is_maximum, strip_shift, without_shift
 
 _DETACHED = apply("detach", ROW_MAX)
@@ -294,7 +294,9 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         return [(-c, core) for c, core in _terms(expr.args[0])]
     if expr.op in ("fmul", "div"):
         for inner, factor in (expr.args, expr.args[::-1]) if expr.op == "fmul" else (expr.args,):
-            if not has(factor, "softmax", "scaled_softmax", "dot", "reduce"):
+            if not has(factor, "softmax", "scaled_softmax", "reduce") and (
+                not has(factor, "dot") or stays_finite(factor)
+            ):
                 return [(apply(expr.op, c, factor), core) for c, core in _terms(inner)]
             if has(factor, "reduce") and free_of_keys(factor):
                 return [(c, _scaled(core, expr.op, factor)) for c, core in _terms(inner)]
@@ -305,10 +307,22 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
                 message = f"something independent of the softmax takes the place of weights: {arg}"
                 raise Unsupported(Ground.WEIGHTS_REPLACED, message, expr)
         inverse = apply("not", condition)
-        kept = [(where(condition, c, ZERO), selected(core, condition)) for c, core in _terms(then)]
-        return kept + [(where(condition, ZERO, c), selected(core, inverse)) for c, core in _terms(otherwise)]
+        kept = [(where(condition, c, ZERO), _selected(core, condition)) for c, core in _terms(then)]
+        return kept + [(where(condition, ZERO, c), _selected(core, inverse)) for c, core in _terms(otherwise)]
     message = f"the softmax is followed by an operation that is not linear in it ({expr.op})"
     raise Unsupported(Ground.NOT_LINEAR, message, expr)
+
+
+def _selected(core: Expr, condition: Expr) -> Expr:
+    """The softmax of which only what `condition` selects is looked at. Whole rows that are not selected have scores of
+    0, lest they be NaN, which a weight of 0 would not hide."""
+    if (found := selected(core, condition)) is not None:
+        return found
+    score, *sinks = without_shift(core.args)
+    if core.op != "softmax" or not free_of_keys(condition) or not filled_by_selection(score):
+        message = "the weights are masked after the softmax in another way than the scores before it"
+        raise Unsupported(Ground.MASKED_AFTER, message, core)
+    return node("softmax", (where(condition, score, ZERO), *sinks), Kind.FLOAT, core.attr)
 
 
 def _scaled(core: Expr, op: str, factor: Expr) -> Expr:

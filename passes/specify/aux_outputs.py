@@ -29,6 +29,7 @@ from fusion.lowering.row_gradients import in_log_sums
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, shape
 from ..pullback.caches import are_plain
+from ..pullback.contractions import products_above
 from ..pullback.views import RESHAPES, Index, number_of, reshape_index, source
 from ..recognize.find import Site
 from ..recognize.recognize import in_terms_of
@@ -114,6 +115,9 @@ class _Walk:
         """Likewise for a user of the node; None where the user needs the node itself."""
         if user.op != "call_function" or not nodes.is_tensor(user) or marks.mutations(user):
             return None
+        own = {product.node for product in self.pullback.products}
+        if J.name not in set().union(*map(coordinates, index)) and not products_above(user) <= own:
+            return None  # it may be another attention's statistic that is read, and that one's call may read ours
         if packet(user) in _REDUCTIONS or packet(user) in (aten.logsumexp, aten.special_logsumexp):
             use = self._reduced(user, node, index)
             return None if use is None else [use]

@@ -150,6 +150,8 @@ def _with_gradients(core: Core, heads_mixed: bool) -> Core:
             return _with_gradients(replace(core, normalizer=Normalizer.SAFE_SOFTMAX), heads_mixed)
         message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
         raise Unsupported(Ground.NAN_GRADIENT, message)
+    if SCORE in walk(core.weight):
+        raise Unsupported(Ground.NOT_LINEAR, "weights are multiplied by a function of their scores, in training")
     if heads_mixed and core.row_scale is not None:
         message = "the heads of weights are mixed that are normalised by a function of the row's sum, in training"
         raise Unsupported(Ground.HEADS_MIXED, message)
@@ -355,10 +357,8 @@ def _static(extent: Expr, what: str) -> Expr:
 
 def _product_dtype(accesses: Sequence[Access]) -> str:
     """The wider of the dtypes of the two products."""
-    dtype = accesses[0].dtype
-    for access in accesses[1:]:
-        dtype = torch.promote_types(dtype, access.dtype)
-    return str(dtype).removeprefix("torch.")
+    q, k, v = (access.dtype for access in accesses)
+    return str(torch.promote_types(q, torch.promote_types(k, v))).removeprefix("torch.")
 
 
 def _result_dtype(site: Site, dtype: str, differentiable: bool) -> str:
@@ -378,9 +378,8 @@ def _describe(operands: list[Node], differentiable: bool, of_elements: Collectio
         if number < 3:
             name = "qkv"[number]
         else:
-            role = "bias" if nodes.dtype(operand).is_floating_point else "index"
-            role = {"bias": "scale", "index": "table"}[role] if number in of_elements else role
-            role = "mask" if dtype == "bool" else role
+            roles = ("bias", "scale") if nodes.dtype(operand).is_floating_point else ("index", "table")
+            role = "mask" if dtype == "bool" else roles[number in of_elements]
             counts[role] = counts.get(role, 0) + 1
             name = role if counts[role] == 1 else f"{role}{counts[role]}"
         order = nodes.memory_order(operand) if differentiable and marks.requires_grad(operand) else ()

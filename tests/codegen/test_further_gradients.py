@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.offline.facts import compile_offline
-from fusion.codegen import mlir, reference
+from fusion.codegen import reference
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.gradients import with_arriving
 from fusion.ir import AttentionSpec, Kind, Normalizer, Operand
@@ -273,8 +273,9 @@ def test_kernels_compile_ahead_of_time(target: str) -> None:
     assert len(found) == 3 and not any(facts.lost for facts in found)
 
 
+@emitters
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_keys_that_are_made_of_what_is_stored(dtype: str) -> None:
+def test_keys_that_are_made_of_what_is_stored(dtype: str, name: str) -> None:
     """Kernels of gradients read elements as they are: the reference interpreter has these."""
     c = case("causal", d=16)
     value = apply("fmul", apply("to_float", load(1, c.spec.k, Kind.INT)), const(0.02))
@@ -282,11 +283,22 @@ def test_keys_that_are_made_of_what_is_stored(dtype: str) -> None:
     spec = replace(c.spec, operands=(c.spec.operands[0], stored, *c.spec.operands[2:]), k_value=value)
     (q, _, v), sizes = draw(c, {"B": 2, "H": 2, "Nq": 20, "Nk": 75})
     operands = [q, torch.randint(0, 100, v.shape).to(getattr(torch, dtype)), v]
-    run, needs = mlir.compile_training(spec), (True, False, True)
-    assert run is not None
+    run, needs = kernel(spec, name), (True, False, True)
     out, statistics = run.outputs(operands, sizes)
     grad = torch.randn_like(out)
     found = run.backward(grad, out, statistics, operands, sizes, needs)
     eager = reference.backward(spec, grad, operands, sizes, needs)
     wide = [x.double() if x.is_floating_point() else x for x in operands]
     assert_as_exact_as_eager(found, eager, reference.backward(spec, grad.double(), wide, sizes, needs))
+
+
+@emitters
+def test_rows_of_nan_that_are_set_to_zero_have_gradients_by_the_reference(name: str) -> None:
+    """Kernels multiply what arrives by the weights of such a row, which are NaN there."""
+    c = case("left_padded_inf", d=16, normalizer=Normalizer.ZERO_SOFTMAX)
+    operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": 20, "Nk": 20})
+    run, needs = kernel(c.spec, name), (False, False, True, *(False for _ in operands[3:]))
+    out, statistics = run.outputs(operands, sizes)
+    grad = torch.randn_like(out)
+    (found,) = run.backward(grad, out, statistics, operands, sizes, needs)
+    assert torch.equal(found, reference.backward(c.spec, grad, operands, sizes, needs)[0])

@@ -19,7 +19,7 @@ from tests.fuzz import campaign, functions_run
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("kind", choices=["functions", "specs", "guarded", "faults"])
+    parser.add_argument("kind", choices=["functions", "ties", "specs", "guarded", "faults"])
     parser.add_argument("--seeds", default="0:1000", help="first:end, or new:count for seeds of this commit's own")
     parser.add_argument("--shard", default="1/1", help="number/of: every so-manieth seed")
     parser.add_argument("--minutes", type=float, help="stop after these")
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = campaign.seeds_of(chosen.seeds, chosen.shard)
     if chosen.show:
         for seed in seeds:
-            print(functions_run.shown(seed))
+            print(functions_run.shown(seed, tied=chosen.kind == "ties"))
         return 0
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(open(chosen.record, "a")) if chosen.record else None

@@ -26,6 +26,8 @@ FAR = 0.03
 """The share of programs whose Q or K are far from 1, and scaled back at some point."""
 MIXED = 0.05
 """The share of programs that mix the heads of scores or weights."""
+GATED = 0.03
+"""The share of programs whose weights are multiplied by a function of their scores."""
 TIED = 0.35
 """The share of trained programs whose inputs are integers, with rows of zeros, as padded ones are: scores tie."""
 KINKED = ("s.clamp(min=0.0)", "s.clamp(max=0)", "s.clamp(-1, 1)", "torch.relu(s)", "F.relu6(s)", "F.hardtanh(s)",
@@ -51,8 +53,8 @@ OF_SCORES = ("s.amax(-1)", "s.max(-1)[0]", "s.logsumexp(-1)", "torch.logsumexp(s
 WRITES = (".mul_(0.7)", ".add_(1)", "[..., :1] = 0", ".fill_(0.5)", "[..., ::2].mul_(-2)", ".mT.add_(0.3)")
 
 
-def program(seed: int | str) -> Program:
-    """The program of a seed."""
+def program(seed: int | str, tied: bool = False) -> Program:
+    """The program of a seed. tied: values tie in every one, and half of them are trained."""
     rng = random.Random(f"function {seed}")
     keys = rng.choice([1, 2, 3, 5, 7, 9, 13, 17, 24, 33, 40, 70])
     sizes = {
@@ -60,7 +62,8 @@ def program(seed: int | str) -> Program:
         "M": keys, "D": rng.choice([4, 5, 8, 12, 16, 17, 24, 40]), "E": rng.choice([4, 6, 8, 16, 19, 33]),
     }  # fmt: skip
     dtype = rng.choices(["float32", "bfloat16", "float16", "float64"], [66, 18, 12, 4])[0]
-    w = Writer(rng, sizes, dtype, trained=rng.random() < 0.35 and dtype != "float64", lead=rng.choice(LEADS))
+    trained = rng.random() < (0.52 if tied else 0.35) and dtype != "float64"
+    w = Writer(rng, sizes, dtype, trained=trained, lead=rng.choice(LEADS))
     w.intended = dtype != "float64"
     q, k, v = operands(w)
     out = by_sdpa(w, q, k, v) if w.chance(0.12) else by_hand(w, q, k, v)
@@ -73,7 +76,9 @@ def program(seed: int | str) -> Program:
         move_far(w, more)
     if (more := random.Random(f"heads {seed}")).random() < MIXED and len(w.lead) == 2:
         mix_heads(w, more)
-    if (more := random.Random(f"ties {seed}")).random() < TIED and w.trained:
+    if (more := random.Random(f"gate {seed}")).random() < GATED:
+        gate(w, more)
+    if (more := random.Random(f"ties {seed}")).random() < TIED and trained or tied:
         tie(w, more)
     return Program(
         text=w.text(), trained=w.trained, route=route, emitter=emitter, intended=w.intended,
@@ -332,6 +337,15 @@ def tie(w: Writer, rng: random.Random) -> None:
     made = [n for n, line in enumerate(w.lines) if line.startswith("s = ")]
     if made and rng.random() < 0.7:
         w.lines.insert(rng.choice(made) + 1, f"s = {rng.choice(KINKED)}")
+
+
+def gate(w: Writer, rng: random.Random) -> None:
+    """Weights times a function of their scores, which training leaves alone."""
+    made = [n for n, line in enumerate(w.lines) if line.startswith("p = ")]
+    if made and any(line.startswith("s = ") for line in w.lines):
+        w.note("gate of scores")
+        w.intended = w.intended and not w.trained
+        w.lines.insert(made[0] + 1, f"p = p * {rng.choice(['torch.sigmoid(s)', 's.tanh()', '(s * 0.1 + 1)'])}")
 
 
 def mix_heads(w: Writer, rng: random.Random) -> None:

@@ -20,7 +20,7 @@ def run(record: Record, seeds: Iterable[int], seconds: float) -> None:
     """Check the function of each seed. seconds: for making one that fails short."""
     short = 0
     for seed in seeds:
-        drawn = program(seed)
+        drawn = program(seed, tied=record.kind == "ties")
         result = check(drawn)
         _count(record, seed, drawn, result)
         if result.verdict not in NOTED and not result.defects:
@@ -55,5 +55,5 @@ def text(program: Program) -> str:
     return f"{how}\n{program.text}"
 
 
-def shown(seed: int) -> str:
-    return f"# seed {seed}\n{text(program(seed))}"
+def shown(seed: int, tied: bool = False) -> str:
+    return f"# seed {seed}\n{text(program(seed, tied))}"

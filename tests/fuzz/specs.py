@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion.ir import AttentionSpec, Expr, Kind, Normalizer, Operand, Output, integers
-from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, I, J, const, coord, load, size
+from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, I, J, const, coord, load, size
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import FurtherOutput, Reduction
 from fusion.passes.specify.masks import understand
@@ -29,6 +29,8 @@ STORED = 0.08
 """The share of specs whose K and V are made of what is stored: integers, or what a table of pages points to."""
 FURTHER = 0.08
 """The share of specs that write weights or statistics of them."""
+GATED = 0.04
+"""The share of specs whose weights are multiplied by a gate of their scores."""
 PAGE = 8
 Shape = dict[str, int]
 
@@ -117,7 +119,7 @@ class Draw:
             lambda: apply("div", const(1.0), apply("fadd", ROW_SUM, const(0.5))),
             lambda: apply("div", const(1.0), apply("maximum", ROW_SUM, const(3.0))),
             lambda: apply("div", const(1.0), apply("sqrt", ROW_SUM)),
-            lambda: apply("div", apply("exp", ROW_MAX), ROW_SUM),
+            lambda: apply("div", apply("exp", apply("minimum", ROW_MAX, const(20.0))), ROW_SUM),  # no infinity times 0
             lambda: const(0.125),
         ]
         return self.rng.choice(kinds)()
@@ -194,6 +196,10 @@ def drawn(seed: int | str) -> Drawn:
     draw.rng = further = random.Random(f"further {seed}")
     if further.random() < FURTHER:
         fields["further"] = tuple(draw.further(normalizer) for _ in range(further.randint(1, 3)))
+    draw.rng = random.Random(f"gates {seed}")
+    if draw.rng.random() < GATED and normalizer is not Normalizer.NONE:
+        gate = apply(draw.rng.choice(["sigmoid", "tanh"]), draw.rng.choice([SCORE, score]))
+        fields["weight"] = apply("fmul", fields.get("weight", ONE), gate)
     group = rng.choice([1, 1, 1, 2, 3])
     heads = B1 if group == 1 else integers.floordiv(B1, group)
     order = ("b0", "b1", "i", "e") if rng.random() < 0.5 else ("b0", "i", "b1", "e")

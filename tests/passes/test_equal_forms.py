@@ -106,6 +106,90 @@ def test_infinities_beneath_what_is_put(name: str, special: float) -> None:
     _assert_fused(FORMS[name], [q, k, v])
 
 
+KEEP = torch.rand(N, M, generator=torch.Generator().manual_seed(3)) > 0.4
+KEEP[2] = False
+
+
+def _masked(q: Tensor, k: Tensor) -> Tensor:
+    return _scores(q, k).masked_fill(~KEEP, NINF)
+
+
+def _gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = _masked(q, k)
+    return (s.softmax(-1) * torch.sigmoid(s)) @ v
+
+
+def _times_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = _scores(q, k)
+    return (s.masked_fill(~KEEP, NINF).softmax(-1) * (s + 1)) @ v
+
+
+def _dead_rows_by_the_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _masked(q, k).softmax(-1).masked_fill(~KEEP.any(-1, keepdim=True), 0) @ v
+
+
+def _rows_kept(rows: Tensor):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = _masked(q, k)
+        return torch.where(rows, (s - s.amax(-1, keepdim=True)).softmax(-1), 0) @ v
+
+    return attend
+
+
+FORMS |= {
+    "rows of which the mask leaves nothing": _dead_rows_by_the_mask,
+    "some rows": _rows_kept(torch.arange(N)[:, None] % 3 > 0),
+    "none of some rows": _rows_kept(torch.arange(N)[:, None] % 3 > 2),
+}
+
+
+@pytest.mark.parametrize("special", [None, math.inf, NINF, math.nan])
+@pytest.mark.parametrize("function", [_gated, _times_scores], ids=lambda f: f.__name__)
+def test_weights_times_a_function_of_their_scores(function, special: float | None) -> None:
+    q, k, v = _tensors()
+    if special is not None:
+        q[0, 0, 2, 0] = k[1, 1, 3, 0] = special
+    for given, fused in (([q, k, v], True), ([q.clone().requires_grad_(), k, v], False)):
+        with fusion.collect_reports() as reports:
+            ours = torch.compile(function, backend="fusion", options={"inner": "eager"})(*given)
+        (site,) = (site for report in reports for site in report.sites)
+        assert site.fused is fused and (fused or "a function of their scores, in training" in site.reason), site.reason
+        exact = function(*(x.detach().double() for x in given))
+        assert_as_exact_as_eager(ours.detach(), function(*given).detach(), exact)
+
+
+def test_a_function_of_scores_that_masked_keys_make_infinite_stays() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = _masked(q, k)
+        return (s.softmax(-1) * s) @ v
+
+    (site,) = fusion.explain(attend, *_tensors()).sites
+    assert not site.fused and "not linear" in site.reason
+
+
+def _part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    s = _scores(q, k)
+    log_sum = s.logsumexp(-1, keepdim=True)
+    return (s - log_sum).exp() @ v, log_sum
+
+
+def _merged_by_log_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    (a, x), (b, y) = _part(q, k, v), _part(q, k[..., :9, :] * 0.7, v[..., :9, :] + 1)
+    both = torch.logaddexp(x, y)
+    return a * (x - both).exp() + b * (y - both).exp()
+
+
+def _merged_by_sigmoids(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    (a, x), (b, y) = _part(q, k, v), _part(q, k[..., :9, :] * 0.7, v[..., :9, :] + 1)
+    return b + (a - b) * torch.sigmoid(x - y)
+
+
+@pytest.mark.parametrize("function", [_merged_by_log_sums, _merged_by_sigmoids], ids=lambda f: f.__name__)
+def test_parts_of_the_keys_that_are_merged(function) -> None:
+    """Each writes its log-sum-exp, and not what is made of both."""
+    _assert_fused(function, _tensors(), sites=2)
+
+
 def test_a_number_that_is_trained() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, number: Tensor) -> Tensor:
         return _scores(q, k).index_fill(-1, DATA.abs(), number).softmax(-1) @ v
