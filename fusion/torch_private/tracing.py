@@ -124,7 +124,7 @@ def has_source(node: Node) -> bool:
 def user_path(node: Node) -> str:
     """The names by which the user's code reads an input of Dynamo's graph, e.g. "self.attn.bias" where the source is
     "L['self']._modules['attn']._buffers['bias']"; "" where nothing says."""
-    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    name: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
     parts = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", name() if callable(name) else name)
     names = [first or second for first, second in parts]
     return ".".join(n for n in names if n not in ("_modules", "_parameters", "_buffers", "__dict__"))
