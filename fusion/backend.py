@@ -114,7 +114,7 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
     if not may_hold_attention(module):
         return module, Report(notes=_sealed(module) or [NO_ATTENTION])
     if any(isinstance(nodes.value(node), list) for node in module.graph.find_nodes(op="placeholder")):
-        return module, Report(notes=["a backward (of compiled autograd), whose attentions are those of its forward"])
+        return module, Report(notes=["a backward of compiled autograd: its attention was fused in the forward"])
     if "torch.distributed.tensor" in sys.modules:
         from fusion.runtime import dtensor  # noqa: F401  (registers what the ops do with DTensors)
     started = time.perf_counter()
@@ -213,7 +213,7 @@ def _normalized(
 ) -> tuple[GraphModule, list[str]]:
     """The graph in the form that is analysed, without what need not be computed, and what to report of that."""
     if options.block_mask is not None and nested.attends(module):
-        raise nodes.Unsupported(Ground.NESTED, "it has no positions in the sequences of nested tensors")
+        raise nodes.Unsupported(Ground.NESTED, "block_mask has no positions in nested tensors")
     graph = normalize(module, example_inputs, bodies)
     notes = skip_unread_rows(graph.graph) if options.block_mask is None else []
     read_by_distance(graph.graph)

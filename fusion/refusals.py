@@ -10,18 +10,18 @@ class Ground(enum.Enum):
     """The closed list of grounds on which an attention is refused; the value of each is its advice."""
 
     WEIGHTS_NEEDED = (
-        "Let nothing else use what was computed before the softmax, or before the weights were complete: take the "
-        "weights themselves, or leave that output out (output_attentions=False, need_weights=False)."
+        "Use nothing elsewhere that is computed before the weights are complete: return the weights themselves, or "
+        "turn that output off (output_attentions=False, need_weights=False)."
     )
     NOT_POINTWISE = (
         "The operation named here mixes scores of different keys or heads, works along another axis, or is not known. "
-        "If it is meant, this is another computation than attention and stays as it is; if it is pointwise, it can be "
-        "added (docs/extending.md)."
+        "A pointwise one can be added (docs/extending.md). Of other scores only a threshold or a selection can be used "
+        "that is computed outside and passed in as a tensor."
     )
     OPAQUE = (
-        "Its own backward, or its level of a transform, would be lost. Without gradients (torch.no_grad) a "
-        "torch.autograd.Function is seen through. For training write it as ordinary operations, where these have the "
-        "gradient that is meant."
+        "Fusing would lose its own backward, or its level of a transform. Under torch.no_grad a "
+        "torch.autograd.Function is analysed. For training write it as ordinary operations, where these have the "
+        "gradient that you want."
     )
     DISTANCES = (
         "Write the distance by a product: the square is |q|^2 + |k|^2 - 2 q @ k.T, of which a softmax over the keys "
@@ -29,7 +29,7 @@ class Ground(enum.Enum):
     )
     HEADS_MIXED = (
         "On CPUs heads can be mixed once before the softmax and once after it, by a linear layer, a convolution of one "
-        "element or an einsum with a matrix. Functions of one head at a time may stand before, between and behind."
+        "element or an einsum with a matrix. Pointwise functions may stand before, between and after."
     )
     NOT_LINEAR = (
         "Apply it before the softmax, or to the result of the product with V; products, masks and dropout may stay."
@@ -56,17 +56,14 @@ class Ground(enum.Enum):
         'ask for another one with options={"cascades": "always"} (docs/cascades.md).'
     )
     NO_CASCADE = (
-        'options={"cascades": "always"} is set, but this reduction is none that another attention computes, or is part '
-        "of training (docs/cascades.md). Compute what is made of it outside, and pass it in as a tensor."
+        'options={"cascades": "always"} is set, but no other attention computes this reduction, or it is part of '
+        "training (docs/cascades.md). Compute it outside, and pass the result in as a tensor."
     )
     NO_NORMALISER = (
         "Nothing: without anything between the two products, (q @ k.T) @ v is better computed as q @ (k.T @ v)."
     )
     CHANGED_IN_PLACE = "Move the in-place change behind the attention, or make it out of place (add instead of add_)."
-    LAYOUT = (
-        "Make the tensor first (contiguous, or a clone) and multiply that, or reshape heads and rows apart from each "
-        "other."
-    )
+    LAYOUT = "Materialise the tensor first (contiguous, or a clone), or reshape heads and rows separately."
     PRODUCT_FORM = (
         "Write the product with matrices, by torch.matmul or torch.bmm: with a vector, keep a dimension of size 1; add "
         "a bias after the product; split an einsum into products of two operands that each sum over one index."
@@ -75,8 +72,8 @@ class Ground(enum.Enum):
     RUN_TIME_SCALAR = (
         "Make it a Python number, or a tensor: `x * tensor` can be read by the kernel, `x * tensor.item()` cannot."
     )
-    DETACHED_MAXIMUM = "Detach all of what the maximum is taken of, or nothing: a part of it is not seen through."
-    FIRST_MAXIMUM = "Take the maximum by amax, whose gradient scores that are equal share, or detach it."
+    DETACHED_MAXIMUM = "Detach the whole input of the maximum, or none of it."
+    FIRST_MAXIMUM = "Take the maximum by amax, which shares the gradient among equal scores, or detach it."
     DTYPE = "Convert to float32, bfloat16 or float16 before the attention."
     TWO_ELEMENTS = "Compute the product once per element that enters the score."
     SIZE = "Compile with dynamic=False, or mark the dimension static (torch._dynamo.mark_static)."
@@ -100,17 +97,17 @@ class Ground(enum.Enum):
     OTHER_PROCESSES = "Compile on the processes of its mesh only."
     LOST_TENSOR = "Pass the tensor in as an argument, or register it as a buffer."
     NESTED = (
-        "Make a new nested tensor in the place of changing one, and none with holes; or pass values and offsets of the "
+        "Make a new nested tensor instead of changing one in place, without holes; or pass values and offsets of the "
         "sequences to torch.nn.attention.varlen_attn, which is fused."
     )
     HOOK = "Register the hook outside of what is compiled, or on a parameter."
-    DEFECT = "This is a defect of ours; please report it with the message and the model's code."
+    DEFECT = "This is a defect of fusion; please report it with the message and the model's code."
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an attention stays as it is. kind: the ground, which has the advice. message: what was met, in the user's
-    terms."""
+    """Why an attention stays as it is. kind: the ground, which has the advice. message: what stands in the way,
+    in the user's terms."""
 
     kind: Ground
     message: str

@@ -21,7 +21,7 @@ from fusion.planning.texts import bytes_text
 from fusion.refusals import Ground, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
-from fusion.torch_private.tracing import user_path
+from fusion.torch_private.tracing import user_name, user_path
 
 
 def report_of(
@@ -91,8 +91,7 @@ def _names(part: Specified) -> dict[int, str]:
     """Names of the operands: those by which the user's code knows its own tensors, the spec's of all others."""
     names = part.spec.names
     for number in range(3, len(names)):
-        *_, last = parts = user_path(part.operands[number]).split(".")
-        name = "_".join(parts[-2:]) if last.isdigit() else last
+        name = user_name(part.operands[number])
         if name.isidentifier() and name not in names.values() and not _RESERVED.fullmatch(name):
             names[number] = name
     return names

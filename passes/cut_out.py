@@ -11,8 +11,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fusion.torch_private.tracing import user_name
+
 from . import graph_excerpt, marks, nodes
 from .recognize.find import Site
+
+_TAKEN = ("torch", "float16", "bfloat16", "float32")
+"""Names that a script has for something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +38,9 @@ def cut_out(site: Site) -> CutOut | None:
     copies: dict[Node, Node] = {}
     seen: Counter[str] = Counter()
     for node in inputs:
-        name = re.sub(r"_?\d+", "", node.name)
+        name = user_name(node)
+        if not name.isidentifier() or name in _TAKEN:
+            name = re.sub(r"_?\d+", "", node.name)
         copies[node] = made = graph.placeholder(f"{name}_{seen[name]}" if seen[name] else name)
         made.target = made.name  # as the argument is called: `sum`, `and` and the like are not free for one
         seen[name] += 1

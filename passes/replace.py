@@ -143,7 +143,7 @@ def _refuse_distributed_dropout(found: Specified) -> None:
     """Processes that compute the same weights would drop different ones, each by a seed of its own."""
     random = any(part.op == "hash" for part in walk(*found.spec.expressions()))
     if random and (held := next((o for o in found.operands if marks.dtensor(o)), None)) is not None:
-        message = f"dropout on the weights of DTensors ({held.name} is one), which have no common random numbers"
+        message = f"dropout on the weights of DTensors ({held.name} is one), whose processes share no random numbers"
         raise Unsupported(Ground.DISTRIBUTED_DROPOUT, message)
 
 

@@ -17,7 +17,7 @@ from fusion.planning.problem import Problem
 
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 TRAINING = "gradients are asked for, and are those of exact attention"
-WEIGHTS = "its weights are needed, and are those of exact attention"
+WEIGHTS = "its weights are used elsewhere, and must be those of exact attention"
 
 
 def refusal(spec: AttentionSpec, device: str, request: Request) -> str | None:

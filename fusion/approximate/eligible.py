@@ -28,21 +28,21 @@ def plain(spec: AttentionSpec) -> Plain | str:
     if spec.mixing is not None:
         return "heads are mixed"
     if spec.further:
-        return "its weights are needed, and are those of exact attention"
+        return "its weights are used elsewhere, and must be those of exact attention"
     if spec.normalizer is Normalizer.NONE:
         return "the weights have no softmax"
     if spec.weight is not const(1.0) or spec.sinks:
         return "the weights are changed after the softmax, or it has sinks"
     if spec.scales_rows:
-        return "the rows are scaled in a way of their own"
+        return "rows are scaled by something else than their sum"
     if any(o.dtype not in ("float32", "bfloat16", "float16") for o in spec.operands[:3]):
         return "Q, K and V must be float32, bfloat16 or float16"
     if spec.tables or any(value is not None for value in spec.values):
-        return "K and V are read through a table, or made of what is stored"
+        return "K and V are read through a table, or converted from a stored form"
     score, causal = spec.score, False
     if spec.mask is not None:
         if spec.mask.live is not node("ile", (J, I), Kind.BOOL):
-            return "the mask is neither absent nor causal from the first key on"
+            return "it has a mask that is not causal from the first key on"
         if spec.mask.fill > DEAD:
             return "masked scores are not far enough below the others"
         if score.op == "where":  # of which one branch holds the score

@@ -24,7 +24,7 @@ FEW = (2, 3)
 def lacks() -> str:
     """Why no product of this torch may go to oneDNN; "" where they may."""
     if not torch.backends.mkl.is_available():
-        return "torch is built without MKL, beside which oneDNN's sums were looked at"
+        return "torch is built without MKL, the library that oneDNN was compared with"
     return onednn.lacks()
 
 

@@ -81,17 +81,17 @@ def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str
     for further in spec.further:
         value = _value(further)
         if further.reduction not in (Reduction.NONE, Reduction.SUM):
-            return f"which weight is the {further.reduction.value} is not kept"
+            return f"the position of the {further.reduction.value} is not recorded"
         if LOG_WEIGHT in walk(value):
-            return "that of a weight's logarithm is no multiple of the weight"
+            return "the gradient of a weight's logarithm is no multiple of the weight"
         if {ROW_MAX, ROW_SUM} & {*walk(value)}:
-            return "which key has the largest logit is not kept"
+            return "the key with the largest logit is not recorded"
         if LOG_SUM not in walk(value):
             continue
         if spec.normalizer is Normalizer.SAFE_SOFTMAX:
-            return "that of the log-sum-exp of a row without a live key is NaN, and weights of 0 would hide it"
+            return "the gradient of the log-sum-exp of a row without a live key is NaN, which weights of 0 would hide"
         if spec.row_scale is not None:
-            return "rows of that log-sum-exp are scaled by something else than their sum"
+            return "rows are scaled by something else than the sum of that log-sum-exp"
         if any(part.kind is Kind.FLOAT and (needs is None or needs[part.operand]) for part in loads(value)):
             return "a tensor beside the log-sum-exp needs a gradient"
     return None

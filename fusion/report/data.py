@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fusion.ir import AttentionSpec, integers
-from fusion.ir.expr import Expr, I, J, coordinates
+from fusion.ir.expr import Expr, I, J, coordinates, loads
 from fusion.ir.ops import conjuncts
 from fusion.ir.records import parsed
 from fusion.planning.plan import Plan
@@ -163,7 +163,8 @@ def mask_text(spec: AttentionSpec, names: Mapping[int, str], plan: Plan) -> str:
     assert spec.mask is not None
     text = " ∧ ".join(_predicate(spec, part, names) for part in conjuncts(spec.mask.live))
     if (live := plan.problem.live_share(1)) < 1:
-        text += f", {100 * live:.0f} % of the scores live, {100 * plan.computed:.0f} % computed"
+        most = "at most " * bool(loads(spec.mask.live))  # positions alone are counted
+        text += f", {most}{100 * live:.0f} % of the scores live, {100 * plan.computed:.0f} % computed"
     low, high = spec.mask.key_lo, spec.mask.key_hi
     if low is not None or high is not None:
         text += f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"

@@ -84,7 +84,7 @@ class Dump:
         """Where the details of a failure are."""
         if self.folder:
             return f"details in {self.folder}"
-        return "this is a defect of ours; FUSION_DUMP=folder writes the graph and the traceback to report with it"
+        return "this is a defect of fusion; FUSION_DUMP=folder writes the graph and the traceback to report with it"
 
     def _write(self, further: Sequence[tuple[str, str]]) -> None:
         graphs = [(f"{name}.py", text) for name, text, _ in self._graphs]

@@ -125,9 +125,15 @@ def user_path(node: Node) -> str:
     """The names by which the user's code reads an input of Dynamo's graph, e.g. "self.attn.bias" where the source is
     "L['self']._modules['attn']._buffers['bias']"; "" where nothing says."""
     name: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
-    parts = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", name() if callable(name) else name)
+    parts = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", str(name() if callable(name) else name))
     names = [first or second for first, second in parts]
     return ".".join(n for n in names if n not in ("_modules", "_parameters", "_buffers", "__dict__"))
+
+
+def user_name(node: Node) -> str:
+    """The last name of `user_path`, with an index behind it, as in "tables_0"."""
+    *_, last = parts = user_path(node).split(".")
+    return "_".join(parts[-2:]) if last.isdigit() else last
 
 
 def carry_source(origin: Node, target: Node) -> None:

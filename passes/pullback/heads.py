@@ -175,7 +175,7 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     if not depends_on_product(value) or depends_on_product(matrix):
         return None
     if index[found.to].op != "coord":
-        raise Unsupported(Ground.HEADS_MIXED, "what is mixed is no dimension of heads by itself", None, here)
+        raise Unsupported(Ground.HEADS_MIXED, "the mixed dimension is not one of heads alone", None, here)
     own = pullback.value(found.mixed, found.mixed_index(index, index[found.to]))
     result = node("mix", (matrix, value, index[found.to], own), Kind.FLOAT, head.name)
     return result if found.bias is None else result + pullback.value(found.bias, (index[found.to],))
@@ -188,7 +188,7 @@ def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
     then, adds = _without(weight, mix, WEIGHT)
     matrix, value, to, _ = mix.args
     if has(then, "dot", "softmax", "scaled_softmax", "reduce", "mix") or not has(value, "softmax", "scaled_softmax"):
-        message = "what is made of weights whose heads are mixed is no function of one of them"
+        message = "after their heads are mixed, weights must be used pointwise"
         raise Unsupported(Ground.HEADS_MIXED, message, weight)
     return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=then, adds=adds), value
 
@@ -200,7 +200,7 @@ def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
     then, adds = _without(score, mix, SCORE)
     matrix, value, to, _ = mix.args
     if has(then, "dot", "mix") or has(value, "mix"):
-        message = "what is made of scores whose heads are mixed is no function of one of them, or they are mixed twice"
+        message = "after their heads are mixed, scores must be used pointwise, and mixed no second time"
         raise Unsupported(Ground.HEADS_MIXED, message, score)
     return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=value, adds=adds), then
 
@@ -252,9 +252,12 @@ def named(
     axis, inner = every[0].to, [*query.index, *key.index, *_of_one_head(core)]
     apart = any(before.head is not behind.to for before, behind in itertools.pairwise(every))
     if apart or any(axis.name in coordinates(entry) for entry in inner) or not axis.name.startswith("b"):
-        raise Unsupported(Ground.HEADS_MIXED, "what is mixed is not made of single heads, the same before and after")
+        raise Unsupported(
+            Ground.HEADS_MIXED,
+            "the heads that are mixed are not single heads, or not the same before and after the softmax",
+        )
     if any(bounds[mixed.head] is not bounds[axis] for mixed in every):
-        raise Unsupported(Ground.HEADS_MIXED, "heads are mixed to more or fewer of them")
+        raise Unsupported(Ground.HEADS_MIXED, "mixing changes the number of heads")
     own = dict.fromkeys([mixed.head for mixed in every], axis)
 
     def of_head(expr: Expr) -> Expr:

@@ -123,14 +123,14 @@ class PullBack:
             message = "the scores are distances, and no products of queries and keys"
             return Unsupported(Ground.DISTANCES, message, None, node)
         if problem.expr is None and node is not None and (part := described(producer(node))) is not None:
-            message = f"what is between the product of queries and keys and that with V is hidden in {part}"
+            message = f"the operations between the two products are hidden in {part}"
             return Unsupported(Ground.OPAQUE, message, None, node)
         if problem.refusal.kind is not Ground.NOT_POINTWISE:
             return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
         if self.limit is None and node is not None:
             node = first_not_followed(node, products_above(node)) or node
             if reductions.is_reduction(node) and {*reductions.extents(node)} & {self.keys, self.bounds.get(I)}:
-                message = f"the weights are made of what {node.target} makes of whole rows or columns of scores"
+                message = f"the weights depend on {node.target} of whole rows or columns of scores"
                 return Unsupported(Ground.FURTHER_REDUCTION, message, problem.expr, node)
         if self.limit is None:
             message = problem.refusal.message
@@ -138,7 +138,7 @@ class PullBack:
                 places = (index for here, index in self._memo if here is node)
                 message = f"{message}: this one is read at [{', '.join(map(str, next(places, ())))}]"
             return Unsupported(Ground.NOT_POINTWISE, message, problem.expr, node)
-        message = f"{problem.refusal.message}, as far as was looked: there are {self.limit}"
+        message = f"{problem.refusal.message}, as far as the analysis went, which stops at its limit: {self.limit}"
         return Unsupported(Ground.LIMIT, message, problem.expr, node)
 
     def suspect(self, problem: Unsupported) -> Node | None:

@@ -150,7 +150,7 @@ def _found(form: _Form, builders: Sequence[Builder]) -> _Rule | str:
         differs.append(_differs(theirs, _by_expression(made, moving, known)))
         if not differs[-1].any():
             return _Rule(len(differs) - 1)
-    message = f"torch {torch.__version__} differentiates {form.function} otherwise than any composition of ours"
+    message = f"torch {torch.__version__} differentiates {form.function} in a way that fusion does not know"
     if len(leaves) != 1 or not moving or _STAND_IN in form.args or int(differs[0].sum()) > _MOST_CORRECTIONS:
         return message
     points = zip(columns[0].tolist(), theirs[0].tolist(), theirs[1].tolist(), differs[0].tolist(), strict=True)

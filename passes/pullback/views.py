@@ -90,7 +90,7 @@ def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds
     division."""
     if integers.integer(0) in old:
         raise Unsupported(
-            Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}, which hold nothing"
+            Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}, of empty tensors"
         )
     result: list[Expr] = []
     a, b = 0, 0

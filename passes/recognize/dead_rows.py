@@ -53,12 +53,10 @@ def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
     if shift is ROW_MAX or not any(map(may_be_lowest, columns)):
         return columns
     if any(may_be_lowest(part) for part in walk(shift, *columns) if part.op in ("load", "reduce")):
-        raise Unsupported(
-            Ground.SOFTMAX_BY_HAND, "a softmax by hand whose rows without a live key depend on a mask that is a tensor"
-        )
+        raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand whose fully masked rows depend on a mask tensor")
     found = tuple(_with_vanishing_fills(column, shift, 1.0) for column in columns)
     if any(map(may_be_lowest, found)):
-        raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand whose mask's fill is not seen through")
+        raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand under a mask whose fill value cannot be followed")
     return found
 
 
@@ -77,7 +75,9 @@ def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
     distance = fill - there
     if distance.is_const and distance.value >= _VANISHES or (there is not shift and not there.is_const):
         raise Unsupported(
-            Ground.SOFTMAX_BY_HAND, "a softmax by hand, less something that depends on a mask's finite fill", column
+            Ground.SOFTMAX_BY_HAND,
+            "a softmax by hand that subtracts a value which depends on a mask's finite fill",
+            column,
         )
     return const(-math.inf)
 

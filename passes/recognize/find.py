@@ -145,7 +145,7 @@ def _examine(anchor: Node, met: Upstream) -> Site | None:
     if not is_sdpa(anchor) and not is_contraction(anchor):
         if not is_listed(anchor, met):
             return None
-        message = f"the product with V is written as {packet(anchor)}, which is not taken apart"
+        message = f"the product with V is written as {packet(anchor)}, which is not supported"
         return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.PRODUCT_FORM, message), blame=anchor)
     if not nodes.dtype(anchor).is_floating_point:
         return None

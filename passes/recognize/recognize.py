@@ -50,7 +50,7 @@ def attentions(weight: Expr) -> list[Core]:
         mixed, inner = outer
         (core, *others) = attentions(inner)
         if others or core.mixed_weights is not None or core.normalizer is Normalizer.NONE:
-            raise Unsupported(Ground.HEADS_MIXED, "heads are mixed that are not weights of one softmax", weight)
+            raise Unsupported(Ground.HEADS_MIXED, "the mixed heads are not the weights of one softmax", weight)
         return [replace(core, mixed_weights=mixed)]
     if not has(weight, "softmax", "scaled_softmax"):
         return [_pointwise_core(weight)]
@@ -116,7 +116,7 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
         return None
     columns = sums[0].args
     if shift.op in ROUNDED.values():
-        message = "weights less a logarithm of their sum that a narrow dtype rounds, where a mask's fill is finite"
+        message = "a log-sum-exp that is rounded to a narrow dtype, under a mask with a finite fill"
         raise Unsupported(Ground.SOFTMAX_BY_HAND, message, shift)
     if shift is not sums[0]:
         shift = substitute(shift, {**_statistics(columns, shift), sums[0]: _LOG_SUM})
@@ -286,7 +286,7 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
     if expr.op in ("fadd", "fsub"):
         for arg in expr.args:
             if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
-                message = f"something independent of the softmax is added to the weights: {arg}"
+                message = f"values that do not depend on the softmax are added to the weights: {arg}"
                 raise Unsupported(Ground.WEIGHTS_ADDED, message, expr)
         left, right = (_terms(arg) for arg in expr.args)
         return left + (right if expr.op == "fadd" else [(-c, core) for c, core in right])
@@ -304,7 +304,7 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         condition, then, otherwise = expr.args
         for arg in (then, otherwise):
             if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
-                message = f"something independent of the softmax takes the place of weights: {arg}"
+                message = f"weights are replaced by values that do not depend on the softmax: {arg}"
                 raise Unsupported(Ground.WEIGHTS_REPLACED, message, expr)
         inverse = apply("not", condition)
         kept = [(where(condition, c, ZERO), _selected(core, condition)) for c, core in _terms(then)]
@@ -349,7 +349,7 @@ def _core(coefficient: Expr, core: Expr) -> Core:
         raise Unsupported(Ground.FURTHER_REDUCTION, message, inner)
     mixed, score = split_scores(score) or (None, score)
     if column := next((sink for sink in sinks if not free_of_keys(sink)), None):
-        raise Unsupported(Ground.COLUMN_OF_SCORES, "a further column of the softmax depends on the scores", column)
+        raise Unsupported(Ground.COLUMN_OF_SCORES, "a column concatenated to the scores depends on scores", column)
     return Core(
         score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale,
         mixed_scores=mixed, origin=core,
@@ -359,7 +359,7 @@ def _core(coefficient: Expr, core: Expr) -> Core:
 def _pointwise_core(weight: Expr) -> Core:
     """Weights that are a pointwise function of the score, with no normaliser."""
     if has(weight, "mix"):
-        raise Unsupported(Ground.HEADS_MIXED, "heads are mixed of weights that have no softmax", weight)
+        raise Unsupported(Ground.HEADS_MIXED, "the mixed heads are of weights without a softmax", weight)
     if inner := next((part for part in walk(weight) if part.op == "reduce"), None):
         message = "the weights are normalised in a way that is not a softmax over the keys"
         raise Unsupported(Ground.OTHER_NORMALISER, message, inner)

@@ -66,7 +66,7 @@ def _obstacle(found: Specified) -> str | None:
     if spec.further:
         return "the weights of all keys are asked for"
     if spec.normalizer is not Normalizer.NONE and spec.mask.fill != float("-inf"):
-        return f"keys outside of the sets are filled with {spec.mask.fill:g}, and count in rows without a live key"
+        return f"keys that are not selected are filled with {spec.mask.fill:g}, and count in rows without a live key"
     if any(marks.dtensor(node) for node in found.operands):
         return "operands are DTensors"
     return None

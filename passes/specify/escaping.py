@@ -88,7 +88,7 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
     own = [operand for operand in needs[site.root] if products_of(site) & products_above(operand)]
     if own and (met := first_not_followed(min(own), products_of(site))) is not None:
         site.blame = met
-        message = f"the attention reads what {nodes.producer(met).target} makes of its own scores"
+        message = f"the attention reads the result of {nodes.producer(met).target} on its own scores"
         site.refusal = Refusal(Ground.NOT_POINTWISE, message)
         if is_reduction(met) and packet(met) not in SOFTMAXES:
             site.refusal = Refusal(Ground.FURTHER_REDUCTION, message)

@@ -89,7 +89,7 @@ def specify(
     core = _with_scaled_values(attention, marks.requires_grad(site.root))
     products = attention.pullback.products
     if core.row_scale is not None and attention.pullback.partly_detached:
-        message = "a normaliser that depends on the row's maximum, through which a part of its gradient is to flow"
+        message = "the normaliser depends on the row's maximum, through which only a part of the gradient flows"
         raise Unsupported(Ground.DETACHED_MAXIMUM, message)
     main = products[_main_product(core, products)]
     accesses = (main.query, main.key, attention.value)
@@ -126,7 +126,7 @@ def specify(
 
 def _require_shared_maximum(spec: AttentionSpec, attention: Attention, differentiable: bool) -> None:
     if differentiable and attention.pullback.takes_first and spec.row_scale and depends_on_maximum(spec):
-        message = "a normaliser that depends on the row's maximum, whose gradient is that of the first of equal scores"
+        message = "the normaliser depends on the row's maximum, whose gradient goes to the first of equal scores"
         raise Unsupported(Ground.FIRST_MAXIMUM, message)
 
 
@@ -153,7 +153,7 @@ def _with_gradients(core: Core, heads_mixed: bool) -> Core:
     if SCORE in walk(core.weight):
         raise Unsupported(Ground.NOT_LINEAR, "weights are multiplied by a function of their scores, in training")
     if heads_mixed and core.row_scale is not None:
-        message = "the heads of weights are mixed that are normalised by a function of the row's sum, in training"
+        message = "in training, heads are mixed whose weights are normalised by another function of the row's sum"
         raise Unsupported(Ground.HEADS_MIXED, message)
     return core
 

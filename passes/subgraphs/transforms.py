@@ -156,15 +156,15 @@ def _alike(held: Any) -> Any:
 def _refusal(members: Sequence[Node], tangents: bool) -> str | None:
     switches = [node for node in members if node.target is SET_GRAD_ENABLED]
     if switches and tangents:
-        return "its function records no gradients in parts, which tangents do not heed"
+        return "its function uses torch.no_grad inside, which forward-mode AD ignores"
     if switches and not switches[-1].args[0]:
-        return "torch.no_grad reaches from the function into the transform"
+        return "torch.no_grad is entered in the function and left after it"
     depth = 0
     for node in members:
         depth += (node.target is autocast.enter) - (node.target is autocast.leave)
         if depth < 0:
             break
-    return "a region of autocast reaches from the function into the transform" if depth else None
+    return "a region of autocast is entered in the function and left after it" if depth else None
 
 
 def with_fused(module: GraphModule, fused: Sequence[tuple[Run, GraphModule]]) -> GraphModule:

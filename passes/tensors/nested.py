@@ -144,5 +144,5 @@ def refuse_unknown(module: GraphModule) -> None:
         if outline.writes(node, set()):
             raise nodes.Unsupported(Ground.NESTED, f"a nested tensor is changed in place ({node.name})")
         if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
-            message = f"nested tensors are given to a part of the graph that stays whole ({node.name})"
+            message = f"nested tensors are passed to a part of the graph that is not analysed ({node.name})"
             raise nodes.Unsupported(Ground.NESTED, message)

@@ -119,7 +119,7 @@ class _Retrace(KnowingItems):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HigherOrderOperator) and target.name() == "register_hook":  # the trace would not keep it
-            message = "a gradient hook is registered on a tensor, and such graphs are not taken apart"
+            message = "a gradient hook is registered on a tensor, and such graphs are not analysed"
             raise nodes.Unsupported(Ground.HOOK, message)
         if (level := of_vmap(target)) is not None:
             return level(*args)

@@ -233,7 +233,7 @@ def test_what_is_left_to_the_reference_interpreter(name: str) -> None:
     safe = replace(c.spec, normalizer=Normalizer.SAFE_SOFTMAX)
     for given, further, word in (
         (safe, LOG_SUMS, "without a live key"),
-        (c.spec, largest, "which weight is the max"),
+        (c.spec, largest, "the position of the max"),
         (c.spec, logit, "largest logit"),
         (spec, beside, "a tensor beside"),
     ):

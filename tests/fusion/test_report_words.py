@@ -91,3 +91,13 @@ def test_explain_takes_options():
     assert report.fused == 1 and report.sites[0].source is None and report.options == {"emitter": "reference"}
     with pytest.raises(fusion.FusionError, match="Did you mean 'emitter'"):
         fusion.explain(torch.relu, torch.randn(3), options={"emiter": "reference"})
+
+
+def test_gradients_and_scripts_have_the_users_names():
+    padding = torch.rand(1, 40) > 0.3
+    found = fusion.verify(Model(), *torch.randn(3, 1, 2, 40, 16), padding, gradients=True, options={"inner": "eager"})
+    (site,) = found.sites
+    assert found.right and {"gradient of slopes", "gradient of v"} <= {*site.outcome.errors}, str(found)
+    text = site.script()
+    signature = next(line for line in text.splitlines() if line.startswith("def attention("))
+    assert "padding" in signature and "slopes" in signature and "arg" not in signature

@@ -258,7 +258,7 @@ def test_gradients_are_the_kernels(function, monkeypatch):
 def test_the_report_says_which_gradients_kernels_do_not_have():
     inputs = [x.requires_grad_() for x in tensors()]
     _, report = run(logits, inputs)
-    assert "gradient through m per row: the reference interpreter, as which key has the largest logit" in str(report)
+    assert "gradient through m per row: the reference interpreter, as the key with the largest logit" in str(report)
     _, report = run(entropy, inputs)
     assert "gradient through" not in str(report)
 

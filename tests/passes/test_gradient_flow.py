@@ -186,7 +186,7 @@ def test_heads_mixed_twice_and_added():
         return (s + m + m).softmax(-1) @ v
 
     (report,) = run(function)
-    assert "no function of one of them" in report.sites[0].reason
+    assert "must be used pointwise" in report.sites[0].reason
 
 
 def test_mixed_heads_normalised_by_hand_stay_in_training():

@@ -98,9 +98,9 @@ def over_rows(q, k, v):
 
 CASES = {
     sorted_scores: (Ground.NOT_POINTWISE, "do not come from a product", "aten.sort"),
-    highest_scores: (Ground.NOT_POINTWISE, "makes of its own scores", "aten.topk"),
-    contextual_positions: (Ground.NOT_POINTWISE, "makes of its own scores", "aten.cumsum"),
-    over_rows_and_keys: (Ground.NOT_POINTWISE, "makes of its own scores", "aten.softmax"),
+    highest_scores: (Ground.NOT_POINTWISE, "on its own scores", "aten.topk"),
+    contextual_positions: (Ground.NOT_POINTWISE, "on its own scores", "aten.cumsum"),
+    over_rows_and_keys: (Ground.NOT_POINTWISE, "on its own scores", "aten.softmax"),
     over_rows: (Ground.FURTHER_REDUCTION, "whole rows or columns of scores", "aten.softmax"),
     tanh_of_weights: (Ground.NOT_LINEAR, "not linear in it", "aten.tanh"),
     other_axis: (Ground.NOT_POINTWISE, "do not come from a product", "aten.softmax"),
@@ -108,7 +108,7 @@ CASES = {
     also_averaged: (Ground.WEIGHTS_NEEDED, "needed elsewhere .by aten.mean", "aten.mean"),
     returned: (Ground.WEIGHTS_NEEDED, "they are returned", "aten.matmul"),
     constant_added: (Ground.WEIGHTS_ADDED, "added to the weights", "aten.add"),
-    constant_put_in: (Ground.WEIGHTS_REPLACED, "takes the place of weights", "aten.masked_fill"),
+    constant_put_in: (Ground.WEIGHTS_REPLACED, "weights are replaced", "aten.masked_fill"),
     softmax_twice: (Ground.FURTHER_REDUCTION, "another reduction", "aten.softmax"),
     written_to: (Ground.CHANGED_IN_PLACE, "changed in place", "aten.add_"),
 }

@@ -362,7 +362,7 @@ def test_checkpointed_parts_stay_whole():
 
     x = nested(torch.randn(n, WIDTH) for n in LENGTHS[0])
     out, (report,) = compiled(checkpointed, x, fused=0)
-    assert "part of the graph that stays whole" in report.notes[0]
+    assert "part of the graph that is not analysed" in report.notes[0]
     rows = x.values() @ weight
     given = [rows.unflatten(-1, (HEADS, -1))] * 3
     exact = [(x.values().double() @ weight.double()).unflatten(-1, (HEADS, -1))] * 3
@@ -373,7 +373,5 @@ def test_a_mask_of_the_user_has_no_positions_in_sequences():
     x = of_offsets(torch.randn(170, HEADS, COLUMNS), LENGTHS[0])
     torch._dynamo.reset()
     run = torch.compile(attend, backend="fusion", options={"block_mask": lambda b, h, i, j: j <= i})
-    with pytest.raises(
-        torch._dynamo.exc.BackendCompilerFailed, match="BlockMaskError.*no positions in the sequences of nested tensors"
-    ):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="BlockMaskError.*no positions in nested tensors"):
         run(x, x, x)

@@ -79,12 +79,15 @@ REFUSED = [
     (softmax(GATE), "do not come from a product of queries and keys"),
     (apply("fmul", WEIGHTS, WEIGHTS), "an operation that is not linear in it"),
     (apply("exp", WEIGHTS), "an operation that is not linear in it"),
-    (apply("fadd", WEIGHTS, const(1.0)), "something independent of the softmax is added to the weights"),
-    (where(apply("ilt", I, J), WEIGHTS, const(0.5)), "something independent of the softmax takes the place of weights"),
+    (apply("fadd", WEIGHTS, const(1.0)), "values that do not depend on the softmax are added to the weights"),
+    (
+        where(apply("ilt", I, J), WEIGHTS, const(0.5)),
+        "weights are replaced by values that do not depend on the softmax",
+    ),
     (SCORES, "there is no normaliser, and nothing but linear operations"),
     (apply("fmul", apply("tanh", SCORES), reduced("sum", SCORES)), "normalised in a way that is not a softmax"),
     (softmax(apply("fmul", DOT, reduced("max", OTHER))), "contain another reduction over the keys"),
-    (softmax(SCORES, OTHER), "a further column of the softmax depends on the scores"),
+    (softmax(SCORES, OTHER), "a column concatenated to the scores depends on scores"),
     (apply("fmul", WEIGHTS, reduced("sum", OTHER)), "the result is scaled by another reduction over the keys"),
 ]
 

@@ -71,7 +71,7 @@ def _weight(spec: AttentionSpec, names: Mapping[int, str]) -> str:
         exponential = f"<msup><mi>e</mi><mrow>{_pair('x')}<mo>−</mo>{_sub('<mi>m</mi>', '<mi>i</mi>')}</mrow></msup>"
         return f"{exponential}<mo>·</mo>{_factor(spec.row_scale, names)}"
     inputs = "<mo>,</mo>".join([_pair("x"), *(printed(sink, names, _NOTATION)[0] for sink in spec.sinks)])
-    return f"{_sub('<mi>softmax</mi>', '<mi>j</mi>')}<mo>(</mo>{inputs}<mo>)</mo>"
+    return f"{_sub('<mi>softmax</mi>', '<mi>j</mi>')}{_brackets(inputs)}"
 
 
 def _equation(left: str, right: str) -> str:

@@ -105,7 +105,7 @@ def test_explain_prints_json(capsys, model):
     code, out, _ = run(capsys, "explain", f"{model}:returns_more", "--json")
     report = json.loads(out)
     assert code == 0 and report["fused"] == 0 and report["total"] == 1
-    assert report["sites"][0]["advice"].startswith("Let nothing else use")
+    assert report["sites"][0]["advice"].startswith("Use nothing elsewhere")
     _, out, _ = run(capsys, "explain", f"{model}:attend", "--json", "--compare")
     report = json.loads(out)
     (attention,) = report["sites"][0]["attentions"]
