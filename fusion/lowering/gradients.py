@@ -95,7 +95,7 @@ def rounds(spec: AttentionSpec) -> bool:
 def left_to_reference(spec: AttentionSpec) -> str | None:
     """Why no kernel has gradients of a spec, whatever operand is asked for and wherever they arrive, or None."""
     if any(value is not None for value in spec.values):
-        return "K or V is made of what is stored"
+        return "K or V is converted from a stored form"
     if spec.normalizer is Normalizer.ZERO_SOFTMAX:
         return "rows of NaN are set to zero, in which the weights are NaN when they are computed again"
     if contains(spec.weight, SCORE):
