@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from fusion.ir import integers
 from fusion.ir.expr import ONE, Expr, const, is_number, size
 from fusion.ir.ops import apply, as_float
-from fusion.ir.widths import LARGEST_SIZE
+from fusion.ir.ranges import LARGEST_SIZE
 from fusion.refusals import Ground, Refusal
 from fusion.torch_private import operators, tensors, tracing
 from fusion.torch_private.autograd import SET_GRAD_ENABLED

@@ -27,7 +27,7 @@ from fusion.errors import (
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import const
 from fusion.ir.ops import apply
-from fusion.ir.widths import LARGEST_SIZE
+from fusion.ir.ranges import LARGEST_SIZE
 from fusion.machine import Machine
 from fusion.planning.optimum import optimum
 from fusion.planning.problem import Problem

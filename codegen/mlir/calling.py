@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusion.errors import UnsupportedSizeError
+from fusion.ir.ranges import LARGEST_SIZE
 from fusion.ir.spec import AttentionSpec
-from fusion.ir.widths import LARGEST_SIZE
 from fusion.torch_private.tensors import empty_strided_cpu
 
 from . import openmp

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coordinates, loads
-from fusion.ir.widths import interval
+from fusion.ir.ranges import interval
 from fusion.lowering.addresses import BLOCK, LANE, along_lanes, by_blocks, lane_pattern, lane_values
 
 from .builder import Value, vector_of

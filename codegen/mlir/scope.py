@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coordinates
 from fusion.ir.fills import has_fill
+from fusion.ir.ranges import dtype_range, interval, within_half
 from fusion.ir.spec import Operand
-from fusion.ir.widths import dtype_range, interval, within_half
-from fusion.lowering.numbers import width
-from fusion.lowering.ranges import Interval, is_ordinary
+from fusion.ir.transfer import Range
+from fusion.lowering.numbers import is_ordinary, width
 
 from .builder import Builder, Value, shape_of, vector_of
 from .thread_function import Params
@@ -54,7 +54,7 @@ class Context:
     math: VectorMath
     operands: tuple[Operand, ...]
     lanes: int
-    ranges: Mapping[Expr, Interval] = field(default_factory=dict)
+    ranges: Mapping[Expr, Range] = field(default_factory=dict)
     exact: Set[Expr] = frozenset()
 
 

@@ -13,8 +13,7 @@ from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
-from fusion.lowering.numbers import decided
-from fusion.lowering.ranges import ranges
+from fusion.lowering.numbers import decided, shares
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.register_tiles import Target
@@ -72,7 +71,7 @@ class KernelFunction(ThreadFunction):
             ),
             operands=spec.operands,
             lanes=self.lanes,
-            ranges=ranges(spec),
+            ranges=shares(spec),
             exact=decided(*spec.expressions()),
         )
         self.programs: ScorePrograms = score_programs(spec, folded=True)

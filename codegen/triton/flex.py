@@ -23,8 +23,8 @@ from torch.nn.attention import flex_attention
 from fusion.ir.expr import FALSE, SCORE, TRUE, Expr, I, J, Kind, coord, coordinates, load, loads, substitute, walk
 from fusion.ir.fills import LARGEST
 from fusion.ir.ops import apply, conjuncts, evaluate
+from fusion.ir.ranges import interval
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.ir.widths import interval
 from fusion.kept import Kept
 from fusion.lowering.dead_rows import rows_live
 from fusion.lowering.score_programs import is_tame, may_overflow, plain_scale

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from fusion.errors import UnsupportedSizeError
+from fusion.ir.ranges import LARGEST_SIZE
 from fusion.ir.results import result_names, statistics_shape
 from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
-from fusion.ir.widths import LARGEST_SIZE
 from fusion.kept import Made
 from fusion.machine import INTERPRETER, Machine, of_device
 from fusion.planning.choice import Choice, Tile

@@ -15,7 +15,7 @@ import torch
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_finite_const, is_number, node, walk
 from fusion.ir.primitives import PRIMITIVES, Primitive
-from fusion.ir.widths import may_be_moved
+from fusion.ir.ranges import may_be_moved
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
 

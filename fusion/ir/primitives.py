@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fusion.ir import transfer
 from fusion.ir.expr import ONE, ZERO, Expr, Kind, operation
+from fusion.ir.transfer import Range, Transfer, by_ends, by_points, rising
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
 ATOM = 9
@@ -37,11 +40,11 @@ class Primitive:
 
     args, result: kinds of the arguments and of the result.
     evaluate: its meaning on torch tensors, which the reference interpreter executes.
+    transfer: the range of its result, from those of its arguments.
     text: its printed form, with {0}, {1}, ... for the arguments.
     precedence: how tightly that binds, ATOM at most.
     mathml: its form in MathML where that is not the printed form set as a formula.
     derivative: None where it is piecewise constant, or takes or makes no float.
-    bounded: its result is bounded, whatever its arguments are.
     tame: its result is finite where its arguments are, but for overflow.
     cost: of one evaluation, in exponentials; below 1 for a division, 0 for what is one instruction.
     """
@@ -49,11 +52,11 @@ class Primitive:
     args: tuple[Kind, ...]
     result: Kind
     evaluate: Callable[..., torch.Tensor]
+    transfer: Transfer
     text: str
     precedence: int = ATOM
     mathml: str | None = None
     derivative: Derivative | None = None
-    bounded: bool = False
     tame: bool = False
     cost: float = 0.0
 
@@ -63,9 +66,21 @@ class Primitive:
         return not any(sign in self.text for sign in (" - ", " / ", " // ", " % ", " ^ "))
 
 
+ANY = {
+    FLOAT: Range(-math.inf, math.inf, True),
+    INT: Range(-(2**63), 2**63 - 1),
+    BOOL: Range(False, True),
+}
+"""The range of a value of which nothing is known."""
+
+
+@functools.cache
 def is_bounded(op: str) -> bool:
-    """Whether an operation of an expression has a bounded result, whatever its arguments are."""
-    return op in PRIMITIVES and PRIMITIVES[op].bounded
+    """Whether an operation of an expression has a bounded float for a result, whatever its arguments are."""
+    if op not in PRIMITIVES or PRIMITIVES[op].result is not FLOAT:
+        return False
+    result = PRIMITIVES[op].transfer(*(ANY[kind] for kind in PRIMITIVES[op].args))
+    return max(-result.low, result.high) < math.inf
 
 
 def is_tame(op: str) -> bool:
@@ -144,9 +159,15 @@ def _primitive(
     evaluate: Callable[..., torch.Tensor],
     text: str,
     derivative: Derivative | None = None,
+    transfer: Transfer | None = None,
+    critical: tuple[float, ...] = (),
     **traits: Any,
 ) -> Primitive:
-    return Primitive(args=args, result=result, evaluate=evaluate, text=text, derivative=derivative, **traits)
+    """critical: between which the function of floats is monotone in each argument."""
+    transfer = transfer or by_points(evaluate, *critical)
+    return Primitive(
+        args=args, result=result, evaluate=evaluate, text=text, derivative=derivative, transfer=transfer, **traits
+    )
 
 
 _unary, _binary = (functools.partial(_primitive, (FLOAT,) * count, FLOAT) for count in (1, 2))
@@ -163,7 +184,9 @@ def _comparisons(kind: Kind) -> dict[str, Primitive]:
     table = {"eq": (torch.eq, "="), "ne": (torch.ne, "≠"), "lt": (torch.lt, "<"), "le": (torch.le, "≤")}
     prefix = "f" if kind is FLOAT else "i"
     return {
-        prefix + name: _primitive((kind, kind), BOOL, evaluate, f"{{0}} {sign} {{1}}", precedence=4)
+        prefix + name: _primitive(
+            (kind, kind), BOOL, evaluate, f"{{0}} {sign} {{1}}", transfer=transfer.comparison(name), precedence=4
+        )
         for name, (evaluate, sign) in table.items()
     }
 
@@ -173,11 +196,12 @@ ROUNDED = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
 
 _FRACTION = "<mfrac><mrow>{0}</mrow><mrow>{1}</mrow></mfrac>"
 _MAGNITUDE = "<mrow><mo>|</mo>{0}<mo>|</mo></mrow>"
+_WAVE = transfer.between(-1.0, 1.0)
 _INDICATOR = "<mrow><mo>[</mo>{0}<mo>]</mo></mrow>"
 
 PRIMITIVES: dict[str, Primitive] = {
     "neg": _unary(torch.neg, "-{0}", lambda g, y, x: -g, precedence=7, tame=True),
-    "abs": _unary(torch.abs, "|{0}|", _of_abs, mathml=_MAGNITUDE, tame=True),
+    "abs": _unary(torch.abs, "|{0}|", _of_abs, critical=(0,), mathml=_MAGNITUDE, tame=True),
     "detach": _unary(lambda x: x.detach(), "detach({0})", tame=True),
     "detach_nan": _unary(
         lambda x: torch.where(x == x, x, x.detach()), "{0}", lambda g, y, x: _where(operation("feq", x, x), g, ZERO),
@@ -188,72 +212,82 @@ PRIMITIVES: dict[str, Primitive] = {
     "trunc": _unary(torch.trunc, "trunc({0})"),
     "round": _unary(torch.round, "round({0})"),
     **{name: _rounding(dtype) for dtype, name in ROUNDED.items()},
-    "sqrt": _unary(torch.sqrt, "sqrt({0})", lambda g, y, x: g * 0.5 / y, mathml="<msqrt>{0}</msqrt>", cost=1),
+    "sqrt": _unary(
+        torch.sqrt, "sqrt({0})", lambda g, y, x: g * 0.5 / y, critical=(0,), mathml="<msqrt>{0}</msqrt>", cost=1
+    ),
     "rsqrt": _unary(
-        torch.rsqrt, "rsqrt({0})", lambda g, y, x: g * -0.5 * (y * (y * y)),
+        torch.rsqrt, "rsqrt({0})", lambda g, y, x: g * -0.5 * (y * (y * y)), critical=(0,),
         mathml="<mfrac><mn>1</mn><msqrt>{0}</msqrt></mfrac>", cost=1,
     ),
     "exp": _unary(
         torch.exp, "exp({0})", lambda g, y, x: g * y, mathml="<msup><mi>e</mi><mrow>{0}</mrow></msup>", cost=1
     ),
-    "log": _unary(torch.log, "log({0})", lambda g, y, x: g / x, cost=2),
-    "log1p": _unary(torch.log1p, "log1p({0})", lambda g, y, x: g / (x + 1.0), cost=2),
+    "log": _unary(torch.log, "log({0})", lambda g, y, x: g / x, critical=(0,), cost=2),
+    "log1p": _unary(torch.log1p, "log1p({0})", lambda g, y, x: g / (x + 1.0), critical=(-1,), cost=2),
     "expm1": _unary(torch.expm1, "expm1({0})", lambda g, y, x: g * (y + 1.0), cost=2),
-    "sin": _unary(torch.sin, "sin({0})", lambda g, y, x: g * operation("cos", x), bounded=True, tame=True, cost=3),
-    "cos": _unary(torch.cos, "cos({0})", lambda g, y, x: -(g * operation("sin", x)), bounded=True, tame=True, cost=3),
-    "tanh": _unary(torch.tanh, "tanh({0})", lambda g, y, x: g * (1.0 - y * y), bounded=True, tame=True, cost=1),
+    "sin": _unary(torch.sin, "sin({0})", lambda g, y, x: g * operation("cos", x), _WAVE, tame=True, cost=3),
+    "cos": _unary(torch.cos, "cos({0})", lambda g, y, x: -(g * operation("sin", x)), _WAVE, tame=True, cost=3),
+    "tanh": _unary(torch.tanh, "tanh({0})", lambda g, y, x: g * (1.0 - y * y), tame=True, cost=1),
     "sigmoid": _unary(
         torch.sigmoid, "sigmoid({0})", lambda g, y, x: g * y * (1.0 - y),
-        mathml="<mrow><mi>σ</mi><mo>(</mo>{0}<mo>)</mo></mrow>", bounded=True, tame=True, cost=1,
+        mathml="<mrow><mi>σ</mi><mo>(</mo>{0}<mo>)</mo></mrow>", tame=True, cost=1,
     ),
     "erf": _unary(
         torch.erf, "erf({0})", lambda g, y, x: g * (2 / math.sqrt(math.pi)) * operation("exp", -(x * x)),
-        bounded=True, tame=True, cost=2,
+        tame=True, cost=2,
     ),
-    "atan": _unary(torch.atan, "atan({0})", lambda g, y, x: g / (x * x + 1.0), bounded=True, cost=3),
+    "atan": _unary(torch.atan, "atan({0})", lambda g, y, x: g / (x * x + 1.0), cost=3),
     "fadd": _binary(torch.add, "{0} + {1}", lambda g, y, a, b: (g, g), precedence=5, tame=True),
     "fsub": _binary(torch.sub, "{0} - {1}", lambda g, y, a, b: (g, -g), precedence=5, tame=True),
-    "fmul": _binary(torch.mul, "{0} * {1}", lambda g, y, a, b: (g * b, g * a), precedence=6, tame=True),
+    "fmul": _binary(
+        torch.mul, "{0} * {1}", lambda g, y, a, b: (g * b, g * a), critical=(0,), precedence=6, tame=True
+    ),
     "div": _binary(
-        torch.div, "{0} / {1}", lambda g, y, a, b: (g / b, -(g * (y / b))), precedence=6, mathml=_FRACTION, cost=0.5
+        torch.div, "{0} / {1}", lambda g, y, a, b: (g / b, -(g * (y / b))), critical=(0,), precedence=6,
+        mathml=_FRACTION, cost=0.5,
     ),
     "minimum": _binary(torch.minimum, "min({0}, {1})", _of_extremum("minimum"), tame=True),
     "maximum": _binary(torch.maximum, "max({0}, {1})", _of_extremum("maximum"), tame=True),
     "pow": _binary(
-        torch.pow, "{0} ^ {1}", _of_power, precedence=8, mathml="<msup><mrow>{0}</mrow><mrow>{1}</mrow></msup>", cost=3
+        torch.pow, "{0} ^ {1}", _of_power, transfer.power, precedence=8,
+        mathml="<msup><mrow>{0}</mrow><mrow>{1}</mrow></msup>", cost=3,
     ),
     **_comparisons(FLOAT),
     **_comparisons(INT),
     # Integer arithmetic is n-ary and normalised: build it with fusion.ir.integers.
-    "add": _integer(torch.add, "{0} + {1}", precedence=5),
-    "mul": _integer(torch.mul, "{0} * {1}", precedence=6),
+    "add": _integer(torch.add, "{0} + {1}", transfer=rising(operator.add), precedence=5),
+    "mul": _integer(torch.mul, "{0} * {1}", transfer=by_ends(operator.mul), precedence=6),
     "floordiv": _integer(
-        torch.floor_divide, "{0} // {1}", precedence=6,
+        torch.floor_divide, "{0} // {1}", transfer=transfer.floor_division, precedence=6,
         mathml=f"<mrow><mo>⌊</mo>{_FRACTION}<mo>⌋</mo></mrow>", cost=0.5,
     ),
-    "mod": _integer(torch.remainder, "{0} % {1}", precedence=6, cost=0.5),
-    "imin": _integer(torch.minimum, "min({0}, {1})"),
-    "imax": _integer(torch.maximum, "max({0}, {1})"),
-    "iabs": _primitive((INT,), INT, torch.abs, "|{0}|", mathml=_MAGNITUDE),
-    "hash": _integer(hashed, "hash({0}, {1})"),
-    "and": _logic(torch.logical_and, "{0} ∧ {1}", precedence=2),
-    "or": _logic(torch.logical_or, "{0} ∨ {1}", precedence=1),
-    "not": _primitive((BOOL,), BOOL, torch.logical_not, "¬{0}", precedence=3),
+    "mod": _integer(torch.remainder, "{0} % {1}", transfer=transfer.remainder, precedence=6, cost=0.5),
+    "imin": _integer(torch.minimum, "min({0}, {1})", transfer=rising(transfer.least)),
+    "imax": _integer(torch.maximum, "max({0}, {1})", transfer=rising(transfer.greatest)),
+    "iabs": _primitive((INT,), INT, torch.abs, "|{0}|", transfer=transfer.absolute, mathml=_MAGNITUDE),
+    "hash": _integer(hashed, "hash({0}, {1})", transfer=lambda key, counter: Range(0, 2**31 - 1)),
+    "and": _logic(torch.logical_and, "{0} ∧ {1}", transfer=rising(operator.and_), precedence=2),
+    "or": _logic(torch.logical_or, "{0} ∨ {1}", transfer=rising(operator.or_), precedence=1),
+    "not": _primitive((BOOL,), BOOL, torch.logical_not, "¬{0}", transfer=transfer.negation, precedence=3),
     "to_float": _primitive(
-        (INT,), FLOAT, lambda x: x.to(torch.float64), "float({0})", mathml="{0}", bounded=True, tame=True
+        (INT,), FLOAT, lambda x: x.to(torch.float64), "float({0})", transfer=rising(float), mathml="{0}", tame=True
     ),
     "bool_to_float": _primitive(
-        (BOOL,), FLOAT, lambda x: x.to(torch.float32), "float({0})", mathml=_INDICATOR, bounded=True, tame=True
-    ),
-    "bool_to_int": _primitive((BOOL,), INT, _truncating_int, "int({0})", mathml=_INDICATOR),
-    "to_int": _primitive((FLOAT,), INT, _truncating_int, "int({0})"),
-    "where": Primitive(
-        args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0,
+        (BOOL,), FLOAT, lambda x: x.to(torch.float32), "float({0})", transfer=rising(float), mathml=_INDICATOR,
         tame=True,
+    ),
+    "bool_to_int": _primitive(
+        (BOOL,), INT, _truncating_int, "int({0})", transfer=rising(int), mathml=_INDICATOR
+    ),
+    "to_int": _primitive((FLOAT,), INT, _truncating_int, "int({0})", transfer=transfer.truncation),
+    "where": Primitive(
+        args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, transfer=transfer.selection,
+        text="{1} if {0} else {2}", precedence=0, tame=True,
         derivative=lambda g, y, p, a, b: (None, _where(p, g, ZERO), _where(p, ZERO, g)),
     ),
     "iwhere": Primitive(
-        args=(BOOL, INT, INT), result=INT, evaluate=torch.where, text="{1} if {0} else {2}", precedence=0,
+        args=(BOOL, INT, INT), result=INT, evaluate=torch.where, transfer=transfer.selection,
+        text="{1} if {0} else {2}", precedence=0,
     ),
 }  # fmt: skip
 """Comparisons of floats are `feq fne flt fle`, of integers `ieq ine ilt ile`; greater-than swaps the arguments."""

@@ -16,7 +16,7 @@ import torch
 
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints, reached
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, WEIGHT, ZERO, Expr, Kind, const, contains, coordinates, loads, walk
-from fusion.ir.primitives import PRIMITIVES, ROUNDED
+from fusion.ir.primitives import ROUNDED, is_bounded, is_tame
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import score_programs
 
@@ -135,6 +135,5 @@ def _may_be(expr: Expr, is_such: Callable[[float], bool]) -> bool:
         return any(_may_be(arg, is_such) for arg in expr.args[1:])
     if expr.op == "div":
         return _may_be(expr.args[0], is_such)
-    primitive = PRIMITIVES.get(expr.op)
-    passes_on = primitive is not None and primitive.tame and not primitive.bounded
+    passes_on = is_tame(expr.op) and not is_bounded(expr.op)
     return passes_on and any(arg.kind is Kind.FLOAT and _may_be(arg, is_such) for arg in expr.args)

@@ -1,14 +1,17 @@
-"""Constants of the exponential, and bounds on integers."""
+"""Constants of the exponential, and the ranges of numbers that kernels compute with."""
 
 from __future__ import annotations
 
 import functools
 import math
 import struct
+from collections.abc import Mapping
 
-from fusion.ir.expr import Expr, Kind, walk
+from fusion.ir.expr import WEIGHT, Expr, Kind, walk
 from fusion.ir.primitives import ROUNDED, is_step
-from fusion.ir.widths import LARGEST_SIZE
+from fusion.ir.ranges import interval, range_of
+from fusion.ir.spec import AttentionSpec, Normalizer
+from fusion.ir.transfer import Range
 
 LOG2E = math.log2(math.e)
 
@@ -48,30 +51,28 @@ def in_float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def width(expr: Expr) -> float:
+def width(expr: Expr) -> int:
     """A bound on all that an operation on INTs reads and makes: a remainder may be less than what it is of."""
     return max(map(magnitude, (expr, *(arg for arg in expr.args if expr.op in ("mod", "floordiv")))))
 
 
-def magnitude(expr: Expr) -> float:
-    """A bound on the absolute value of an INT expression for sizes below LARGEST_SIZE; infinite where none is known."""
-    if expr.op == "const":
-        return abs(expr.value)
-    if expr.op in ("coord", "size"):
-        return float(LARGEST_SIZE)
-    if expr.op == "load":
-        return math.inf
-    if expr.op == "bool_to_int":
-        return 1.0
-    if expr.op == "hash":
-        return 2.0**31 - 1
-    parts = [magnitude(arg) for arg in expr.args if arg.kind is Kind.INT]
-    if expr.op == "add":
-        return sum(parts)
-    if expr.op == "mul":
-        return math.prod(parts)
-    if expr.op == "mod":
-        return parts[1]
-    if expr.op == "floordiv":
-        return parts[0]
-    return max(parts, default=math.inf)
+@functools.lru_cache(maxsize=4096)
+def magnitude(expr: Expr) -> int:
+    """A bound on the absolute value of an INT expression, and of what it is computed from but for the argument of a
+    remainder; at least 2**63 where none is known."""
+    low, high = interval(expr, {}, lambda load: (-(2**63), 2**63))
+    inner = () if expr.op in ("load", "mod") else (arg for arg in expr.args if arg.kind is Kind.INT)
+    return max(-low, high, *map(magnitude, inner))
+
+
+def is_ordinary(expr: Expr, known: Mapping[Expr, Range]) -> bool:
+    """Whether a value is a positive number of float32, neither denormal nor infinite, or NaN. known: ranges of leaves;
+    nothing is known of others."""
+    found = range_of(expr, known.get)
+    return found.low >= 2.0**-125 and found.high <= 2.0**127  # with room for the rounding of float32
+
+
+def shares(spec: AttentionSpec) -> dict[Expr, Range]:
+    """The range of a weight that is a share of its row, but for rounding."""
+    shares = spec.normalizer is not Normalizer.NONE and spec.row_scale is None
+    return {WEIGHT: Range(0.0, 2.0, True)} if shares else {}

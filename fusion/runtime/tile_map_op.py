@@ -12,27 +12,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fusion.ir.expr import Expr, Kind, coordinates, loads
 from fusion.ir.ops import evaluate
+from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.sizes import size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
+from fusion.ir.transfer import Range
 from fusion.planning.pays import SAMPLES, WORTH_SAMPLING
 
 INT64 = torch.iinfo(torch.int64)
 WORTH_READING = 1 / 16  # share of the cells looked at that need no mask or no work
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """Of a value over cells: least and greatest, or NaN. Of a predicate: whether it must be, and may be, true."""
-
-    low: Tensor
-    high: Tensor
 
 
 def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Tensor:
@@ -73,7 +66,7 @@ class Cells:
         self.rank = len(spec.batch) + 2
         self.device = operands[0].device if operands else torch.device("cpu")
         self.n_q, self.n_k = size_value(spec.n_q, sizes), size_value(spec.n_k, sizes)
-        self._memo: dict[Expr, Interval] = {}
+        self._memo: dict[Expr, Range] = {}
 
     def codes(self) -> Tensor:
         """[b.., rows of cells, columns of cells, 2]: whether each cell is live, and whether it needs the mask."""
@@ -121,60 +114,23 @@ class Cells:
                 values = _pool(values, axis, size, largest)
         return values
 
-    def interval(self, expr: Expr) -> Interval:
+    def interval(self, expr: Expr) -> Range:
         found = self._memo.get(expr)
         if found is None:
             found = self._memo[expr] = self._interval(expr)
         return found
 
-    def _interval(self, expr: Expr) -> Interval:
+    def _interval(self, expr: Expr) -> Range:
         if not {"i", "j"} <= coordinates(expr):
             values = evaluate(expr, self._leaf, torch.float64)
             values = values.reshape([1] * (self.rank - values.dim()) + list(values.shape))
-            return Interval(low=self._pooled(values, False), high=self._pooled(values, True))
+            return Range(self._pooled(values, False), self._pooled(values, True))
         if expr.op == "load":
             return self._dense(expr)
         parts = [self.interval(arg) for arg in expr.args]
-        return self._predicate(expr, parts) if expr.kind is Kind.BOOL else self._number(expr, parts)
+        return functools.reduce(functools.partial(_applied, expr), parts[2:], _applied(expr, *parts[:2]))
 
-    def _predicate(self, expr: Expr, parts: list[Interval]) -> Interval:
-        """A comparison with NaN is false, so `high` is what is not excluded by bounds that are no NaN."""
-        a, b = parts[0], parts[-1]
-        if expr.op == "not":
-            return Interval(low=~a.high, high=~a.low)
-        if expr.op == "and":
-            return Interval(low=a.low & b.low, high=a.high & b.high)
-        if expr.op == "or":
-            return Interval(low=a.low | b.low, high=a.high | b.high)
-        kind = expr.op[1:]
-        if kind == "le":
-            return Interval(low=a.high <= b.low, high=~(a.low > b.high))
-        if kind == "lt":
-            return Interval(low=a.high < b.low, high=~(a.low >= b.high))
-        apart = (a.low > b.high) | (a.high < b.low)
-        same = (a.low == b.high) & (a.high == b.low)
-        return Interval(low=same, high=~apart) if kind == "eq" else Interval(low=apart, high=~same)
-
-    def _number(self, expr: Expr, parts: list[Interval]) -> Interval:
-        if expr.op == "add":
-            return functools.reduce(_sum, parts)
-        if expr.op == "iabs":
-            (part,) = parts
-            top = torch.maximum(part.low.abs(), part.high.abs())
-            found = Interval(low=torch.maximum(part.low, -part.high).clamp(0), high=top)
-            return _anything_where(part.low == INT64.min, found)  # whose magnitude is itself
-        if expr.op == "floordiv":
-            divisor = expr.args[1].integer
-            return Interval(low=parts[0].low // divisor, high=parts[0].high // divisor)
-        factor, part = 1, parts[0]
-        for arg, bounds in zip(expr.args, parts, strict=True):
-            factor, part = (factor * arg.integer, part) if arg.is_const else (factor, bounds)
-        ends = part.low * factor, part.high * factor
-        most = INT64.max // max(abs(factor), 1)
-        found = Interval(low=ends[0], high=ends[1]) if factor >= 0 else Interval(low=ends[1], high=ends[0])
-        return _anything_where((part.low < -most) | (part.high > most), found)
-
-    def _dense(self, expr: Expr) -> Interval:
+    def _dense(self, expr: Expr) -> Range:
         """Least and greatest values of a tensor over cells."""
         tensor, pooled = self._view(expr)
         read = _widened
@@ -182,7 +138,7 @@ class Cells:
             read = Tensor.bool
             tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else (tensor != 0).view(torch.uint8)
         low, high = (read(self._pooled(tensor, largest, pooled)) for largest in (False, True))
-        return Interval(low=low, high=high)
+        return Range(low, high)
 
     def _view(self, expr: Expr) -> tuple[Tensor, list[int]]:
         """The tensor of a load with its dimensions at their coordinates' axes, and those axes along which it has one
@@ -221,19 +177,15 @@ class Cells:
         return tensor, pooled
 
 
-def _sum(left: Interval, right: Interval) -> Interval:
-    low, high = left.low + right.low, left.high + right.high
-
-    def wraps(x: Tensor, y: Tensor, total: Tensor) -> Tensor:
-        return ((x ^ total) & (y ^ total)) < 0
-
-    beyond = wraps(left.low, right.low, low) | wraps(left.high, right.high, high)
-    return _anything_where(beyond, Interval(low=low, high=high))
-
-
-def _anything_where(wraps: Tensor, found: Interval) -> Interval:
-    """The bounds, and none where integers may wrap around within them."""
-    return Interval(low=found.low.masked_fill(wraps, INT64.min), high=found.high.masked_fill(wraps, INT64.max))
+def _applied(expr: Expr, *parts: Range) -> Range:
+    """The range of an operation's result. Integers that come near the ends of 64 bits may wrap around, to any."""
+    transfer = PRIMITIVES[expr.op].transfer
+    found = transfer(*parts)
+    if expr.kind is not Kind.INT:
+        return found
+    exact = transfer(*(Range(part.low.double(), part.high.double()) for part in parts))
+    wraps = (exact.low < -(2.0**62)) | (exact.high > 2.0**62)
+    return Range(found.low.masked_fill(wraps, INT64.min), found.high.masked_fill(wraps, INT64.max))
 
 
 def _widened(values: Tensor) -> Tensor:

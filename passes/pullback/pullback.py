@@ -27,7 +27,7 @@ from fusion.ir import integers
 from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node
 from fusion.ir.ops import apply, as_float, where
 from fusion.ir.primitives import ROUNDED
-from fusion.ir.widths import interval, is_exact, within
+from fusion.ir.ranges import interval, is_exact, within
 from fusion.refusals import Ground
 
 from .. import marks, nodes

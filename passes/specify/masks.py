@@ -16,8 +16,8 @@ from fusion.ir.expr import FALSE, I0, I1, TRUE, Expr, I, J, contains, coordinate
 from fusion.ir.fills import fill_of
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import apply, conjuncts
+from fusion.ir.ranges import may_be_moved
 from fusion.ir.spec import Normalizer
-from fusion.ir.widths import may_be_moved
 
 HARD = -1e4
 """Fills above this are treated as ordinary biases: a score could come near them."""

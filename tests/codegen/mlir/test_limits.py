@@ -17,7 +17,7 @@ from fusion.codegen.mlir.packing import SLOTS, PackedRows
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.errors import KernelCompilationError, UnsupportedSizeError
 from fusion.ir.expr import const
-from fusion.ir.widths import LARGEST_SIZE
+from fusion.ir.ranges import LARGEST_SIZE
 from fusion.machine import cpu
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import HERE, case

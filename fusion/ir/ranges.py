@@ -1,0 +1,116 @@
+"""Value ranges: between which ends an expression lies, by the transfer functions of the primitives; and integers of a
+limited width: what is left of one in a dtype."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from fusion.ir import integers
+from fusion.ir.expr import Expr, Kind, walk
+from fusion.ir.primitives import ANY, PRIMITIVES
+from fusion.ir.transfer import Range
+
+LARGEST_SIZE = 2**25
+"""Run-time sizes are below this (launchers check), so that small multiples of coordinates fit in 32 bits."""
+
+_WIDE = ANY[Kind.INT]
+_EXACT = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+Ends = tuple[int, int]
+"""(least, largest) integer."""
+
+
+def range_of(expr: Expr, leaf: Callable[[Expr], Range | None]) -> Range:
+    """The range of an expression. leaf: that of a coordinate, size, load or score; None where nothing is known."""
+    ranges: dict[Expr, Range] = {}
+    for part in walk(expr):
+        if part.is_const:
+            ranges[part] = _of_constant(part)
+        elif part.op in PRIMITIVES:
+            ranges[part] = transferred(part.op, *(ranges[arg] for arg in part.args))
+        else:
+            ranges[part] = leaf(part) or ANY[part.kind]
+    return ranges[expr]
+
+
+def transferred(op: str, *parts: Range) -> Range:
+    """The range of a primitive's result. Integers wrap around at the ends of 64 bits, and may then be any."""
+    primitive = PRIMITIVES[op]
+    result = functools.reduce(primitive.transfer, parts) if op in ("add", "mul") else primitive.transfer(*parts)
+    wraps = primitive.result is Kind.INT and not (_WIDE.low <= result.low and result.high <= _WIDE.high)
+    return _WIDE if wraps else result
+
+
+def _of_constant(part: Expr) -> Range:
+    if part.kind is not Kind.FLOAT:
+        value = integers.in_64_bits(part.integer) if part.kind is Kind.INT else bool(part.attr)
+        return Range(value, value)
+    return Range(math.inf, -math.inf, True) if math.isnan(part.value) else Range(part.value, part.value)
+
+
+def interval(expr: Expr, bounds: integers.Bounds, of_load: Callable[[Expr], Ends]) -> Ends:
+    """(least, largest) value that an integer may have, by the bounds of the coordinates and of the tensors that are
+    read."""
+
+    def leaf(part: Expr) -> Range | None:
+        if part.op == "coord":
+            extent = bounds.get(part)
+            return Range(0, max(0, (LARGEST_SIZE if extent is None else range_of(extent, leaf).high) - 1))
+        if part.op == "size":
+            return Range(0, LARGEST_SIZE)
+        return Range(*of_load(part)) if part.op == "load" and part.kind is Kind.INT else None
+
+    found = range_of(expr, leaf)
+    return found.low, found.high
+
+
+def may_be_moved(left: Expr, right: Expr) -> bool:
+    """Whether `left <= right` is `0 <= right - left`: no sum or product on the way leaves 64 bits, where it would wrap
+    around. Data may be any number."""
+    return not any(map(_may_wrap, (left, right, integers.sub(right, left))))
+
+
+def _may_wrap(value: Expr) -> bool:
+    return any(
+        part.op in ("add", "mul")
+        and any(map(_may_be_large, walk(part)))
+        and not within_half(interval(part, {}, lambda load: (_WIDE.low, _WIDE.high)))
+        for part in walk(value)
+    )
+
+
+def _may_be_large(part: Expr) -> bool:
+    """Whether a leaf may be an integer of any size; positions in memory are not."""
+    return part.op in ("load", "to_int") or (part.is_const and part.kind is Kind.INT and abs(part.integer) > 2**31)
+
+
+def within_half(limits: Ends) -> bool:
+    """Whether the difference of two such integers is one of 64 bits."""
+    return -(2**62) <= limits[0] and limits[1] <= 2**62
+
+
+def within(value: Expr, dtype: torch.dtype, limits: Ends) -> Expr | None:
+    """An integer within `limits` as `dtype` holds it, wrapped around; None where that cannot be expressed."""
+    held = torch.iinfo(dtype)
+    if dtype is torch.int64 or (held.min <= limits[0] and limits[1] <= held.max):
+        return value
+    if value.is_const:
+        return integers.integer((value.integer - held.min) % 2**held.bits + held.min)
+    if held.bits > 16 or any(part.op == "to_int" for part in walk(value)):
+        return None  # kernels may compute in 32 bits; and a float beyond an integer's range becomes any number
+    return integers.add(integers.mod(integers.sub(value, held.min), 2**held.bits), held.min)
+
+
+def dtype_range(dtype: str) -> Ends:
+    """The integers of a dtype."""
+    held = torch.iinfo(getattr(torch, dtype))
+    return held.min, held.max
+
+
+def is_exact(limits: Ends, dtype: torch.dtype) -> bool:
+    """Whether a floating dtype holds every integer in `limits`."""
+    return max(map(abs, limits)) <= math.ldexp(1, _EXACT[dtype])
