@@ -276,7 +276,15 @@ def queries_added_then_zero(q, k, v):
     return (q @ k.mT + mask).softmax(-1).masked_fill(mask < 0, 0.0) @ v
 
 
+def exponentials_less_a_maximum_of_fills_above(q, k, v):
+    """Every exponential of a score is 0, and so is their sum."""
+    s = lowest(q, k) * -0.7
+    e = (s - s.amax(-1, keepdim=True)).exp() * keep(q, k)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
 LEFT = {
+    exponentials_less_a_maximum_of_fills_above: "a maximum that a mask's fill takes far above",
     queries_added_then_zero: "masked after the softmax",
     shifted_between_scales_that_round: "another reduction",
     shifted_between_a_scale_and_a_larger_one: "another reduction",
