@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from fusion import dynamo, linear, logs, mkl, undisturbed, versions
 from fusion.approximate import certificates
 from fusion.dual_numbers import with_tangents
-from fusion.errors import BlockMaskError, EmitterError, StrictError
+from fusion.errors import EmitterError, StrictError
 from fusion.ir import Kind
 from fusion.ir.sizes import size_value
 from fusion.options import Options
@@ -29,7 +29,6 @@ from fusion.passes.recognize.find import Site, may_hold_attention
 from fusion.passes.replace import Pays, rewrite
 from fusion.passes.specify.specify import Specified
 from fusion.passes.subgraphs import checkpointing, transforms
-from fusion.passes.tensors import nested
 from fusion.passes.trace import autocast
 from fusion.passes.trace.normalize import normalize
 from fusion.passes.trace.outline import sealed_softmaxes
@@ -80,7 +79,7 @@ def _fusion(
         raise
     publish(report)
     compiled = with_tangents(compiled, fused) if report.fused else compiled
-    if chosen.verify == "run" and report.fused and chosen.approximate is None and chosen.block_mask is None:
+    if chosen.verify == "run" and report.fused and chosen.approximate is None:
         return calls.compared(compiled, module, fused)
     return compiled if chosen.approximate is None or not report.fused else _clear_certificates_before_call(compiled)
 
@@ -122,12 +121,8 @@ def _fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) 
     try:
         graph, report, inside = _passes(module, example_inputs, options, dump)
     except Exception as problem:
-        if options.strict or isinstance(problem, BlockMaskError | EmitterError):
+        if options.strict or isinstance(problem, EmitterError):
             raise
-        if options.block_mask is not None:
-            raise BlockMaskError(
-                f"block_mask was asked for, but the graph could not be analysed: {problem}"
-            ) from problem
         dump.failure(problem)
         first, *_ = str(problem).strip().splitlines() or [""]
         intended = isinstance(problem, nodes.Unsupported)
@@ -182,8 +177,7 @@ def _replaced(
 ) -> tuple[GraphModule, Report, set[str]]:
     """As `_rewritten`, of a normalized graph, which is changed. notes: to report if anything is fused."""
     reads = functools.partial(kernels.reads, request=options.request)
-    wanted = "never" if options.block_mask is not None else options.cascades
-    sites, changes = cascades.find(graph.graph, reads, wanted, but, pays.cascade_pays)
+    sites, changes = cascades.find(graph.graph, reads, options.cascades, but)
     drawn, hints = [graph_excerpt.before(site) for site in sites], nodes.size_hints(graph.graph)
     dump.sites(sites)
     verdicts: dict[int, Verdict] = {}
@@ -193,13 +187,11 @@ def _replaced(
         _supports(options),
         str(options.request),
         _pays(options),
-        options.block_mask,
-        functools.partial(_validated, verdicts) if options.verify and options.block_mask is None else None,
-        functools.partial(_keeps_mask, options) if options.block_mask is None else None,
+        functools.partial(_validated, verdicts) if options.verify else None,
+        functools.partial(_keeps_mask, options),
     )
     if failed := cascades.failed(graph.graph, changes):
         return graph, Report(), failed
-    _check_block_mask(sites, options)
     dump.stage("rewritten", graph)
     report = report_of(sites, specified, drawn, hints, options)
     for site, told in zip(sites, report.sites, strict=True):
@@ -212,10 +204,8 @@ def _normalized(
     module: GraphModule, example_inputs: Sequence[Any], bodies: Mapping[str, GraphModule], options: Options
 ) -> tuple[GraphModule, list[str]]:
     """The graph in the form that is analysed, without what need not be computed, and what to report of that."""
-    if options.block_mask is not None and nested.attends(module):
-        raise nodes.Unsupported(Ground.NESTED, "block_mask has no positions in nested tensors")
     graph = normalize(module, example_inputs, bodies)
-    notes = skip_unread_rows(graph.graph) if options.block_mask is None else []
+    notes = skip_unread_rows(graph.graph)
     read_by_distance(graph.graph)
     return graph, notes
 
@@ -266,7 +256,7 @@ def _fuse_transformed(module: GraphModule, options: Options) -> tuple[GraphModul
             continue
         with run.modes():
             graph, report = _fuse(run.body, run.values, options)
-        if options.transforms == "auto" and run.asked is not transforms.Asked.GRADIENTS and options.block_mask is None:
+        if options.transforms == "auto" and run.asked is not transforms.Asked.GRADIENTS:
             _leave_small(report, _tangents_have_kernels(run, report, options))
         whole.sites += report.sites
         whole.notes += [note for note in report.notes if note != NO_ATTENTION]
@@ -327,7 +317,7 @@ def _keeps_mask(options: Options, found: Specified, dense: Specified, hints: Map
 
 
 def _supports(options: Options) -> Callable[[Specified, torch.device, Sequence[int]], Refusal | None]:
-    chosen = options.training == "always" or options.strict or options.block_mask is not None
+    chosen = options.training == "always" or options.strict
     may_leave = not chosen and options.emitter == "auto" and options.inner == "inductor"
 
     def supports(part: Specified, device: torch.device, sizes: Sequence[int]) -> Refusal | None:
@@ -347,10 +337,3 @@ def _pays(options: Options) -> Pays | None:
     if options.emitter == "reference" or options.tile_maps == "never":
         return None
     return map_pays if options.tile_maps == "auto" else lambda *_: True
-
-
-def _check_block_mask(sites: Sequence[Site], options: Options) -> None:
-    """The user's mask applies to every attention or to none."""
-    if options.block_mask is not None and (left := [site for site in sites if site.refusal is not None]):
-        told = "\n".join(f"{nodes.source_line(s.anchor) or s.anchor.name}: {s.refusal}" for s in left)
-        raise BlockMaskError(f"block_mask was asked for, but these attentions are not fused:\n{told}")

@@ -70,10 +70,6 @@ class LargeTableError(FusionError, ValueError):
     """The gradient of a tensor that is read at computed indices, too large for every thread to keep a copy."""
 
 
-class BlockMaskError(FusionError, ValueError):
-    """`options={"block_mask": ...}` does not fit an attention, or cannot be applied to it."""
-
-
 class ApproximationError(FusionError, ValueError):
     """An approximation was asked for that does not exist."""
 

@@ -44,12 +44,10 @@ class RewritePass(inductor.CustomGraphPass):
         if (fused := self.rewrite(found, values, self.options)) is not None:
             _put_in_place(fused, module)
 
-    def uuid(self) -> str | None:
-        """What results depend on beside the graph; None with a block mask, which has no name that lasts."""
+    def uuid(self) -> str:
+        """What results depend on beside the graph."""
         from fusion.machine import machine
 
-        if self.options.block_mask is not None:
-            return None
         return f"fusion, source {_source()}, {self.options}, {machine()}, torch {torch.__version__}"
 
 

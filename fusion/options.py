@@ -38,9 +38,6 @@ class Options:
         says that nothing is trained, although parameters require gradients.
     linear: whether products of float32 matrices on CPUs, as in linear layers, are computed by oneDNN: "auto" where that
         was measured to be faster than MKL on this processor (docs/linear.md), "always", or "never".
-    block_mask: a mask for every attention, beside the model's own: a callable `keep(b, h, i, j)` of integer tensors
-        that returns a bool tensor, or a bool tensor [.., rows, columns] of blocks (leading dimensions: heads, or batch
-        and heads). None for no such mask. An attention that cannot have it is an error.
     autotune: measure a few tiles of each GPU kernel at its first call, and take the fastest from then on;
         `mode="max-autotune"` asks for it, too.
     strict: raise `StrictError` instead of leaving an attention unfused.
@@ -59,7 +56,6 @@ class Options:
     cascades: When = "auto"
     training: Training = "auto"
     linear: When = "auto"
-    block_mask: Any = None
     autotune: bool = False
     strict: bool = False
     verify: Verify = True
@@ -93,8 +89,6 @@ class Options:
                     f"unknown option {name!r} of backend 'fusion'.{hint} Valid options: {', '.join(known)}."
                 )
             _check(name, value, hints[name])
-            if name == "block_mask":
-                _check_block_mask(value)
             if name == "emitter":
                 _check_emitter(value)
         return cls(**(given or {}))
@@ -115,20 +109,3 @@ def _check_emitter(value: Any) -> None:
 
     if value not in names():
         raise OptionError(f"option 'emitter' is {value!r}; it must be one of {', '.join(map(repr, names()))}.")
-
-
-def _check_block_mask(value: Any) -> None:
-    import torch
-
-    if value is None or (callable(value) and not isinstance(value, torch.Tensor)):
-        return
-    if not isinstance(value, torch.Tensor):
-        raise OptionError(
-            f"option 'block_mask' is a {type(value).__name__}; it must be a callable of (b, h, i, j), a bool tensor "
-            "[.., rows, columns], or None."
-        )
-    if value.dtype is not torch.bool or not 2 <= value.dim() <= 4 or 0 in value.shape:
-        raise OptionError(
-            f"option 'block_mask' is a tensor of {value.dtype} and the shape {list(value.shape)}; it must be a bool "
-            "tensor [rows, columns], [heads, rows, columns] or [batch, heads, rows, columns] with elements."
-        )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
 from torch.fx import Node
 
 T = TypeVar("T")
@@ -70,6 +69,3 @@ folded = Mark[Any]("folded", None)
 
 affine = Mark[Any]("affine", None)
 """That value as an affine function of the index, where it is one."""
-
-block_mask = Mark[Tensor | None]("block_mask", None)
-"""Of a constant that was put into the graph: the tensor of the user's mask that it holds."""

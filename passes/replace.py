@@ -25,7 +25,6 @@ from .pullback.tables import Table
 from .recognize.defects import defect
 from .recognize.find import Attention, Site
 from .specify.aux_outputs import Use
-from .specify.block_mask import BlockMask
 from .specify.by_rows import Pays as SetsPay
 from .specify.by_rows import read_sets, with_merged_heads
 from .specify.escaping import Anew, downstream_of_products, impurity, refuse_escaping
@@ -46,7 +45,6 @@ def rewrite(
     supports: Supports,
     emitter: str = "auto",
     pays: Pays | None = None,
-    block_mask: BlockMask | None = None,
     validate: Validate | None = None,
     sets_pay: SetsPay | None = None,
 ) -> dict[int, list[Specified]]:
@@ -60,10 +58,10 @@ def rewrite(
     """
     symbols, hints = Symbols(module.graph), nodes.size_hints(module.graph)
     split_extrema(module.graph, sites)
-    specified = _specify_all(sites, symbols, block_mask)
-    anew: Anew = lambda site, found: _specify(site, site.attentions[0], symbols, None, found)
+    specified = _specify_all(sites, symbols)
+    anew: Anew = lambda site, found: _specify(site, site.attentions[0], symbols, found)
     # First: what is refused here is not validated, and no kernels are built for it.
-    refuse_escaping(module.graph, sites, specified, anew if block_mask is None else None, symbols)
+    refuse_escaping(module.graph, sites, specified, anew, symbols)
     if validate is not None:
         _refuse(sites, specified, lambda site, parts: validate(site, parts, hints))
     read_sets(specified, sets_pay, hints)
@@ -87,14 +85,14 @@ def _guard(taken: Iterable[Site]) -> None:
         site.assumed.guard()
 
 
-def _specify_all(sites: Sequence[Site], symbols: Symbols, block_mask: BlockMask | None) -> dict[int, list[Specified]]:
+def _specify_all(sites: Sequence[Site], symbols: Symbols) -> dict[int, list[Specified]]:
     specified: dict[int, list[Specified]] = {}
     for number, site in enumerate(sites):
         if site.refusal is not None:
             continue
         try:
             _refuse_reordered_reads(site)
-            specified[number] = [_specify(site, a, symbols, block_mask) for a in site.attentions]
+            specified[number] = [_specify(site, a, symbols) for a in site.attentions]
         except Unsupported as problem:
             site.refusal, site.blame = problem.refusal, problem.node
         except Exception as problem:  # no other attention is lost for it
@@ -125,11 +123,9 @@ def _unsupported(
     return next(filter(None, refusals), None)
 
 
-def _specify(
-    site: Site, attention: Attention, symbols: Symbols, block_mask: BlockMask | None, found_uses: Sequence[Use] = ()
-) -> Specified:
+def _specify(site: Site, attention: Attention, symbols: Symbols, found_uses: Sequence[Use] = ()) -> Specified:
     with site.assumed.hold():
-        found = specify(site, attention, block_mask, found_uses)
+        found = specify(site, attention, found_uses)
     _refuse_distributed_dropout(found)
     _refuse_narrowed(site, found)
     for extent in found.sizes:

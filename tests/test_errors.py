@@ -143,20 +143,3 @@ def test_of_sizes_beyond_the_kernels(spec, monkeypatch):
         trained.outputs(given, [1, 2, 5, 5])
     with pytest.raises(UnsupportedSizeError, match="was met; GPU kernels take sizes below"):
         triton_launch.check_sizes([1 << 40])
-
-
-def test_of_block_masks():
-    def flat(q, k, v):
-        return torch.softmax(q @ k.transpose(1, 2), -1) @ v
-
-    given = [torch.randn(2, 8, 4) for _ in range(3)]
-    for mask, message in (
-        (
-            torch.ones(2, 2, 2, dtype=torch.bool),
-            "instead of batch and heads; give a mask of two dimensions",
-        ),
-        (lambda b, h, i, j: i >= j + h, "instead of these two; give a mask of positions only"),
-    ):
-        torch._dynamo.reset()
-        with pytest.raises(Exception, match=message):
-            torch.compile(flat, backend="fusion", options={"inner": "eager", "block_mask": mask})(*given)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from fusion.ir import AttentionSpec, Operand, Output, integers
-from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, const, coord, load, rebuild, renumbered, size, walk
+from fusion.ir import AttentionSpec, Operand, Output
+from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, coord, load, rebuild, renumbered, size, walk
 from fusion.ir.mixing import Mixing
-from fusion.ir.ops import where
 from fusion.ir.records import mapped
 from fusion.ir.sizes import size_value
 from fusion.ir.spec import FurtherOutput, Normalizer
@@ -29,7 +27,6 @@ from ..recognize.core import Core
 from ..recognize.dead_rows import filled_by_selection
 from ..recognize.find import Attention, Site
 from .aux_outputs import Use
-from .block_mask import BlockMask, predicate
 from .key_sets import KeySet
 from .masks import decided, understand
 
@@ -82,10 +79,8 @@ class Specified:
         return {name: size_value(extent, hints) for name, extent in zip(self.spec.sizes, self.sizes, strict=True)}
 
 
-def specify(
-    site: Site, attention: Attention, block_mask: BlockMask | None = None, uses: Sequence[Use] = ()
-) -> Specified:
-    """The spec of one attention, under the user's mask, with outputs for `uses`; raises `Unsupported`."""
+def specify(site: Site, attention: Attention, uses: Sequence[Use] = ()) -> Specified:
+    """The spec of one attention, with outputs for `uses`; raises `Unsupported`."""
     core = _with_scaled_values(attention, marks.requires_grad(site.root))
     products = attention.pullback.products
     if core.row_scale is not None and attention.pullback.partly_detached:
@@ -97,7 +92,7 @@ def specify(
     operands = [access.node for access in accesses]
     resolve = _Resolver(products, main, attention.pullback, operands)
     accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
-    core = _resolved(core, site, attention, resolve, block_mask)
+    core = _resolved(core, site, attention, resolve)
     core, accesses, head = heads.named(core, accesses, attention.pullback.bounds)
     further = tuple(decided(resolve(use.value), site.bounds | {J: attention.keys}) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
@@ -164,14 +159,11 @@ def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:
     return FurtherOutput(value=value, dims=use.dims, dtype=dtype, reduction=use.reduction, over=use.over)
 
 
-def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver, block_mask: BlockMask | None) -> Core:
-    """The core in terms of the spec's operands, under the user's own mask, with what the bounds decide decided."""
+def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver) -> Core:
+    """The core in terms of the spec's operands, with what the bounds decide decided."""
     bounds = site.bounds | {J: attention.keys}
     found = mapped(replace(core, origin=None), resolve)
-    score, weight = decided(found.score, bounds), decided(found.weight, bounds)
-    if block_mask is not None:
-        score = _under_block_mask(score, block_mask, site, bounds, core.normalizer, resolve)
-    return replace(found, score=score, weight=weight)
+    return replace(found, score=decided(found.score, bounds), weight=decided(found.weight, bounds))
 
 
 def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename: _Sizes) -> AttentionSpec:
@@ -224,17 +216,6 @@ def _spec(
         mask=mapped(mask, rename),
         sizes=(),
     )
-
-
-def _under_block_mask(
-    score: Expr, mask: BlockMask, site: Site, bounds: integers.Bounds, normalizer: Normalizer, resolve: _Resolver
-) -> Expr:
-    """The score program where the user's mask holds, and a dead score elsewhere."""
-    module = site.root.graph.owning_module
-    assert module is not None
-    keep, held = predicate(mask, module, bounds, nodes.value(site.root).device)
-    keep = decided(resolve.renumbered(keep, held), bounds)
-    return where(keep, score, const(0.0 if normalizer is Normalizer.NONE else -math.inf))
 
 
 def _main_product(core: Core, products: list[Product]) -> int:

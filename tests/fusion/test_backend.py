@@ -40,8 +40,7 @@ def test_unknown_option_names_the_valid_ones():
         Options.parse({"iner": "eager"})
     with pytest.raises(
         Exception,
-        match="Valid options: inner, emitter, tile_maps, transforms, cascades, training, linear, block_mask, autotune, "
-        "strict",
+        match="Valid options: inner, emitter, tile_maps, transforms, cascades, training, linear, autotune, strict",
     ):
         torch.compile(attend, backend="fusion", options={"colour": "red"})(*inputs())
 

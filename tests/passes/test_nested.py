@@ -367,11 +367,3 @@ def test_checkpointed_parts_stay_whole():
     given = [rows.unflatten(-1, (HEADS, -1))] * 3
     exact = [(x.values().double() @ weight.double()).unflatten(-1, (HEADS, -1))] * 3
     assert_as_exact_as_eager(out.values(), of_each(*given, LENGTHS[0]), of_each(*exact, LENGTHS[0]))
-
-
-def test_a_mask_of_the_user_has_no_positions_in_sequences():
-    x = of_offsets(torch.randn(170, HEADS, COLUMNS), LENGTHS[0])
-    torch._dynamo.reset()
-    run = torch.compile(attend, backend="fusion", options={"block_mask": lambda b, h, i, j: j <= i})
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="BlockMaskError.*no positions in nested tensors"):
-        run(x, x, x)

@@ -177,37 +177,6 @@ def attend(q, k, v):
     return torch.softmax(q @ k.mT * 0.25, -1) @ v
 
 
-BLOCKS = torch.tensor([[1, 0, 0, 1], [0, 0, 1, 0], [1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]], dtype=torch.bool)
-DOCUMENTS = (torch.arange(N_K) // 70)[None].repeat(2, 1)
-
-
-@pytest.mark.parametrize(
-    "mask", [BLOCKS, lambda b, h, i, j: DOCUMENTS[b, i] == DOCUMENTS[b, j]], ids=["tensor", "callable"]
-)
-def test_a_users_block_mask_is_listed_too(products, mask):
-    qkv = [x.requires_grad_() for x in inputs_for(DOCUMENTS, N_K)[:3]]
-    if isinstance(mask, torch.Tensor):
-        live = mask.repeat_interleave(40, 0).repeat_interleave(50, 1)
-    else:
-        live = DOCUMENTS[0][:, None] == DOCUMENTS[0]
-    torch._dynamo.reset()
-    out = torch.compile(attend, backend="fusion", options=OPTIONS | {"block_mask": mask})(*qkv)
-    grad = torch.randn(out.shape)
-
-    def eager(q, k, v):
-        return torch.softmax((q @ k.mT * 0.25).masked_fill(~live, -math.inf), -1) @ v
-
-    double = wide(qkv)
-    assert_as_exact_as_eager(out, eager(*qkv), eager(*double), torch.float32)
-    found = torch.autograd.grad(out, qkv, grad)
-    results = torch.autograd.grad(eager(*qkv), qkv, grad), torch.autograd.grad(eager(*double), double, grad.double())
-    for ours, theirs, true in zip(found, *results, strict=True):
-        assert_as_exact_as_eager(ours, theirs, true, torch.float32)
-    live = live.expand(*out.shape[:3], N_K)
-    assert products["attention_forward"] == 2 * tiles_with_a_second_pass(live, True) < 2 * 2 * 7 * 4
-    assert products["attention_backward_keys"] == 4 * tiles_to_differentiate(live)
-
-
 @pytest.mark.parametrize(
     "tile", [Tile(rows=64, keys=16, warps=4, stages=1), Tile(rows=16, keys=128, warps=4, stages=1)]
 )
