@@ -25,29 +25,25 @@ from fusion.torch_private.tracing import user_name, user_path
 
 
 def report_of(
-    sites: Sequence[Site],
-    specified: Mapping[int, Sequence[Specified]],
-    drawn: Sequence[graph_excerpt.Excerpt],
-    hints: Mapping[str, int],
-    options: Options,
+    sites: Sequence[Site], pictures: Sequence[graph_excerpt.Excerpt], hints: Mapping[str, int], options: Options
 ) -> Report:
-    """The report. specified: by position in `sites`. drawn: the graph around each before anything was replaced."""
+    """The report. pictures: the graph around each site before anything was replaced."""
     report = Report()
-    for number, (site, before) in enumerate(zip(sites, drawn, strict=True)):
-        parts = specified.get(number, ())
+    for site, before in zip(sites, pictures, strict=True):
         blame = None if site.refusal is None else site.blame
         by = None if blame is None else nodes.producer(blame)
         report.sites.append(
             SiteReport(
-                fused=number in specified,
+                fused=site.refusal is None,
                 refusal=_advised(site.refusal, options),
                 stopped_by=None if by is None else described(by) or str(by.target),
                 stopped_at=None if by is None else nodes.source_line(by),
                 location=nodes.source_line(site.anchor),
                 module=nodes.module_path(site.anchor),
-                before=graph_excerpt.marked(before, blame),
-                after=graph_excerpt.after(before, parts) if parts else None,
-                attentions=tuple(_attention(part, hints, options) for part in parts),
+                before=before,
+                after=graph_excerpt.after(before, site.calls) if site.calls else None,
+                attentions=tuple(_attention(call, hints, options) for call in site.calls),
+                validated=site.validated,
             )
         )
     return report

@@ -54,13 +54,6 @@ def before(site: Site) -> Excerpt:
     return Excerpt(nodes=tuple(boxes), left_out=len(region) - len(kept))
 
 
-def marked(site: Excerpt, blame: Node | None) -> Excerpt:
-    """The region with the node that stopped the rewrite marked, where it is in the picture."""
-    if blame is None:
-        return site
-    return replace(site, nodes=tuple(replace(b, role="blame") if b.name == blame.name else b for b in site.nodes))
-
-
 def after(site: Excerpt, parts: Sequence[Specified]) -> Excerpt:
     """The calls that stand in the place of a fused region."""
     known, root = {box.name: box for box in site.nodes}, site.nodes[-1]
@@ -81,11 +74,7 @@ def after(site: Excerpt, parts: Sequence[Specified]) -> Excerpt:
 
 def inside(site: Site) -> set[Node]:
     """The nodes of a site's region; of a refused one, also those above its product that a person would count in."""
-    region = site.interior() | {site.anchor}
-    here = site.root
-    while here is not site.anchor:
-        region.add(here)
-        here = here.all_input_nodes[0]
+    region = {*site.interior, *site.tail()}
     if site.refusal is not None:  # the walk ended early: show what a person would call the attention
         region |= _upstream(site.anchor)
         if site.blame is not None and site.blame.op == "call_function":

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 T = TypeVar("T")
 
@@ -69,3 +71,10 @@ folded = Mark[Any]("folded", None)
 
 affine = Mark[Any]("affine", None)
 """That value as an affine function of the index, where it is one."""
+
+
+def carry_nodes(copy: Node, copies: Mapping[Node, Node]) -> None:
+    """Let the annotations of a copied node name the copies of the nodes that they name."""
+    for mark in (mutations, aliases, statistic_of, seed):
+        if mark.on(copy):
+            copy.meta[mark.key] = map_arg(copy.meta[mark.key], copies.__getitem__)

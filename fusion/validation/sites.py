@@ -118,7 +118,7 @@ class _Comparison:
         self.places = coordinates_of_samples(self.dims, shape)
         n_q = shape[self.dims.index("i")]
         operands = {operand for part in parts for operand in part.operands}
-        interior = site.interior()
+        interior = site.interior
         left_out = any(part.op == "where" for part in walk(*(p.spec.score for p in parts)))
         left_out |= any(nodes.packet(node) in (aten.where, aten.masked_fill) for node in interior)
         self.exponentials = _without_maximum(interior)
@@ -251,7 +251,7 @@ def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
     """Q, K, V and what else is multiplied as a matrix are factors; what else is multiplied or divided is a scale. What
     is added and a product, the same for all queries and keys, or ignored as the same for all keys, is no mask, but
     finite."""
-    among = {*site.interior(), site.anchor}
+    among = {*site.interior, site.anchor}
     roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
     made = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
     roles |= {part.operands[r.operand]: Role.FACTOR if r.operand < 3 else Role.FINITE for part, r in made}

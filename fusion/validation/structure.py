@@ -23,7 +23,7 @@ _MARKS = (marks.requires_grad, marks.stop_gradient, marks.mutations, marks.is_se
 def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> str:
     """A digest that is equal for sites that validation cannot tell apart."""
     operands = [operand for part in parts for operand in part.operands]
-    ends = set(operands) - site.interior()
+    ends = set(operands) - site.interior
     numbers: dict[Node, int] = {}
     inside: set[Node] = set()
     lines: list[object] = []

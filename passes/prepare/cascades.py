@@ -15,8 +15,8 @@ costs less than the sweeps over a table of scores that other compilers make.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +31,8 @@ from ..nodes import Unsupported, arguments, packet, shape
 from ..pullback.caches import are_plain
 from ..pullback.contractions import is_contraction, products_above
 from ..recognize.ancestors import SOFTMAXES, Met, Upstream
-from ..recognize.find import ANY, Reads, Site, find_sites, mark_roots
-from . import late_division
-from .late_division import Moved
+from ..recognize.find import Site
+from .trials import Change, Promise
 
 aten = torch.ops.aten
 _GROUNDS = (
@@ -50,82 +49,27 @@ Pays = Callable[[Iterable[int], bool], bool]
 whether attentions of their own are worth their cost."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """A reduction that an attention of its own computes.
-
-    node: the reduction.
-    value: what takes its place; the node itself where that is marked as a further output.
-    product: with the ones.
-    made: what was put into the graph, in order.
-    serves: the products with V that it was cut for.
-    """
-
-    node: Node
-    value: Node
-    product: Node
-    made: list[Node]
-    serves: list[Node] = field(default_factory=list)
-
-    def undo(self) -> None:
-        """Make the graph what it was."""
-        if self.value is self.node:
-            marks.statistic_of.drop(self.node)
-        else:
-            self.value.replace_all_uses_with(self.node)
-        for node in reversed(self.made):
-            if not node.users:
-                self.node.graph.erase_node(node)
+def changes(pays: Pays = lambda tables, column: True) -> list[Change]:
+    """The ways to turn reductions into attentions, in the order in which they are tried."""
+    ways = () if are_plain() else (_all_but_the_last_softmax, _softmaxes, list)
+    return [Change(may_help=_may_be_cascade, apply=partial(_cut_for, way, pays)) for way in ways]
 
 
-def find(
-    graph: Graph,
-    reads: Reads = ANY,
-    wanted: str = "auto",
-    but: Set[str] = frozenset(),
-    pays: Pays = lambda tables, column: True,
-) -> tuple[list[Site], list[Moved | Cut]]:
-    """The sites of a graph, which is changed where that makes attentions of more products; and these changes.
-
-    wanted: whether reductions become attentions: "auto" where that `pays`, "always", or "never".
-    but: names of products for which nothing is changed.
-    """
-    sites, moved = late_division.find(graph, reads, but)
-    changes: list[Moved | Cut] = [*moved]
-    usable = wanted != "never" and not are_plain()
-    pending = [site for site in sites if usable and site.anchor.name not in but and _may_be_cascade(site)]
-    for way in (_all_but_the_last_softmax, _softmaxes, list) if pending else ():
-        met, hints, worth = Upstream(graph), nodes.size_hints(graph), pays if wanted == "auto" else None
-        asked = {site.anchor: _wanted(site, _reductions(site.anchor, met), way, hints, worth) for site in pending}
-        if cuts := _cut_for(graph, asked, reads):
-            changes += cuts
-            pending = [site for site in pending if not any(site.anchor in cut.serves for cut in cuts)]
-            sites = find_sites(graph, reads)
-        else:
-            mark_roots(graph, sites)
-    return sites, changes
+def _cut_for(way: Way, pays: Pays, graph: Graph, products: Mapping[Node, Site]) -> dict[str, Promise]:
+    """Cut the reductions of products out of a graph; each product is to be an attention then, and so are its cuts."""
+    met, hints = Upstream(graph), nodes.size_hints(graph)
+    asked = {node: _wanted(site, _reductions(node, met), way, hints, pays) for node, site in products.items()}
+    cuts = {node: _cut(node) for node in sorted({node for reductions in asked.values() for node in reductions})}
+    promises = dict[str, Promise]()
+    for product, reductions in asked.items():
+        if reductions:
+            needed = {product.name, *(cut and cut.name for cut in map(cuts.get, reductions))}
+            promises[product.name] = partial(_are_attentions, needed)
+    return promises
 
 
-def _cut_for(graph: Graph, asked: Mapping[Node, list[Node]], reads: Reads) -> list[Cut]:
-    """The cuts that make attentions of products, by what is to be cut for each."""
-    made = {node: _cut(node) for node in sorted({node for found in asked.values() for node in found})}
-    cuts = {node: cut for node, cut in made.items() if cut is not None}
-    fused = {site.anchor for site in find_sites(graph, reads) if site.refusal is None} if cuts else set()
-    for product, wanted in asked.items():
-        own = [cuts[node] for node in wanted if node in cuts]
-        if product in fused and 0 < len(own) == len(wanted) and fused.issuperset(cut.product for cut in own):
-            for cut in own:
-                cut.serves.append(product)
-    for cut in reversed([*cuts.values()]):
-        if not cut.serves:
-            cut.undo()
-    return [cut for cut in cuts.values() if cut.serves]
-
-
-def failed(graph: Graph, changes: Sequence[Moved | Cut]) -> set[str]:
-    """The names of products that changes were made for, and that are still in the graph, or whose reductions are."""
-    left = {*graph.nodes}
-    return {product.name for change in changes for product in change.serves if left & {product, change.product}}
+def _are_attentions(names: Set[str | None], attentions: Mapping[str, Site]) -> bool:
+    return names <= attentions.keys()
 
 
 def _may_be_cascade(site: Site) -> bool:
@@ -161,7 +105,7 @@ def _softmaxes(reductions: list[Node]) -> list[Node]:
     return [node for node in reductions if packet(node) in SOFTMAXES]
 
 
-def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], pays: Pays | None) -> list[Node]:
+def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], pays: Pays) -> list[Node]:
     """Of the reductions above a site those to be cut: none where that does not pay, no softmax of an attention."""
     reductions = way(found)
     if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
@@ -173,11 +117,11 @@ def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], p
     if any(min(table[-2:]) <= FEW for table in tables):
         return []
     column = len(found) == 1 and packet(found[0]) in SOFTMAXES
-    return reductions if pays is None or pays(map(math.prod, tables), column) else []
+    return reductions if pays(map(math.prod, tables), column) else []
 
 
-def _cut(node: Node) -> Cut | None:
-    """Cut a reduction out of the graph; None where that cannot be."""
+def _cut(node: Node) -> Node | None:
+    """Let an attention compute a reduction. Returns its product with a column of ones; None where that cannot be."""
     try:
         return None if marks.mutations(node) else _CUTS[node.target](node)
     except Unsupported:  # sizes that are data
@@ -189,17 +133,10 @@ class _Builder:
 
     def __init__(self, node: Node):
         self.node, self.graph = node, node.graph
-        self.made: list[Node] = []
 
     def __call__(self, target: Any, *args: Any) -> Node:
         with self.graph.inserting_before(self.node):
-            self.made.append(derived(self.graph, self.node, target, args))
-        return self.made[-1]
-
-    def cut(self, value: Node, product: Node) -> Cut:
-        """Put a value in the place of the node."""
-        self.node.replace_all_uses_with(value)
-        return Cut(node=self.node, value=value, product=product, made=self.made)
+            return derived(self.graph, self.node, target, args)
 
     def times_ones(self, x: Node) -> Node:
         """The sums over the last dimension, which stays, with 1 element."""
@@ -209,7 +146,6 @@ class _Builder:
             how = {"dtype": like.dtype, "device": like.device}
             ones = self.graph.call_function(aten.ones.default, ([length, 1],), how)
         ones.meta["val"] = like.new_ones((*like.shape[-1:], 1))
-        self.made.append(ones)
         return self(aten.matmul.default, x, ones)
 
 
@@ -219,7 +155,7 @@ def _dim(node: Node) -> int | None:
     return nodes.one_dim(args.get("dim"), len(shape(args["self"])))
 
 
-def _of_sum(node: Node) -> Cut | None:
+def _of_sum(node: Node) -> Node | None:
     args, dim = arguments(node), _dim(node)
     if dim is None or nodes.dtype(args["self"]) != nodes.dtype(node):
         return None
@@ -230,25 +166,26 @@ def _of_sum(node: Node) -> Cut | None:
         with node.graph.inserting_before(node):
             length = Symbols(node.graph).value(shape(args["self"])[dim])
         value = build(aten.div.Tensor, value, length)
-    return build.cut(value, product)
+    node.replace_all_uses_with(value)
+    return product
 
 
-def _of_extremum(node: Node) -> Cut | None:
+def _of_extremum(node: Node) -> Node | None:
     """A further output of the attention; of several dimensions, that over the last of them."""
     args = arguments(node)
     origin, dims, build = args["self"], nodes.dims_of(node), _Builder(node)
     product = build.times_ones(build(aten.softmax.int, build(aten.movedim.int, origin, dims[-1], -1), -1))
     if len(dims) == 1:
         marks.statistic_of.set(node, product)
-        return Cut(node=node, value=node, product=product, made=build.made)
+        return product
     operation = node.target if "dim" in args else aten.amax.default
     inner = build(operation, origin, dims[-1:], True)
     marks.statistic_of.set(inner, product)
-    value = build(operation, inner, dims, bool(args.get("keepdim")))
-    return build.cut(value, product)
+    node.replace_all_uses_with(build(operation, inner, dims, bool(args.get("keepdim"))))
+    return product
 
 
-def _of_softmax(node: Node) -> Cut | None:
+def _of_softmax(node: Node) -> Node | None:
     args, dim = arguments(node), _dim(node)
     if dim is None:
         return None
@@ -264,10 +201,11 @@ def _of_softmax(node: Node) -> Cut | None:
     value = build(aten.to.dtype, build(aten.div.Tensor, exponential, total), nodes.dtype(node))
     for statistic in (largest, total):
         marks.statistic_of.set(statistic, product)
-    return build.cut(value, product)
+    node.replace_all_uses_with(value)
+    return product
 
 
-_CUTS: dict[Any, Callable[[Node], Cut | None]] = {
+_CUTS: dict[Any, Callable[[Node], Node | None]] = {
     aten.sum.dim_IntList: _of_sum, aten.mean.dim: _of_sum, aten.amax.default: _of_extremum,
     aten.max.default: _of_extremum, aten.logsumexp.default: _of_extremum, aten.softmax.int: _of_softmax,
     aten._softmax.default: _of_softmax,

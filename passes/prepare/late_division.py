@@ -14,7 +14,7 @@ selected by the same predicate.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +36,9 @@ from ..pullback.reductions import depends_on_product
 from ..pullback.roundings import is_coarser
 from ..pullback.views import Index, broadcast_index, source
 from ..recognize.ancestors import SOFTMAXES, Met, Upstream, is_statistic
-from ..recognize.find import ANY, Attention, Reads, Site, find_sites
+from ..recognize.find import Attention, Site
 from ..specify.aux_outputs import order_of
+from .trials import Change, Promise
 
 aten = torch.ops.aten
 _GROUNDS = (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER)
@@ -45,62 +46,14 @@ _SCALINGS = (aten.dropout, aten.native_dropout, aten.to, aten._to_copy)
 """Operations that a factor of a row passes through, beside products and views."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """A division that stands behind a product now.
-
-    product: that with V.
-    quotient: what takes its place.
-    user: the node that had read the quotient of the weights, and reads `weights`.
-    sunk: nodes that stand behind the product now, in order.
-    division: the quotient of the weights.
-    risky: whether a NaN in its gradient must not reach the scores.
-    """
-
-    product: Node
-    quotient: Node
-    user: Node
-    weights: Node
-    sunk: tuple[Node, ...]
-    division: Node
-    risky: bool
-
-    @property
-    def serves(self) -> list[Node]:
-        """The product, as of other changes."""
-        return [self.product]
-
-    def undo(self) -> None:
-        for node in self.sunk:
-            self.user.prepend(node)
-        if self.division > self.user:
-            self.user.prepend(self.division)
-        self.user.replace_input_with(self.weights, self.division)
-        self.quotient.replace_all_uses_with(self.product)
-        self.product.graph.erase_node(self.quotient)
-
-
-def find(graph: Graph, reads: Reads = ANY, but: Set[str] = frozenset()) -> tuple[list[Site], list[Moved]]:
-    """`find_sites` of a graph, in which divisions are moved where that makes an attention; and these. but: names of
-    products for which nothing is moved."""
-    sites = find_sites(graph, reads)
-    refused = [site.anchor for site in sites if site.refusal is not None and site.refusal.kind in _GROUNDS]
-    if not refused:
-        return sites, []
+def _move_divisions(graph: Graph, products: Iterable[Node]) -> dict[str, Promise]:
     met = Upstream(graph)
-    moved = [found for p in refused if p.name not in but and (found := _moved(p, met)) is not None]
-    if not moved:
-        return sites, []
-    again = find_sites(graph, reads)
-    risky = {found.product for found in moved if found.risky}
-    fused = {
-        site.anchor for site in again if site.refusal is None and all(map(_is_moderate, site.attentions))
-        and (site.anchor not in risky or all(map(_selects_likewise, site.attentions)))
-    }  # fmt: skip
-    needless = [found for found in moved if found.product not in fused]
-    for found in needless:
-        found.undo()
-    return find_sites(graph, reads) if needless else again, [found for found in moved if found.product in fused]
+    return {product.name: promise for product in products if (promise := _moved(product, met)) is not None}
+
+
+def _is_wanted(site: Site, risky: bool) -> bool:
+    """Whether the product of a moved division is to stay. risky: a NaN in its gradient must not reach the scores."""
+    return all(map(_is_moderate, site.attentions)) and (not risky or all(map(_selects_likewise, site.attentions)))
 
 
 def _is_moderate(found: Attention) -> bool:
@@ -138,7 +91,7 @@ def _grows_slowly(value: Expr) -> bool:
 _SLOW = {"fadd", "fsub", "neg", "abs", "maximum", "minimum", "where", "detach", "detach_nan", *ROUNDED.values()}
 
 
-def _moved(product: Node, met: Upstream) -> Moved | None:
+def _moved(product: Node, met: Upstream) -> Promise | None:
     """Move the division of a product's weights behind it; None where there is none, or it cannot be."""
     if not is_contraction(product) or nodes.dtype(product) is torch.float16:
         return None
@@ -155,17 +108,15 @@ def _moved(product: Node, met: Upstream) -> Moved | None:
     risky = marks.requires_grad(product) and _is_bare(factor, met) and _is_selected(weights, met)
     graph = product.graph
     user.replace_input_with(division, weights)
-    sunk = _sink(found, product, met)
-    with graph.inserting_before(product.next if not sunk else sunk[-1].next):
+    last, name = _sink(found, product, met), product.name
+    with graph.inserting_before(last.next):
         rows = _in_rows_of(product, factor, places)
         quotient = derived(graph, product, division.target, (product, rows))
         if nodes.dtype(quotient) != nodes.dtype(product):
             quotient = derived(graph, product, aten.to.dtype, (quotient, nodes.dtype(product)))
     marks.requires_grad.set(quotient, marks.requires_grad(product))
     product.replace_all_uses_with(quotient, delete_user_cb=lambda later: later > quotient)
-    return Moved(
-        product=product, quotient=quotient, user=user, weights=weights, sunk=sunk, division=division, risky=risky
-    )
+    return lambda attentions: name in attentions and _is_wanted(attentions[name], risky)
 
 
 def _is_bare(factor: Node, met: Upstream) -> bool:
@@ -243,10 +194,11 @@ def _places(found: _Division) -> tuple[int, ...] | None:
     return None if names is None or J.name in names else tuple(int(name[1:]) for name in names)
 
 
-def _sink(found: _Division, product: Node, met: Upstream) -> tuple[Node, ...]:
-    """Put what only a division makes of a statistic behind the product, where the call that writes it stands."""
+def _sink(found: _Division, product: Node, met: Upstream) -> Node:
+    """Put what only a division makes of a statistic behind the product, where the call that writes it stands. Returns
+    the last node that the quotient must follow."""
     if found.node.users:
-        return ()
+        return product
     chain, todo = {found.node}, [found.factor]
     while todo:
         here = todo.pop()
@@ -258,7 +210,7 @@ def _sink(found: _Division, product: Node, met: Upstream) -> tuple[Node, ...]:
     sunk = sorted(chain - {found.node})
     for node in sunk:
         found.node.prepend(node)
-    return tuple(sunk)
+    return sunk[-1] if sunk else product
 
 
 def _in_rows_of(product: Node, factor: Node, places: tuple[int, ...]) -> Node:
@@ -276,3 +228,8 @@ def _in_rows_of(product: Node, factor: Node, places: tuple[int, ...]) -> Node:
         order = [places.index(place) for place in sorted(places)]
         rows = derived(graph, factor, aten.permute.default, (rows, order))
     return reshaped(rows, [extent if place in places else one for place, extent in enumerate(extents)])
+
+
+MOVE_DIVISIONS = Change(
+    may_help=lambda site: site.refusal is not None and site.refusal.kind in _GROUNDS, apply=_move_divisions
+)

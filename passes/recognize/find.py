@@ -8,10 +8,11 @@ fused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -40,20 +41,28 @@ from .defects import defect
 from .listed import is_listed, scales_rows
 from .recognize import attentions
 
+if TYPE_CHECKING:
+    from ..specify.specify import Specified
+
 aten = torch.ops.aten
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Site:
     """A product with V.
 
     anchor: that product (or SDPA call).
     root: the last node of the region, a view of it.
     dims: the coordinate of each dimension of the root.
+    attentions: those whose sum the root is; usually one.
+    assumed: of dynamic sizes and numbers; what reads the graph for this site holds it.
+
+    The stages of the backend add
+    calls: one for each attention, until the site is refused.
+    place: before which the call that takes the root's place is to stand; None: the root.
     refusal: why it stays as it was, or None.
     blame: the node that the refusal is about.
-    place: before which the call that takes the root's place is to stand; None: the root.
-    assumed: of dynamic sizes and numbers; what reads the graph for this site holds it.
+    validated: the outcome of validation, for the report.
     """
 
     anchor: Node
@@ -61,14 +70,48 @@ class Site:
     dims: tuple[str, ...] = ()
     bounds: dict[Expr, Expr] = field(default_factory=dict)
     attentions: list[Attention] = field(default_factory=list)
+    assumed: Assumptions = field(default_factory=Assumptions)
+    calls: list[Specified] = field(default_factory=list)
+    place: Node | None = None
     refusal: Refusal | None = None
     blame: Node | None = None
-    place: Node | None = None
-    assumed: Assumptions = field(default_factory=Assumptions)
+    validated: str | None = None
 
-    def interior(self) -> set[Node]:
-        """Nodes that were looked into, among which those of N_q x N_k must die with the region."""
-        return {node for attention in self.attentions for node in attention.pullback.interior}
+    def refuse(self, refusal: Refusal | None, blame: Node | None = None) -> None:
+        self.refusal, self.calls, self.place = refusal, [], None
+        self.blame = blame or self.blame
+
+    @functools.cached_property
+    def interior(self) -> frozenset[Node]:
+        """The nodes that the analysis looked into, among which those of N_q x N_k must die with the region."""
+        return frozenset(node for attention in self.attentions for node in attention.pullback.interior)
+
+    @functools.cached_property
+    def products(self) -> frozenset[Node]:
+        """The products of queries and keys."""
+        return frozenset(product.node for found in self.attentions for product in found.pullback.products)
+
+    @functools.cached_property
+    def scores(self) -> frozenset[Node]:
+        """The nodes of the interior that are made of scores, those included."""
+        reached = {*(self.products & self.interior) - {self.anchor}}
+        for node in sorted(self.interior):  # topological
+            if any(parent in reached for parent in node.all_input_nodes):
+                reached.add(node)
+        return frozenset(reached)
+
+    def tail(self) -> Iterator[Node]:
+        """The nodes from the root up to the product with V, both included."""
+        here = self.root
+        while here is not self.anchor:
+            yield here
+            here = here.all_input_nodes[0]
+        yield here
+
+
+def pending(sites: Iterable[Site]) -> list[Site]:
+    """The sites that nothing was found against yet."""
+    return [site for site in sites if site.refusal is None]
 
 
 Reads = Callable[[torch.dtype, torch.device], bool]
@@ -78,24 +121,18 @@ ANY: Reads = lambda dtype, device: True
 def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
     """Every candidate in order, those not fused with a reason. reads: whether a device's kernels can read a float8."""
     mark_stored(graph, reads)
-    mark_roots(graph, ())
+    for node in graph.nodes:  # of an analysis before
+        marks.attention_root.drop(node)
     sites = []
     with Assumptions().hold():  # where to look follows from no site's
         met = Upstream(graph)
         for node in graph.nodes:
             if _is_candidate(node, met) and (site := _confined(node, met)) is not None:
                 sites.append(site)
+                _ = site.scores  # the region as it is now: walks for auxiliary outputs go further
                 marks.attention_root.set(site.root, site.refusal is None)
     forget(graph)
     return sites
-
-
-def mark_roots(graph: Graph, sites: Iterable[Site]) -> None:
-    """Mark the roots of these sites, and no others: analyses of the graph with other changes leave marks, too."""
-    for node in graph.nodes:
-        marks.attention_root.drop(node)
-    for site in sites:
-        marks.attention_root.set(site.root, site.refusal is None)
 
 
 def _is_candidate(node: Node, met: Upstream) -> bool:

@@ -11,7 +11,7 @@ keys, so that these are gathered once for all of them. Kernels, schedules and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,7 @@ from fusion.ir.spec import Normalizer
 
 from .. import marks, nodes
 from ..building import derived
+from ..recognize.find import Site, pending
 from .key_sets import KeySet
 from .masks import understand
 from .specify import ByRows, Specified
@@ -36,17 +37,17 @@ Pays = Callable[[Specified, Specified, Mapping[str, int]], str | None]
 """(over sets, with a mask of all keys, example sizes) -> why the mask is to be kept, or None."""
 
 
-def read_sets(specified: Mapping[int, list[Specified]], pays: Pays | None, hints: Mapping[str, int]) -> None:
-    """Let attentions read the keys of their sets alone, where that can be and pays; the others are told why not."""
-    for parts in specified.values():
-        for place, part in enumerate(parts):
-            if pays is None or (chosen := _membership(part)) is None:
+def read_sets(sites: Iterable[Site], pays: Pays, hints: Mapping[str, int]) -> None:
+    """Let attentions read the keys of their sets alone, where that can be and pays; else `mask_kept` says why not."""
+    for site in pending(sites):
+        for place, call in enumerate(site.calls):
+            if (chosen := _membership(call)) is None:
                 continue
-            if (reason := _obstacle(part)) is None:
-                found = _with_table(part, *chosen)
-                reason = pays(found, part, hints)
-                part = part if reason else found
-            parts[place] = replace(part, mask_kept=reason or "")
+            if (reason := _obstacle(call)) is None:
+                gathered = _with_table(call, *chosen)
+                reason = pays(gathered, call, hints)
+                call = call if reason else gathered
+            site.calls[place] = replace(call, mask_kept=reason or "")
 
 
 def with_merged_heads(graph: Graph, root: Node, call: Node, spec: AttentionSpec) -> Node:

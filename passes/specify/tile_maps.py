@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from fusion.ir import Operand
+from fusion.ir import AttentionSpec, Operand
 from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, loads, renumbered, substitute, walk
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.primitives import ROUNDED
+from fusion.ir.sizes import size_value
 from fusion.ir.spec import Normalizer
 from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
 
 from .. import marks, nodes
+from ..building import Symbols
+from ..recognize.find import Site, pending
 from .masks import HARD as ORDINARY
 from .masks import full_range, holding
 from .specify import Specified
@@ -60,6 +64,41 @@ class _Data:
     @property
     def full(self) -> Expr:
         return _all([*self.predicates, *(apply("feq", bias, ZERO) for bias in self.biases)])
+
+
+Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[int]]], str], bool]
+"""(the map, its example sizes, the attentions that would use it with theirs, device) -> whether the map pays."""
+
+
+def map_tiles(graph: Graph, sites: Iterable[Site], pays: Pays, hints: Mapping[str, int]) -> None:
+    """Give attentions whose masks are data a map of their live tiles, one for all that have the same mask."""
+    symbols, users = Symbols(graph), dict[Mapped, list[tuple[Site, int]]]()
+    for site in pending(sites):
+        for number, call in enumerate(site.calls):
+            if call.by_rows is None and (wanted := mapped(call)) is not None:
+                users.setdefault(wanted, []).append((site, number))
+    for wanted, places in users.items():
+        calls = [site.calls[number] for site, number in places]
+        attentions = [(call.spec, [*call.example_sizes(hints).values()]) for call in calls]
+        if not pays(wanted.spec, [size_value(e, hints) for e in wanted.sizes], attentions, calls[0].device):
+            continue
+        node: Node | None = None
+        for site, number in places:
+            place = site.place or site.root
+            if node is None or not node < place:
+                node = _map_before(graph, place, site.root, wanted, symbols)
+            site.calls[number] = with_map(site.calls[number], node)
+
+
+def _map_before(graph: Graph, place: Node, root: Node, wanted: Mapped, symbols: Symbols) -> Node:
+    with graph.inserting_before(place):
+        sizes = [symbols.value(extent) for extent in wanted.sizes]
+        arguments = (list(wanted.operands), sizes, wanted.spec.to_json())
+        node = graph.call_function(torch.ops.fusion.tile_map.default, arguments)
+    nodes.copy_provenance(root, node)
+    shape = wanted.spec.shape(dict(zip(wanted.spec.sizes, map(nodes.value, sizes), strict=True)))
+    node.meta["val"] = nodes.value(root).new_empty(shape, dtype=torch.int32)
+    return node
 
 
 def mapped(found: Specified) -> Mapped | None:

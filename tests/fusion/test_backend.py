@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import fusion
+from fusion import backend
 from fusion.codegen import mlir
 from fusion.errors import OptionError
 from fusion.ir import results
@@ -100,7 +101,7 @@ def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, capl
     def broken(*_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("fusion.passes.prepare.cascades.find", broken)
+    monkeypatch.setattr("fusion.backend.find_attention", broken)
     (report,) = run()
     assert report.notes == ["left to the inner compiler: RuntimeError: a defect"]
 
@@ -109,7 +110,8 @@ def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, capl
 def test_the_collector_of_cycles_is_left_to_the_process(monkeypatch, enabled):
     """Other threads make garbage, too, while a model is analysed."""
     seen = []
-    monkeypatch.setattr("fusion.passes.prepare.cascades.find", lambda *_: seen.append(gc.isenabled()) or ([], []))
+    keep = backend.find_attention
+    monkeypatch.setattr(backend, "find_attention", lambda *given: seen.append(gc.isenabled()) or keep(*given))
     (gc.enable if enabled else gc.disable)()
     try:
         run()

@@ -21,9 +21,9 @@ from fusion.ir import AttentionSpec, Expr, Normalizer, integers
 from fusion.ir.expr import ONE, I, J, const, coord, node, rebuild, substitute, walk
 from fusion.ir.ops import apply
 from fusion.passes import marks
-from fusion.passes import replace as replacing
 from fusion.passes.pullback import casts, pointwise, pullback, views
 from fusion.passes.recognize import shifts
+from fusion.passes.specify import calls
 from fusion.passes.trace import inplace
 from tests.fuzz import kernel_faults
 from tests.fuzz.campaign import BAD, Record
@@ -40,13 +40,13 @@ def _in_specs(name: str) -> Callable[[Change], Change]:
     """A fault that is a change of specs."""
 
     def register(change: Change) -> Change:
-        made = replacing.specify
+        made = calls.specify
 
         def specify(*arguments: Any) -> Any:
             found = made(*arguments)
             return replace(found, spec=change(found.spec))
 
-        FAULTS[name] = lambda: mock.patch.object(replacing, "specify", specify)
+        FAULTS[name] = lambda: mock.patch.object(calls, "specify", specify)
         return change
 
     return register

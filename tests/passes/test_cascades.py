@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusion
 from fusion.passes import marks
 from fusion.passes.prepare import cascades
+from fusion.passes.prepare.trials import find_attention
 from fusion.passes.trace.normalize import normalize
 from fusion.planning.cpu_rows import WEIGHED
 from tests.emitters import interpreted
@@ -229,11 +230,11 @@ def test_changes_that_were_undone_leave_no_trace():
     module = make_fx(by_hand, pre_dispatch=True)(*fakes)
     for node, fake in zip(module.graph.find_nodes(op="placeholder"), fakes, strict=True):
         node.meta["val"] = fake
-    graph = normalize(module, given, {}).graph
-    sites, changes = cascades.find(graph, wanted="always")
+    graph = normalize(module, given, {})
+    kept, sites, promised = find_attention(graph, changes=cascades.changes())
     fused = [site.root for site in sites if site.refusal is None]
-    assert len(fused) == 1 and not changes
-    assert [node for node in graph.nodes if marks.attention_root(node)] == fused
+    assert kept is graph and len(fused) == 1 and not promised
+    assert [node for node in graph.graph.nodes if marks.attention_root(node)] == fused
 
 
 def returned(q, k, v):

@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from fusion.ir import Normalizer
-from fusion.passes.nodes import Unsupported
+from fusion.passes.nodes import Unsupported, size_hints
 from fusion.passes.recognize.find import find_sites
-from fusion.passes.replace import rewrite
+from fusion.passes.replace import replace_sites
+from fusion.passes.specify.calls import refuse, specify_sites
+from fusion.passes.specify.escaping import resolve_escaping
 from fusion.passes.specify.specify import specify
 from fusion.passes.trace.normalize import normalize
+from fusion.refusals import Ground, Refusal
 from fusion.runtime import op  # noqa: F401  (registers the operators)
 from tests.numerics import assert_as_exact_as_eager, assert_same, wide
 from tests.passes.graphs import captured, ordered
@@ -67,16 +70,21 @@ def test_scores_of_two_elements_of_a_product_are_refused():
 # --- calls
 
 
-def always(part, device, sizes):
-    return None
+def rewrite(graph, sites, reason=lambda site: None):
+    """The positions of the sites that calls of the reference interpreter take the place of."""
+    specify_sites(graph.graph, sites)
+    refuse(sites, reason)
+    resolve_escaping(graph.graph, sites)
+    replace_sites(graph, sites, "reference", size_hints(graph.graph))
+    return [number for number, site in enumerate(sites) if site.calls]
 
 
 def test_a_call_takes_the_place_of_an_attention():
     given = inputs()
     run, graph, sites = found(attend, *given)
-    result = rewrite(graph, sites, always, emitter="reference")
+    result = rewrite(graph, sites)
     names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    assert list(result) == [0] and names == ["fusion.attention.default"]
+    assert result == [0] and names == ["fusion.attention.default"]
     assert_as_exact_as_eager(run(*given)[0], attend(*given), attend(*wide(given)))
 
 
@@ -84,7 +92,7 @@ def test_what_no_kernel_serves_keeps_its_graph():
     given = inputs()
     run, graph, sites = found(attend, *given)
     before = graph.code
-    assert not rewrite(graph, sites, lambda *_: "no such kernel")
+    assert not rewrite(graph, sites, lambda _: Refusal(Ground.DTYPE, "no such kernel"))
     assert sites[0].refusal is not None and graph.code == before
     assert_same(run(*given)[0], attend(*given))
 
@@ -117,7 +125,7 @@ def changed(q, k, v):
 def test_what_cannot_be_replaced_says_why(function, reason):
     given = inputs()
     run, graph, sites = found(function, *[x.clone() for x in given])
-    assert not rewrite(graph, sites, always)
+    assert not rewrite(graph, sites)
     assert reason in sites[0].refusal.message
     ours, theirs = ([x.clone() for x in given] for _ in range(2))
     expected = function(*theirs)
@@ -131,5 +139,5 @@ def test_one_of_two_is_replaced():
         return F.scaled_dot_product_attention(first, k, v), scores
 
     _, graph, sites = found(function, *inputs())
-    result = rewrite(graph, sites, always, emitter="reference")
-    assert [site.refusal is None for site in sites] == [False, True] and list(result) == [1]
+    result = rewrite(graph, sites)
+    assert [site.refusal is None for site in sites] == [False, True] and result == [1]

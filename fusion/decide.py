@@ -1,0 +1,109 @@
+"""Reasons against fusing a site, or against a form of its call: what validation found, what no kernel can, what does
+not pay."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fusion.ir import Kind
+from fusion.ir.sizes import size_value
+from fusion.options import Options
+from fusion.passes import nodes
+from fusion.passes.prepare import cascades
+from fusion.passes.prepare.trials import Change
+from fusion.passes.recognize.find import Site
+from fusion.passes.specify.specify import Specified
+from fusion.passes.specify.tile_maps import Pays
+from fusion.passes.subgraphs.transforms import Asked
+from fusion.planning import pays
+from fusion.planning.from_spec import problem_of
+from fusion.refusals import Ground, Refusal
+from fusion.runtime import kernels, tangents
+from fusion.torch_private.dynamo import counters
+from fusion.validation import key_sets, validate
+
+log = logging.getLogger(__name__)
+
+
+def invalid(site: Site, hints: Mapping[str, int]) -> Refusal | None:
+    """How the specs of a site differ from the graph's own operations, or why they could not be compared."""
+    verdict = validate(site, site.calls, hints)
+    site.validated = str(verdict)
+    if verdict.wrong is None and verdict.skipped is None:
+        return None
+    kind, reason = "skipped", f"it could not be compared with eager: {verdict.skipped}"
+    if verdict.wrong is not None:
+        kind, reason = "invalid", f"the fused program would differ from eager: {verdict.wrong}"
+    counters["fusion"][kind] += 1
+    place = nodes.source_line(site.anchor) or site.anchor.name
+    log.error("a defect of fusion: the attention at %s was not fused: %s", place, reason)
+    return Refusal(Ground.DEFECT, f"{reason} (a defect of fusion)")
+
+
+def keeps_dense_mask(options: Options, gathered: Specified, dense: Specified, hints: Mapping[str, int]) -> str | None:
+    """Why an attention is to see a mask of all keys rather than gather the keys of each row; None where not."""
+    request = options.request
+    if (refusal := kernels.unsupported(gathered.spec, gathered.device, request)) is not None:
+        return str(refusal)
+    if options.verify and (wrong := key_sets.contradiction(gathered, hints)) is not None:
+        counters["fusion"]["invalid"] += 1
+        log.error("a defect of fusion: an attention with sets of keys sees a mask of all keys: %s", wrong)
+        return f"it would compute something else (a defect of fusion): {wrong}"
+    of_sets, masked = ((call.spec, tuple(call.example_sizes(hints).values())) for call in (gathered, dense))
+    shapes = (nodes.shape(dense.operands[number]) for number, _ in dense.key_sets)
+    elements = sum(math.prod(size_value(n, hints) for n in shape) for shape in shapes)
+    return pays.sets_pay(of_sets, masked, elements, kernels.machine_of(gathered.device, request))
+
+
+def cascades_of(options: Options) -> list[Change]:
+    """The changes of the graph that turn reductions of scores into attentions."""
+    if options.cascades == "never":
+        return []
+    return cascades.changes(pays.cascade_pays) if options.cascades == "auto" else cascades.changes()
+
+
+def tile_map_pays(options: Options) -> Pays:
+    """The rule for maps of a mask's tiles."""
+    never = options.emitter == "reference" or options.tile_maps == "never"
+    return pays.map_pays if options.tile_maps == "auto" and not never else lambda *_: not never
+
+
+def left_alone(site: Site, options: Options, hints: Mapping[str, int], asked: Asked | None) -> Refusal | None:
+    """Why a site gets no kernels: none can compute it, or the inner compiler's code is faster.
+
+    asked: the derivatives that are asked for around the graph; None outside of function transforms."""
+    device = nodes.value(site.root).device
+    if asked is not None and options.transforms == "auto" and (refusal := _too_small(site, options, hints, asked)):
+        return refusal
+    reasons = (_call_left_alone(call, device, [*call.example_sizes(hints).values()], options) for call in site.calls)
+    return next(filter(None, reasons), None)
+
+
+def _call_left_alone(call: Specified, device: torch.device, sizes: list[int], options: Options) -> Refusal | None:
+    chosen = options.training == "always" or options.strict or options.emitter != "auto" or options.inner != "inductor"
+    if device.type == "cpu" and not chosen:
+        machine, fixed = kernels.machine_of(call.device, options.request), call.has_fixed_lengths()
+        trained = options.training == "auto" and call.differentiable
+        refusal = pays.left_on_cpu(call.spec, sizes, machine, trained=trained, fixed=fixed)
+        if refusal is not None:
+            return refusal
+    return kernels.prepare(call.spec, device, sizes, call.differentiable, options.request)
+
+
+def _too_small(site: Site, options: Options, hints: Mapping[str, int], asked: Asked) -> Refusal | None:
+    """Tangents and second derivatives of few scores are left to the inner compiler."""
+    if asked is Asked.GRADIENTS:
+        return None
+    problems = [problem_of(call.spec, [*call.example_sizes(hints).values()]) for call in site.calls]
+    by_kernels = asked is Asked.TANGENTS and all(_has_tangent_kernels(call, options) for call in site.calls)
+    return pays.left_in_derivatives(problems, by_kernels)
+
+
+def _has_tangent_kernels(call: Specified, options: Options) -> bool:
+    floats: tuple[Any, ...] = tuple(operand.kind is Kind.FLOAT for operand in call.spec.operands)
+    return tangents.have_kernels(call.spec, floats, options.emitter, call.device)

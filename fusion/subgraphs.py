@@ -1,0 +1,57 @@
+"""Graphs inside of a graph: checkpointed functions and function transforms. Each is fused by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fusion.options import Options
+from fusion.passes.recognize.find import may_hold_attention
+from fusion.passes.subgraphs import checkpointing, transforms
+from fusion.passes.subgraphs.transforms import Asked
+from fusion.passes.trace import autocast
+from fusion.report.report import NO_ATTENTION, Report
+
+Fuse = Callable[[GraphModule, Sequence[Any], Asked | None], tuple[GraphModule, Report]]
+
+
+def fuse_transformed(module: GraphModule, options: Options, fuse: Fuse) -> tuple[GraphModule, Report]:
+    """The graph with the attentions inside of its function transforms fused, and the report of these."""
+    fused: list[tuple[transforms.Run, GraphModule]] = []
+    total = Report()
+    for run in transforms.runs(module) if options.transforms != "never" else ():
+        if not may_hold_attention(run.body):
+            continue
+        if run.refusal is not None:
+            total.notes.append(f"attention inside of a function transform stays as it is: {run.refusal}")
+            continue
+        with run.modes():
+            graph, report = fuse(run.body, run.values, run.asked)
+        _add(total, report)
+        if report.fused:
+            fused.append((run, graph))
+    return transforms.with_fused(module, fused), total
+
+
+def fuse_checkpointed(module: GraphModule, fuse: Fuse) -> tuple[dict[str, GraphModule], Report]:
+    """The checkpointed graphs in which something was fused, by name, and the report of all of them."""
+    fused: dict[str, GraphModule] = {}
+    total = Report()
+    for name, body in checkpointing.bodies(module).items():
+        if body.around is None:
+            total.notes.append("a checkpointed function that is called in several regions of autocast stays as it is")
+            continue
+        with autocast.inside(body.around):
+            graph, report = fuse(body.graph, body.values, None)
+        _add(total, report)
+        if report.fused:
+            checkpointing.lift_seeds(graph)
+            fused[name] = graph
+    return fused, total
+
+
+def _add(total: Report, report: Report) -> None:
+    total.sites += report.sites
+    total.notes += [note for note in report.notes if note != NO_ATTENTION]

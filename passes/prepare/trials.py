@@ -1,0 +1,79 @@
+"""Find attention, also where a change of the graph brings it to light.
+
+A change is tried on a copy of the graph, which is kept where every product that it was made for is an attention there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+
+from fusion.torch_private.tracing import carry_source
+
+from .. import marks
+from ..recognize.find import ANY, Reads, Site, find_sites, pending
+
+Promise = Callable[[Mapping[str, Site]], bool]
+"""(the attentions by the names of their products) -> whether a change has given what it was made for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A rewrite of the graph that computes the same, for products that are no attentions without it.
+
+    may_help: whether a site is worth trying it for.
+    apply: (graph, products and their sites before) -> what is to hold then, by the names of the products it changed.
+    """
+
+    may_help: Callable[[Site], bool]
+    apply: Callable[[Graph, Mapping[Node, Site]], Mapping[str, Promise]]
+
+
+def find_attention(
+    module: GraphModule, reads: Reads = ANY, changes: Sequence[Change] = (), excluded: Set[str] = frozenset()
+) -> tuple[GraphModule, list[Site], dict[str, Promise]]:
+    """(the graph, its sites, what changes have promised). The graph is that given, or a changed copy of it.
+
+    excluded: names of products for which nothing is changed.
+    """
+    sites, promised = find_sites(module.graph, reads), dict[str, Promise]()
+    for change in changes:
+        if (trial := _tried(module, sites, change, reads, excluded | promised.keys())) is not None:
+            module, sites, promises = trial
+            promised |= promises
+    return module, sites, promised
+
+
+def _tried(
+    module: GraphModule, sites: Sequence[Site], change: Change, reads: Reads, excluded: Set[str]
+) -> tuple[GraphModule, list[Site], Mapping[str, Promise]] | None:
+    """A copy of the graph with a change, made for the products that it helps; None where it helps none."""
+    candidates = [site for site in sites if site.anchor.name not in excluded and change.may_help(site)]
+    while candidates:
+        copy, copies = copied(module)
+        promises = change.apply(copy.graph, {copies[site.anchor]: site for site in candidates})
+        if not promises:
+            return None
+        found = find_sites(copy.graph, reads)
+        attentions = {site.anchor.name: site for site in pending(found)}
+        candidates = [s for s in candidates if (n := s.anchor.name) in promises and promises[n](attentions)]
+        if len(candidates) == len(promises):
+            return copy, found, promises
+    return None
+
+
+def copied(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
+    """A copy of a graph, with the annotations of its nodes, and the copy of each node."""
+    graph, copies = Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(module.graph, copies))
+    for node in module.graph.nodes:
+        copy = copies.setdefault(node, graph.output_node())
+        copy.meta = dict(node.meta)
+        marks.carry_nodes(copy, copies)
+        if node.op == "placeholder":
+            carry_source(node, copy)
+    made = GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    return made, copies

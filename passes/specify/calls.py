@@ -1,0 +1,82 @@
+"""The calls that are to stand in the place of each site: one for every attention of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch.fx import Graph
+
+from fusion.ir.expr import walk
+from fusion.refusals import Ground, Refusal
+
+from .. import marks, nodes
+from ..building import Symbols
+from ..nodes import Unsupported
+from ..recognize.defects import defect
+from ..recognize.find import Site, pending
+from .aux_outputs import Use
+from .specify import Specified, specify
+
+
+def specify_sites(graph: Graph, sites: Iterable[Site]) -> None:
+    """Give every pending site its calls, or the reason why there are none."""
+    symbols = Symbols(graph)
+    for site in pending(sites):
+        try:
+            _refuse_reordered_reads(site)
+            site.calls = [_specified(site, number, symbols) for number in range(len(site.attentions))]
+        except Unsupported as problem:
+            site.refuse(problem.refusal, problem.node)
+        except Exception as problem:  # no other attention is lost for it
+            site.refuse(defect(problem), site.anchor)
+
+
+def respecify(site: Site, uses: Sequence[Use], symbols: Symbols) -> Specified:
+    """The call of a site of one attention that writes auxiliary outputs, too. Raises `Unsupported`."""
+    return _specified(site, 0, symbols, uses)
+
+
+def refuse(sites: Iterable[Site], reason: Callable[[Site], Refusal | None]) -> None:
+    """Refuse the pending sites that there is a reason against."""
+    for site in pending(sites):
+        with site.assumed.hold():
+            refusal = reason(site)
+        if refusal is not None:
+            site.refuse(refusal)
+
+
+def _specified(site: Site, number: int, symbols: Symbols, uses: Sequence[Use] = ()) -> Specified:
+    with site.assumed.hold():
+        call = specify(site, site.attentions[number], uses)
+    _refuse_distributed_dropout(call)
+    _refuse_narrowed(site, call)
+    for extent in (*call.sizes, *(table.extent for _, table in call.tables)):
+        symbols.require(extent)
+    return call
+
+
+def _refuse_distributed_dropout(call: Specified) -> None:
+    """Processes that compute the same weights would drop different ones, each by a seed of its own."""
+    random = any(part.op == "hash" for part in walk(*call.spec.expressions()))
+    if random and (operand := next((o for o in call.operands if marks.dtensor(o)), None)) is not None:
+        message = f"dropout on the weights of DTensors ({operand.name} is one), whose processes share no random numbers"
+        raise Unsupported(Ground.DISTRIBUTED_DROPOUT, message)
+
+
+def _refuse_narrowed(site: Site, call: Specified) -> None:
+    """A float64 program does not round what the model rounds on the way, and scores of -1e9 are equal after that."""
+    for node in site.scores if call.spec.dtype == "float64" else ():
+        if nodes.dtype(node).is_floating_point and nodes.dtype(node) is not torch.float64:
+            raise Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}", None, node)
+
+
+def _refuse_reordered_reads(site: Site) -> None:
+    """The op reads everything where the region ended: nothing that it reads may change in place before that."""
+    for node in site.interior | {site.anchor}:
+        for parent in node.all_input_nodes:
+            for mutation in marks.mutations(parent):
+                if node < mutation < site.root:
+                    where = nodes.source_line(mutation) or mutation.name
+                    message = f"a tensor that the attention reads is changed in place before it ends ({where})"
+                    raise Unsupported(Ground.CHANGED_IN_PLACE, message, None, mutation)
