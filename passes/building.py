@@ -20,7 +20,7 @@ from fusion.torch_private.autograd import SET_GRAD_ENABLED
 from . import marks, nodes
 from .nodes import Unsupported
 from .recognize.find import Site
-from .specify.aux_outputs import Use
+from .specify.aux_outputs import AuxUse
 
 aten = torch.ops.aten
 
@@ -33,8 +33,8 @@ def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], **kw
     return node
 
 
-def in_place_of(
-    graph: Graph, use: Use, further: FurtherOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
+def materialize_aux_output(
+    graph: Graph, use: AuxUse, further: FurtherOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
 ) -> Node:
     """What takes the place of a node: a further output in the node's shape, dtype and order in memory. made: the
     further output as the operator returns it. trained: whether gradients pass through it."""
@@ -65,7 +65,7 @@ def in_place_of(
     return result
 
 
-def in_mode_of(root: Node, place: Node) -> Node | None:
+def same_grad_mode_point(root: Node, place: Node) -> Node | None:
     """The last node from `place` upwards with gradients enabled as at the root, or None."""
     found: Node | None = place
     while found is not None and _enabled(found)[0] != _enabled(root)[0]:

@@ -15,7 +15,7 @@ from fusion.ir.mixing import Mixing
 from fusion.ir.results import empty_result
 
 from . import marks, nodes
-from .building import Symbols, derived, in_place_of
+from .building import Symbols, derived, materialize_aux_output
 from .pullback.tables import Table
 from .recognize.find import Site, pending
 from .specify.by_rows import with_merged_heads
@@ -146,7 +146,7 @@ def _call(
         every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
         call = graph.call_function(operator.getitem, (every, 0))
         written = {
-            use.node: in_place_of(
+            use.node: materialize_aux_output(
                 graph, use, further, graph.call_function(operator.getitem, (every, 2 + k)), symbols,
                 site.bounds | {J: site.attentions[0].keys}, marks.requires_grad(root),
             )

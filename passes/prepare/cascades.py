@@ -30,7 +30,7 @@ from ..building import Symbols, derived
 from ..nodes import Unsupported, arguments, packet, shape
 from ..pullback.caches import are_plain
 from ..pullback.contractions import is_contraction, products_above
-from ..recognize.ancestors import SOFTMAXES, Met, Upstream
+from ..recognize.ancestors import SOFTMAXES, AncestorKind, AncestorKinds
 from ..recognize.find import Site
 from .trials import Change, Promise
 
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 _GROUNDS = (
     Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER, Ground.NOT_POINTWISE, Ground.WEIGHTS_ADDED, Ground.NOT_LINEAR,
 )  # fmt: skip
-Way = Callable[[list[Node]], list[Node]]
+Strategy = Callable[[list[Node]], list[Node]]
 MOST = 6
 """Reductions above one product: each costs a product of Q and K."""
 FEW = 32
@@ -55,10 +55,10 @@ def changes(pays: Pays = lambda tables, column: True) -> list[Change]:
     return [Change(may_help=_may_be_cascade, apply=partial(_cut_for, way, pays)) for way in ways]
 
 
-def _cut_for(way: Way, pays: Pays, graph: Graph, products: Mapping[Node, Site]) -> dict[str, Promise]:
+def _cut_for(way: Strategy, pays: Pays, graph: Graph, products: Mapping[Node, Site]) -> dict[str, Promise]:
     """Cut the reductions of products out of a graph; each product is to be an attention then, and so are its cuts."""
-    met, hints = Upstream(graph), nodes.size_hints(graph)
-    asked = {node: _wanted(site, _reductions(node, met), way, hints, pays) for node, site in products.items()}
+    kinds, hints = AncestorKinds(graph), nodes.size_hints(graph)
+    asked = {node: _wanted(site, _reductions(node, kinds), way, hints, pays) for node, site in products.items()}
     cuts = {node: _cut(node) for node in sorted({node for reductions in asked.values() for node in reductions})}
     promises = dict[str, Promise]()
     for product, reductions in asked.items():
@@ -83,14 +83,14 @@ def _may_be_cascade(site: Site) -> bool:
     return any(own & products_above(node) for walk in walks for node in walk.loaded)
 
 
-def _reductions(product: Node, met: Upstream) -> list[Node]:
+def _reductions(product: Node, kinds: AncestorKinds) -> list[Node]:
     """The reductions and softmaxes of scores that the weights of a product are made of, in order."""
 
     def parents(here: Node) -> list[Node]:
         return [p for p in made_of_scores(here) if p.op == "call_function" and not is_contraction(p)]
 
     def made_of_scores(here: Node) -> list[Node]:
-        return [parent for parent in here.all_input_nodes if Met.PRODUCT in met[parent]]
+        return [parent for parent in here.all_input_nodes if AncestorKind.PRODUCT in kinds[parent]]
 
     every = nodes.walk_up(parents(product), parents)
     return sorted(here for here in every if here.target in _CUTS and made_of_scores(here))
@@ -105,7 +105,7 @@ def _softmaxes(reductions: list[Node]) -> list[Node]:
     return [node for node in reductions if packet(node) in SOFTMAXES]
 
 
-def _wanted(site: Site, found: list[Node], way: Way, hints: Mapping[str, int], pays: Pays) -> list[Node]:
+def _wanted(site: Site, found: list[Node], way: Strategy, hints: Mapping[str, int], pays: Pays) -> list[Node]:
     """Of the reductions above a site those to be cut: none where that does not pay, no softmax of an attention."""
     reductions = way(found)
     if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):

@@ -35,7 +35,7 @@ from ..pullback.contractions import factors, is_contraction
 from ..pullback.reductions import depends_on_product
 from ..pullback.roundings import is_coarser
 from ..pullback.views import Index, broadcast_index, source
-from ..recognize.ancestors import SOFTMAXES, Met, Upstream, is_statistic
+from ..recognize.ancestors import SOFTMAXES, AncestorKind, AncestorKinds, is_statistic
 from ..recognize.find import Attention, Site
 from ..specify.aux_outputs import order_of
 from .trials import Change, Promise
@@ -47,8 +47,8 @@ _SCALINGS = (aten.dropout, aten.native_dropout, aten.to, aten._to_copy)
 
 
 def _move_divisions(graph: Graph, products: Iterable[Node]) -> dict[str, Promise]:
-    met = Upstream(graph)
-    return {product.name: promise for product in products if (promise := _moved(product, met)) is not None}
+    kinds = AncestorKinds(graph)
+    return {product.name: promise for product in products if (promise := _moved(product, kinds)) is not None}
 
 
 def _is_wanted(site: Site, risky: bool) -> bool:
@@ -91,12 +91,12 @@ def _grows_slowly(value: Expr) -> bool:
 _SLOW = {"fadd", "fsub", "neg", "abs", "maximum", "minimum", "where", "detach", "detach_nan", *ROUNDED.values()}
 
 
-def _moved(product: Node, met: Upstream) -> Promise | None:
+def _moved(product: Node, kinds: AncestorKinds) -> Promise | None:
     """Move the division of a product's weights behind it; None where there is none, or it cannot be."""
     if not is_contraction(product) or nodes.dtype(product) is torch.float16:
         return None
     try:
-        found = _division(product, met)
+        found = _division(product, kinds)
         places = None if found is None else _places(found)
     except Unsupported:  # a product, a view or sizes that are not understood
         return None
@@ -105,10 +105,10 @@ def _moved(product: Node, met: Upstream) -> Promise | None:
     division, weights, factor, user = found.node, found.weights, found.factor, found.user
     if any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
         return None
-    risky = marks.requires_grad(product) and _is_bare(factor, met) and _is_selected(weights, met)
+    risky = marks.requires_grad(product) and _is_bare(factor, kinds) and _is_selected(weights, kinds)
     graph = product.graph
     user.replace_input_with(division, weights)
-    last, name = _sink(found, product, met), product.name
+    last, name = _sink(found, product, kinds), product.name
     with graph.inserting_before(last.next):
         rows = _in_rows_of(product, factor, places)
         quotient = derived(graph, product, division.target, (product, rows))
@@ -119,22 +119,22 @@ def _moved(product: Node, met: Upstream) -> Promise | None:
     return lambda attentions: name in attentions and _is_wanted(attentions[name], risky)
 
 
-def _is_bare(factor: Node, met: Upstream) -> bool:
+def _is_bare(factor: Node, kinds: AncestorKinds) -> bool:
     """Whether a factor may be one by 0, or 0: a statistic to which nothing is added and that is not clamped."""
     while not is_statistic(factor):
-        made = [x for x in factor.all_input_nodes if Met.STATISTIC in met[x]]
+        made = [x for x in factor.all_input_nodes if AncestorKind.STATISTIC in kinds[x]]
         if len(made) != 1 or packet(factor) in (aten.add, aten.clamp, aten.clamp_min, aten.maximum):
             return False
         factor = made[0]
     return True
 
 
-def _is_selected(weights: Node, met: Upstream) -> bool:
+def _is_selected(weights: Node, kinds: AncestorKinds) -> bool:
     """Whether some of what a normaliser makes is replaced."""
     while packet(weights) not in SOFTMAXES:
         if packet(weights) in (aten.where, aten.masked_fill):
             return True
-        made = [x for x in weights.all_input_nodes if Met.PRODUCT in met[x] and shape(x) == shape(weights)]
+        made = [x for x in weights.all_input_nodes if AncestorKind.PRODUCT in kinds[x] and shape(x) == shape(weights)]
         if len(made) != 1:
             return False
         weights = made[0]
@@ -158,23 +158,27 @@ class _Division:
     bounds: Bounds
 
 
-def _division(product: Node, met: Upstream) -> _Division | None:
+def _division(product: Node, kinds: AncestorKinds) -> _Division | None:
     """The first one above the weights of a product, if nothing else reads what stands between."""
     extents = shape(product)
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
     parts = factors(product, atoms, J)
-    left = met.weights_are_left(parts)
+    left = kinds.weights_are_left(parts)
     here, index = (parts.left, parts.left_index) if left else (parts.right, parts.right_index)
     bounds, user = dict(zip(atoms, extents, strict=True)) | {J: parts.extent}, product
     while here.op == "call_function":
         if packet(here) in (aten.mul, aten.div) and len(here.args) == 2 and not here.kwargs:
             pairs = [here.args, here.args[::-1]][: 2 if packet(here) is aten.mul else 1]
             for weights, factor in pairs:
-                of_row = nodes.is_tensor(factor) and Met.STATISTIC | Met.PRODUCT in met[factor]
+                of_row = nodes.is_tensor(factor) and AncestorKind.STATISTIC | AncestorKind.PRODUCT in kinds[factor]
                 if of_row and nodes.is_tensor(weights) and shape(weights) == shape(here):
                     at = broadcast_index(shape(here), shape(factor), index)
                     return _Division(node=here, weights=weights, factor=factor, user=user, index=at, bounds=bounds)
-            made = [x for x, _ in pairs if nodes.is_tensor(x) and Met.PRODUCT in met[x] and shape(x) == shape(here)]
+            made = [
+                x
+                for x, _ in pairs
+                if nodes.is_tensor(x) and AncestorKind.PRODUCT in kinds[x] and shape(x) == shape(here)
+            ]
             origin = made[0] if len(made) == 1 else None
         elif packet(here) in _SCALINGS and not is_coarser(nodes.dtype(here), nodes.dtype(product)):
             origin = here.args[0]
@@ -194,7 +198,7 @@ def _places(found: _Division) -> tuple[int, ...] | None:
     return None if names is None or J.name in names else tuple(int(name[1:]) for name in names)
 
 
-def _sink(found: _Division, product: Node, met: Upstream) -> Node:
+def _sink(found: _Division, product: Node, kinds: AncestorKinds) -> Node:
     """Put what only a division makes of a statistic behind the product, where the call that writes it stands. Returns
     the last node that the quotient must follow."""
     if found.node.users:
@@ -202,7 +206,7 @@ def _sink(found: _Division, product: Node, met: Upstream) -> Node:
     chain, todo = {found.node}, [found.factor]
     while todo:
         here = todo.pop()
-        made = Met.STATISTIC in met[here] and not is_statistic(here) and not marks.stop_gradient(here)
+        made = AncestorKind.STATISTIC in kinds[here] and not is_statistic(here) and not marks.stop_gradient(here)
         if made and chain.issuperset(here.users) and not any(map(marks.mutations, (here, *here.all_input_nodes))):
             chain.add(here)
             todo += here.all_input_nodes

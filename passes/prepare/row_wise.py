@@ -59,30 +59,30 @@ class Rows:
 Inputs = dict[Node, Rows]
 """Of a node: the inputs of which it does not read all rows, and those that it reads."""
 Rule = Callable[[Node, dict[str, Any], Rows], Inputs]
-"""(node, its arguments, the rows that are read of it) -> what it reads; raises `Whole`."""
+"""(node, its arguments, the rows that are read of it) -> what it reads; raises `NotRowWise`."""
 
 
-class Whole(Exception):
+class NotRowWise(Exception):
     """A node does not work row by row, or has to be computed whole."""
 
 
 def row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
     """What a node reads for these rows of its result."""
     if node.op != "call_function" or marks.mutations.on(node) or marks.dtensor(node) or nodes.is_active_dropout(node):
-        raise Whole
+        raise NotRowWise
     rule = _RULES.get(packet(node))
     if nodes.is_tensor(node):
         for extent in rows.within(shape(node)):
             symbols.require(extent)
     elif rule is None:
-        raise Whole
+        raise NotRowWise
     if is_pointwise(node):
         return _broadcast(node, node.all_input_nodes, rows)
     found = _of_view(node, rows) if rule is None else rule(node, arguments(node), rows)
     given = tree_leaves((node.args, node.kwargs))
     for origin, wanted in found.items():
         if sum(argument is origin for argument in given) > 1:
-            raise Whole  # an operand that is read in two ways
+            raise NotRowWise  # an operand that is read in two ways
         for extent in shape(origin) if wanted.is_factor and nodes.is_tensor(origin) else ():
             symbols.require(extent)
     return found
@@ -97,7 +97,7 @@ def _broadcast(node: Node, operands: Iterable[Node], rows: Rows) -> Inputs:
         if dim < 0 or extents[dim] is ONE:
             continue
         if extents[dim] is not own[rows.dim]:
-            raise Whole
+            raise NotRowWise
         found[operand] = rows.at(dim)
     return found
 
@@ -109,7 +109,7 @@ _rule = nodes.rules(_RULES)
 @_rule(aten.linear)
 def _linear(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     if rows.dim == len(shape(node)) - 1:
-        raise Whole
+        raise NotRowWise
     return {args["input"]: rows}
 
 
@@ -118,7 +118,7 @@ def _product(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     *added, left, right = filter(nodes.is_tensor, args.values())
     rank = len(shape(node))
     if min(len(shape(left)), len(shape(right)), rank) < 2:
-        raise Whole
+        raise NotRowWise
     behind = rank - 1 - rows.dim
     found = _broadcast(node, added, rows)
     if behind > 1:
@@ -130,7 +130,7 @@ def _product(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
 @_rule(aten.scaled_dot_product_attention)
 def _attention(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     if rows.dim != len(shape(node)) - 2 or rows.is_factor:
-        raise Whole
+        raise NotRowWise
     query, mask = args["query"], args["attn_mask"]
     found = {query: rows.at(len(shape(query)) - 2)}
     if mask is not None and len(extents := shape(mask)) > 1 and extents[-2] is not ONE:
@@ -141,14 +141,14 @@ def _attention(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
 @_rule(aten.layer_norm, aten.rms_norm)
 def _normalisation(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     if rows.dim >= len(shape(node)) - len(args["normalized_shape"]):
-        raise Whole
+        raise NotRowWise
     return {args["input"]: rows}
 
 
 @_rule(aten.softmax, aten._softmax, aten.log_softmax, aten.glu, aten.cumsum)
 def _along(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     if normalize_dim(args["dim"], len(shape(node))) == rows.dim:
-        raise Whole
+        raise NotRowWise
     return {args["self"]: rows}
 
 
@@ -156,10 +156,10 @@ def _along(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
 def _reduction(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     rank = len(shape(args["self"]))
     if not (reduced := nodes.normalize_dims(args.get("dim"), rank)):
-        raise Whole
+        raise NotRowWise
     left = [dim for dim in range(rank) if args["keepdim"] or dim not in reduced]
     if left[rows.dim] in reduced:
-        raise Whole
+        raise NotRowWise
     return {args["self"]: rows.at(left[rows.dim])}
 
 
@@ -168,7 +168,7 @@ def _joined(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     rank, stacked = len(shape(node)), packet(node) is aten.stack
     dim = normalize_dim(args["dim"], rank)
     if dim == rows.dim or any(len(shape(tensor)) != rank - stacked for tensor in args["tensors"]):
-        raise Whole
+        raise NotRowWise
     return dict.fromkeys(args["tensors"], rows.at(rows.dim - (stacked and dim < rows.dim)))
 
 
@@ -179,7 +179,7 @@ def _pieces(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     if packet(node) is aten.unbind:
         return {args["self"]: rows.at(rows.dim + (dim <= rows.dim))}
     if dim == rows.dim:
-        raise Whole
+        raise NotRowWise
     return {args["self"]: rows}
 
 
@@ -195,13 +195,13 @@ def _of_view(node: Node, rows: Rows) -> Inputs:
     high, low = (integers.integer(0) if bounds[x] is ONE else x for x in (outer, inner))
     index[rows.dim] = integers.add(integers.mul(integers.add(integers.mul(high, rows.extent), row), rows.inner), low)
     if (found := source(node, tuple(index), bounds)) is None:
-        raise Whole
+        raise NotRowWise
     origin, places = found
     depending = [dim for dim, place in enumerate(places) if contains(place, row)]
     if not depending and packet(node) in EXPANSIONS:
         return {}
     if len(depending) != 1 or depending[0] in _counted(node):
-        raise Whole
+        raise NotRowWise
     return {origin: _digit(shape(origin), depending[0], places[depending[0]], row, rows, bounds)}
 
 
@@ -218,12 +218,12 @@ def _digit(extents: tuple[Expr, ...], dim: int, place: Expr, row: Expr, rows: Ro
     """The rows as a factor of a dimension of these extents, where `place` is the position in it."""
     parts = integers.linear(place, row)
     if parts is None:
-        raise Whole
+        raise NotRowWise
     inner = parts[0]
     outer = integers.quotient(extents[dim], integers.mul(rows.extent, inner))
     digit = integers.mod(integers.floordiv(place, inner, bounds), rows.extent, bounds)
     if digit is not row or outer is None:
-        raise Whole
+        raise NotRowWise
     return replace(rows, dim=dim, outer=outer, inner=inner)
 
 

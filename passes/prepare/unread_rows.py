@@ -28,7 +28,7 @@ from .. import marks, nodes
 from ..building import Symbols, derived
 from ..nodes import Unsupported, arguments, normalize_dim, packet, shape
 from ..pullback.views import EXPANSIONS, RESHAPES, is_view
-from .row_wise import ONE, Inputs, Rows, Whole, row_wise
+from .row_wise import ONE, Inputs, NotRowWise, Rows, row_wise
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.scaled_dot_product_attention)
@@ -62,7 +62,7 @@ def _reads(graph: Graph) -> tuple[dict[Node, Rows | None], dict[Node, Inputs]]:
         if (rows := read.setdefault(node, None)) is not None:
             try:
                 inputs[node] = row_wise(node, rows, symbols)
-            except (Unsupported, Whole):
+            except (Unsupported, NotRowWise):
                 read[node] = None
         if read[node] is None and (selected := _selected(node)) is not None:
             inputs[node] = {node.all_input_nodes[0]: selected}

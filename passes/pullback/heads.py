@@ -24,7 +24,7 @@ from fusion.refusals import Ground
 
 from .. import nodes
 from ..nodes import Unsupported, arguments, is_tensor, packet, shape
-from ..recognize.core import Core, Mixed
+from ..recognize.core import HeadMix, NormalizedScores
 from ..recognize.shifts import has
 from .contractions import einsum_letters, factors, is_contraction
 from .reductions import depends_on_product
@@ -181,7 +181,7 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     return result if found.bias is None else result + pullback.value(found.bias, (index[found.to],))
 
 
-def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
+def split_weights(weight: Expr) -> tuple[HeadMix, Expr] | None:
     """(the sum over heads behind a softmax, the weights of one head), or None; raises `Unsupported`."""
     if (mix := _outermost(weight, "softmax", "scaled_softmax")) is None:
         return None
@@ -190,10 +190,10 @@ def split_weights(weight: Expr) -> tuple[Mixed, Expr] | None:
     if has(then, "dot", "softmax", "scaled_softmax", "reduce", "mix") or not has(value, "softmax", "scaled_softmax"):
         message = "after their heads are mixed, weights must be used pointwise"
         raise Unsupported(Ground.HEADS_MIXED, message, weight)
-    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=then, adds=adds), value
+    return HeadMix(head=coord(str(mix.attr)), to=to, matrix=matrix, program=then, adds=adds), value
 
 
-def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
+def split_scores(score: Expr) -> tuple[HeadMix, Expr] | None:
     """(the sum over heads before a softmax, the score program of what is summed up); None where there is none."""
     if (mix := _outermost(score)) is None:
         return None
@@ -202,7 +202,7 @@ def split_scores(score: Expr) -> tuple[Mixed, Expr] | None:
     if has(then, "dot", "mix") or has(value, "mix"):
         message = "after their heads are mixed, scores must be used pointwise, and mixed no second time"
         raise Unsupported(Ground.HEADS_MIXED, message, score)
-    return Mixed(head=coord(str(mix.attr)), to=to, matrix=matrix, program=value, adds=adds), then
+    return HeadMix(head=coord(str(mix.attr)), to=to, matrix=matrix, program=value, adds=adds), then
 
 
 def _without(expr: Expr, mix: Expr, leaf: Expr) -> tuple[Expr, bool]:
@@ -241,8 +241,8 @@ def _outermost(expr: Expr, *beyond: str) -> Expr | None:
 
 
 def named(
-    core: Core, accesses: Sequence[Access], bounds: integers.Bounds
-) -> tuple[Core, Sequence[Access], Expr | None]:
+    core: NormalizedScores, accesses: Sequence[Access], bounds: integers.Bounds
+) -> tuple[NormalizedScores, Sequence[Access], Expr | None]:
     """The core and its operands Q, K and V with heads named as in `fusion.ir.mixing.Mixing`, and the batch coordinate
     that they are; None where none are mixed. Raises `Unsupported` where they are not one of the batch."""
     every = [mixed for mixed in (core.mixed_weights, core.mixed_scores) if mixed is not None]
@@ -275,7 +275,7 @@ def named(
     return replace(mapped(core, of_head), **sums), (query, key, value), axis
 
 
-def _of_one_head(core: Core) -> list[Expr]:
+def _of_one_head(core: NormalizedScores) -> list[Expr]:
     """What belongs to a single head of those that are mixed last."""
     if core.mixed_weights is None:
         return [] if core.mixed_scores is None else [core.mixed_scores.program]

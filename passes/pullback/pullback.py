@@ -32,7 +32,7 @@ from fusion.refusals import Ground
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, producer, shape
-from ..recognize.blame import first_not_followed
+from ..recognize.blame import blocking_op
 from ..specify.key_sets import KeySet, scattered
 from ..trace.inplace import changes, may_copy
 from ..trace.outline import described
@@ -128,7 +128,7 @@ class PullBack:
         if problem.refusal.kind is not Ground.NOT_POINTWISE:
             return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
         if self.limit is None and node is not None:
-            node = first_not_followed(node, products_above(node)) or node
+            node = blocking_op(node, products_above(node)) or node
             if reductions.is_reduction(node) and {*reductions.extents(node)} & {self.keys, self.bounds.get(I)}:
                 message = f"the weights depend on {node.target} of whole rows or columns of scores"
                 return Unsupported(Ground.FURTHER_REDUCTION, message, problem.expr, node)
@@ -155,7 +155,7 @@ class PullBack:
         if (moved := self.step(here, index, self.bounds)) is not None:
             self.interior[here] = None
             return self.value(*moved)
-        if marks.mutations(here) or self._is_given(here) or self._is_of_before(here):
+        if marks.mutations(here) or self._is_other_attention_output(here) or self._reads_memory_written_later(here):
             result = None
         elif marks.stop_gradient(here):
             result = self._without_gradient(here, index)
@@ -192,17 +192,17 @@ class PullBack:
     def step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
         """One step through a view. Not through a possible copy of memory that is changed in place, nor through the
         result of another attention: that is what the graph will hold, not the product before it."""
-        if self._is_given(here):
+        if self._is_other_attention_output(here):
             return None
         if marks.mutations(here) and may_copy(here):
             return None
         return source(here, index, bounds)
 
-    def _is_of_before(self, here: Node) -> bool:
+    def _reads_memory_written_later(self, here: Node) -> bool:
         """Whether a node, which is no score, is made of what has changed when V is multiplied: a length, say."""
         return changes([here], self.anchor) and not products_above(here)
 
-    def _is_given(self, here: Node) -> bool:
+    def _is_other_attention_output(self, here: Node) -> bool:
         """Whether a node is computed by another attention, or made of a float."""
         return marks.attention_root(here) or marks.of_float(here) or marks.statistic_of(here) not in (None, self.anchor)
 

@@ -17,7 +17,7 @@ from fusion.refusals import Ground
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, shape
-from ..recognize.core import Core
+from ..recognize.core import NormalizedScores
 from . import casts, pointwise
 from .operands import Access, locate, scale_of_values
 from .pullback import Product, PullBack
@@ -35,7 +35,7 @@ class Attention:
     value, value_scale: where V is read, and what its rows are multiplied by.
     """
 
-    core: Core
+    core: NormalizedScores
     value: Access
     value_scale: Expr
     pullback: PullBack
@@ -81,7 +81,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr], reads_m
     weight = const(1.0)
     if args["dropout_p"] != 0:
         weight = pullback.kept(anchor, args["dropout_p"], (*index[:-1], J), (*shape(anchor)[:-1], keys))
-    core = Core(score=score, normalizer=Normalizer.SAFE_SOFTMAX, weight=weight)
+    core = NormalizedScores(score=score, normalizer=Normalizer.SAFE_SOFTMAX, weight=weight)
     return Attention(core=core, value=v, value_scale=v_scale, pullback=pullback, keys=keys, d_v=bounds[E])
 
 

@@ -33,7 +33,7 @@ FURTHER_PRODUCTS = (aten.linear, aten.mv, aten.addmv, aten.addbmm, aten.dot, ate
 """Products that the analysis does not take apart. What they make of attention weights is listed all the same."""
 
 
-class Met(enum.Flag):
+class AncestorKind(enum.Flag):
     """Kinds of operations above a node."""
 
     PRODUCT = enum.auto()
@@ -45,22 +45,22 @@ class Met(enum.Flag):
     MIXED_HEADS = enum.auto()
 
 
-_NOTHING = Met(0)
-NORMALISED = Met.SOFTMAX | Met.EXP | Met.GATE
+_NOTHING = AncestorKind(0)
+NORMALISED = AncestorKind.SOFTMAX | AncestorKind.EXP | AncestorKind.GATE
 
 
-class Upstream:
+class AncestorKinds:
     """What is met on the way up from every node of a graph, that node included."""
 
     def __init__(self, graph: Graph):
-        self._met: dict[Node, Met] = {}
+        self._kinds: dict[Node, AncestorKind] = {}
         for node in graph.nodes:
-            self._met[node] = self._of(node) if node.op == "call_function" else _NOTHING
+            self._kinds[node] = self._of(node) if node.op == "call_function" else _NOTHING
 
-    def __getitem__(self, node: Node) -> Met:
-        return self._met.get(node, _NOTHING)
+    def __getitem__(self, node: Node) -> AncestorKind:
+        return self._kinds.get(node, _NOTHING)
 
-    def inputs(self, node: Node) -> Met:
+    def inputs(self, node: Node) -> AncestorKind:
         """What any of the inputs of a node meets."""
         return functools.reduce(operator.or_, (self[parent] for parent in node.all_input_nodes), _NOTHING)
 
@@ -75,26 +75,26 @@ class Upstream:
         """Whether a node multiplies attention weights of one query with V, by a product and a sum."""
         return any(looks_like_attention(self[factor]) for factor in extended_factors(node))
 
-    def _of(self, node: Node) -> Met:
+    def _of(self, node: Node) -> AncestorKind:
         kind = packet(node)
         if nodes.is_tensor(node) and _holds_integers(nodes.value(node)):
             return _NOTHING  # positions, of the largest weights perhaps, and no weights
-        met = self.inputs(node)
-        if Met.PRODUCT in met and head_sum(node) is not None:
-            return met | Met.MIXED_HEADS
+        kinds = self.inputs(node)
+        if AncestorKind.PRODUCT in kinds and head_sum(node) is not None:
+            return kinds | AncestorKind.MIXED_HEADS
         if is_contraction(node) or is_distance(node):
-            return Met.PRODUCT
+            return AncestorKind.PRODUCT
         if self.is_hidden_product_with_values(node):
-            return Met.PRODUCT
-        if kind in LINEAR or is_sdpa(node) or kind is aten.layer_norm and Met.MIXED_HEADS not in met:
+            return AncestorKind.PRODUCT
+        if kind in LINEAR or is_sdpa(node) or kind is aten.layer_norm and AncestorKind.MIXED_HEADS not in kinds:
             return _NOTHING  # heads may be normalised after they were mixed
         if extended_factors(node):  # what was normalised before is a factor, unless it is attention weights
-            met = met | Met.PRODUCT if looks_like_attention(met) else Met.PRODUCT
+            kinds = kinds | AncestorKind.PRODUCT if looks_like_attention(kinds) else AncestorKind.PRODUCT
         if kind in SOFTMAXES | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
-            met |= Met.SOFTMAX if kind in SOFTMAXES else Met.EXP
+            kinds |= AncestorKind.SOFTMAX if kind in SOFTMAXES else AncestorKind.EXP
         if is_statistic(node):
-            met |= Met.STATISTIC | (Met.SUM if kind in _SUMS else _NOTHING)
-        return met | Met.GATE if kind in _GATES and Met.PRODUCT in met else met
+            kinds |= AncestorKind.STATISTIC | (AncestorKind.SUM if kind in _SUMS else _NOTHING)
+        return kinds | AncestorKind.GATE if kind in _GATES and AncestorKind.PRODUCT in kinds else kinds
 
 
 def _holds_integers(held: torch.Tensor) -> bool:
@@ -106,21 +106,23 @@ def is_statistic(node: Node) -> bool:
     return node.op == "call_function" and packet(node) in _STATISTICS
 
 
-def looks_like_attention(met: Met) -> bool:
+def looks_like_attention(kinds: AncestorKind) -> bool:
     """Whether weights are, to a person: normalised, and made from a product."""
-    return Met.PRODUCT in met and (Met.SOFTMAX in met or Met.EXP | Met.SUM in met)
+    return AncestorKind.PRODUCT in kinds and (
+        AncestorKind.SOFTMAX in kinds or AncestorKind.EXP | AncestorKind.SUM in kinds
+    )
 
 
 def escaping_weights(graph: Graph) -> list[Node]:
     """The attention weights that a graph returns, or hands to the next graph; what is made of a statistic of them, such
     as a loss, is none."""
-    met = Upstream(graph)
+    kinds = AncestorKinds(graph)
 
     def whole(node: Node) -> list[Node]:
         return [] if is_contraction(node) or is_statistic(node) else node.all_input_nodes
 
     def are_weights(node: Node) -> bool:
-        return packet(node) in SOFTMAXES | {aten.exp, aten.exp2} and Met.PRODUCT in met[node]
+        return packet(node) in SOFTMAXES | {aten.exp, aten.exp2} and AncestorKind.PRODUCT in kinds[node]
 
     def count(node: Node) -> Expr | None:
         try:
@@ -131,4 +133,4 @@ def escaping_weights(graph: Graph) -> list[Node]:
     def holds(out: Node) -> bool:
         return any(are_weights(node) and count(node) is count(out) for node in nodes.walk_up([out], whole))
 
-    return [out for out in graph.output_node().all_input_nodes if looks_like_attention(met[out]) and holds(out)]
+    return [out for out in graph.output_node().all_input_nodes if looks_like_attention(kinds[out]) and holds(out)]

@@ -11,7 +11,7 @@ from ..pullback.reductions import is_reduction
 from ..pullback.views import is_view
 
 
-def first_not_followed(node: Node, products: set[Node]) -> Node | None:
+def blocking_op(node: Node, products: set[Node]) -> Node | None:
     """The first operation on the way from products to a node, that included, which takes more than one element. One
     that is never followed is preferred to softmaxes and sums over keys, which may have been."""
 

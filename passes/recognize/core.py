@@ -9,7 +9,7 @@ from fusion.ir.spec import Normalizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixed:
+class HeadMix:
     """A sum over heads in the weights or scores of an attention.
 
     head, to: the coordinate that is summed over, and that of the result.
@@ -26,7 +26,7 @@ class Mixed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Core:
+class NormalizedScores:
     """A normalised function of scores: the fields are those of `AttentionSpec`, with "dot" leaves for products.
 
     mixed_scores, mixed_weights: the sums over heads that the score program takes for the score, and behind the
@@ -39,8 +39,8 @@ class Core:
     weight: Expr
     sinks: tuple[Expr, ...] = ()
     row_scale: Expr | None = None
-    mixed_scores: Mixed | None = None
-    mixed_weights: Mixed | None = None
+    mixed_scores: HeadMix | None = None
+    mixed_weights: HeadMix | None = None
     origin: Expr | None = None
 
     @property

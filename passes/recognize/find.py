@@ -36,7 +36,7 @@ from ..pullback.sdpa import Attention, is_sdpa, pull_back_sdpa
 from ..pullback.views import Index, broadcast_index, source
 from ..subgraphs.checkpointing import bodies
 from ..trace.regions import regions
-from .ancestors import FURTHER_PRODUCTS, NORMALISED, Met, Upstream, is_statistic, looks_like_attention
+from .ancestors import FURTHER_PRODUCTS, NORMALISED, AncestorKind, AncestorKinds, is_statistic, looks_like_attention
 from .defects import defect
 from .listed import is_listed, scales_rows
 from .recognize import attentions
@@ -125,9 +125,9 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
         marks.attention_root.drop(node)
     sites = []
     with Assumptions().hold():  # where to look follows from no site's
-        met = Upstream(graph)
+        kinds = AncestorKinds(graph)
         for node in graph.nodes:
-            if _is_candidate(node, met) and (site := _confined(node, met)) is not None:
+            if _is_candidate(node, kinds) and (site := _confined(node, kinds)) is not None:
                 sites.append(site)
                 _ = site.scores  # the region as it is now: walks for auxiliary outputs go further
                 marks.attention_root.set(site.root, site.refusal is None)
@@ -135,17 +135,17 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
     return sites
 
 
-def _is_candidate(node: Node, met: Upstream) -> bool:
+def _is_candidate(node: Node, kinds: AncestorKinds) -> bool:
     """Whether a node may be the product with V: of an operand that was normalised since the last product."""
     if is_sdpa(node):
         return True
-    if node.op != "call_function" or (Met.MIXED_HEADS in met[node] and head_sum(node) is not None):
+    if node.op != "call_function" or (AncestorKind.MIXED_HEADS in kinds[node] and head_sum(node) is not None):
         return False
     if is_contraction(node):
         one = packet(node) is aten.einsum and len(nodes.arguments(node)["tensors"]) == 1  # a trace, for one
-        return not one and bool(met.inputs(node) & NORMALISED)
-    further = packet(node) in FURTHER_PRODUCTS and looks_like_attention(met.inputs(node))
-    return further or met.is_hidden_product_with_values(node)
+        return not one and bool(kinds.inputs(node) & NORMALISED)
+    further = packet(node) in FURTHER_PRODUCTS and looks_like_attention(kinds.inputs(node))
+    return further or kinds.is_hidden_product_with_values(node)
 
 
 _PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")
@@ -168,41 +168,41 @@ def may_hold_attention(module: GraphModule) -> bool:
     return normalised and any(part in name for name in names for part in _PRODUCTS_OF_WEIGHTS)
 
 
-def _confined(anchor: Node, met: Upstream) -> Site | None:
+def _confined(anchor: Node, kinds: AncestorKinds) -> Site | None:
     """`_examine`, whose failure costs no other attention of the graph."""
     try:
-        return _examine(anchor, met)
+        return _examine(anchor, kinds)
     except Exception as problem:
         return Site(anchor=anchor, root=anchor, refusal=defect(problem), blame=anchor)
 
 
-def _examine(anchor: Node, met: Upstream) -> Site | None:
+def _examine(anchor: Node, kinds: AncestorKinds) -> Site | None:
     """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention. Else
     rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch."""
     if not is_sdpa(anchor) and not is_contraction(anchor):
-        if not is_listed(anchor, met):
+        if not is_listed(anchor, kinds):
             return None
         message = f"the product with V is written as {packet(anchor)}, which is not supported"
         return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.PRODUCT_FORM, message), blame=anchor)
     if not nodes.dtype(anchor).is_floating_point:
         return None
     refused: Site | None = None
-    for apart, root in itertools.product((False, True), reversed(_chain(anchor, met))):
+    for apart, root in itertools.product((False, True), reversed(_chain(anchor, kinds))):
         try:
-            site = _specializing(anchor, root, met, apart)
+            site = _specializing(anchor, root, kinds, apart)
         except Unsupported as problem:
             refused = Site(anchor=anchor, root=anchor, refusal=problem.refusal, blame=problem.node)
         else:
             if site is not None:
                 return None if _is_feed_forward(site) else site
-    return refused if is_listed(anchor, met) else None
+    return refused if is_listed(anchor, kinds) else None
 
 
-def _specializing(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
+def _specializing(anchor: Node, root: Node, kinds: AncestorKinds, apart: bool) -> Site | None:
     assumed = Assumptions()
     while True:
         with contextlib.suppress(nodes.Specialized), assumed.hold():
-            site = _at_root(anchor, root, met, apart)
+            site = _at_root(anchor, root, kinds, apart)
             if site is not None:
                 site.assumed = assumed
                 nodes.specialize(nodes.value(root).shape[site.dims.index("e")])
@@ -212,14 +212,14 @@ def _specializing(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site 
 _MAX_CHAIN = 8
 
 
-def _chain(anchor: Node, met: Upstream) -> list[Node]:
+def _chain(anchor: Node, kinds: AncestorKinds) -> list[Node]:
     """The product and the views, copies, float casts, and factors made of sums of scores that follow it one by one."""
     chain = [anchor]
     while len(chain) < _MAX_CHAIN and len(chain[-1].users) == 1:
         user = next(iter(chain[-1].users))
         if user.op != "call_function" or not nodes.is_tensor(user):
             break
-        if packet(user) not in MOVES and not (scales_rows(user, met) and _factor_dies(user, anchor, met)):
+        if packet(user) not in MOVES and not (scales_rows(user, kinds) and _factor_dies(user, anchor, kinds)):
             break
         narrowed = nodes.dtype(chain[-1])
         if is_float8(nodes.dtype(user)):
@@ -234,14 +234,14 @@ def _chain(anchor: Node, met: Upstream) -> list[Node]:
     return chain
 
 
-def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
+def _factor_dies(scaling: Node, anchor: Node, kinds: AncestorKinds) -> bool:
     """Whether what is made of statistics for the factor of `scaling` is made of those of the weights' own scores, and
     has no other use than in the weights. Else it would have to be written beside the scaled product; beside the plain
     one the statistics are enough."""
 
     def made_of_scores(here: Node) -> list[Node]:
         ends = here is not anchor and is_contraction(here)
-        return [] if ends else [parent for parent in here.all_input_nodes if Met.PRODUCT in met[parent]]
+        return [] if ends else [parent for parent in here.all_input_nodes if AncestorKind.PRODUCT in kinds[parent]]
 
     inside = {scaling, *nodes.walk_up([anchor], made_of_scores)}
     factor = scaling.args[1]
@@ -256,7 +256,7 @@ def _factor_dies(scaling: Node, anchor: Node, met: Upstream) -> bool:
             if not inside.issuperset(here.users):
                 return False
             inside.add(here)
-            made |= {parent for parent in here.all_input_nodes if Met.STATISTIC in met[parent]}
+            made |= {parent for parent in here.all_input_nodes if AncestorKind.STATISTIC in kinds[parent]}
     return True
 
 
@@ -269,7 +269,7 @@ class _Factor:
     index: Index
 
 
-def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | None:
+def _at_root(anchor: Node, root: Node, kinds: AncestorKinds, apart: bool) -> Site | None:
     """The site that ends at this root, or None if that splits rows or columns. apart: the row is an inner part."""
     extents = shape(root)
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
@@ -279,7 +279,7 @@ def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | Non
     index, after = walked
     if packet(anchor) is aten.matmul and any(len(shape(x)) < 2 for x in anchor.all_input_nodes):
         raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector", node=anchor)
-    row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, met, apart)
+    row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, kinds, apart)
     if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and (after or apart)):
         return None
     batch = iter(range(len(atoms)))
@@ -289,7 +289,7 @@ def _at_root(anchor: Node, root: Node, met: Upstream, apart: bool) -> Site | Non
     index = _substituted(index, renamed)
     after = [replace(factor, index=_substituted(factor.index, renamed)) for factor in after]
     found = (
-        [pull_back_sdpa(anchor, index, bounds)] if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, met)
+        [pull_back_sdpa(anchor, index, bounds)] if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, kinds)
     )
     if found is None:
         return None
@@ -320,7 +320,7 @@ def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr])
     return index, found
 
 
-def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr | None, Expr | None]:
+def _roles(anchor: Node, index: Index, kinds: AncestorKinds, apart: bool) -> tuple[Expr | None, Expr | None]:
     """The output coordinates that are the query row and V's column: the last that only one of the operands has."""
     parts = factors(anchor, index, J)
     left = {name for entry in parts.left_index for name in coordinates(entry)}
@@ -334,7 +334,7 @@ def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr
                     return at
         return None
 
-    weights_left = met.weights_are_left(parts)
+    weights_left = kinds.weights_are_left(parts)
     own, other = (parts.left_index, right) if weights_left else (parts.right_index, left)
     theirs, ours = (parts.right_index, left) if weights_left else (parts.left_index, right)
     whole, inner = (last(own, other, way) for way in (False, True))
@@ -343,12 +343,12 @@ def _roles(anchor: Node, index: Index, met: Upstream, apart: bool) -> tuple[Expr
 
 
 def _pull_back(
-    anchor: Node, index: Index, bounds: dict[Expr, Expr], after: Sequence[_Factor], met: Upstream
+    anchor: Node, index: Index, bounds: dict[Expr, Expr], after: Sequence[_Factor], kinds: AncestorKinds
 ) -> list[Attention] | None:
     """The attentions of a product with V; None where what follows the product does not scale its rows."""
     parts = factors(anchor, index, J)
     weights, at, other, other_at = parts.left, parts.left_index, parts.right, parts.right_index
-    if not met.weights_are_left(parts):
+    if not kinds.weights_are_left(parts):
         weights, at, other, other_at = other, other_at, weights, at
     pullback = PullBack(bounds | {J: parts.extent}, parts.extent, anchor)
     weight = pullback.value(weights, at)

@@ -21,39 +21,42 @@ from ..pullback.contractions import (
 )
 from ..pullback.heads import is_batch
 from ..pullback.sdpa import is_sdpa
-from .ancestors import SOFTMAXES, Met, Upstream, looks_like_attention
+from .ancestors import SOFTMAXES, AncestorKind, AncestorKinds, looks_like_attention
 
 aten = torch.ops.aten
 
 
-def is_listed(anchor: Node, met: Upstream) -> bool:
+def is_listed(anchor: Node, kinds: AncestorKinds) -> bool:
     """Whether a refused product is attention to a person: of a function of a product, normalised before or after it."""
     if is_sdpa(anchor):
         return True
-    weights = [parent for parent in anchor.all_input_nodes if looks_like_attention(met[parent])]
+    weights = [parent for parent in anchor.all_input_nodes if looks_like_attention(kinds[parent])]
     if weights:
-        return not all(_is_of_classes(parent, met) for parent in weights)
-    above = met.inputs(anchor)
-    normalised = Met.PRODUCT | Met.GATE | Met.SUM in above or Met.PRODUCT | Met.EXP | Met.STATISTIC in above
+        return not all(_is_of_classes(parent, kinds) for parent in weights)
+    above = kinds.inputs(anchor)
+    normalised = (
+        AncestorKind.PRODUCT | AncestorKind.GATE | AncestorKind.SUM in above
+        or AncestorKind.PRODUCT | AncestorKind.EXP | AncestorKind.STATISTIC in above
+    )
     if normalised and not any(map(is_parameter, anchor.all_input_nodes)):
         return True
     users = list(anchor.users)
     while len(users) == 1 and packet(users[0]) in MOVES:
         users = list(users[0].users)
-    return Met.PRODUCT | Met.EXP in above and any(scales_rows(user, met) for user in users)
+    return AncestorKind.PRODUCT | AncestorKind.EXP in above and any(scales_rows(user, kinds) for user in users)
 
 
-def scales_rows(node: Node, met: Upstream) -> bool:
+def scales_rows(node: Node, kinds: AncestorKinds) -> bool:
     """Whether this multiplies or divides a product by statistics of the scores, as in `(e @ v) / e.sum(-1)`."""
     if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(node.args) != 2:
         return False
     product, factor = node.args
     if not (isinstance(product, Node) and isinstance(factor, Node) and nodes.is_tensor(factor)):
         return False
-    return shape(product) == shape(node) and Met.STATISTIC | Met.PRODUCT in met[factor]
+    return shape(product) == shape(node) and AncestorKind.STATISTIC | AncestorKind.PRODUCT in kinds[factor]
 
 
-def _is_of_classes(weights: Node, met: Upstream) -> bool:
+def _is_of_classes(weights: Node, kinds: AncestorKinds) -> bool:
     """Whether weights are softmaxes, over the last dimension, of what nothing but linear layers make. Products with one
     query and sums over heads are none."""
 
@@ -65,7 +68,7 @@ def _is_of_classes(weights: Node, met: Upstream) -> bool:
     return (
         bool(normalised)
         and bool(products)
-        and Met.MIXED_HEADS not in met[weights]
+        and AncestorKind.MIXED_HEADS not in kinds[weights]
         and not any(map(extended_factors, above))
         and all(nodes.dims_of(here) == [len(shape(here)) - 1] for here in normalised)
         and all(map(_is_linear_layer, products))

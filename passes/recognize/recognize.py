@@ -32,7 +32,7 @@ from fusion.refusals import Ground
 
 from ..nodes import Unsupported
 from ..pullback.heads import split_scores, split_weights
-from .core import Core
+from .core import NormalizedScores
 from .dead_rows import as_exponents, filled_by_selection, may_be_far, quotient_kind, selected, stays_finite
 from .shifts import free_of_keys, has, is_maximum, strip_shift, without_shift
 
@@ -40,7 +40,7 @@ _DETACHED = apply("detach", ROW_MAX)
 _LOG_SUM = ROW_MAX + apply("log", ROW_SUM)
 
 
-def attentions(weight: Expr) -> list[Core]:
+def attentions(weight: Expr) -> list[NormalizedScores]:
     """The attentions whose weights sum to `weight`; raises `Unsupported` with the reason where there are none."""
     weight = _fold_softmax(weight)
     if not has(weight, "dot"):
@@ -57,7 +57,7 @@ def attentions(weight: Expr) -> list[Core]:
     return [_core(coefficient, core) for coefficient, core in _terms(weight)]
 
 
-def in_terms_of(value: Expr, core: Core) -> Expr | None:
+def in_terms_of(value: Expr, core: NormalizedScores) -> Expr | None:
     """A value in WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM of a core; None where it depends on scores otherwise."""
     value, columns = _fold_softmax(value), (core.score, *core.sinks)
     origin = core.origin
@@ -338,7 +338,7 @@ def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
     return node("scaled_softmax", (apply(op, scale, factor), *columns), Kind.FLOAT, core.attr)
 
 
-def _core(coefficient: Expr, core: Expr) -> Core:
+def _core(coefficient: Expr, core: Expr) -> NormalizedScores:
     scale = core.args[0] if core.op == "scaled_softmax" else None
     score, *sinks = without_shift(core.args) if scale is None else core.args[1:]
     if not has(score, "dot"):
@@ -350,13 +350,13 @@ def _core(coefficient: Expr, core: Expr) -> Core:
     mixed, score = split_scores(score) or (None, score)
     if column := next((sink for sink in sinks if not free_of_keys(sink)), None):
         raise Unsupported(Ground.COLUMN_OF_SCORES, "a column concatenated to the scores depends on scores", column)
-    return Core(
+    return NormalizedScores(
         score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale,
         mixed_scores=mixed, origin=core,
     )  # fmt: skip
 
 
-def _pointwise_core(weight: Expr) -> Core:
+def _pointwise_core(weight: Expr) -> NormalizedScores:
     """Weights that are a pointwise function of the score, with no normaliser."""
     if has(weight, "mix"):
         raise Unsupported(Ground.HEADS_MIXED, "the mixed heads are of weights without a softmax", weight)
@@ -367,4 +367,4 @@ def _pointwise_core(weight: Expr) -> Core:
     if not any(part.op not in linear and has(part, "dot") for part in walk(weight)):
         message = "there is no normaliser, and nothing but linear operations, between the two products"
         raise Unsupported(Ground.NO_NORMALISER, message)
-    return Core(score=weight, normalizer=Normalizer.NONE, weight=const(1.0), origin=weight)
+    return NormalizedScores(score=weight, normalizer=Normalizer.NONE, weight=const(1.0), origin=weight)

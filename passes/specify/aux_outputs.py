@@ -39,7 +39,7 @@ _REDUCTIONS = {aten.sum: Reduction.SUM, aten.mean: Reduction.SUM, aten.amax: Red
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class AuxUse:
     """A node that a further output takes the place of.
 
     value: as in `FurtherOutput`, in terms of the walk; it is the element `of[at]`.
@@ -68,7 +68,9 @@ class Use:
         return (*(name for name in self.order if name != last), last)
 
 
-def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) -> tuple[list[Use], set[Node]] | None:
+def uses(
+    site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]
+) -> tuple[list[AuxUse], set[Node]] | None:
     """What has to be written in the place of the escaping nodes of a site, and the nodes on the way to it; None where
     they cannot be.
 
@@ -80,7 +82,7 @@ def uses(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) 
     pullback = site.attentions[0].pullback
     before = dict(pullback.interior)
     try:
-        walk, found = _Walk(site, outside), dict[Node, Use]()
+        walk, found = _Walk(site, outside), dict[Node, AuxUse]()
         for node in escaping:
             if (index := walk.index_of(node)) is None or (ends := walk.ends(node, index)) is None:
                 return None
@@ -102,7 +104,7 @@ class _Walk:
         found = {index for here, index in self.pullback._memo if here is node}
         return found.pop() if len(found) == 1 else None
 
-    def ends(self, node: Node, index: Index) -> list[Use] | None:
+    def ends(self, node: Node, index: Index) -> list[AuxUse] | None:
         """What takes the place of the uses of `node`, whose element at `index` belongs to the weight of (b.., i, j)."""
         found = [self._beyond(user, node, index) for user in node.users if self.outside(user)]
         ends = [use for part in found for use in part or ()]
@@ -111,7 +113,7 @@ class _Walk:
         whole = self._whole(node, index)
         return None if whole is None else [whole]
 
-    def _beyond(self, user: Node, node: Node, index: Index) -> list[Use] | None:
+    def _beyond(self, user: Node, node: Node, index: Index) -> list[AuxUse] | None:
         """Likewise for a user of the node; None where the user needs the node itself."""
         if user.op != "call_function" or not nodes.is_tensor(user) or marks.mutations(user):
             return None
@@ -132,7 +134,7 @@ class _Walk:
         except Unsupported:
             return None
 
-    def _whole(self, node: Node, index: Index) -> Use | None:
+    def _whole(self, node: Node, index: Index) -> AuxUse | None:
         """The node itself: of weights, or of their rows."""
         if J.name not in set().union(*map(coordinates, index)):
             return self._of_rows(node, index)
@@ -141,9 +143,9 @@ class _Walk:
             return None
         if marks.mutations(node) or not nodes.dtype(node).is_floating_point:
             return None
-        return Use(node=node, of=node, at=index, value=value, order=order)
+        return AuxUse(node=node, of=node, at=index, value=value, order=order)
 
-    def _reduced(self, user: Node, node: Node, index: Index) -> Use | None:
+    def _reduced(self, user: Node, node: Node, index: Index) -> AuxUse | None:
         """A reduction of the node over its keys or its queries."""
         args = arguments(user)
         dim = nodes.one_dim(args.get("dim"), len(index))
@@ -158,19 +160,19 @@ class _Walk:
         order, value = self._order(user, at, {"i", "j"} - {over.name}), self._value(node, index)
         if order is None or value is None or not _is_of_weights(value) or packet(user) not in _REDUCTIONS:
             return None
-        return Use(
+        return AuxUse(
             node=user, of=node, at=index, value=value, order=order, reduction=_REDUCTIONS[packet(user)],
             over=over.name, divisor=extent if packet(user) is aten.mean else None,
         )  # fmt: skip
 
-    def _of_rows(self, node: Node, index: Index) -> Use | None:
+    def _of_rows(self, node: Node, index: Index) -> AuxUse | None:
         """A statistic of rows that is made of their maximum and sum."""
         row, order = self._value(node, index), self._order(node, index, {"i"})
         if row is None or order is None or not {ROW_MAX, ROW_SUM} & {*walk(row)} or marks.mutations(node):
             return None
         if self.attention.core.normalizer is Normalizer.SAFE_SOFTMAX and ROW_SUM in walk(in_log_sums(row)):
             return None  # eager's is NaN for a row without a live key, a kernel's 0
-        return Use(node=node, of=node, at=index, value=row, order=order)
+        return AuxUse(node=node, of=node, at=index, value=row, order=order)
 
     def _order(self, node: Node, index: Index, rest: set[str]) -> tuple[str, ...] | None:
         """The coordinates of a node's elements, the slowest first: b.. and `rest`, each once; else None."""

@@ -15,7 +15,7 @@ from ..building import Symbols
 from ..nodes import Unsupported
 from ..recognize.defects import defect
 from ..recognize.find import Site, pending
-from .aux_outputs import Use
+from .aux_outputs import AuxUse
 from .specify import Specified, specify
 
 
@@ -32,7 +32,7 @@ def specify_sites(graph: Graph, sites: Iterable[Site]) -> None:
             site.refuse(defect(problem), site.anchor)
 
 
-def respecify(site: Site, uses: Sequence[Use], symbols: Symbols) -> Specified:
+def respecify(site: Site, uses: Sequence[AuxUse], symbols: Symbols) -> Specified:
     """The call of a site of one attention that writes auxiliary outputs, too. Raises `Unsupported`."""
     return _specified(site, 0, symbols, uses)
 
@@ -46,7 +46,7 @@ def refuse(sites: Iterable[Site], reason: Callable[[Site], Refusal | None]) -> N
             site.refuse(refusal)
 
 
-def _specified(site: Site, number: int, symbols: Symbols, uses: Sequence[Use] = ()) -> Specified:
+def _specified(site: Site, number: int, symbols: Symbols, uses: Sequence[AuxUse] = ()) -> Specified:
     with site.assumed.hold():
         call = specify(site, site.attentions[number], uses)
     _refuse_distributed_dropout(call)

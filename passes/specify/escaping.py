@@ -10,12 +10,12 @@ from torch.fx import Graph, Node
 from fusion.refusals import Ground, Refusal
 
 from .. import marks, nodes
-from ..building import Symbols, in_mode_of
+from ..building import Symbols, same_grad_mode_point
 from ..nodes import Unsupported, packet
 from ..pullback.contractions import products_above
 from ..pullback.reductions import is_reduction
 from ..recognize.ancestors import SOFTMAXES
-from ..recognize.blame import first_not_followed
+from ..recognize.blame import blocking_op
 from ..recognize.defects import defect
 from ..recognize.find import Site, pending
 from .aux_outputs import uses
@@ -80,7 +80,7 @@ def _needs(sites: Sequence[Site], plain: Site | None = None) -> dict[Node, list[
 def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
     """Say of a site that its weights are needed, and by what."""
     own = [operand for operand in needs[site.root] if site.products & products_above(operand)]
-    if own and (blocking := first_not_followed(min(own), site.products)) is not None:
+    if own and (blocking := blocking_op(min(own), site.products)) is not None:
         message = f"the attention reads the result of {nodes.producer(blocking).target} on its own scores"
         reduces = is_reduction(blocking) and packet(blocking) not in SOFTMAXES
         site.refuse(Refusal(Ground.FURTHER_REDUCTION if reduces else Ground.NOT_POINTWISE, message), blocking)
@@ -118,7 +118,7 @@ def _with_auxiliary_outputs(
     except Unsupported:
         return None
     users = {user for use in found for user in use.node.users if outside(user)}
-    place = in_mode_of(site.root, min({site.root, *users}))
+    place = same_grad_mode_point(site.root, min({site.root, *users}))
     read = [*part.operands, *symbols.of(part.sizes)]
     if place is None or any(not node < place or node in site.scores or marks.dtensor(node) for node in read):
         return None

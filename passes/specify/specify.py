@@ -23,10 +23,10 @@ from ..pullback import heads
 from ..pullback.operands import Access, scales_rows
 from ..pullback.pullback import Product, PullBack
 from ..pullback.tables import Numbers, Table
-from ..recognize.core import Core
+from ..recognize.core import NormalizedScores
 from ..recognize.dead_rows import filled_by_selection
 from ..recognize.find import Attention, Site
-from .aux_outputs import Use
+from .aux_outputs import AuxUse
 from .key_sets import KeySet
 from .masks import decided, understand
 
@@ -62,7 +62,7 @@ class Specified:
     sizes: tuple[Expr, ...]
     differentiable: bool
     tables: tuple[tuple[int, Table], ...] = ()
-    uses: tuple[Use, ...] = ()
+    uses: tuple[AuxUse, ...] = ()
     reached: frozenset[int] = frozenset()
     key_sets: tuple[tuple[int, KeySet], ...] = ()
     by_rows: ByRows | None = None
@@ -79,7 +79,7 @@ class Specified:
         return {name: size_value(extent, hints) for name, extent in zip(self.spec.sizes, self.sizes, strict=True)}
 
 
-def specify(site: Site, attention: Attention, uses: Sequence[Use] = ()) -> Specified:
+def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> Specified:
     """The spec of one attention, with outputs for `uses`; raises `Unsupported`."""
     core = _with_scaled_values(attention, marks.requires_grad(site.root))
     products = attention.pullback.products
@@ -125,7 +125,7 @@ def _require_shared_maximum(spec: AttentionSpec, attention: Attention, different
         raise Unsupported(Ground.FIRST_MAXIMUM, message)
 
 
-def _reached(site: Site, uses: Sequence[Use], operands: Sequence[Node]) -> frozenset[int]:
+def _reached(site: Site, uses: Sequence[AuxUse], operands: Sequence[Node]) -> frozenset[int]:
     """The operands to which a path of nodes that autograd records leads up from the results."""
     ends = {*operands}
 
@@ -136,7 +136,7 @@ def _reached(site: Site, uses: Sequence[Use], operands: Sequence[Node]) -> froze
     return frozenset(number for number, operand in enumerate(operands) if operand in met)
 
 
-def _with_gradients(core: Core, heads_mixed: bool) -> Core:
+def _with_gradients(core: NormalizedScores, heads_mixed: bool) -> NormalizedScores:
     """What is differentiated; raises where a row without a live key would have other gradients than in eager mode. Rows
     of NaN that are zero are those without a live key where nothing but a mask's selection makes them: a safe softmax,
     whose gradient is zero there. Else it is NaN."""
@@ -153,20 +153,20 @@ def _with_gradients(core: Core, heads_mixed: bool) -> Core:
     return core
 
 
-def _further(spec: AttentionSpec, use: Use, value: Expr) -> FurtherOutput:
+def _further(spec: AttentionSpec, use: AuxUse, value: Expr) -> FurtherOutput:
     wide = "float64" if any(o.dtype == "float64" for o in spec.operands) else "float32"
     dtype = str(nodes.dtype(use.node)).removeprefix("torch.") if use.is_whole else wide
     return FurtherOutput(value=value, dims=use.dims, dtype=dtype, reduction=use.reduction, over=use.over)
 
 
-def _resolved(core: Core, site: Site, attention: Attention, resolve: _Resolver) -> Core:
+def _resolved(core: NormalizedScores, site: Site, attention: Attention, resolve: _Resolver) -> NormalizedScores:
     """The core in terms of the spec's operands, with what the bounds decide decided."""
     bounds = site.bounds | {J: attention.keys}
     found = mapped(replace(core, origin=None), resolve)
     return replace(found, score=decided(found.score, bounds), weight=decided(found.weight, bounds))
 
 
-def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename: _Sizes) -> AttentionSpec:
+def _with_mixed_heads(spec: AttentionSpec, core: NormalizedScores, head: Expr | None, rename: _Sizes) -> AttentionSpec:
     """The spec whose heads, a batch coordinate, are mixed, if they are; without a mask where every key counts."""
     if head is None:
         return replace(spec, mask=None) if spec.needs_all_keys else spec
@@ -182,7 +182,7 @@ def _with_mixed_heads(spec: AttentionSpec, core: Core, head: Expr | None, rename
 
 def _spec(
     site: Site,
-    core: Core,
+    core: NormalizedScores,
     accesses: Sequence[Access],
     widths: tuple[Expr, Expr],
     operands: tuple[Operand, ...],
@@ -218,7 +218,7 @@ def _spec(
     )
 
 
-def _main_product(core: Core, products: list[Product]) -> int:
+def _main_product(core: NormalizedScores, products: list[Product]) -> int:
     """The product that becomes the score; others in the same program are read from their tensors. One that no tensor
     holds must be it. Else the one with the widest reduction is taken: the most expensive to materialise."""
     score = core.score if core.mixed_scores is None else core.mixed_scores.program
@@ -232,7 +232,7 @@ def _main_product(core: Core, products: list[Product]) -> int:
     return max(numbers, key=rank)
 
 
-def _with_scaled_values(attention: Attention, trained: bool) -> Core:
+def _with_scaled_values(attention: Attention, trained: bool) -> NormalizedScores:
     """The core with the scale that was passed over on the way to V, as one of rows where it can be."""
     core, scale = attention.core, attention.value_scale
     if scale is ONE:

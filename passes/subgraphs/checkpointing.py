@@ -59,7 +59,7 @@ def lift_seeds(body: GraphModule) -> None:
     body.recompile()
 
 
-class KnowingItems(Interpreter):
+class RetraceInterpreter(Interpreter):
     """Runs a graph on tensors without data. What Dynamo knows of an `item()` is told to the tensor; regions of autocast
     are entered, where the graph's own calls would only be recorded, and are left at the latest with the graph."""
 
@@ -117,7 +117,7 @@ class Checkpoints:
         seeds = [p.meta["val"] for p in filter(marks.is_seed, body.graph.find_nodes(op="placeholder"))]
         given += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
         with tracing.disable_proxy_modes_tracing():
-            result = KnowingItems(body).run(*given)
+            result = RetraceInterpreter(body).run(*given)
         tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
         checkpoint = torch.ops.higher_order.tag_activation_checkpoint
         call = tracing.written(tracer, "call_function", checkpoint, (body, *given), kwargs)

@@ -87,12 +87,12 @@ def _is_of_graph(length: Any) -> bool:
     return all(source.is_ephemeral() for source in sources)
 
 
-def attends(module: GraphModule) -> bool:
+def has_nested_sdpa(module: GraphModule) -> bool:
     """Whether there is attention of nested tensors in a graph."""
     return any(node.target is attention for node in module.graph.nodes)
 
 
-def alike(held: Any, mode: FakeTensorMode) -> Any:
+def empty_like_nested(held: Any, mode: FakeTensorMode) -> Any:
     """A nested tensor of the same form that is no view, made of tensors without data. (Torch would make a view from its
     base again, with sizes that nothing is known of.)"""
     names, context = held.__tensor_flatten__()
@@ -101,7 +101,7 @@ def alike(held: Any, mode: FakeTensorMode) -> Any:
     return type(held).__tensor_unflatten__(parts, context, held.size(), held.stride())
 
 
-def involved(node: Node) -> bool:
+def touches_nested(node: Node) -> bool:
     """Whether a call takes or makes a nested tensor."""
     return node.op in ("call_function", "call_method") and _has_nested(node)
 
@@ -111,7 +111,7 @@ def _has_nested(node: Node) -> bool:
     return any(map(nodes.is_nested, tree_leaves(held)))
 
 
-def traced(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def trace_nested(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trace a call that is `involved`: that of attention as what it is made of, any other as one call."""
     return attention(*args, **kwargs, ask=_recorded) if target is attention else _recorded(target, *args, **kwargs)
 
@@ -135,7 +135,7 @@ def refuse_unknown(module: GraphModule) -> None:
     own."""
     for node in module.graph.nodes:
         held = [found for found in tree_leaves(nodes.value(node)) if nodes.is_nested(found)]
-        if held and not attends(module):
+        if held and not has_nested_sdpa(module):
             raise nodes.Unsupported(Ground.NESTED, f"the graph has nested tensors ({node.name})")
         if any(found.lengths() is not None for found in held):
             raise nodes.Unsupported(Ground.NESTED, f"a nested tensor has holes between its sequences ({node.name})")

@@ -23,7 +23,7 @@ from fusion.torch_private.operators import HigherOrderOperator, OpOverload, sche
 from fusion.torch_private.tracing import current_node, make_fx
 
 from .. import marks, nodes
-from ..subgraphs.checkpointing import Checkpoints, KnowingItems
+from ..subgraphs.checkpointing import Checkpoints, RetraceInterpreter
 from ..tensors import dtensor, nested
 from . import einsums, encoder, varlen, vmap
 from .autocast import write_casts
@@ -33,9 +33,9 @@ from .floats import read_floats
 from .inplace import make_functional, mark_mutations, write_to_the_whole
 from .linear_layers import write_products
 from .outline import is_outlined, outline, record, traces_through
-from .repeats import Later, Repeats, part_of
+from .repeats import DeferredResult, Repeats, part_of
 from .shape_only_uses import make_by_size
-from .trace_inputs import Given, carry_placeholders, fake_inputs, placed
+from .trace_inputs import LazyInput, carry_placeholders, fake_inputs, placed
 
 aten = torch.ops.aten
 
@@ -100,7 +100,7 @@ def _trace(
         return make_fx(run, MADE_OF_OTHERS, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
 
 
-class _Retrace(KnowingItems):
+class _Retrace(RetraceInterpreter):
     """Runs Dynamo's graph, or a part of it; torch's fused encoder modules run as the operations they stand for.
     checkpoints: of the whole graph."""
 
@@ -112,9 +112,9 @@ class _Retrace(KnowingItems):
     def run_node(self, n: Node) -> Any:
         if (again := part_of(n, self.env) or self.repeats.again(n, self.env)) is not None:
             return again
-        if nested.involved(n):
+        if nested.touches_nested(n):
             with current_node(self, n):
-                return nested.traced(n.target, *self.fetch_args_kwargs_from_env(n))
+                return nested.trace_nested(n.target, *self.fetch_args_kwargs_from_env(n))
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ class _Retrace(KnowingItems):
             body = self.fetch_attr(target)
             if self.sealed or not traces_through(body.graph):
                 return record(body, args)
-            result = vmap.through(_Retrace(body, self.checkpoints, self.sealed), args)
+            result = vmap.trace_through_vmap(_Retrace(body, self.checkpoints, self.sealed), args)
             self.repeats.note(result)
             return result
         return super().call_module(target, args, kwargs)
@@ -153,7 +153,7 @@ class _Retrace(KnowingItems):
 
     def map_nodes_to_values(self, args: Any, n: Node) -> Any:
         for node in n.all_input_nodes:
-            if isinstance(held := self.env.get(node), (Given, Later)):
+            if isinstance(held := self.env.get(node), (LazyInput, DeferredResult)):
                 self.env[node] = held.made()
         return super().map_nodes_to_values(args, n)
 

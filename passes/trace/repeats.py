@@ -28,7 +28,7 @@ from fusion.torch_private.trees import tree_flatten, tree_unflatten
 
 from .. import nodes
 from .outline import is_outlined
-from .trace_inputs import Given
+from .trace_inputs import LazyInput
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ class _Traced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Later:
+class DeferredResult:
     """The value of a call that was copied. recorded: what Dynamo has in its place; results, form: see `_Traced`."""
 
     recorded: Any
@@ -91,17 +91,21 @@ class Later:
         return tree_unflatten(found, structure)
 
 
-def part_of(call: Node, values: Mapping[Node, Any]) -> Later | None:
+def part_of(call: Node, values: Mapping[Node, Any]) -> DeferredResult | None:
     """What a node takes out of several results of a call that was copied; None of other nodes."""
     whole = values.get(call.args[0]) if call.target is operator.getitem and isinstance(call.args[0], Node) else None
-    if not isinstance(whole, Later) or not isinstance(whole.recorded, (list, tuple)) or type(call.args[1]) is not int:
+    if (
+        not isinstance(whole, DeferredResult)
+        or not isinstance(whole.recorded, (list, tuple))
+        or type(call.args[1]) is not int
+    ):
         return None
     if not all(isinstance(part, torch.Tensor) for part in whole.recorded):
         return None
     recorded, node = whole.recorded[call.args[1]], whole.results[call.args[1]]
     with without_functions():
         form = _form_of_tensors(recorded)
-    return Later(recorded=recorded, results=(node,), form=form, mode=whole.mode, tracer=whole.tracer)
+    return DeferredResult(recorded=recorded, results=(node,), form=form, mode=whole.mode, tracer=whole.tracer)
 
 
 class Repeats:
@@ -113,7 +117,7 @@ class Repeats:
         self._key: Form | None = None
         self._last: Node | None = None
 
-    def again(self, call: Node, values: Mapping[Node, Any]) -> Later | None:
+    def again(self, call: Node, values: Mapping[Node, Any]) -> DeferredResult | None:
         """The value of a call that was met before, copied into the graph; None for others, for `note`."""
         self._tracer, self._key, self._values = tracing.current_tracer(), None, values
         if self._tracer is None or not _is_of_torch(call) or functorch.depth() >= 0:
@@ -131,7 +135,9 @@ class Repeats:
                 self._key, self._last = None if key in self._met else key, _last(self._tracer.graph)
                 return None
         results = _copied(before, tuple(self._given), self._numbers, call, self._tracer.graph)
-        return Later(recorded=recorded, results=results, form=before.form, mode=before.mode, tracer=self._tracer)
+        return DeferredResult(
+            recorded=recorded, results=results, form=before.form, mode=before.mode, tracer=self._tracer
+        )
 
     def note(self, result: Any) -> None:
         """What the call that `again` was last asked for has returned: everything behind `_last` is what it became."""
@@ -195,9 +201,9 @@ class Repeats:
         """What a call can see of a value before it runs."""
         if isinstance(value, Node):
             value = self._values[value]
-        if isinstance(value, Given):
+        if isinstance(value, LazyInput):
             return self._known(value.node, _form_of_tensors(value.recorded))
-        if isinstance(value, Later) and len(value.results) == 1:
+        if isinstance(value, DeferredResult) and len(value.results) == 1:
             return self._known(value.results[0], value.form)
         if isinstance(value, torch.Tensor):
             return self._known(self._node(value), _form_of_tensors(value))

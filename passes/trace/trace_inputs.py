@@ -30,7 +30,7 @@ from ..tensors import dtensor, nested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class LazyInput:
     """An input whose value is not made yet. recorded: what Dynamo has of it."""
 
     node: Node
@@ -63,7 +63,7 @@ def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[lis
 def _of_mode(mode: FakeTensorMode, fake: Any, source: ConstantSource) -> Any:
     """Tensors whose sizes are known are made where a call asks for them."""
     if nodes.is_nested(fake):
-        return nested.alike(fake, mode)
+        return nested.empty_like_nested(fake, mode)
     made = isinstance(fake, torch.Tensor) and not _is_known(fake)
     return mode.from_tensor(_by_itself(fake), source=source) if made else fake
 
@@ -76,17 +76,17 @@ def _by_itself(fake: torch.Tensor) -> torch.Tensor:
 
 
 def placed(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
-    """Placeholders in the graph that is traced, and for each its value or, for tensors of known sizes, a `Given`."""
+    """Placeholders in the traced graph, and the value of each; for tensors of known sizes, a `LazyInput`."""
     tracer, values = tracing.current_tracer(), list(fakes)
     proxies = [tracer.create_proxy("placeholder", f"arg{number}_1", (), {}) for number in range(len(fakes))]
     with tracing.untraced():
         for number, (fake, proxy) in enumerate(zip(fakes, proxies, strict=True)):
             if _is_known(fake):
                 proxy.node.meta["val"] = fast_detach(mode, fake)
-                values[number] = Given(node=proxy.node, recorded=fake, mode=mode, tracer=tracer)
+                values[number] = LazyInput(node=proxy.node, recorded=fake, mode=mode, tracer=tracer)
     with tracing.disable_proxy_modes_tracing():
         for value, proxy in zip(values, proxies, strict=True):
-            if not isinstance(value, Given):
+            if not isinstance(value, LazyInput):
                 tracing.track(value, proxy, tracer)
     return values
 

@@ -26,7 +26,7 @@ class Untraceable(Exception):
     """An operation inside a `vmap` cannot be traced. What was traced of the `vmap` is still in the graph."""
 
 
-def through(body: Interpreter, args: tuple[Any, ...]) -> Any:
+def trace_through_vmap(body: Interpreter, args: tuple[Any, ...]) -> Any:
     """Run a part of Dynamo's graph that enters and leaves levels of `vmap`, and trace what becomes of it."""
     tracer = tracing.current_tracer()
     assert tracer is not None
