@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -320,7 +320,7 @@ def _by_element(replay: Replay, scalar: Tensor) -> dict[Node, tuple[Tensor, Tens
     return {leaf: (torch.cat([k for k, _ in own]), torch.cat([g for _, g in own])) for leaf, own in parts.items()}
 
 
-def _is_made_of(operands: set[Node], operand: Node, interior: set[Node]) -> bool:
+def _is_made_of(operands: set[Node], operand: Node, interior: Set[Node]) -> bool:
     """Whether an operand was looked into as far as another one, whose values then decide its own. One that was looked
     into in vain is read as it is: what stands above it is not of its kind, and would be given other values."""
 
