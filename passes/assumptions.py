@@ -1,8 +1,8 @@
-"""Values of dynamic sizes and numbers that the analysis of one site goes by.
+"""Values of dynamic sizes and numbers that the analysis of one site assumes.
 
-A kernel is compiled for a head dimension, say, which torch then has to guard on: another one compiles again. Whether a
-site gets a kernel is known at the end. Until then nothing is guarded, so that an attention that is left as it was costs
-no model its dynamic shapes.
+A kernel is compiled for fixed values, such as a head dimension, and torch has to guard on each: another value compiles
+again. Whether a site gets a kernel is known only at the end of the analysis. Until then no guard is added, so that an
+attention that is not fused costs no model its dynamic shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Assumptions:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Inside, questions are answered by the example, and sizes that were fixed are constants."""
+        """Context in which questions are answered by the example's sizes, and fixed sizes are constants."""
         token = _current.set(self)
         try:
             yield
@@ -34,7 +34,7 @@ class Assumptions:
             _current.reset(token)
 
     def guard(self) -> None:
-        """Let torch guard on every answer that was given."""
+        """Add torch's guards for every answer that was given."""
         for question in self._questions.values():
             question()
 
@@ -49,7 +49,8 @@ _current: ContextVar[Assumptions | None] = ContextVar("_current", default=None)
 
 
 def ask(key: Hashable, env: Any, question: Callable[[], T]) -> T:
-    """The answer to a question that makes torch guard on it: at once, or, within `Assumptions`, when these are guarded.
+    """Answer to a question that torch guards on. The guard is added at once or, inside `Assumptions`, by
+    `Assumptions.guard`.
     env: the ShapeEnv of the symbols in question. key: equal for equal questions."""
     held = _current.get()
     return question() if held is None else held.answer(key, env, question)
@@ -63,6 +64,6 @@ def fix(symbol: sympy.Symbol, env: Any) -> None:
 
 
 def known(expr: Any) -> Any:
-    """A sympy expression with the constants of now in the place of sizes."""
+    """Sympy expression in which sizes that are fixed now are replaced by their values."""
     held = _current.get()
     return expr if held is None or not held.sizes else expr.xreplace(held.sizes)

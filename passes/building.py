@@ -1,5 +1,5 @@
-"""Nodes of the rewritten graph: sizes as values, operations with what is recorded of them, and what further outputs of
-an attention become in the places of the nodes that they are for."""
+"""Construction of nodes in the rewritten graph: sizes as values, calls with their metadata, and the nodes that replace
+auxiliary outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], **kwargs: Any) -> Node:
-    """A call at the graph's insertion point, with its value, and where it comes from."""
+    """Call at the graph's insertion point, with its fake value and the provenance of its first node argument."""
     node = graph.call_function(target, args, kwargs)
     nodes.copy_provenance(origin, node)
     node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.value), **kwargs)
@@ -36,8 +36,8 @@ def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], **kw
 def materialize_aux_output(
     graph: Graph, use: AuxUse, further: FurtherOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
 ) -> Node:
-    """What takes the place of a node: a further output in the node's shape, dtype and order in memory. made: the
-    further output as the operator returns it. trained: whether gradients pass through it."""
+    """Node that replaces `use.node`: an auxiliary output in that node's shape, dtype and order in memory. made: the
+    auxiliary output as the operator returns it. trained: whether gradients pass through it."""
     node, like = use.node, nodes.value(use.node)
 
     def size(extent: Expr) -> Any:
@@ -86,7 +86,7 @@ _EXTREMA = {aten.amax.default: aten.amax.default, aten.max.default: aten.amax.de
 
 
 def split_extrema(graph: Graph, sites: Sequence[Site]) -> None:
-    """`_split_extremum` for extrema of nodes that sites looked into, or of what is made of them element by element."""
+    """Apply `_split_extremum` to extrema of the nodes that sites analysed, or of pointwise functions of these."""
     region, read = _known(sites)
     todo, seen = [*region], region | read
     while todo:
@@ -101,7 +101,7 @@ def split_extrema(graph: Graph, sites: Sequence[Site]) -> None:
 
 
 def _known(sites: Sequence[Site]) -> tuple[set[Node], set[Node]]:
-    """The nodes that sites looked into, and those that they read or end at."""
+    """Nodes that sites analysed, with their inputs and roots."""
     region, read = set[Node](), {node for site in sites for node in (site.anchor, site.root)}
     for attention in (attention for site in sites for attention in site.attentions):
         walked = attention.pullback
@@ -112,8 +112,8 @@ def _known(sites: Sequence[Site]) -> tuple[set[Node], set[Node]]:
 
 
 def _split_extremum(graph: Graph, node: Node) -> None:
-    """Write an extremum over several dimensions as one over the last of them, of which a further output may take the
-    place, and one over the rest. (With a gradient, which several equal elements share, that would be another one.)"""
+    """Write an extremum over several dimensions as one over the last of them, which an auxiliary output may replace,
+    and one over the rest. Only without a gradient: several equal elements would share it in another way."""
     args, dims = nodes.arguments(node), nodes.dims_of(node)
     if len(dims) < 2:
         return
@@ -140,7 +140,7 @@ class Symbols:
                         self.carriers.setdefault(str(extent.node.expr), (node, dim))
 
     def require(self, expr: Expr) -> None:
-        """Raise `Unsupported` unless `value` can make this expression."""
+        """Raise `Unsupported` unless `value` can compute this expression."""
         for part in walk(expr):
             if part.op == "size" and part.attr not in self.carriers:
                 raise Unsupported(Ground.SIZE, f"the size {part.attr} is not carried by any input of the graph")
@@ -148,11 +148,11 @@ class Symbols:
                 raise Unsupported(Ground.SIZE, f"a size written as {expr}")
 
     def of(self, sizes: Iterable[Expr]) -> list[Node]:
-        """The nodes that carry what sizes are made of."""
+        """Nodes that carry the symbols of these sizes."""
         return [self.carriers[part.name][0] for part in walk(*sizes) if part.op == "size"]
 
     def value(self, expr: Expr) -> int | Node:
-        """An int, or a node inserted at the graph's insertion point."""
+        """Integer, or a node inserted at the graph's insertion point."""
         if expr.op == "const":
             return expr.integer
         if expr.op == "size":

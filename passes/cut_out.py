@@ -1,4 +1,5 @@
-"""A site's region as a graph of its own, to run it alone: for scripts that reproduce one attention, and to verify."""
+"""A site's region as a separate graph that can be run alone: for scripts that reproduce one attention, and for
+`verify`."""
 
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ _TAKEN = ("torch", "float16", "bfloat16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOut:
-    """module: the region, which returns what the site's root is. inputs: what its placeholders stand for."""
+    """Region of a site as a module. module: returns the value of the site's root. inputs: the nodes that its
+    placeholders stand for."""
 
     module: GraphModule
     inputs: tuple[Node, ...]
 
 
 def cut_out(site: Site) -> CutOut | None:
-    """The region of a recognised site, equal for equal ones; None where it draws random numbers. Before the rewrite."""
+    """Region of a recognised site, equal for equal sites; None where it draws random numbers. Call before the
+    rewrite."""
     region = _feeding(site.root, graph_excerpt.inside(site))
     if any(nodes.is_active_dropout(node) for node in region):
         return None
@@ -54,6 +57,7 @@ def cut_out(site: Site) -> CutOut | None:
 
 
 def _feeding(root: Node, inside: set[Node]) -> set[Node]:
-    """The nodes of `inside` that `root` depends on through others of them, without items of tuples made elsewhere."""
+    """Nodes of `inside` on a path to `root` within `inside`, without items of tuples that are computed outside of
+    it."""
     own = {node for node in inside if node.target is not operator.getitem or node.args[0] in inside}
     return {*nodes.walk_up([root], lambda node: own.intersection(node.all_input_nodes))}

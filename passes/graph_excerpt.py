@@ -55,7 +55,7 @@ def before(site: Site) -> Excerpt:
 
 
 def after(site: Excerpt, parts: Sequence[Specified]) -> Excerpt:
-    """The calls that stand in the place of a fused region."""
+    """Calls that replace a fused region."""
     known, root = {box.name: box for box in site.nodes}, site.nodes[-1]
     boxes: dict[str, ExcerptNode] = {}
     calls = []
@@ -73,7 +73,7 @@ def after(site: Excerpt, parts: Sequence[Specified]) -> Excerpt:
 
 
 def inside(site: Site) -> set[Node]:
-    """The nodes of a site's region; of a refused one, also those above its product that a person would count in."""
+    """Nodes of a site's region; of a refused site also those above its product that a person would include."""
     region = {*site.interior, *site.tail()}
     if site.refusal is not None:  # the walk ended early: show what a person would call the attention
         region |= _upstream(site.anchor)
@@ -83,7 +83,7 @@ def inside(site: Site) -> set[Node]:
 
 
 def _upstream(anchor: Node) -> set[Node]:
-    """Everything above a product, up to and including the products before it."""
+    """All nodes above a product, up to and including the products before it."""
     seen: set[Node] = set()
     stack = list(anchor.all_input_nodes)
     while stack and len(seen) < LIMIT:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Mark(Generic[T]):
-    """One annotation: its key in `node.meta`, and what holds where it was not written."""
+    """One annotation: its key in `node.meta`, and its default where it was not written."""
 
     def __init__(self, key: str, default: T):
         self.key, self.default = key, default
@@ -74,7 +74,7 @@ affine = Mark[Any]("affine", None)
 
 
 def carry_nodes(copy: Node, copies: Mapping[Node, Node]) -> None:
-    """Let the annotations of a copied node name the copies of the nodes that they name."""
+    """Replace the nodes in a copied node's annotations by their copies."""
     for mark in (mutations, aliases, statistic_of, seed):
         if mark.on(copy):
             copy.meta[mark.key] = map_arg(copy.meta[mark.key], copies.__getitem__)

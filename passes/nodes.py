@@ -34,8 +34,8 @@ UNKNOWN = 1024
 class Unsupported(Exception):
     """A construct that the analysis cannot express.
 
-    refusal: its ground and the message, in the user's terms.
-    expr: the expression that it was met in.
+    refusal: its reason and the message, in the user's terms.
+    expr: the expression at fault.
     node: the graph node at fault, filled in where it becomes known.
     """
 
@@ -47,11 +47,11 @@ class Unsupported(Exception):
 
 
 class Specialized(Exception):
-    """A dynamic size was made a constant: what was read of the graph's shapes is to be read again."""
+    """A dynamic size was made a constant: shapes of the graph that were read before have to be read again."""
 
 
 def value(argument: Any) -> Any:
-    """The fake value recorded for a node; what is no node is its own."""
+    """Fake value recorded for a node; any other argument is returned unchanged."""
     return argument.meta.get("val", argument.meta.get("example_value")) if isinstance(argument, Node) else argument
 
 
@@ -60,17 +60,18 @@ def is_tensor(node: Any) -> bool:
 
 
 def is_nested(held: Any) -> bool:
-    """Whether a value is a nested tensor, of which Dynamo has jagged ones only."""
+    """Whether a value is a nested tensor. Dynamo supports jagged ones only."""
     return isinstance(held, torch.Tensor) and held.is_nested
 
 
 def empty_like(held: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same form that belongs to the modes of now; of a DTensor the global tensor."""
+    """Tensor of the same shape and dtype in the current fake mode; of a DTensor the global tensor."""
     return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
 
 
 def walk_up(starts: Iterable[Node], parents: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """Every node on the way up, the starts included, each once. parents: where to go on from a node."""
+    """Every ancestor of the starts, these included, each once. parents: the nodes that the walk continues with after a
+    node."""
     seen, todo = set[Node](), list(starts)
     while todo:
         here = todo.pop()
@@ -81,7 +82,7 @@ def walk_up(starts: Iterable[Node], parents: Callable[[Node], Iterable[Node]]) -
 
 
 def with_gradients(graph: Graph) -> Iterator[tuple[Node, bool]]:
-    """The nodes, and whether autograd records what each does."""
+    """Pairs of a node and whether gradients are enabled there."""
     enabled = torch.is_grad_enabled()
     for node in list(graph.nodes):
         if node.target is SET_GRAD_ENABLED:
@@ -94,11 +95,12 @@ def dtype(node: Node) -> torch.dtype:
 
 
 def number(argument: Any) -> Any:
-    """A scalar argument as a Python number where it is, or can be made, one.
+    """Scalar argument as a Python number where it is one, or can be specialized to one.
 
-    With dynamic=True the floats of modules (a scale, a dropout probability) are symbols. What an attention is made of
-    is compiled in: torch guards on the value, and compiles again where another one is met. What follows from sizes
-    alone stays a symbol (see `scalar`): a new length is no reason to compile again."""
+    With dynamic=True the floats of modules (a scale, a dropout probability) are symbols. Kernels compile such values
+    in: torch guards on the value, and compiles again for another one. A scalar that follows from sizes alone stays a
+    symbol (see `scalar`): a new length is no reason to compile again.
+    """
     held = value(argument)
     if is_given_float(argument):
         return assumptions.ask(held.node.expr, shape_environment(held), lambda: held.node.guard_float(__file__, 0))
@@ -106,7 +108,7 @@ def number(argument: Any) -> Any:
 
 
 def scalar(argument: Any) -> float | Expr | None:
-    """A float argument as `number` has it, or as a FLOAT expression of sizes; None where it is neither."""
+    """Float argument as `number` returns it, or as a FLOAT expression of sizes; None where it is neither."""
     held = value(argument)
     if isinstance(held, torch.SymFloat) and _follows_from_sizes(held):
         return _float_from_sympy(assumptions.known(held.node.expr))
@@ -115,7 +117,7 @@ def scalar(argument: Any) -> float | Expr | None:
 
 
 def is_given_float(argument: Any) -> bool:
-    """Whether an argument is a float that Dynamo has made a symbol, of which `number` would fix the value."""
+    """Whether an argument is a float that Dynamo made a symbol. `number` would guard on its value."""
     held = value(argument)
     return isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held)
 
@@ -137,7 +139,7 @@ def shape(node: Node) -> tuple[Expr, ...]:
 
 
 def size_expr(extent: Any) -> Expr:
-    """A Python int, SymInt or FX node that holds one, as an INT expression."""
+    """Python int, SymInt or FX node of an integer, as an INT expression."""
     extent = value(extent)
     if isinstance(extent, torch.SymInt):
         _require_sizes(extent)
@@ -148,9 +150,9 @@ def size_expr(extent: Any) -> Expr:
 
 
 def _require_sizes(extent: torch.SymInt) -> None:
-    """Make sure that every symbol of an expression is what a `size` is, at least 0 and below `LARGEST_SIZE`. A Python
-    int that Dynamo made dynamic need not be: torch records that it is now, or its value where it is not. Nor is what it
-    divides by 0: a kernel would end the process where Python raises an error."""
+    """Require of every symbol of an expression what `size` assumes: at least 0 and below `LARGEST_SIZE`. A Python int
+    that Dynamo made dynamic need not be in this range: torch then guards on the range, or on the value where it is
+    outside. A divisor has to be other than 0: a kernel would end the process where Python raises an error."""
     env, expr = shape_environment(extent), assumptions.known(extent.node.expr)
 
     def holds(condition: Any) -> bool:
@@ -171,7 +173,8 @@ def _require_sizes(extent: torch.SymInt) -> None:
 
 
 def _is_one(extent: torch.SymInt) -> bool:
-    """Whether an expression of sizes is 1, which torch guards on where it was broadcast, and keeps as an expression."""
+    """Whether an expression of sizes is 1. torch guards on this where a dimension was broadcast, and keeps the
+    expression."""
     node = extent.node
     return not node.expr.is_symbol and node.has_hint() and node.hint == 1 and statically_known_true(extent == 1)
 
@@ -200,7 +203,7 @@ def _from_sympy(expr: sympy.Expr) -> Expr:
 
 
 def _float_from_sympy(expr: sympy.Expr) -> Expr:
-    """A float that Python computes from sizes. Kernels compute it in float32, where sizes up to 2**24 are exact."""
+    """Float that Python computes from sizes. Kernels compute it in float32, where sizes up to 2**24 are exact."""
     if expr.is_number:
         return const(float(expr))
     if isinstance(expr, torch_sympy.ToFloat) or expr.is_integer:
@@ -231,7 +234,7 @@ def _power(base: Expr, exponent: Expr) -> Expr:
 
 
 def memory_order(node: Node) -> tuple[int, ...]:
-    """The dimensions of a tensor from the slowest to the fastest in memory; broadcast ones where they stand."""
+    """Dimensions of a tensor from the slowest to the fastest in memory; broadcast dimensions keep their position."""
     strides = [optimization_hint(stride, UNKNOWN) for stride in value(node).stride()]
     for k in reversed(range(len(strides))):
         if strides[k] == 0 and k + 1 < len(strides):
@@ -241,7 +244,8 @@ def memory_order(node: Node) -> tuple[int, ...]:
 
 def specialize(extent: Any) -> None:
     """Make a dynamic size static, as kernels need of head dimensions; raises `Specialized` if it was dynamic. All sizes
-    that it follows from become static: that (n + 2) // 3 is 8 leaves n open, and the size an expression."""
+    that it follows from become static: a guard that (n + 2) // 3 is 8 would leave n open, and the size an
+    expression."""
     symbols = assumptions.known(extent.node.expr).free_symbols if isinstance(extent, torch.SymInt) else ()
     for symbol in symbols:
         assumptions.fix(symbol, shape_environment(extent))
@@ -250,7 +254,7 @@ def specialize(extent: Any) -> None:
 
 
 def lifted(node: Node) -> torch.Tensor | None:
-    """The tensor of a constant that the trace lifted into the graph, if a node is one."""
+    """Tensor of a constant that the trace lifted into the graph; None for other nodes."""
     if not tracing.is_lifted(node):
         return None
     tensor = operator.attrgetter(str(node.target))(node.graph.owning_module)
@@ -258,12 +262,12 @@ def lifted(node: Node) -> torch.Tensor | None:
 
 
 def writes(node: Node) -> bool:
-    """Whether an ATen call writes into memory that it is given: `out=`, or in place."""
+    """Whether an ATen call writes into one of its arguments: `out=`, or in place."""
     return isinstance(node.target, operators.OpOverload) and operators.schema(node.target).is_mutable
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Arguments of an ATen call by their schema names, defaults filled in, scalars as `number` has them."""
+    """Arguments of an ATen call by their schema names, with defaults, and scalars as `number` returns them."""
     schema = operators.schema(node.target)  # type: ignore[union-attr]
     bound = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
     bound |= dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
@@ -283,7 +287,7 @@ def is_active_dropout(node: Node) -> bool:
 
 
 def impurity() -> Callable[[Node], bool]:
-    """`Node.is_impure`, asked once for each operator. SDPA, which torch takes for random, is so with dropout only."""
+    """`Node.is_impure`, computed once per operator. torch takes SDPA for random; here it is so with dropout only."""
     of_operator = functools.cache(operators.is_impure)
 
     def impure(node: Node) -> bool:
@@ -296,15 +300,15 @@ def impurity() -> Callable[[Node], bool]:
 
 
 def erase_unused(graph: Graph, impure: Callable[[Node], bool]) -> None:
-    """Erase pure nodes that nothing uses, in this graph alone. `Graph.eliminate_dead_code` goes into the graphs that
-    calls carry as well, as Dynamo has them, and takes `s.masked_fill_(...)` there for pure (torch 2.13)."""
+    """Erase pure nodes without users, in this graph alone. `Graph.eliminate_dead_code` also enters the subgraphs of
+    calls, which are in Dynamo's form, and takes `s.masked_fill_(...)` there for pure (torch 2.13)."""
     for node in reversed(graph.nodes):
         if not node.users and not impure(node):
             graph.erase_node(node)
 
 
 def rules(table: dict[Any, F]) -> Callable[..., Callable[[F], F]]:
-    """A decorator that puts a function into a table, for each of what the decorator is given."""
+    """Decorator that enters a function in a table, under each of the decorator's arguments."""
 
     def rule(*packets: Any) -> Callable[[F], F]:
         def register(function: F) -> F:
@@ -321,32 +325,32 @@ def normalize_dim(dim: int, rank: int) -> int:
 
 
 def normalize_dims(dims: Any, rank: int) -> list[int]:
-    """The dimensions that an argument `dim` names, as a number, as a list or, None, not at all."""
+    """Dimensions that an argument `dim` names; the argument is a number, a list or None (no dimension)."""
     return [normalize_dim(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims or ())]
 
 
 def one_dim(dims: Any, rank: int) -> int | None:
-    """The dimension that an argument `dim` names, as a number or as a list of it alone; else None."""
+    """Dimension that an argument `dim` names, as a number or as a list of one; else None."""
     dims = dims if isinstance(dims, (list, tuple)) else [dims]
     return normalize_dim(dims[0], rank) if len(dims) == 1 and isinstance(dims[0], int) else None
 
 
 def dims_of(node: Node) -> list[int]:
-    """The dimensions that a reduction runs over, in order: by default all."""
+    """Dimensions that a reduction runs over, in order: by default all."""
     args = arguments(node)
     rank = len(shape(args["self"]))
     return sorted(normalize_dims(args.get("dim"), rank) or range(rank))
 
 
 def copy_provenance(origin: Node, target: Node) -> None:
-    """Say of a node that it stands for another one."""
+    """Copy the source location, module and similar metadata of a node to the one that replaces it."""
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
         if key in origin.meta:
             target.meta[key] = origin.meta[key]
 
 
 def source_line(node: Node) -> str | None:
-    """Where the user wrote this, as "file.py:12 in forward: code", from the stack trace that Dynamo recorded."""
+    """Source location of a node, as "file.py:12 in forward: code", from the stack trace that Dynamo recorded."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or "")
     if not frames:
         return None
@@ -356,14 +360,14 @@ def source_line(node: Node) -> str | None:
 
 
 def producer(node: Node) -> Node:
-    """The call that a node is one of the results of, or else the node."""
+    """Call that returns the tuple of which a node is an item; else the node itself."""
     while node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def module_path(node: Node) -> str | None:
-    """The path of the nn.Module that made this node, e.g. "encoder.layer.0.attention.self"."""
+    """Path of the nn.Module that called this operation, e.g. "encoder.layer.0.attention.self"."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return None
@@ -373,7 +377,7 @@ def module_path(node: Node) -> str | None:
 
 
 def size_hints(graph: Graph) -> dict[str, int]:
-    """An example value of every symbolic size of a graph."""
+    """Example value of every symbolic size of a graph."""
     hints: dict[str, int] = {}
     for node in graph.nodes:
         held = value(node)  # of a tensor that is made here all sizes are known from others
@@ -387,7 +391,7 @@ def size_hints(graph: Graph) -> dict[str, int]:
 
 
 def _extents(held: torch.Tensor) -> tuple[Any, ...]:
-    """The sizes of a tensor, or of what a nested tensor is made of: its own is of another kind."""
+    """Sizes of a tensor; of a nested tensor those of its components, since its own size is no list of integers."""
     if not is_nested(held):
         return tuple(held.shape)
     values, offsets = tensors.nested_parts(held)

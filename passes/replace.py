@@ -1,4 +1,4 @@
-"""The calls of `fusion::attention` in the place of attentions."""
+"""Replacement of attention sites by calls of `fusion::attention`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def replace_sites(module: GraphModule, sites: Iterable[Site], emitter: str, hints: Mapping[str, int]) -> None:
-    """Put the calls of every pending site in the place of its region, and remove what nothing needs any more.
+    """Replace the region of every pending site by its calls, and remove nodes that became unused.
 
     module: the compiler's own copy, whose graph is changed.
     """
@@ -45,7 +45,8 @@ def replace_sites(module: GraphModule, sites: Iterable[Site], emitter: str, hint
 
 
 def _check_tables(graph: Graph, sites: Iterable[Site], symbols: Symbols) -> None:
-    """Let attentions read tables as `fusion::table` has checked them, one for all that are read at the same places."""
+    """Pass tables to attentions through `fusion::table`, which checks them; one check for all that are read at the same
+    index."""
     known: dict[Table, Node] = {}
     for site in sites:
         for place, call in enumerate(site.calls):
@@ -74,7 +75,8 @@ def _replace(
     results: dict[Node, Node],
     hints: Mapping[str, int],
 ) -> dict[Node, Node]:
-    """Put the calls in the place of a site's root; returns what stands in whose place. results: of sites before."""
+    """Replace a site's root by its calls; returns the replacement of each node. results: replacements of earlier
+    sites."""
     root = site.root
     with graph.inserting_before(site.place or root):
         terms, further = [], dict[Node, Node]()
@@ -99,15 +101,17 @@ def _replace(
 
 
 def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node]) -> Node:
-    """What the call in the place of `root` takes: a copy of what is written to later, if a backward reads it again."""
-    found = results.get(operand, operand)
+    """Operand of the call that replaces `root`: a copy if it is written later in the graph and a backward reads it
+    again."""
+    replacement = results.get(operand, operand)
     if marks.requires_grad(root) and any(root < mutation for mutation in marks.mutations(operand)):
-        return derived(graph, root, aten.clone.default, (found,))
-    return found
+        return derived(graph, root, aten.clone.default, (replacement,))
+    return replacement
 
 
 def _without_gradient(graph: Graph, root: Node, part: Specified, operands: Sequence[Node]) -> list[Node]:
-    """The operands, those detached that no gradient flows to: theirs is None then, as in eager mode, and not zero."""
+    """Operands of a call, detached where no gradient flows to them: their gradient is None then, as in eager mode, not
+    zero."""
     spec = part.spec
     programs = [spec.score, spec.weight, spec.row_scale, *spec.sinks, *spec.values, *(f.value for f in spec.further)]
     found = reached(*(program for program in programs if program is not None))
@@ -124,7 +128,8 @@ def _without_gradient(graph: Graph, root: Node, part: Specified, operands: Seque
 
 
 def _reached_through(mixing: Mixing, of_head: Set[Expr]) -> Set[Expr]:
-    """What a gradient reaches that arrives at weights. of_head: what it reaches of a head that it does reach."""
+    """Leaves of a program that receive a gradient that arrives at the mixed weights. of_head: those that receive one
+    through a single head."""
     behind = reached(mixing.weighted, *([] if mixing.weights is None else [mixing.weights]))
     if WEIGHT not in behind:
         return reached(mixing.weighted)
@@ -136,7 +141,7 @@ def _reached_through(mixing: Mixing, of_head: Set[Expr]) -> Set[Expr]:
 def _call(
     graph: Graph, site: Site, part: Specified, operands: list[Node], symbols: Symbols, emitter: str
 ) -> tuple[Node, dict[Node, Node]]:
-    """The output, and what takes the place of each node that is written beside it."""
+    """Output of the call, and the replacement of each node that it computes as an auxiliary output."""
     root, sizes = site.root, [symbols.value(extent) for extent in part.sizes]
     if part.differentiable:
         operands = _without_gradient(graph, root, part, operands)

@@ -1,1 +1,1 @@
-"""Changes of a normalized graph that compute the same with less, or bring an attention to light."""
+"""Changes of a normalized graph that compute the same function with less work, or make an attention recognisable."""

@@ -1,15 +1,15 @@
-"""Cascades: scores or weights that are made of a whole row or column of scores, by one attention for each reduction.
+"""Cascades: scores or weights that depend on a whole row or column of scores, computed by one attention per reduction.
 
 In a softmax of a softmax, weights normalised over the queries, or scores less the largest of all, a weight is no
-function of its own score alone. Such a reduction becomes an attention by itself, with a column of ones in the place of
-V: one number for each row, a tensor like any other, so that memory is linear in the length.
+function of its own score alone. Such a reduction becomes a separate attention, with a column of ones in the place of V:
+one number per row, stored as a tensor, so that memory is linear in the length.
 
     sum, mean          of x: x @ 1
-    amax, logsumexp    of x: a further output of softmax(x) @ 1
-    softmax            of x: exp(x - m) / z, with m the maximum and z the sum of exp(x - m), both further outputs
+    amax, logsumexp    of x: an auxiliary output of softmax(x) @ 1
+    softmax            of x: exp(x - m) / z, with m the maximum and z the sum of exp(x - m), both auxiliary outputs
 
-Done where that makes an attention of what was none, where no gradient is asked for, and where a product of Q and K
-costs less than the sweeps over a table of scores that other compilers make.
+Done where a product becomes an attention by it, where no gradient is needed, and where a product of Q and K costs less
+than the passes over a table of scores that other compilers make.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ whether attentions of their own are worth their cost."""
 
 
 def changes(pays: Pays = lambda tables, column: True) -> list[Change]:
-    """The ways to turn reductions into attentions, in the order in which they are tried."""
+    """Strategies that turn reductions into attentions, in the order in which they are tried."""
     ways = () if are_plain() else (_all_but_the_last_softmax, _softmaxes, list)
     return [Change(may_help=_may_be_cascade, apply=partial(_cut_for, way, pays)) for way in ways]
 
 
 def _cut_for(way: Strategy, pays: Pays, graph: Graph, products: Mapping[Node, Site]) -> dict[str, Promise]:
-    """Cut the reductions of products out of a graph; each product is to be an attention then, and so are its cuts."""
+    """Extract the reductions above products as separate attentions; each product has to be an attention then, and so
+    does each extracted reduction."""
     kinds, hints = AncestorKinds(graph), nodes.size_hints(graph)
     asked = {node: _wanted(site, _reductions(node, kinds), way, hints, pays) for node, site in products.items()}
     cuts = {node: _cut(node) for node in sorted({node for reductions in asked.values() for node in reductions})}
@@ -73,7 +74,8 @@ def _are_attentions(names: Set[str | None], attentions: Mapping[str, Site]) -> b
 
 
 def _may_be_cascade(site: Site) -> bool:
-    """Whether cuts may make an attention of this product: it is none, or reads reductions of its own scores."""
+    """Whether extracting reductions may make this product an attention: it is none, or reads reductions of its own
+    scores."""
     if marks.requires_grad(site.anchor) or not is_contraction(site.anchor):
         return False
     if site.refusal is not None:
@@ -84,7 +86,7 @@ def _may_be_cascade(site: Site) -> bool:
 
 
 def _reductions(product: Node, kinds: AncestorKinds) -> list[Node]:
-    """The reductions and softmaxes of scores that the weights of a product are made of, in order."""
+    """Reductions and softmaxes of scores above the weights of a product, in order of the graph."""
 
     def parents(here: Node) -> list[Node]:
         return [p for p in made_of_scores(here) if p.op == "call_function" and not is_contraction(p)]
@@ -106,7 +108,8 @@ def _softmaxes(reductions: list[Node]) -> list[Node]:
 
 
 def _wanted(site: Site, found: list[Node], way: Strategy, hints: Mapping[str, int], pays: Pays) -> list[Node]:
-    """Of the reductions above a site those to be cut: none where that does not pay, no softmax of an attention."""
+    """Reductions above a site that are to be extracted: none where that does not pay, and no softmax of an
+    attention."""
     reductions = way(found)
     if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
         return []
@@ -121,7 +124,7 @@ def _wanted(site: Site, found: list[Node], way: Strategy, hints: Mapping[str, in
 
 
 def _cut(node: Node) -> Node | None:
-    """Let an attention compute a reduction. Returns its product with a column of ones; None where that cannot be."""
+    """Compute a reduction by an attention. Returns its product with a column of ones; None where that is impossible."""
     try:
         return None if marks.mutations(node) else _CUTS[node.target](node)
     except Unsupported:  # sizes that are data
@@ -129,7 +132,7 @@ def _cut(node: Node) -> Node | None:
 
 
 class _Builder:
-    """Nodes before one that they are for."""
+    """Inserts nodes before the node that they replace."""
 
     def __init__(self, node: Node):
         self.node, self.graph = node, node.graph
@@ -139,7 +142,7 @@ class _Builder:
             return derived(self.graph, self.node, target, args)
 
     def times_ones(self, x: Node) -> Node:
-        """The sums over the last dimension, which stays, with 1 element."""
+        """Sums over the last dimension, which stays with 1 element, as a product with ones."""
         like = nodes.value(x)
         with self.graph.inserting_before(self.node):
             length = Symbols(self.graph).value(shape(x)[-1])
@@ -150,7 +153,7 @@ class _Builder:
 
 
 def _dim(node: Node) -> int | None:
-    """The dimension that a node reduces, or normalises over; None where there are several."""
+    """Dimension that a node reduces, or normalises over; None where there are several."""
     args = arguments(node)
     return nodes.one_dim(args.get("dim"), len(shape(args["self"])))
 
@@ -171,7 +174,7 @@ def _of_sum(node: Node) -> Node | None:
 
 
 def _of_extremum(node: Node) -> Node | None:
-    """A further output of the attention; of several dimensions, that over the last of them."""
+    """Extremum as an auxiliary output of the attention; of several dimensions, the extremum over the last of them."""
     args = arguments(node)
     origin, dims, build = args["self"], nodes.dims_of(node), _Builder(node)
     product = build.times_ones(build(aten.softmax.int, build(aten.movedim.int, origin, dims[-1], -1), -1))

@@ -1,12 +1,12 @@
-"""A table that is read at a function of the distance between row and key is read once for each distance.
+"""Tables that are read at a function of the distance between query and key, read once per distance.
 
     table[bucket(j - i)]   =   line[j - i + n_q - 1]   with line = table[bucket(distances)]
 
-There are n_q n_k pairs, but n_q + n_k - 1 distances. Whatever makes positions of distances (clamps, T5's buckets with
-their logarithm) runs on these alone. What attention then reads is linear in row and key: the bias [H, N_q, N_k] is
-never made, and its gradient is added up along the diagonals, where neighbours go to different elements. In the table
-they meet in few, and each addition waits for the one before. All values are those of before, since the same operations
-take the same numbers.
+There are n_q n_k pairs, but n_q + n_k - 1 distances. The operations that compute positions from distances (clamps, T5's
+buckets with their logarithm) run on these alone. The attention then reads an index that is linear in query and
+key: the bias [H, N_q, N_k] is never materialised, and its gradient is added up along the diagonals, where neighbours go
+to different elements. In the table neighbours share few elements, and each addition waits for the one before. All
+values are unchanged, since the same operations take the same numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ ONE = integers.integer(1)
 
 
 def read_by_distance(graph: Graph) -> None:
-    """Rewrite such reads (`embedding` and indexing) by positions [.., N_q, N_k] that the graph makes of `arange`."""
+    """Rewrite such reads (`embedding` and indexing) by positions [.., N_q, N_k] that the graph computes from
+    `arange`."""
     symbols: Symbols | None = None
     for node in list(graph.nodes):
         if (positions := _positions(node)) is None:
@@ -50,7 +51,8 @@ def read_by_distance(graph: Graph) -> None:
 
 
 def _positions(node: Node) -> Node | None:
-    """The positions at which a node reads a table, where these are made of others and have a row and a column."""
+    """Positions at which a node reads a table, if they are computed from others and have a query and a key
+    dimension."""
     found = None
     if marks.mutations(node) or marks.dtensor(node):
         return None
@@ -66,7 +68,8 @@ def _positions(node: Node) -> Node | None:
 
 
 class _Line:
-    """What a node reads, over distances: number t is the distance t - (n_q - 1) between key and row."""
+    """The values that a node reads, as a tensor over distances: element t belongs to the distance t - (n_q - 1) between
+    key and query."""
 
     def __init__(self, graph: Graph, node: Node, positions: Node, symbols: Symbols):
         self.graph, self.node, self.positions, self.symbols = graph, node, positions, symbols
@@ -77,26 +80,28 @@ class _Line:
         self.table, self.dim = (args["weight"], 0) if whole else (args["self"], args["indices"].index(positions))
 
     def read(self) -> Node | None:
-        """What takes the node's place, or None."""
+        """Replacement of the node, or None."""
         line = None if self._is_followed() else self._of(self.positions)
         return None if line is None else self._spread(line)
 
     def _is_followed(self) -> bool:
-        """Whether the positions are linear in row and key, and known to be within the table: the pull-back reads it."""
+        """Whether the pull-back reads the positions itself: they are linear in query and key, and provably within the
+        table."""
         if not self._has_pairs(self.positions) or (expr := self._integer(self.positions)) is None:
             return False
         return _slope(expr) is not None and integers.is_below(expr, shape(self.table)[self.dim], self.walk.bounds)
 
     def _of(self, here: Node) -> Node | None:
-        """A tensor of n_q + n_k - 1 elements that holds what a tensor [.., n_q, n_k] has at each distance; None where
-        that depends on more."""
+        """Tensor of n_q + n_k - 1 elements with the value of a tensor [.., n_q, n_k] at each distance; None where that
+        value depends on more than the distance."""
         if here not in self.made:
             ways = (self._linear, self._pointwise, self._looked_up) if self._has_pairs(here) else ()
             self.made[here] = next((line for way in ways if (line := way(here)) is not None), None)
         return self.made[here]
 
     def _looked_up(self, here: Node) -> Node | None:
-        """Of a read of a table of one dimension at such positions: it is read at each call, its values may change."""
+        """Line of a read of a table of one dimension at such positions. It is read at each call, since its values may
+        change."""
         positions = _positions(here)
         if positions is None or nodes.value(here.args[0]).ndim != 1 or any(map(marks.mutations, here.all_input_nodes)):
             return None
@@ -106,25 +111,25 @@ class _Line:
         return self._call(here.target, args, **kwargs)
 
     def _pointwise(self, here: Node) -> Node | None:
-        """Of an operation that works element by element on such tensors and numbers."""
+        """Line of a pointwise operation on such tensors and numbers."""
         target: Any = here.target
         tags = getattr(target, "tags", ())
         pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
         changing = any(marks.mutations(node) for node in (here, *here.all_input_nodes))
         if changing or not (pointwise or packet(here) in _ELEMENTWISE):
             return None
-        if any(isinstance(given, Node) for given in here.kwargs.values()):
+        if any(isinstance(argument, Node) for argument in here.kwargs.values()):
             return None
         lines = {}
         for parent in here.all_input_nodes:
-            held = nodes.value(parent)
-            if isinstance(held, torch.Tensor) and held.ndim:
+            fake = nodes.value(parent)
+            if isinstance(fake, torch.Tensor) and fake.ndim:
                 if (line := self._of(parent)) is None:
                     return None
                 lines[parent] = line
         if not lines:
             return None
-        args, kwargs = torch.fx.node.map_arg((here.args, here.kwargs), lambda given: lines.get(given, given))
+        args, kwargs = torch.fx.node.map_arg((here.args, here.kwargs), lambda argument: lines.get(argument, argument))
         return self._call(target, args, **kwargs)
 
     def _has_pairs(self, here: Node) -> bool:
@@ -134,28 +139,28 @@ class _Line:
         return pairs and several and all(extent is ONE for extent in outer)
 
     def _linear(self, here: Node) -> Node | None:
-        """Of integers a (j - i) + c, with a = 1 or -1 and c made of sizes."""
+        """Line of integers a (j - i) + c, with a = 1 or -1 and c an expression of sizes."""
         expr = self._integer(here)
         if expr is None or (slope := _slope(expr)) is None:
             return None
         last = integers.sub(self.n_q, 1)
         start = integers.sub(slope[1], integers.mul(slope[0], last))
         end = integers.add(start, integers.mul(slope[0], integers.add(last, self.n_k)))
-        held = nodes.value(here)
+        fake = nodes.value(here)
         bounds = (self.symbols.value(start), self.symbols.value(end), slope[0])
-        return self._call(aten.arange.start_step, bounds, dtype=held.dtype, device=held.device)
+        return self._call(aten.arange.start_step, bounds, dtype=fake.dtype, device=fake.device)
 
     def _integer(self, here: Node) -> Expr | None:
-        """The element at row and key as an expression of these and sizes."""
+        """Element at query and key as an expression of these and sizes."""
         if nodes.dtype(here) not in (torch.int64, torch.int32):
             return None
         expr = self.walk.value(here, (*[integers.integer(0)] * (nodes.value(here).ndim - 2), I, J))
         return None if expr.kind is not Kind.INT or loads(expr) else expr
 
     def _spread(self, line: Node) -> Node:
-        """What the node reads, from what it reads at each distance."""
+        """Result of the node, [.., n_q, n_k], from the line."""
         args, kwargs = torch.fx.node.map_arg(
-            (self.node.args, self.node.kwargs), lambda given: line if given is self.positions else given
+            (self.node.args, self.node.kwargs), lambda argument: line if argument is self.positions else argument
         )
         read = self._marked(self.node.target, args, **kwargs)
         result = self._marked(aten.index.Tensor, (read, [None] * self.dim + [self._distances()]))
@@ -164,7 +169,7 @@ class _Line:
         return self._marked(aten.reshape.default, (result, [self.symbols.value(n) for n in shape(self.node)]))
 
     def _marked(self, target: Any, args: Any, **kwargs: Any) -> Node:
-        """A call whose result has the node's gradient."""
+        """Call whose result has the node's gradient."""
         made = self._call(target, args, **kwargs)
         marks.requires_grad.set(made, marks.requires_grad(self.node))
         marks.stop_gradient.set(made, marks.stop_gradient(self.node))

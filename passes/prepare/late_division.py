@@ -1,15 +1,16 @@
-"""Weights that are divided by a sum of their own: divided behind the product with V.
+"""Weights that are divided by their own sum: the division moves behind the product with V.
 
-`w = softmax(s) * m; (w / (w.sum(-1, keepdim=True) + 1e-13)) @ v` makes what a mask leaves of a softmax add up to 1
-again. What a row is divided by is the same for all of its keys, so that `(w / g) @ v` is `(w @ v) / g`: an attention
-that also writes the sum (`passes.specify.aux_outputs`). Products are written so where that makes an attention of them.
+`w = softmax(s) * m; (w / (w.sum(-1, keepdim=True) + 1e-13)) @ v` makes the weights that a mask leaves of a softmax add
+up to 1 again. The divisor of a row is the same for all of its keys, so that `(w / g) @ v` is `(w @ v) / g`: an
+attention that also writes the sum (`passes.specify.aux_outputs`). Products are rewritten so where they become
+attentions by it.
 
-Both round alike, and differ where numbers leave their range: the product before the division is as large as the sum. In
-float32 and bfloat16 weights that grow with the score at most as fast as itself reach that only with scores beyond 1e30;
-others, and float16, stay as they are. A row whose weights are all 0 is 0 / 0 on both sides. Its gradient is NaN before
-the division, which `w.masked_fill(dead, 0)` keeps from the scores, and `w * live` does not; the analysis takes one for
-the other. So in training nothing is moved where a sum may be 0 because of a selection, but where the scores are
-selected by the same predicate.
+Both forms round alike, and differ where numbers leave their range: the product before the division is as large as the
+sum. In float32 and bfloat16, weights that grow with the score at most as fast as itself reach that only with scores
+beyond 1e30; others, and float16, stay as they are. A row whose weights are all 0 is 0 / 0 on both sides. Its gradient
+is NaN before the division. `w.masked_fill(dead, 0)` keeps that NaN from the scores, `w * live` does not, and the
+analysis treats one as the other. So in training a division stays where a sum may be 0 because of a selection, unless
+the scores are selected by the same predicate.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _is_moderate(found: Attention) -> bool:
 
 
 def _selects_likewise(found: Attention) -> bool:
-    """Whether weights that are set to 0 are those of scores that are a mask's fill."""
+    """Whether the weights that are set to 0 are exactly those whose scores are a mask's fill."""
     live = {_selected_by(found.core.score), _selected_by(found.core.weight)}
     return len(live) == 1 and None not in live
 
@@ -92,7 +93,7 @@ _SLOW = {"fadd", "fsub", "neg", "abs", "maximum", "minimum", "where", "detach", 
 
 
 def _moved(product: Node, kinds: AncestorKinds) -> Promise | None:
-    """Move the division of a product's weights behind it; None where there is none, or it cannot be."""
+    """Move the division of a product's weights behind the product; None where there is none, or it cannot move."""
     if not is_contraction(product) or nodes.dtype(product) is torch.float16:
         return None
     try:
@@ -120,7 +121,7 @@ def _moved(product: Node, kinds: AncestorKinds) -> Promise | None:
 
 
 def _is_bare(factor: Node, kinds: AncestorKinds) -> bool:
-    """Whether a factor may be one by 0, or 0: a statistic to which nothing is added and that is not clamped."""
+    """Whether a factor may be a division by 0, or 0: a statistic to which nothing is added and that is not clamped."""
     while not is_statistic(factor):
         made = [x for x in factor.all_input_nodes if AncestorKind.STATISTIC in kinds[x]]
         if len(made) != 1 or packet(factor) in (aten.add, aten.clamp, aten.clamp_min, aten.maximum):
@@ -130,7 +131,7 @@ def _is_bare(factor: Node, kinds: AncestorKinds) -> bool:
 
 
 def _is_selected(weights: Node, kinds: AncestorKinds) -> bool:
-    """Whether some of what a normaliser makes is replaced."""
+    """Whether some of a normaliser's results are replaced by a selection."""
     while packet(weights) not in SOFTMAXES:
         if packet(weights) in (aten.where, aten.masked_fill):
             return True
@@ -143,7 +144,7 @@ def _is_selected(weights: Node, kinds: AncestorKinds) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Division:
-    """weights / factor, or weights * factor, on the way up from a product, whose element at an index it needs.
+    """weights / factor, or weights * factor, above a product that needs its element at an index.
 
     user: the node on the way that reads it.
     index: of the element of the factor, in coordinates of the product's result and the key.
@@ -159,7 +160,7 @@ class _Division:
 
 
 def _division(product: Node, kinds: AncestorKinds) -> _Division | None:
-    """The first one above the weights of a product, if nothing else reads what stands between."""
+    """First division above the weights of a product, if no other node reads the values in between."""
     extents = shape(product)
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
     parts = factors(product, atoms, J)
@@ -193,14 +194,15 @@ def _division(product: Node, kinds: AncestorKinds) -> _Division | None:
 
 
 def _places(found: _Division) -> tuple[int, ...] | None:
-    """The product's dimension of each dimension that a factor is made of; None where it depends on the key."""
+    """Dimension of the product that each dimension of a factor corresponds to; None where the factor depends on the
+    key."""
     names = order_of(found.index, shape(found.factor), found.bounds)
     return None if names is None or J.name in names else tuple(int(name[1:]) for name in names)
 
 
 def _sink(found: _Division, product: Node, kinds: AncestorKinds) -> Node:
-    """Put what only a division makes of a statistic behind the product, where the call that writes it stands. Returns
-    the last node that the quotient must follow."""
+    """Move the nodes between a statistic and its divisions behind the product, where the call that writes it stands.
+    Returns the last node that the quotient must follow."""
     if found.node.users:
         return product
     chain, todo = {found.node}, [found.factor]
@@ -218,7 +220,7 @@ def _sink(found: _Division, product: Node, kinds: AncestorKinds) -> Node:
 
 
 def _in_rows_of(product: Node, factor: Node, places: tuple[int, ...]) -> Node:
-    """The factor as a tensor that is broadcast along the product's columns, at the graph's insertion point."""
+    """Factor as a tensor that is broadcast along the product's columns, at the graph's insertion point."""
     graph, extents = product.graph, shape(product)
     symbols, one = Symbols(graph), integers.integer(1)
 

@@ -1,4 +1,4 @@
-"""Row by row: which rows of its inputs a node reads for some rows of its result."""
+"""Row-wise dataflow: the rows of its inputs that a node reads for some rows of its result."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ONE = integers.integer(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The part of a tensor that is read: a range of one dimension, or of a factor of one.
+    """The rows of a tensor that are read: a range of one dimension, or of a factor of one.
 
     dim: the dimension, of size outer * extent * inner; a row is the middle digit of a position.
     start, end: the range, as in a slice.
-    extent, count: how many rows there are, and are read.
+    extent, count: the number of rows there are, and of those read.
     """
 
     dim: int
@@ -43,15 +43,15 @@ class Rows:
 
     @property
     def is_factor(self) -> bool:
-        """Whether the dimension holds more than the rows."""
+        """Whether the rows are only a factor of the dimension."""
         return self.outer is not ONE or self.inner is not ONE
 
     def at(self, dim: int) -> Rows:
-        """The same rows of another tensor."""
+        """Equal rows of another tensor, at its dimension `dim`."""
         return replace(self, dim=dim)
 
     def within(self, extents: tuple[Expr, ...]) -> list[Expr]:
-        """A shape with the rows that are read alone."""
+        """Shape of the tensor with only the rows that are read."""
         size = integers.mul(self.outer, self.count, self.inner)
         return [*extents[: self.dim], size, *extents[self.dim + 1 :]]
 
@@ -63,11 +63,11 @@ Rule = Callable[[Node, dict[str, Any], Rows], Inputs]
 
 
 class NotRowWise(Exception):
-    """A node does not work row by row, or has to be computed whole."""
+    """A node does not work row by row, or has to be computed for all rows."""
 
 
 def row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
-    """What a node reads for these rows of its result."""
+    """Inputs that a node reads for these rows of its result, with the rows read of each."""
     if node.op != "call_function" or marks.mutations.on(node) or marks.dtensor(node) or nodes.is_active_dropout(node):
         raise NotRowWise
     rule = _RULES.get(packet(node))
@@ -89,7 +89,7 @@ def row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
 
 
 def _broadcast(node: Node, operands: Iterable[Node], rows: Rows) -> Inputs:
-    """Of operands that are broadcast with each other."""
+    """Rows of operands that are broadcast with each other."""
     own, found = shape(node), {}
     for operand in filter(nodes.is_tensor, operands):
         extents = shape(operand)
@@ -174,7 +174,7 @@ def _joined(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
 
 @_rule(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
 def _pieces(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
-    """Of an operation of several results; rows are those of each."""
+    """Rows of the input of an operation with several results; `rows` are those of each result."""
     dim = normalize_dim(args["dim"], len(shape(args["self"])))
     if packet(node) is aten.unbind:
         return {args["self"]: rows.at(rows.dim + (dim <= rows.dim))}
@@ -184,7 +184,7 @@ def _pieces(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
 
 
 def _of_view(node: Node, rows: Rows) -> Inputs:
-    """What a view reads: the dimension of its input in which the row is a digit of the position."""
+    """Rows of the input of a view: of the dimension in which the row is a digit of the position."""
     if node.target is operator.getitem:
         return {node.args[0]: rows}  # type: ignore[dict-item]
     extents = shape(node)
@@ -206,7 +206,7 @@ def _of_view(node: Node, rows: Rows) -> Inputs:
 
 
 def _counted(node: Node) -> list[int]:
-    """The dimensions of its input in which a view's arguments count positions, which are others among fewer rows."""
+    """Dimensions of the input in which a view's arguments count positions, which change when there are fewer rows."""
     args, kind = arguments(node), packet(node)
     extents = shape(args["self"])
     if kind not in _POSITIONS or (kind is aten.slice and shape(node) == extents):
@@ -215,7 +215,7 @@ def _counted(node: Node) -> list[int]:
 
 
 def _digit(extents: tuple[Expr, ...], dim: int, place: Expr, row: Expr, rows: Rows, bounds: integers.Bounds) -> Rows:
-    """The rows as a factor of a dimension of these extents, where `place` is the position in it."""
+    """Rows as a factor of a dimension of these extents, where `place` is the position in it."""
     parts = integers.linear(place, row)
     if parts is None:
         raise NotRowWise

@@ -1,6 +1,6 @@
-"""Find attention, also where a change of the graph brings it to light.
+"""Search for attention, also after a change of the graph that makes an attention recognisable.
 
-A change is tried on a copy of the graph, which is kept where every product that it was made for is an attention there.
+A change is tried on a copy of the graph. The copy is used if every product that it was changed for is an attention.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Promise = Callable[[Mapping[str, Site]], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A rewrite of the graph that computes the same, for products that are no attentions without it.
+    """Rewrite of the graph that computes the same function, for products that are no attentions without it.
 
     may_help: whether a site is worth trying it for.
-    apply: (graph, products and their sites before) -> what is to hold then, by the names of the products it changed.
+    apply: (graph, products with their sites) -> promises that have to be fulfilled, by the names of the changed
+    products.
     """
 
     may_help: Callable[[Site], bool]
@@ -34,7 +35,7 @@ class Change:
 def find_attention(
     module: GraphModule, reads: Reads = ANY, changes: Sequence[Change] = (), excluded: Set[str] = frozenset()
 ) -> tuple[GraphModule, list[Site], dict[str, Promise]]:
-    """(the graph, its sites, what changes have promised). The graph is that given, or a changed copy of it.
+    """(the graph or a changed copy of it, its sites, the promises of the changes).
 
     excluded: names of products for which nothing is changed.
     """
@@ -49,7 +50,7 @@ def find_attention(
 def _tried(
     module: GraphModule, sites: Sequence[Site], change: Change, reads: Reads, excluded: Set[str]
 ) -> tuple[GraphModule, list[Site], Mapping[str, Promise]] | None:
-    """A copy of the graph with a change, made for the products that it helps; None where it helps none."""
+    """Copy of the graph with a change for the products that it helps; None where it helps none."""
     candidates = [site for site in sites if site.anchor.name not in excluded and change.may_help(site)]
     while candidates:
         copy, copies = copied(module)
@@ -65,7 +66,7 @@ def _tried(
 
 
 def copied(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
-    """A copy of a graph, with the annotations of its nodes, and the copy of each node."""
+    """Copy of a graph with its annotations, and the copy of each node."""
     graph, copies = Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(module.graph, copies))
     for node in module.graph.nodes:

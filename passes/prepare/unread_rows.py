@@ -1,14 +1,14 @@
-"""Rows that nothing reads are not computed.
+"""Rows that no node reads are not computed.
 
 A classifier reads the first row of its last layer, generation the last one. Between the layer's attention and that
 selection, and in the queries of the attention, every operation works row by row: linear layers, normalisations,
-residuals, views. There the selection comes first:
+residuals, views. There the selection is moved to the front:
 
     norm(x + mlp(attend(q(x), k(x), v(x))))[:, -1:]   =   norm(y + mlp(attend(q(y), k(x), v(x))))   with y = x[:, -1:]
 
 The rows that are computed go through the same operations as before, in products of fewer rows. Random numbers are drawn
-for all rows, writes in place see all of them, and what is returned keeps its layout: such nodes are computed whole.
-NaN and infinities in rows that are left out reach no gradient of a weight; in eager mode, 0 * inf does.
+for all rows, writes in place see all of them, and the graph's results keep their layout: such nodes are computed for
+all rows. NaN and infinities in rows that are left out reach no gradient of a weight; in eager mode, 0 * inf does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def skip_unread_rows(graph: Graph) -> list[str]:
 
 
 def _reads(graph: Graph) -> tuple[dict[Node, Rows | None], dict[Node, Inputs]]:
-    """The rows that are read of each node (None: all), and what row-wise nodes and selections then read."""
+    """Rows that are read of each node (None: all), and the inputs that row-wise nodes and selections then read."""
     read: dict[Node, Rows | None] = {}
     inputs: dict[Node, Inputs] = {}
     symbols = Symbols(graph)
@@ -73,8 +73,8 @@ def _reads(graph: Graph) -> tuple[dict[Node, Rows | None], dict[Node, Inputs]]:
 
 
 def _selected(node: Node) -> Rows | None:
-    """The rows of its input that a slice or a selection reads; None where it is neither, and where it reads more than
-    half: to take these out may cost what it saves."""
+    """Rows of its input that a slice or a selection reads. None for other nodes, and where it reads more than half: to
+    copy these may cost more than it saves."""
     if packet(node) not in (aten.slice, aten.select) or _is_returned(node):
         return None
     args = arguments(node)
@@ -100,7 +100,7 @@ def _is_returned(node: Node) -> bool:
 
 
 def _rewrite(graph: Graph, read: Mapping[Node, Rows | None], inputs: Mapping[Node, Inputs]) -> None:
-    """Put nodes that make the rows alone in the places of those of which no more is read."""
+    """Replace nodes by ones that compute only the rows that are read."""
     symbols, made = Symbols(graph), dict[Node, Node]()
     mode = detect_fake_mode([nodes.value(node) for node in graph.nodes])
     assert mode is not None
@@ -120,7 +120,7 @@ def _rewrite(graph: Graph, read: Mapping[Node, Rows | None], inputs: Mapping[Nod
 
 
 def _part(graph: Graph, origin: Node, rows: Rows, symbols: Symbols) -> Node:
-    """These rows of a tensor that is made whole."""
+    """Selected rows of a tensor of which all rows are computed."""
     extents, dim, part = shape(origin), rows.dim, origin
     steps: list[tuple[Any, tuple[Any, ...]]] = [(aten.slice.Tensor, (dim + rows.is_factor, rows.start, rows.end))]
     if rows.is_factor:
@@ -134,7 +134,7 @@ def _part(graph: Graph, origin: Node, rows: Rows, symbols: Symbols) -> Node:
 
 
 def _of_parts(graph: Graph, node: Node, rows: Rows, parts: Mapping[Node, Node], symbols: Symbols) -> Node:
-    """The node over parts of its inputs."""
+    """Node over the selected rows of its inputs."""
     target: Any = node.target
     kind = packet(node)
     args, kwargs = map_arg((node.args, node.kwargs), lambda given: parts.get(given, given))
@@ -152,7 +152,7 @@ def _of_parts(graph: Graph, node: Node, rows: Rows, parts: Mapping[Node, Node], 
 
 
 def _select_all(node: Node, part: Node) -> None:
-    """Let a slice, or the selection of a row, be of a tensor of which no more was made."""
+    """Let a slice, or the selection of a row, take all of a tensor that has no other rows any more."""
     dim = arguments(node)["dim"]
     node.args, node.kwargs = (part, dim, 0, END) if packet(node) is aten.slice else (part, dim, 0), {}
     target: Any = node.target
@@ -160,7 +160,7 @@ def _select_all(node: Node, part: Node) -> None:
 
 
 def _causal(graph: Graph, node: Node, rows: Rows) -> Node:
-    """The mask [rows, N_k] of the queries that are left of `is_causal`."""
+    """Mask [rows, N_k] of the selected queries under `is_causal`."""
     query, key = (arguments(node)[name] for name in ("query", "key"))
 
     def positions(of: Node) -> Node:

@@ -1,1 +1,1 @@
-"""From pulled-back weights to attentions: softmax in any spelling, and what is not one."""
+"""Recognition of attention in pulled-back weights: softmax in any spelling, and reasons why other weights are none."""

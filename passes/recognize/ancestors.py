@@ -1,6 +1,6 @@
-"""What is met on the way up from every node of a graph, before any product or linear layer: one pass over the graph.
+"""Kinds of operations above every node of a graph, up to products and linear layers: one forward pass over the graph.
 
-It tells which products may be those of attention weights with V, before anything is pulled back.
+They show which products may be those of attention weights with V, before anything is pulled back.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NORMALISED = AncestorKind.SOFTMAX | AncestorKind.EXP | AncestorKind.GATE
 
 
 class AncestorKinds:
-    """What is met on the way up from every node of a graph, that node included."""
+    """Kinds of operations above every node of a graph, that node included."""
 
     def __init__(self, graph: Graph):
         self._kinds: dict[Node, AncestorKind] = {}
@@ -61,11 +61,12 @@ class AncestorKinds:
         return self._kinds.get(node, _NOTHING)
 
     def inputs(self, node: Node) -> AncestorKind:
-        """What any of the inputs of a node meets."""
+        """Union of the kinds above the inputs of a node."""
         return functools.reduce(operator.or_, (self[parent] for parent in node.all_input_nodes), _NOTHING)
 
     def weights_are_left(self, parts: Factors) -> bool:
-        """Which operand is normalised. Weights on the right are rare (v^T @ w^T); V may have met a gate before."""
+        """Whether the left operand holds the weights: the one that is normalised. Weights on the right are rare (v^T @
+        w^T). V may contain a normalised gate."""
         left, right = self[parts.left], self[parts.right]
         if looks_like_attention(left) != looks_like_attention(right):
             return looks_like_attention(left)
@@ -107,15 +108,15 @@ def is_statistic(node: Node) -> bool:
 
 
 def looks_like_attention(kinds: AncestorKind) -> bool:
-    """Whether weights are, to a person: normalised, and made from a product."""
+    """Whether a person would call weights with these ancestors attention: normalised, and computed from a product."""
     return AncestorKind.PRODUCT in kinds and (
         AncestorKind.SOFTMAX in kinds or AncestorKind.EXP | AncestorKind.SUM in kinds
     )
 
 
 def escaping_weights(graph: Graph) -> list[Node]:
-    """The attention weights that a graph returns, or hands to the next graph; what is made of a statistic of them, such
-    as a loss, is none."""
+    """Attention weights that a graph returns, or passes to the next graph; functions of a statistic of them, such as a
+    loss, do not count."""
     kinds = AncestorKinds(graph)
 
     def whole(node: Node) -> list[Node]:

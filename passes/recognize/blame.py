@@ -1,4 +1,4 @@
-"""Which operation of the user's stands between a product of queries and keys and what is made of it."""
+"""The user's operation between a product of queries and keys and its use that the analysis cannot follow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..pullback.views import is_view
 
 
 def blocking_op(node: Node, products: set[Node]) -> Node | None:
-    """The first operation on the way from products to a node, that included, which takes more than one element. One
-    that is never followed is preferred to softmaxes and sums over keys, which may have been."""
+    """First operation from products down to a node, that included, which reads more than one element. An operation
+    without any rule is preferred to softmaxes and sums over keys, which may have been followed."""
 
     def parents(here: Node) -> list[Node]:
         inputs = [] if is_contraction(here) else here.all_input_nodes

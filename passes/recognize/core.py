@@ -1,4 +1,4 @@
-"""What analysis makes of the weights of one attention, before it becomes a spec."""
+"""Results of the analysis of one attention's weights, before they become a spec."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class HeadMix:
     """A sum over heads in the weights or scores of an attention.
 
     head, to: the coordinate that is summed over, and that of the result.
-    matrix: what each head is multiplied by.
-    program: of scores what is mixed; of weights what becomes of the sum, in WEIGHT.
-    adds: whether what is mixed of head `to` itself is added to the sum.
+    matrix: the factor of each head.
+    program: for scores the function that is mixed; for weights a function of the sum, which is WEIGHT in it.
+    adds: whether the value of head `to` itself is added to the sum.
     """
 
     head: Expr
@@ -29,9 +29,9 @@ class HeadMix:
 class NormalizedScores:
     """A normalised function of scores: the fields are those of `AttentionSpec`, with "dot" leaves for products.
 
-    mixed_scores, mixed_weights: the sums over heads that the score program takes for the score, and behind the
+    mixed_scores, mixed_weights: the sums over heads that the score program reads as the score, and those of the
         normalised scores; None where there are none.
-    origin: the normalised score as it was found.
+    origin: the normalised score before simplification.
     """
 
     score: Expr

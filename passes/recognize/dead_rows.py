@@ -1,8 +1,8 @@
-"""Rows without a live key: what a softmax that was written by hand, or is masked again afterwards, gives there.
+"""Rows without a live key: the value of a softmax that is written by hand, or masked again afterwards, in such rows.
 
-Softmax of a row of nothing but -inf is NaN. Models take that away: `softmax(scores).masked_fill(dead, 0)` selects and
-does not multiply, and `exp(x) / (exp(x).sum() + eps)` is 0 / eps. Both are 0 in such a row, as
-`Normalizer.SAFE_SOFTMAX` has it, provided that the row is one of which nothing is selected.
+Softmax of a row of nothing but -inf is NaN. Models remove it: `softmax(scores).masked_fill(dead, 0)` selects and does
+not multiply, and `exp(x) / (exp(x).sum() + eps)` is 0 / eps. Both are 0 in such a row, as `Normalizer.SAFE_SOFTMAX` has
+it, provided that nothing is selected in such rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LOW, _VANISHES = -1e3, -200.0
 
 
 def selected(core: Expr, condition: Expr) -> Expr | None:
-    """The softmax of which only what `condition` selects is looked at, as one whose dead rows are right everywhere. A
-    dead row is NaN if anything of it is selected, else 0. That is a softmax where scores are -inf under the condition
-    only, and a safe one where they never are under it; None where neither can be seen."""
+    """Softmax with the same values where `condition` holds, the only ones that are read, and with correct dead rows. A
+    dead row is NaN if any of its keys is selected, else 0. That is a softmax where scores are -inf under the condition
+    only, and a safe one where they never are under it; None where neither can be shown."""
     if core.attr != "softmax":
         return core
     columns = core.args[1:] if core.op == "scaled_softmax" else core.args
@@ -37,9 +37,9 @@ def selected(core: Expr, condition: Expr) -> Expr | None:
 
 
 def quotient_kind(shift: Expr, denominator: Expr) -> str:
-    """The kind of softmax that exp(x - shift) / denominator is, in terms of ROW_MAX and ROW_SUM. Where all x are -inf
-    the exponentials are 0, unless the shift is -inf as well, and so is the quotient, unless the denominator is 0 as
-    well."""
+    """Kind of softmax that exp(x - shift) / denominator is, with the denominator in terms of ROW_MAX and ROW_SUM. Where
+    all x are -inf the exponentials are 0, unless the shift is -inf as well, and so is the quotient, unless the
+    denominator is 0 as well."""
     shift, denominator = (_in_dead_rows(value) for value in (shift, denominator))
     dead = shift.is_const and shift.value == -math.inf
     empty = denominator.is_const and not abs(denominator.value) > 0
@@ -47,9 +47,9 @@ def quotient_kind(shift: Expr, denominator: Expr) -> str:
 
 
 def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
-    """The scores x of exp(x - shift) / (sum of exp(x - shift)), as those of a softmax. A softmax of a row of nothing
-    but a low finite fill is its mean. So is the quotient where the shift is the fill, as the row's maximum is; with any
-    other shift every exponential is 0, as if the fill were -inf."""
+    """Scores x of exp(x - shift) / (sum of exp(x - shift)), as those of a softmax. A softmax of a row of nothing but a
+    low finite fill is its mean. So is the quotient where the shift is the fill, as the row's maximum is; with any other
+    shift every exponential is 0, as if the fill were -inf."""
     reduced = (column for part in walk(shift) if part.op == "reduce" for column in part.args)
     if any(map(_may_be_high, reduced)):
         message = "exponentials less a maximum that a mask's fill takes far above the scores"
@@ -65,7 +65,8 @@ def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
 
 
 def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
-    """A column times `factor`, less the shift, vanishes where the column is a fill: -inf there instead."""
+    """Column with -inf for each fill whose exponential vanishes, since column times `factor` less the shift is far
+    below 0."""
     if column.op == "fmul" and column.args[1].is_const and column.args[1].value > 0:
         inner = _with_vanishing_fills(column.args[0], shift, factor * column.args[1].value)
         return remake(column, (inner, column.args[1]))
@@ -112,7 +113,7 @@ def _is_function_of_load(value: Expr) -> bool:
 
 
 def may_be_far(value: Expr) -> bool:
-    """Whether a value may be a mask's finite fill, or what became of it: also one far above all scores."""
+    """Whether a value may be a mask's finite fill, or a function of one: also one far above all scores."""
     above = (arg.is_const and arg.kind is Kind.FLOAT and -_LOW <= arg.value < math.inf
              for part in walk(value) if part.op in ("where", "fadd", "fsub") for arg in part.args)  # fmt: skip
     return may_be_lowest(value) or any(above)
@@ -132,8 +133,8 @@ def _in_dead_rows(value: Expr) -> Expr:
 
 
 def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
-    """Whether a value may be infinite where all of `known` holds, unless Q or K are. A load over keys or queries may:
-    it may be a mask."""
+    """Whether a value may be infinite where all of `known` holds and Q and K are finite. A load over keys or queries
+    may be: it may be a mask."""
     if value.op == "const":
         return math.isinf(value.value)
     if value.kind is not Kind.FLOAT or value.op in ("dot", "score") or is_bounded(value.op):
@@ -151,7 +152,7 @@ def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
 
 
 def stays_finite(value: Expr) -> bool:
-    """Whether a function of scores is finite at masked keys, too, unless Q or K are not. What is loaded for a key or a
+    """Whether a function of scores is finite at masked keys, too, if Q and K are. A tensor that is loaded per key or
     query may be a mask."""
     if value.kind is not Kind.FLOAT or value.op in ("dot", *_SATURATING):
         return True
@@ -163,7 +164,7 @@ def stays_finite(value: Expr) -> bool:
 
 
 def filled_by_selection(value: Expr) -> bool:
-    """Whether scores are infinite where a selection fills them and nowhere else, unless Q or K are. No gradient passes
+    """Whether scores are infinite exactly where a selection fills them, if Q and K are finite. No gradient passes
     through such a row's scores, whatever it is."""
     if value.op != "where":
         return False
@@ -174,7 +175,7 @@ def filled_by_selection(value: Expr) -> bool:
 
 
 def _outcome(condition: Expr, known: Sequence[Expr]) -> bool | None:
-    """Whether a predicate holds, where all of `known` do; None where that does not say."""
+    """Truth value of a predicate where all of `known` hold; None where it does not follow."""
     if condition.is_const:
         return bool(condition.attr)
     if condition in known:

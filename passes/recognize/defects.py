@@ -1,4 +1,4 @@
-"""Failures of a pass at one attention, which cost no other attention of the graph."""
+"""Failures of a pass at one attention, which leave the other attentions of the graph fused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def defect(problem: Exception) -> Refusal:
-    """The refusal of a site at which a pass failed; raises errors that are meant for the user."""
+    """Refusal of a site at which a pass failed; raises errors that are meant for the user."""
     if isinstance(problem, FusionError):
         raise problem
     log.error("a defect of fusion: an attention stays as it was", exc_info=problem)

@@ -54,13 +54,13 @@ class Site:
     anchor: that product (or SDPA call).
     root: the last node of the region, a view of it.
     dims: the coordinate of each dimension of the root.
-    attentions: those whose sum the root is; usually one.
-    assumed: of dynamic sizes and numbers; what reads the graph for this site holds it.
+    attentions: the root is their sum; usually there is one.
+    assumed: values of dynamic sizes and numbers, in force whenever the graph is read for this site.
 
     The stages of the backend add
     calls: one for each attention, until the site is refused.
-    place: before which the call that takes the root's place is to stand; None: the root.
-    refusal: why it stays as it was, or None.
+    place: the node before which the call is inserted; None: the root.
+    refusal: the reason why it is not fused, or None.
     blame: the node that the refusal is about.
     validated: the outcome of validation, for the report.
     """
@@ -83,7 +83,8 @@ class Site:
 
     @functools.cached_property
     def interior(self) -> frozenset[Node]:
-        """The nodes that the analysis looked into, among which those of N_q x N_k must die with the region."""
+        """Nodes that the analysis looked into. Those of N_q x N_k elements among them must disappear with the
+        region."""
         return frozenset(node for attention in self.attentions for node in attention.pullback.interior)
 
     @functools.cached_property
@@ -93,7 +94,7 @@ class Site:
 
     @functools.cached_property
     def scores(self) -> frozenset[Node]:
-        """The nodes of the interior that are made of scores, those included."""
+        """Nodes of the interior that depend on scores, the scores included."""
         reached = {*(self.products & self.interior) - {self.anchor}}
         for node in sorted(self.interior):  # topological
             if any(parent in reached for parent in node.all_input_nodes):
@@ -110,7 +111,7 @@ class Site:
 
 
 def pending(sites: Iterable[Site]) -> list[Site]:
-    """The sites that nothing was found against yet."""
+    """Sites that are not refused."""
     return [site for site in sites if site.refusal is None]
 
 
@@ -119,7 +120,8 @@ ANY: Reads = lambda dtype, device: True
 
 
 def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
-    """Every candidate in order, those not fused with a reason. reads: whether a device's kernels can read a float8."""
+    """All candidates in order, those that are not fused with a reason. reads: whether a device's kernels can read a
+    float8."""
     mark_stored(graph, reads)
     for node in graph.nodes:  # of an analysis before
         marks.attention_root.drop(node)
@@ -136,7 +138,7 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
 
 
 def _is_candidate(node: Node, kinds: AncestorKinds) -> bool:
-    """Whether a node may be the product with V: of an operand that was normalised since the last product."""
+    """Whether a node may be the product with V: one operand was normalised since the last product."""
     if is_sdpa(node):
         return True
     if node.op != "call_function" or (AncestorKind.MIXED_HEADS in kinds[node] and head_sum(node) is not None):
@@ -154,8 +156,8 @@ _PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
 
 
 def may_hold_attention(module: GraphModule) -> bool:
-    """Whether a graph, as Dynamo made it, has any product of two activations: else there is nothing to look for.
-    Checkpointed graphs and regions within it count."""
+    """Whether a graph of Dynamo has any product of two activations, without which there is no attention. Checkpointed
+    graphs and regions within it count."""
     if any(map(may_hold_attention, (*(body.graph for body in bodies(module).values()), *regions(module)))):
         return True
     calls = [node for node in module.graph.nodes if node.op.startswith("call")]
@@ -169,7 +171,7 @@ def may_hold_attention(module: GraphModule) -> bool:
 
 
 def _confined(anchor: Node, kinds: AncestorKinds) -> Site | None:
-    """`_examine`, whose failure costs no other attention of the graph."""
+    """`_examine`, with failures turned into refusals of this one site."""
     try:
         return _examine(anchor, kinds)
     except Exception as problem:
@@ -177,8 +179,9 @@ def _confined(anchor: Node, kinds: AncestorKinds) -> Site | None:
 
 
 def _examine(anchor: Node, kinds: AncestorKinds) -> Site | None:
-    """The site at a product, with the farthest root that keeps rows and columns whole; None if it is no attention. Else
-    rows are taken apart that were merged for the product (an einsum): the outer part is one of the batch."""
+    """Site at a product, with the lowest root that keeps rows and columns apart; None if it is no attention. If there
+    is none, the rows are split where they were merged for the product (an einsum): the outer part becomes a batch
+    dimension."""
     if not is_sdpa(anchor) and not is_contraction(anchor):
         if not is_listed(anchor, kinds):
             return None
@@ -213,7 +216,8 @@ _MAX_CHAIN = 8
 
 
 def _chain(anchor: Node, kinds: AncestorKinds) -> list[Node]:
-    """The product and the views, copies, float casts, and factors made of sums of scores that follow it one by one."""
+    """The product and the views, copies, float casts, and factors computed from sums of scores that follow it one by
+    one."""
     chain = [anchor]
     while len(chain) < _MAX_CHAIN and len(chain[-1].users) == 1:
         user = next(iter(chain[-1].users))
@@ -235,9 +239,9 @@ def _chain(anchor: Node, kinds: AncestorKinds) -> list[Node]:
 
 
 def _factor_dies(scaling: Node, anchor: Node, kinds: AncestorKinds) -> bool:
-    """Whether what is made of statistics for the factor of `scaling` is made of those of the weights' own scores, and
-    has no other use than in the weights. Else it would have to be written beside the scaled product; beside the plain
-    one the statistics are enough."""
+    """Whether the statistics in the factor of `scaling` are those of the weights' own scores, and are used nowhere but
+    in the weights. Else they would have to be auxiliary outputs of the scaled product; beside the plain product they
+    suffice."""
 
     def made_of_scores(here: Node) -> list[Node]:
         ends = here is not anchor and is_contraction(here)
@@ -262,7 +266,7 @@ def _factor_dies(scaling: Node, anchor: Node, kinds: AncestorKinds) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Factor:
-    """What rows of the product are multiplied or divided by (op "fmul", "div"): `node[index]`."""
+    """Factor or divisor of the product's rows (op "fmul", "div"): `node[index]`."""
 
     op: str
     node: Node
@@ -270,7 +274,7 @@ class _Factor:
 
 
 def _at_root(anchor: Node, root: Node, kinds: AncestorKinds, apart: bool) -> Site | None:
-    """The site that ends at this root, or None if that splits rows or columns. apart: the row is an inner part."""
+    """Site that ends at this root, or None if that splits rows or columns. apart: the row is an inner part."""
     extents = shape(root)
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
     walked = _walk_down(root, anchor, atoms, dict(zip(atoms, extents, strict=True)))
@@ -302,7 +306,8 @@ def _substituted(index: Index, renamed: dict[Expr, Expr]) -> Index:
 
 
 def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Index, list[_Factor]] | None:
-    """The product's index of the root's element, and the factors from the product on; None for unclear views."""
+    """Index of the product for an element of the root, and the factors from the product on; None where a view has no
+    rule."""
     here: Any = root
     found: list[_Factor] = []
     while here is not anchor:
@@ -321,7 +326,7 @@ def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr])
 
 
 def _roles(anchor: Node, index: Index, kinds: AncestorKinds, apart: bool) -> tuple[Expr | None, Expr | None]:
-    """The output coordinates that are the query row and V's column: the last that only one of the operands has."""
+    """Output coordinates of the query row and of V's column: the last coordinate that only one of the operands has."""
     parts = factors(anchor, index, J)
     left = {name for entry in parts.left_index for name in coordinates(entry)}
     right = {name for entry in parts.right_index for name in coordinates(entry)}
@@ -345,7 +350,7 @@ def _roles(anchor: Node, index: Index, kinds: AncestorKinds, apart: bool) -> tup
 def _pull_back(
     anchor: Node, index: Index, bounds: dict[Expr, Expr], after: Sequence[_Factor], kinds: AncestorKinds
 ) -> list[Attention] | None:
-    """The attentions of a product with V; None where what follows the product does not scale its rows."""
+    """Attentions of a product with V; None where an operation behind the product does not scale its rows."""
     parts = factors(anchor, index, J)
     weights, at, other, other_at = parts.left, parts.left_index, parts.right, parts.right_index
     if not kinds.weights_are_left(parts):
@@ -370,7 +375,7 @@ def _pull_back(
 
 
 def _factor_of_sum(anchor: Node) -> float:
-    """alpha of baddbmm(x, w, v, beta, alpha) = beta * x + alpha * w @ v; raises `Unsupported` where x counts."""
+    """Factor alpha of baddbmm(x, w, v, beta, alpha) = beta * x + alpha * w @ v; raises `Unsupported` where x counts."""
     args = nodes.arguments(anchor)
     if args["beta"] != 0 or not isinstance(args["alpha"], (int, float)):
         message = f"the product with V is added to another tensor by the same operation ({packet(anchor)})"

@@ -1,7 +1,7 @@
-"""Which products that were not fused are listed: those that a person would call attention.
+"""Choice of the refused products that the report lists: those that a person would call attention.
 
-Weights that pick what they are multiplied by (greedy decoding, experts of a router), and those that a linear layer and
-a softmax make (a classifier's probabilities, an expectation over classes), are none.
+Weights that select one of their operands (greedy decoding, experts of a router), and those of a linear layer and a
+softmax (a classifier's probabilities, an expectation over classes), are not listed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ aten = torch.ops.aten
 
 
 def is_listed(anchor: Node, kinds: AncestorKinds) -> bool:
-    """Whether a refused product is attention to a person: of a function of a product, normalised before or after it."""
+    """Whether a person would call a refused product attention: a function of a product, normalised before or after
+    it."""
     if is_sdpa(anchor):
         return True
     weights = [parent for parent in anchor.all_input_nodes if looks_like_attention(kinds[parent])]
@@ -47,7 +48,7 @@ def is_listed(anchor: Node, kinds: AncestorKinds) -> bool:
 
 
 def scales_rows(node: Node, kinds: AncestorKinds) -> bool:
-    """Whether this multiplies or divides a product by statistics of the scores, as in `(e @ v) / e.sum(-1)`."""
+    """Whether a node multiplies or divides a product by statistics of the scores, as in `(e @ v) / e.sum(-1)`."""
     if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(node.args) != 2:
         return False
     product, factor = node.args
@@ -57,8 +58,8 @@ def scales_rows(node: Node, kinds: AncestorKinds) -> bool:
 
 
 def _is_of_classes(weights: Node, kinds: AncestorKinds) -> bool:
-    """Whether weights are softmaxes, over the last dimension, of what nothing but linear layers make. Products with one
-    query and sums over heads are none."""
+    """Whether weights are softmaxes over the last dimension of outputs of linear layers alone. Products with one query
+    and sums over heads are none."""
 
     def parents(here: Node) -> list[Node]:
         return [] if is_contraction(here) else here.all_input_nodes
@@ -76,7 +77,7 @@ def _is_of_classes(weights: Node, kinds: AncestorKinds) -> bool:
 
 
 def _is_linear_layer(product: Node) -> bool:
-    """Whether a product's last factor is one matrix for the whole batch, which the graph is given."""
+    """Whether a product's last factor is one matrix for the whole batch, which is an input of the graph."""
     tensors = [x for x in product.all_input_nodes if nodes.is_tensor(x)]
     matrix = tensors[-1]
     if is_batch(tensors[0], len(shape(tensors[0])) - 1):

@@ -41,7 +41,7 @@ _LOG_SUM = ROW_MAX + apply("log", ROW_SUM)
 
 
 def attentions(weight: Expr) -> list[NormalizedScores]:
-    """The attentions whose weights sum to `weight`; raises `Unsupported` with the reason where there are none."""
+    """Attentions whose weights sum to `weight`; raises `Unsupported` with the reason where there are none."""
     weight = _fold_softmax(weight)
     if not has(weight, "dot"):
         message = "the weights do not come from a product of queries and keys by pointwise operations"
@@ -58,7 +58,7 @@ def attentions(weight: Expr) -> list[NormalizedScores]:
 
 
 def in_terms_of(value: Expr, core: NormalizedScores) -> Expr | None:
-    """A value in WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM of a core; None where it depends on scores otherwise."""
+    """Value in WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM of a core; None where it depends on scores otherwise."""
     value, columns = _fold_softmax(value), (core.score, *core.sinks)
     origin = core.origin
     known = {} if origin is None else {origin: WEIGHT, node("log_softmax", (origin,), Kind.FLOAT): LOG_WEIGHT}
@@ -89,7 +89,8 @@ def _fold_softmax(expr: Expr) -> Expr:
 
 
 def _as_softmax(expr: Expr, spelled: Expr) -> Expr | None:
-    """spelled: the same before anything in it was replaced."""
+    """Softmax node equal to a quotient or exponential, or None. spelled: the expression before replacements inside of
+    it."""
     if expr.op == "exp":
         return _from_logsumexp(expr)
     if expr.op == "div":
@@ -136,8 +137,8 @@ _SHIFTS = ("max", "detached max", "logsumexp")
 
 def _without_nan(expr: Expr, spelled: Expr) -> Expr | None:
     """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is. Exponentials
-    from which no maximum was subtracted overflow, and are NaN in their quotient. That the fused softmax has weights
-    there must not show."""
+    from which no maximum was subtracted overflow, and their quotient is NaN. The weights of the fused softmax there
+    must not be used."""
     if expr.op == "feq":
         weight, bound = expr.args
         return const(False) if _is_at_most_one(weight) and bound.is_const and math.isinf(bound.value) else None
@@ -158,7 +159,7 @@ def _is_at_most_one(weight: Expr) -> bool:
 
 
 def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
-    """exp(x - r) / g(S), S = sum of exp(x - r), r and g free of keys, is a softmax whose rows g may scale otherwise."""
+    """Softmax for exp(x - r) / g(S), S = sum of exp(x - r), r and g free of keys; g may scale the rows otherwise."""
     sums = [p for p in walk(denominator) if p.op == "reduce" and p.attr == "sum" and p.args[0] is numerator]
     if len(sums) != 1 or not free_of_keys(denominator):
         return None
@@ -187,8 +188,8 @@ def _from_quotient(numerator: Expr, denominator: Expr) -> Expr | None:
 
 
 def _less(value: Expr, further: Expr) -> Expr:
-    """value / exp(further), where value has ROW_SUM in the place of ROW_SUM * exp(further); without that exponential
-    where it can be done: it overflows together with eager's, and the quotient need not."""
+    """value / exp(further), where value has ROW_SUM in the place of ROW_SUM * exp(further). The exponential is
+    cancelled where possible: it overflows together with eager's, and the quotient need not."""
     if value is ROW_SUM or further is ZERO or is_number(value, 0.0):
         return value
     whole = {ROW_SUM: ROW_SUM * apply("exp", further)}
@@ -209,10 +210,11 @@ def _less(value: Expr, further: Expr) -> Expr:
 
 
 def _statistics(columns: tuple[Expr, ...], *values: Expr, log_sum: Expr | None = None) -> dict[Expr, Expr]:
-    """What stands for the maxima of just these columns that are met in some values; log_sum: for their log-sum-exps."""
+    """Replacements of the maxima of exactly these columns that occur in some values; log_sum: the value that replaces
+    their log-sum-exp."""
     known = {"max": ROW_MAX, "detached max": _DETACHED} | ({} if log_sum is None else {"logsumexp": log_sum})
     parts = walk(*values)
-    return {part: own for part in parts for name, own in known.items() if is_maximum(part, columns, name)}
+    return {part: statistic for part in parts for name, statistic in known.items() if is_maximum(part, columns, name)}
 
 
 def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
@@ -278,7 +280,7 @@ def _is_indicator(value: Expr) -> bool:
 
 
 def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
-    """`expr` as a sum of coefficient * softmax node."""
+    """Terms coefficient * softmax node of a sum."""
     if expr.op in ("softmax", "scaled_softmax"):
         return [(ONE, expr)]
     if is_number(expr, 0.0):
@@ -314,8 +316,8 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
 
 
 def _selected(core: Expr, condition: Expr) -> Expr:
-    """The softmax of which only what `condition` selects is looked at. Whole rows that are not selected have scores of
-    0, lest they be NaN, which a weight of 0 would not hide."""
+    """Softmax with the same values where `condition` holds, the only ones that are read. The scores of rows in which
+    nothing is selected become 0: a NaN there would show through a weight of 0."""
     if (found := selected(core, condition)) is not None:
         return found
     score, *sinks = without_shift(core.args)
@@ -326,7 +328,7 @@ def _selected(core: Expr, condition: Expr) -> Expr:
 
 
 def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
-    """The softmax with its rows multiplied (or divided) by a function of the sum and the maximum of its own scores."""
+    """Softmax whose rows are multiplied (or divided) by a function of the sum and the maximum of its own scores."""
     if core.op == "scaled_softmax":
         scale, *columns = core.args
     else:

@@ -27,7 +27,7 @@ def free_of_keys(expr: Expr) -> bool:
 
 
 def is_maximum(value: Expr, columns: tuple[Expr, ...], name: str = "max") -> bool:
-    """Whether a value is the maximum (or another reduction) of just these columns."""
+    """Whether a value is the maximum (or another reduction) of exactly these columns."""
     if value.op != "reduce" or value.attr != name:
         return False
     return [_fill_last(arg) for arg in value.args] == [_fill_last(column) for column in columns]
@@ -48,8 +48,8 @@ def without_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
 
 def strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
-    """The columns without the reduction that is subtracted from or added to all of them; None where there is none, or
-    where it is not ignored: it may be infinite, or a scale may overflow without it."""
+    """Columns without the reduction that is subtracted from or added to all of them; None where there is none, or where
+    it has to stay: it may be infinite, or a scale may overflow without it."""
     ops = {column.op for column in columns}
     if ops == {"fsub"} and (shift := _common(columns, 0)) is not None and has(shift, "reduce"):
         rest = tuple(column.args[1] for column in columns)
@@ -89,15 +89,15 @@ def _scaled_or_nan(op: str, x: Expr, factor: Expr) -> Expr:
 
 
 def _common(columns: tuple[Expr, ...], position: int) -> Expr | None:
-    """The argument that all columns have in one position, where it is the same for all keys."""
+    """Argument that all columns have in one position, where it is the same for all keys."""
     found = {column.args[position] for column in columns}
     value = found.pop()
     return value if not found and free_of_keys(value) else None
 
 
 def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:
-    """Whether softmax(x - shift) is that of x in every row, those of -inf or finfo.min included: the shift is the
-    largest or the log-sum of x, is clamped to a constant instead, or is ordinary."""
+    """Whether softmax(x - shift) is that of x in every row, rows of -inf or finfo.min included: the shift is the
+    largest or the log-sum of x, is clamped to a constant, or is an ordinary number."""
     if shift.op in ("detach_nan", *ROUNDED.values()):
         return _is_ignored(shift.args[0], columns)
     if any(is_maximum(shift, columns, name) for name in ("max", "detached max", "logsumexp")):
@@ -110,16 +110,16 @@ def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:
 
 
 def _scale(op: str, factor: Expr) -> float:
-    """What multiplying by a factor, or dividing by it, multiplies with; infinity where nobody can tell."""
+    """Number that x * factor, or x / factor, multiplies x with; infinity where it is no constant."""
     if not factor.is_const:
         return math.inf
     return factor.value if op == "fmul" else 1 / factor.value if factor.value else math.inf
 
 
 def _undone(scale: float, column: Expr) -> Expr | None:
-    """A column times a scale above 1 that at most undoes how it was scaled down, by a power of two, so that nothing
-    overflows. So is x / 32 in (x / 32 - max of x / 32) * 32, which keeps scores of half precision small (CogView,
-    2105.13290, section 2.4). None for others."""
+    """Column times a scale above 1 that at most undoes an earlier scale below 1, by a power of two, so that nothing
+    overflows. One example is x / 32 in (x / 32 - max of x / 32) * 32, which keeps scores of half precision small
+    (CogView, 2105.13290, section 2.4). None for others."""
     if column.op == "where":
         arms = [y for arm in column.args[1:] if (y := _undone(scale, arm)) is not None]
         return remake(column, (column.args[0], *arms)) if len(arms) == 2 else None

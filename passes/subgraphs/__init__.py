@@ -1,1 +1,1 @@
-"""Graphs inside of the graph, each of which is fused by itself: checkpointed functions, function transforms."""
+"""Subgraphs, each of which is fused separately: checkpointed functions, function transforms."""

@@ -1,7 +1,7 @@
-"""Activation checkpointing inside a compiled function: each checkpointed part is a graph of its own.
+"""Activation checkpointing inside a compiled function: each checkpointed part is a separate graph.
 
-Dynamo writes `torch.utils.checkpoint` as a call that carries the graph it runs. Attentions in there are fused like any
-others; the call around them stays as it is, so that the inner compiler recomputes what it would have recomputed.
+Dynamo writes `torch.utils.checkpoint` as a call of a subgraph. Attentions in that graph are fused like any others. The
+call around them stays, so that the inner compiler recomputes the same values as without fusion.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..trace import autocast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A checkpointed graph. values: that it is called with. around: the regions of autocast around its calls; None
-    where they are not the same for all."""
+    """A checkpointed graph. values: the arguments of its calls. around: the regions of autocast around its calls; None
+    where they differ between calls."""
 
     graph: GraphModule
     values: list[Any]
@@ -34,7 +34,7 @@ class Body:
 
 
 def bodies(module: GraphModule) -> dict[str, Body]:
-    """The checkpointed graphs of a graph, by the name of the attribute."""
+    """Checkpointed graphs of a graph, by the name of the attribute."""
     found: dict[str, Body] = {}
     for node, around in autocast.regions(module.graph):
         if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -47,7 +47,7 @@ def bodies(module: GraphModule) -> dict[str, Body]:
 
 
 def lift_seeds(body: GraphModule) -> None:
-    """Make the seeds of dropout inputs, after all others: what is computed again then has the same mask."""
+    """Make the seeds of dropout inputs of the graph, after all others: a recomputation then draws the same mask."""
     last = body.graph.find_nodes(op="placeholder")[-1:]
     for node in list(body.graph.nodes):
         if marks.is_seed(node):
@@ -60,7 +60,7 @@ def lift_seeds(body: GraphModule) -> None:
 
 
 class RetraceInterpreter(Interpreter):
-    """Runs a graph on tensors without data. What Dynamo knows of an `item()` is told to the tensor; regions of autocast
+    """Runs a graph on fake tensors. Dynamo's knowledge of an `item()` is copied to the new tensor. Regions of autocast
     are entered, where the graph's own calls would only be recorded, and are left at the latest with the graph."""
 
     def __init__(self, module: GraphModule):
@@ -108,7 +108,7 @@ class Checkpoints:
         self.fused = {id(module.get_submodule(name)): body for name, body in fused.items()}
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the call; what happens in it is not."""
+        """Record the call without tracing into it."""
         body, *given = args
         body: GraphModule = self.fused.get(id(body), body)
         tracer = tracing.current_tracer()

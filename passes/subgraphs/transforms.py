@@ -1,9 +1,9 @@
-"""Attention inside of `torch.func.grad`, `jvp` and their kin: found in the function that is transformed.
+"""Attention inside of `torch.func.grad`, `jvp` and the other transforms: found in the transformed function.
 
-Dynamo's graph has what such a transform does to the levels of `torch.func` (tensors are wrapped and unwrapped, duals
-are made, autograd is asked) between the operations of the function, which are those of any other graph. A run of these
-is taken as a graph of its own, fused like one, and called in their place. So a transform meets `fusion::attention`, of
-which it may ask for tangents, gradients and batches as of any operation.
+Dynamo's graph has the operations of such a transform on the levels of `torch.func` (tensors are wrapped and unwrapped,
+duals are made, autograd is called) between the operations of the function, which are those of any other graph. A run of
+the latter is extracted as a separate graph, fused like one, and called in their place. So a transform reaches
+`fusion::attention`, which has tangents, gradients and batching rules like any operation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Asked(enum.Enum):
-    """Which derivatives of a function are asked for."""
+    """Derivatives of a function that a transform needs."""
 
     GRADIENTS = "a first gradient at most"
     TANGENTS = "tangents through which no gradient flows, too"
@@ -43,9 +43,9 @@ class Asked(enum.Enum):
 class Run:
     """Operations of a function inside of a transform.
 
-    inputs, outputs: what they read, and which of them are read behind them.
-    body: the same as a graph.
-    values: what it is called with.
+    inputs, outputs: the nodes that they read, and those of them that are read after the run.
+    body: the run as a graph.
+    values: the arguments of its call.
     around: the regions of autocast around it.
     """
 
@@ -60,13 +60,13 @@ class Run:
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
-        """The modes that it runs in. A tangent is carried along whether or not gradients are recorded."""
+        """Grad and autocast modes of the run. A tangent is propagated whether or not gradients are recorded."""
         with autocast.inside(self.around), torch.enable_grad():
             yield
 
 
 def runs(module: GraphModule) -> list[Run]:
-    """The runs of all transforms of a graph, but for a `vmap` alone, which is traced through."""
+    """Runs of all transforms of a graph, except for a lone `vmap`, which is traced through."""
     inside = {node for part in parts(module.graph) if transforms(part) for node in part}
     found: list[Run] = []
     members: list[Node] = []
@@ -105,7 +105,7 @@ def _detaches(node: Node) -> bool:
 
 
 def _asked(levels: Mapping[str, int]) -> Asked:
-    """levels: how many of each kind are around."""
+    """Derivatives that nested transforms need. levels: the number of transforms of each kind."""
     if levels["jvp"] > 1 or levels["grad"] > 1 or levels["jvp"] and levels["trained"]:
         return Asked.MORE
     return Asked.TANGENTS if levels["jvp"] else Asked.GRADIENTS
@@ -116,7 +116,8 @@ def _is_of_levels(node: Node) -> bool:
 
 
 def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, levels: Mapping[str, int]) -> list[Run]:
-    """The run of these nodes; none if it is no graph of tensors and numbers. levels: how many of each are around."""
+    """Run of these nodes; none if it is no graph of tensors and numbers. levels: the number of transforms of each
+    kind."""
     graph, made = Graph(), dict[Node, Node]()
     inputs, outputs = ends(members)
     mode = detect_fake_mode([*map(nodes.value, module.graph.find_nodes(op="placeholder"))])
@@ -147,7 +148,8 @@ def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, l
 
 
 def _alike(held: Any) -> Any:
-    """A tensor of the same form that belongs to no level, and may have a gradient; numbers as they are."""
+    """Tensor of the same shape and dtype that belongs to no level, and may have a gradient; numbers are returned
+    unchanged."""
     if not isinstance(held, torch.Tensor):
         return held
     return nodes.empty_like(held).requires_grad_(held.is_floating_point())
@@ -168,7 +170,7 @@ def _refusal(members: Sequence[Node], tangents: bool) -> str | None:
 
 
 def with_fused(module: GraphModule, fused: Sequence[tuple[Run, GraphModule]]) -> GraphModule:
-    """The graph with calls of these in the place of runs. The argument is not changed."""
+    """Copy of the graph in which calls of these modules replace the runs."""
     if not fused:
         return module
     graph, made = Graph(), dict[Node, Node]()

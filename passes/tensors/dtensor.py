@@ -1,4 +1,4 @@
-"""DTensors in a graph: their conversions stay whole, and the analysis sees the tensors that they are parts of.
+"""DTensors in a graph: their conversions stay single calls, and the analysis sees the global tensors.
 
 A DTensor behaves as the global tensor, whatever its placements, and `fusion::attention` has a rule for it
 (`fusion.runtime.dtensor`). So the analysis needs no notion of placements: shapes and indices are those of the global
@@ -23,7 +23,7 @@ from ..nodes import Unsupported
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor; without loading what defines them."""
+    """Whether a value is a DTensor, found out without importing `torch.distributed.tensor`."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 
@@ -47,7 +47,7 @@ _METHODS = {"redistribute": redistribute, "to_local": to_local, "full_tensor": f
 
 
 def conversion(target: Any, args: tuple[Any, ...]) -> Any:
-    """The function that stands for a call between local tensors and DTensors, or None for any other call."""
+    """Function that replaces a call between local tensors and DTensors, or None for any other call."""
     loaded = sys.modules.get("torch.distributed.tensor")
     if loaded is None:
         return None
@@ -57,7 +57,7 @@ def conversion(target: Any, args: tuple[Any, ...]) -> Any:
 
 
 def convert(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record a conversion as one call; the collectives in it are not."""
+    """Record a conversion as one call, without its collectives."""
     tracer = tracing.current_tracer()
     if tracer is None:
         raise Unsupported(Ground.DEFECT, "a conversion of a DTensor outside of a trace")
@@ -75,7 +75,7 @@ def refuse_absent(module: GraphModule) -> None:
 
 
 def mark(graph: torch.fx.Graph) -> None:
-    """meta["val"] of DTensors becomes the global tensor that they are parts of, and `marks.dtensor` tells of it."""
+    """Replace meta["val"] of each DTensor by its global tensor, and set `marks.dtensor`."""
     for node in graph.nodes:
         held = nodes.value(node)
         if is_dtensor(held):

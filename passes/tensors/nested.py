@@ -1,8 +1,9 @@
-"""Jagged nested tensors in a graph: calls on them stay whole, and attention of them is written over what they hold.
+"""Jagged nested tensors in a graph: calls on them stay single calls, and their attention is written over their
+components.
 
-`torch.nested.nested_tensor(..., layout=torch.jagged)` holds all sequences behind one another, its `values`, and where
-each begins, its `offsets`. Its sizes are no numbers, and the analysis sees nothing of it but the tensors that are taken
-out of it. Attention is one over all sequences, whose mask gives each query the keys of its own sequence.
+`torch.nested.nested_tensor(..., layout=torch.jagged)` stores all sequences one after another (`values`) and the start
+of each (`offsets`). Its sizes are no numbers, and the analysis sees nothing of it but its component tensors. Attention
+becomes one over all sequences, whose mask gives each query the keys of its own sequence.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def attention(
     query: Any, key: Any, value: Any, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False, *, ask: Callable[..., Any] = _asked,
 ) -> Any:  # fmt: skip
-    """`scaled_dot_product_attention` of nested tensors [B, H, j, D], j ragged, that `reason_against` says nothing of.
+    """`scaled_dot_product_attention` of nested tensors [B, H, j, D], j ragged, that `reason_against` admits.
 
-    A query whose sequence has no key has the output 0. ask: how a nested tensor is asked for something.
+    A query whose sequence has no key has the output 0. ask: function that reads a component of a nested tensor.
     """
     q, k, v = (ask("values", x) for x in (query, key, value))  # [H, T, D]
     of_queries, of_keys = (ask("offsets", x) for x in (query, key))
@@ -50,7 +51,7 @@ def attention(
 
 
 def with_sequences_of(values: Tensor, other: Any) -> Any:
-    """Values [T, H, D] as a nested tensor [B, H, j, D] of the sequences of another."""
+    """Values [T, H, D] as a nested tensor [B, H, j, D] with the sequences of another."""
     return tensors.nested_like(values, other).transpose(1, 2)
 
 
@@ -58,7 +59,7 @@ def reason_against(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> str | None:  # fmt: skip
-    """Why `attention` does not stand for a call of `scaled_dot_product_attention`; None where it does."""
+    """Reason why `attention` cannot replace a call of `scaled_dot_product_attention`; None where it can."""
     given = (query, key, value)
     if not all(map(nodes.is_nested, given)):
         return "not all of its tensors are nested"
@@ -81,20 +82,20 @@ def reason_against(
 
 
 def _is_of_graph(length: Any) -> bool:
-    """Whether a length of sequences is that of no input. Torch 2.13 cannot guard on such, and raises an error for a
-    LayerNorm of them: what follows the attention is better off behind a graph break."""
+    """Whether a sequence length is computed in the graph, and is that of no input. Torch 2.13 cannot guard on it, and
+    raises an error for a LayerNorm of such tensors: the operations behind the attention need a graph break."""
     sources = shape_environment(length).var_to_sources[length.node.expr]
     return all(source.is_ephemeral() for source in sources)
 
 
 def has_nested_sdpa(module: GraphModule) -> bool:
-    """Whether there is attention of nested tensors in a graph."""
+    """Whether a graph contains attention of nested tensors."""
     return any(node.target is attention for node in module.graph.nodes)
 
 
 def empty_like_nested(held: Any, mode: FakeTensorMode) -> Any:
-    """A nested tensor of the same form that is no view, made of tensors without data. (Torch would make a view from its
-    base again, with sizes that nothing is known of.)"""
+    """Fake nested tensor of the same form that is no view. (Torch would create a view from its base again, with sizes
+    that it knows nothing of.)"""
     names, context = held.__tensor_flatten__()
     with mode:
         parts = {name: nodes.empty_like(getattr(held, name)) for name in names}
@@ -102,7 +103,7 @@ def empty_like_nested(held: Any, mode: FakeTensorMode) -> Any:
 
 
 def touches_nested(node: Node) -> bool:
-    """Whether a call takes or makes a nested tensor."""
+    """Whether a call takes or returns a nested tensor."""
     return node.op in ("call_function", "call_method") and _has_nested(node)
 
 
@@ -112,12 +113,12 @@ def _has_nested(node: Node) -> bool:
 
 
 def trace_nested(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Trace a call that is `involved`: that of attention as what it is made of, any other as one call."""
+    """Trace a call that `touches_nested`: attention over the components, any other operation as one call."""
     return attention(*args, **kwargs, ask=_recorded) if target is attention else _recorded(target, *args, **kwargs)
 
 
 def _recorded(target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record a call on nested tensors, as it stands; what happens in it is not."""
+    """Record a call on nested tensors unchanged, without tracing into it."""
     tracer = tracing.current_tracer()
     if tracer is None:
         raise nodes.Unsupported(Ground.DEFECT, "a call on nested tensors outside of a trace")
@@ -130,9 +131,8 @@ def _recorded(target: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_unknown(module: GraphModule) -> None:
-    """Raise `Unsupported` where nested tensors are there for something else than attention, or are used in a way that
-    cannot be recorded: with holes, changed in place, under what was taken out of them, or given to a graph of their
-    own."""
+    """Raise `Unsupported` where nested tensors are used outside of attention, or in a way that cannot be recorded: with
+    holes, changed in place while component tensors are in use, or passed to a subgraph."""
     for node in module.graph.nodes:
         held = [found for found in tree_leaves(nodes.value(node)) if nodes.is_nested(found)]
         if held and not has_nested_sdpa(module):
