@@ -27,7 +27,7 @@ from fusion.passes.recognize.find import Site, may_hold_attention
 from fusion.passes.trace.normalize import normalize
 from fusion.passes.trace.regions import without_regions
 from fusion.planning.pays import cascade_pays
-from fusion.report import site_script
+from fusion.report import scripts
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.trees import tree_map
 
@@ -167,12 +167,12 @@ class _Recorder:
 
     def add(self, site: Site) -> Verified:
         """A new entry, in the order in which `fusion explain` lists them."""
-        self.sites.append(Verified(number=len(self.sites), place=site_script.place(site)))
+        self.sites.append(Verified(number=len(self.sites), place=scripts.place(site)))
         return self.sites[-1]
 
     def compare(self, entry: Verified, cut: CutOut, values: Sequence[Any]) -> None:
         """Compare one attention; of several calls the worst is kept."""
-        text = site_script.function_text(cut)
+        text = scripts.function_text(cut)
         key = text, *map(_compiled_for, values)
         if key not in self.functions:
             space: dict[str, Any] = {"torch": torch}
@@ -183,7 +183,7 @@ class _Recorder:
         outcome = check.check(
             self.functions[key],
             values,
-            floats=site_script.widened(text),
+            floats=scripts.widened(text),
             gradients=[name for name, wants in zip(names, wanted, strict=True) if wants],
             options=self.options,
         )
@@ -193,7 +193,7 @@ class _Recorder:
         if self._keeps_tensors_of(entry):
             about = f"Attention {entry.number}: {entry.place}"
             keywords = {"values": [*map(copied, values)], "gradients": wanted, "options": self.options}
-            entry.script = functools.partial(site_script.script, cut, about, **keywords)
+            entry.script = functools.partial(scripts.script, cut, about, **keywords)
 
     def _keeps_tensors_of(self, entry: Verified) -> bool:
         """Whether this one's tensors are kept; those of the one that was the worst until now are not needed then."""

@@ -1,4 +1,4 @@
-"""`fusion doctor`: what is installed, which targets work, and what to do about those that do not."""
+"""`fusion doctor`: installed packages, targets that work, and advice for those that do not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import json
 import platform
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ EXAMPLES = """examples:
 exit codes: 0 at least one target works and nothing that is present is broken; 1 otherwise"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """One line. state: "ok", "missing" (only narrows what can be done) or "broken". advice: what to do, if anything."""
 
     name: str
@@ -46,13 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     findings = [*_packages(), _entry_point(), _cpp_compiler(), _cache(), _cpu(), _gpu(), _products()]
     if arguments.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         width = max(len(finding.name) for finding in findings)
-        for finding in findings:
-            print(f"{finding.state:8} {finding.name:{width}}  {finding.found}")
-            if finding.advice:
-                print(f"{'':8} {'':{width}}  -> {finding.advice}")
+        for name, state, found, advice in findings:
+            print(f"{state:8} {name:{width}}  {found}" + (f"\n{'':8} {'':{width}}  -> {advice}" if advice else ""))
     works = any(finding.name.startswith("target") and finding.state == "ok" for finding in findings)
     return int(not works or any(finding.state == "broken" for finding in findings))
 
@@ -72,47 +69,39 @@ _OF_VERSIONS = {"torch": versions.untested, "triton": versions.without_facts}
 
 
 def _packages() -> list[Finding]:
-    found = [Finding(name="python", state="ok", found=f"{platform.python_version()} on {platform.platform()}")]
+    found = [Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
     for name, module, advice in _PACKAGES:
         try:
             importlib.import_module(module)
             version = importlib.metadata.version(name)
-            said = _OF_VERSIONS[name](version) if name in _OF_VERSIONS else None
-            found.append(Finding(name=name, state="ok", found=version, advice=said or ""))
+            found.append(Finding(name, "ok", version, _OF_VERSIONS.get(name, lambda _: None)(version) or ""))
         except importlib.metadata.PackageNotFoundError:
-            found.append(Finding(name=name, state="ok", found="version unknown"))
+            found.append(Finding(name, "ok", "version unknown"))
         except ModuleNotFoundError:
-            found.append(Finding(name=name, state="missing", found="not installed", advice=advice))
+            found.append(Finding(name, "missing", "not installed", advice))
         except Exception as problem:
             text = f"installed, but cannot be imported: {type(problem).__name__}: {problem}"
-            found.append(Finding(name=name, state="broken", found=text, advice=f"{advice}, in place of this one"))
+            found.append(Finding(name, "broken", text, f"{advice}, in place of this one"))
     return found
 
 
 def _entry_point() -> Finding:
     names = torch.compiler.list_backends(exclude_tags=())
     if importlib.metadata.entry_points(group="torch_dynamo_backends", name="fusion"):
-        return Finding(name="backend", state="ok", found="torch.compile finds it by its entry point")
+        return Finding("backend", "ok", "torch.compile finds it by its entry point")
     text = 'backend="fusion" works after `import fusion`' if "fusion" in names else "not known to torch"
-    return Finding(
-        name="backend", state="missing", found=text, advice="pip install . in the checkout, to need no import"
-    )
+    return Finding("backend", "missing", text, "pip install . in the checkout, to need no import")
 
 
 def _cpp_compiler() -> Finding:
     """Inductor's CPU code wants one; ours does not."""
-    try:
+    with contextlib.suppress(Exception):
         from fusion.torch_private.inductor import cpp_compiler
 
-        path = shutil.which(cpp_compiler())
-    except Exception:
-        path = None
-    if path:
-        return Finding(name="C++ compiler", state="ok", found=path)
+        if path := shutil.which(cpp_compiler()):
+            return Finding("C++ compiler", "ok", path)
     advice = 'install g++ or clang++, or use options={"inner": "eager"}; attention itself needs none'
-    return Finding(
-        name="C++ compiler", state="missing", found="Inductor has none for the rest of a model", advice=advice
-    )
+    return Finding("C++ compiler", "missing", "Inductor has none for the rest of a model", advice)
 
 
 def _cache() -> Finding:
@@ -126,16 +115,14 @@ def _cache() -> Finding:
             disk_cache.read("_")
     except disk_cache.Distrusted as problem:
         advice = "let nobody else write there, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
-        return Finding(name="cache", state="missing", found=f"not used: {problem}", advice=advice)
+        return Finding("cache", "missing", f"not used: {problem}", advice)
     except OSError as problem:
-        advice = "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written"
-        return Finding(name="cache", state="broken", found=str(problem), advice=advice)
-    ours, all_of_torch = _count(folder), _count(folder.parent)
-    found = f"{folder.parent}: {all_of_torch}, of which {ours} in fusion/"
+        return Finding("cache", "broken", str(problem), "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written")
+    found = f"{folder.parent}: {_count(folder.parent)}, of which {_count(folder)} in fusion/"
     if disk_cache.enabled():
-        return Finding(name="cache", state="ok", found=found)
+        return Finding("cache", "ok", found)
     advice = "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, to compile each kernel once and not in every process"
-    return Finding(name="cache", state="missing", found=f"{found}; not used", advice=advice)
+    return Finding("cache", "missing", f"{found}; not used", advice)
 
 
 def _count(folder: Path) -> str:
@@ -153,34 +140,31 @@ def _cpu() -> Finding:
 
     try:
         machine = Machine.detect()
-        best = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "neon") if flag in machine.isa]
-        about = f"{machine.name}, {machine.cores} cores, {torch.get_num_threads()} threads, {', '.join(best[:2])}"
     except Exception as problem:
-        return Finding(name="target cpu", state="broken", found=f"{type(problem).__name__}: {problem}", advice=_REPORT)
+        return Finding("target cpu", "broken", f"{type(problem).__name__}: {problem}", _REPORT)
+    best = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "neon") if flag in machine.isa]
+    about = f"{machine.name}, {machine.cores} cores, {torch.get_num_threads()} threads, {', '.join(best[:2])}"
     return _smoke("cpu", about)
 
 
 def _products() -> Finding:
-    """Which library computes the products of a model's linear layers on the CPU."""
+    """The library that computes the products of a model's linear layers on the CPU."""
     from fusion.linear import products, speeds
 
     if reason := products.lacks():
-        return Finding(name="linear layers", state="missing", found=f"all by torch's library: {reason}")
+        return Finding("linear layers", "missing", f"all by torch's library: {reason}")
     speed = speeds.of_threads(torch.get_num_threads())
     where = "oneDNN where it is faster" if speed.ever_pays else "all by MKL, which is as fast as oneDNN"
-    return Finding(name="linear layers", state="ok", found=f"{where} ({speed})")
+    return Finding("linear layers", "ok", f"{where} ({speed})")
 
 
 def _gpu() -> Finding:
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        advice = (
-            "a driver for the GPU, if there is one"
-            if built
-            else "a build of torch with CUDA or ROCm, if there is a GPU"
-        )
-        return Finding(name="target gpu", state="missing", found="torch sees no GPU", advice=advice)
-    return _smoke("cuda", torch.cuda.get_device_name())
+    if torch.cuda.is_available():
+        return _smoke("cuda", torch.cuda.get_device_name())
+    advice = "a build of torch with CUDA or ROCm, if there is a GPU"
+    if torch.version.cuda or torch.version.hip:
+        advice = "a driver for the GPU, if there is one"
+    return Finding("target gpu", "missing", "torch sees no GPU", advice)
 
 
 _REPORT = "please report this"
@@ -196,14 +180,12 @@ def _smoke(device: str, about: str) -> Finding:
     try:
         outcome = check(causal, [torch.randn(1, 2, 67, 32, dtype=torch.float32, device=device) for _ in range(3)])
     except Exception as problem:
-        return Finding(name=name, state="broken", found=f"{about}: {type(problem).__name__}: {problem}", advice=_REPORT)
+        return Finding(name, "broken", f"{about}: {type(problem).__name__}: {problem}", _REPORT)
     if outcome.refusal is not None:
-        missing = "install" in outcome.refusal  # the reason says what to do
-        state, advice = ("missing", "") if missing else ("broken", _REPORT)
-        return Finding(name=name, state=state, found=f"{about}: not fused: {outcome.refusal}", advice=advice)
-    found = outcome.errors["output"]
-    allowed = f"allowed {found.max_bound:.2g}"
+        state, advice = ("missing", "") if "install" in outcome.refusal else ("broken", _REPORT)  # the reason says it
+        return Finding(name, state, f"{about}: not fused: {outcome.refusal}", advice)
+    error, allowed = outcome.errors["output"].figures
+    text = f"{error:.2g}, allowed {allowed:.2g}"
     if outcome.wrong:
-        text = f"{about}: wrong by {found.max_error:.2g}, {allowed}"
-        return Finding(name=name, state="broken", found=text, advice=_REPORT)
-    return Finding(name=name, state="ok", found=f"{about}: fused, error {found.max_error:.2g}, {allowed}")
+        return Finding(name, "broken", f"{about}: wrong by {text}", _REPORT)
+    return Finding(name, "ok", f"{about}: fused, error {text}")

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 import fusion
-from fusion.report.dump import to_python
+from fusion.report.dump import attributes
+from fusion.report.scripts import graph_program
 from tests.numerics import assert_as_exact_as_eager, assert_same, wide
 
 
@@ -82,12 +83,11 @@ def test_sizes_that_vary_are_filled_in(tmp_path: Path, monkeypatch):
 
 def test_tensors_of_the_graph_lie_next_to_it(tmp_path: Path):
     traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(3, 2)))
-    from fusion.report.dump import _attributes
 
-    held = _attributes(traced)
+    held = attributes(traced)
     torch.save(held, tmp_path / "w.pt")
     space: dict = {"__name__": "dumped", "__file__": str(tmp_path / "x.py")}
-    exec(to_python(traced, "w.pt", held), space)
+    exec(graph_program(traced, "w.pt", held), space)
     x = torch.randn(4, 3)
     assert_same(space["Graph"]()(x), traced(x))
 
