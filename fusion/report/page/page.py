@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from fusion.planning.plan import Plan
-from fusion.planning.texts import bytes_text, number_text, seconds_text, tile_text
+from fusion.planning.texts import bytes_text, seconds_text
 from fusion.report.data import ATTENTION, SITE
 from fusion.report.page import drawings
 from fusion.report.page.maths import expression_to_mathml, spec_to_mathml
@@ -193,16 +193,8 @@ def _mask(attention: AttentionReport) -> str:
 
 
 def _plan(plan: Plan) -> str:
-    rows = [
-        ("problem", str(plan.problem)),
-        ("schedule", f"{plan.schedule} {tile_text(plan.tile)}"),
-        ("I/O per head", plan.symbolic),
-        ("", f"= {plan.formula}"),
-        ("all heads", f"{number_text(plan.io)} elements = {bytes_text(plan.io_bytes)}"),
-        ("lower bound", f"{number_text(plan.bound)} elements ({plan.bound_text}); I/O is {plan.ratio:.2f} times that"),
-        ("fast memory", f"{number_text(plan.footprint)} of {plan.capacity} elements"),
-        ("predicted", f"{plan.time_text}, limited by {plan.limited_by}"),
-    ]
+    lines = plan.explain().partition("\nothers")[0].splitlines()
+    rows = [(line[:11].strip(), line[11:]) for line in lines]
     moved = [("I/O", plan.io, f"{plan.io:,.0f}", ""), ("bound", plan.bound, f"{plan.bound:,.0f}", "bound")]
     bars = drawings.bars_svg("elements moved", moved)
     if resources := [(name, value, seconds_text(value), "") for name, value in plan.resources if value]:
