@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from fusion.torch_private.tracing import user_path
+
 from . import nodes
 from .pullback.contractions import is_contraction
 from .pullback.sdpa import is_sdpa
@@ -106,6 +108,8 @@ def _box(node: Node, role: str, parents: tuple[str, ...]) -> ExcerptNode:
         shape = f"{str(held.dtype).removeprefix('torch.')}[{', '.join(map(str, held.shape))}]"
     if (packet := nodes.packet(node)) is not None:
         text = str(packet).replace(".", "::")
+    elif node.op == "placeholder":
+        text = user_path(node) or node.name
     elif node.op == "call_function":
         text = getattr(node.target, "__name__", str(node.target))
     return ExcerptNode(name=node.name, text=text, shape=shape, role=role, parents=parents)

@@ -182,7 +182,7 @@ def _edge(start: tuple[float, float], end: tuple[float, float]) -> str:
 
 def _box(box: ExcerptNode, x: float, y: float) -> str:
     title = f"{box.name}: {box.text} {box.shape}"
-    text = box.name if box.role == "input" else box.text.removeprefix("aten::")
+    text = box.name if box.role == "input" and "::" in box.text else box.text.removeprefix("aten::")
     return (
         f'<g class="box {box.role}" transform="translate({x:g} {y:g})"><title>{escape(title)}</title>'
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="5"/>'
