@@ -206,12 +206,12 @@ def measure(place: Place, device: Device, seconds: float = 0.3) -> Cell:
 
 
 def predicted(place: Place, operands: Operands, device: Device) -> float | None:
-    """The plan's time on this device, s; None where the device is not known, or the plan fails."""
-    if device.machine is None:
+    """The plan's time on this device, s; None where the device is not known, the plan fails, or for gradients."""
+    if device.machine is None or place.direction == "backward":
         return None
     try:
         torch._dynamo.reset()
         site = fusion.explain(place.definition.plain, *operands).sites[0]
-        return plan(site.specs[0], device.machine, sizes=site.sizes[0], direction=place.direction).time
+        return plan(site.specs[0], device.machine, sizes=site.sizes[0]).time
     except Exception:  # a missing prediction must not stop a measurement
         return None

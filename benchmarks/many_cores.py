@@ -55,7 +55,7 @@ CELLS = [  # heads, queries, keys, d
 
 def fastest(problem: Problem, machine: Machine) -> tuple[str, float]:
     """The tile of least predicted time, with the parts of the keys where they are cut, and that time in seconds."""
-    chosen = plan(problem, machine, allow=("flash", "block_sparse", "split_k"))
+    chosen = plan(problem, machine)
     parts = f", {chosen.splits} parts" if chosen.splits > 1 else ""
     return f"{chosen.B_r} x {chosen.B_c}{parts}", chosen.time
 

@@ -36,7 +36,7 @@ from fusion.ir.ops import apply, where
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import Costs, cpu_counts
 from fusion.planning.cpu_planner import CpuPlanner
-from fusion.planning.from_spec import problem_of
+from fusion.planning.problem import problem_of
 from fusion.planning.register_tiles import Target, Tiling, target_of, tilings_for
 
 

@@ -22,13 +22,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from fusion.machine import Machine
-from fusion.planning import bounds
-from fusion.planning.optimum import snapped_tile
-from fusion.planning.plan import Problem, plan
-from simulate.memory import TwoLevelMemory
-from simulate.schedules import run
-from simulate.strassen import product_io, strassen
+from examples.io_model import bounds, schedule
+from examples.io_model.plots import figure, mark_crossing
+from examples.io_model.tiles import snapped_tile
+from examples.io_model.two_level import least
+from examples.simulate.memory import TwoLevelMemory
+from examples.simulate.schedules import run
+from examples.simulate.strassen import product_io, strassen
+from fusion.planning.problem import Problem
 
 N, D = 256, 16
 RNG = np.random.default_rng(0)
@@ -77,10 +78,10 @@ def small_memory() -> list[tuple[int, int, int | None, float]]:
         flash = counted("flash", capacity) if capacity >= 4 * D + 3 else None
         moved, lower = counted("small_cache", capacity), bound("both_regimes", capacity)
         rows.append((capacity, moved, flash, lower))
-        picked = plan(PROBLEM, Machine.two_level(capacity)).schedule
+        picked = least(PROBLEM, capacity).schedule
         print(
             f"   M = {capacity:4d}  small cache moved {moved:8d}  bound {lower:7.0f}  ratio {moved / lower:.1f}"
-            f"   flash moved {flash or 'nothing: no tile fits'}   planner takes {picked}"
+            f"   flash moved {flash or 'nothing: no tile fits'}   least I/O: {picked}"
         )
     print(
         "   Below d^2 small_cache keeps within a constant of N^2 d / sqrt(M); flash rises as 1 / M, then cannot run.\n"
@@ -109,9 +110,6 @@ def strassen_product() -> list[tuple[int, int, float]]:
 
 def draw(large: list, small: list, fast: list, directory: Path) -> Path:
     """One plot of all three."""
-    from fusion.planning.plots import figure, mark_crossing
-    from fusion.planning.schedules import schedule
-
     canvas, axes = figure(8.5, 5.2)
 
     def curve(points: list[tuple[int, int]], name: str, label: str) -> None:

@@ -21,7 +21,7 @@ from fusion.passes.specify.specify import Specified
 from fusion.passes.specify.tile_maps import Pays
 from fusion.passes.subgraphs.transforms import Asked
 from fusion.planning import pays
-from fusion.planning.from_spec import problem_of
+from fusion.planning.problem import problem_of
 from fusion.refusals import Ground, Refusal
 from fusion.runtime import kernels, tangents
 from fusion.torch_private.dynamo import counters

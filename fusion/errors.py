@@ -16,22 +16,12 @@ class UnknownMachineError(FusionError, KeyError):
     __str__ = Exception.__str__  # KeyError would show the repr of the message
 
 
-class UnknownScheduleError(FusionError, KeyError):
-    """A schedule was asked for by a name that is not known, or that the problem does not admit."""
-
-    __str__ = Exception.__str__
-
-
 class ProblemError(FusionError, ValueError):
     """Sizes that no attention can have: negative, zero where there must be something, heads that do not divide."""
 
 
 class NoFittingTileError(FusionError, ValueError):
-    """The fast memory is too small for the smallest legal tile of a schedule. needed: what that takes, in elements."""
-
-    def __init__(self, message: str, needed: float = 0.0) -> None:
-        super().__init__(message)
-        self.needed = needed
+    """The fast memory is too small for the smallest legal tile of a kernel."""
 
 
 class OptionError(FusionError, ValueError):

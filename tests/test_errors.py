@@ -21,7 +21,6 @@ from fusion.errors import (
     KernelTextError,
     MlirExportError,
     ProblemError,
-    UnknownScheduleError,
     UnsupportedSizeError,
 )
 from fusion.ir import AttentionSpec
@@ -29,7 +28,6 @@ from fusion.ir.expr import const
 from fusion.ir.ops import apply
 from fusion.ir.ranges import LARGEST_SIZE
 from fusion.machine import Machine
-from fusion.planning.optimum import optimum
 from fusion.planning.problem import Problem
 from fusion.planning.register_tiles import target_of, tilings_for
 
@@ -103,8 +101,6 @@ def test_of_the_planner(spec):
         Problem(n_q=4, n_k=4, d=4, d_v=4, density=2.0)
     with pytest.raises(ProblemError, match="'int4' is not one that attention is planned for; known: "):
         Problem(n_q=4, n_k=4, d=4, d_v=4, dtype="int4")
-    with pytest.raises(UnknownScheduleError, match="has no stationary tile worth deriving; use least_io"):
-        optimum("materialized")
 
 
 def test_of_specs(spec):

@@ -30,10 +30,10 @@ EXCEPTIONS = {
     ),
     "fuzz/specs_run.py::_without_factors_of_fills": "says which gradients are a fill times rounding",
     "fuzz/check.py::_without_unstable": "says which elements are unstable, not how far off a result may be",
-    "fusion/planning/test_bounds.py::test_small_cache_beats_flash_by_root_m_over_d": "a derived optimum is asymptotic",
-    "fusion/planning/test_traffic.py::test_standard_attention_moves_forty_gigabytes": "figures that a paper measured",
-    "fusion/planning/test_traffic.py::test_flash_attention_moves_four_gigabytes": "a figure that a paper measured",
-    "fusion/planning/test_traffic.py::test_the_nine_times_of_the_paper": "a figure that a paper rounds",
+    "examples/test_bounds.py::test_small_cache_beats_flash_by_root_m_over_d": "a derived optimum is asymptotic",
+    "examples/test_traffic.py::test_standard_attention_moves_forty_gigabytes": "figures that a paper measured",
+    "examples/test_traffic.py::test_flash_attention_moves_four_gigabytes": "a figure that a paper measured",
+    "examples/test_traffic.py::test_the_nine_times_of_the_paper": "a figure that a paper rounds",
 }
 """What compares with a tolerance for a reason: none of it is the result of an attention."""
 

@@ -125,7 +125,7 @@ class KernelFunction(ThreadFunction):
 
     @contextlib.contextmanager
     def _items(self) -> Iterator[Value]:
-        """The loop over this thread's work items, which it takes in portions: see `fusion.planning.portions`."""
+        """The loop over this thread's work items, which it takes in portions: see `fusion.planning.cpu`."""
         b, (items, count, unit) = self.b, (self.params[(name,)] for name in ("items", "portions", "unit"))
         units, square = b.div(items, unit), b.mul(count, count)
         with self.turns(count, "portion") as mine:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from fusion.planning.choice import Tile
-from fusion.planning.head_dims import power
+from fusion.planning.gpu_layout import power
 from fusion.torch_private.devices import keep_busy
 
 from . import apart

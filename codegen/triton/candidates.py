@@ -18,8 +18,8 @@ from fusion.machine import Machine
 from fusion.planning import gpu_clocks, gpu_feasible
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import ADDRESSES, BACKWARD, FORWARD, Work, registers, work_of
+from fusion.planning.gpu_layout import panelled, power
 from fusion.planning.gpu_model import PREPARE, may_rotate
-from fusion.planning.head_dims import panelled, power
 
 from .descriptors import READ, boxes
 

@@ -15,7 +15,7 @@ with V: of a weight that errs by 2**-15 (|q.k| + 1), a third of what is counted 
 
 from __future__ import annotations
 
-from fusion.planning.head_dims import padded
+from fusion.planning.gpu_layout import padded
 
 from . import source
 

@@ -20,7 +20,7 @@ from fusion.lowering.dead_rows import dead_rows_matter, first_key_lives
 from fusion.lowering.numbers import exponent_units, in_float32
 from fusion.lowering.rows import KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
-from fusion.planning.head_dims import panelled
+from fusion.planning.gpu_layout import panelled
 
 from . import source
 from .dtypes import DTYPES, cast

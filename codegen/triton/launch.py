@@ -44,7 +44,7 @@ class Kernel:
     tile, splits: in place of what would be planned.
     statistics: whether `forward` is used, which returns each row's statistics too.
     tuner: measures tiles.
-    packed: heads of which the rows of this spec are made (`fusion.planning.packed_rows`).
+    packed: heads of which the rows of this spec are made (`fusion.planning.gpu_layout`).
     plan: the planner for a machine, which makes the choice of each call; without it a `GpuPlanner` does.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.planning.head_dims import panel_widths
+from fusion.planning.gpu_layout import panel_widths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusion.planning.head_dims import padded
+from fusion.planning.gpu_layout import padded
 
 from ..reference import polynomial as reference
 from ..reference.polynomial import Monomials, monomials

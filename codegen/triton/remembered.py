@@ -13,7 +13,7 @@ import torch
 
 from fusion import disk_cache
 from fusion.planning.choice import Tile
-from fusion.planning.head_dims import power
+from fusion.planning.gpu_layout import power
 
 from . import flex
 from .candidates import MOST

@@ -14,7 +14,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.kept import Made
 from fusion.lowering.numbers import LOG2E
 from fusion.planning.choice import Tile
-from fusion.planning.head_dims import padded
+from fusion.planning.gpu_layout import padded
 
 from . import module
 from .check import report

@@ -48,7 +48,7 @@ def exact_seconds(machine: Machine, problem: Problem) -> float:
     """Of our exact kernel, as the planner predicts it."""
     from fusion.planning.plan import plan
 
-    return plan(problem, machine, "block_sparse" if problem.masked else "flash").time
+    return plan(problem, machine).time
 
 
 def worth_a_look(machine: Machine, problem: Problem) -> bool:
@@ -95,7 +95,7 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
 def _gpu_seconds(machine: Machine, problem: Problem, rows: int, features: int, planes: int) -> float:
     """Of the feature kernels on a GPU: products, or making features (a multiplication, a split and a sum each),
     whichever takes longer. `GPU_RATE` of the peak is a careful guess: these kernels have not been timed."""
-    from fusion.planning.head_dims import padded
+    from fusion.planning.gpu_layout import padded
 
     degree = next(g for g in range(1, 17) if feature_count(problem.d, g) >= features)
     made = rows * feature_count(problem.d, degree - 1) * padded(problem.d)
@@ -200,32 +200,10 @@ def _certified(problem: Problem, bound: float, epsilon: float, split: bool) -> C
     return choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=least)
 
 
-def io_crossing(machine: Machine, problem: Problem, features: int) -> int:
-    """The least power of two N = N_q = N_k from which the polynomial schedule moves fewer elements than `flash`, each
-    at its best tile, by more than the log-sum-exp that only `flash` writes; 0 where there is none up to 2**26."""
-    from fusion.errors import NoFittingTileError
-    from fusion.planning.plan import plan
-
-    for power in range(4, 27):
-        here = replace(problem, n_q=2**power, n_k=2**power)
-        try:
-            ours, flash = plan(here, machine, "polynomial", features=features), plan(here, machine, "flash")
-            if ours.io < flash.io - here.problems * here.n_q:
-                return 2**power
-        except NoFittingTileError:
-            return 0
-    return 0
-
-
-def crossing_text(
-    machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool, timed: bool = True
-) -> str:
-    """The polynomial for |scores| <= bound and from which N on it is faster (timed: where that can be predicted)."""
-    found = crossing(machine, problem, bound, epsilon, split) if timed else None
-    choice, n = found or (_certified(problem, bound, epsilon, split), 0)
+def crossing_text(machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool) -> str:
+    """The polynomial for |scores| <= bound, and from which N on it is predicted to be faster."""
+    choice, n = crossing(machine, problem, bound, epsilon, split)
     if choice is None:
         return f"B = {bound:g}: no polynomial of at most {MAX_FEATURES} features is certified to {epsilon:g}: exact"
     what = f"B = {bound:g}: degree {choice.polynomial.degree}, {choice.features} features, error {choice.error:.2g}"
-    if not timed:
-        return what
     return f"{what}; faster than exact from N = {n} on" if n else f"{what}; never faster than exact"

@@ -100,7 +100,6 @@ class PolynomialAttention:
         self.look = Inspection(self.gather, plain.scale, plain.causal, kernels == "amx")
         self._predicted: dict[tuple[int, ...], bool] = Kept(KEPT)
         self._known: dict[tuple[int, ...], _Known] = Kept(KEPT)
-        self._blocks: dict[tuple[int, ...], int] = Kept(KEPT)
         self._chunks: Chunks | None = None
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 
@@ -276,7 +275,7 @@ class PolynomialAttention:
         if self.kernels == "triton":
             from fusion.codegen.triton import polynomial as triton
 
-            wanted = self._block(Extents(len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2]), choices[0])
+            wanted = self._features_of_a_block(q.shape[2], v.shape[2], choices[0].features)
             run = triton.kernels(*q.shape[2:], *v.shape[2:], powers.shape[1] - 1, choices[0].planes, q.is_cpu, wanted)
             return run.attend(q, k, v, owner, powers, CHUNK if self.plain.causal else 0)
         from fusion.codegen.mlir import polynomial as mlir
@@ -290,16 +289,11 @@ class PolynomialAttention:
         state = (state[owner] if len(k) < len(q) else state) * weights[..., None]
         return run.readout(q, state, divided=True)
 
-    def _block(self, extents: Extents, choice: Choice) -> int:
-        """Features of a block, by the cost model."""
-        from fusion.planning.plan import plan
-
-        key = (*extents, choice.features)
-        if (found := self._blocks.get(key)) is None:
-            here, problem = self._problem(extents)
-            tile = dict(plan(problem, here, "polynomial", features=choice.features).tile)
-            found = self._blocks[key] = tile["B_f"]
-        return found
+    def _features_of_a_block(self, d: int, d_v: int, features: int) -> int:
+        """As few blocks as can be, since keys and queries are read once for each. The state [features, d_v + 1] of one
+        fits the fast memory beside a row of Q, or of K and V, and its features."""
+        most = max(1, (self.machine.fast_elements(self.spec.dtype) - d - d_v - 1) // (d_v + 2))
+        return -(-features // -(-features // most))
 
 
 def _known(bound: float) -> float | None:

@@ -1,7 +1,7 @@
 """What the planner knows of a processor: memory levels, arithmetic and special-function rates.
 
-A `Machine` comes from the system it runs on (`Machine.detect()`), from a table of published figures or a driver's
-answers (`fusion.machine.gpus`), or is the two-level model of the theory (`Machine.two_level(M)`).
+A `Machine` comes from the system it runs on (`Machine.detect()`), or from a table of published figures or a driver's
+answers (`fusion.machine.gpus`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def dtype_bytes(dtype: object) -> int:
 class Machine:
     """A processor as the planner sees it. Rates are of the whole machine.
 
-    kind: "cpu", "gpu" or "model".
+    kind: "cpu" or "gpu".
     levels: memory from the fastest to the slowest; the last one holds everything.
     fast: the level whose capacity is the M of the theory.
     cores: of a CPU, or streaming multiprocessors (compute units) of a GPU.
@@ -78,8 +78,8 @@ class Machine:
     additions: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cpu", "gpu", "model"):
-            raise ProblemError(f"machine kind {self.kind!r}; known: cpu, gpu, model")
+        if self.kind not in ("cpu", "gpu"):
+            raise ProblemError(f"machine kind {self.kind!r}; known: cpu, gpu")
         if self.cores < 1 or not self.levels or any(level.capacity < 1 for level in self.levels):
             raise ProblemError(f"machine {self.name!r} needs at least one core and memory levels of positive capacity")
         if self.fast not in {level.name for level in self.levels}:
@@ -134,27 +134,6 @@ class Machine:
     def detect() -> Machine:
         """The CPU this process runs on (cached). Rates are derived from its width and clock."""
         return _this()
-
-    @staticmethod
-    def two_level(capacity: int, dtype: object = "float32") -> Machine:
-        """The model of the theory: a fast memory of `capacity` elements; time counts the elements moved."""
-        if capacity < 1:
-            raise ProblemError(f"a fast memory of {capacity} elements was asked for; give at least 1")
-        size = dtype_bytes(dtype)
-        levels = (
-            MemoryLevel(name="fast", capacity=capacity * size, bandwidth=float("inf")),
-            MemoryLevel(name="slow", capacity=1 << 62, bandwidth=float(size), shared=True),
-        )
-        return Machine(
-            name=f"two-level M={capacity}",
-            kind="model",
-            levels=levels,
-            fast="fast",
-            cores=1,
-            vector_bytes=size,
-            matrix_flops=(("float32", float("inf")),),
-            exp_rate=float("inf"),
-        )
 
 
 @functools.cache

@@ -1,4 +1,2 @@
-"""Symbolic I/O cost model: schedules, lower bounds, the best tile, predicted time.
-
-The modules that use sympy are imported where they are needed, so that `import fusion` stays light.
-"""
+"""Every decision: whether fusing pays (`pays`), the choice of tiles (`cpu_planner`, `gpu`), and what that is predicted
+to cost (`plan`)."""

@@ -66,7 +66,7 @@ class Tile:
 class Choice:
     """How a call runs.
 
-    schedule: the name of its schedule (`fusion.planning.schedules`).
+    schedule: the name of its schedule (`fusion.planning.plan.SCHEDULES`).
     tile: of the kernel that takes the time.
     keys: all keys of the call.
     splits: parts that the keys are cut into.

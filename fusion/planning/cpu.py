@@ -20,16 +20,14 @@ errors: `python benchmarks/model_fit.py [--fit]`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from fusion.machine import Machine
-from fusion.planning.portions import before, one_by_one, portions
 from fusion.planning.problem import Problem
-from fusion.planning.tiles import Tiles
-from fusion.planning.timing import Times
 
 _PLANES = {"bfloat16": 1, "float16": 2}
 _PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
@@ -148,7 +146,21 @@ def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _
     )
 
 
-def cpu_time(machine: Machine, problem: Problem, tiles: Tiles, multiples: tuple[int, int], *, skip: bool) -> Times:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds by resource, arrays over tiles; `total` combines them."""
+
+    total: np.ndarray
+    resources: dict[str, np.ndarray]
+
+    def at(self, index: int) -> dict[str, float]:
+        """The resources' seconds for one tile."""
+        return {name: float(np.broadcast_to(value, self.total.shape)[index]) for name, value in self.resources.items()}
+
+
+def cpu_time(
+    machine: Machine, problem: Problem, tiles: Mapping[str, np.ndarray], multiples: tuple[int, int], *, skip: bool
+) -> Times:
     """Seconds for each tile, with keys in parts of B_s where tiles have that. skip: keys that the mask hides are left
     out. multiples: the register tile (rows, keys)."""
     costs = asdict(COSTS[_kernel(problem, machine, multiples).unit]) | {"merged": MERGED}
@@ -297,3 +309,43 @@ def _busiest(cost: np.ndarray, heads: int, per_pack: int, threads: int, *, alone
 def _up(size: int | np.ndarray, multiple: int):
     """Rounded up to a multiple, numbers or arrays."""
     return -(-size // multiple) * multiple
+
+
+# How threads share the work items of a call: each takes the next portion from a common counter when it is free.
+# Portions become smaller, so that threads end at about the same time although items are unequal (causal masks) and
+# cores have other work, too (guided self-scheduling, Polychronopoulos and Kuck 1987).
+
+PER_THREAD = 4
+"""Portions. The first has the 2 / (PER_THREAD * threads)-th part of the work, the last is an item."""
+
+FEW_BLOCKS = 4
+"""Items of a head up to which they stay together if that is fair: each thread that meets a head packs its keys."""
+
+ENOUGH_HEADS = 8
+"""Heads per thread from which whole heads are fair, whatever their number."""
+
+
+class Portions(NamedTuple):
+    """count: of portions. unit: how many items that follow each other stay together."""
+
+    count: int
+    unit: int
+
+
+def portions(heads: int, blocks: int, threads: int) -> Portions:
+    """How so many threads share the `blocks` items of each of `heads` heads."""
+    if threads == 1:
+        return Portions(1, heads * blocks)
+    whole = blocks <= FEW_BLOCKS and (heads % threads == 0 or heads >= ENOUGH_HEADS * threads)
+    unit = blocks if whole else 1
+    return Portions(min(PER_THREAD * threads, one_by_one(heads * blocks // unit).count), unit)
+
+
+def one_by_one(items: int) -> Portions:
+    """Portions of at most one item."""
+    return Portions(2 * items, 1)
+
+
+def before(number: int, units: int, count: int) -> int:
+    """How many of `units` are in portions before one. Kernels compute the same."""
+    return units - units * (count - number) ** 2 // count**2

@@ -10,22 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion.errors import NoFittingTileError
 from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary
-from fusion.planning.cpu import cpu_time, predict
-from fusion.planning.cpu_rows import FEW_QUERIES, WEIGHED, best_parts, row_time
-from fusion.planning.from_spec import problem_of
-from fusion.planning.register_tiles import Target, planes_of, target_of
-from fusion.planning.tiles import LEAST_PART, cpu_tiles, may_cut, part_tiles
+from fusion.planning.cpu import Times, cpu_time, predict
+from fusion.planning.cpu_rows import FEW_QUERIES, LEAST_PART, WEIGHED, best_parts, part_counts, row_time
+from fusion.planning.problem import Problem, problem_of
+from fusion.planning.register_tiles import KEY_SPAN, Target, planes_of, target_of
 
 WORTH_COMPILING = 2e-4
 """Predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it."""
 
 WORTH_CUTTING = 0.9
 """Share of the time with whole keys that parts have to stay below."""
+
+ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12)
+"""Register tiles of rows that a tile may have."""
+MOST_PIECES = 4
+"""Pieces of work per core at most, where keys are cut for the sake of idle cores."""
 
 Pair = tuple[int, int]
 TileTimes = Callable[[Sequence[int], Collection[Pair]], Mapping[Pair, float]]
@@ -74,18 +77,22 @@ class CpuPlanner:
         tiles whose kernels exist, with whole keys and with parts. By the machine's cores, whatever the number of
         threads, since results depend on the parts."""
         *batch, n_q, n_k, _, _ = self._extents(sizes)
-        if self.spec.further or not may_cut(self.machine.cores, math.prod(batch), n_q, n_k, self.register_tile[0]):
+        heads, most = math.prod(batch), MOST_PIECES * self.machine.cores
+        largest = ROW_COUNTS[-1] * self.register_tile[0]
+        if self.spec.further or n_k < 2 * LEAST_PART or 2 * heads * -(-n_q // largest) > most:
             return whole, 1
         problem = problem_of(self.spec, sizes)
-        try:
-            tiles = part_tiles(problem, self.machine, self.register_tile)
-        except NoFittingTileError:  # the largest tile may not fit the cache
+        tiles = [
+            (rows, keys, -(-n_k // count))
+            for rows, keys in legal_tiles(problem, self.machine, self.register_tile)
+            for count in part_counts(n_k)[1:]
+            if keys == whole[1] and heads * -(-n_q // rows) * count <= most
+        ]
+        if not tiles:  # the largest tile may not fit the cache
             return whole, 1
-        keep = tiles["B_c"] == whole[1]
-        tiles = {name: column[keep] for name, column in tiles.items()}
-        times = cpu_time(self.machine, problem, tiles, self.register_tile, skip=problem.masked).total
-        columns = (tiles[name].tolist() for name in ("B_r", "B_c", "B_s"))
-        pieces = [((rows, keys), -(-n_k // size)) for rows, keys, size in zip(*columns, strict=True)]
+        columns = dict(zip(("B_r", "B_c", "B_s"), np.array(tiles).T, strict=True))
+        times = cpu_time(self.machine, problem, columns, self.register_tile, skip=problem.masked).total
+        pieces = [((rows, keys), -(-n_k // size)) for rows, keys, size in tiles]
         seconds = dict(zip(pieces, times.tolist(), strict=True))
         alone = predict(self.machine, problem, [whole], self.register_tile)[whole]
         seconds[whole, 1] = alone * WORTH_CUTTING
@@ -95,9 +102,8 @@ class CpuPlanner:
     def tile_times(self, sizes: Sequence[int], more: Collection[Pair] = ()) -> dict[Pair, float]:
         """The predicted seconds of these and of every legal tile (B_r, B_c), on as many threads as torch uses."""
         problem, here = problem_of(self.spec, sizes), with_cores(self.machine, torch.get_num_threads())
-        legal = cpu_tiles(problem, here, *self.register_tile)
-        pairs = zip(legal["B_r"].tolist(), legal["B_c"].tolist(), strict=True)
-        return predict(here, problem, dict.fromkeys([*more, *pairs]), self.register_tile)
+        legal = legal_tiles(problem, here, self.register_tile)
+        return predict(here, problem, dict.fromkeys([*more, *legal]), self.register_tile)
 
     def _by_rows(self, extents: tuple[int, ...], sizes: Sequence[int]) -> Choice:
         """The choice row by row. Keys are cut by the machine's cores, so that results do not depend on the number of
@@ -114,6 +120,32 @@ class CpuPlanner:
         """Predicted seconds row by row."""
         machine, parts = with_cores(self.machine, torch.get_num_threads()), np.array([by_rows.splits])
         return float(row_time(machine, problem_of(self.spec, sizes), parts, ragged=False).total[0])
+
+
+def legal_tiles(problem: Problem, machine: Machine, register_tile: Pair) -> list[Pair]:
+    """Every (B_r, B_c): multiples of the register tile, no larger than the problem asks for, inside the fast level. K
+    and V are read in place, so they do not count against it. The smallest tile is always legal: caches spill, they do
+    not refuse. Sums of float32 begin anew with a tile at the latest."""
+    up = lambda size, multiple: -(-max(1, size) // multiple) * multiple
+    n_q, n_k = map(up, (problem.n_q, problem.n_k), register_tile)
+    most = KEY_SPAN if problem.dtype == "float32" else 512
+    rows = sorted({min(n_q, register_tile[0] * count) for count in ROW_COUNTS})
+    keys = sorted({min(n_k, up(count, register_tile[1])) for count in (64, 128, 256, 512) if count <= most})
+    room = machine.level(machine.fast).capacity * 0.75
+    # Bytes of rows in their dtype, and of their output, scores and statistics in float32.
+    near = lambda r, c: r * (problem.d * problem.element_bytes + 4 * problem.d_v + 4 * c + 8)
+    return [(r, c) for r in rows for c in keys if near(r, c) <= room or (r, c) == (rows[0], keys[0])]
+
+
+def choice_time(spec: AttentionSpec, problem: Problem, machine: Machine, choice: Choice) -> Times:
+    """Seconds of a call in a choice, as arrays of one element."""
+    tiling, target = choice.tiling, target_of(machine)
+    if choice.tile.rows == 1:
+        parts = np.array([-(-max(1, problem.n_k) // tiling.get("B_s", max(1, problem.n_k)))])
+        return row_time(machine, problem, parts, ragged=problem.masked)
+    tiles = {name: np.array([tiling[name]]) for name in ("B_r", "B_c", "B_s") if name in tiling}
+    skips = choice.schedule == "block_sparse" or choice.schedule == "split_k" and problem.masked
+    return cpu_time(machine, problem, tiles, target.register_tile(planes_of(spec, target)), skip=skips)
 
 
 def _cheapest(seconds: Mapping[Any, float], compiled: Collection) -> Any:

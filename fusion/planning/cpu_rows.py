@@ -12,10 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from fusion.machine import Machine
+from fusion.planning.cpu import Times
 from fusion.planning.problem import Problem
 from fusion.planning.register_tiles import target_of
-from fusion.planning.tiles import part_counts
-from fusion.planning.timing import Times
+
+LEAST_PART = 512
+"""Keys of a part at least, where keys are cut."""
 
 FEW_QUERIES = 8
 """Queries up to which a row at a time is faster than a tile that is mostly empty."""
@@ -96,6 +98,11 @@ def _items(problem: Problem) -> tuple[int, int, int]:
     kv_heads = max(1, problem.batch) * max(1, problem.heads_kv)
     rows = max(1, problem.problems * problem.n_q // kv_heads)
     return kv_heads, rows, kv_heads * -(-rows // MOST_ROWS)
+
+
+def part_counts(n_k: int) -> list[int]:
+    """The numbers of parts that are weighed: powers of two."""
+    return [1 << power for power in range(max(1, n_k // LEAST_PART).bit_length())]
 
 
 def best_parts(machine: Machine, problem: Problem, *, ragged: bool) -> int:

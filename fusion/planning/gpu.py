@@ -18,10 +18,9 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.gpu_clocks import SPLIT_TRIPS
+from fusion.planning.gpu_layout import heads_to_pack, packed, power
 from fusion.planning.gpu_model import TileModel
-from fusion.planning.head_dims import power
-from fusion.planning.key_ranges import told
-from fusion.planning.packed_rows import heads_to_pack, packed
+from fusion.planning.problem import known_part
 
 MOST_SPLITS = 64
 
@@ -137,8 +136,8 @@ def visited_function(spec: AttentionSpec) -> Callable[[Sequence[int], int], int]
     which sizes alone tell: where the mask depends on more, all keys count. Blocks differ little or steadily, so that
     the first, the middle and the last stand for all."""
     mask, names = spec.mask, (*spec.sizes, "i0", "i1")
-    low = None if mask is None else told(mask.key_lo, "imax", names)
-    high = None if mask is None else told(mask.key_hi, "imin", names)
+    low = None if mask is None else known_part(mask.key_lo, "imax", names)
+    high = None if mask is None else known_part(mask.key_hi, "imin", names)
     extents = size_function((spec.n_q, spec.n_k), spec.sizes)
     if low is None and high is None:
         return lambda sizes, rows: extents(sizes)[1]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from fusion.ir.expr import C, E, Expr, Kind, coordinates, loads, substitute, walk
 from fusion.ir.spec import AttentionSpec
-from fusion.planning.head_dims import panelled
+from fusion.planning.gpu_layout import panelled
 
 if TYPE_CHECKING:
-    from fusion.machine import Machine
+    from fusion.machine import Machine, MemoryLevel
     from fusion.planning.choice import Tile
 
 FORWARD, QUERIES, KEYS = "attention_forward", "attention_backward_queries", "attention_backward_keys"
@@ -225,9 +225,12 @@ def _abreast(work: Work, tile: Tile) -> float:
     return max(1.0, WARP_ROWS * tile.warps / work.outer(tile))
 
 
-def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, instructions: int = 0) -> float:
-    """Of one trip of one program's loop, with those that share its multiprocessor. bandwidth: bytes/s at which keys and
-    values come. instructions: of the loop, where they are known."""
+def trip_clocks(
+    work: Work, tile: Tile, machine: Machine, memory: MemoryLevel, instructions: int = 0, key_bytes: float = 0
+) -> dict[str, float]:
+    """Clocks that one trip of one program's loop keeps each unit of its multiprocessor busy, and those that it takes
+    ("total"), with the programs beside it. memory: where keys and values come from. instructions: of the loop, where
+    they are known. key_bytes: of an element of keys and values there, where it is not stored as it is multiplied."""
     rows, cols, warps = work.outer(tile), work.inner(tile), tile.warps
     times, clock = redundancy(work, tile, machine), clock_of(machine)
     rate = machine.flops("bfloat16" if work.size == 2 else "float32") / (2 * machine.cores * clock)
@@ -255,7 +258,10 @@ def trip_clocks(work: Work, tile: Tile, machine: Machine, bandwidth: float, inst
     hidden = HIDDEN if residents(work, tile, machine) > 1 else 0.0
     computed = (busiest + max(0.0, waits - busiest) * (1 - hidden)) / EFFICIENCY
     added = 4 * cols * work.added / max(machine.additions, 1.0)  # s, of all multiprocessors together
-    return max(computed, read * machine.cores * clock / bandwidth, added * machine.cores * clock)
+    moved = cols * work.loaded * (key_bytes or work.size) * machine.cores * clock / memory.bandwidth
+    total = max(computed, moved, added * machine.cores * clock)
+    busy = {"products": scores + sums, "instructions": issue, "exponentials": special, memory.name: moved}
+    return {**busy, "total": total}
 
 
 def clock_of(machine: Machine) -> float:
@@ -339,30 +345,45 @@ class Extent:
     outer: rows of its blocks.
     inner: queries or keys that a block may visit.
     triangle: whether the mask leaves about half of them.
+    visited: how many a block visits in the mean, where that is known.
+    parts: that the keys are cut into, where that is settled.
+    key_bytes: see `trip_clocks`.
     """
 
     heads: int
     outer: int
     inner: int
     triangle: bool
+    visited: float = 0
+    parts: int = 0
+    key_bytes: float = 0
 
 
 def kernel_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent, instructions: int = 0) -> float:
     """Of a whole kernel. instructions: of its loop, where they are known."""
+    return busy_clocks(work, tile, machine, extent, instructions)["total"]
+
+
+def busy_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent, instructions: int = 0) -> dict[str, float]:
+    """The same, and how many of them each unit of a multiprocessor is busy."""
     rows, cols = work.outer(tile), work.inner(tile)
-    visited = (extent.inner + rows + cols) / 2 if extent.triangle else math.ceil(extent.inner / cols) * cols
+    half = (extent.inner + rows + cols) / 2
+    visited = extent.visited or (half if extent.triangle else math.ceil(extent.inner / cols) * cols)
     shared = extent.outer > rows  # keys and values that another block reads too come from the cache
-    trip = trip_clocks(
-        work, tile, machine, machine.level("L2").bandwidth if shared else machine.main.bandwidth, instructions
-    )
-    block = max(1.0, visited / cols) * trip
+    memory = machine.level("L2") if shared else machine.main
+    trip = trip_clocks(work, tile, machine, memory, instructions, extent.key_bytes)
+    trips = max(1.0, visited / cols)
+    block = trips * trip["total"]
     if extent.triangle:
         masked = rows * cols * redundancy(work, tile, machine) * (1 + rows / cols)
         block += masked * MASK_INSTRUCTIONS / LANES / EFFICIENCY
     blocks, together = extent.heads * math.ceil(extent.outer / rows), residents(work, tile, machine)
-    if work.kernel == FORWARD and blocks < machine.cores:  # parts of the keys have programs of their own
+    parts = extent.parts
+    if not parts and work.kernel == FORWARD and blocks < machine.cores:  # parts of the keys have programs of their own
         parts = max(1, min(2 * machine.cores // blocks, int(visited / (SPLIT_TRIPS * cols))))
-        blocks, block = blocks * parts, block / parts
+    blocks, block, trips = blocks * max(1, parts), block / max(1, parts), trips / max(1, parts)
     turns = math.ceil(blocks / (machine.cores * together))
     each = min(together, math.ceil(blocks / machine.cores))
-    return turns * (each * block + PROLOGUE)
+    return {name: turns * each * trips * clocks for name, clocks in trip.items()} | {
+        "total": turns * (each * block + PROLOGUE)
+    }

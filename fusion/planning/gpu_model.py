@@ -10,10 +10,14 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from fusion.errors import NoFittingTileError
 from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
-from fusion.planning.choice import Tile
+from fusion.planning.choice import Choice, Tile
+from fusion.planning.cpu import Times
 from fusion.planning.gpu_clocks import (
     BACKWARD,
     BY_KEYS,
@@ -26,6 +30,7 @@ from fusion.planning.gpu_clocks import (
     VALUES_ALONE,
     Extent,
     Work,
+    busy_clocks,
     clock_of,
     kernel_clocks,
     redundancy,
@@ -34,10 +39,11 @@ from fusion.planning.gpu_clocks import (
     work_of,
 )
 from fusion.planning.gpu_feasible import fact_of, facts_of, fits, slowed
-from fusion.planning.head_dims import power
+from fusion.planning.gpu_layout import power
 
 if TYPE_CHECKING:
     from fusion.planning.gpu import Extents
+    from fusion.planning.problem import Problem
 
 PREPARE = "attention_backward_prepare"
 LEAST, MOST = 16, 128
@@ -154,6 +160,39 @@ def expected_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent) ->
     clocks = kernel_clocks(work, tile, machine, extent, known.instructions if known else 0)
     clocks *= known.slowed if known else UNKNOWN if explored else 1.0
     return float(f"{clocks:.2g}") if clocks < math.inf else clocks
+
+
+def forward_time(spec: AttentionSpec, problem: Problem, machine: Machine, choice: Choice) -> Times:
+    """Seconds of the forward's kernel, its launch and the merge of parts of the keys included. problem: with the heads
+    together that share blocks of rows."""
+    tile, work = choice.tile, work_of(spec, FORWARD, problem.d, problem.d_v)
+    extent = replace(
+        extent_of(spec, FORWARD, problem.problems, max(1, problem.n_q), max(1, problem.n_k)),
+        visited=problem.live_share(tile.rows, tile.keys) * max(1, problem.n_k),
+        parts=choice.splits,
+        key_bytes=problem.key_bytes,
+    )
+    fact = fact_of(work, tile, machine)
+    spilling = fact.slowed if fact is not None and fact.slowed < math.inf else 1.0
+    busy = busy_clocks(work, tile, machine, extent, fact.instructions if fact else 0)
+    seconds = {name: clocks / clock_of(machine) for name, clocks in busy.items()}
+    total = seconds.pop("total") * spilling
+    launch = machine.launch
+    if choice.splits > 1:  # numbers of float32, written and read once
+        partial = 4 * problem.problems * problem.n_q * choice.splits * (problem.d_v + 1)
+        launch += machine.launch + 2 * partial / machine.main.bandwidth
+    resources = {name: np.array([value]) for name, value in {**seconds, "launch": launch}.items()}
+    return Times(total=np.array([total + launch]), resources=resources)
+
+
+def check_fits(spec: AttentionSpec, problem: Problem, machine: Machine, tile: Tile) -> None:
+    """Raises NoFittingTileError where the forward's kernel needs more shared memory in a tile than there is."""
+    needed = shared_bytes(work_of(spec, FORWARD, problem.d, problem.d_v), tile)
+    if needed > machine.shared_memory:
+        raise NoFittingTileError(
+            f"{problem} on {machine.name}: the smallest tile needs {needed} bytes of {machine.shared_memory} bytes of "
+            "shared memory; give narrower heads"
+        )
 
 
 def tile_clocks(spec: AttentionSpec, machine: Machine) -> Callable[[str, Sequence[int], Sequence[Tile]], list[float]]:

@@ -19,10 +19,8 @@ from fusion.ir.sizes import size_function, size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
 from fusion.machine import Machine, with_cores
 from fusion.machine import machine as find_machine
-from fusion.planning.from_spec import problem_of
-from fusion.planning.plan import plan
-from fusion.planning.planner import planner_for
-from fusion.planning.problem import Problem
+from fusion.planning.plan import plan, planner_for
+from fusion.planning.problem import Problem, problem_of
 from fusion.refusals import Ground, Refusal
 
 # Training on CPUs, in float32. Kernels compute scores again in the backward, and where a bias is trained write as many

@@ -1,81 +1,152 @@
-"""Picks schedule and tile for one attention problem on one machine, and says what it expects of them.
+"""How an attention runs on a machine, and what that is predicted to cost.
 
     >>> from fusion import Problem, plan
     >>> problem = Problem(n_q=4096, n_k=4096, d=128, d_v=128, heads=32, heads_kv=8, dtype="bfloat16", causal=True)
     >>> print(plan(problem, machine="h200"))
 
-On the two-level model (`Machine.two_level(M)`) the plan of least I/O is chosen, on processors the one of least
-predicted time. The formulas are compiled once; plans are cached.
+A planner makes the choice, `Choice`, which kernels take; a `Plan` adds the elements that its schedule moves, a lower
+bound on them, and the seconds that it takes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from fusion.errors import NoFittingTileError, ProblemError, UnknownScheduleError
+import torch
+
+from fusion.errors import ProblemError
+from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
-from fusion.planning.candidate import Candidate, Given, find_schedule
-from fusion.planning.choice import Choice
-from fusion.planning.problem import Problem
+from fusion.planning.choice import Choice, Planner
+from fusion.planning.cpu_rows import MOST_ROWS
+from fusion.planning.problem import Problem, attention_of, problem_of
 from fusion.planning.register_tiles import planes_of, target_of
 from fusion.planning.texts import bytes_text, number_text, seconds_text, tile_text
 
-if TYPE_CHECKING:
-    from fusion.ir.spec import AttentionSpec
-    from fusion.planning.schedule import Schedule
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A loop nest over blocks, by the elements of one head that it moves between the slow and the fast memory, and
+    that it holds in the fast one at most. Formulas in N_q, N_k queries and keys, d and d_v columns of K and V, s the
+    share of the tiles that a mask leaves, B_r x B_c a tile, B_s the keys of a part, and stages, the tiles in flight.
+
+    skips: tiles that the mask hides are left out.
+    """
+
+    title: str
+    io: str
+    footprint: str
+    skips: bool = False
+
+
+_FOOTPRINT = "B_r*(d + d_v) + stages*B_c*(d + d_v) + B_r*B_c + 2*B_r"
+SCHEDULES = {
+    "flash": Schedule(
+        title="query-stationary: Q, O stay, K, V stream",
+        io="N_q*(d + d_v + 1) + N_k*(d + d_v)*ceil(N_q/B_r)",
+        footprint=_FOOTPRINT,
+    ),
+    "block_sparse": Schedule(
+        title="query-stationary over live tiles",
+        io="N_q*(d + d_v + 1) + s*N_k*(d + d_v)*ceil(N_q/B_r)",
+        footprint=_FOOTPRINT,
+        skips=True,
+    ),
+    "split_k": Schedule(
+        title="query-stationary on parts of the keys, then a merge",
+        io="N_q*(d_v + 1) + N_q*(d + 2*d_v + 2)*ceil(N_k/B_s) + s*N_k*(d + d_v)*ceil(N_q/B_r)",
+        footprint=f"max({_FOOTPRINT}, 2*B_r*(d_v + 1))",
+        skips=True,
+    ),
+    "whole_rows": Schedule(
+        title="rows of scores whole, all heads together: for heads that are mixed",
+        io="N_q*(d + d_v + 1) + N_k*(d + d_v)*ceil(N_q/B_r)",
+        footprint="B_r*N_k + max((B_r + B_c)*d, (B_r + B_c)*d_v + 2*B_r)",
+    ),
+}
+"""The schedules of forward kernels, by name. `examples/io_model` has them as sums of phases, with others that have no
+kernel, and proves the formulas on a simulated memory."""
+
+
+@functools.cache
+def _compiled(formula: str) -> Callable[[Mapping[str, float]], float]:
+    code, functions = compile(formula, formula, "eval"), {"ceil": math.ceil, "max": max}
+    return lambda sizes: float(eval(code, functions, sizes))  # the text is one of `SCHEDULES`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Candidate):
-    """How one attention problem is to be run, and what that is predicted to cost: the candidate that was chosen.
+class Plan:
+    """How one attention problem runs, and what that is predicted to cost.
 
-    bound: a lower bound on `io`, for a fast memory of `capacity` elements; ratio = io / bound.
-    choice: what was chosen for a kernel, where this is its plan.
+    choice: what its kernel is given.
+    io, bound: elements moved for the whole problem, and a lower bound on them for a fast memory of `capacity` elements.
+    compulsory: the bound is what every schedule must move (inputs that somebody needs, outputs), and exact; otherwise
+        it is an order, with the constant 1.
+    footprint: elements held in the fast memory.
+    share: s, the live share that io is counted with.
     computed: share of the scores that lie in tiles which the kernel computes.
-    compulsory: whether the bound is what every schedule must move (inputs that somebody needs, outputs), and exact;
-        otherwise it is an order, with the constant 1.
+    time: s.
+    resources: seconds that each is busy.
     """
 
     problem: Problem
     machine: Machine = field(repr=False)
+    choice: Choice
+    io: float
     bound: float
-    capacity: int
-    features: int = 1
-    choice: Choice | None = None
-    compulsory: bool = False
-    computed: float = 1.0
+    compulsory: bool
+    footprint: float
+    share: float
+    computed: float
+    time: float
+    resources: tuple[tuple[str, float], ...]
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule, one of `SCHEDULES`."""
+        return self.choice.schedule
+
+    @property
+    def tile(self) -> tuple[tuple[str, int], ...]:
+        """Sizes of the schedule's tile, by the names of its formula."""
+        formulas = SCHEDULES[self.schedule].io + SCHEDULES[self.schedule].footprint
+        return tuple(sorted((name, size) for name, size in self.choice.tiling.items() if name in formulas))
 
     @property
     def B_r(self) -> int:
         """Rows (queries) of a tile."""
-        return dict(self.tile).get("B_r", 1)
+        return self.choice.tile.rows
 
     @property
     def B_c(self) -> int:
         """Columns (keys) of a tile."""
-        return dict(self.tile).get("B_c", 1)
+        return self.choice.tile.keys
 
     @property
     def stages(self) -> int:
         """Key tiles in flight."""
-        return dict(self.tile).get("stages", 1)
+        return self.choice.tile.stages
 
     @property
     def splits(self) -> int:
-        """Into how many parts the keys are cut."""
-        return -(-max(1, self.problem.n_k) // dict(self.tile).get("B_s", max(1, self.problem.n_k)))
+        """Parts that the keys are cut into."""
+        return self.choice.splits
 
     @property
     def runs(self) -> str:
         """What a GPU kernel runs, in words: more than schedule and tile was chosen for it."""
-        return "" if self.choice is None or self.machine.kind != "gpu" else str(self.choice)
+        return str(self.choice) if self.machine.kind == "gpu" else ""
+
+    @property
+    def capacity(self) -> int:
+        """M, the elements of the fast memory."""
+        return self.machine.fast_elements(self.problem.dtype)
 
     @property
     def io_bytes(self) -> float:
@@ -84,7 +155,7 @@ class Plan(Candidate):
 
     @property
     def ratio(self) -> float:
-        """Predicted I/O over the lower bound (whose constant is 1, see fusion.planning.bounds)."""
+        """Predicted I/O over the lower bound."""
         return self.io / self.bound
 
     @property
@@ -95,238 +166,180 @@ class Plan(Candidate):
     @property
     def limited_by(self) -> str:
         """The resource predicted to be busiest."""
-        return max(self.resources, key=lambda pair: pair[1])[0] if self.resources else "memory"
+        return max(self.resources, key=lambda pair: pair[1])[0]
 
     @property
     def symbolic(self) -> str:
         """The schedule's I/O for one head, in symbols."""
-        return str(find_schedule(self.schedule).io).replace("ceiling", "ceil")
+        return SCHEDULES[self.schedule].io
 
     @property
     def formula(self) -> str:
         """The schedule's I/O for one head with numbers put in, and its value."""
-        from fusion.planning.tiles import sizes_of
-
-        sizes = sizes_of(self.problem, self.capacity, self.share, self.features)
-        values = {**sizes, **dict(self.tile)}
+        values = _sizes(self.problem) | dict(self.tile) | {"s": self.share}
         shown = lambda match: number_text(values[match[0]]) if match[0] in values else match[0]
         text = re.sub(r"\b[A-Za-z]\w*\b", shown, self.symbolic)
         return f"{text} = {number_text(self.io / self.problem.problems)}"
 
-    def alternatives(self) -> tuple[Candidate, ...]:
-        """Every schedule weighed for this problem, best first (cached)."""
-        return compare(self.problem, self.machine, features=self.features if self.features > 1 else None)
+    def to_dict(self) -> dict[str, Any]:
+        """What machines read of it."""
+        return {
+            "machine": self.machine.name,
+            "schedule": self.schedule,
+            "tile": dict(self.tile),
+            "io_elements": self.io,
+            "io_bytes": self.io_bytes,
+            "bound_elements": self.bound,
+            "seconds": self.time,
+            "limited_by": self.limited_by,
+            "formula": self.formula,
+        }
 
     def explain(self) -> str:
-        """The plan on several lines: formula with numbers put in, I/O, bound, resources, alternatives."""
+        """The plan on several lines: formula with numbers put in, I/O, bound, resources."""
+        parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources)
         lines = [
             f"problem    {self.problem}",
             f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}",
-            f"schedule   {self.schedule} {tile_text(self.tile)}, footprint {number_text(self.footprint)} elements, "
-            f"{self.kernels_text}",
+            f"schedule   {self.schedule} {tile_text(self.tile)}, footprint {number_text(self.footprint)} elements",
             f"I/O        {self.symbolic}",
             f"           = {self.formula} per head",
             f"           x {self.problem.problems} heads = {number_text(self.io)} elements"
             f" = {bytes_text(self.io_bytes)}",
             f"bound      {number_text(self.bound)} elements ({self.bound_text}); ratio {self.ratio:.2f}",
+            f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})",
         ]
-        if self.machine.kind != "model":
-            parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources)
-            lines.append(f"time       {self.time_text} predicted, limited by {self.limited_by} ({parts})")
-        others = [f"{candidate}" for candidate in self.alternatives() if candidate.schedule != self.schedule]
-        if self.machine.kind != "model" and any(candidate.ideal for candidate in self.alternatives()):
-            others.append("(>=: no model of a kernel's time; the time if the busiest resource were never idle)")
-        return "\n".join(lines + [f"{'others' if index == 0 else '':10} {text}" for index, text in enumerate(others)])
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         moved = f"I/O {bytes_text(self.io_bytes)} ({self.ratio:.2f}x bound)"
-        predicted = f", {self.time_text} predicted, limited by {self.limited_by}"
-        time = "" if self.machine.kind == "model" else predicted
-        kernel = "" if find_schedule(self.schedule).runs_on(self.machine.kind) else ", no kernel of it"
-        return f"{self.schedule} {tile_text(self.tile)} on {self.machine.name}: {moved}{time}{kernel}"
+        predicted = f"{seconds_text(self.time)} predicted, limited by {self.limited_by}"
+        return f"{self.schedule} {tile_text(self.tile)} on {self.machine.name}: {moved}, {predicted}"
 
 
 def plan(
-    problem: Problem | Any,
+    problem: Problem | AttentionSpec,
     machine: str | Machine | None = None,
-    schedule: str | None = None,
     *,
-    sizes: Mapping[Any, int] | None = None,
-    allow: Collection[str] | None = None,
-    direction: str = "forward",
-    features: int | None = None,
-    tile: tuple[int, int] | Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | Sequence[int] | None = None,
     choice: Choice | None = None,
 ) -> Plan:
     """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
 
-    problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`.
-    schedule: take this one; otherwise the best of `allow` in a direction, "forward" or "backward": by default the
-        choice of the kernels that there are, tile included.
-    tile: (B_r, B_c) where they are settled, or by name with what else is, of stages and B_s.
-    choice: what a kernel runs, whose cost is asked.
-    features: number of polynomial features r.
+    problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`, by name or in order.
+    choice: what a kernel runs, whose cost is asked; by default what the machine's planner chooses.
 
-    Raises UnknownMachineError, UnknownScheduleError, ProblemError, NoFittingTileError.
+    Raises UnknownMachineError, ProblemError, NoFittingTileError.
     """
-    spec = problem
-    if not isinstance(problem, Problem):
-        problem = _from_spec(problem, sizes)
     target = find_machine(machine)
-    multiples = _register_tile(target, None if spec is problem else spec)
-    if choice is None and direction == "forward" and allow is tile is features is None:
-        choice = _kernels_choice(spec, problem, sizes, target)
-        choice = choice if choice is not None and schedule in (None, choice.schedule) else None
-    if choice is not None:
-        allow, tile = (choice.schedule,), choice.tiling | {"packed": choice.packed}
-    names = _names(schedule, allow, direction, target, features)
-    settled = tile if isinstance(tile, Mapping) else dict(zip(("B_r", "B_c"), tile or (), strict=False))
-    return _plan(problem, target, names, multiples, features or 1, tuple(sorted(settled.items())), choice)
+    if isinstance(problem, Problem):
+        spec, values = attention_of(problem), ()
+    elif isinstance(problem, AttentionSpec):
+        spec, problem = problem, problem_of(problem, sizes)
+        values = tuple(sizes[name] for name in spec.sizes) if isinstance(sizes, Mapping) else tuple(sizes or ())
+    else:
+        raise ProblemError(f"plan() was given a {type(problem).__name__}; give a Problem or an AttentionSpec")
+    if choice is None:
+        choice = _chosen(spec, values, problem, target, torch.get_num_threads())
+    return _with_cost(choice, spec, problem, target)
 
 
-def _kernels_choice(given: Any, problem: Problem, sizes: Mapping[Any, int] | None, target: Machine) -> Choice | None:
-    """The choice of the kernels of this attention, where they serve it and its mask is known. problem: of `given`."""
-    import torch
+def planner_for(spec: AttentionSpec, machine: Machine) -> Planner:
+    """The planner of a spec on a machine: the cost model on CPUs, a policy of tiles on GPUs."""
+    if machine.kind == "gpu":
+        from fusion.planning.gpu import GpuPlanner  # with tables of tiles: not where there is no GPU
 
-    if target.kind == "model" or isinstance(given, Problem) and (given.density < 1 or given.among):
-        return None
-    if isinstance(given, Problem):
-        return _choice_for(problem, target, torch.get_num_threads())
-    return _chosen(
-        given,
-        problem,
-        [sizes[name] for name in given.sizes] if isinstance(sizes, Mapping) else [*(sizes or ())],
-        target,
-    )
+        return GpuPlanner(spec, machine)
+    from fusion.planning.cpu_planner import CpuPlanner
+
+    return CpuPlanner(spec, machine)
 
 
 @functools.lru_cache(maxsize=4096)
-def _choice_for(problem: Problem, target: Machine, threads: int) -> Choice | None:
-    """The choice for a problem given by its sizes. threads: what the planner goes by, too."""
-    from fusion.planning.from_sizes import attention_of
+def _chosen(spec: AttentionSpec, values: tuple[int, ...], problem: Problem, machine: Machine, threads: int) -> Choice:
+    """The planner's choice. threads: what it goes by, too."""
+    choice = planner_for(spec, machine).choose(values)
+    if machine.kind == "gpu":
+        from fusion.planning.gpu_model import check_fits
 
-    return _chosen(attention_of(problem), problem, (), target)
-
-
-def _chosen(spec: AttentionSpec, problem: Problem, values: Sequence[int], target: Machine) -> Choice | None:
-    from fusion.planning.planner import planner_for
-    from fusion.planning.tiles import gpu_tiles
-
-    with contextlib.suppress(NoFittingTileError):  # said once more, with what would fit
-        if target.kind == "gpu":
-            gpu_tiles(problem, target)
-        return planner_for(spec, target).choose(values)
-    return None
-
-
-def _register_tile(machine: Machine, spec: AttentionSpec | None = None) -> tuple[int, int]:
-    """(rows, keys) of the CPU kernel's register tile on a machine: of a spec, or of softmax attention."""
-    target = target_of(machine)
-    return target.register_tile(planes_of(spec, target) if spec is not None else int(target.amx))
-
-
-def _from_spec(given: Any, sizes: Mapping[Any, int] | None) -> Problem:
-    from fusion.ir import AttentionSpec
-    from fusion.planning.from_spec import problem_of
-
-    if not isinstance(given, AttentionSpec):
-        raise ProblemError(f"plan() was given a {type(given).__name__}; give a Problem or an AttentionSpec")
-    return problem_of(given, sizes)
-
-
-def _candidates(direction: str, features: int | None) -> list[Schedule]:
-    """What is weighed without being named: exact schedules, and polynomials where r is known."""
-    from fusion.planning.schedules import SCHEDULES
-
-    every = [item for item in SCHEDULES.values() if item.direction == direction and not item.mixes_heads]
-    if not every:
-        raise UnknownScheduleError(f"direction {direction!r} is not known; known: forward, backward")
-    return [item for item in every if item.exact or (features is not None and item.takes_features)]
-
-
-def _weighed(problem: Problem, names: Iterable[str]) -> list[str]:
-    """The names that say something of this problem: what only skips tiles stands for the whole where all are live."""
-    if problem.masked:
-        return list(names)
-    return list(dict.fromkeys(name for name in names if not find_schedule(name).unmasked)) or list(names)
-
-
-def _names(
-    schedule: str | None, allow: Collection[str] | None, direction: str, target: Machine, features: int | None
-) -> tuple[str, ...]:
-    """Names of the schedules to choose from, in the table's order."""
-    if schedule is not None:
-        chosen = find_schedule(schedule)
-        if chosen.takes_features and not features:
-            raise ProblemError(f"the {chosen.name} schedule needs features=r, the number of polynomial features")
-        return (chosen.name,)
-    if allow is not None:
-        return tuple(find_schedule(name).name for name in allow)
-    every = _candidates(direction, features)
-    if target.kind != "model":
-        every = [item for item in every if item.runs_on(target.kind)]
-    return tuple(item.name for item in every)
+        check_fits(spec, problem, machine, choice.tile)
+    if problem.density < 1 and choice.schedule == "flash":  # of which the spec knows nothing
+        return replace(choice, schedule="block_sparse")
+    return choice
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
-    problem: Problem,
-    target: Machine,
-    names: tuple[str, ...],
-    multiples: tuple[int, int],
-    features: int,
-    tile: Given = (),
-    choice: Choice | None = None,
-) -> Plan:
-    from fusion.planning.choose import candidate, lower_bound
+def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: Machine) -> Plan:
+    """The plan with this choice."""
+    schedule, (moved, block, computed) = SCHEDULES[choice.schedule], _reading(choice, spec, problem, machine)
+    if machine.kind == "gpu":
+        from fusion.planning.gpu_model import forward_time
 
-    weighed = [candidate(problem, target, name, multiples, features, tile) for name in _weighed(problem, names)]
-    usable = [item for item in weighed if not item.reason]
-    if not usable:
-        if len(weighed) == 1:
-            raise NoFittingTileError(weighed[0].reason, weighed[0].needed)
-        raise NoFittingTileError(_none_fits(problem, target, weighed))
-    best = min(usable, key=lambda item: (item.ideal, item.time, item.io))  # a lower limit beats no prediction
-    capacity, backward = target.fast_elements(problem.dtype), best.schedule.startswith("backward")
-    bound = lower_bound(problem, capacity, backward=backward)
+        times = forward_time(spec, moved, machine, choice)
+    else:
+        from fusion.planning.cpu_planner import choice_time
+
+        times = choice_time(spec, problem, machine, choice)
+    share = moved.live_share(*block) if schedule.skips else 1.0
+    sizes = _sizes(moved) | choice.tiling | {"B_r": block[0], "s": share}
+    bound = lower_bound(problem, machine.fast_elements(problem.dtype))
     return Plan(
         problem=problem,
-        machine=target,
-        bound=bound,
-        computed=_computed(problem, target, best, multiples),
-        compulsory=bound == lower_bound(problem, math.inf, backward=backward),
+        machine=machine,
         choice=choice,
-        capacity=capacity,
-        features=features,
-        **{entry.name: getattr(best, entry.name) for entry in fields(best)},
+        io=_compiled(schedule.io)(sizes) * moved.problems,
+        bound=bound,
+        compulsory=bound == lower_bound(problem, math.inf),
+        footprint=_compiled(schedule.footprint)(sizes),
+        share=share,
+        computed=problem.live_share(*computed) if schedule.skips else 1.0,
+        time=float(times.total[0]),
+        resources=tuple(times.at(0).items()),
     )
 
 
-def _computed(problem: Problem, machine: Machine, best: Candidate, multiples: tuple[int, int]) -> float:
-    """`Plan.computed`: by register tiles on a CPU, whatever the block of rows that they belong to."""
-    tile = (dict(best.tile).get("B_r", 1), dict(best.tile).get("B_c", 1))
-    by_register = machine.kind == "cpu" and tile[0] > 1
-    return problem.live_share(*(multiples if by_register else tile)) if find_schedule(best.schedule).skips else 1.0
+def _reading(
+    choice: Choice, spec: AttentionSpec, problem: Problem, machine: Machine
+) -> tuple[Problem, tuple[int, int], tuple[int, int]]:
+    """(The problem with those heads together whose rows share a block, and so read keys once; the rows of a block and
+    the steps in which its keys end; the tiles of the scores that are computed.)"""
+    tile = choice.tile
+    if machine.kind == "gpu":
+        own = tile.rows, tile.keys
+        return problem.with_heads_together() if choice.packed > 1 else problem, own, own
+    register_tile = target_of(machine).register_tile(planes_of(spec, target_of(machine)))
+    if tile.rows == 1:
+        together = problem.with_heads_together()
+        return together, (min(MOST_ROWS, together.n_q), register_tile[1]), (1, tile.keys)
+    return problem, (tile.rows, register_tile[1]), register_tile
 
 
-def _none_fits(problem: Problem, target: Machine, weighed: list[Candidate]) -> str:
-    if not all(item.needed for item in weighed):  # limits other than M: say each
-        return "; ".join(dict.fromkeys(item.reason for item in weighed))
-    named = ", ".join(f"{item.schedule} {item.needed:.0f}" for item in sorted(weighed, key=lambda item: item.needed))
-    return (
-        f"no schedule for {problem} fits a fast memory of M={target.fast_elements(problem.dtype)} elements; "
-        f"the smallest tiles need: {named}; give a larger M"
-    )
+def _sizes(problem: Problem) -> dict[str, float]:
+    """Values of the formulas' sizes; of 0 they count as 1."""
+    sizes = {"N_q": problem.n_q, "N_k": problem.n_k, "d": problem.d, "d_v": problem.d_v}
+    return {name: max(1, size) for name, size in sizes.items()}
 
 
-@functools.lru_cache(maxsize=1024)
-def compare(
-    problem: Problem, target: Machine, *, direction: str = "forward", features: int | None = None
-) -> tuple[Candidate, ...]:
-    """Every schedule of that direction with its best tile on `target`, best first; what does not fit is last."""
-    from fusion.planning.choose import candidate
+def lower_bound(problem: Problem, capacity: float) -> float:
+    """Elements that any schedule moves for all heads: the larger of what must be moved, and of what a fast memory of
+    M = `capacity` elements imposes. The former reads each key head once however many query heads share it, and no key
+    that the mask hides from all queries."""
+    n_q, n_k, d, d_v = (max(1, size) for size in (problem.n_q, problem.n_k, problem.d, problem.d_v))
+    batch = max(1, problem.batch)
+    if problem.among:
+        # Where every query has keys of its own, all queries and the keys of all sets are one problem, of whose scores a
+        # share is wanted. Each key is read once at least, and a set holds no key twice.
+        queries, keys = problem.heads * n_q, min(problem.among, problem.heads * n_k)
+        compulsory = (queries + keys) * (problem.d + problem.d_v)
+        share = min(1.0, n_k / problem.among)
+        return batch * max(compulsory, share * _products_bound(queries, problem.among, d, capacity))
+    rows, keys = problem.needed()
+    compulsory = problem.problems * (rows * problem.d + n_q * problem.d_v)
+    compulsory += batch * max(1, problem.heads_kv) * keys * (problem.d + problem.d_v)
+    imposed = problem.live_share(1, 1) * _products_bound(n_q, n_k, d, capacity)
+    return max(compulsory, problem.problems * imposed)
 
-    names = _weighed(problem, [item.name for item in _candidates(direction, features)])
-    multiples = _register_tile(target)
-    weighed = [candidate(problem, target, name, multiples, features or 1) for name in names]
-    return tuple(sorted(weighed, key=lambda item: (bool(item.reason), item.time, item.io)))
+
+def _products_bound(n_q: int, n_k: int, d: int, capacity: float) -> float:
+    """The order of the elements that standard products of Q and K move (2402.07443), with the constant 1."""
+    return n_q * n_k * d * min(d / capacity, 1 / math.sqrt(capacity))

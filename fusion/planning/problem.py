@@ -1,17 +1,62 @@
-"""What is planned: the sizes of one attention call."""
+"""The sizes of one attention call, which the planner goes by: of a spec, or given by themselves."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from fusion.errors import ProblemError
+from fusion.ir.expr import I0, I1, SCORE, C, E, Expr, I, J, Kind, const, coord, coordinates, walk
+from fusion.ir.integers import add, floordiv, integer
+from fusion.ir.mask_facts import MaskFacts
+from fusion.ir.ops import apply, evaluate, where
+from fusion.ir.primitives import PRIMITIVES
+from fusion.ir.reads import dense_loads, distance_parts
+from fusion.ir.sizes import leaves, size_value
+from fusion.ir.spec import AttentionSpec, Normalizer, Operand, Output
+from fusion.ir.traffic import stored_bytes
 from fusion.machine import dtype_bytes, dtype_name
 
-if TYPE_CHECKING:
-    import numpy
+ARITHMETIC = frozenset({"const", "add", "mul", "floordiv", "mod", "imin", "imax"})
+"""Operations of limits that are computed before a call (see `fusion.ir.sizes.size_function`)."""
 
-    from fusion.planning.key_ranges import KeyRanges
+MOST_HEADS = 1024
+"""Batch elements and heads with ranges of their own that are counted one by one at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRanges:
+    """Keys that rows i0..i1 of one head visit: low <= j < high, where these depend on sizes and coordinates alone.
+
+    low, high: INT expressions in b.., i0, i1 and sizes; None where unbounded.
+    sizes: (name, value) of the sizes.
+    batch: (coordinate, extent) of those that low or high depend on.
+    """
+
+    low: Expr | None
+    high: Expr | None
+    sizes: tuple[tuple[str, int], ...]
+    batch: tuple[tuple[str, int], ...] = ()
+
+    def of_rows(self, first: np.ndarray, last: np.ndarray, n_k: int) -> tuple[np.ndarray, np.ndarray]:
+        """First key and end for each block of rows first..last: [heads, blocks], a line for every combination of the
+        batch coordinates that matter."""
+        starts, ends = [], []
+        rows = {coord("i0"): torch.from_numpy(first), coord("i1"): torch.from_numpy(last)}
+        for values in itertools.product(*(range(extent) for _, extent in self.batch)):
+            head = {coord(name): torch.tensor(at) for (name, _), at in zip(self.batch, values, strict=True)}
+            leaf = leaves(dict(self.sizes), head | rows)
+            start = np.zeros_like(first) if self.low is None else evaluate(self.low, leaf).numpy()
+            end = np.full_like(first, n_k) if self.high is None else evaluate(self.high, leaf).numpy()
+            ends.append(np.broadcast_to(end, first.shape).clip(0, n_k))
+            starts.append(np.minimum(np.broadcast_to(start, first.shape).clip(0), ends[-1]))
+        return np.stack(starts), np.stack(ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +71,6 @@ class Problem:
     dense: tensors of an element for each score that the score program reads (biases, masks).
     stored_bytes: bytes of an element of k and v in memory (their mean) where that is not `dtype`, else 0.
     together: query heads whose rows lie side by side, in one head: row r is row r // together of each of them.
-    training: the forward keeps the log-sum-exp for a backward pass.
     among: of how many keys the n_k are, where `heads` are queries with a set each (`AttentionSpec.among`); else 0.
 
     Sizes of 0 are planned as 1 (an empty call runs no kernel, but its caller wants a plan).
@@ -49,7 +93,6 @@ class Problem:
     dense: int = 0
     stored_bytes: float = 0
     together: int = 1
-    training: bool = False
     among: int = 0
 
     def __post_init__(self) -> None:
@@ -103,8 +146,6 @@ class Problem:
 
     def needed(self) -> tuple[float, float]:
         """Rows of a head, and keys, that take part in a live score; a mean over heads."""
-        import numpy as np
-
         n_q, n_k = max(1, self.n_q), max(1, self.n_k)
         if not self.bounded:
             return n_q * min(1.0, self.density), n_k * self.density
@@ -123,16 +164,14 @@ class Problem:
         heads = max(1, self.heads_kv)
         return replace(self, n_q=max(1, self.n_q) * group, heads=heads, heads_kv=heads, together=self.together * group)
 
-    def key_ranges(self, rows: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    def key_ranges(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """First key and end of the keys that each block of `rows` queries of a head meets: of the first one, where
         heads differ."""
         start, end = self.all_key_ranges(rows)
         return start[0], end[0]
 
-    def all_key_ranges(self, rows: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    def all_key_ranges(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """First key and end of the keys that each block of `rows` queries meets: [heads that differ, blocks]."""
-        import numpy as np
-
         n_q, n_k = max(1, self.n_q), max(1, self.n_k)
         first = np.arange(0, n_q, rows)
         last = np.minimum(first + rows, n_q) - 1
@@ -152,3 +191,129 @@ class Problem:
         mask += f" density {self.density:g}" * (self.density < 1) + f" of {self.among} keys" * (self.among > 0)
         head_dim = f"d={self.d}" + (f" d_v={self.d_v}" if self.d_v != self.d else "")
         return f"B={self.batch} H={heads} N_q={self.n_q} N_k={self.n_k} {head_dim} {self.dtype}{mask}"
+
+
+def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | None) -> Problem:
+    """The sizes of a call as a `Problem`. `sizes`: values of `spec.sizes`, by name or in order. Rows visit the keys of
+    the spec's closed-form ranges; masks that load data count as dense, since what they hold is known only at run time.
+    Raises ProblemError where sizes are missing."""
+    values = dict(zip(spec.sizes, sizes or (), strict=False)) if not isinstance(sizes, Mapping) else dict(sizes)
+    missing = [name for name in spec.sizes if name not in values]
+    if missing:
+        raise ProblemError(f"the spec has the sizes {list(spec.sizes)}; values for {missing} are missing: give sizes=")
+    n_q, n_k, d, d_v = (size_value(e, values) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
+    batch = [size_value(extent, values) for extent in spec.batch]
+    heads, (score_flops, dense) = batch[-1] if batch else 1, _of_programs(*spec.programs())
+    if (mixing := spec.mixing) is not None:  # a multiply-add for every head
+        score_flops += batch[mixing.axis] * sum(matrix is not None for matrix in (mixing.scores, mixing.weights))
+    return Problem(
+        batch=math.prod(batch[:-1]),
+        heads=heads,
+        heads_kv=max(1, heads // spec.heads_per_key(heads)),
+        n_q=n_q,
+        n_k=n_k,
+        d=d,
+        d_v=d_v,
+        dtype=spec.dtype,
+        ranges=key_ranges(spec, values) if n_q and n_k else None,
+        stored_bytes=_stored_bytes(spec, d, d_v, n_k, values),
+        among=0 if spec.among is None else size_value(spec.among, values),
+        score_flops=score_flops,
+        dense=dense,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _of_programs(*programs: Expr | None) -> tuple[int, int]:
+    """`Problem.score_flops` and `Problem.dense`: looked for once, as every new length asks."""
+    operations = sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(*programs))
+    return operations, len(dense_loads(*programs, but=distance_parts(*programs)))
+
+
+def _stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mapping[str, int]) -> float:
+    """Mean bytes of an element of k and v in memory; 0 where both are stored as they are multiplied, in no table."""
+    as_is = not spec.tables and all(spec.values[n] is None and spec.operands[n] not in spec.stored for n in (1, 2))
+    return 0 if as_is else stored_bytes(spec, d, d_v, n_k, sizes)
+
+
+def key_ranges(spec: AttentionSpec, sizes: Mapping[str, int]) -> KeyRanges | None:
+    """The ranges of a spec's mask at these sizes; None where every row visits all keys, or only data tells."""
+    mask = spec.mask
+    extents = {f"b{n}": size_value(extent, sizes) for n, extent in enumerate(spec.batch)}
+    names = (*spec.sizes, "i0", "i1")
+    heads = () if math.prod(extents.values()) > MOST_HEADS else tuple(extents)
+    low = None if mask is None else known_part(mask.key_lo, "imax", (*names, *heads))
+    high = None if mask is None else known_part(mask.key_hi, "imin", (*names, *heads))
+    if low is None and high is None:
+        return None
+    used = set().union(*(coordinates(limit) for limit in (low, high) if limit is not None))
+    batch = tuple((name, extent) for name, extent in extents.items() if name in used)
+    return KeyRanges(low=low, high=high, sizes=tuple(sizes.items()), batch=batch)
+
+
+def known_part(limit: Expr | None, joined: str, names: Sequence[str]) -> Expr | None:
+    """The part of a limit that sizes and coordinates of these names tell. joined: how limits that hold together are."""
+    if limit is None:
+        return None
+    if all(part.op in ARITHMETIC or part.op in ("size", "coord") and part.attr in names for part in walk(limit)):
+        return limit
+    if limit.op == joined:
+        parts = [part for arg in limit.args if (part := known_part(arg, joined, names)) is not None]
+        return functools.reduce(functools.partial(apply, joined), parts) if parts else None
+    return None
+
+
+def attention_of(problem: Problem) -> AttentionSpec:
+    """softmax(q k^T / sqrt(d)) v with the problem's heads, and its causal and window masks: what a model that writes it
+    out is recognised as."""
+    batch, head = coord("b0"), coord("b1")
+    scaled = SCORE * problem.d**-0.5
+    live = _live(problem)
+    key_head = floordiv(head, problem.heads // problem.heads_kv)
+    dims = ("b0", "b1", "i", "e")
+    return AttentionSpec(
+        sizes=(),
+        batch=(integer(problem.batch), integer(problem.heads)),
+        n_q=integer(problem.n_q),
+        n_k=integer(problem.n_k),
+        d=integer(problem.d),
+        d_v=integer(problem.d_v),
+        operands=tuple(Operand(name=name, dtype=problem.dtype, rank=4) for name in "qkv"),
+        q=(batch, head, I, C),
+        k=(batch, key_head, J, C),
+        v=(batch, key_head, J, E),
+        score=functools.reduce(lambda score, part: where(part, score, const(-math.inf)), live, scaled),
+        mask=_mask(problem, live, scaled),
+        normalizer=Normalizer.SOFTMAX,
+        dtype=problem.dtype,
+        out_dtype=problem.dtype,
+        output=Output(dims=dims, order=dims),
+    )
+
+
+def _live(problem: Problem) -> list[Expr]:
+    """Conditions under which key j is live for row i."""
+    conditions = []
+    if problem.causal:
+        conditions.append(apply("ile", J, add(I, problem.diagonal)))
+    if problem.window is not None:
+        conditions.append(apply("ilt", add(I, problem.diagonal - problem.window), J))
+    return conditions
+
+
+def _mask(problem: Problem, live: list[Expr], scaled: Expr) -> MaskFacts | None:
+    """The closed form of the mask, as `passes.masks.understand` finds it in the scores."""
+    if not live:
+        return None
+    window = problem.window
+    low = lambda row: None if window is None else add(row, problem.diagonal - window + 1)
+    high = lambda row: add(row, problem.diagonal + 1) if problem.causal else None
+    return MaskFacts(
+        live=functools.reduce(functools.partial(apply, "and"), reversed(live)),
+        key_lo=low(I0),
+        key_hi=high(I1),
+        full=scaled,
+        full_lo=low(I1),
+        full_hi=high(I0),
+        fill=-math.inf,
+    )

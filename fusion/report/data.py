@@ -22,13 +22,13 @@ ATTENTION = {"part": "part", "program": "program", "operands": "where", "stored"
              "keys": "keys", "further": "also", "gradients": "gradient", "schedule": "plan", "runs": "runs",
              "approximation": "approx", "kernel": "kernel"}  # fmt: skip
 """Entries of a site and of an attention that are text, in order, with the labels that text and page give them."""
-_TRAFFIC = ("cache", "keys", "memory", "L2", "HBM")
+_TRAFFIC = ("cache", "keys", "L2", "HBM")
 _WORK = {
     "products": "matrix products", "vectors": "matrix products", "softmax": "exponentials and the score program",
-    "exponentials": "exponentials", "cache": "traffic between caches and memory", "keys": "reading the keys",
-    "memory": "memory traffic", "L2": "traffic to the L2 cache", "HBM": "traffic to the GPU's memory",
+    "exponentials": "exponentials", "instructions": "other instructions", "cache": "traffic between caches and memory",
+    "keys": "reading the keys", "L2": "traffic to the L2 cache", "HBM": "traffic to the GPU's memory",
     "packing": "copying keys and values into panels", "output": "writing the output", "merge": "merging parts of keys",
-    "staging": "copying rows", "launch": "the fixed cost of a call", "overhead": "the fixed cost of a call",
+    "staging": "copying rows", "launch": "the fixed cost of a call",
 }  # fmt: skip
 """The resources of the time models, in words."""
 
@@ -131,24 +131,14 @@ def _attention(found: AttentionReport, source: str) -> dict[str, Any]:
         "keys": found.keys or None,
         "further": "; ".join(spec.describe_further(further, names) for further in spec.further) or None,
         "gradients": found.gradients or None,
-        "schedule": plan.explain().partition("\nothers")[0],
+        "schedule": plan.explain(),
         "runs": plan.runs or None,
         "approximation": found.approximation,
         "kernel": f"{lines} lines: {source}" if lines else None,
         "kernel_lines": lines,
         "sizes": dict(found.sizes),
         "spec": parsed(spec.to_json()),
-        "plan": {
-            "machine": plan.machine.name,
-            "schedule": plan.schedule,
-            "tile": dict(plan.tile),
-            "io_elements": plan.io,
-            "io_bytes": plan.io_bytes,
-            "bound_elements": plan.bound,
-            "seconds": number(plan.time),
-            "limited_by": plan.limited_by,
-            "formula": plan.formula,
-        },
+        "plan": plan.to_dict(),
     }
 
 

@@ -21,7 +21,7 @@ from fusion.ir.request import PLAIN, Request
 from fusion.kept import Made
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
-from fusion.planning.planner import planner_for
+from fusion.planning.plan import planner_for
 from fusion.proof import Proof
 from fusion.refusals import Ground, Refusal
 from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel, GuardedTraining

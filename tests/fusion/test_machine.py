@@ -147,13 +147,6 @@ def test_detection_on_a_mac(monkeypatch):
     assert (found.level("L1").capacity, found.level("L2").capacity) == (131072, 16777216)
 
 
-def test_two_level_model():
-    found = Machine.two_level(1000, "bf16")
-    assert found.kind == "model" and found.fast_elements("bf16") == 1000
-    with pytest.raises(ProblemError, match="0 elements"):
-        Machine.two_level(0)
-
-
 def test_impossible_machines_are_refused():
     level = MemoryLevel(name="L1", capacity=1, bandwidth=1.0)
     base = {"name": "x", "kind": "cpu", "levels": (level,), "fast": "L1", "cores": 1, "vector_bytes": 16}

@@ -193,7 +193,7 @@ def _mask(attention: AttentionReport) -> str:
 
 
 def _plan(plan: Plan) -> str:
-    lines = plan.explain().partition("\nothers")[0].splitlines()
+    lines = plan.explain().splitlines()
     rows = [(line[:11].strip(), line[11:]) for line in lines]
     moved = [("I/O", plan.io, f"{plan.io:,.0f}", ""), ("bound", plan.bound, f"{plan.bound:,.0f}", "bound")]
     bars = drawings.bars_svg("elements moved", moved)

@@ -13,8 +13,8 @@ from fusion.codegen.mlir.calling import memory
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.machine import Machine
+from fusion.planning.cpu import FEW_BLOCKS, before, one_by_one, portions
 from fusion.planning.cpu_planner import WORTH_COMPILING, CpuPlanner
-from fusion.planning.portions import FEW_BLOCKS, before, one_by_one, portions
 from fusion.planning.register_tiles import ByRows, Tiling, tilings_for
 from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw
 

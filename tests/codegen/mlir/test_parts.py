@@ -16,8 +16,8 @@ from fusion.ir.spec import FurtherOutput
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu_planner import CpuPlanner, rows_choice
+from fusion.planning.cpu_rows import LEAST_PART
 from fusion.planning.register_tiles import tilings_for
-from fusion.planning.tiles import LEAST_PART
 from tests.codegen.mlir.cases import (
     TARGETS,
     Case,

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from fusion.codegen.triton.candidates import candidates, fits, smaller
 from fusion.machine import machine, of_target
-from fusion.planning.choice import Tile
+from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import BACKWARD, FORWARD, work_of
 from fusion.planning.gpu_model import tile_clocks
@@ -79,5 +79,6 @@ def test_the_model_has_a_time_for_every_candidate(name: str) -> None:
 def test_a_plan_has_the_tile_of_the_kernel(tile: tuple[int, int]) -> None:
     c = case("causal", "bfloat16", 128)
     sizes = {"B": 4, "H": 16, "Nq": 4096, "Nk": 4096}
-    found = plan(c.spec, "h200", sizes=sizes, tile=tile)
+    choice = Choice(schedule="block_sparse", tile=Tile(rows=tile[0], keys=tile[1], warps=8), keys=4096)
+    found = plan(c.spec, "h200", sizes=sizes, choice=choice)
     assert (found.B_r, found.B_c) == tile and math.isfinite(found.time)

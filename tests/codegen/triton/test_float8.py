@@ -16,7 +16,7 @@ from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel, combining_tile, split_kernels
 from fusion.machine import of_target
-from fusion.planning import packed_rows
+from fusion.planning import gpu_layout
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from tests import numerics
@@ -129,7 +129,7 @@ def test_which_machines_read_which_formats(target: str) -> None:
 
 def test_decoding_on_hopper() -> None:
     """Tiles of the cache wait in shared memory as they are stored: three of them, 32 KiB each in bfloat16."""
-    spec = packed_rows.packed(stored(case("causal", "bfloat16", 128, group=8).spec, FORMATS[0]), 8)
+    spec = gpu_layout.packed(stored(case("causal", "bfloat16", 128, group=8).spec, FORMATS[0]), 8)
     tile = GpuPlanner(spec, of_target("sm_90")).tile_for(8, 16384, 128, 128)
     kernels = split_kernels(spec, 128, 128, False, Order(packed=8))
     part, combine = compile_offline(

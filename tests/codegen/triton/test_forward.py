@@ -20,8 +20,7 @@ from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import SCORE, E, J, coord
 from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.planning.choice import Tile
-from fusion.planning.head_dims import padded, panelled
-from fusion.planning.packed_rows import heads_to_pack, packed
+from fusion.planning.gpu_layout import heads_to_pack, packed, padded, panelled
 from tests.codegen.mlir.cases import (
     PROGRAMS,
     Case,

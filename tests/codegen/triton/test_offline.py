@@ -20,7 +20,7 @@ from fusion.ir import integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM
 from fusion.ir.spec import FurtherOutput
 from fusion.machine import of_target
-from fusion.planning import packed_rows
+from fusion.planning import gpu_layout
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
 from tests.codegen.mlir.cases import case
@@ -111,7 +111,7 @@ def test_gradients_of_wide_heads_on_hopper(name: str, d: int, d_v: int) -> None:
 @pytest.mark.parametrize("n_q", [1, 16])
 def test_latent_attention_on_hopper(n_q: int) -> None:
     """Decoding with 128 query heads for one key head; V is read from K's tile."""
-    spec = packed_rows.packed(case("plain", "bfloat16", 576, 512, group=128).spec, 128)
+    spec = gpu_layout.packed(case("plain", "bfloat16", 576, 512, group=128).spec, 128)
     tile = GpuPlanner(spec, of_target("sm_90")).tile_for(128 * n_q, 16384, 576, 512)
     order = order_of(tile, split=False, shared=True, packed=128)
     tiles = {"attention_forward": tile, "attention_split": tile, "attention_combine": combining_tile(tile)}
@@ -164,7 +164,7 @@ def test_more(name: str, dtype: str, d: int, target: str) -> None:
 
 
 def test_split_keys_on_hopper() -> None:
-    spec = packed_rows.packed(case("causal", "bfloat16", 128, group=4).spec, 4)
+    spec = gpu_layout.packed(case("causal", "bfloat16", 128, group=4).spec, 4)
     tile = GpuPlanner(spec, of_target("sm_90")).tile_for(4, 16384, 128, 128)
     kernels = split_kernels(spec, 128, 128, False, Order(packed=4))
     part, combine = compile_offline(spec, kernels, 128, 128, {k.name: tile for k in kernels}, "sm_90")

@@ -16,7 +16,8 @@ from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Choice, Tile
-from fusion.planning.plan import Problem, plan
+from fusion.planning.plan import plan
+from fusion.planning.problem import Problem
 from fusion.report.data import report_data
 from tests.codegen.mlir.cases import case
 from tests.numerics import assert_as_exact_as_eager
@@ -66,7 +67,7 @@ def test_a_plan_of_what_runs(splits: int, stages: int) -> None:
     """With the stages and parts of the kernel."""
     choice = Choice(schedule="split_k", tile=Tile(rows=16, keys=64, warps=4, stages=stages), keys=16384, splits=splits)
     spec, sizes = case("plain", "bfloat16", 128).spec, {"B": 1, "H": 8, "Nq": 1, "Nk": 16384}
-    found = plan(spec, "h200", sizes=sizes, tile=choice.tiling, allow=("split_k",))
+    found = plan(spec, "h200", sizes=sizes, choice=choice)
     assert (found.schedule, found.B_r, found.B_c, found.stages, found.splits) == ("split_k", 16, 64, stages, splits)
 
 

@@ -19,7 +19,7 @@ from fusion.ir.ops import apply
 from fusion.machine import INTERPRETER
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import splits_for, visited_function
-from fusion.planning.packed_rows import packed as packed_spec
+from fusion.planning.gpu_layout import packed as packed_spec
 from fusion.report.report import SiteReport
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
 from tests.codegen.triton.counting import count_products, live_tiles

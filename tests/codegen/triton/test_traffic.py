@@ -9,17 +9,15 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
+from examples.io_model import counts, schedule
+from examples.io_model.schedule import phase_counts, sizes_of
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Tile
-from fusion.planning.compiled import counts, phase_counts
-from fusion.planning.from_spec import problem_of
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import JOINT, KEYS, KEYS_ALONE, QUERIES, VALUES_ALONE
 from fusion.planning.gpu_model import PREPARE
-from fusion.planning.problem import Problem
-from fusion.planning.schedules import schedule
-from fusion.planning.tiles import sizes_of
+from fusion.planning.problem import Problem, problem_of
 from tests import emitters
 from tests.codegen.mlir.cases import case, draw
 from tests.codegen.triton.counting import count_traffic

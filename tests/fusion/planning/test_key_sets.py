@@ -6,9 +6,9 @@ import torch
 import fusion
 from fusion.ir import AttentionSpec
 from fusion.machine import machine
-from fusion.planning.choose import lower_bound
-from fusion.planning.from_spec import problem_of
 from fusion.planning.pays import sets_pay
+from fusion.planning.plan import lower_bound
+from fusion.planning.problem import problem_of
 
 D = 64
 

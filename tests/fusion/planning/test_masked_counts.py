@@ -7,8 +7,8 @@ import torch
 
 import fusion
 from fusion.machine import machine
-from fusion.planning.choose import lower_bound
-from fusion.planning.plan import _register_tile
+from fusion.planning.plan import lower_bound
+from fusion.planning.register_tiles import planes_of, target_of
 from tests.numerics import assert_same_in_float64
 
 MASKS = {
@@ -43,7 +43,7 @@ def test_io_and_bound_are_what_the_mask_needs(name, shape):
     q, k, v = (torch.randn(batch, heads, n, d) for n in (n_q, n_k, n_k))
     (site,) = fusion.explain(attend, q, k, v).sites
     plan, here = site.plan, machine(None)
-    step = _register_tile(here, site.spec)[1]
+    step = target_of(here).register_tile(planes_of(site.spec, target_of(here)))[1]
     visited, blocks = 0, range(0, n_q, plan.B_r)
     for head in live:
         for first in blocks:
@@ -51,7 +51,7 @@ def test_io_and_bound_are_what_the_mask_needs(name, shape):
             if len(keys):
                 low, high = int(keys[0]) // step * step, -(-(int(keys[-1]) + 1) // step) * step
                 visited += min(high, n_k) - low
-    # Q, the output and a statistic of each row once, K and V of the visited tiles (fusion.planning.forward).
+    # Q, the output and a statistic of each row once, K and V of the visited tiles (`fusion.planning.plan.SCHEDULES`).
     assert_same_in_float64(plan.io, batch * (heads * n_q * (2 * d + 1) + 2 * d * visited))
     needed_rows, needed_keys = live.any(2).sum().item(), live.any(1).sum().item()
     compulsory = batch * (needed_rows * d + heads * n_q * d + 2 * needed_keys * d)

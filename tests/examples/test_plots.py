@@ -5,9 +5,9 @@ import builtins
 import numpy as np
 import pytest
 
+from examples.io_model import plots
 from fusion.errors import MissingPackageError
-from fusion.planning import plots
-from fusion.planning.plan import Problem
+from fusion.planning.problem import Problem
 
 PROBLEM = Problem(n_q=256, n_k=256, d=16, d_v=16)
 

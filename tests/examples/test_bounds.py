@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import sympy
 
+from examples.io_model import bounds
+from examples.io_model.schedule import M, d
+from examples.io_model.tiles import optimum
+from examples.io_model.two_level import least, weigh_one
 from examples.simulate.schedules import run
-from fusion.machine import Machine
-from fusion.planning import bounds
-from fusion.planning.optimum import optimum
-from fusion.planning.plan import Problem, plan
-from fusion.planning.symbols import M, d
+from fusion.planning.problem import Problem
 
 # The constant of the claim "counted I/O is within a constant of the lower bound": stated in docs/cost-model.md.
 CONSTANT = 9
@@ -51,7 +51,7 @@ def capacities(n, width):
 @pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
 def test_the_planned_io_is_within_a_constant_of_the_bound(n, width):
     for capacity in capacities(n, width):
-        chosen = plan(Problem(n_q=n, n_k=n, d=width, d_v=width), Machine.two_level(capacity))
+        chosen = least(Problem(n_q=n, n_k=n, d=width, d_v=width), capacity)
         assert 1 <= chosen.ratio <= CONSTANT, chosen
         if capacity < 0.66 * width * width:
             assert chosen.schedule == "small_cache", chosen
@@ -62,7 +62,7 @@ def test_the_planned_io_is_within_a_constant_of_the_bound(n, width):
 @pytest.mark.parametrize("capacity", [16, 64, 256, 1024, 4096])
 def test_the_same_ratio_counted_on_the_simulated_memory(capacity):
     n, width = 256, 16
-    chosen = plan(Problem(n_q=n, n_k=n, d=width, d_v=width), Machine.two_level(capacity))
+    chosen = least(Problem(n_q=n, n_k=n, d=width, d_v=width), capacity)
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(n, width)) for _ in range(3))
     memory = run(chosen.schedule, q, k, v, capacity=capacity, tile=dict(chosen.tile))
@@ -75,10 +75,10 @@ def test_the_same_ratio_counted_on_the_simulated_memory(capacity):
 def test_small_cache_beats_flash_by_root_m_over_d(width, share):
     """The factor is sqrt(M) / d; with the constants of the derived optima, (1 + 4 d / sqrt(M)) / (4 d^2 / M)."""
     problem, capacity = Problem(n_q=4096, n_k=4096, d=width, d_v=width), int(width * width * share)
-    small = plan(problem, Machine.two_level(capacity), "small_cache")
-    flash = plan(problem, Machine.two_level(capacity), "flash")
+    small = weigh_one(problem, capacity, "small_cache")
+    flash = weigh_one(problem, capacity, "flash")
     factor, theory = small.io / flash.io, math.sqrt(share)
     assert 0.5 * theory <= factor <= 1.5 * theory
     leading = [optimum(name).leading.subs({M: capacity, d: width}) for name in ("small_cache", "flash")]
     assert factor == pytest.approx(float(leading[0] / leading[1]), rel=0.25)
-    assert plan(problem, Machine.two_level(capacity)).schedule == "small_cache"
+    assert least(problem, capacity).schedule == "small_cache"

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sympy
 
-from fusion.planning.schedule import Phase, Schedule
-from fusion.planning.symbols import (
+from .schedule import (
     DIMS,
     PAIRS,
     B_c,
@@ -24,7 +23,9 @@ from fusion.planning.symbols import (
     M,
     N_k,
     N_q,
+    Phase,
     R,
+    Schedule,
     blocks,
     d,
     d_v,

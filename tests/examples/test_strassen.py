@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from examples.io_model import bounds
 from examples.simulate.memory import TwoLevelMemory
 from examples.simulate.strassen import product_io, strassen
 from fusion.errors import ProblemError
-from fusion.planning import bounds
 from tests.numerics import assert_same_in_float64
 
 TILE = {"B_o": 2, "B_p": 1, "B_e": 2}

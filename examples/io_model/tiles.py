@@ -1,5 +1,4 @@
-"""The best tile in closed form: which variable saturates the fast memory, where the I/O is stationary, its leading
-order.
+"""The best tile of a schedule: the one of least I/O, searched for and in closed form.
 
 Without ceilings the I/O of every schedule is, per group of phases that share tile variables, a constant plus a / x or
 a / x + b / y, and its footprint p x + c or w x y + p x + q y + c. Variables that only enlarge the footprint are at
@@ -12,20 +11,123 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import sympy
 
-from fusion.errors import NoFittingTileError, UnknownScheduleError
-from fusion.planning.compiled import io_variables, phase_counts
-from fusion.planning.least_io import groups, least_of
 from fusion.planning.problem import Problem
-from fusion.planning.schedule import Phase, Schedule
-from fusion.planning.schedules import schedule
-from fusion.planning.symbols import CUTS, SIZES, TILES, M, N, N_k, N_q, d, d_v, smooth
-from fusion.planning.tiles import Tile, sizes_of
+
+from . import schedule
+from .schedule import (
+    CUTS,
+    SIZES,
+    TILES,
+    M,
+    N,
+    N_k,
+    N_q,
+    Phase,
+    Schedule,
+    SmallMemoryError,
+    UnknownScheduleError,
+    d,
+    d_v,
+    io_variables,
+    phase_counts,
+    sizes_of,
+    smooth,
+)
+
+Tile = dict[str, int]
+Tiles = dict[str, np.ndarray]
+
+MOST_BLOCKS = 200
+"""Sizes of one tile variable that a search tries at most."""
+SEARCHED_WHOLE = (MOST_BLOCKS // 2) ** 2
+"""Up to so many queries and keys a search tries every balanced block: a size n has at most 2 sqrt(n) of them."""
+
+
+def balanced(size: int) -> list[int]:
+    """The blocks worth trying for `size`: for each number of blocks the smallest block that gives it. I/O depends on a
+    block only through the number of blocks, so nothing is lost; above `MOST_BLOCKS` values the list is thinned
+    geometrically."""
+    size = max(1, size)
+    root = math.isqrt(size)
+    values = sorted({-(-size // count) for count in range(1, root + 1)} | set(range(1, min(size, root + 1) + 1)))
+    if len(values) <= MOST_BLOCKS:
+        return values
+    keep = np.unique(np.round(np.geomspace(1, len(values), MOST_BLOCKS)).astype(int) - 1)
+    return [values[index] for index in keep]
+
+
+def grid(values: Mapping[str, Iterable[int]]) -> Tiles:
+    """All combinations, as flat arrays by name."""
+    axes = np.meshgrid(*(np.array(list(column), dtype=np.int64) for column in values.values()), indexing="ij")
+    return {name: axis.ravel() for name, axis in zip(values, axes, strict=True)}
+
+
+def pick(tiles: Tiles, index: int) -> Tile:
+    """One combination."""
+    return {name: int(column[index]) for name, column in tiles.items()}
+
+
+def groups(schedule: Schedule) -> list[tuple[Phase, ...]]:
+    """Phases that share no tile variable can be tiled independently of each other."""
+    remaining, result = list(schedule.phases), []
+    while remaining:
+        group, names = [remaining.pop(0)], set()
+        names.update(group[0].tile)
+        for phase in list(remaining):
+            if names & set(phase.tile):
+                remaining.remove(phase)
+                group.append(phase)
+                names.update(phase.tile)
+        result.append(tuple(group))
+    return result
+
+
+def least_io(schedule: Schedule, problem: Problem, capacity: int, share: float = 1.0, features: int = 1) -> Tile:
+    """The tile of least I/O whose footprint is at most `capacity` elements: the two-level model's optimum. Exhaustive
+    up to the thinning of `balanced`, since only balanced blocks matter and other variables are best at their minimum.
+    Raises SmallMemoryError where the smallest tile does not fit."""
+    sizes = sizes_of(problem, capacity, share, features)
+    used = frozenset().union(*(io_variables(phase) for phase in schedule.phases))
+    choices = {
+        name: sorted({block for cut in CUTS[name] for block in balanced(int(sizes[cut]))}) if name in used else [1]
+        for name in schedule.tile
+    }
+    return least_of(schedule, problem, capacity, choices, share, features)
+
+
+def least_of(
+    schedule: Schedule,
+    problem: Problem,
+    capacity: int,
+    choices: Mapping[str, Iterable[int]],
+    share: float = 1.0,
+    features: int = 1,
+) -> Tile:
+    """The combination of least I/O among `choices` that fits `capacity`. Raises SmallMemoryError where none does."""
+    sizes = sizes_of(problem, capacity, share, features)
+    tile: Tile = {}
+    for group in groups(schedule):
+        names = sorted({name for phase in group for name in phase.tile})
+        if not names:
+            continue
+        tiles = grid({name: choices[name] for name in names})
+        parts = [phase_counts(phase, sizes, tiles) for phase in group]
+        footprint = np.maximum.reduce([np.broadcast_to(part.footprint, tiles[names[0]].shape) for part in parts])
+        if footprint.min() > capacity:
+            raise SmallMemoryError(
+                f"{schedule.name} for {problem} in a fast memory of M={capacity} elements: its smallest tile needs "
+                f"{footprint.min():.0f}; give a larger M, or take small_cache, which tiles the head dimension too",
+                needed=float(footprint.min()),
+            )
+        io = sum(part.io for part in parts)
+        tile |= pick(tiles, int(np.argmin(np.where(footprint <= capacity, io + footprint * 1e-9, np.inf))))
+    return tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,21 +219,21 @@ def _compiled(name: str) -> tuple[tuple[str, ...], object]:
 
 
 def continuous_tile(name: str, problem: Problem, capacity: int) -> dict[str, float]:
-    """The optimum's tile in numbers, not yet whole, nor cut to the problem's size. Raises NoFittingTileError at a pole
+    """The optimum's tile in numbers, not yet whole, nor cut to the problem's size. Raises SmallMemoryError at a pole
     of the formula (at a capacity of few elements)."""
     names, function = _compiled(schedule(name).name)
     sizes = sizes_of(problem, capacity)
     try:
         values = function(*(sizes[str(symbol)] for symbol in SIZES))  # type: ignore[operator]
     except ZeroDivisionError as error:
-        raise NoFittingTileError(f"the derived tile of {name} has a pole at M={capacity} elements") from error
+        raise SmallMemoryError(f"the derived tile of {name} has a pole at M={capacity} elements") from error
     return dict(zip(names, values, strict=True))
 
 
 def snapped_tile(name: str, problem: Problem, capacity: int) -> Tile:
     """The continuous optimum brought to legal sizes: whole numbers near it that fit `capacity`. Where a block can
     shrink without adding another block, the smaller one is tried too, and what that frees goes to the group's other
-    variable. Raises NoFittingTileError."""
+    variable. Raises SmallMemoryError."""
     chosen: Schedule = schedule(name)
     sizes = sizes_of(problem, capacity)
     tile = continuous_tile(chosen.name, problem, capacity)

@@ -1,8 +1,11 @@
-"""Query heads that share keys, side by side in one block of rows: for few queries (decoding), whose tiles would be
-mostly empty and would read the same keys once per head.
+"""How GPU kernels lay out a head's columns and rows.
 
-The kernel does not know of it: it is written for another spec, in which the G heads of a group are one and query row i
-of head h is row i * G + h % G.
+Columns: tiles are powers of two wide, so that a head of 80, 96, 192 or 576 columns is two of them (64 + 16, 64 + 32,
+128 + 64, 512 + 64) instead of one that is mostly zeros.
+
+Rows: where there are few queries (decoding), the query heads that share keys lie side by side in one block of rows;
+tiles would be mostly empty, and would read the same keys once per head. The kernel does not know of it: it is written
+for another spec, in which the G heads of a group are one and query row i of head h is row i * G + h % G.
 """
 
 from __future__ import annotations
@@ -17,6 +20,30 @@ from fusion.ir.spec import AttentionSpec
 
 ROWS_FROM = 64
 """Queries of one head that fill a tile by themselves."""
+NARROWEST = 16  # products take at least so many columns
+
+
+def power(extent: int) -> int:
+    """The power of two that holds an extent."""
+    return 1 << max(0, (max(1, extent) - 1).bit_length())
+
+
+def padded(extent: int) -> int:
+    """The power of two that holds a head dimension."""
+    return max(NARROWEST, power(extent))
+
+
+def panel_widths(extent: int) -> tuple[int, ...]:
+    """Widths of the tiles that cover a head dimension: one, or two where these are narrower together."""
+    whole = padded(extent)
+    first = whole // 2
+    rest = padded(extent - first) if extent > first else whole
+    return (whole,) if first < NARROWEST or rest >= first else (first, rest)
+
+
+def panelled(extent: int) -> int:
+    """Columns of all tiles of a head dimension."""
+    return sum(panel_widths(extent))
 
 
 def heads_to_pack(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:

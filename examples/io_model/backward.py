@@ -1,4 +1,4 @@
-"""The backward passes as symbolic schedules, in the manner of `fusion.planning.forward`.
+"""The backward passes as symbolic schedules, in the manner of `forward`.
 
 All recompute P from Q, K and the stored log-sum-exp L, with delta_i = sum_e dO[i,e] O[i,e] and dS = P o (dP - delta),
 except the materialised one, which is handed P. Sources: FlashAttention (2205.14135, Alg. 3 and 4), FlashAttention-2
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sympy
 
-from fusion.planning.schedule import Phase, Schedule
-from fusion.planning.symbols import (
+from .schedule import (
     DIMS,
     PAIRS,
     B_c,
@@ -23,7 +22,9 @@ from fusion.planning.symbols import (
     M,
     N_k,
     N_q,
+    Phase,
     R,
+    Schedule,
     blocks,
     d,
     d_v,

@@ -6,12 +6,11 @@ GPT-2 medium on an A100: 16 heads, d = 64, N = 1024, batch 64, fp16, forward and
 
 import pytest
 
+from examples.io_model import counts, schedule
+from examples.io_model.schedule import sizes_of
+from examples.io_model.tiles import least_io
 from fusion.machine import MIB, machine
-from fusion.planning.compiled import counts
-from fusion.planning.least_io import least_io
-from fusion.planning.plan import Problem
-from fusion.planning.schedules import schedule
-from fusion.planning.tiles import sizes_of
+from fusion.planning.problem import Problem
 
 GPT2 = Problem(n_q=1024, n_k=1024, d=64, d_v=64, batch=64, heads=16, heads_kv=16, dtype="float16")
 BYTES = GPT2.problems * GPT2.element_bytes

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from fusion.errors import MissingPackageError, NoFittingTileError
-from fusion.planning import bounds
-from fusion.planning.compiled import counts
-from fusion.planning.least_io import least_io
+from fusion.errors import MissingPackageError
 from fusion.planning.problem import Problem
-from fusion.planning.schedules import SCHEDULES, schedule
-from fusion.planning.tiles import sizes_of
+
+from . import SCHEDULES, bounds, counts, schedule
+from .schedule import SmallMemoryError, sizes_of
+from .tiles import least_io
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ def sweep(problem: Problem, *, direction: str = "forward", points: int = 40) -> 
 def _io(item: Any, problem: Problem, capacity: int) -> float:
     try:
         tile = least_io(item, problem, capacity)
-    except NoFittingTileError:
+    except SmallMemoryError:
         return float("nan")
     return float(counts(item.name, sizes_of(problem, capacity), tile).io)
 

@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.io_model import SCHEDULES, counts, schedule
+from examples.io_model.schedule import SmallMemoryError, sizes_of
+from examples.io_model.tiles import least_io
 from examples.simulate.memory import FastMemoryError
 from examples.simulate.schedules import run
 from examples.simulate.schedules_backward import run_backward
-from fusion.errors import NoFittingTileError
-from fusion.planning.compiled import counts
-from fusion.planning.least_io import least_io
-from fusion.planning.plan import Problem
-from fusion.planning.schedules import SCHEDULES, schedule
-from fusion.planning.tiles import sizes_of
+from fusion.planning.problem import Problem
 from tests.numerics import ROUNDING, assert_same_in_float64, assert_within
 
 FORWARD = [name for name, item in SCHEDULES.items() if item.direction == "forward" and item.exact]
@@ -198,7 +196,7 @@ def test_counts_at_the_best_tile_on_both_sides_of_d_squared(name, d, share):
     problem, capacity = Problem(n_q=19, n_k=26, d=d, d_v=d), int(share * d * d)
     try:
         tile = least_io(schedule(name), problem, capacity)
-    except NoFittingTileError as error:
+    except SmallMemoryError as error:
         assert f"M={capacity}" in str(error) and share <= 2
         return
     rng = np.random.default_rng(1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from fusion.planning.symbols import M, N_k, N_q, d, d_v, s
+from .schedule import M, N_k, N_q, d, d_v, s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
