@@ -1,10 +1,9 @@
-"""Keys and values as caches keep them: narrower than they are multiplied in, packed, in pages.
+"""Keys and values as caches store them: narrower than the dtype of the products, packed, in pages.
 
-An operand `(cache[table].to(q.dtype) - zero) * scale` is not read from the copy that the graph would make of it but
-from the cache itself: widening, unpacking, zero points, scales and the table become part of the read. What the operand
-is multiplied by and is the same for all columns of a row is returned as a scale: of scores for Q and K, of weights or
-rows of the output for V. The rest is the element's value, an expression. Where nothing is left of it but a cast, the
-element is the stored one.
+An operand `(cache[table].to(q.dtype) - zero) * scale` is read from the cache itself, not from the copy that the graph
+would make of it: widening, unpacking, zero points, scales and the table become part of the read. Factors of the operand
+that are the same for all columns of a row are returned as a scale: of scores for Q and K, of weights or rows of the
+output for V. The rest is the element's value, an expression. If that is only a cast, the element is the stored one.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ _plain = ContextVar("_plain", default=False)
 
 @contextlib.contextmanager
 def plain_kernels() -> Iterator[None]:
-    """While this lasts, keys and values are read from what the graph makes of a cache, and attentions whose weights are
-    used elsewhere stay as they are: for kernels that can no more, and return one tensor."""
+    """Context in which keys and values are read from the graph's copy of a cache, and attentions whose weights are used
+    elsewhere stay as they are: for kernels that support neither, and return one tensor."""
     token = _plain.set(True)
     try:
         yield
@@ -61,16 +60,16 @@ def plain_kernels() -> Iterator[None]:
 
 
 def are_plain() -> bool:
-    """Whether kernels are (`plain_kernels`)."""
+    """Whether `plain_kernels` is in force."""
     return _plain.get()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor that an operand is made of.
+    """Tensor that an operand is read from.
 
-    value: what is multiplied; None where it is the element itself.
-    scale: what the products are multiplied by.
+    value: the operand's element as an expression; None where it is the stored element itself.
+    scale: the factor of the products.
     scales: the tensors that the scale is read from.
     passed: the nodes between.
     """
@@ -86,8 +85,8 @@ class Stored:
 def stored(
     walk_: PullBack, here: Node, index: Index, row: Expr, column: Expr, extent: Expr, accept: Callable[[Expr], bool]
 ) -> Stored | None:
-    """What an operand is the widened, unpacked or gathered copy of; None if it is none. accept: whether the caller has
-    a place for a scale."""
+    """Stored tensor that an operand is the widened, unpacked or gathered copy of; None if there is none. accept:
+    whether the caller can apply a scale."""
     if _plain.get() or nodes.dtype(here) not in _PRODUCTS or not extent.is_const or not _leads_to_cache(here):
         return None
     inner = type(walk_)(walk_.bounds | {column: extent}, walk_.keys, walk_.anchor)
@@ -115,12 +114,12 @@ def stored(
 
 
 def _adopted(walk_: PullBack, inner: PullBack, expr: Expr) -> Expr:
-    """An expression of another walk, with the numbers that its tensors have in this one."""
+    """Expression of another walk, with its loads renumbered for this one."""
     return renumbered(expr, lambda old: walk_.number(inner.loaded[old], inner.tables.get(old)))
 
 
 class _Source:
-    """What an element is made of."""
+    """Tensors and expression behind an operand's element."""
 
     def __init__(self, inner: PullBack, element: Expr, here: Node, row: Expr, column: Expr, extent: Expr):
         self.inner, self.element, self.here = inner, element, here
@@ -130,7 +129,7 @@ class _Source:
         self.indirect = bool(loads(*(index for read in loads(element) for index in read.args)))
 
     def access(self) -> Expr:
-        """The load of the tensor that most of the element is read from."""
+        """Load of the tensor that most of the element's bytes come from."""
         if self.plain is not None:
             return self.plain
         indirect = {part for read in loads(self.element) for entry in read.args for part in loads(entry)}
@@ -138,7 +137,7 @@ class _Source:
         return max(direct, key=lambda read: bytes_per_element(read, self._itemsize, self.column, self.width))
 
     def pays(self) -> bool:
-        """Whether kernels can read it, and less is read than there would be of a copy."""
+        """Whether kernels can read it, and fewer bytes are read than from a copy."""
         found = [self._node(read) for read in loads(self.element)]
         if not {self.row.name, self.column.name} <= coordinates(self.element) or not all(map(_is_readable, found)):
             return False
@@ -169,13 +168,13 @@ def _is_readable(node: Node) -> bool:
 
 
 def _unrounded(part: Expr, dtype: torch.dtype) -> Expr | None:
-    """Without roundings to the dtype of the product, nor to finer ones: kernels have float32."""
+    """Value without roundings to the dtype of the product, or to finer ones: kernels have float32."""
     vanishes = any(part.op == name and not is_coarser(to, dtype) for to, name in ROUNDED.items())
     return rebuild(part.args[0], lambda inner: _unrounded(inner, dtype)) if vanishes else None
 
 
 def _split(value: Expr, column: Expr) -> tuple[Expr, Expr]:
-    """(what depends on the column, the factors of a value that do not)."""
+    """(the part that depends on the column, the factors of a value that do not)."""
     if value.op in ("fmul", "div"):
         left, right = value.args
         free = [column.name not in coordinates(arg) for arg in value.args]
@@ -189,7 +188,7 @@ def _split(value: Expr, column: Expr) -> tuple[Expr, Expr]:
 
 
 def _leads_to_cache(here: Node) -> bool:
-    """Whether a narrow tensor, or one that is read through a table, is met on the way up; nothing is evaluated."""
+    """Whether a narrow tensor, or a read through a table, is among the ancestors; nothing is evaluated."""
 
     def parents(node: Node) -> list[Node]:
         through = views.is_view(node) or packet(node) in pointwise.BUILDERS or packet(node) in _THROUGH
@@ -203,7 +202,7 @@ def _leads_to_cache(here: Node) -> bool:
 
 
 def _is_kept(inner: PullBack, here: Node) -> bool:
-    """Whether a gathered copy is made in any case, because something else uses it."""
+    """Whether a gathered copy is made in any case, because another node uses it."""
     calls = {table.call for table in inner.tables.values()}
     return any(user not in inner.interior for call in calls - {here} for user in call.users)
 

@@ -1,8 +1,8 @@
-"""What pulling back one call of a pointwise operation needs: the call, its kinds, casts, and sums with fills of masks.
+"""Parts of the pull-back of a pointwise call: the call itself, its kinds, casts, and sums with fills of masks.
 
 Floating casts vanish where the model computes in the dtype (kernels compute in float32, at least as exact as the
 model), except on constants, where a cast can change the meaning: float32's finfo.min is -inf in float16. A cast to a
-dtype that is coarser than what the weights are multiplied in is a rounding that the model asks for (`roundings`).
+dtype that is coarser than that of the product of weights and V is a rounding that the model asks for (`roundings`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Builder = Callable[[Call], Expr | None]
 
 
 def float_function(compose: Callable[..., Expr | None], count: int = 1) -> Builder:
-    """The builder of a function of so many floats, from its composition, which takes these and the call."""
+    """Builder of a function of a number of floats, from its composition, which takes these and the call."""
 
     def builder(call: Call) -> Expr | None:
         if kind_of(call.dtype) is not Kind.FLOAT:
@@ -66,7 +66,7 @@ def kind_of(dtype: torch.dtype) -> Kind | None:
 
 
 def common_integer(tensors: list[torch.Tensor]) -> torch.dtype | None:
-    """The dtype in which an operation of integers computes: numbers, and tensors of one element, wrap around in it."""
+    """Dtype in which an operation of integers computes: numbers, and tensors of one element, wrap around in it."""
     if not tensors or any(kind_of(tensor.dtype) is not Kind.INT for tensor in tensors):
         return None
     return torch.result_type(tensors[0], tensors[-1])
@@ -82,7 +82,7 @@ def cast(value: Expr, dtype: torch.dtype) -> Expr | None:
 
 
 def round_constants(value: Expr, dtype: torch.dtype) -> Expr:
-    """Constants, also those selected by a mask, as `dtype` holds them, and sums with a fill rounded to it."""
+    """Constants, also those selected by a mask, rounded to `dtype`, and sums with a fill rounded to it."""
     if value.op == "const":
         return const(rounded(value.value, dtype))
     if value.op == "where":
@@ -104,7 +104,7 @@ _EXACT_FILL = 2.0**64
 
 
 def _is_coarse(fill: float, dtype: torch.dtype) -> bool:
-    """Whether a sum with a fill is another number in `dtype` than in float32."""
+    """Whether a sum with a fill has another value in `dtype` than in float32."""
     return dtype in ROUNDED and swallows(fill, dtype) and -fill < _EXACT_FILL
 
 
@@ -125,8 +125,9 @@ def _add_hard_mask(value: Expr, mask: Expr, dtype: torch.dtype) -> Expr | None:
     """x + (y if p else c) = (x + y if p else x + c) where c swallows every score that occurs in `dtype`.
 
     c is that large when half its spacing in `dtype` is at least 16: finfo.min and -inf in every dtype, -1e9 in float32,
-    -1e4 in bfloat16. Such a key is dead in a row with a live one. In a row without, eager averages over what x + c is
-    rounded to, and the gradient passes through the sum."""
+    -1e4 in bfloat16. Such a key is dead in a row with a live one. In a row without, eager averages over the rounded
+    values of x + c, and the gradient passes through the sum.
+    """
     if not _is_hard_mask(mask, dtype):
         return None
     condition, *arms = mask.args
@@ -135,7 +136,7 @@ def _add_hard_mask(value: Expr, mask: Expr, dtype: torch.dtype) -> Expr | None:
 
 
 def _is_hard_mask(value: Expr, dtype: torch.dtype) -> bool:
-    """Whether a value is, in one of the alternatives that are selected between, a fill that swallows scores."""
+    """Whether a value, or one of the alternatives of a selection, is a fill that swallows scores."""
     arms = value.args[1:] if value.op == "where" else ()
     return any(_is_hard_mask(arm, dtype) or (arm.is_const and swallows(arm.value, dtype)) for arm in arms)
 

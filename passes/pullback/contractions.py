@@ -50,7 +50,8 @@ def is_contraction(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summed:
-    """(left op right).sum(dim): extents: of what is summed. keepdim: whether the result has a dimension of size 1."""
+    """(left op right).sum(dim). extents: of the tensor that is summed. keepdim: whether the result has a dimension of
+    size 1."""
 
     op: Any
     left: Node
@@ -61,7 +62,7 @@ class _Summed:
 
 
 def _summed(node: Node, ops: tuple[Any, ...] = (aten.mul,)) -> _Summed | None:
-    """The factors of `(q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)`: each is broadcast along one of the other."""
+    """Factors of `(q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)`: each is broadcast along one dimension of the other."""
     if packet(node) is aten.linalg_vecdot:
         args = arguments(node)
         op, operands, dims, keepdim = aten.mul, (args["x"], args["y"]), args["dim"], False
@@ -92,13 +93,14 @@ _DISTANCES = {aten.cdist, aten._cdist_forward, aten._euclidean_dist}
 
 
 def is_distance(node: Node) -> bool:
-    """Whether this node holds distances of all pairs of two tensors: a score to a person, and no product."""
+    """Whether this node holds distances of all pairs of two tensors: a score to a person, although no product."""
     return packet(node) in _DISTANCES or _summed(node, (aten.sub,)) is not None
 
 
 def extended_factors(node: Node) -> list[Node]:
-    """Of a product with a vector that is written as a product and a sum, `(q * k).sum(-1)` with a single query, the
-    factors that are broadcast along the other: the sum is over a dimension of both. Empty for any other node."""
+    """Broadcast factors of a product with a vector that is written as a product and a sum, `(q * k).sum(-1)` with a
+    single
+    query: the sum is over a dimension of both factors. Empty for any other node."""
     if packet(node) is not aten.sum or not nodes.is_tensor(node) or is_contraction(node):
         return []
     args = arguments(node)
@@ -115,7 +117,8 @@ def extended_factors(node: Node) -> list[Node]:
 
 
 def _broadcast(left: Index, right: Index) -> Index | None:
-    """The extents of a pointwise operation that extends both of its operands; None where one has its shape."""
+    """Extents of a pointwise operation that extends both of its operands; None where one operand has the result's
+    shape."""
     one, rank = integers.integer(1), max(len(left), len(right))
     left, right = (one,) * (rank - len(left)) + left, (one,) * (rank - len(right)) + right
     pairs = list(zip(left, right, strict=True))
@@ -131,7 +134,7 @@ MOVES = {*RESHAPES, aten.permute, aten.transpose, aten.contiguous, aten.clone, a
 
 
 def behind_moves(node: Node) -> Node:
-    """The node of which one is a view, copy or cast."""
+    """Node behind views, copies and casts."""
     while node.op == "call_function" and packet(node) in MOVES and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -148,7 +151,7 @@ def is_parameter(node: Node) -> bool:
 
 
 def factors(node: Node, index: Index, contracted: Expr) -> Factors:
-    """The factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express. Of
+    """Factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express. For
     baddbmm and addmm these are the factors of the product: the caller adds the input, scaled by beta, and scales by
     alpha."""
     if packet(node) is aten.einsum:
@@ -188,7 +191,8 @@ def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
-    """An einsum of two operands over one index: a letter for each dimension. summed: what the result lacks."""
+    """An einsum of two operands over one index: a letter for each dimension. summed: the letter that the result
+    lacks."""
 
     inputs: tuple[str, ...]
     output: str
@@ -248,7 +252,7 @@ def _expand_ellipsis(term: str, rank: int) -> str:
 
 
 def products_above(node: Node) -> set[Node]:
-    """The products of two tensors that are met on the way up from a node, before any linear layer."""
+    """Products of two tensors among the ancestors of a node, up to linear layers."""
     found, seen, stack = set[Node](), set[Node](), [node]
     while stack:
         here = stack.pop()
@@ -264,7 +268,7 @@ def products_above(node: Node) -> set[Node]:
 
 def strip_scale(node: Node) -> tuple[Node, float]:
     """`x` and the product of constants of `x * c`, `x / c` and their nestings: a scale on Q or K instead of QK^T. (c q)
-    k is c (q k) where q k does not overflow; one that is not moderate stays with its operand."""
+    k is c (q k) where q k does not overflow; a constant that is not moderate stays with its operand."""
     scale = 1.0
     while node.op == "call_function" and packet(node) in (aten.mul, aten.div) and nodes.is_tensor(node):
         tensor, factor = node.args[:2]

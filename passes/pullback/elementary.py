@@ -26,7 +26,7 @@ def _odd(x: Expr, of_magnitude: Expr) -> Expr:
 
 
 def _given(call: Call, position: int, name: str, default: float) -> Expr:
-    """A parameter of a function."""
+    """Parameter of a function."""
     return operand(call.get(position, name, default), Kind.FLOAT)
 
 
@@ -82,7 +82,7 @@ def _elu(x: Expr, call: Call) -> Expr:
 
 
 def not_above_zero(x: Expr) -> Expr:
-    """x, or 0 where it is above. What a selection does not take must not overflow: its gradient would be 0 * inf."""
+    """x, or 0 where x is above 0. A branch that a selection drops must not overflow: its gradient would be 0 * inf."""
     return where(apply("flt", ZERO, x), ZERO, x)
 
 
@@ -95,7 +95,8 @@ def _hardtanh(x: Expr, call: Call) -> Expr:
 
 
 def _between(x: Expr, low: Expr, high: Expr) -> Expr:
-    """x clamped, without a gradient at the bounds (torch's `hardtanh`; its `clamp` has one there) and of NaN."""
+    """x clamped, without a gradient at the bounds (as torch's `hardtanh`; its `clamp` has one there) and none for
+    NaN."""
     x = apply("detach_nan", x)
     return where(apply("fle", x, low), low, where(apply("fle", high, x), high, x))
 

@@ -28,7 +28,7 @@ _UNKNOWN = "unknown"
 
 
 def folded(here: Node, index: Index) -> Expr | None:
-    """The element `here[index]` as an expression of the index, or None where it is not known or not affine."""
+    """Element `here[index]` as an expression of the index, or None where its value is unknown or not affine."""
     if not nodes.is_tensor(here) or (kind := casts.kind_of(nodes.dtype(here))) is None:
         return None
     if here.op != "call_function" or (value := known(here)) is None or not value.numel():
@@ -47,13 +47,13 @@ def folded(here: Node, index: Index) -> Expr | None:
 
 
 def forget(graph: Graph) -> None:
-    """Let go of the tensors that were evaluated: what they were needed for is known."""
+    """Release the evaluated tensors, once the analysis is done."""
     for node in graph.nodes:
         marks.folded.drop(node)
 
 
 def known(here: Node) -> Tensor | None:
-    """The tensor, if it can be known; evaluated once per node, operands first."""
+    """Value of a tensor, if it can be computed; evaluated once per node, operands first."""
     stack = [here]
     while stack:
         node = stack[-1]

@@ -45,9 +45,9 @@ _MAX_STEPS = 16
 class HeadSum:
     """A node whose element of head g is the sum over h of matrix[g, h] * mixed[h], plus bias[g].
 
-    dims: of each dimension of `mixed`, at which of the result it stands; None of h.
+    dims: for each dimension of `mixed` its dimension in the result; None for h.
     to: the dimension of g in the result.
-    order: of each dimension of the matrix, whether it is g ("to") or h ("of"); None of one of size 1.
+    order: for each dimension of the matrix, whether it is g ("to") or h ("of"); None for one of size 1.
     """
 
     mixed: Node
@@ -59,20 +59,21 @@ class HeadSum:
 
     @property
     def extent(self) -> Expr:
-        """How many heads are mixed."""
+        """Number of heads that are mixed."""
         return shape(self.mixed)[self.dims.index(None)]
 
     def mixed_index(self, index: Sequence[T], head: T) -> tuple[T, ...]:
-        """Where a head's value of an element of the result stands."""
+        """Index in `mixed` of a head's value for an element of the result."""
         return tuple(head if place is None else index[place] for place in self.dims)
 
     def matrix_index(self, index: Sequence[T], head: T, zero: T) -> tuple[T, ...]:
-        """Where its factor stands."""
+        """Index in the matrix of that head's factor."""
         return tuple({"to": index[self.to], "of": head, None: zero}[name] for name in self.order)
 
 
 def head_sum(here: Node) -> HeadSum | None:
-    """The sum over a batch dimension of a product, such as the heads of scores or weights, that a node is."""
+    """A node as a sum over a batch dimension of a product, such as the heads of scores or weights; None for other
+    nodes."""
     return next((found for found in _sums(here) if is_batch(found.mixed, found.dims.index(None))), None)
 
 
@@ -117,7 +118,7 @@ def _einsum(here: Node) -> Iterator[HeadSum]:
 
 
 def is_batch(here: Node, dim: int) -> bool:
-    """Whether a dimension of a tensor is one of the batch in the product that it is made of."""
+    """Whether a dimension of a tensor is a batch dimension of the product that the tensor is computed from."""
     if not is_tensor(here):
         return False
     extents = shape(here)
@@ -152,7 +153,7 @@ def _is_in_both(product: Node, index: Index, name: str) -> bool:
 
 
 def _has_dimension(origin: Node, here: Node, index: Index, name: str) -> bool:
-    """Whether an input of an operation has the dimension, with as many elements, at which a coordinate stands."""
+    """Whether an input of an operation has the dimension at which a coordinate stands, with as many elements."""
     if not is_tensor(origin) or len(shape(origin)) != len(index):
         return False
     pairs = zip(shape(origin), shape(here), index, strict=True)
@@ -160,7 +161,7 @@ def _has_dimension(origin: Node, here: Node, index: Index, name: str) -> bool:
 
 
 def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
-    """The element at an index of a node that mixes heads of scores or weights; None for any other node."""
+    """Element at an index of a node that mixes heads of scores or weights; None for any other node."""
     if (found := head_sum(here)) is None:
         return None
     for extent in (nodes.value(found.mixed).shape[found.dims.index(None)], nodes.value(here).shape[found.to]):
@@ -206,7 +207,7 @@ def split_scores(score: Expr) -> tuple[HeadMix, Expr] | None:
 
 
 def _without(expr: Expr, mix: Expr, leaf: Expr) -> tuple[Expr, bool]:
-    """(an expression with `leaf` for a sum over heads, whether the head's own value is a part of it: x + mix(x))."""
+    """(the expression with `leaf` for a sum over heads, whether the head's own value is a part of it: x + mix(x))."""
     own, joined = mix.args[-1], []
 
     def whole(part: Expr) -> Expr | None:
@@ -228,7 +229,7 @@ def _addends(expr: Expr) -> list[Expr]:
 
 
 def _outermost(expr: Expr, *beyond: str) -> Expr | None:
-    """The first sum over heads on the way down, not below these operations."""
+    """First sum over heads from the root of an expression downwards, not below these operations."""
     stack, seen = [expr], set[Expr]()
     while stack:
         here = stack.pop()
@@ -244,7 +245,7 @@ def named(
     core: NormalizedScores, accesses: Sequence[Access], bounds: integers.Bounds
 ) -> tuple[NormalizedScores, Sequence[Access], Expr | None]:
     """The core and its operands Q, K and V with heads named as in `fusion.ir.mixing.Mixing`, and the batch coordinate
-    that they are; None where none are mixed. Raises `Unsupported` where they are not one of the batch."""
+    of the heads; None where none are mixed. Raises `Unsupported` where the heads are no batch coordinate."""
     every = [mixed for mixed in (core.mixed_weights, core.mixed_scores) if mixed is not None]
     if not every:
         return core, accesses, None
@@ -276,7 +277,7 @@ def named(
 
 
 def _of_one_head(core: NormalizedScores) -> list[Expr]:
-    """What belongs to a single head of those that are mixed last."""
+    """Programs that are computed per head after the last sum over heads."""
     if core.mixed_weights is None:
         return [] if core.mixed_scores is None else [core.mixed_scores.program]
     scale = [] if core.row_scale is None else [core.row_scale]

@@ -1,6 +1,6 @@
-"""Operations that pick elements of other tensors, or make tensors from nothing: what one element of the result is.
+"""Rules for operations that pick elements of other tensors, or create tensors: one element of the result.
 
-`PullBack` (`pullback`) asks `OPERATIONS`, and `created` for everything that is in no table.
+`PullBack` (`pullback`) looks operations up in `OPERATIONS`, and in `created` if they are in no table.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _cumsum(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) 
 
 
 def _diff(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
-    """Differences of neighbours that are the same everywhere, that to what was put in front included."""
+    """Differences of neighbours that are the same everywhere, the one to a prepended value included."""
     origin, front = args["self"], args.get("prepend")
     dim = nodes.normalize_dim(args.get("dim", -1), len(index))
     if args.get("n", 1) != 1 or args.get("append") is not None or nodes.dtype(here).is_floating_point:
@@ -68,7 +68,7 @@ _MOST_PIECES = 4
 
 
 def _cat(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
-    """The piece that the index falls into, where the bounds of the coordinates tell; of packed columns, both halves."""
+    """Piece that the index falls into, where the bounds of the coordinates decide; for packed columns, both halves."""
     tensors = [t for t in args["tensors"] if shape(t) != (integers.integer(0),)]
     dim = nodes.normalize_dim(args.get("dim", 0), len(index))
     position = index[dim]
@@ -99,7 +99,7 @@ def _stack(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -
 
 
 def _chosen(number: Expr, pieces: list[Expr]) -> Expr:
-    """The piece of that number."""
+    """Piece of that number."""
     result = pieces[-1]
     for k in reversed(range(len(pieces) - 1)):
         result = where(apply("ieq", number, integers.integer(k)), pieces[k], result)
@@ -130,7 +130,7 @@ def _pad(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> 
 
 
 def _is_within(pullback: PullBack, position: Expr, extent: Expr) -> Expr:
-    """Whether a position is in a dimension, as far as the bounds do not tell."""
+    """Condition for a position to be within a dimension, as far as the bounds do not decide it."""
     zero, last = integers.integer(0), integers.sub(extent, 1)
 
     def at_most(low: Expr, high: Expr) -> Expr:
@@ -147,12 +147,12 @@ def _read(value: Expr) -> set[Expr]:
 
 
 def _readable(pullback: PullBack, value: Expr, other: Expr) -> Expr | None:
-    """The same where it is wanted, and where `other` is, with other elements of the tensors: what lies outside of a
-    tensor is not read even where it is discarded. None where it has products of its own, or where no scores are meant:
-    what the graph makes is read faster."""
+    """The value with its loads at clamped positions, safe to evaluate where it and `other` are alternatives of a
+    selection: an element outside of a tensor is not read even where it is discarded. None where the value has products
+    of its own, or where no scores are concerned: the graph's tensor is read faster then."""
     known = _read(other)
-    own = {part.op for part in _read(value) - known}
-    if "dot" in own or ("load" in own and not depends_on_product(other)):
+    new_ops = {part.op for part in _read(value) - known}
+    if "dot" in new_ops or ("load" in new_ops and not depends_on_product(other)):
         return None
 
     def clamped(position: Expr, extent: Expr) -> Expr:
@@ -188,7 +188,7 @@ def _slice_scatter(pullback: PullBack, here: Node, args: dict[str, Any], index: 
 
 
 def _clamped(bound: Any, extent: Expr) -> Expr | None:
-    """A slice's bound as a position of at most `extent`; None where it may be negative at run time."""
+    """Bound of a slice as a position of at most `extent`; None where it may be negative at run time."""
     at = extent if bound == 2**63 - 1 else nodes.size_expr(bound)
     if at.is_const and at.integer < 0:
         at = apply("imax", integers.add(extent, at), integers.integer(0))
@@ -206,7 +206,7 @@ def _select_scatter(pullback: PullBack, here: Node, args: dict[str, Any], index:
 
 
 def _put(pullback: PullBack, here: Node, args: dict[str, Any], index: Index, inside: Expr, at: Index) -> Expr | None:
-    """The element at `at` of what was written where `inside` holds, else that of the tensor before."""
+    """Element at `at` of the written tensor where `inside` holds, else of the tensor before."""
     before = pullback.value(args["self"], index)
     if inside is FALSE:
         return before
@@ -220,7 +220,7 @@ def _put(pullback: PullBack, here: Node, args: dict[str, Any], index: Index, ins
 
 
 def _overwritten(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
-    """What `copy` and `fill` return: the source in the dtype of the tensor that it is written to."""
+    """Element of the result of `copy` and `fill`: the source in the dtype of the tensor that it is written to."""
     source = args["src"] if packet(here) is aten.copy else args["value"]
     value = pullback.argument(source, index, shape(here))
     return casts.cast(value if isinstance(value, Expr) else const(value), nodes.dtype(here))
@@ -262,7 +262,7 @@ _FILLED = {aten.zeros: 0, aten.ones: 1, aten.zeros_like: 0, aten.ones_like: 1, a
 
 
 def created(here: Node, index: Index) -> Expr | None:
-    """Tensors made from nothing: arange, zeros, full, eye, ..."""
+    """Element of a created tensor: arange, zeros, full, eye, ..."""
     kind = packet(here)
     dtype = casts.kind_of(nodes.dtype(here))
     if dtype is None:

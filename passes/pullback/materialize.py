@@ -1,8 +1,8 @@
-"""What a program reads from a tensor that the graph computes, although it could compute it itself.
+"""Values that a program loads from a tensor of the graph, although it could compute them.
 
-First, what costs more than a load. Second, conditions that the model decides in another dtype than kernels compute in:
-kernels compute in float32, and leave out what the model rounds on the way. Values are then more exact; but a comparison
-of slightly other numbers, or a rounding to integers, is another mask.
+First, values that cost more than a load. Second, conditions that the model decides in another dtype than kernels
+compute in: kernels compute in float32, and leave out roundings of the model. Values are then more exact; but a
+comparison of slightly other numbers, or a rounding to integers, is another mask.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _EXACT = ("where", "neg", "abs", "minimum", "maximum", "detach", "detach_nan", "
 
 
 def too_heavy(value: Expr, free: Container[int]) -> bool:
-    """Whether an expression free of scores is better read from the tensor that the graph can compute once. Only what
-    depends on both i and j is evaluated N_q * N_k times: more than one load or more than a couple of transcendental
-    functions there cost more than one load. free: operands whose loads do not count."""
+    """Whether a load of an expression free of scores is cheaper than computing it. Only parts that depend on both i and
+    j are evaluated N_q * N_k times: more than one load or more than a couple of transcendental functions there cost
+    more than one load. free: operands whose loads do not count."""
     if not {"i", "j"} <= coordinates(value):
         return False
     heavy = reads = 0
@@ -48,7 +48,7 @@ def too_heavy(value: Expr, free: Container[int]) -> bool:
 def decided_otherwise(here: Node, value: Expr, pulled: Set[Node], loaded: Sequence[Node], anchor: Node | None) -> bool:
     """Whether a node decides something by floats that a kernel would compute in another way than the model.
 
-    value: what the node was pulled back to. pulled: nodes that are in the program now. loaded: those that it loads.
+    value: the node's pulled-back expression. pulled: nodes that are in the program now. loaded: those that it loads.
     anchor: the product with V.
     """
     given = any(nodes.is_tensor(node) and _is_float(node) for node in here.all_input_nodes)
@@ -60,8 +60,8 @@ def decided_otherwise(here: Node, value: Expr, pulled: Set[Node], loaded: Sequen
 
 
 def _is_exact(part: Expr, dtype: torch.dtype, loaded: Sequence[Node]) -> bool:
-    """Whether a float, given that its arguments are, is the same number in float32 and where `dtype` is compared: torch
-    brings scalars, integers and tensors of one element to that first."""
+    """Whether a float whose arguments are exact is the same number in float32 and where `dtype` is compared: torch
+    converts scalars, integers and tensors of one element to that first."""
     if part.is_const:
         return part.value == rounded(part.value, dtype) == rounded(part.value, torch.float32) or math.isnan(part.value)
     if part.op == "load":
@@ -74,7 +74,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _dtypes(here: Node, pulled: Set[Node]) -> Iterator[torch.dtype]:
-    """Of the floats that a node is made of within the program, and of those that are loaded for them."""
+    """Dtypes of the floats that a node is computed from within the program, and of the loaded ones among them."""
 
     def parents(node: Node) -> list[Node]:
         return list(filter(nodes.is_tensor, node.all_input_nodes)) if node is here or node in pulled else []

@@ -1,6 +1,6 @@
-"""The tensors that the operands of a product are read from.
+"""Tensors that the operands of a product are read from.
 
-They are looked for behind views, copies and constant scales, and behind what makes a cache's rows of what it stores
+The search passes views, copies and constant scales, and the conversion of a cache's stored rows to the operand
 (`caches`).
 """
 
@@ -35,7 +35,7 @@ _STORED = (torch.float8_e4m3fn, torch.float8_e5m2)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """One operand of a product: the tensor it is read from, the index in each of its dimensions, the dtype in which it
-    is multiplied, which may be another than the tensor's, and what is multiplied where that is not the element."""
+    is multiplied, which may differ from the tensor's, and the multiplied value where that is not the element."""
 
     node: Node
     index: Index
@@ -49,8 +49,8 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 
 def mark_stored(graph: Graph, reads: Callable[[torch.dtype, torch.device], bool]) -> None:
-    """`marks.stored` on tensors that attentions may read in their narrow dtype. reads: whether kernels on a device can.
-    Not on those whose gradient is asked for: it would be that of the widened copy, rounded."""
+    """Set `marks.stored` on tensors that attentions may read in their narrow dtype. reads: whether kernels on a device
+    can. Tensors with a gradient are left out: it would be that of the widened copy, rounded."""
     for node in graph.nodes:
         if nodes.is_tensor(node) and nodes.dtype(node) in _STORED and not marks.requires_grad(node):
             marks.stored.set(node, reads(nodes.dtype(node), nodes.value(node).device))
@@ -65,11 +65,12 @@ def locate(
     extent: Expr,
     accept: Callable[[Expr], bool] = lambda scale: True,
 ) -> tuple[Access, Expr]:
-    """(the tensor that an operand of a product is read from, the scale that was passed over). Loads in its index and
-    value are numbered as those of `walk` are.
+    """(the tensor that an operand of a product is read from, the scale that was stripped). Loads in its index and value
+    are numbered as those of `walk` are.
 
-    Goes no further than the index stays linear in `row` and `column` (< extent): a window partition, say, is read
-    from the tensor that it makes. accept: whether the caller has a place for the scale of a stored operand."""
+    Goes no further than the index stays linear in `row` and `column` (< extent): a window partition, say, is read from
+    the tensor that it computes. accept: whether the caller can apply the scale of a stored operand.
+    """
     bounds, dtype = walk.bounds | {column: extent}, nodes.dtype(here)
     held = stored(walk, here, index, row, column, extent, accept)
     if held is not None and not changes(held.passed, walk.anchor):
@@ -97,7 +98,7 @@ def locate(
 
 
 def _without_scale(here: Node, scale: float) -> tuple[Node, float]:
-    """What constants multiply to make a node, and `scale` times these; the node itself where that is far from 1."""
+    """Node without constant factors, and `scale` times these; the node itself where that is far from 1."""
     if marks.mutations(here) or marks.attention_root(here):
         return here, scale
     stripped, factor = strip_scale(here)
@@ -115,7 +116,7 @@ def _between(here: Node, origin: Node) -> list[Node]:
 
 def scales_rows(scale: Expr, normalizer: Normalizer, trained: bool) -> bool:
     """Whether a scale of V is one of the rows of the output: the same for all keys. (There are no kernels for the
-    gradient of other row scales than one over the sum, nor are there row scales without a sum.)"""
+    gradient of other row scales than one over the sum, nor for row scales without a sum.)"""
     return not trained and normalizer is not Normalizer.NONE and "j" not in coordinates(scale)
 
 

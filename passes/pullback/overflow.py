@@ -1,10 +1,10 @@
 """Values beyond the range of float16 and bfloat16.
 
-Kernels compute in float32, which is at least as exact as the model, but has room where these have none: twice float16's
-lowest value is a number there and -inf in the model, and so is float32's lowest value that was cast to bfloat16. Rows
-without a live key show it. An expression whose values may lie beyond is rounded as the model rounds it.
+Kernels compute in float32, which is at least as exact as the model, and has a wider range: twice float16's lowest value
+is a number there and -inf in the model, and so is float32's lowest value that was cast to bfloat16. Rows without a live
+key show it. An expression whose values may lie outside of the range is rounded as the model rounds it.
 
-Only fills of masks are that large: constants, and tensors that differ between rows or keys and are not made of
+Only fills of masks are that large: constants, and tensors that differ between rows or keys and are not computed from
 parameters alone. Scores and scalars count as ordinary, so that programs without fills stay as they are.
 """
 
@@ -37,13 +37,13 @@ _DTYPES = {name: dtype for dtype, name in ROUNDED.items()}
 
 
 def first_infinite(dtype: torch.dtype) -> float:
-    """The smallest number that rounds to infinity."""
+    """Smallest number that rounds to infinity."""
     held = torch.finfo(dtype)
     return math.ldexp(1 - held.eps / 4, math.frexp(held.max)[1])
 
 
 class Narrow:
-    """Expressions as one narrow dtype holds them. integers: the range of an INT expression. tensor: the tensor of a
+    """Rounding of expressions to one narrow dtype. integers: the range of an INT expression. tensor: the tensor of a
     load."""
 
     def __init__(self, dtype: torch.dtype, integers: Callable[[Expr], tuple[int, int]], tensor: Callable[[Expr], Node]):
@@ -62,7 +62,7 @@ class Narrow:
         return apply(ROUNDED[self.dtype], value) if max(-span[0], span[1]) >= self._end - room else value
 
     def _span(self, value: Expr) -> Span | None:
-        """Between which numbers a finite value lies; None for weights, and what `recognize` takes a shift off."""
+        """Range of the finite values of an expression; None for weights, and for shifts that `recognize` removes."""
         if value not in self._spans:
             for part in walk(value):
                 if part.kind is Kind.FLOAT and part not in self._spans:
@@ -90,7 +90,8 @@ class Narrow:
         return _result(part.op, spans)  # type: ignore[arg-type]
 
     def _of_load(self, part: Expr) -> Span:
-        """bfloat16 ends where float32 does, but for the last 0.2 %: what leaves it leaves both."""
+        """Range of a loaded value. bfloat16 ends where float32 does, but for the last 0.2 %: a value beyond one is
+        beyond both."""
         tensor = self._tensor(part)
         held = nodes.dtype(tensor)
         bare = not coordinates(part) & {"i", "j"} or is_learned(tensor)
@@ -101,7 +102,8 @@ class Narrow:
 
 
 def is_learned(node: Node) -> bool:
-    """Whether a tensor is made of parameters alone, as a relative position bias is, without the fill of a mask."""
+    """Whether a tensor is computed from parameters alone, as a relative position bias is, without the fill of a
+    mask."""
     seen: set[Node] = set()
     stack = [node]
     while stack:
@@ -120,7 +122,7 @@ def is_learned(node: Node) -> bool:
 
 
 def _result(op: str, spans: list[Span]) -> Span:
-    """The span of a result: of its values at the ends of the arguments' spans, between which no primitive is larger."""
+    """Span of a result: of its values at the ends of the arguments' spans, where every primitive has its extrema."""
     if op in _SELECTIONS:  # an infinity hides in a span of zeros, and leaves the other argument
         return min(low for low, _ in spans), max(high for _, high in spans)
     if op in _DTYPES:

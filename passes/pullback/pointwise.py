@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def _arithmetic(on_float: str, on_integer: Callable[[Expr, Expr], Expr], on_bool: str | None = None) -> Builder:
-    """on_bool: a sum of bools is their disjunction, a product their conjunction."""
+    """Builder of arithmetic. on_bool: a sum of bools is their disjunction, a product their conjunction."""
 
     def builder(call: Call) -> Expr | None:
         left, right, *rest = call.args
@@ -135,8 +135,8 @@ def _logical(combine: Callable[..., Expr], any_dtype: bool) -> Builder:
 
 
 def _bitwise_and(call: Call) -> Expr | None:
-    """Of integers, those with a constant whose bits are the lowest, or all but the lowest: a remainder, or what is left
-    without it. Negative numbers are as if they had ones without end."""
+    """Bitwise "and" of bools, and of integers with a constant whose bits are the lowest, or all but the lowest: a
+    remainder, or the rest without it. Negative numbers have ones without end."""
     if call.dtype is torch.bool:
         return apply("and", *(operand(arg, Kind.BOOL) for arg in call.args))
     value, mask = (operand(arg, Kind.INT) for arg in call.args)
@@ -151,7 +151,7 @@ def _bitwise_and(call: Call) -> Expr | None:
 
 
 def _shift(left: bool) -> Builder:
-    """By a constant number of bits; to the right as integers with a sign are, which keeps it."""
+    """Builder of shifts by a constant number of bits; to the right arithmetically, which keeps the sign."""
 
     def builder(call: Call) -> Expr | None:
         value, by = call.args
@@ -182,7 +182,7 @@ def _select(condition: Any, then: Any, otherwise: Any, dtype: torch.dtype) -> Ex
 
 
 def _extremum(on_float: str, on_integer: str) -> Builder:
-    """Of two values; other overloads of max and min are reductions."""
+    """Builder of the extremum of two values; other overloads of max and min are reductions."""
 
     def builder(call: Call) -> Expr | None:
         kind = kind_of(call.dtype)
@@ -217,8 +217,8 @@ def _clamp(of_floats: Clamped) -> Builder:
 
 @lru_cache(maxsize=1024)
 def _bounds(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int | None, int | None] | None:
-    """What integers of a dtype are clamped to, of which torch decides where a bound is beyond the dtype; None where it
-    refuses."""
+    """Bounds that integers of a dtype are clamped to, computed by torch where a bound is beyond the dtype; None where
+    torch refuses."""
     limits = torch.iinfo(dtype)
     try:
         low, high = torch.tensor([limits.min, limits.max], dtype=dtype).clamp(low, high).tolist()
@@ -228,8 +228,9 @@ def _bounds(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int 
 
 
 def _clamped(less: str) -> Clamped:
-    """By selections, which give a gradient to one side alone: a NaN gets none, nor does a lower bound that is no lower
-    than the upper one. less: "flt" where a value on its bound keeps the gradient, "fle" where the bound gets it."""
+    """Clamp by selections, which give a gradient to one side alone: a NaN gets none, nor does a lower bound that is no
+    lower than the upper one. less: "flt" where a value on its bound keeps the gradient, "fle" where the bound gets
+    it."""
 
     def clamped(value: Expr, low: Expr | None, high: Expr | None) -> Expr:
         value = apply("detach_nan", value)
@@ -257,7 +258,7 @@ def _clamped_by_halves(value: Expr, low: Expr | None, high: Expr | None) -> Expr
 
 
 def _or_nan(predicate: Expr, bound: Expr) -> Expr:
-    """Or the bound is NaN, which it passes on."""
+    """Condition extended to bounds that are NaN, which pass on their NaN."""
     return apply("or", predicate, apply("fne", bound, bound))
 
 
@@ -344,7 +345,7 @@ BUILDERS.update({getattr(aten, second): BUILDERS[getattr(aten, first)] for secon
 
 
 def build(packet: Any, call: Call) -> Expr | None:
-    """The value of one element of a pointwise call, or None if the operation or the call is not expressible."""
+    """Value of one element of a pointwise call, or None if the operation or the call is not expressible."""
     builders = ALTERNATIVES.get(packet) or (BUILDERS.get(packet),)
     return None if builders[0] is None else as_torch_differentiates(packet, call, builders)
 
@@ -355,7 +356,7 @@ _ELEMENTWISE = (*CASTS, aten.contiguous, aten.detach, aten.__and__, aten.__or__,
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether a node works element by element, on what is broadcast with each other."""
+    """Whether a node works element by element on operands that are broadcast with each other."""
     target = node.target
     if packet(node) in _ELEMENTWISE:
         return True

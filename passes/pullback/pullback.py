@@ -1,12 +1,12 @@
 """Pull-back: the value of one element of a tensor, as an expression at symbolic coordinates.
 
 `PullBack.value(node, index)` walks upstream from `node[index]`. Views transform the index, pointwise operations build
-expression nodes, `arange`, `tril` and comparisons become integers and predicates, a product of something that
-depends on the query row with something that depends on the key column becomes a "dot" leaf, softmax and reductions
-over the keys become "softmax" and "reduce" nodes; anything else is a load from the tensor that the graph computes
-anyway. No pattern of operations is ever matched. Until `recognize` has resolved them, expressions contain also
+expression nodes, `arange`, `tril` and comparisons become integers and predicates, a product of a tensor that depends on
+the query row with one that depends on the key column becomes a "dot" leaf, softmax and reductions over the keys become
+"softmax" and "reduce" nodes; anything else is a load from the tensor that the graph computes anyway. No pattern of
+operations is ever matched. Until `recognize` has resolved them, expressions contain also
 
-    mix          attr: the name of the head's coordinate, over which it is summed; args: what is multiplied (`heads`)
+    mix          attr: the name of the head's coordinate, over which it is summed; args: the factors (`heads`)
     dot          attr: number in `PullBack.products`
     softmax      attr: "softmax" or "safe_softmax"; args: the score at key J, then further columns (sinks)
     log_softmax  args: the softmax that it is the logarithm of
@@ -57,9 +57,9 @@ MAX_DEPTH, MAX_ELEMENTS = 64, 512
 class Product:
     """A "dot" leaf: scale * (sum over c < extent of query[.., i, c] * key[.., j, c]).
 
-    node, index: the operation that makes it, and the element of its result.
-    query, key: its operands, without the scales that were passed over on the way to them.
-    extent: how many terms the sum has.
+    node, index: the operation, and the element of its result.
+    query, key: its operands, without the scales that were stripped on the way to them.
+    extent: the number of terms of the sum.
     scale: of the sum; free of i and j.
     held: whether `node[index]` is the leaf's value, so that it can be loaded.
     """
@@ -109,7 +109,7 @@ class PullBack:
         return self._memo[key]
 
     def _may_go_on(self) -> bool:
-        """Whether the walk is within its budget: what lies beyond is loaded, which is always right."""
+        """Whether the walk is within its budget: nodes beyond it are loaded, which is always right."""
         if self._depth > MAX_DEPTH:
             self.limit = f"more than {MAX_DEPTH} operations one after the other"
         elif len(self._memo) > MAX_ELEMENTS:
@@ -117,7 +117,7 @@ class PullBack:
         return self._depth <= MAX_DEPTH and len(self._memo) <= MAX_ELEMENTS
 
     def explained(self, problem: Unsupported) -> Unsupported:
-        """A problem with what the walk has found, with the node at fault and the limit that the walk ran into."""
+        """Problem with a value of this walk, with the node at fault and the limit that the walk ran into."""
         node = self.suspect(problem)
         if problem.expr is None and node is not None and is_distance(node):
             message = "the scores are distances, and no products of queries and keys"
@@ -142,8 +142,8 @@ class PullBack:
         return Unsupported(Ground.LIMIT, message, problem.expr, node)
 
     def suspect(self, problem: Unsupported) -> Node | None:
-        """The node at fault for a problem with what the walk has found: that of the expression in question, or else the
-        last tensor that had to be taken as it is although a product of two tensors went into it."""
+        """Node at fault for a problem with a value of this walk: that of the expression in question, or else the last
+        tensor that had to be loaded although it depends on a product of two tensors."""
         if problem.expr is not None:
             for (here, _), expr in self._memo.items():
                 if expr is problem.expr:
@@ -191,7 +191,7 @@ class PullBack:
 
     def step(self, here: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Node, Index] | None:
         """One step through a view. Not through a possible copy of memory that is changed in place, nor through the
-        result of another attention: that is what the graph will hold, not the product before it."""
+        result of another attention: the graph will hold that result, not the product before it."""
         if self._is_other_attention_output(here):
             return None
         if marks.mutations(here) and may_copy(here):
@@ -199,11 +199,11 @@ class PullBack:
         return source(here, index, bounds)
 
     def _reads_memory_written_later(self, here: Node) -> bool:
-        """Whether a node, which is no score, is made of what has changed when V is multiplied: a length, say."""
+        """Whether a node, which is no score, depends on memory that has changed when V is multiplied: a length, say."""
         return changes([here], self.anchor) and not products_above(here)
 
     def _is_other_attention_output(self, here: Node) -> bool:
-        """Whether a node is computed by another attention, or made of a float."""
+        """Whether a node is computed by another attention, or from a float."""
         return marks.attention_root(here) or marks.of_float(here) or marks.statistic_of(here) not in (None, self.anchor)
 
     def load(self, here: Node, index: Index) -> Expr:
@@ -267,11 +267,11 @@ class PullBack:
         return self.built(packet(here), call)
 
     def built(self, operation: Any, call: casts.Call) -> Expr | None:
-        """The value of a pointwise call, as its dtype holds it."""
+        """Value of a pointwise call, rounded as its dtype requires."""
         return self._held(pointwise.build(operation, call), call.dtype)
 
     def cast(self, value: Expr, dtype: torch.dtype) -> Expr | None:
-        """`value.to(dtype)`, as that holds it; None where no kernel rounds to it."""
+        """`value.to(dtype)`, rounded as that requires; None where no kernel rounds to it."""
         found = self._held(casts.cast(value, dtype), dtype)
         if found is None or value.kind is not Kind.FLOAT or not is_coarser(dtype, self._precision):
             return found
@@ -281,7 +281,7 @@ class PullBack:
         return value if value is None or dtype not in self._narrow else self._narrow[dtype](value)
 
     def _without_gradient(self, here: Node, index: Index) -> Expr | None:
-        """The value of a node through which no gradient flows, where it is made from a product."""
+        """Value of a node that stops gradients, if it depends on a product; else None."""
         copies = packet(here) in (aten.detach, aten.alias) and nodes.is_tensor(here.all_input_nodes[0])
         result = self.value(here.all_input_nodes[0], index) if copies else self._computed(here, index)
         if result is None or not depends_on_product(result):
@@ -303,7 +303,7 @@ class PullBack:
         return self.cast(value, dtype)
 
     def _dropout(self, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
-        """Dropout of scores or weights; that of anything else is computed by the graph and loaded."""
+        """Dropout of scores or weights; other dropouts are computed by the graph and loaded."""
         value = self.value(next(a for a in here.args if isinstance(a, Node)), index)
         if not args.get("train", True) or args.get("p", 0.5) == 0:
             return value
@@ -367,7 +367,7 @@ class PullBack:
         return node("dot", (), Kind.FLOAT, self.products.index(product))
 
     def _query_and_key(self, parts: Factors) -> tuple[tuple[Access, Expr], tuple[Access, Expr]] | None:
-        """The factor that depends on the row, then that which depends on the key; None if they mix."""
+        """The factor that depends on the row, then that which depends on the key; None if each depends on both."""
         sides = ((parts.left, parts.left_index), (parts.right, parts.right_index))
         for (left, left_index), (right, right_index) in (sides, sides[::-1]):
             try:
@@ -382,7 +382,7 @@ class PullBack:
         return any(atom.name in coordinates(e) for e in index) or self.bounds[atom] is integers.integer(1)
 
     def _with_added(self, here: Node, index: Index, product: Expr) -> Expr:
-        """What baddbmm adds to its product."""
+        """Product plus the tensor that baddbmm adds to it."""
         args = arguments(here)
         added = self.argument(args["self"], index, shape(here))
         call = casts.Call(args=(product, added), kwargs={"alpha": args["beta"]}, dtype=nodes.dtype(here))

@@ -1,6 +1,6 @@
-"""Softmaxes and reductions over the keys: the scores of all keys at once, as one element of the result sees them.
+"""Softmaxes and reductions over the keys: one element of the result, from the scores of all keys.
 
-What they return has, besides the score at key J, the scores of further columns (sinks), of which there may be a few.
+Their nodes have, besides the score at key J, the scores of further columns (sinks), a constant few.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _softmax(pullback: PullBack, here: Node, args: dict[str, Any], index: Index)
 
 
 def _log_softmax(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
-    """A node of its own, as the logarithm of a weight that vanishes is another number, and has no gradient."""
+    """A separate "log_softmax" node: the logarithm of a weight that vanishes is another number, and has no gradient."""
     inner = _softmax(pullback, here, args, index)
     return node("log_softmax", (inner,), Kind.FLOAT) if inner is not None else None
 
@@ -61,7 +61,7 @@ def _cast(pullback: PullBack, columns: tuple[Expr, ...], dtype: torch.dtype) -> 
 
 
 def _columns(pullback: PullBack, origin: Node, index: Index, dim: int, offset: int) -> tuple[Expr, ...] | None:
-    """The value at key J, then those of the columns before and after the keys' (constant few)."""
+    """Value at key J, then those of the columns before and after the keys' (a constant few)."""
     further = integers.sub(shape(origin)[dim], pullback.keys)
     count = further.integer if further.is_const else -1
     if count > MAX_SINKS:
@@ -80,7 +80,7 @@ def _columns(pullback: PullBack, origin: Node, index: Index, dim: int, offset: i
 def reduction(
     pullback: PullBack, name: str, here: Node, index: Index, of_each: Callable[[Expr], Expr] = lambda column: column
 ) -> Expr | None:
-    """A sum, maximum or logsumexp over one dimension, taken to be over the keys (else nothing will match it)."""
+    """A sum, maximum or logsumexp over one dimension, assumed to be over the keys (else nothing will match it)."""
     args = arguments(here)
     origin = args["self"]
     dim = nodes.one_dim(args.get("dim"), len(shape(origin)))
@@ -106,8 +106,8 @@ def reduction(
 
 
 def _rounded_where_far(log_sum: Expr, dtype: torch.dtype) -> Expr:
-    """In a row of nothing but fills the logarithm of a sum is lost when a narrow dtype rounds it; beside the largest
-    fills float32 loses it as well."""
+    """log_sum, rounded to a narrow dtype if a row may hold nothing but fills: the rounding loses the logarithm of the
+    sum there. Beside the largest fills float32 loses it as well."""
     constants = (part.value for part in walk(*log_sum.args) if part.is_const and part.kind is Kind.FLOAT)
     lost = dtype in ROUNDED and any(-(2.0**28) < value <= FILL for value in constants)
     return apply(ROUNDED[dtype], log_sum) if lost else log_sum
@@ -121,7 +121,7 @@ def detached(maximum: Expr) -> Expr | None:
 
 
 def without_gradient(value: Expr) -> Expr:
-    """A value through which no gradient flows: of weights, the same weights of such scores."""
+    """Value through which no gradient flows; for weights, the same weights of detached scores."""
     ops = {part.op for part in walk(value)}
     return apply("detach", value) if "softmax" not in ops or "reduce" in ops else rebuild(value, _detached_weights)
 
@@ -133,8 +133,8 @@ def _detached_weights(part: Expr) -> Expr | None:
 
 
 def _attached(pullback: PullBack, maximum: Expr) -> Expr:
-    """The maximum of scores as if nothing in them were detached, which a softmax that it shifts does not notice; where
-    all of them are, that of what is behind is detached instead."""
+    """Maximum of scores as if nothing in them were detached; a softmax that it shifts has the same value and gradient.
+    Where all of them are detached, the maximum of the attached scores is detached instead."""
     bare = tuple(rebuild(column, _behind) for column in maximum.args)
     if bare == maximum.args:
         return maximum
@@ -176,7 +176,7 @@ def is_reduction(node: Node) -> bool:
 
 
 def extents(node: Node) -> list[Expr]:
-    """How many elements a reduction takes along each of its dimensions."""
+    """Number of elements that a reduction runs over along each of its dimensions."""
     return [shape(arguments(node)["self"])[dim] for dim in nodes.dims_of(node)]
 
 
@@ -184,7 +184,7 @@ _made_from_product: WeakKeyDictionary[Expr, bool] = WeakKeyDictionary()
 
 
 def depends_on_product(expr: Expr) -> bool:
-    """Whether a "dot" leaf is below; known for the operands, so that nothing is walked twice."""
+    """Whether an expression contains a "dot" leaf; cached for the operands, so that nothing is walked twice."""
     found = _made_from_product.get(expr)
     if found is None:
         found = _made_from_product[expr] = expr.op == "dot" or any(map(depends_on_product, expr.args))

@@ -1,7 +1,7 @@
-"""Roundings that a model asks for, by a cast to a dtype with fewer digits than what the weights are multiplied in.
+"""Roundings that a model asks for, by a cast to a dtype with fewer digits than that of the product of weights and V.
 
-Other narrow dtypes are those that the model computes in, and kernels are more exact. These are part of the program:
-`x.to(torch.float8_e4m3fn).to(x.dtype)` everywhere, `x.bfloat16().float()` in float32 and float16.
+Other narrow dtypes are those that the model computes in, and kernels are more exact. These roundings are part of the
+program: `x.to(torch.float8_e4m3fn).to(x.dtype)` everywhere, `x.bfloat16().float()` in float32 and float16.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Held = Callable[[Expr], torch.dtype]
 
 
 def is_coarser(dtype: torch.dtype, than: torch.dtype) -> bool:
-    """Whether a dtype is one of floats, with fewer digits than another one."""
+    """Whether a dtype is a floating one with fewer digits than another one."""
     if not dtype.is_floating_point:
         return False
     return dtype.itemsize == 1 or torch.finfo(dtype).eps > torch.finfo(than).eps
 
 
 def rounded_at(here: Node, value: Expr, precision: torch.dtype, held: Held) -> Expr | None:
-    """A float as the dtype holds it that a node narrows it to; None where no kernel rounds to that. What is made of
-    such ones in the dtype is held likewise, but for scores and weights, which are more exact than the model's.
-    precision: what the weights are multiplied in."""
+    """Float rounded to the dtype that a node narrows it to; None where no kernel rounds to that. Values computed from
+    such floats in the dtype are rounded likewise, except for scores and weights, which are more exact than the model's.
+    precision: the dtype of the product of weights and V."""
     dtype = nodes.dtype(here)
     if not is_coarser(dtype, precision):
         return value
@@ -48,7 +48,7 @@ def rounded_at(here: Node, value: Expr, precision: torch.dtype, held: Held) -> E
 
 
 def narrowed_to(value: Expr, dtype: torch.dtype, precision: torch.dtype, held: Held) -> Expr | None:
-    """A float as a coarser dtype holds it; None where no primitive rounds to that. Raises Unsupported for scores of
+    """Float rounded to a coarser dtype; None where no primitive rounds to that. Raises Unsupported for scores of
     float64: no kernel rounds them, and scores of -1e9 that differ are equal after that."""
     if precision is torch.float64 and depends_on_product(value):
         raise nodes.Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {dtype}", value)

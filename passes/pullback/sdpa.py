@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` calls as attention: the one spelling that names what it is."""
+"""`scaled_dot_product_attention` calls as attention: the one spelling that needs no recognition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_WHOLE_ROWS = ("reduce", "softmax", "log_softmax", "mix")
 class Attention:
     """One attention of a product with V, still in terms of graph nodes; where there are several, their weights add up.
 
-    value, value_scale: where V is read, and what its rows are multiplied by.
+    value, value_scale: the tensor that V is read from, and the factor of its rows.
     """
 
     core: NormalizedScores
@@ -49,7 +49,7 @@ def is_sdpa(here: Node) -> bool:
 
 
 def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr], reads_mask: bool = False) -> Attention:
-    """The attention of an SDPA call at `index` of its result. reads_mask: the mask is read as the graph makes it."""
+    """Attention of an SDPA call at `index` of its result. reads_mask: the mask is loaded as the graph computes it."""
     args = arguments(anchor)
     query, key, value = args["query"], args["key"], args["value"]
     nodes.specialize(nodes.value(query).shape[-1])

@@ -1,6 +1,6 @@
-"""Functions of one or two floats that models write seldom, as compositions of score-language primitives.
+"""Rarely used functions of one or two floats, as compositions of score-language primitives.
 
-Where torch's gradient at a special point is no limit of the function's own, a term makes it so that has no value there.
+Where torch's gradient at a special point is no limit of the function's own gradient, a term without a value adds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def _acosh(x: Expr, call: Call) -> Expr:
-    """log1p(t + sqrt(t) sqrt(t + 2)) with t = x - 1, and log(2 x) where that is the same."""
+    """log1p(t + sqrt(t) sqrt(t + 2)) with t = x - 1, and log(2 x) where both are equal."""
     large = apply("flt", const(1e8), x)
     above = where(large, ONE, x) - 1.0
     near = apply("log1p", above + apply("sqrt", above) * apply("sqrt", above + 2.0))
@@ -43,7 +43,7 @@ def _prelu(x: Expr, slope: Expr, call: Call) -> Expr:
 
 
 def _extremum_of_numbers(order: Callable[[Expr, Expr], Expr]) -> Callable[[Expr, Expr, Call], Expr]:
-    """fmax and fmin: of a number and NaN the number, of equal ones the first."""
+    """fmax and fmin: for a number and NaN the number, for equal numbers the first."""
 
     def compose(a: Expr, b: Expr, call: Call) -> Expr:
         return where(apply("or", order(b, a), apply("fne", b, b)), a, b)
@@ -52,7 +52,7 @@ def _extremum_of_numbers(order: Callable[[Expr, Expr], Expr]) -> Callable[[Expr,
 
 
 def _log_add_exp_2(a: Expr, b: Expr, call: Call) -> Expr:
-    """As `elementary.log_add_exp` is made."""
+    """log2(2^a + 2^b), built like `elementary.log_add_exp`."""
     highest, apart = apply("maximum", a, b), where(apply("flt", a, b), b - a, a - b)
     added = apply("log1p", apply("exp", -apart * math.log(2))) * (1 / math.log(2))
     return where(apply("feq", a, b), highest + 1.0, highest + added)
@@ -91,7 +91,7 @@ def _sign_bit(call: Call) -> Expr | None:
 
 
 def _copysign(x: Expr, sign: Expr, call: Call) -> Expr:
-    """x times the quotient of the result and x, as which torch takes the gradient: of 0 it is 0, of infinities NaN."""
+    """x times the quotient of the result and x, as which torch takes the gradient: at 0 it is 0, at infinities NaN."""
     zero, infinite = apply("feq", x, ZERO), apply("feq", apply("abs", x), INFINITY)
     negative = _is_negative(sign)
     turned = apply("or", apply("and", negative, apply("fle", ZERO, x)), _neither(negative, apply("fle", ZERO, x)))
@@ -111,7 +111,7 @@ def _ndtr(x: Expr, call: Call) -> Expr:
 
 def _hypot(x: Expr, y: Expr, call: Call) -> Expr:
     """sqrt(x^2 + y^2), squared in a unit that keeps it within float32, as x (x / h) + y (y / h), whose quotients have
-    no gradient; beside an infinity nothing counts."""
+    no gradient; an infinity decides the result alone."""
     sides = [apply("detach", side) for side in (x, y)]
     sizes = [apply("abs", side) for side in sides]
     largest = apply("maximum", *sizes)

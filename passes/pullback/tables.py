@@ -1,9 +1,9 @@
-"""Reading a tensor at positions that another tensor holds: `cache[table]`, `index_select`, `gather`.
+"""Reads of a tensor at positions from another tensor: `cache[table]`, `index_select`, `gather`.
 
-Positions that are known integer expressions are followed for whatever is looked at. Unknown ones are followed for keys
-and values only (`PullBack.reads_tables`), which are then read through the table: the gathered copy is never made. What
-is read is not the table itself but what `fusion::table` makes of it when the model runs: positions within the tensor,
-or the error that eager mode would have raised.
+Positions that are known integer expressions are followed in every operand. Unknown ones are followed for keys and
+values only (`PullBack.reads_tables`), which are then read through the table: the gathered copy is never made. The
+positions come from `fusion::table`, not from the table itself: it returns positions within the tensor, or raises the
+error that eager mode would have raised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Table:
 
     positions: the tensor that holds them.
     extent, dim: the size and the number of the dimension.
-    operation: "index", "index_select" or "gather", which differ in what they take and how they fail.
+    operation: "index", "index_select" or "gather", which differ in their arguments and in their errors.
     at: a node of the operation, where the positions change in place, so that another call may read others.
     call: a node of the operation.
     """
@@ -51,8 +51,8 @@ class Table:
 
 
 class Numbers:
-    """The numbers of tensors in a list, which those that are new are added to; one that is read as a table counts as
-    another tensor, and what it is a table of is noted by number."""
+    """Numbers of the tensors in a list, to which new tensors are added. A tensor that is read as a table counts as
+    another tensor; its `Table` is recorded by number."""
 
     def __init__(self, tensors: list[Node]):
         self.tensors, self.tables = tensors, dict[int, Table]()
@@ -99,8 +99,8 @@ def picked(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -
 
 
 def _position(pullback: PullBack, here: Node, tensor: Node, at: Index, dim: int) -> Expr | None:
-    """The position that a tensor holds at an index, as an expression that is known to be within dimension `dim` of what
-    `here` reads; None where that cannot be known."""
+    """Position that a tensor holds at an index, as an expression that is known to be within dimension `dim` of the
+    tensor that `here` reads; None where that cannot be known."""
     origin = arguments(here)["self"]
     extent = shape(origin)[dim]
     position = pullback.value(tensor, at)

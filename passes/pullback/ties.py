@@ -48,7 +48,7 @@ class _Form:
     dtype: torch.dtype
 
     def filled(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Its arguments with something else in the place of each leaf."""
+        """Arguments of the call with a value in the place of each leaf."""
 
         def fill(given: Any) -> Any:
             return values[given.number] if isinstance(given, _Leaf) else given
@@ -58,7 +58,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A tensor. value: of all its elements, if that is known; such have no gradient, nor have integers."""
+    """A tensor. value: of all its elements, if it is constant; constants have no gradient, nor have integers."""
 
     number: int
     value: float | None = None
@@ -67,14 +67,14 @@ class _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The composition to take, and (point, value, slope) wherever a function of one number is to be corrected."""
+    """The composition to take, and (point, value, slope) wherever a function of one number is corrected."""
 
     chosen: int
     corrections: tuple[tuple[float, float, float], ...] = ()
 
 
 def as_torch_differentiates(packet: Any, call: Call, builders: Sequence[Builder]) -> Expr | None:
-    """The value of a call by the first of `builders` that has torch's derivative at ties; None where none is known.
+    """Value of a call by the first of `builders` that has torch's derivative at ties; None where no builder applies.
     Raises Unsupported where none agrees."""
     made = builders[0](call)
     if made is None or made.kind is not Kind.FLOAT or made.is_const or (form := _form(packet, call)) is None:
@@ -97,7 +97,7 @@ def _line(x: Expr, point: float, value: float, slope: float) -> Expr:
 
 
 def _form(packet: Any, call: Call) -> _Form | None:
-    """The form of a call; None where it takes what is neither a number nor a tensor of numbers."""
+    """Form of a call; None where an argument is neither a number nor a tensor of numbers."""
     count = itertools.count()
     schema = call.target._schema.arguments if call.target is not None else ()
     scalars = {a.name for a in schema if "Tensor" not in str(a.type)}
@@ -124,8 +124,8 @@ def _form(packet: Any, call: Call) -> _Form | None:
 
 @functools.lru_cache(maxsize=1024)
 def _rule(form: _Form, builders: tuple[Builder, ...]) -> _Rule | str:
-    """Which of the compositions to take, or why none. Found in a thread of its own, which has none of the modes that a
-    compilation is under."""
+    """Composition to take, or the reason why there is none. Computed in a separate thread, which has none of the modes
+    of the compilation."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_found, form, builders).result()
 
@@ -158,7 +158,8 @@ def _found(form: _Form, builders: Sequence[Builder]) -> _Rule | str:
 
 
 def _columns(form: _Form, leaves: Sequence[_Leaf], composed: Sequence[Expr]) -> list[Tensor]:
-    """Numbers for each leaf, in every combination: what is a constant of the call or of a composition, and a few."""
+    """Numbers for each leaf, in every combination: the constants of the call and of the compositions, and a few
+    more."""
     scalars = [x for x in (*form.args, *dict(form.kwargs).values()) if isinstance(x, (int, float))]
     scalars += [part.attr for part in walk(*composed) if part.is_const and part.kind is Kind.FLOAT]
     usual = {*_USUAL, *(leaf.value for leaf in leaves if leaf.value is not None)}
@@ -184,14 +185,14 @@ def _by_torch(form: _Form, leaves: Sequence[_Leaf], columns: Sequence[Tensor]) -
 
 
 def _by_expression(made: Expr, moving: Sequence[Expr], known: dict[Expr, Tensor]) -> list[Tensor]:
-    """Likewise of a composition."""
+    """[the result of a composition, its derivative by each leaf that has one]."""
     derived = adjoints(made, UPSTREAM, moving)
     one = torch.ones((), dtype=torch.float64)
     return [evaluate(part, lambda x: known.get(x, one), torch.float64) for part in (made, *map(derived.get, moving))]
 
 
 def _differs(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> Tensor:
-    """Where derivatives differ, of those that are finite."""
+    """Mask of the places where torch's derivative is finite and ours differs from it."""
     wrong = torch.zeros(theirs[0].shape, dtype=torch.bool)
     for their, our in zip(theirs[1:], ours[1:], strict=True):
         near = (their - our).abs() <= _APART * (1 + their.abs())

@@ -1,8 +1,8 @@
-"""Operations that only move elements: where in its input does an element of the output come from?
+"""Operations that only move elements: the index in the input of each element of the output.
 
 `source(node, index, bounds)` takes one step from an output element of a view, permutation, slice, expansion, copy, ...
-to the element of the input that it is. A reshape is resolved to floor divisions and remainders, which
-`fusion.ir.integers` removes again wherever the dimension was not really split.
+to the input element that it equals. A reshape is resolved to floor divisions and remainders, which `fusion.ir.integers`
+removes again wherever the dimension was not really split.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ PIECES = (aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten
 
 
 def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Index] | None:
-    """The input node and index of the element `node[index]`, or None: it computes, ends a gradient, or is unclear."""
+    """Input node and index of the element `node[index]`. None where the node computes, ends a gradient, or has no clear
+    rule."""
     if node.op != "call_function" or not nodes.is_tensor(node) or marks.stop_gradient(node):
         return None
     if node.target is operator.getitem:
@@ -85,9 +86,8 @@ def _reshape(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bo
 
 
 def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds: integers.Bounds) -> Index:
-    """The index into a tensor of shape `old` of the element at `index` of its reshape to `new`. Groups of dimensions
-    with equal products are resolved on their own, so that only dimensions that are really merged or split see a
-    division."""
+    """Index into a tensor of shape `old` of the element at `index` of its reshape to `new`. Groups of dimensions with
+    equal products are resolved separately, so that only dimensions that are really merged or split see a division."""
     if integers.integer(0) in old:
         raise Unsupported(
             Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}, of empty tensors"

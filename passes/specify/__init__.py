@@ -1,1 +1,1 @@
-"""From a recognised attention to its spec, mask, further outputs, and other forms of the same call."""
+"""From a recognised attention to its spec, mask, auxiliary outputs, and other forms of the same call."""

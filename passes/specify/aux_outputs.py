@@ -1,13 +1,13 @@
-"""Further outputs of an attention: what else is made of its weights, as long as it can be written beside the output.
+"""Auxiliary outputs of an attention: other values computed from its weights, written beside the output.
 
-`uses(site, ...)` follows the weights of a site downstream, to where they leave the region. Every node met there is
+`uses(site, ...)` follows the weights of a site downstream, to where they leave the region. Every node on the way is
 pulled back as the weights were, so that it is an expression of one normalised weight, and ends in one of
 
     a reduction over the keys      a statistic of rows: entropy, largest weight, largest logit, log-sum-exp
     a reduction over the queries   a statistic of keys: how much attention each gets
     anything else                  the node itself is written, of size N_q x N_k
 
-so that the weights themselves are written only where a user needs them. Where nothing of that holds, the site stays as
+so that the weights themselves are written only where a user needs them. Where none of these applies, the site stays as
 it was.
 """
 
@@ -40,12 +40,12 @@ _REDUCTIONS = {aten.sum: Reduction.SUM, aten.mean: Reduction.SUM, aten.amax: Red
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxUse:
-    """A node that a further output takes the place of.
+    """A node that an auxiliary output replaces.
 
     value: as in `FurtherOutput`, in terms of the walk; it is the element `of[at]`.
     reduction, over, dims: likewise.
     order: the coordinates of the node's elements, row-major.
-    divisor: what the reduction is divided by, or None.
+    divisor: of the reduction, or None.
     """
 
     node: Node
@@ -59,7 +59,7 @@ class AuxUse:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is as large as the weights."""
+        """Whether the output is as large as the weights."""
         return {"i", "j"} <= {*self.order}
 
     @property
@@ -71,8 +71,8 @@ class AuxUse:
 def uses(
     site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]
 ) -> tuple[list[AuxUse], set[Node]] | None:
-    """What has to be written in the place of the escaping nodes of a site, and the nodes on the way to it; None where
-    they cannot be.
+    """Auxiliary outputs that replace the escaping nodes of a site, and the nodes on the way to them; None where there
+    are none.
 
     escaping: nodes of the region that are used outside of it.
     outside: whether a node is such a user.
@@ -105,20 +105,20 @@ class _Walk:
         return found.pop() if len(found) == 1 else None
 
     def ends(self, node: Node, index: Index) -> list[AuxUse] | None:
-        """What takes the place of the uses of `node`, whose element at `index` belongs to the weight of (b.., i, j)."""
-        found = [self._beyond(user, node, index) for user in node.users if self.outside(user)]
-        ends = [use for part in found for use in part or ()]
-        if None not in found and sum(use.is_whole for use in ends) < 2:
+        """Outputs that replace the uses of `node`, whose element at `index` belongs to the weight of (b.., i, j)."""
+        uses_of_users = [self._beyond(user, node, index) for user in node.users if self.outside(user)]
+        ends = [use for part in uses_of_users for use in part or ()]
+        if None not in uses_of_users and sum(use.is_whole for use in ends) < 2:
             return ends
-        whole = self._whole(node, index)
-        return None if whole is None else [whole]
+        materialized = self._whole(node, index)
+        return None if materialized is None else [materialized]
 
     def _beyond(self, user: Node, node: Node, index: Index) -> list[AuxUse] | None:
-        """Likewise for a user of the node; None where the user needs the node itself."""
+        """Outputs that replace a user of the node; None where the user needs the node itself."""
         if user.op != "call_function" or not nodes.is_tensor(user) or marks.mutations(user):
             return None
-        own = {product.node for product in self.pullback.products}
-        if J.name not in set().union(*map(coordinates, index)) and not products_above(user) <= own:
+        product_nodes = {product.node for product in self.pullback.products}
+        if J.name not in set().union(*map(coordinates, index)) and not products_above(user) <= product_nodes:
             return None  # it may be another attention's statistic that is read, and that one's call may read ours
         if packet(user) in _REDUCTIONS or packet(user) in (aten.logsumexp, aten.special_logsumexp):
             use = self._reduced(user, node, index)
@@ -166,7 +166,7 @@ class _Walk:
         )  # fmt: skip
 
     def _of_rows(self, node: Node, index: Index) -> AuxUse | None:
-        """A statistic of rows that is made of their maximum and sum."""
+        """A statistic of rows as a function of their maximum and sum."""
         row, order = self._value(node, index), self._order(node, index, {"i"})
         if row is None or order is None or not {ROW_MAX, ROW_SUM} & {*walk(row)} or marks.mutations(node):
             return None
@@ -185,7 +185,7 @@ def _is_of_weights(value: Expr) -> bool:
 
 
 def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str, ...] | None:
-    """The coordinates c1, c2, .. such that `index` is element number (c1 * n2 + c2) * n3 + .., each taken once."""
+    """Coordinates c1, c2, .. such that `index` is element number (c1 * n2 + c2) * n3 + .., each of them once."""
     number, count = number_of(index, extents), integers.mul(*extents)
     for order in itertools.permutations(sorted(coordinates(number))):
         own = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)
@@ -195,8 +195,8 @@ def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str
 
 
 def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) -> Index | None:
-    """The element of a user that is made of `node[index]` and has its own place; None where that is not known. That it
-    is the right element need not be believed: the user is pulled back from there."""
+    """Index of the element of a user that depends on `node[index]` and corresponds to it; None where that is unknown.
+    The index may be a guess: the user is pulled back from there."""
     extents, old = shape(user), shape(node)
     if packet(user) in RESHAPES:
         try:

@@ -1,12 +1,12 @@
 """Attention over a set of keys per row: K and V are read at the positions of the set, and at no others.
 
-A mask that `key_sets` recognised leaves to row i the keys at `positions[.., i, :]`. Where it fills with -inf the others
-have no weight at all, so that the attention is one over `count` keys, which are read through that table:
+A mask that `key_sets` recognised leaves to row i the keys at `positions[.., i, :]`. Where it fills with -inf the other
+keys have no weight at all, so that the attention is one over `count` keys, which are read through that table:
 
     x[i, t] = score program at key j = positions[.., i, t]          out[i] = sum over t of w[i, t] * v[j]
 
-Queries that have keys of their own become a batch coordinate. What is left as rows are the heads that read the same
-keys, so that these are gathered once for all of them. Kernels, schedules and reports need to know nothing of it.
+Queries with different sets become a batch coordinate. The rows that remain are the heads that read the same keys, so
+that these are gathered once for all of them. Kernels, schedules and reports see an ordinary spec.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Pays = Callable[[Specified, Specified, Mapping[str, int]], str | None]
 
 
 def read_sets(sites: Iterable[Site], pays: Pays, hints: Mapping[str, int]) -> None:
-    """Let attentions read the keys of their sets alone, where that can be and pays; else `mask_kept` says why not."""
+    """Let attentions read only the keys of their sets, where possible and profitable; else `mask_kept` holds the
+    reason."""
     for site in pending(sites):
         for place, call in enumerate(site.calls):
             if (chosen := _membership(call)) is None:
@@ -51,7 +52,7 @@ def read_sets(sites: Iterable[Site], pays: Pays, hints: Mapping[str, int]) -> No
 
 
 def with_merged_heads(graph: Graph, root: Node, call: Node, spec: AttentionSpec) -> Node:
-    """The result with the dimensions of `root`: heads that share keys have one of their own in that of a call."""
+    """Result with the dimensions of `root`: in that of the call, heads that share keys have a separate dimension."""
     if spec.among is None:
         return call
     place = spec.output.dims.index("i")
@@ -59,7 +60,7 @@ def with_merged_heads(graph: Graph, root: Node, call: Node, spec: AttentionSpec)
 
 
 def _obstacle(found: Specified) -> str | None:
-    """Why an attention with sets of keys must see a mask of all keys; None where it need not."""
+    """Reason why an attention with sets of keys needs a mask of all keys; None where it does not."""
     spec = found.spec
     assert spec.mask is not None
     if found.differentiable:
@@ -74,7 +75,7 @@ def _obstacle(found: Specified) -> str | None:
 
 
 def _membership(found: Specified) -> tuple[Expr, KeySet] | None:
-    """The load of a mask that says of every live key that it is in a set, and the set."""
+    """Load of a mask that is true of every live key exactly in a set, and the set."""
     extent = dict(zip(found.spec.sizes, found.sizes, strict=True)).get("Nk")
     known = {number: keys for number, keys in found.key_sets if keys.extent is extent}
     for part in conjuncts(found.spec.mask.live) if found.spec.mask is not None else ():
@@ -88,7 +89,7 @@ def _membership(found: Specified) -> tuple[Expr, KeySet] | None:
 
 
 def _with_table(found: Specified, member: Expr, keys: KeySet) -> Specified:
-    """The attention that reads K and V at the positions of the set."""
+    """Attention that reads K and V at the positions of the set."""
     spec, number, axes = found.spec, len(found.spec.operands), len(found.spec.batch)
     grouped = "i" in coordinates(member)
     query = {I: coord(f"b{axes}")} if grouped else {}
@@ -112,7 +113,7 @@ def _with_table(found: Specified, member: Expr, keys: KeySet) -> Specified:
 
 
 def _output(spec: AttentionSpec) -> Output:
-    """The output with queries as the last batch coordinate, and rows beside that which was the last before."""
+    """Output with queries as the last batch coordinate, and rows beside the coordinate that was the last before."""
     axes = len(spec.batch)
     query, last = f"b{axes}", f"b{axes - 1}"
     names = {"i": (query,), last: (last, "i")} if axes else {"i": (query, "i")}
@@ -124,7 +125,7 @@ def _output(spec: AttentionSpec) -> Output:
 
 
 def _last_extent(found: Specified) -> int:
-    """How many values the last batch coordinate has; 0 where that is not known now."""
+    """Size of the last batch coordinate; 0 where it is not known at compile time."""
     values = dict(zip(found.spec.sizes, found.sizes, strict=True))
     last = found.spec.batch[-1] if found.spec.batch else None
     extent = None if last is None or last.op != "size" else values.get(last.name)
@@ -142,7 +143,7 @@ def _heads_as_rows(spec: AttentionSpec, axis: int, group: int, heads: int) -> At
 
 
 def _without_unused(found: Specified) -> Specified:
-    """Without operands that nothing reads any more, the mask above all, and without such sizes."""
+    """Spec without operands that are no longer read, the mask above all, and without their sizes."""
     spec, by_rows = found.spec, found.by_rows
     assert by_rows is not None
     every = spec.expressions()

@@ -1,4 +1,4 @@
-"""The calls that are to stand in the place of each site: one for every attention of it."""
+"""Calls that replace each site: one for every attention of it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def specify_sites(graph: Graph, sites: Iterable[Site]) -> None:
 
 
 def respecify(site: Site, uses: Sequence[AuxUse], symbols: Symbols) -> Specified:
-    """The call of a site of one attention that writes auxiliary outputs, too. Raises `Unsupported`."""
+    """Call of a site with one attention, with auxiliary outputs. Raises `Unsupported`."""
     return _specified(site, 0, symbols, uses)
 
 
 def refuse(sites: Iterable[Site], reason: Callable[[Site], Refusal | None]) -> None:
-    """Refuse the pending sites that there is a reason against."""
+    """Refuse the pending sites for which `reason` returns a refusal."""
     for site in pending(sites):
         with site.assumed.hold():
             refusal = reason(site)
@@ -57,7 +57,8 @@ def _specified(site: Site, number: int, symbols: Symbols, uses: Sequence[AuxUse]
 
 
 def _refuse_distributed_dropout(call: Specified) -> None:
-    """Processes that compute the same weights would drop different ones, each by a seed of its own."""
+    """Refuse dropout of DTensors: processes that compute the same weights would drop different ones, by different
+    seeds."""
     random = any(part.op == "hash" for part in walk(*call.spec.expressions()))
     if random and (operand := next((o for o in call.operands if marks.dtensor(o)), None)) is not None:
         message = f"dropout on the weights of DTensors ({operand.name} is one), whose processes share no random numbers"
@@ -65,14 +66,14 @@ def _refuse_distributed_dropout(call: Specified) -> None:
 
 
 def _refuse_narrowed(site: Site, call: Specified) -> None:
-    """A float64 program does not round what the model rounds on the way, and scores of -1e9 are equal after that."""
+    """Refuse float64 programs with roundings: kernels leave them out, and scores of -1e9 are equal after them."""
     for node in site.scores if call.spec.dtype == "float64" else ():
         if nodes.dtype(node).is_floating_point and nodes.dtype(node) is not torch.float64:
             raise Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}", None, node)
 
 
 def _refuse_reordered_reads(site: Site) -> None:
-    """The op reads everything where the region ended: nothing that it reads may change in place before that."""
+    """Refuse calls whose operands change in place before the call: it reads everything where the region ended."""
     for node in site.interior | {site.anchor}:
         for parent in node.all_input_nodes:
             for mutation in marks.mutations(parent):

@@ -1,4 +1,4 @@
-"""Sites whose scores or weights are needed elsewhere: they write them, too, or stay as they are."""
+"""Sites whose scores or weights are needed elsewhere: they write them as auxiliary outputs, or are not fused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .specify import Specified
 
 
 def impurity() -> Callable[[Node], bool]:
-    """What has an effect, by torch's own rule, but for dropout whose mask a fused attention makes itself."""
+    """Predicate of nodes with side effects, by torch's rule, but for dropout whose mask a fused attention draws
+    itself."""
     impure = nodes.impurity()
     return lambda node: not marks.seed.on(node) and not marks.is_seed(node) and impure(node)
 
@@ -65,7 +66,8 @@ def resolve_escaping(graph: Graph, sites: Sequence[Site], respecifies: bool = Tr
 
 
 def _needs(sites: Sequence[Site], plain: Site | None = None) -> dict[Node, list[Node]]:
-    """The operands of what calls write. plain: a site without its auxiliary outputs; others keep theirs."""
+    """Operands of the nodes that calls write. plain: a site considered without its auxiliary outputs; others keep
+    theirs."""
     written = {site.anchor: [site.root] for site in sites}
     for site in sites:
         if site is not plain:
@@ -80,7 +82,7 @@ def _needs(sites: Sequence[Site], plain: Site | None = None) -> dict[Node, list[
 
 
 def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
-    """Say of a site that its weights are needed, and by what."""
+    """Refuse a site whose weights are needed elsewhere; the message names the use."""
     own = [operand for operand in needs[site.root] if site.products & products_above(operand)]
     if own and (blocking := blocking_op(min(own), site.products)) is not None:
         message = f"the attention reads the result of {nodes.producer(blocking).target} on its own scores"
@@ -108,7 +110,7 @@ def _outside(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> C
 def _with_auxiliary_outputs(
     site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]], symbols: Symbols
 ) -> Specified | None:
-    """The call of a site that also writes what is needed of its weights; None where it cannot."""
+    """Call of a site with auxiliary outputs for the escaping weights; None where there is none."""
     outside = _outside(site, live, needs)
     if (met := uses(site, escaping, outside)) is None:
         return None
@@ -131,7 +133,7 @@ def _with_auxiliary_outputs(
 
 
 def _reads_something_else(node: Node, place: Node) -> bool:
-    """Whether what a node reads is written in place between it and the place of a call that reads it instead."""
+    """Whether an input of a node is written in place between the node and the place of a call that reads it instead."""
     mutations = {m for parent in node.all_input_nodes for m in marks.mutations(parent)} - {node}
     return any((node < mutation) != (place <= mutation) for mutation in mutations)
 
@@ -141,7 +143,7 @@ def _live(kept: Sequence[Node], needs: Mapping[Node, list[Node]]) -> set[Node]:
 
 
 def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> list[Node]:
-    """The nodes of the region that hold scores and stay alive, the last first; those used outside, if any."""
+    """Nodes of the region that hold scores and stay alive, the last first; those used outside, if any."""
     outside, operands = _outside(site, live, needs), set(needs.get(site.root, ()))
     alive = [n for n in site.scores if n in live and n not in operands and n not in needs]
     used = [n for n in alive if any(map(outside, n.users))]

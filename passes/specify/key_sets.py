@@ -1,8 +1,8 @@
 """Sets of keys that an indexer leaves to each row: a constant scattered at the positions that `topk` chose.
 
-`ones(bool).scatter(-1, scores.topk(k).indices, False)` is a mask of N_q x N_k whose live keys are known without it:
-row i has those at `indices[.., i, :]`. Here such a mask is recognised; what an attention becomes with its set of keys
-is told in `by_rows`.
+`ones(bool).scatter(-1, scores.topk(k).indices, False)` is a mask of N_q x N_k whose live keys are known without it: row
+i has those at `indices[.., i, :]`. This module recognises such a mask; `by_rows` rewrites the attention to its set of
+keys.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KeySet:
 
 
 def scattered(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> None:
-    """Note what is known of a mask that is made by `scatter`. It is loaded all the same: who can, asks for its keys."""
+    """Record the `KeySet` of a mask made by `scatter`. The mask stays a load; `by_rows` may replace it later."""
     if (found := _key_set(pullback, here, args, index)) is not None:
         pullback.key_sets[here] = found
 
@@ -64,7 +64,7 @@ def _key_set(pullback: PullBack, here: Node, args: dict[str, Any], index: Index)
 
 
 def _are_distinct(pullback: PullBack, positions: Node, extents: Index) -> bool:
-    """Whether positions along the last dimension are among those that one `topk` (or a sort) gave."""
+    """Whether positions along the last dimension are results of one `topk` (or sort), and so differ from each other."""
     atoms = tuple(coord(f"r{k}") for k in range(len(extents) - 1))
     bounds = dict(zip((*atoms, J), shape(positions), strict=True))
     here, at = positions, (*atoms, J)

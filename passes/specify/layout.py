@@ -1,9 +1,9 @@
-"""Dense biases and masks in which neighbouring keys lie apart are laid out anew, keys innermost.
+"""Copies of dense biases and masks in which neighbouring keys lie apart, with keys innermost.
 
-A bias that a linear layer or a table makes for each pair of tokens has its heads innermost: [N, N, H], read as
-`bias.permute(2, 0, 1)`. Kernels would gather its keys one by one, for every batch element that shares it. The copy is
-part of what makes the bias where Inductor compiles that, and the gradient is laid out like it. Where that is added to a
-table, it takes longer than it did: what is trained and read once stays as it is.
+A bias that a linear layer or a table computes for each pair of tokens has its heads innermost: [N, N, H], read as
+`bias.permute(2, 0, 1)`. Kernels would gather its keys one by one, for every batch element that shares it. Inductor
+fuses the copy with the operation that computes the bias, and the gradient has the copy's layout. Where that is added to
+a table, it takes longer than before: a trained bias that is read once stays as it is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def with_keys_innermost(
 
 
 def _wanted(part: Specified, operands: Sequence[Node], hints: Mapping[str, int]) -> dict[int, Order]:
-    """The orders of dimensions in memory, slowest first, of the operands that are to be laid out anew."""
+    """Orders of dimensions in memory, slowest first, of the operands that are copied."""
     sizes, found = part.example_sizes(hints), dict[int, set[Order | None]]()
     extents = {axis.name: size_value(size, sizes) for axis, size in zip(part.spec.axes, part.spec.batch, strict=True)}
     for read in dense_loads(part.spec.score, part.spec.weight):
@@ -53,7 +53,8 @@ def _wanted(part: Specified, operands: Sequence[Node], hints: Mapping[str, int])
 
 
 def _order(read: Expr, node: Node) -> Order | None:
-    """Keys innermost, rows beside them; None where keys lie so, or are not one dimension of their own memory."""
+    """Order with keys innermost, rows beside them; None where it is so already, or keys are not one dimension in
+    memory."""
     column, order = key_dimension(read), nodes.memory_order(node)
     if column is None or order[-1] == column or 0 in nodes.value(node).stride():
         return None

@@ -1,8 +1,8 @@
-"""Understand the mask: split the score program into a live predicate and its fill, and bound the live keys.
+"""Analysis of masks: split the score program into a live predicate and its fill, and bound the live keys.
 
 For the keys of a block of query rows i0..i1 a closed-form range is solved from every integer comparison of the
 predicate, so that causal, window, prefix and chunked masks and their conjunctions skip dead tiles without reading
-anything. Predicates that load data (padding, documents) bound nothing here.
+anything. Predicates that load data (padding, documents) give no bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HARD = -1e4
 
 
 def decided(expr: Expr, bounds: integers.Bounds) -> Expr:
-    """`expr` with every integer comparison that the bounds of the coordinates decide replaced by its outcome."""
+    """`expr` with the outcome of every integer comparison that the bounds of the coordinates decide."""
 
     def leaf(part: Expr) -> Expr | None:
         if part.op not in ("ile", "ilt") or not may_be_moved(*part.args):
@@ -40,7 +40,7 @@ def decided(expr: Expr, bounds: integers.Bounds) -> Expr:
 
 
 def understand(score: Expr, normalizer: Normalizer = Normalizer.SOFTMAX) -> MaskFacts | None:
-    """What is known of the mask in a score program; None if it has none (or it is not that of a softmax)."""
+    """Facts about the mask in a score program; None if it has none (or it is not that of a softmax)."""
     if normalizer is Normalizer.NONE:
         live, fill = _zero_weights(score), 0.0
     else:
@@ -56,7 +56,7 @@ def understand(score: Expr, normalizer: Normalizer = Normalizer.SOFTMAX) -> Mask
 
 
 def holding(predicates: list[Expr]) -> dict[Expr, Expr]:
-    """What to put in the place of predicates that hold, and of their negations."""
+    """Substitution of TRUE for predicates that hold, and of FALSE for their negations."""
     return dict.fromkeys(predicates, TRUE) | {apply("not", part): FALSE for part in predicates}
 
 
@@ -75,7 +75,7 @@ def _split(score: Expr) -> tuple[Expr, float]:
 
 
 def _zero_weights(weight: Expr) -> Expr:
-    """Where weights without a normaliser are zero, keys are dead."""
+    """Live predicate of weights without a normaliser: keys are dead where the weight is zero."""
     if weight.op != "where":
         return TRUE
     condition, then, otherwise = weight.args
@@ -91,7 +91,7 @@ Ends = tuple[Expr | None, Expr | None]
 
 
 class Side(enum.Enum):
-    """Of the rows i0..i1 of a block, those for which keys are asked."""
+    """Quantifier over the rows i0..i1 of a block."""
 
     ANY = "any"
     """The range holds every key for which the predicate is true in some row."""
@@ -111,7 +111,7 @@ def _range(live: Expr, side: Side) -> Ends:
 
 
 def _joined(ends: list[Ends], side: Side) -> Ends:
-    """Of what holds together. ANY: the intersection. ALL: none where a part has none."""
+    """Key range of a conjunction. ANY: the intersection. ALL: none where a part has none."""
     if side is Side.ALL and (None, None) in ends:
         return None, None
     lows, highs = ([end[k] for end in ends if end[k] is not None] for k in (0, 1))
@@ -140,7 +140,7 @@ def _bound(part: Expr, side: Side) -> Ends:
 
 
 def _either(left: Ends, right: Ends, side: Side) -> Ends:
-    """Of two alternatives. ANY: the hull. ALL: the union of half-lines to the same side, else one of the two."""
+    """Key range of a disjunction. ANY: the hull. ALL: the union of half-lines to the same side, else one of the two."""
     if side is Side.ANY:
         low = None if left[0] is None or right[0] is None else apply("imin", left[0], right[0])
         return low, None if left[1] is None or right[1] is None else apply("imax", left[1], right[1])
@@ -153,7 +153,7 @@ def _either(left: Ends, right: Ends, side: Side) -> Ends:
 
 
 def _at_most(left: Expr, right: Expr, side: Side) -> Ends:
-    """The keys with left <= right, i.e. g = right - left >= 0, where g holds j once, in one term, affinely."""
+    """Keys with left <= right, i.e. g = right - left >= 0, where j occurs in a single, affine term of g."""
     if left.op == "iabs":  # |x| <= y is x <= y and -x <= y
         return _joined([_at_most(arm, right, side) for arm in (left.args[0], integers.neg(left.args[0]))], side)
     difference = integers.sub(right, left)
@@ -170,8 +170,8 @@ def _at_most(left: Expr, right: Expr, side: Side) -> Ends:
 
 
 def _of_extremum(difference: Expr, side: Side) -> Ends | None:
-    """The keys with difference >= 0 where a maximum or minimum that varies is a term of it: x + max(a, b) >= 0 is
-    x + a >= 0 or x + b >= 0, and a minimum takes both. None where there is no such term."""
+    """Keys with difference >= 0 where a maximum or minimum that varies is a term of it: x + max(a, b) >= 0 is x + a >=
+    0 or x + b >= 0, and a minimum needs both. None where there is no such term."""
     for monomial, coefficient in integers.terms(difference).items():
         if len(monomial) == 1 and monomial[0].op in ("imax", "imin") and coordinates(monomial[0]) & {"i", "j"}:
             (atom,), zero = monomial, integers.integer(0)
@@ -191,7 +191,7 @@ def _isolate(difference: Expr) -> tuple[Expr | None, int, Expr]:
 
 
 def _first_key(holder: Expr, limit: Expr) -> Expr | None:
-    """The key from which on holder >= limit."""
+    """First key with holder >= limit."""
     if holder is J:
         return limit
     if holder.op == "floordiv" and (inner := _affine(holder)) is not None:  # (j + r) // m >= t from j = m t - r on
@@ -211,7 +211,7 @@ def _affine(quotient: Expr) -> tuple[Expr, Expr] | None:
 
 
 def _at_extreme_row(expr: Expr, side: Side) -> Expr | None:
-    """The maximum (ANY) or minimum (ALL) over rows i0..i1, monotone term by term; None where that cannot be told."""
+    """Maximum (ANY) or minimum (ALL) over rows i0..i1, monotone term by term; None where it is unknown."""
     total = integers.integer(0)
     for monomial, coefficient in integers.terms(expr).items():
         holding = [atom for atom in monomial if contains(atom, I)]
@@ -228,7 +228,7 @@ def _at_extreme_row(expr: Expr, side: Side) -> Expr | None:
 
 
 def _monotone(atom: Expr, monomial: tuple[Expr, ...]) -> bool:
-    """Whether a term grows with i: i itself or a floor division of something that does, times what is >= 0."""
+    """Whether a term grows with i: i itself or a floor division of a growing term, times a factor >= 0."""
     if any(other is not atom and not integers.is_nonnegative(other) for other in monomial):
         return False
     if atom is I:

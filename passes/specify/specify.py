@@ -1,4 +1,4 @@
-"""From a found attention, in terms of graph nodes, to an `AttentionSpec` and the values that its call takes."""
+"""From a recognised attention, in terms of graph nodes, to an `AttentionSpec` and the arguments of its call."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class ByRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specified:
-    """A spec and what its call takes.
+    """A spec and the arguments of its call.
 
     device: the type of the device that it runs on.
     sizes: the spec's sizes in the graph's own terms.
-    tables: numbers of operands that are positions in others, which are to be checked before they are read.
-    uses: what the further outputs take the place of.
+    tables: numbers of operands that are positions in others, which are checked before they are read.
+    uses: the nodes that the auxiliary outputs replace.
     reached: numbers of the operands that autograd reaches, be it with a gradient of zero, as through `sign`.
-    key_sets: what is known of operands that are masks made of positions, by number.
+    key_sets: `KeySet` of operands that are masks computed from positions, by number.
     by_rows: how its keys became sets of rows, where they did.
-    mask_kept: why they did not, though they could be.
+    mask_kept: the reason why they did not, though they could.
     """
 
     spec: AttentionSpec
@@ -69,7 +69,7 @@ class Specified:
     mask_kept: str = ""
 
     def has_fixed_lengths(self) -> bool:
-        """Whether every call has as many queries and keys."""
+        """Whether the numbers of queries and keys are the same in every call."""
         given = dict(zip(self.spec.sizes, self.sizes, strict=True))
         read = [part for part in walk(self.spec.n_q, self.spec.n_k) if part.op == "size"]
         return all(given[part.name].is_const for part in read)
@@ -126,7 +126,7 @@ def _require_shared_maximum(spec: AttentionSpec, attention: Attention, different
 
 
 def _reached(site: Site, uses: Sequence[AuxUse], operands: Sequence[Node]) -> frozenset[int]:
-    """The operands to which a path of nodes that autograd records leads up from the results."""
+    """Operands from which a path of nodes that autograd records leads to the results."""
     ends = {*operands}
 
     def parents(here: Node) -> list[Node]:
@@ -137,9 +137,9 @@ def _reached(site: Site, uses: Sequence[AuxUse], operands: Sequence[Node]) -> fr
 
 
 def _with_gradients(core: NormalizedScores, heads_mixed: bool) -> NormalizedScores:
-    """What is differentiated; raises where a row without a live key would have other gradients than in eager mode. Rows
-    of NaN that are zero are those without a live key where nothing but a mask's selection makes them: a safe softmax,
-    whose gradient is zero there. Else it is NaN."""
+    """Core with the gradients of training; raises where a row without a live key would have other gradients than in
+    eager mode. Rows of NaN that are set to zero are those without a live key where only a mask's selection makes them:
+    a safe softmax, whose gradient is zero there. Else it is NaN."""
     if core.normalizer is Normalizer.ZERO_SOFTMAX:
         if filled_by_selection(core.score):
             return _with_gradients(replace(core, normalizer=Normalizer.SAFE_SOFTMAX), heads_mixed)
@@ -160,14 +160,14 @@ def _further(spec: AttentionSpec, use: AuxUse, value: Expr) -> FurtherOutput:
 
 
 def _resolved(core: NormalizedScores, site: Site, attention: Attention, resolve: _Resolver) -> NormalizedScores:
-    """The core in terms of the spec's operands, with what the bounds decide decided."""
+    """Core in terms of the spec's operands, with the comparisons that the bounds decide replaced by their outcome."""
     bounds = site.bounds | {J: attention.keys}
     found = mapped(replace(core, origin=None), resolve)
     return replace(found, score=decided(found.score, bounds), weight=decided(found.weight, bounds))
 
 
 def _with_mixed_heads(spec: AttentionSpec, core: NormalizedScores, head: Expr | None, rename: _Sizes) -> AttentionSpec:
-    """The spec whose heads, a batch coordinate, are mixed, if they are; without a mask where every key counts."""
+    """Spec with its mixed heads, a batch coordinate, if there are any; without a mask where every key counts."""
     if head is None:
         return replace(spec, mask=None) if spec.needs_all_keys else spec
     scores, weights = mapped((core.mixed_scores, core.mixed_weights), rename)
@@ -219,8 +219,9 @@ def _spec(
 
 
 def _main_product(core: NormalizedScores, products: list[Product]) -> int:
-    """The product that becomes the score; others in the same program are read from their tensors. One that no tensor
-    holds must be it. Else the one with the widest reduction is taken: the most expensive to materialise."""
+    """The product that becomes the score; others in the same program are read from their tensors. A product that no
+    tensor holds must be the score. Else the one with the widest reduction is taken: the most expensive to
+    materialise."""
     score = core.score if core.mixed_scores is None else core.mixed_scores.program
     numbers = sorted({part.operand for part in walk(score) if part.op == "dot"})
 
@@ -233,7 +234,7 @@ def _main_product(core: NormalizedScores, products: list[Product]) -> int:
 
 
 def _with_scaled_values(attention: Attention, trained: bool) -> NormalizedScores:
-    """The core with the scale that was passed over on the way to V, as one of rows where it can be."""
+    """Core with the scale that was stripped from V, as one of rows where possible."""
     core, scale = attention.core, attention.value_scale
     if scale is ONE:
         return core
@@ -280,7 +281,7 @@ class _Resolver:
         return None
 
     def access(self, position: int, access: Access) -> Access:
-        """Operand number `position`, 0 to 2, as a spec has it."""
+        """Operand number `position`, 0 to 2, in the spec's terms."""
         before = len(self.operands)
 
         def leaf(part: Expr) -> Expr | None:
@@ -294,17 +295,17 @@ class _Resolver:
         return found
 
     def renumbered(self, expr: Expr, held: list[Node]) -> Expr:
-        """An expression whose loads are numbered by their position in `held`, in the spec's numbers."""
+        """Expression whose loads are numbered by their position in `held`, in the spec's numbers."""
         return renumbered(expr, lambda number: self.number(held[number]))
 
     def key_sets(self) -> tuple[tuple[int, KeySet], ...]:
-        """What is known of operands that are masks, by number."""
-        known = self.walked.key_sets
-        return tuple((number, known[node]) for (node, _), number in self.number.known.items() if node in known)
+        """`KeySet` of the operands that are masks, by number."""
+        key_sets = self.walked.key_sets
+        return tuple((number, key_sets[node]) for (node, _), number in self.number.known.items() if node in key_sets)
 
 
 class _Sizes:
-    """Renames the graph's symbols so that equal attentions have equal specs whatever the trace called its sizes."""
+    """Renames the graph's symbols so that equal attentions have equal specs, whatever their names in the trace."""
 
     def __init__(self, batch: tuple[Expr, ...], n_q: Expr, n_k: Expr):
         self.values = {f"B{k}": extent for k, extent in enumerate(batch)} | {"Nq": n_q, "Nk": n_k}
@@ -343,8 +344,8 @@ def _product_dtype(accesses: Sequence[Access]) -> str:
 
 
 def _result_dtype(site: Site, dtype: str, differentiable: bool) -> str:
-    """The dtype of the result. dtype: of the products. A backward reads the result: it has the products' dtype then, as
-    a rounded one would give gradients an error that eager mode's do not have; it is rounded after the call."""
+    """Dtype of the result. dtype: of the products. If a backward reads the result, it has the products' dtype, and is
+    rounded after the call: a rounded result would give gradients an error that eager mode's do not have."""
     out = nodes.dtype(site.root) if len(site.attentions) == 1 else torch.float32
     rounds = out.itemsize < getattr(torch, dtype).itemsize
     return dtype if differentiable and rounds else str(out).removeprefix("torch.")
@@ -372,7 +373,7 @@ _STRIDE_AGNOSTIC = {aten.reshape, aten.contiguous, aten.linear, aten.flatten}
 
 
 def _memory_order(site: Site) -> tuple[str, ...]:
-    """Dimensions from slowest to fastest: packed where nobody can tell, else as eager would lay the result out."""
+    """Dimensions from slowest to fastest: packed where that is unknown, else the order of eager's result."""
     users = site.root.users
     if users and all(u.op == "call_function" and nodes.packet(u) in _STRIDE_AGNOSTIC for u in users):
         return site.dims

@@ -1,4 +1,4 @@
-"""Masks that need a map of their tiles, which part of them does, and what the attention becomes with one.
+"""Tile maps of masks: which masks need one, the part that it covers, and the attention with a map.
 
 A mask is data where its predicate loads something (padding, document numbers, a mask tensor), or where the score
 program adds a tensor whose values may be 0 and a hard negative. Of predicates of positions alone those get a map that
@@ -45,7 +45,7 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Data:
-    """What a map is made of.
+    """Contents of a tile map.
 
     predicates: conjuncts of the mask that it covers.
     biases: loads that are added to the score and may be hard masks.
@@ -102,7 +102,7 @@ def _map_before(graph: Graph, place: Node, root: Node, wanted: Mapped, symbols: 
 
 
 def mapped(found: Specified) -> Mapped | None:
-    """The map that an attention could use, or None where its mask is not data."""
+    """Map that an attention could use, or None where its mask is not data."""
     data = _data(found)
     if data is None or found.spec.needs_all_keys:
         return None
@@ -138,7 +138,7 @@ def _renumbered(expr: Expr, names: Sequence[str], numbers: Sequence[int]) -> Exp
 
 
 def with_map(found: Specified, made: Node) -> Specified:
-    """The attention with the map as a further operand, and its facts told by it."""
+    """Attention with the map as an additional operand, and with mask facts that refer to it."""
     data, spec = _data(found), found.spec
     assert data is not None
     batch = tuple(map(coord, _batch_axes(data)))
@@ -166,7 +166,7 @@ def _all(predicates: list[Expr]) -> Expr:
 
 
 def _data(found: Specified) -> _Data | None:
-    """What a map would cover, or None where there is nothing."""
+    """Contents of a map for this attention, or None if there are none."""
     spec = found.spec
     known = conjuncts(spec.mask.live) if spec.mask is not None else []
     predicates = [p for p in known if depends_on_key(p) and (loads(p) or _alternatives(p)) and mappable(p)]
@@ -184,7 +184,7 @@ def _alternatives(predicate: Expr) -> bool:
 
 
 def _on_device(found: Specified) -> Node:
-    """A tensor that says where a map is made, the same for all attentions of a graph."""
+    """Tensor on the device where a map is computed, the same for all attentions of a graph."""
     inputs = found.operands[0].graph.find_nodes(op="placeholder")
     held = ((node, nodes.value(node)) for node in inputs if not (marks.mutations(node) or marks.dtensor(node)))
     alike = (node for node, value in held if isinstance(value, Tensor) and value.device.type == found.device)
@@ -209,7 +209,7 @@ def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
 
 
 def _may_be_hard(found: Specified, bias: Expr) -> bool:
-    """A tensor that is the same for all features and learns nothing: what a mask is."""
+    """Whether a tensor may be a mask: the same for all features, and without parameters."""
     node = found.operands[bias.operand]
     if found.differentiable and marks.requires_grad(node):
         return False

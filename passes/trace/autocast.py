@@ -2,8 +2,8 @@
 
 Pre-dispatch graphs stand above autocast: `matmul(q, k)` of float32 tensors is recorded as such although its result is
 bfloat16. Ambient regions (`with torch.autocast(...)` around the compiled function) are not in the graph at all. A fused
-region replaces operations that autocast knows by one that it does not, so it must see, and take over, what autocast
-would have cast. Casting an operation's arguments beforehand changes nothing else: autocast then finds what it wants.
+region replaces operations that autocast knows by one that it does not, so it must contain autocast's casts. Casting an
+operation's arguments beforehand changes nothing else: autocast then has nothing left to do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_casts(graph: Graph) -> None:
 
 
 def regions(graph: Graph) -> Iterator[tuple[Node, Regions]]:
-    """Every node, with the regions that it is in."""
+    """Pairs of a node and the regions that it is in."""
     around: dict[Node, tuple[Any, ...]] = {}
     for node in list(graph.nodes):
         yield node, tuple(around.values())

@@ -1,7 +1,7 @@
-"""Operations that are traced as those that they are made of, which the analysis knows.
+"""Operations that are traced as their decompositions, which the analysis knows.
 
-Some may return their input, or views of it, of which their schemas say nothing. Others work element by element on what
-they cut or shape before, or sum afterwards: gates, losses. Their decompositions are torch's own.
+Some may return their input, or views of it, of which their schemas say nothing. Others work element by element on
+tensors that they cut or reshape before, or sum afterwards: gates, losses. Their decompositions are torch's own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _table() -> Any:
 
 
 def _glu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Computed in float32 and rounded once, as torch's own."""
+    """Gated linear unit, computed in float32 and rounded once, as torch does."""
     kept, gate = x.float().chunk(2, dim) if x.dtype in (torch.bfloat16, torch.float16) else x.chunk(2, dim)
     return (kept * gate.sigmoid()).to(x.dtype)
 

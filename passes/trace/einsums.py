@@ -1,8 +1,8 @@
-"""Einsums that are no product of matrices with one dimension for rows, for columns, and to sum over.
+"""Einsums that are no product of matrices with one dimension each for rows, columns and the sum.
 
-They run as what they are, which the analysis knows: sums and permutations of one operand, products of two that sum over
-nothing, and products that sum over several dimensions at once (the tied rows of the MSA Transformer: Rao et al., 2021,
-section 3), which are those of matrices after a reshape. ATen makes the same operations of them.
+They are decomposed into operations that the analysis knows: sums and permutations of one operand, products of two
+without a sum, and products that sum over several dimensions at once (the tied rows of the MSA Transformer: Rao et al.,
+2021, section 3), which are matrix products after a reshape. ATen decomposes them in the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def decomposed(equation: Any, *operands: Any) -> Any:
 
 
 def _of_one(term: str, output: str, x: Tensor) -> Tensor:
-    """In the order of the output's letters, the letters that it lacks behind them, and summed."""
+    """Einsum of one operand: the output's letters in order; other letters are moved to the end and summed."""
     summed = [letter for letter in term if letter not in output]
     x = x.permute([term.index(letter) for letter in (*output, *summed)])
     return x.sum(list(range(len(output), len(term)))) if summed else x
@@ -53,7 +53,7 @@ def _aligned(term: str, output: str, x: Tensor) -> Tensor:
 
 
 def _of_a_vector(terms: Sequence[str], output: str, operands: Sequence[Tensor]) -> Any:
-    """A product of matrices and vectors, as that of matrices with one row."""
+    """Product of a matrix and a vector, as a matrix product with one row."""
     left, right = map(set, terms)
     matrices = [not set(term) <= other for term, other in zip(terms, (right, left), strict=True)]
     if matrices[0] == matrices[1] or left & right <= set(output) or not left ^ right <= set(output):
@@ -66,7 +66,7 @@ def _of_a_vector(terms: Sequence[str], output: str, operands: Sequence[Tensor]) 
 
 
 def _with_fewer_dimensions(terms: Sequence[str], output: str, operands: Sequence[Tensor]) -> Any:
-    """A product whose sum is over several dimensions, or whose columns are: each as one dimension."""
+    """Product with several dimensions in the sum or the columns: each group as one dimension."""
     extents: dict[str, Any] = {}
     for term, x in zip(terms, operands, strict=True):
         for letter, extent in zip(term, x.shape, strict=True):
@@ -90,7 +90,7 @@ def _with_fewer_dimensions(terms: Sequence[str], output: str, operands: Sequence
 
 
 def _merged(term: str, merged: Sequence[str], x: Tensor) -> tuple[str, Tensor]:
-    """The operand with each of its groups of letters as one dimension behind the others, by its first letter."""
+    """Operand with each of its groups of letters as one dimension behind the others, named by its first letter."""
     own = [letters for letters in merged if letters[0] in term]
     rest = "".join(letter for letter in term if not any(letter in letters for letters in own))
     order = "".join((rest, *own))

@@ -1,7 +1,7 @@
-"""What torch's fused transformer-encoder operations stand for, so that their attention becomes visible.
+"""Decompositions of torch's fused transformer-encoder operations, so that their attention becomes visible.
 
-`nn.TransformerEncoderLayer` and `nn.MultiheadAttention` in eval mode call one opaque operation each ("fast path").
-The functions here compute the same from ordinary operations, or return NotImplemented for what they do not cover.
+`nn.TransformerEncoderLayer` and `nn.MultiheadAttention` in eval mode call one opaque operation each ("fast path"). The
+functions of this module compute the same from ordinary operations, or return NotImplemented where they cannot.
 """
 
 from __future__ import annotations

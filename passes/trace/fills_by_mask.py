@@ -1,5 +1,5 @@
-"""Numbers that are put at listed places of scores (`s[:, :, i, i] = -inf`, `index_fill`, a diagonal that is filled) are
-filled in by a mask, which the graph makes by the same operation, of the dimensions alone that the places are in."""
+"""Fills of scores at listed positions (`s[:, :, i, i] = -inf`, `index_fill`, a diagonal), rewritten as fills by a mask.
+The graph computes the mask by the same operation, over only the dimensions that the positions are in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def fill_by_masks(graph: Graph) -> None:
-    """Rewrite such operations on what is made of a product."""
+    """Rewrite such operations on tensors that depend on a product."""
     symbols: Symbols | None = None
     for node in list(graph.nodes):
         mask_of = _MASKS.get(packet(node))
@@ -39,7 +39,7 @@ Found = tuple[Node, Any] | None
 
 
 def _of_indices(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
-    """By `index_put` with indices that are integers."""
+    """Mask and number of an `index_put` with integer indices."""
     indices, number = args["indices"], args["values"]
     listed = [k for k, index in enumerate(indices) if index is not None]
     masks = any(nodes.dtype(indices[k]) in (torch.bool, torch.uint8) for k in listed)
@@ -51,16 +51,16 @@ def _of_indices(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
 
 
 def _of_positions(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
-    """By `index_fill`."""
+    """Mask and number of an `index_fill`."""
     dim = nodes.normalize_dim(args["dim"], len(shape(node)))
     if not _is_float(node):
         return None
-    given = (_no_mask(symbols, node, [dim]), dim, args["index"], True)
-    return derived(symbols.graph, node, aten.index_fill.int_Scalar, given), args["value"]
+    arguments = (_no_mask(symbols, node, [dim]), dim, args["index"], True)
+    return derived(symbols.graph, node, aten.index_fill.int_Scalar, arguments), args["value"]
 
 
 def _of_diagonal(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
-    """By `diagonal_scatter` of one number: where a row's number and the offset make the column's."""
+    """Mask and number of a `diagonal_scatter` of one number: true where row plus offset equals the column."""
     source, rank = args["src"], len(shape(node))
     if packet(source) is not aten.fill or not _is_float(node):
         return None
@@ -86,7 +86,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _no_mask(symbols: Symbols, node: Node, dims: list[int]) -> Node:
-    """False everywhere, in the shape of a node, whose dimensions but these are 1."""
+    """False everywhere, in the shape of a node with all dimensions but these set to 1."""
     sizes = [symbols.value(extent) if dim in dims else 1 for dim, extent in enumerate(shape(node))]
     return _made(symbols.graph, node, aten.zeros.default, sizes, torch.bool)
 
@@ -96,7 +96,7 @@ def _yes(symbols: Symbols, node: Node) -> Node:
 
 
 def _made(graph: Graph, origin: Node, target: Any, size: Any, dtype: torch.dtype) -> Node:
-    """A tensor that is made of its size."""
+    """Node of a tensor that is created from its size."""
     like = nodes.value(origin)
     node = graph.call_function(target, (size,), {"dtype": dtype, "device": like.device})
     nodes.copy_provenance(origin, node)

@@ -1,8 +1,8 @@
-"""Floats of Python that Dynamo passes on as symbols are made tensors, so that another value compiles nothing again.
+"""Python floats that Dynamo passes on as symbols, turned into tensors, so that another value compiles nothing again.
 
-A float that has had two values (the temperature of a call, a scale that each layer has of its own) comes as a tensor of
-which `item()` is a symbol. What a kernel has of a symbol is compiled in: torch guards on its value. A tensor without
-dimensions, one times the symbol, is read by kernels as any other, and torch takes the symbol out of the product.
+A float that has had two values (the temperature of a call, a scale that differs between layers) arrives as a tensor
+whose `item()` is a symbol. A symbol in a kernel is compiled in: torch guards on its value. A tensor without dimensions,
+one times the symbol, is read by kernels as any other, and torch takes the symbol out of the product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OF_TENSORS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tenso
 
 
 def read_floats(graph: Graph) -> None:
-    """Write arithmetic of tensors and floats that are symbols, and do not follow from sizes, as that of tensors."""
+    """Rewrite arithmetic of tensors and floats that are symbols, and do not follow from sizes, as that of tensors."""
     for node in list(graph.nodes):
         if node.target not in _OF_TENSORS or len(node.args) != 2 or node.kwargs:
             continue
@@ -32,12 +32,12 @@ def read_floats(graph: Graph) -> None:
 
 
 def _takes(x: Node) -> bool:
-    """Whether a tensor without dimensions is to this one as a number is: it changes no dtype."""
+    """Whether a tensor without dimensions acts on this one as a number does: it changes no dtype."""
     return nodes.is_tensor(x) and nodes.dtype(x).is_floating_point and nodes.value(x).dim() > 0
 
 
 def _tensor(graph: Graph, number: Node, beside: torch.Tensor) -> Node:
-    """The float in the dtype that a tensor is computed in."""
+    """Float in the dtype that a tensor is computed in."""
     dtype = torch.float64 if beside.dtype is torch.float64 else torch.float32
     one = _call(graph, aten.full.default, ([], 1.0), dtype=dtype, device=beside.device)
     made = _call(graph, aten.mul.Tensor, (one, number))

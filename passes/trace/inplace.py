@@ -1,6 +1,6 @@
-"""In-place operations: made functional where nobody else sees the memory, and marked where they stay.
+"""In-place operations: made functional where the memory has no other reader, and marked where they stay.
 
-`scores.masked_fill_(mask, -inf)` and `scores[..., :4] = -inf` on a fresh product are the usual cases. Anything that
+`scores.masked_fill_(mask, -inf)` and `scores[..., :4] = -inf` on a fresh product are the usual cases. A write that
 could be seen through an alias (an input, a view that is used later) stays in place: the analysis then sees an operation
 that it does not know.
 """
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def write_to_the_whole(graph: torch.fx.Graph) -> None:
-    """Write to tensors themselves in the place of slices of all of them, which `x[:, :, mask] = 0` makes."""
+    """Replace writes to slices that cover all of a tensor, which `x[:, :, mask] = 0` makes, by writes to the tensor."""
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or nodes.packet(node) is not aten.slice:
             continue
@@ -36,9 +36,9 @@ def write_to_the_whole(graph: torch.fx.Graph) -> None:
 
 
 def make_functional(graph: torch.fx.Graph) -> None:
-    """Replace in-place operations on tensors that this graph made and nobody else sees by out-of-place ones. A write to
-    a part of a tensor (slices, selected rows) becomes the part's new value, scattered into the tensor's; one through a
-    view, the tensor's new value in the view's shape."""
+    """Replace in-place operations on tensors that this graph created, without other readers, by out-of-place ones. A
+    write to a part of a tensor (slices, selected rows) becomes the part's new value, scattered into the tensor's; one
+    through a view, the tensor's new value in the view's shape."""
     position: dict[Node, float] = {node: k for k, node in enumerate(graph.nodes)}
     recorded: dict[Any, bool] = {}
     for node, enabled in nodes.with_gradients(graph):
@@ -80,7 +80,7 @@ _ROUNDING = (aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Ten
 
 
 def _parts(target: Node) -> list[Node]:
-    """The slices, selections and reshapes that lead to what is written, the last one first."""
+    """Slices, selections and reshapes that lead to the written tensor, the last one first."""
     parts = []
     while target.op == "call_function" and nodes.packet(target) in {*_SCATTER, *_RESHAPES}:
         if not isinstance(origin := target.args[0], Node) or nodes.dtype(origin) is not nodes.dtype(target):
@@ -116,8 +116,8 @@ def _out_of_place(node: Node) -> OpOverload | None:
 
 
 def _computed(node: Node, function: OpOverload, of_part: bool) -> torch.Tensor | None:
-    """Make a write functional; returns what that computes, in a dtype that may have to be rounded still. None, and
-    nothing changed, where that is not what is written.
+    """Make a write functional; returns its value, in a dtype that may have to be rounded still. None, without a change,
+    where the written value is another one.
 
     of_part: whether the value is scattered into another tensor, so that its layout does not matter.
     """
@@ -151,7 +151,7 @@ def _computed(node: Node, function: OpOverload, of_part: bool) -> torch.Tensor |
 
 
 def _rounded(node: Node, computed: torch.Tensor, position: dict[Node, float]) -> Node:
-    """The result of an operation that has become functional, in the dtype of what it wrote to."""
+    """Result of an operation that became functional, in the dtype of the tensor that it wrote to."""
     written = nodes.value(node)
     if computed.dtype is written.dtype:
         return node
@@ -165,7 +165,7 @@ def _rounded(node: Node, computed: torch.Tensor, position: dict[Node, float]) ->
 
 
 def _scattered(value: Node, parts: list[Node], position: dict[Node, float]) -> Node:
-    """The whole tensor after `value` took the place of the part of it that `parts` lead to."""
+    """Full tensor after `value` replaced the part of it that `parts` lead to."""
     for part in parts:
         origin, scatter = part.args[0], _SCATTER.get(nodes.packet(part))
         if scatter is None:
@@ -183,7 +183,7 @@ def _part(whole: Node, parts: list[Node], position: dict[Node, float]) -> Node:
 
 
 def _after(node: Node, target: Any, args: Any, kwargs: Any, like: Any, position: dict[Node, float]) -> Node:
-    """A call right after a node, with the value of another."""
+    """Call right after a node, with the fake value of another."""
     with node.graph.inserting_after(node):
         made = node.graph.call_function(target, args, kwargs)
     made.meta = {**node.meta, "val": nodes.value(like)}
@@ -216,7 +216,7 @@ def _returns_alias(target: OpOverload) -> bool:
 
 
 def may_copy(node: Node) -> bool:
-    """Whether a node may have memory of its own: a clone, or a reshape of what is not laid out for it."""
+    """Whether a node may allocate memory: a clone, or a reshape of a tensor whose layout does not allow a view."""
     target = node.target
     views = isinstance(target, OpOverload) and _returns_alias(target)
     return not views or nodes.packet(node) in MAYBE_ALIAS
@@ -234,8 +234,8 @@ def _family(node: Node) -> set[Node]:
 
 
 def mark_mutations(graph: torch.fx.Graph) -> None:
-    """meta["mutations"]: the nodes that change this node's memory in place, for those that are left. The analysis must
-    not take such a tensor for what made it, nor move a read of it across a change."""
+    """Set `marks.mutations`: the nodes that still change a node's memory in place. The analysis must not replace such a
+    tensor by its producer, nor move a read of it across a change."""
     for node in filter(nodes.writes, graph.nodes):
         written = [
             node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
@@ -249,14 +249,14 @@ def mark_mutations(graph: torch.fx.Graph) -> None:
 
 
 def changes(passed: Iterable[Node], anchor: Node | None) -> bool:
-    """Whether what these nodes read changes between them and the product with V: then their values must be read."""
+    """Whether an input of these nodes changes between them and the product with V: then their values must be loaded."""
     read = ((node, parent) for node in passed for parent in node.all_input_nodes)
     later = (by for node, parent in read for by in marks.mutations(parent) if node < by)
     return any(anchor is None or by < anchor for by in later)
 
 
 def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, float]) -> bool:
-    """Whether after the write the memory is read through `target`, the write's result and views made later only."""
+    """Whether after the write the memory is read through `target`, the write's result and later views only."""
     own = {target, write}
     for node in sorted(family, key=position.__getitem__):
         if node in own or any(parent in own and position[node] > position[write] for parent in node.all_input_nodes):

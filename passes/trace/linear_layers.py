@@ -14,8 +14,8 @@ aten = torch.ops.aten
 
 
 def write_products(graph: Graph) -> None:
-    """Write a linear layer whose weight is no parameter, nor made of parameters alone, as the product that it is,
-    `F.linear(q, k)`, unless it mixes heads."""
+    """Write a linear layer whose weight is no parameter, nor computed from parameters alone, as a product of two
+    tensors, `F.linear(q, k)`, unless it mixes heads."""
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         args = arguments(node)
         weight = args["weight"]
@@ -28,6 +28,6 @@ def write_products(graph: Graph) -> None:
 
 
 def _is_data(node: Node) -> bool:
-    """Whether a tensor is made of anything but parameters."""
+    """Whether a tensor depends on anything but parameters."""
     origins = nodes.walk_up([node], lambda here: here.all_input_nodes)
     return any(here.op == "placeholder" and not is_parameter(here) for here in origins)

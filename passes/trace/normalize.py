@@ -1,8 +1,8 @@
-"""Retrace Dynamo's graph to pre-dispatch ATen, the one form that the analysis reads.
+"""Retrace of Dynamo's graph to pre-dispatch ATen, the one form that the analysis reads.
 
-Pre-dispatch keeps what autograd, autocast and input mutation mean; composite operations (matmul, einsum, linear,
-softmax, scaled_dot_product_attention) stay whole. Stack traces, module paths and what Inductor needs to know of the
-placeholders are carried over.
+Pre-dispatch preserves autograd, autocast and input mutation; composite operations (matmul, einsum, linear, softmax,
+scaled_dot_product_attention) stay single nodes. Stack traces, module paths and Inductor's metadata of the placeholders
+are carried over.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ _DECOMPOSITIONS[autograd.GET_DATA] = torch.Tensor.detach  # `x.data`, which no t
 def normalize(
     module: GraphModule, example_inputs: Sequence[Any], bodies: Mapping[str, GraphModule] | None = None
 ) -> GraphModule:
-    """The same computation as pre-dispatch ATen, with `meta["val"]` on every node. The argument is not changed.
+    """Graph of the same computation in pre-dispatch ATen, with `meta["val"]` on every node. The argument is not
+    changed.
 
-    bodies: what to call in the place of its checkpointed graphs, by the names of their attributes.
+    bodies: the graphs that replace its checkpointed graphs, by the names of their attributes.
     """
     dtensor.refuse_absent(module)
     outlined = outline(module)
@@ -88,7 +89,7 @@ def _trace(
     bodies: Mapping[str, GraphModule],
     sealed: bool = False,
 ) -> GraphModule:
-    """fakes, mode: see `fake_inputs`. sealed: whether each `vmap` stays one call."""
+    """Traced graph. fakes, mode: see `fake_inputs`. sealed: whether each `vmap` stays one call."""
 
     def run():  # without annotations: the graph would have them, as text, and no key in AOTAutograd's cache
         values = placed(fakes, mode)
@@ -101,8 +102,8 @@ def _trace(
 
 
 class _Retrace(RetraceInterpreter):
-    """Runs Dynamo's graph, or a part of it; torch's fused encoder modules run as the operations they stand for.
-    checkpoints: of the whole graph."""
+    """Runs Dynamo's graph, or a part of it, with torch's fused encoder modules decomposed. checkpoints: of the whole
+    graph."""
 
     def __init__(self, module: GraphModule, checkpoints: Checkpoints, sealed: bool):
         super().__init__(module)
@@ -159,7 +160,7 @@ class _Retrace(RetraceInterpreter):
 
 
 def _refuse_fake_constants(traced: GraphModule) -> None:
-    """A tensor that the trace met but did not follow has no values: such a trace cannot run."""
+    """Raise where a fake tensor became a constant of the graph: it has no values, and the graph could not run."""
     for node in traced.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(traced, str(node.target), None), FakeTensor):
             raise nodes.Unsupported(
@@ -173,8 +174,8 @@ _DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.featur
 
 
 def drop_inactive_dropout(graph: torch.fx.Graph) -> None:
-    """Remove dropout in eval mode and with p = 0: it returns its input itself, through which others may write, and FX
-    would otherwise keep it alive as a random operation."""
+    """Remove dropout in eval mode and with p = 0. It returns its input itself, which others may write to, and FX would
+    keep it alive as a random operation."""
     for node in list(graph.nodes):
         if node.op != "call_function" or nodes.packet(node) not in _DROPOUTS:
             continue
@@ -234,14 +235,14 @@ def seed_dropout(graph: torch.fx.Graph) -> None:
 
 
 def drop_seeds(graph: torch.fx.Graph) -> None:
-    """Remove seeds that nothing uses, so that what was not fused draws the same random numbers as in eager mode."""
+    """Remove unused seeds, so that attentions that are not fused draw the same random numbers as in eager mode."""
     for node in list(graph.nodes):
         if marks.is_seed(node) and not node.users:
             graph.erase_node(node)
 
 
 def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
-    """`marks.requires_grad` on every node: the trace itself records values detached from autograd."""
+    """Set `marks.requires_grad` on every node: the trace itself records values detached from autograd."""
     given = map(nodes.value, origin.graph.find_nodes(op="placeholder"))
     for node, enabled in nodes.with_gradients(traced.graph):
         if node.op == "placeholder":
@@ -256,8 +257,8 @@ def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
 
 
 def _returned(node: Node) -> list[Node]:
-    """The argument that an operation returns itself, if any, which keeps the gradient that it has: one that writes to
-    it, or that has nothing to do, as `x.float()` of float32. The trace takes the result for x from there on."""
+    """Argument that an operation returns itself, if any, with the gradient that it has: one that is written to, or one
+    that needs no change, as in `x.float()` of float32. The trace uses the result in place of x from there on."""
     first = node.args[0] if node.args else None
     if not isinstance(node.target, OpOverload) or not (isinstance(first, Node) and nodes.is_tensor(first)):
         return []

@@ -1,8 +1,8 @@
-"""Parts of Dynamo's graph that cannot be traced again: each becomes one call of a graph of its own, and stays as it is.
+"""Parts of Dynamo's graph that cannot be traced again: each becomes one call of a separate graph, and stays unchanged.
 
 Such parts are function transforms of `torch.func` (`grad`, `jvp`), whose levels live outside of the graph, calls of
-`torch.autograd.Function`, which bring a backward of their own, and operations on tensors that hold others (quantised
-weights). The attentions around them are fused as ever. A `vmap` is a part too, but one that is traced through where
+`torch.autograd.Function`, which bring a backward of their own, and operations on tensors that wrap others (quantised
+weights). The attentions around them are fused as usual. A `vmap` is a part too, but one that is traced through where
 that is possible (`fusion.passes.trace.vmap`).
 """
 
@@ -36,12 +36,12 @@ _AUGMENTED = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 
 
 def outline(module: GraphModule) -> GraphModule:
-    """The same with one call for each such part, equal parts by one name; the module itself where there is none."""
-    found = parts(module.graph)
-    if not found:
+    """Graph with one call for each such part, equal parts by one name; the module itself where there is none."""
+    found_parts = parts(module.graph)
+    if not found_parts:
         return module
-    last = {part[-1]: part for part in found}
-    inside = {node for part in found for node in part}
+    last = {part[-1]: part for part in found_parts}
+    inside = {node for part in found_parts for node in part}
     graph, made, bodies, names = Graph(), dict[Node, Node](), dict[str, GraphModule](), dict[str, str]()
     for node in module.graph.nodes:
         if node not in inside:
@@ -50,15 +50,15 @@ def outline(module: GraphModule) -> GraphModule:
             body, inputs, outputs = _body(module, last[node])
             name = names.setdefault(_text(body.graph), f"{_PREFIX}{len(bodies)}")
             bodies.setdefault(name, body)
-            call = graph.call_module(name, tuple(made[given] for given in inputs))
-            told = {key: last[node][0].meta.get(key) for key in ("nn_module_stack", "stack_trace")}
-            call.meta = told | {"val": tuple(map(nodes.value, outputs))}
+            call = graph.call_module(name, tuple(made[source] for source in inputs))
+            provenance = {key: last[node][0].meta.get(key) for key in ("nn_module_stack", "stack_trace")}
+            call.meta = provenance | {"val": tuple(map(nodes.value, outputs))}
             made |= {out: graph.call_function(operator.getitem, (call, k)) for k, out in enumerate(outputs)}
     return tracing.lazy_module(attributes(graph, bodies, module), graph)
 
 
 def attributes(graph: Graph, bodies: dict[str, GraphModule], module: GraphModule) -> dict[str, Any]:
-    """What a graph has by name: bodies of its own, and what it takes over from a module."""
+    """Attributes that a graph needs: the graphs of its parts, and those taken over from a module."""
     named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")} - bodies.keys()
     return bodies | {name: operator.attrgetter(name)(module) for name in named}
 
@@ -77,8 +77,8 @@ def parts(graph: Graph) -> list[list[Node]]:
 
 
 def sealed_softmaxes(module: GraphModule) -> list[tuple[Node, str]]:
-    """Calls with a softmax inside that stay whole, and what is to be said of them: of a `torch.autograd.Function` where
-    gradients are recorded, and of `torch.cond` and its kin."""
+    """Opaque calls that contain a softmax, with the note for the report: a `torch.autograd.Function` where gradients
+    are recorded, and `torch.cond` and similar operators."""
     found = []
     for node in module.graph.nodes:
         own_gradient = functorch.is_autograd_function(node.target)
@@ -118,12 +118,12 @@ def _enters(target: Any) -> bool:
 
 
 def transforms(part: list[Node]) -> bool:
-    """Whether a part is made of transforms of torch.func, and not of a `vmap` alone."""
+    """Whether a part consists of transforms of torch.func other than a lone `vmap`."""
     return any(functorch.enters(node.target, "grad", "jvp") for node in part)
 
 
 def _unwraps(node: Node) -> bool:
-    """Whether a node unwraps a tensor that holds others, as quantised weights do, unknown to the trace."""
+    """Whether a node unwraps a tensor that wraps others, as quantised weights do, unknown to the trace."""
     if node.op in ("placeholder", "get_attr", "output") or not any(map(_wraps, map(nodes.value, node.all_input_nodes))):
         return False
     return not any(map(_wraps, tree_leaves(nodes.value(node))))
@@ -134,7 +134,7 @@ def _wraps(held: Any) -> bool:
 
 
 def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
-    """A part as a graph of its own, the nodes that it reads and those of its own that are read behind it."""
+    """(a part as a separate graph, the nodes that it reads, its nodes that are read after it)."""
     inside, body, made = set(part), Graph(), dict[Node, Node]()
     inputs, outputs = ends(part)
     for given in inputs:
@@ -149,25 +149,25 @@ def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node
 
 
 def ends(part: list[Node]) -> tuple[list[Node], list[Node]]:
-    """The nodes that a part reads, and those of its own that are read behind it."""
+    """(the nodes that a part reads, its nodes that are read after it)."""
     inside = set(part)
     inputs = list(dict.fromkeys(given for node in part for given in node.all_input_nodes if given not in inside))
     return inputs, [node for node in part if not inside.issuperset(node.users)]
 
 
 def _text(body: Graph) -> str:
-    """What a part does and where that is written, without names: equal layers have equal parts."""
+    """Text of a part's operations and their source lines, without names: equal layers have equal parts."""
     order = {node: number for number, node in enumerate(body.nodes)}
     lines = []
     for node in body.nodes:
-        given = map_arg((node.args, node.kwargs), lambda other: {order[other]})  # no argument is a set
+        arguments = map_arg((node.args, node.kwargs), lambda other: {order[other]})  # no argument is a set
         target = "" if node.op == "placeholder" else node.target
-        lines.append(f"{node.op} {target!r} {given!r} {node.meta.get('stack_trace')}")
+        lines.append(f"{node.op} {target!r} {arguments!r} {node.meta.get('stack_trace')}")
     return "\n".join(lines)
 
 
 def writes(node: Node, inside: set[Node]) -> bool:
-    """Whether a node changes a tensor that was made before its part."""
+    """Whether a node writes to a tensor that was created before its part."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     changing = name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")) or _asks_for_it(node)
     return changing and any(given not in inside and nodes.is_tensor(given) for given in node.all_input_nodes[:1])
@@ -183,7 +183,7 @@ def _asks_for_it(node: Node) -> bool:
 
 
 def traces_through(body: Graph) -> bool:
-    """Whether an outlined part is a `vmap` with none of the others inside."""
+    """Whether an outlined part is a `vmap` that contains none of the other kinds."""
     if not vmap.is_outermost(body):
         return False
     kinds = "grad", "jvp", "dual"
@@ -192,7 +192,7 @@ def traces_through(body: Graph) -> bool:
 
 
 def is_outlined(target: Any) -> bool:
-    """Whether a module is one that `outline` made."""
+    """Whether a module is one that `outline` created."""
     return isinstance(target, str) and target.startswith(_PREFIX)
 
 
@@ -213,7 +213,7 @@ class _Sealed(torch.nn.Module):
 
 
 def described(node: Node) -> str | None:
-    """What an outlined part is, of the node that calls it in the graph that was traced; None for other nodes."""
+    """Description of the outlined part that a node of the traced graph calls; None for other nodes."""
     held = node.args[0] if node.target is torch.ops.higher_order.wrap else None
     sealed = getattr(node.graph.owning_module, str(held.target), None) if isinstance(held, Node) else None
     if not isinstance(sealed, _Sealed):
@@ -225,7 +225,7 @@ def described(node: Node) -> str | None:
 
 
 def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
-    """Record the call of an outlined part in the graph that is traced; what it returns is what Dynamo saw."""
+    """Record the call of an outlined part in the traced graph; its results are the fake values that Dynamo recorded."""
     tracer = tracing.current_tracer()
     if tracer is None:
         raise Unsupported(Ground.DEFECT, "an outlined part outside of a trace")

@@ -1,8 +1,8 @@
-"""Regions that are compiled once for all their calls (`torch.compiler.nested_compile_region`): what they call stands in
-their place, as where the user had marked nothing.
+"""Regions that are compiled once for all their calls (`torch.compiler.nested_compile_region`): inlined, as if the user
+had marked nothing.
 
 Equal calls are copied when the graph is traced again (`passes.trace.repeats`). Inductor compiles the layers one by one
-then; what it compiles once has, in torch 2.13, wrong gradients of all calls but the first.
+then; a region that it compiles once has, in torch 2.13, wrong gradients of all calls but the first.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from .outline import attributes
 
 
 def without_regions(module: GraphModule) -> GraphModule:
-    """The same with no calls of regions; the module itself where there are none."""
+    """Graph with all calls of regions inlined; the module itself where there are none."""
     if not regions(module):
         return module
-    graph, made = Graph(), dict[Node, Any]()
-    held: dict[str, Any] = {}
+    graph, copies = Graph(), dict[Node, Any]()
+    attribute_values: dict[str, Any] = {}
     for node in module.graph.nodes:
         if (body := _region(module, node)) is not None:
             body = without_regions(body)
             inputs = body.graph.find_nodes(op="placeholder")
-            inside = dict(zip(inputs, (made.get(given, given) for given in node.args[2:]), strict=True))
-            made[node] = _copied(body, graph, inside, held)
-        elif node.target is operator.getitem and isinstance(found := map_arg(node.args[0], made.get), tuple):
-            made[node] = found[node.args[1]]
+            inside = dict(zip(inputs, (copies.get(given, given) for given in node.args[2:]), strict=True))
+            copies[node] = _copied(body, graph, inside, attribute_values)
+        elif node.target is operator.getitem and isinstance(items := map_arg(node.args[0], copies.get), tuple):
+            copies[node] = items[node.args[1]]
         else:
-            made[node] = graph.node_copy(node, made.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.eliminate_dead_code(lambda node: node.op != "get_attr")
-    result = GraphModule(attributes(graph, held, module), graph)
+    result = GraphModule(attributes(graph, attribute_values, module), graph)
     result.meta |= module.meta
     return result
 
@@ -52,8 +52,8 @@ def _region(module: GraphModule, node: Node) -> GraphModule | None:
 
 
 def _copied(body: GraphModule, graph: Graph, made: dict[Node, Any], held: dict[str, Any]) -> tuple[Any, ...]:
-    """What a graph returns, its operations behind those of `graph`. made: by its inputs. held: the attributes of such
-    graphs, which is added to."""
+    """Results of a graph whose operations are appended to `graph`. made: new nodes, its inputs included. held: the
+    attributes of such graphs, to which new ones are added."""
     for node in body.graph.nodes:
         if node.op == "output":
             return tuple(made.get(result, result) for result in node.args[0])

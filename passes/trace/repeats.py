@@ -1,11 +1,11 @@
-"""Calls that a trace has met before: what became of them is copied, and not traced again.
+"""Repeated calls in a trace: the operations of the first are copied, and not traced again.
 
 Models have many equal layers, and loops many equal steps. A call of Dynamo's graph on tensors of the same form, under
-the same modes, is made of the same operations. Its value is like the one that Dynamo has recorded; it is made where a
-call that is traced asks for it.
+the same modes, consists of the same operations. Its value is like the one that Dynamo recorded, and is created only
+when a traced call needs it.
 
 Steps of a loop read and write other slices of the same tensors. Numbers in an index are therefore no part of a call's
-form: where each of them is a number of a `select` or `slice` in what the call became, a copy has its own there.
+form: where each of them is an argument of a `select` or `slice` in the traced operations, a copy has its own there.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ Form = tuple[Any, ...]
 
 
 class _Unknown(Exception):
-    """What a call makes of a value, its form does not tell."""
+    """The result depends on an argument's value, not just on its form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced:
-    """What a call became.
+    """Operations of a call that was traced.
 
     given: the nodes of its arguments.
-    operations: what was written, in order.
-    results: which node each tensor of its value is.
+    operations: the recorded nodes, in order.
+    results: the node of each tensor of its value.
     form, mode, versions: of these.
-    places: where the numbers of an index are, as arguments of operations, in order.
+    places: the positions of an index's numbers among the arguments of operations, in order.
     """
 
     given: tuple[Node, ...]
@@ -72,7 +72,7 @@ class _Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredResult:
-    """The value of a call that was copied. recorded: what Dynamo has in its place; results, form: see `_Traced`."""
+    """Value of a call that was copied. recorded: the value that Dynamo recorded; results, form: see `_Traced`."""
 
     recorded: Any
     results: tuple[Node, ...]
@@ -81,7 +81,7 @@ class DeferredResult:
     tracer: Any
 
     def made(self) -> Any:
-        """The value, in the running trace."""
+        """The value, created in the running trace."""
         leaves, structure = tree_flatten(self.recorded)
         assert self.mode is not None
         with tracing.untraced():
@@ -92,7 +92,7 @@ class DeferredResult:
 
 
 def part_of(call: Node, values: Mapping[Node, Any]) -> DeferredResult | None:
-    """What a node takes out of several results of a call that was copied; None of other nodes."""
+    """Item of the results of a copied call that a node takes; None for other nodes."""
     whole = values.get(call.args[0]) if call.target is operator.getitem and isinstance(call.args[0], Node) else None
     if (
         not isinstance(whole, DeferredResult)
@@ -118,7 +118,7 @@ class Repeats:
         self._last: Node | None = None
 
     def again(self, call: Node, values: Mapping[Node, Any]) -> DeferredResult | None:
-        """The value of a call that was met before, copied into the graph; None for others, for `note`."""
+        """Value of a repeated call, copied into the graph; None for a new call, which is then reported by `note`."""
         self._tracer, self._key, self._values = tracing.current_tracer(), None, values
         if self._tracer is None or not _is_of_torch(call) or functorch.depth() >= 0:
             return None  # inside of vmap a tensor is not the one that its node made
@@ -140,7 +140,7 @@ class Repeats:
         )
 
     def note(self, result: Any) -> None:
-        """What the call that `again` was last asked for has returned: everything behind `_last` is what it became."""
+        """Record the result of the call that `again` saw last: every node behind `_last` belongs to it."""
         if self._key is None or self._last is None:
             return
         operations: list[Node] = []
@@ -152,7 +152,7 @@ class Repeats:
             self._met[self._key] = self._traced(tuple(operations), result)
 
     def _traced(self, operations: tuple[Node, ...], result: Any) -> _Traced | None:
-        """None where that is more than operations on the arguments that return something new."""
+        """Record of a call; None where it does more than apply operations to its arguments and return something new."""
         if (form := _form_of_result(result)) is None:
             return None
         known = {*self._given, *operations}
@@ -184,13 +184,13 @@ class Repeats:
         )
 
     def _writes_part(self, node: Node, operations: tuple[Node, ...]) -> bool:
-        """Whether a write fills what the call made, unseen by autograd, or changes its shape."""
+        """Whether a write fills a tensor created in the call, unseen by autograd, or changes its shape."""
         if node.target is _SQUEEZED:
             return node.args[0] in operations
         return node.target in _FILLS and node.args[0] in operations and not self._tracked
 
     def _form_of_arguments(self, call: Node) -> Form:
-        """Numbers in an index are put aside in `_numbers`."""
+        """Form of the arguments; numbers in an index are put aside in `_numbers`."""
         if call.target not in _NUMBERED or (index := _without_numbers(call)) is None:
             return self._form(call.args)
         form, self._numbers = index
@@ -198,7 +198,7 @@ class Repeats:
         return "indexed", *form, *map(self._form, rest)
 
     def _form(self, value: Any) -> Form:
-        """What a call can see of a value before it runs."""
+        """The properties of a value that a call can see before it runs."""
         if isinstance(value, Node):
             value = self._values[value]
         if isinstance(value, LazyInput):
@@ -218,12 +218,13 @@ class Repeats:
         return type(value), repr(value)  # 0.0 is not -0.0
 
     def _known(self, node: Node, form: Form) -> Form:
-        """The form of an argument, with which of them it is: x + x is not x + y."""
+        """Form of an argument, with its position among equal ones: x + x is not x + y."""
         self._tracked |= form[_REQUIRES_GRAD] and torch.is_grad_enabled()
         return self._given.setdefault(node, len(self._given)), *form
 
     def _node(self, tensor: torch.Tensor) -> Node:
-        """The node of a tensor. One whose value the trace knows may decide what a call becomes."""
+        """Node of a tensor. Raises `_Unknown` for constants: their values may decide which operations a call consists
+        of."""
         held = tracing.node_of(tensor, self._tracer) if type(tensor) is FakeTensor else None
         if held is None or any(c is not None and c.numel() for c in (held[1], constant_of(tensor))):
             raise _Unknown
@@ -231,7 +232,7 @@ class Repeats:
 
 
 def _is_of_torch(call: Node) -> bool:
-    """Whether a call has no state, as a user's function may have; an outlined part is made of calls without."""
+    """Whether a call has no state, as a user's function may have; an outlined part consists of calls without."""
     target = call.target
     if call.op == "call_method" or is_outlined(target) or isinstance(target, (OpOverload, OpOverloadPacket)):
         return True
@@ -245,7 +246,7 @@ def _modes() -> Form:
 
 
 def _without_numbers(call: Node) -> tuple[Form, list[int]] | None:
-    """(x[...] without the numbers that a copy may have others of, these numbers); None of other indices."""
+    """(x[...] without the numbers that may differ in a copy, these numbers); None for other indices."""
     form, numbers, index = [], [], call.args[1]
     for item in index if isinstance(index, tuple) else (index,):
         if type(item) is int:
@@ -263,7 +264,7 @@ def _without_numbers(call: Node) -> tuple[Form, list[int]] | None:
 
 
 def _places(operations: tuple[Node, ...], target: Any) -> tuple[tuple[int, int], ...]:
-    """The numbers of the index in what a call of `target` became."""
+    """Positions of the index's numbers in the operations of a call of `target`."""
     numbered = _NUMBERED[target]
     every = ((n, k) for n, node in enumerate(operations) for k in numbered.get(node.target, ()))
     return tuple((n, k) for n, k in every if k < len(operations[n].args))
@@ -285,7 +286,7 @@ def _form_of_tensor(tensor: torch.Tensor) -> Form:
 
 
 def _form_of_result(value: Any) -> Form | None:
-    """The form of new tensors, or of nothing; None of what else a call may return."""
+    """Form of new tensors, or of nothing; None for other results."""
     if value is None:
         return ()
     leaves = (value,) if isinstance(value, torch.Tensor) else tree_flatten(value)[0]
@@ -298,7 +299,7 @@ def _form_of_result(value: Any) -> Form | None:
 
 
 def _versions(value: Any) -> tuple[int, ...]:
-    """How often the tensors of a value were changed in place."""
+    """Version counters of the tensors in a value: the number of their in-place changes."""
     return tuple(version(leaf) for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
@@ -313,7 +314,7 @@ def _last(graph: Graph) -> Node:
 def _copied(
     before: _Traced, given: tuple[Node, ...], numbers: Sequence[int], call: Node, graph: Graph
 ) -> tuple[Node, ...]:
-    """Write what became of a call once more, on other arguments; returns the nodes of its value."""
+    """Write the operations of a call again, on other arguments; returns the nodes of its value."""
     made = dict(zip(before.given, given, strict=True))
     changes = [key for key in tracing.ORIGINS if key != "stack_trace" or not is_outlined(call.target)]
     origin = {key: call.meta[key] for key in changes if key in call.meta}

@@ -1,5 +1,5 @@
-"""Tensors in the shape of scores, as of `torch.rand_like(scores)` or `prior.expand_as(weights)`, are made of sizes:
-then nothing needs the scores."""
+"""Uses of scores for their shape alone, as in `torch.rand_like(scores)` or `prior.expand_as(weights)`, rewritten with
+sizes: then they do not need the scores."""
 
 from __future__ import annotations
 

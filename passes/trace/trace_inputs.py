@@ -1,6 +1,6 @@
-"""The inputs of a trace: placeholders of its graph, whose values are made where a call that is traced asks for them.
+"""Inputs of a trace: placeholders of its graph, whose values are created when a traced call needs them.
 
-A model has hundreds of parameters, and calls that are copied ask for none of them.
+A model has hundreds of parameters, and copied calls need none of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..tensors import dtensor, nested
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyInput:
-    """An input whose value is not made yet. recorded: what Dynamo has of it."""
+    """An input whose value does not exist yet. recorded: the fake value of Dynamo."""
 
     node: Node
     recorded: FakeTensor
@@ -39,7 +39,7 @@ class LazyInput:
     tracer: Any
 
     def made(self) -> FakeTensor:
-        """The value, in the running trace."""
+        """The value, created in the running trace."""
         with tracing.untraced():
             value = self.mode.from_tensor(_by_itself(self.recorded), static_shapes=True)
         tracing.stand_for(value, self.node, self.tracer)
@@ -47,12 +47,12 @@ class LazyInput:
 
 
 def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMode]:
-    """What Dynamo has recorded of the inputs of its graph, fake where it is not, and the mode of these."""
+    """Fake values of the inputs of Dynamo's graph, recorded or made from the examples, and their fake mode."""
     recorded = [nodes.value(node) for node in module.graph.find_nodes(op="placeholder")]
     mode = detect_fake_mode([*recorded, *example_inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
     fakes = []
-    for found, given in zip(recorded, example_inputs, strict=True):
-        chosen = real_object(given if found is None else found)
+    for recording, example in zip(recorded, example_inputs, strict=True):
+        chosen = real_object(example if recording is None else recording)
         plain = isinstance(chosen, torch.Tensor) and not isinstance(chosen, FakeTensor)
         plain = plain and not (dtensor.is_dtensor(chosen) or nodes.is_nested(chosen))
         fakes.append(mode.from_tensor(chosen, static_shapes=True) if plain else chosen)
@@ -61,7 +61,7 @@ def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[lis
 
 
 def _of_mode(mode: FakeTensorMode, fake: Any, source: ConstantSource) -> Any:
-    """Tensors whose sizes are known are made where a call asks for them."""
+    """Input in this fake mode; tensors of known sizes are created when a call needs them."""
     if nodes.is_nested(fake):
         return nested.empty_like_nested(fake, mode)
     made = isinstance(fake, torch.Tensor) and not _is_known(fake)
@@ -69,7 +69,7 @@ def _of_mode(mode: FakeTensorMode, fake: Any, source: ConstantSource) -> Any:
 
 
 def _by_itself(fake: torch.Tensor) -> torch.Tensor:
-    """A tensor that is no view: torch would not take one of what is written to out of the mode that it was made in."""
+    """Tensor that is no view: torch would not move a view that is written to out of the mode that it was created in."""
     if type(fake) is not FakeTensor or not is_view(fake):
         return fake
     return fast_detach(mode_of(fake), fake).requires_grad_(fake.requires_grad)
@@ -92,7 +92,7 @@ def placed(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
 
 
 def _is_known(fake: Any) -> bool:
-    """Whether a tensor's sizes are numbers, and its memory's too: in exported programs a base may have symbols."""
+    """Whether a tensor's sizes and those of its memory are numbers: in exported programs a base may have symbols."""
     known = type(fake) is FakeTensor and not has_symbols(fake)
     return known and isinstance(fake.untyped_storage().nbytes(), int)
 

@@ -1,8 +1,8 @@
 """`torch.nn.attention.varlen_attn` as ordinary operations, so that its attention becomes visible on CPUs.
 
 Torch has it on CUDA alone, in half precision. On CPUs it is attention over all sequences at once, whose mask gives each
-query the keys of its own sequence: [T_q, H, D] queries, [T_k, H_kv, D] keys, `cu_seq_q` and `cu_seq_k` [B + 1] where
-sequences begin. With fewer queries than keys, the last of them are meant, as FlashAttention aligns them.
+query the keys of its own sequence: [T_q, H, D] queries, [T_k, H_kv, D] keys, `cu_seq_q` and `cu_seq_k` [B + 1] with the
+starts of sequences. If there are fewer queries than keys, they are the last ones, as in FlashAttention.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def varlen_attention(
     enable_gqa: bool = False, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
     num_splits: int | None = None, backend: int | None = None,
 ) -> Any:  # fmt: skip
-    """`torch.ops.torch_attn._varlen_attn`: (output [T_q, H, D], log-sum-exps [H, T_q], a state of random numbers).
-    Which library's kernel is asked for (`backend`, from torch 2.15 on) says nothing on a CPU.
+    """`torch.ops.torch_attn._varlen_attn`: (output [T_q, H, D], log-sum-exps [H, T_q], a state of random numbers). The
+    requested kernel library (`backend`, from torch 2.15 on) has no meaning on a CPU.
 
     A query without a key has the output 0 and the log-sum-exp +inf, as in FlashAttention.
     """
@@ -50,7 +50,7 @@ def _key_ranges(
     is_causal: bool,
     window_size: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(the first key of each query [T_q], the key behind its last): an empty range where the last is not beyond."""
+    """(first key of each query [T_q], end of its keys): an empty range where the end is not beyond the first."""
     rows = torch.arange(query.shape[0], device=query.device)
     sequence = torch.searchsorted(cu_seq_q[1:-1], rows, right=True)  # rows behind the last sequence count with it
     first = cu_seq_k[sequence]
@@ -65,7 +65,7 @@ def _key_ranges(
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """None with a torch whose operator takes other arguments: it is a private one."""
+    """Table of the decomposition; None with a torch whose operator takes other arguments: it is a private one."""
     packet = torch.ops.torch_attn._varlen_attn
     taken = [argument.name for argument in packet.default._schema.arguments]
     known = list(inspect.signature(varlen_attention).parameters)

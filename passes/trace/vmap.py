@@ -1,9 +1,9 @@
 """`vmap` in Dynamo's graphs, traced through.
 
-The batching rules of torch.func make of each operation one on tensors with one more dimension, and those are what the
-graph gets. They act below the level at which the rest is traced, so composite operations arrive in pieces (a `matmul`
-as views and a `bmm`). Masks written as nested `vmap`s over positions are read this way, and attentions inside a `vmap`.
-Dynamo has run the same rules on the same shapes before, so that it fails here is not expected.
+The batching rules of torch.func replace each operation by one on tensors with one more dimension, and these are what
+the graph gets. They act below the level at which the rest is traced, so composite operations arrive in pieces (a
+`matmul` as views and a `bmm`). Masks written as nested `vmap`s over positions are read this way, and attentions inside
+a `vmap`. Dynamo has run the same rules on the same shapes before, so a failure of them is not expected.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def is_outermost(graph: Graph) -> bool:
 
 
 class Untraceable(Exception):
-    """An operation inside a `vmap` cannot be traced. What was traced of the `vmap` is still in the graph."""
+    """An operation inside a `vmap` cannot be traced. The traced part of the `vmap` is still in the graph."""
 
 
 def trace_through_vmap(body: Interpreter, args: tuple[Any, ...]) -> Any:
-    """Run a part of Dynamo's graph that enters and leaves levels of `vmap`, and trace what becomes of it."""
+    """Run a part of Dynamo's graph that enters and leaves levels of `vmap`, and trace the resulting operations."""
     tracer = tracing.current_tracer()
     assert tracer is not None
     try:
