@@ -51,7 +51,7 @@ def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
     low finite fill is its mean. So is the quotient where the shift is the fill, as the row's maximum is; with any other
     shift every exponential is 0, as if the fill were -inf."""
     reduced = (column for part in walk(shift) if part.op == "reduce" for column in part.args)
-    if any(map(_may_be_high, reduced)):
+    if any(map(may_be_high, reduced)):
         message = "exponentials less a maximum that a mask's fill takes far above the scores"
         raise Unsupported(Ground.SOFTMAX_BY_HAND, message)
     if shift is ROW_MAX or not any(map(may_be_lowest, columns)):
@@ -96,16 +96,16 @@ def may_be_lowest(value: Expr) -> bool:
     return _is_low(value) or value.op == "load" or any(map(may_be_lowest, value.args))
 
 
-def _may_be_high(value: Expr, sign: float = 1.0) -> bool:
+def may_be_high(value: Expr, sign: float = 1.0) -> bool:
     """Whether a value, or with a sign of -1 its negative, may be a finite constant far above all scores."""
     if value.is_const:
         return value.kind is Kind.FLOAT and -_LOW <= sign * value.value < math.inf
     if value.op == "neg" or value.op in ("fmul", "div") and value.args[1].is_const and value.args[1].value < 0:
-        return _may_be_high(value.args[0], -sign)
+        return may_be_high(value.args[0], -sign)
     if value.op == "fsub":
-        return _may_be_high(value.args[0], sign) or _may_be_high(value.args[1], -sign)
+        return may_be_high(value.args[0], sign) or may_be_high(value.args[1], -sign)
     passes_on = ("where", "fadd", "fmul", "div", "minimum", "maximum", *ROUNDED.values())
-    return value.op in passes_on and any(_may_be_high(arg, sign) for arg in value.args)
+    return value.op in passes_on and any(may_be_high(arg, sign) for arg in value.args)
 
 
 def _is_function_of_load(value: Expr) -> bool:

@@ -33,7 +33,7 @@ from fusion.refusals import Ground
 from ..nodes import Unsupported
 from ..pullback.heads import split_scores, split_weights
 from .core import NormalizedScores
-from .dead_rows import as_exponents, filled_by_selection, may_be_far, quotient_kind, selected, stays_finite
+from .dead_rows import as_exponents, filled_by_selection, may_be_far, may_be_high, quotient_kind, selected, stays_finite
 from .shifts import free_of_keys, has, is_maximum, strip_shift, without_shift
 
 _DETACHED = apply("detach", ROW_MAX)
@@ -241,6 +241,9 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
     indicator, other = value.args if _is_indicator(value.args[0]) else value.args[::-1]
     if (found := _exponent_and_shift(other)) is None:
         return None
+    if found[1] is ZERO and may_be_high(found[0]):
+        message = "exponentials of a mask's fill far above the scores, which may be infinite times 0"
+        raise Unsupported(Ground.SOFTMAX_BY_HAND, message, value)
     condition, factor, _ = indicator.args
     dead = found[0] + -math.inf
     arms = (dead, found[0]) if is_number(factor, 0.0) else (found[0], dead)

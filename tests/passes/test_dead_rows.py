@@ -283,7 +283,14 @@ def exponentials_less_a_maximum_of_fills_above(q, k, v):
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
+def exponentials_of_fills_above(q, k, v):
+    """Infinite, and NaN times a mask of zeros."""
+    e = torch.exp(-(q @ k.mT).masked_fill(~keep(q, k), -65504.0)) * keep(q, k)
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
 LEFT = {
+    exponentials_of_fills_above: "far above the scores",
     exponentials_less_a_maximum_of_fills_above: "a maximum that a mask's fill takes far above",
     queries_added_then_zero: "masked after the softmax",
     shifted_between_scales_that_round: "another reduction",
