@@ -24,9 +24,9 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
-import fusion.backend
 from benchmarks.measuring import allowed_error, largest_error
 from fusion.machine import machine as find_machine
+from fusion.planning import pays
 
 torch._inductor.config.compile_threads = 1
 CASES = {"heads": (2, 2, 192, 128), "latent": (24, 1, 96, 64)}
@@ -59,12 +59,12 @@ def layer(
 @contextlib.contextmanager
 def masks_kept() -> Iterator[None]:
     """While this lasts, attentions see masks of all keys."""
-    before = fusion.backend.sets_pay
-    fusion.backend.sets_pay = lambda *_: "as asked for"
+    before = pays.sets_pay
+    pays.sets_pay = lambda *_: "as asked for"
     try:
         yield
     finally:
-        fusion.backend.sets_pay = before
+        pays.sets_pay = before
 
 
 def sampled_error(result: Tensor, inputs: list[Tensor], keys: int) -> float:

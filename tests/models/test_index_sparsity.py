@@ -18,7 +18,7 @@ SHAPE = {
 
 @pytest.fixture(autouse=True)
 def whatever_it_costs(monkeypatch):
-    monkeypatch.setattr("fusion.backend.sets_pay", lambda *_: None)
+    monkeypatch.setattr("fusion.planning.pays.sets_pay", lambda *_: None)
     torch._dynamo.reset()
 
 

@@ -14,7 +14,7 @@ INF = float("inf")
 @pytest.fixture(autouse=True)
 def whatever_it_costs(monkeypatch):
     """These problems are smaller than any for which sets pay."""
-    monkeypatch.setattr("fusion.backend.sets_pay", lambda *_: None)
+    monkeypatch.setattr("fusion.planning.pays.sets_pay", lambda *_: None)
     torch._dynamo.reset()
 
 
@@ -347,6 +347,6 @@ def test_training_keeps_the_mask():
 
 
 def test_where_sets_do_not_pay(monkeypatch):
-    monkeypatch.setattr("fusion.backend.sets_pay", lambda *_: "1 ms predicted, 2 ms with sets of keys")
+    monkeypatch.setattr("fusion.planning.pays.sets_pay", lambda *_: "1 ms predicted, 2 ms with sets of keys")
     with torch.no_grad():
         assert "2 ms with sets" in site_of(filled, *drawn()).attentions[0].keys

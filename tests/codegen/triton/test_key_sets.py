@@ -27,7 +27,7 @@ SIZES = {"B0": 1, "B1": 8, "Nq": 8192, "Nk": 8192, "Nset": 2048}
 
 @pytest.fixture(autouse=True)
 def whatever_it_costs(monkeypatch):
-    monkeypatch.setattr("fusion.backend.sets_pay", lambda *_: None)
+    monkeypatch.setattr("fusion.planning.pays.sets_pay", lambda *_: None)
     torch._dynamo.reset()
 
 

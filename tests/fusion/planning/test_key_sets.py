@@ -25,7 +25,7 @@ def forms(monkeypatch, shared: bool) -> tuple[AttentionSpec, AttentionSpec]:
     tensors = [torch.randn(1, 4, 32, D) for _ in range(3)]
     for answer in (None, "as asked for"):
         torch._dynamo.reset()
-        monkeypatch.setattr("fusion.backend.sets_pay", lambda *_, answer=answer: answer)
+        monkeypatch.setattr("fusion.planning.pays.sets_pay", lambda *_, answer=answer: answer)
         with torch.no_grad():
             specs.append(fusion.explain(attention, *tensors, torch.randn(1, 32, 32)).sites[0].spec)
     return specs[0], specs[1]

@@ -52,7 +52,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_form_is_found(name, monkeypatch):
-    monkeypatch.setattr("fusion.backend.sets_pay", lambda *_: None)
+    monkeypatch.setattr("fusion.planning.pays.sets_pay", lambda *_: None)
     torch.manual_seed(0)
     inputs = (torch.randn(B, H, N, D), *(torch.randn(B, 2, N, D) for _ in range(2)), torch.randn(B, N, N))
     with torch.no_grad():
