@@ -33,7 +33,7 @@ __all__ = sorted(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def _register() -> None:
-    """Make the backend known without an entry point, and to `torch.compiler.load_cache_artifacts` what it may find."""
+    """Register the backend without an entry point, and the artifacts of `torch.compiler.load_cache_artifacts`."""
     from importlib.metadata import entry_points
 
     import_module("fusion.disk_cache")

@@ -1,4 +1,4 @@
-"""Processes that may crash or hang: started again where they stopped, so that what went wrong costs one step."""
+"""Supervision of processes that may crash or hang: they are restarted, so that a failure costs one step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def attend(
     lost: Callable[[str], None],
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a command until it ends well or time.time() passes the deadline, in which case it is killed.
+    """Run a command until it ends well or time.time() passes the deadline, at which it is killed.
 
     watched: a file that it writes before and after every step.
     patience(): the seconds without a write after which it counts as hung.
-    lost(reason): called after every crash or hang; it has to see to it that the next start goes on elsewhere.
+    lost(reason): called after every crash or hang; it has to see to it that the next start continues elsewhere.
     environment: the command's, in place of this process's.
 
     Raises OSError where it cannot be started.
@@ -45,7 +45,7 @@ def attend(
 
 
 def _watch(child: subprocess.Popen[bytes], watched: Path, deadline: float, patience: Callable[[], float]) -> str | None:
-    """Why a process did not end well; None if it did."""
+    """Reason why a process failed; None if it ended well."""
     begun = time.time()
     while (status := child.poll()) is None:
         time.sleep(INTERVAL)

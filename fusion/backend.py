@@ -1,4 +1,4 @@
-"""The backend of `torch.compile`: the way of a graph."""
+"""Backend of `torch.compile`: the way of a graph."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ logs.configure()
 
 
 def __getattr__(name: str) -> Any:
-    """`fusion`, the backend. Whoever asks for it is about to trace a model, which comes before a backend is called:
-    Dynamo hears of ours then, and not where this module is only imported."""
+    """`fusion`, the backend. An access means that a model is about to be traced, which precedes the backend's call: the
+    extension of Dynamo is registered then, and not when this module is merely imported."""
     if name != "fusion":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     dynamo.register()
@@ -87,7 +87,7 @@ _fusion.__name__ = _fusion.__qualname__ = "fusion"
 
 
 def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled graph, whose calls begin a new record of certificates."""
+    """Compiled graph whose calls begin a new record of certificates."""
 
     def run(*arguments: Any) -> Any:
         certificates.begin()
@@ -191,7 +191,7 @@ def _decide(
 
 
 def _failure(problem: Exception, dump: Dump) -> str:
-    """The note for a graph that could not be analysed, which the log and the dump have in full."""
+    """Note for a graph that could not be analysed; the log and the dump have the traceback."""
     dump.failure(problem)
     first, *_ = str(problem).strip().splitlines() or [""]
     intended = isinstance(problem, nodes.Unsupported)
@@ -201,7 +201,7 @@ def _failure(problem: Exception, dump: Dump) -> str:
 
 
 def _unseen(module: GraphModule, graph: GraphModule, report: Report) -> list[str]:
-    """Attention weights that are no site, and why."""
+    """Attention weights that belong to no site, and the reason."""
     notes = _opaque_softmaxes(module)
     if report.sites:
         return notes
@@ -211,6 +211,6 @@ def _unseen(module: GraphModule, graph: GraphModule, report: Report) -> list[str
 
 
 def _opaque_softmaxes(module: GraphModule) -> list[str]:
-    """Softmaxes in parts of the graph that cannot be traced, and why."""
+    """Softmaxes in parts of the graph that cannot be traced, and the reason."""
     softmaxes = sealed_softmaxes(module)
     return list(dict.fromkeys(f"{reason} ({nodes.source_line(node) or node.name})" for node, reason in softmaxes))

@@ -1,5 +1,5 @@
-"""Reasons against fusing a site, or against a form of its call: what validation found, what no kernel can, what does
-not pay."""
+"""Reasons against fusing a site, or against a form of its call: a failed validation, a missing kernel, a higher
+cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 def invalid(site: Site, hints: Mapping[str, int]) -> Refusal | None:
-    """How the specs of a site differ from the graph's own operations, or why they could not be compared."""
+    """Difference between the specs of a site and the graph's own operations, or the reason why they could not be
+    compared."""
     verdict = validate(site, site.calls, hints)
     site.validated = str(verdict)
     if verdict.wrong is None and verdict.skipped is None:
@@ -46,7 +47,8 @@ def invalid(site: Site, hints: Mapping[str, int]) -> Refusal | None:
 
 
 def keeps_dense_mask(options: Options, gathered: Specified, dense: Specified, hints: Mapping[str, int]) -> str | None:
-    """Why an attention is to see a mask of all keys rather than gather the keys of each row; None where not."""
+    """Reason for an attention to read all keys under a mask rather than gather the keys of each row; None where there
+    is none."""
     request = options.request
     if (refusal := kernels.unsupported(gathered.spec, gathered.device, request)) is not None:
         return str(refusal)
@@ -61,22 +63,23 @@ def keeps_dense_mask(options: Options, gathered: Specified, dense: Specified, hi
 
 
 def cascades_of(options: Options) -> list[Change]:
-    """The changes of the graph that turn reductions of scores into attentions."""
+    """Changes of the graph that turn reductions of scores into attentions."""
     if options.cascades == "never":
         return []
     return cascades.changes(pays.cascade_pays) if options.cascades == "auto" else cascades.changes()
 
 
 def tile_map_pays(options: Options) -> Pays:
-    """The rule for maps of a mask's tiles."""
+    """Predicate for computing the map of a mask's tiles, by the option `tile_maps`."""
     never = options.emitter == "reference" or options.tile_maps == "never"
     return pays.map_pays if options.tile_maps == "auto" and not never else lambda *_: not never
 
 
 def left_alone(site: Site, options: Options, hints: Mapping[str, int], asked: Asked | None) -> Refusal | None:
-    """Why a site gets no kernels: none can compute it, or the inner compiler's code is faster.
+    """Reason why a site gets no kernels: none can compute it, or the inner compiler's code is faster.
 
-    asked: the derivatives that are asked for around the graph; None outside of function transforms."""
+    asked: the derivatives that are needed around the graph; None outside of function transforms.
+    """
     device = nodes.value(site.root).device
     if asked is not None and options.transforms == "auto" and (refusal := _too_small(site, options, hints, asked)):
         return refusal
@@ -96,7 +99,7 @@ def _call_left_alone(call: Specified, device: torch.device, sizes: list[int], op
 
 
 def _too_small(site: Site, options: Options, hints: Mapping[str, int], asked: Asked) -> Refusal | None:
-    """Tangents and second derivatives of few scores are left to the inner compiler."""
+    """Refusal of tangents and second derivatives of few scores, which are left to the inner compiler."""
     if asked is Asked.GRADIENTS:
         return None
     problems = [problem_of(call.spec, [*call.example_sizes(hints).values()]) for call in site.calls]

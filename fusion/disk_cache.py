@@ -1,12 +1,11 @@
-"""Files of ours under torch's cache directory; some of them travel with `torch.compiler.save_cache_artifacts`.
+"""Fusion's files under torch's cache directory; some of them travel with `torch.compiler.save_cache_artifacts`.
 
-Any number of processes may share the directory. A file appears whole or not at all; what is kept with `store` is sealed
-by a checksum. Whatever goes wrong with such a file (no permission, a full disk, a file cut off or changed) counts as
-not having it.
+Any number of processes may share the directory. A file appears complete or not at all; the content of `store` is sealed
+by a checksum. A file with any problem (no permission, a full disk, a file cut off or changed) counts as missing.
 
-Files are code, or decide what code does. So one is read only where nobody but this user and root can have written it
-(`read`). Above torch's cache directory nothing is asked: who may rename it has no other one to put in its place that
-belongs to this user.
+Files are code, or decide about code. So one is read only where nobody but this user and root can have written it
+(`read`). Directories above torch's cache directory are not checked: a user who may rename it has no other directory to
+put in its place that belongs to this user.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _NAME = re.compile(r"[0-9A-Za-z_]+(\.[a-z]+)?")
 
 
 class Distrusted(PermissionError):
-    """Somebody else may have written what would be read."""
+    """Another user may have written the file."""
 
 
 def directory() -> Path:
-    """`fusion/` in torch's cache directory; made where it does not exist. Raises OSError."""
+    """`fusion/` in torch's cache directory; created where it does not exist. Raises OSError."""
     path = Path(cache_dir()) / "fusion"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -50,12 +49,12 @@ def enabled() -> bool:
 
 
 def tag() -> str:
-    """What the user wants keys to contain, to break with all that was cached (TORCH_COMPILE_CACHE_KEY_TAG)."""
+    """Text that the user adds to keys, so as to ignore earlier caches (TORCH_COMPILE_CACHE_KEY_TAG)."""
     return torch.compiler.config.cache_key_tag
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file aside and rename it, so that another process never reads half of it. Raises OSError."""
+    """Write a temporary file and rename it, so that another process never reads half of it. Raises OSError."""
     handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -68,7 +67,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read(name: str) -> bytes:
-    """The content of a file in `directory()`. Raises OSError; `Distrusted`, and says so once on the log, where anybody
+    """Content of a file in `directory()`. Raises OSError; or, with one warning in the log, `Distrusted` where anybody
     but this user and root may have written it, or put it there."""
     with _trusted() as folder, _opened_in(folder, name, os.O_NONBLOCK) as handle:
         _check(handle, directory() / name)
@@ -77,15 +76,15 @@ def read(name: str) -> bytes:
 
 
 def save(name: str, content: bytes) -> None:
-    """Write a file into `directory()`, where `read` would find it. Raises OSError."""
+    """Write a file into `directory()`, where `read` finds it. Raises OSError."""
     with _trusted():
         write(directory() / name, content)
 
 
 @contextlib.contextmanager
 def _trusted() -> Iterator[int]:
-    """The handle of `directory()`. What is checked is what was opened, and each name is looked up in what was checked:
-    nobody can put something else in between."""
+    """Handle of `directory()`. The opened directory is the one that is checked, and each name is looked up in the
+    checked one: nobody can exchange it in between."""
     path = Path(os.path.realpath(directory()))
     with _opened_in(None, path.parent, os.O_DIRECTORY) as root:
         _check(root, path.parent, sticky=True)
@@ -106,8 +105,8 @@ def _opened_in(folder: int | None, name: str | Path, flags: int) -> Iterator[int
 
 
 def _check(handle: int, path: Path, sticky: bool = False) -> None:
-    """Raise `Distrusted` where others may write. sticky: in a directory in which nobody may replace what belongs to
-    another user they may, since that is checked, too."""
+    """Raise `Distrusted` where others may write. sticky: a directory in which nobody may replace another user's files.
+    Others may write to it, since those files are checked, too."""
     found = os.fstat(handle)
     if found.st_uid not in (0, os.geteuid()):
         _distrust(f"{path} belongs to user {found.st_uid}")
@@ -119,7 +118,7 @@ def _check(handle: int, path: Path, sticky: bool = False) -> None:
 
 
 def _is_alone_in(group: int, handle: int) -> bool:
-    """Whether a group is this user's own, as systems make one for each, and no list gives rights to others."""
+    """Whether a group is this user's own, as systems create one per user, and no access list gives rights to others."""
     import grp
     import pwd
 
@@ -143,7 +142,7 @@ def _warn(reason: str) -> None:
 
 
 def stored(name: str) -> bytes | None:
-    """What was kept under a name, or None."""
+    """Content that was stored under a name, or None."""
     if not enabled():
         return None
     try:
@@ -161,7 +160,7 @@ def stored(name: str) -> bytes | None:
 
 
 def store(name: str, content: bytes) -> None:
-    """Keep something under a name, for later processes."""
+    """Store content under a name, for later processes."""
     if enabled():
         sealed = hashlib.sha256(content).digest() + content
         CacheArtifactManager.record_artifact(KernelArtifact.type(), name, sealed)
@@ -185,7 +184,7 @@ class KernelArtifact(CacheArtifact):
     """A stored file on its way to another process. key: its name. content: sealed."""
 
     def populate_cache(self) -> None:
-        """Keep the file here, unless it is damaged or its name is not one of ours."""
+        """Store the file in this cache, unless it is damaged or its name is not one of fusion's."""
         if enabled() and _NAME.fullmatch(self.key) and _opened(self.content) is not None:
             _put(self.key, self.content)
 

@@ -1,7 +1,7 @@
 """Forward-mode derivatives around a compiled function: calls whose inputs have tangents.
 
-What an inner compiler makes of a graph computes no tangents, and says nothing of it. The graph itself does: torch's
-operations have theirs, and so have the fused attentions (`fusion.runtime.derivatives`).
+The code of an inner compiler computes no tangents, without any error. The graph itself does: torch's operations have
+theirs, and so have the fused attentions (`fusion.runtime.derivatives`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusion.torch_private.autograd import is_within_dual_level
 
 
 def with_tangents(compiled: Callable[..., Any], graph: GraphModule) -> Callable[..., Any]:
-    """The compiled graph, in whose place the graph runs, operation by operation, where an argument has a tangent."""
+    """Compiled graph that runs the original graph, operation by operation, where an argument has a tangent."""
 
     def run(*arguments: Any) -> Any:
         if is_within_dual_level() and any(map(_moves, arguments)):

@@ -1,10 +1,9 @@
-"""Dynamo: attention of jagged nested tensors on CPUs does not break a graph that this package compiles.
+"""Extension of Dynamo: attention of jagged nested tensors on CPUs causes no graph break under this backend.
 
-Torch 2.13 computes it there by `_scaled_dot_product_attention_math` of strided nested tensors, which it makes of the
+Torch 2.13 computes it there by `_scaled_dot_product_attention_math` of strided nested tensors, which it builds from the
 sequences one by one (`jagged_scaled_dot_product_attention`, in torch/nested/_internal/sdpa.py): sizes that depend on
-data, and an operator (`aten::_nested_tensor_from_tensor_list`) that does not run on tensors without data. So Dynamo
-cuts the graph. For our backend it calls `passes.tensors.nested.attention` instead; eager mode and other backends are as
-they were.
+data, and an operator (`aten::_nested_tensor_from_tensor_list`) that does not run on fake tensors. So Dynamo breaks the
+graph. For this backend it calls `passes.tensors.nested.attention` instead; eager mode and other backends are unchanged.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def register() -> None:
-    """Put the call in Dynamo's table of functions that it treats in a way of their own. A version of torch with another
-    table, or with such a way for attention, stays as it is."""
+    """Put the call in Dynamo's table of functions with special handlers. A version of torch with another table, or with
+    such a handler for attention, stays unchanged."""
     try:
         dynamo.treat(dynamo.SDPA, _attention)
     except (ImportError, AttributeError):
@@ -29,7 +28,7 @@ def register() -> None:
 
 
 def _attention(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """What Dynamo has of the call's result; None where it is to treat the call as any other."""
+    """Dynamo variable of the call's result; None where Dynamo is to treat the call as any other."""
     if not _is_ours(dynamo.backend_of(tx)):
         return None
     from fusion.passes import nodes  # not where this package is only imported

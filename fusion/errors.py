@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose, under one base class.
+"""All errors that this package raises on purpose, under one base class.
 
 Each message says what was asked, what was found, and what to do.
 """
@@ -29,11 +29,11 @@ class OptionError(FusionError, ValueError):
 
 
 class EmitterError(OptionError):
-    """An emitter was asked for that is not known, or does not serve the device of an attention."""
+    """An unknown emitter was asked for, or one that does not serve the device of an attention."""
 
 
 class RefusedChoiceError(FusionError, ValueError):
-    """An emitter cannot run what was planned for a call."""
+    """An emitter cannot run the planned choice for a call."""
 
 
 class StrictError(FusionError, RuntimeError):
@@ -41,11 +41,11 @@ class StrictError(FusionError, RuntimeError):
 
 
 class MissingPackageError(FusionError, ImportError):
-    """Something optional was asked for whose package is not installed."""
+    """An optional package was needed that is not installed."""
 
 
 class ShardingError(FusionError, RuntimeError):
-    """An attention of DTensors that no process could compute its part of."""
+    """An attention of DTensors for which no process could compute its part."""
 
 
 class OperandError(FusionError, TypeError):
@@ -65,19 +65,19 @@ class ApproximationError(FusionError, ValueError):
 
 
 class ComparisonError(FusionError, RuntimeError):
-    """What is to be compared cannot be run, or is not there."""
+    """The callable to be compared cannot be run, or is missing."""
 
 
 class RewriteError(FusionError, ValueError):
-    """Something was given to `fusion.rewrite` that it cannot rewrite."""
+    """`fusion.rewrite` cannot rewrite its argument."""
 
 
 class IntegrationError(FusionError, ValueError):
-    """Another library asks for something that its integration cannot do."""
+    """A request of another library that its integration cannot fulfil."""
 
 
 class TargetError(FusionError, ValueError):
-    """What the command line names cannot be found, loaded or called."""
+    """The target named on the command line cannot be found, loaded or called."""
 
 
 class KernelTextError(FusionError, RuntimeError):
@@ -85,11 +85,11 @@ class KernelTextError(FusionError, RuntimeError):
 
 
 class MlirExportError(FusionError, ValueError):
-    """Something cannot be written as an MLIR module, or such a module not be run."""
+    """An attention cannot be written as an MLIR module, or such a module cannot run."""
 
 
 class KernelProofError(FusionError, RuntimeError):
-    """A kernel computes something else than its spec: a defect of this package. It is not used."""
+    """A kernel computes another function than its spec: a defect of this package. It is not used."""
 
 
 class KernelCompilationError(FusionError, RuntimeError):

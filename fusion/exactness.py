@@ -1,14 +1,14 @@
-"""The rule for numbers that everything here is held to: as exact as eager.
+"""Tolerance for all numerical results: as exact as eager.
 
     error(actual, reference) <= 2 * (error(eager, reference) + eps * size(reference))
 
 `reference` is computed in float64, `eager` by plain torch in the dtype under test, eps is that dtype's. The rule holds
 per tensor in two norms, because each is blind to something:
 
-- the largest absolute error sees a single wrong element (a tail column, a dead row); size is the largest magnitude;
-- the root mean square sees a small error everywhere (a scale off by 1e-3, statistics in half precision), below eager's
-  largest; size is the root mean square. A mean of many roundings barely depends on luck: a factor of two is a real
-  bound.
+- the largest absolute error sees a single wrong element (a tail column, a dead row); size is the largest magnitude; -
+the root mean square sees a small error everywhere (a scale off by 1e-3, statistics in half precision), below eager's
+largest; size is the root mean square. A mean of many roundings barely depends on luck: a factor of two is a real
+bound.
 
 Errors are absolute within a tensor: attention averages, so elements near zero carry the rounding of large ones, and
 relative errors of single elements say nothing. NaN and infinities must stand where eager has them.
@@ -35,23 +35,24 @@ def is_float(value: Any) -> bool:
 
 
 def widened(value: Any) -> Any:
-    """A tensor of floating-point numbers in float64; anything else as it is."""
+    """Tensor of floating-point numbers in float64; any other value unchanged."""
     return value.double() if is_float(value) else value
 
 
 def copied(value: Any) -> Any:
-    """A copy of a tensor, without its history; anything else as it is."""
+    """Copy of a tensor, without its history; any other value unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def floats(result: Any) -> list[Tensor]:
-    """The floating-point tensors of a result, as they are now; a model's output object counts as its tuple."""
+    """Floating-point tensors of a result, detached; a model's output object counts as its tuple."""
     result = result.to_tuple() if hasattr(result, "to_tuple") else result
     return [leaf.detach().clone() for leaf in filter(is_float, tree_leaves(result))]
 
 
 def in_float64(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """`floats` of a call in float64, of copies of the arguments and, where the function is a module, of it."""
+    """`floats` of a call in float64, with copies of the arguments and, where the function is a module, of the
+    module."""
     run = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
     args, kwargs = tree_map(lambda leaf: widened(copied(leaf)), (tuple(args), dict(kwargs)))
     return floats(run(*args, **kwargs))
@@ -59,8 +60,8 @@ def in_float64(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """How a tensor compares with eager's: errors and bounds in both norms, over elements that are finite in eager and
-    in the reference. misplaced: elements where NaN and infinities stand otherwise than in eager."""
+    """Comparison of a tensor with eager's: errors and bounds in both norms, over elements that are finite in eager and
+    in the reference. misplaced: number of elements where NaN and infinities differ from eager's."""
 
     max_error: float
     max_bound: float
@@ -93,7 +94,7 @@ class Errors:
 
 
 def bound(eager_error: Number, eps: float, size: Number, slack: float = 2) -> Number:
-    """The error that is allowed."""
+    """Error that is allowed."""
     return slack * (eager_error + eps * size)
 
 
@@ -105,15 +106,15 @@ def special(value: Tensor) -> Tensor:
 
 
 def norms(value: Tensor) -> tuple[float, float]:
-    """(largest, root mean square) of the magnitudes; 0 of nothing."""
+    """(largest, root mean square) of the magnitudes; 0 of an empty tensor."""
     return (float(value.abs().max()), float(value.abs().square().mean().sqrt())) if value.numel() else (0.0, 0.0)
 
 
 def errors(
     actual: Tensor, eager: Tensor, reference: Tensor, dtype: torch.dtype | None = None, condition: float = 1.0
 ) -> Errors:
-    """Compares one floating-point tensor, of nested ones the values. dtype: that the computation ran in, where that is
-    coarser than its own. condition: of the computation, by which eps is multiplied."""
+    """Comparison of one floating-point tensor with eager's; of nested tensors the values are compared. dtype: that of
+    the computation, where that is coarser than the tensor's. condition: number of the computation, a factor of eps."""
     actual, eager, reference = (t.values() if t.is_nested else t for t in (actual, eager, reference))
     wide = torch.complex128 if eager.is_complex() else torch.float64
     finite = eager.isfinite() & reference.isfinite()

@@ -1,5 +1,5 @@
-"""Passes inside Inductor: the rewrite before autograd, for models that are compiled without our backend, and what has
-to happen to every graph with fused attentions once gradients are traced."""
+"""Passes inside Inductor: the rewrite before autograd, for models that are compiled without our backend, and the
+changes of every graph with fused attentions once gradients are traced."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ Rewrite = Callable[[GraphModule, Sequence[Any], Options], GraphModule | None]
 
 
 class RewritePass(inductor.CustomGraphPass):
-    """Attentions of a graph become calls of `fusion::attention`, before autograd sees them.
+    """Replacement of a graph's attentions by calls of `fusion::attention`, before autograd sees them.
 
-    Their gradients are then those of the operator, as with our backend. Graphs that another one calls (a checkpointed
-    part, a branch) are left to it: what is computed twice draws the same random numbers. Packages of AOTInductor stay
-    as they are: they would need our operator where they run."""
+    Their gradients are then those of the operator, as with our backend. Subgraphs of another graph (a checkpointed
+    part, a branch) are not rewritten separately: a recomputation has to draw the same random numbers. Packages of
+    AOTInductor stay unchanged: they would need our operator where they run.
+    """
 
     def __init__(self, options: Options, rewrite: Rewrite, early: bool = False) -> None:
         self.options, self.rewrite = options, rewrite
@@ -45,14 +46,15 @@ class RewritePass(inductor.CustomGraphPass):
             _put_in_place(fused, module)
 
     def uuid(self) -> str:
-        """What results depend on beside the graph."""
+        """Key of everything but the graph that results depend on."""
         from fusion.machine import machine
 
         return f"fusion, source {_source()}, {self.options}, {machine()}, torch {torch.__version__}"
 
 
 def _is_whole(graph: Graph) -> bool:
-    """Whether no other graph calls this one, as Inductor goes down; out of it, whether it comes from Dynamo."""
+    """Whether no other graph calls this one, during Inductor's recursion; outside of it, whether it comes from
+    Dynamo."""
     depth = inductor.pre_grad_depth()
     return depth == 1 or (not depth and any(map(tracing.has_source, graph.nodes)))
 
@@ -66,7 +68,8 @@ def _source() -> str:
 
 
 def _put_in_place(fused: GraphModule, module: GraphModule) -> None:
-    """Give `module`, whose graph Inductor holds, the computation of `fused`. Its inputs and its output stay."""
+    """Replace the graph of `module`, a graph in Inductor's hands, by that of `fused`. Its inputs and its output
+    stay."""
     inputs, made = (graph.find_nodes(op="placeholder") for graph in (module.graph, fused.graph))
     output = module.graph.output_node()
     output.args = ((),)
@@ -81,24 +84,25 @@ def _put_in_place(fused: GraphModule, module: GraphModule) -> None:
 
 
 def _carry_attributes(fused: GraphModule, module: GraphModule) -> None:
-    """What the graph of `fused` reads, under names that `module` does not have."""
+    """Copy the attributes that the graph of `fused` reads to `module`, under new names."""
     names: dict[str, str] = {}
     for node in fused.graph.nodes:
         if node.op not in ("get_attr", "call_module"):
             continue
-        if (held := str(node.target)) not in names:
-            names[held] = next(name for k in itertools.count() if not hasattr(module, name := f"fusion_{k}"))
-            setattr(module, names[held], functools.reduce(getattr, held.split("."), fused))
-        node.target = names[held]
+        if (attribute := str(node.target)) not in names:
+            names[attribute] = next(name for k in itertools.count() if not hasattr(module, name := f"fusion_{k}"))
+            setattr(module, names[attribute], functools.reduce(getattr, attribute.split("."), fused))
+        node.target = names[attribute]
 
 
 class BelowAutogradPass(inductor.CustomGraphPass):
-    """What every graph with fused attentions needs once gradients are traced; beside it, Inductor's own attention
-    patterns are kept off what we did not fuse.
+    """Changes of every graph with fused attentions once gradients are traced; in the other parts Inductor's own
+    attention patterns are switched off.
 
-    They match by the class of an operation instead of its meaning and give wrong results for several things we refuse
-    to fuse (a softmax over another dimension, for one). As a pass it makes Inductor's caches tell the two apart, and
-    graphs that only one of several processes may take from there."""
+    They match by the class of an operation instead of its meaning and give wrong results for several sites that we
+    refuse to fuse (a softmax over another dimension, for one). Being a pass with a key, it keeps entries of Inductor's
+    caches apart, also for graphs that depend on the process.
+    """
 
     def __init__(self, process_matters: bool) -> None:
         self.process_matters = process_matters
@@ -115,9 +119,9 @@ class BelowAutogradPass(inductor.CustomGraphPass):
 
 
 def _process() -> str:
-    """Which of several processes this is. What DTensors become depends on it (the part of a replicated tensor that is
-    kept, for one), and torch's caches, which processes share, do not: in torch 2.13 a process is given what another
-    compiled, and takes its part."""
+    """Number of this process among several. Graphs of DTensors depend on it (the part of a replicated tensor that is
+    local, for one), and torch's caches, which processes share, do not: in torch 2.13 a process may get the graph that
+    another one compiled, and computes that one's part."""
     import torch.distributed as dist
 
     known = dist.is_available() and dist.is_initialized()
@@ -125,9 +129,9 @@ def _process() -> str:
 
 
 def with_rewrite(options: Options, rewrite: Rewrite) -> dict[str, Any]:
-    """Settings of Inductor with both our passes, after everybody else's that stand in `config`. Passes before autograd
-    run before AOTAutograd looks into its cache, unless the user decided that: its key is then the rewritten graph, and
-    what is found in a graph is reported however much of it is cached."""
+    """Settings of Inductor with both our passes, after all others in `config`. Passes before autograd run before
+    AOTAutograd looks into its cache, unless the user decided that: its key is then the rewritten graph, and the report
+    is complete however much of the graph is cached."""
     settings = below_rewrite(process_matters=True)
     early = getattr(inductor.config, "pre_grad_pass_timing", None) == "default"
     before = _others(inductor.config.pre_grad_custom_pass)
@@ -152,7 +156,7 @@ def without_ours() -> dict[str, Any]:
 
 
 def installed() -> Options | None:
-    """The options of the rewrite that stands in Inductor's settings."""
+    """Options of the rewrite in Inductor's settings."""
     return next((entry.options for entry in reversed(_rewrites())), None)
 
 
@@ -169,11 +173,13 @@ def _others(setting: Any) -> list[Any]:
 
 
 def _setting(passes: Sequence[Any]) -> Any:
-    """As Inductor takes it; one pass by itself, which versions of torch that know no lists take too."""
+    """Passes in the form of Inductor's setting; a single pass without a list, for versions of torch that know no
+    lists."""
     return None if not passes else passes[0] if len(passes) == 1 else list(passes)
 
 
 def _leave_autograd(graph: Graph) -> None:
-    """Gradients are traced when this graph reaches Inductor: its calls need not look for them."""
+    """Replace attentions by their operator below autograd: gradients are already traced when Inductor gets this
+    graph."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.fusion.attention.default):
         node.target = torch.ops.fusion.attention_below_autograd.default

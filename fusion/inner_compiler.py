@@ -1,4 +1,4 @@
-"""The inner compiler: what makes the rest of the model run."""
+"""Inner compiler: compiles the graph with its calls of fused attentions."""
 
 from __future__ import annotations
 

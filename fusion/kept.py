@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Kept(dict):
-    """Results by what they follow from; where there are `most`, a new one takes the place of the oldest."""
+    """Cache with at most `most` results; a new one replaces the oldest."""
 
     def __init__(self, most: int = 4096):
         super().__init__()
@@ -29,7 +29,7 @@ class Kept(dict):
 
 
 class Made(Kept):
-    """Things that are made at their first use: once, whichever threads ask for them."""
+    """Objects that are created once, at their first use, whichever threads ask for them."""
 
     def of(self, key: Hashable, make: Callable[[], T]) -> T:
         if (found := self.get(key)) is None:

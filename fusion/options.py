@@ -1,4 +1,4 @@
-"""The options of `torch.compile(model, backend="fusion", options={...})`."""
+"""Options of `torch.compile(model, backend="fusion", options={...})`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Options:
 
     @property
     def request(self) -> Request:
-        """What the op is told."""
+        """Request that the op passes to the emitter."""
         method = self.approximate
         allowed = None if method is None else Approximation(method=method, epsilon=float(self.epsilon))
         return Request(emitter=self.emitter, tuned=self.autotune, approximation=allowed, proved=bool(self.verify))
@@ -73,9 +73,9 @@ class Options:
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
         """Options from the caller's dict, which is not changed.
 
-        mode: that of torch.compile, which says what `autotune` is where the dict does not.
+        mode: that of torch.compile, which sets `autotune` where the dict does not.
 
-        Raises `OptionError`, which names what is valid.
+        Raises `OptionError`, which names the valid options.
         """
         if str(mode).startswith("max-autotune"):
             given = {"autotune": True, **(given or {})}

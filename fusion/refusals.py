@@ -1,4 +1,4 @@
-"""Refusals: why an attention stays as it is, as data, with what to do about it."""
+"""Refusals: reasons why an attention is not fused, as data, with advice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Ground(enum.Enum):
-    """The closed list of grounds on which an attention is refused; the value of each is its advice."""
+    """Closed list of reasons for refusing an attention; the value of each is its advice."""
 
     WEIGHTS_NEEDED = (
         "Use nothing elsewhere that is computed before the weights are complete: return the weights themselves, or "
@@ -106,7 +106,7 @@ class Ground(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an attention stays as it is. kind: the ground, which has the advice. message: what stands in the way,
+    """Reason why an attention is not fused. kind: the class of the reason, which has the advice. message: the obstacle,
     in the user's terms."""
 
     kind: Ground
@@ -117,5 +117,5 @@ class Refusal:
 
     @property
     def advice(self) -> str:
-        """What would make the attention fusable."""
+        """Change of the model or the options that would make the attention fusable."""
         return self.kind.value

@@ -1,4 +1,4 @@
-"""The report of the attentions of a graph."""
+"""Report of the attentions of a graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fusion.torch_private.tracing import user_name, user_path
 def report_of(
     sites: Sequence[Site], pictures: Sequence[graph_excerpt.Excerpt], hints: Mapping[str, int], options: Options
 ) -> Report:
-    """The report. pictures: the graph around each site before anything was replaced."""
+    """Report of a graph's sites. pictures: the graph around each site before the rewrite."""
     report = Report()
     for site, before in zip(sites, pictures, strict=True):
         blame = None if site.refusal is None else site.blame
@@ -50,7 +50,7 @@ def report_of(
 
 
 def _advised(refusal: Refusal | None, options: Options) -> Refusal | None:
-    """A refusal that does not advise to set what is set."""
+    """Refusal without advice to set an option that is already set."""
     if refusal is None or options.cascades != "always":
         return refusal
     asked = refusal.kind in (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER)
@@ -84,7 +84,7 @@ _RESERVED = re.compile(r"[a-zA-Z]\d*|Nq|Nk")
 
 
 def _names(part: Specified) -> dict[int, str]:
-    """Names of the operands: those by which the user's code knows its own tensors, the spec's of all others."""
+    """Names of the operands: those in the user's code where it has one for the tensor, else the spec's."""
     names = part.spec.names
     for number in range(3, len(names)):
         name = user_name(part.operands[number])
@@ -94,7 +94,7 @@ def _names(part: Specified) -> dict[int, str]:
 
 
 def _operand(part: Specified, number: int, name: str, shape: tuple[int, ...]) -> str:
-    """A tensor that the program or the mask reads, in words."""
+    """Text for a tensor that the program or the mask reads."""
     operand, node = part.spec.operands[number], part.operands[number]
     text, path = f"{operand.dtype}{list(shape)}", user_path(node)
     if path or node.op != "call_function":
@@ -105,7 +105,7 @@ def _operand(part: Specified, number: int, name: str, shape: tuple[int, ...]) ->
 
 
 def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
-    """How the top-k keys of an attention are read, in words; "" where it has none."""
+    """Text that tells how the top-k keys of an attention are read; "" where it has none."""
     if part.mask_kept:
         return f"top-k keys of each row are known, but all keys are read under a mask: {part.mask_kept}"
     if part.by_rows is None:
@@ -118,7 +118,7 @@ def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
 
 
 def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:
-    """The use of the option `approximate` for a site, in words."""
+    """Text for the use of the option `approximate` at a site."""
     request = options.request
     if (allowed := request.approximation) is None:
         return None
@@ -129,7 +129,7 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
 
 
 def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Plan]:
-    """Says which kernel runs here, and its predicted cost; when asked, since tiles are measured at the first call."""
+    """Function that returns the plan of a call; called lazily, since tiles are measured at the first call."""
     spec, device, request, trained = part.spec, part.device, options.request, part.differentiable
     sizes = part.example_sizes(hints)
 

@@ -1,4 +1,4 @@
-"""Graphs inside of a graph: checkpointed functions and function transforms. Each is fused by itself."""
+"""Subgraphs that are fused separately: checkpointed functions and function transforms."""
 
 from __future__ import annotations
 

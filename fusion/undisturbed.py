@@ -1,4 +1,4 @@
-"""What a process has set for its own programs, and what does not hold while one is analysed."""
+"""Isolation of the analysis from settings of the process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fusion.torch_private.tracing import disable_proxy_modes_tracing
 
 @contextlib.contextmanager
 def by_autograd() -> Iterator[None]:
-    """What the caller has set for its own gradients is not for the analysis: hooks on saved tensors, of which a
-    checkpoint counts some, or their ban, and the search for NaN, which made-up values have."""
+    """Switch off the caller's autograd settings during the analysis: hooks on saved tensors, of which a checkpoint
+    counts some, or their ban, and anomaly mode, which made-up values would trigger."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     with hooks_allowed(), hooks(_same, _same), torch.autograd.set_detect_anomaly(False):
         yield
@@ -23,7 +23,7 @@ def by_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_compilation() -> Iterator[None]:
-    """Plain torch on real tensors, whatever compilation is under way."""
+    """Plain torch on real tensors, whatever compilation is in progress."""
     with (
         unset_fake_temporarily(),
         disable_proxy_modes_tracing(),

@@ -1,4 +1,4 @@
-"""Versions of torch and Triton beside which this one was tested, and what is said of others: once in the log, and by
+"""Versions of torch and Triton that this package was tested with, and the warning for others: once in the log, and by
 `fusion doctor`."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ log = logging.getLogger("fusion.backend")
 
 
 def untested(version: str) -> str | None:
-    """The line to be logged of a version of torch; None of one that this package's metadata admits, which are those
-    that its tests were run with (docs/versions.md)."""
+    """Log line for a version of torch; None for one that this package's metadata admits, which are those that its tests
+    were run with (docs/versions.md)."""
     try:
         wanted = next((w for w in importlib.metadata.requires("fusion") or () if re.match(r"torch\b(?!-)", w)), "")
     except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed says nothing
@@ -31,7 +31,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def without_facts(version: str) -> str | None:
-    """The line to be logged of a version of Triton, of whose compiled kernels nothing is known."""
+    """Log line for a version of Triton of whose compiled kernels no facts are recorded."""
     from fusion.planning import gpu_facts
 
     if gpu_facts.file_of(version).exists():
@@ -44,13 +44,13 @@ def without_facts(version: str) -> str | None:
 
 @functools.lru_cache(maxsize=16)
 def tell(version: str) -> None:
-    """Log what is to be said of a version of torch, once in a process."""
+    """Log the line for a version of torch, once in a process."""
     if (said := untested(version)) is not None:
         log.warning("%s; `fusion verify` compares a model with eager mode", said)
 
 
 @functools.lru_cache(maxsize=16)
 def tell_of_triton(version: str) -> None:
-    """Log that line once, for a version of Triton."""
+    """Log the line for a version of Triton, once in a process."""
     if (said := without_facts(version)) is not None:
         log.warning("%s", said)

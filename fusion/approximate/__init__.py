@@ -2,6 +2,6 @@
 
     options={"approximate": "polynomial" | "certified_sparse", "epsilon": 1e-2}
 
-`polynomials` has the approximations of the exponential, `eligible` says which attention may be approximated at all,
-`polynomial` and `sparse` run a call, `certificates` keeps what was certified. See docs/approximate.md.
+`polynomials` has the approximations of the exponential, `eligible` decides which attention may be approximated at all,
+`polynomial` and `sparse` run a call, `certificates` records the certificates. See docs/approximate.md.
 """

@@ -1,4 +1,4 @@
-"""Blocks of keys and tiles of rows: what is kept of a block to bound its scores."""
+"""Blocks of keys and tiles of rows: summaries of a block that bound its scores."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def causal_tiles(shape: Sequence[int], rows: int, keys: int, every: int) -> Tens
 
 
 def tiles_of_rows(x: Tensor, multiple: int) -> Tensor:
-    """x [h, N, d] with its last rows repeated until N is a multiple."""
+    """x [h, N, d] as [h, tiles, rows, d], with its last row repeated until N is a multiple."""
     missing = -x.shape[1] % multiple
     return x if not missing else torch.cat([x, x[:, -1:].expand(-1, missing, -1)], 1)
 
 
 class Summaries:
-    """What is kept of the blocks of keys k [h, N_k, d] of some heads.
+    """Summaries of the blocks of keys k [h, N_k, d] of some heads.
 
     whole: [h, full blocks, keys, d], the keys themselves.
     mean: [h, blocks, d].
@@ -46,7 +46,7 @@ class Summaries:
         self.pairs = torch.cat([self.mean, distance, radius, one], 2).mT.contiguous()
 
     def of(self, heads: Sequence[int]) -> Summaries:
-        """Of some of the heads."""
+        """Summaries of some of the heads."""
         if len(heads) == len(self.mean):
             return self
         found = copy.copy(self)
@@ -55,8 +55,8 @@ class Summaries:
         return found
 
     def likely(self, tiles: Tensor, causal_from: Tensor | None, count: int) -> Tensor:
-        """[h, t, at most `count`]: the whole blocks whose means have the highest scores with the mean of each tile.
-        causal_from: the first rows of the tiles, where blocks that begin after these are not seen."""
+        """[h, t, at most `count`]: the full blocks whose means have the highest scores with the mean of each tile.
+        causal_from: the first rows of the tiles; blocks that begin after these are not seen."""
         means = self.mean[:, : self.whole.shape[1]]
         scores = tiles.mean(2) @ means.mT
         if causal_from is not None:
@@ -67,15 +67,15 @@ class Summaries:
 
 def lower_by_means(tiles: Tensor, blocks: Summaries, count: int) -> Tensor:
     """[h, t, rows]: a lower bound of the logarithm of each row's normaliser, without scores: by convexity the weights
-    of a block add up to at least as many times the exponential of its mean score. Of the `count` blocks that are likely
-    to have most."""
+    of a block add up to at least as many times the exponential of its mean score. Uses the `count` likeliest blocks."""
     best = blocks.likely(tiles, None, count)
     scores = tiles @ of_heads(blocks.mean, best).mT
     return scores.logsumexp(-1).add_(math.log(blocks.whole.shape[2]))
 
 
 def lower_by_scores(tiles: Tensor, blocks: Summaries, causal_from: Tensor | None, count: int) -> Tensor:
-    """The same from the scores themselves of these blocks. causal_from: see `likely`."""
+    """[h, t, rows]: the bound of `lower_by_means` from the scores of these blocks themselves. causal_from: see
+    `likely`."""
     rows, keys = tiles.shape[2], blocks.whole.shape[2]
     best = blocks.likely(tiles, causal_from, count)
     scores = tiles @ of_heads(blocks.whole, best).flatten(2, 3).mT
@@ -101,7 +101,8 @@ def row_bounds(tiles: Tensor, lower: Tensor, blocks: Summaries) -> Tensor:
 
 
 def tile_bounds(tiles: Tensor, lower: Tensor, blocks: Summaries) -> Tensor:
-    """The same by balls: q.k is at most the product of the centres plus each radius times the other's largest norm."""
+    """[h, t, blocks]: the bounds of `row_bounds` by balls: q.k is at most the product of the centres plus each radius
+    times the other's largest norm."""
     centre = tiles.mean(2)
     radius = (tiles - centre[:, :, None]).norm(dim=-1).amax(2, keepdim=True) * (1 + 1e-5)
     norm = tiles.norm(dim=-1).amax(2, keepdim=True)

@@ -1,4 +1,4 @@
-"""What was certified of every approximate call, and where the exact kernel ran instead."""
+"""Certificates of every approximate call, and the places where the exact kernel ran instead."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Pending = Certificate | Callable[[], Certificate]
 
 
 class _Records(threading.local):
-    """What the calls of one thread certified. last: of its last call. collectors: one list for each
+    """Certificates of the calls of one thread. last: of its last call. collectors: one list for each
     `collect_certificates` around that call."""
 
     def __init__(self) -> None:
@@ -81,12 +81,12 @@ _records = _Records()
 
 
 def begin() -> None:
-    """A compiled graph with approximate attention starts on this thread: `last_certificates` is of this call."""
+    """Start the record of a compiled graph's call on this thread: `last_certificates` returns those of this call."""
     _records.last = deque(maxlen=LIMIT)
 
 
 def record(certificate: Pending) -> None:
-    """Keep a certificate, or what makes it when somebody asks: in front of a short call, making it takes time."""
+    """Store a certificate, or a function that makes it on demand: its construction would delay a short call."""
     kept = certificate if isinstance(certificate, Certificate) else functools.cache(certificate)
     _records.last.append(kept)
     for collector in _records.collectors:
@@ -111,7 +111,7 @@ def collect_certificates() -> Iterator[list[Certificate]]:
 
 
 def note_exact(allowed: Approximation, operands: Sequence[Tensor], reason: str) -> None:
-    """Record that a call ran exact. Heads are not told apart here; rows are those of the operands."""
+    """Record that a call ran exact. Heads are not distinguished; rows are those of the operands."""
     n_q, n_k = (x.shape[-2] if x.dim() > 1 else 1 for x in operands[:2])
     record(
         Certificate(
@@ -121,7 +121,8 @@ def note_exact(allowed: Approximation, operands: Sequence[Tensor], reason: str) 
 
 
 def is_captured(method: str, epsilon: float, operands: Sequence[Tensor]) -> bool:
-    """Whether a CUDA graph is captured, into which no decision by data fits: exact runs, which is recorded."""
+    """Whether a CUDA graph is being captured, into which no decision by data fits: the exact kernel runs, which is
+    recorded."""
     if not (operands[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     allowed = Approximation(method=method, epsilon=epsilon)
@@ -130,9 +131,9 @@ def is_captured(method: str, epsilon: float, operands: Sequence[Tensor]) -> bool
 
 
 def last_certificates() -> tuple[Certificate, ...]:
-    """The certificates of this thread's last call of a model compiled with the option `approximate` (of its last graph,
-    where it has several), in the order in which the attentions ran. `collect_certificates` tells several calls, and
-    all graphs of a model, apart."""
+    """Certificates of this thread's last call of a model compiled with the option `approximate` (of its last graph,
+    where it has several), in the order in which the attentions ran. `collect_certificates` separates several calls, and
+    all graphs of a model."""
     return tuple(_made(_records.last))
 
 

@@ -24,7 +24,7 @@ from fusion.machine import Machine
 
 
 class Chunks:
-    """For a causal spec over heads as plain tensors (of `ExactHeads`)."""
+    """Chunked causal attention of a spec over heads as plain tensors (of `ExactHeads`)."""
 
     def __init__(self, spec: AttentionSpec, machine: Machine):
         from fusion.codegen import mlir
@@ -43,7 +43,8 @@ class Chunks:
         self._kernel = kernel
 
     def inside(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """For [h, CHUNK, d] each: the output of exact attention, [h, CHUNK, d_v], and its normaliser, [h, CHUNK]."""
+        """Output of exact attention within chunks, [h, CHUNK, d_v], and its normaliser, [h, CHUNK], for [h, CHUNK, d]
+        operands."""
         out, (_, shift, factor) = self._kernel.outputs([q, k, v], [*sizes, len(q)])
         return out, 1 / (torch.exp2(shift) * factor.abs())  # a weight is 2**(unit * score + shift) * |factor|
 

@@ -1,8 +1,8 @@
-"""Predicted seconds of exact and approximate attention on one machine, and where they cross.
+"""Predicted seconds of exact and approximate attention on one machine, and the length where they cross.
 
 The time of the exact kernel is the planner's. The rates of the AMX feature kernels are derived from their instruction
 counts and checked against measurements (docs/approximate.md): a core makes 280 multiply-adds a cycle in their tile
-products, and a feature costs a third of a cycle to make.
+products, and a feature costs a third of a cycle to compute.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ CAUSAL_CHUNK = 1024
 
 
 def exact_seconds(machine: Machine, problem: Problem) -> float:
-    """Of our exact kernel, as the planner predicts it."""
+    """Seconds of the exact kernel, as the planner predicts."""
     from fusion.planning.plan import plan
 
     return plan(problem, machine).time
 
 
 def worth_a_look(machine: Machine, problem: Problem) -> bool:
-    """Whether exact attention takes long enough for a look at the data not to count."""
+    """Whether exact attention takes so long that an inspection of the data costs next to nothing."""
     return LOOK + LOOK_HEAD * problem.problems <= LOOK_SHARE * exact_seconds(machine, problem)
 
 
 def selection_seconds(machine: Machine, problem: Problem, rows: int, keys: int, fine: bool) -> float:
-    """Of bounding the scores of all blocks of `keys` keys, for tiles of `rows` queries or (`fine`) for all queries."""
+    """Seconds for bounds of the scores of all blocks of `keys` keys, for tiles of `rows` queries or (`fine`) for all
+    queries."""
     queries, flops, threads = problem.problems * problem.n_q, machine.flops("float32"), machine.cores / 2
     weights = queries * CANDIDATES * keys
     bounds = queries * -(-problem.n_k // keys) * (1 if fine else 4 / rows)
@@ -69,7 +70,7 @@ def selection_seconds(machine: Machine, problem: Problem, rows: int, keys: int, 
 
 
 def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, split: bool) -> float:
-    """Of features of both sides, made and multiplied once. split: into bf16 planes (AMX tiles, tensor cores)."""
+    """Seconds to compute and multiply the features of both sides. split: into bf16 planes (AMX tiles, tensor cores)."""
     rows = problem.problems * problem.n_q + max(1, problem.batch * problem.heads_kv) * problem.n_k
     passes = CAUSAL_PASSES if problem.causal else PASSES
     moved = rows * passes * (problem.d + problem.d_v) * 4 / machine.main.bandwidth
@@ -93,8 +94,8 @@ def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes
 
 
 def _gpu_seconds(machine: Machine, problem: Problem, rows: int, features: int, planes: int) -> float:
-    """Of the feature kernels on a GPU: products, or making features (a multiplication, a split and a sum each),
-    whichever takes longer. `GPU_RATE` of the peak is a careful guess: these kernels have not been timed."""
+    """Seconds of the feature kernels on a GPU: products, or computing features (a multiplication, a split and a sum
+    each), whichever takes longer. `GPU_RATE` of the peak is a careful guess: these kernels have not been timed."""
     from fusion.planning.gpu_layout import padded
 
     degree = next(g for g in range(1, 17) if feature_count(problem.d, g) >= features)
@@ -108,11 +109,11 @@ def _gpu_seconds(machine: Machine, problem: Problem, rows: int, features: int, p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A polynomial and how it is computed.
+    """A polynomial and the form of its computation.
 
     moment: the mean square score of a row that it was chosen for.
     planes: of the top degree (0: in float32 throughout).
-    rounding: what the planes add to the error of the weights.
+    rounding: the error of the weights that the planes add.
     error: of the weights of a row, everything included.
     """
 
@@ -132,11 +133,12 @@ def choose(
     d: int, bound: float, epsilon: float, exact_values: bool, split: bool, moment: float | None = None,
     least: float = 1.0, limit: int = MAX_FEATURES,
 ) -> Choice | None:  # fmt: skip
-    """The cheapest polynomial whose certified error is at most epsilon, or None.
+    """Cheapest polynomial whose certified error is at most epsilon, or None.
 
     bound: B of the data.
-    moment: a bound on the mean square score of a row, relative to its mean weight (by default what follows from B).
-    least: what the mean weight of a row is at least: 1 with centred keys, since the exponential is convex.
+    moment: a bound on the mean square score of a row, relative to its mean weight (by default the bound that B
+    implies).
+    least: lower bound of the mean weight of a row: 1 with centred keys, since the exponential is convex.
     exact_values: V is bf16 already, and loses nothing as one plane.
 
     Fewer planes come before another degree: the latter multiplies the features by d / degree.
@@ -163,11 +165,12 @@ def choose(
 
 
 def _rounding(p: Polynomial, planes: int, least: float, exact_values: bool) -> float:
-    """What rounding can add to the sum of a row's weights, relative to that sum.
+    """Error that rounding can add to the sum of a row's weights, relative to that sum.
 
     A monomial's term passes through up to four roundings: the features of key and query, the value, the state. In two
-    planes each is off by 2**-16, and the product that is left out by as much. All terms of degree g add up to at most
-    |c_g| B^g for a key; the sum of the weights is at least `least` for each key."""
+    planes each is off by 2**-16, and so is the omitted product. All terms of degree g add up to at most |c_g| B^g for a
+    key; the sum of the weights is at least `least` for each key.
+    """
     two = 6 * UNIT**2
     if planes == 0:
         return 0.0
@@ -201,7 +204,7 @@ def _certified(problem: Problem, bound: float, epsilon: float, split: bool) -> C
 
 
 def crossing_text(machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool) -> str:
-    """The polynomial for |scores| <= bound, and from which N on it is predicted to be faster."""
+    """Text for |scores| <= bound: the polynomial, and the N from which it is predicted to be faster."""
     choice, n = crossing(machine, problem, bound, epsilon, split)
     if choice is None:
         return f"B = {bound:g}: no polynomial of at most {MAX_FEATURES} features is certified to {epsilon:g}: exact"

@@ -1,4 +1,4 @@
-"""From what is asked for to an executor: whether a spec admits an approximation, and who runs it."""
+"""From a request to an executor: whether a spec admits an approximation, and the code that runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHTS = "its weights are used elsewhere, and must be those of exact attention"
 
 
 def refusal(spec: AttentionSpec, device: str, request: Request) -> str | None:
-    """Why this spec always runs exact, or None."""
+    """Reason why this spec always runs exact, or None."""
     found = plain(spec)
     if isinstance(found, str):
         return found
@@ -36,7 +36,7 @@ def refusal(spec: AttentionSpec, device: str, request: Request) -> str | None:
 
 
 def _unsupported(spec: AttentionSpec) -> str | None:
-    """Why there are no feature kernels for a GPU, or None."""
+    """Reason why there are no feature kernels for a GPU, or None."""
     from fusion.codegen import triton
     from fusion.codegen.triton import polynomial
 
@@ -53,7 +53,7 @@ def build(
     build_exact: Callable[[AttentionSpec], Executor],
     machine: Machine,
 ) -> Executor:
-    """The executor of one spec: approximate where certified, and exact with a record of why not where not."""
+    """Executor of one spec: approximate where certified; else exact, with a record of the reason."""
     allowed = request.approximation
     assert allowed is not None
     if (reason := refusal(spec, device, request)) is not None:
@@ -85,7 +85,7 @@ def _kernels(machine: Machine) -> str | None:
 
 
 def describe(allowed: Approximation, problem: Problem, machine: Machine) -> str:
-    """What to expect of an admitted site with these sizes, in words: where the crossing lies, for a few bounds."""
+    """Text for an admitted site with these sizes: the length at the crossing, for a few bounds."""
     head = f"{allowed.method}: epsilon {allowed.epsilon:g}, decided per call and head from the data (last_certificates)"
     if allowed.method != "polynomial":
         return head
@@ -98,7 +98,7 @@ def describe(allowed: Approximation, problem: Problem, machine: Machine) -> str:
 
 
 class Exact:
-    """The exact kernel, with a certificate that says why."""
+    """The exact kernel, with a certificate that gives the reason."""
 
     def __init__(self, allowed: Approximation, exact: Executor, reason: str):
         self.allowed, self.exact, self.reason = allowed, exact, reason

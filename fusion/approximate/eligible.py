@@ -1,4 +1,4 @@
-"""Which attention may be approximated: plain scaled scores under a softmax, unmasked or causal."""
+"""Attentions that may be approximated: plain scaled scores under a softmax, unmasked or causal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Plain:
 
 
 def plain(spec: AttentionSpec) -> Plain | str:
-    """What the spec is, or why it is not of this kind."""
+    """Plain form of a spec, or the reason why it has none."""
     if spec.mixing is not None:
         return "heads are mixed"
     if spec.further:
@@ -55,7 +55,7 @@ def plain(spec: AttentionSpec) -> Plain | str:
 
 
 def canonical(spec: AttentionSpec, plain: Plain) -> AttentionSpec:
-    """The same attention with its score program written as one product, under one selection where it is masked."""
+    """Equal spec with its score program written as one product, under one selection where it is masked."""
     score = SCORE * plain.scale
     if spec.mask is not None:
         score = where(spec.mask.live, score, const(-math.inf))

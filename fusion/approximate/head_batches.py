@@ -1,4 +1,4 @@
-"""The heads of one call as plain tensors, and the exact kernel for some of them."""
+"""Heads of one call as plain tensors, and the exact kernel for some of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ KEPT = 64
 
 @contextlib.contextmanager
 def ieee_products() -> Iterator[None]:
-    """float32 products in float32, whatever `torch.set_float32_matmul_precision` says: else bounds would not hold."""
+    """Compute float32 products in float32, whatever `torch.set_float32_matmul_precision` says: else bounds would not
+    hold."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     before = [setting.fp32_precision for setting in settings]
     if all(found in ("none", "ieee") for found in before):
@@ -59,7 +60,7 @@ class Extents(NamedTuple):
 
 
 def problem_of(extents: Extents, dtype: str, causal: bool) -> Problem:
-    """What the planner takes."""
+    """Planner's problem for these extents."""
     shared = extents.heads % extents.heads_kv == 0
     return Problem(
         n_q=extents.n_q, n_k=extents.n_k, d=extents.d, d_v=extents.d_v, heads=extents.heads,
@@ -101,21 +102,21 @@ class Heads:
         return _coordinates(tuple(heads.tolist()), self.batch)
 
     def unfit(self, causal: bool) -> str | None:
-        """Why such a call runs exact whatever the data are, or None."""
+        """Reason why such a call runs exact whatever the data are, or None."""
         if 0 in self.extents:
             return "the call is empty"
         unequal = causal and self.n_q != self.n_k
         return "causal with unequal numbers of queries and keys" if unequal else None
 
     def exact(self, method: str, epsilon: float, heads: Tensor, reason: str, bound: float | None = None) -> Certificate:
-        """That the exact kernel runs for these heads."""
+        """Certificate of the exact kernel for these heads."""
         return Certificate(
             method=method, ran="exact", heads=self.coordinates(heads), epsilon=epsilon, n_q=self.n_q, n_k=self.n_k,
             reason=reason, bound=bound,
         )  # fmt: skip
 
     def store(self, out: Tensor) -> Tensor:
-        """[H, N_q, d_v] in the dimensions and layout that the spec asks for."""
+        """[H, N_q, d_v] in the dimensions and layout of the spec's output."""
         return self.execution.store(out.view(*self.batch, self.n_q, out.shape[-1]))
 
 
@@ -126,7 +127,7 @@ def _coordinates(heads: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[
 
 
 class HeadSlices(NamedTuple):
-    """The places of the queries and of the keys of each head, which heads may share. d: columns of a row."""
+    """Offsets and strides of the queries and of the keys of each head, which heads may share. d: columns of a row."""
 
     q: Rows
     k: Rows
@@ -134,7 +135,7 @@ class HeadSlices(NamedTuple):
 
 
 class HeadPacker:
-    """Q, K and V of the calls of one spec, head by head. What depends on the sizes alone is kept."""
+    """Q, K and V of the calls of one spec, head by head. Values that depend on the sizes alone are cached."""
 
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
@@ -151,7 +152,7 @@ class HeadPacker:
         )  # fmt: skip
 
     def sample(self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int) -> tuple[Tensor, Tensor]:
-        """Of each head about so many queries [H, .., d] and keys at equal distances."""
+        """About so many queries [H, .., d] and keys of each head, at equal distances."""
         execution, owner, firsts = self._execution(operands, sizes)
         q, k = self._queries_and_keys(execution, firsts)
         q, k = (x[..., :: -(-x.shape[-2] // most), :] for x, most in ((q, rows), (k, keys)))
@@ -159,11 +160,11 @@ class HeadPacker:
         return q, k if len(k) == len(q) else k[owner]
 
     def places(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> HeadSlices | None:
-        """Where queries and keys lie, or None where no offset for each head and one stride say it."""
+        """Slices of queries and keys, or None where they are not an offset for each head and one stride."""
         from fusion.codegen.mlir.row_statistics import Rows
 
         execution, owner, firsts = self._execution(operands, sizes)
-        found = []
+        rows = []
         for x, operand in zip(self._queries_and_keys(execution, firsts), operands[:2], strict=True):
             if x.untyped_storage().data_ptr() != operand.untyped_storage().data_ptr():
                 return None
@@ -172,8 +173,8 @@ class HeadPacker:
             offsets = torch.tensor(x.storage_offset() - operand.storage_offset())
             for extent, stride in zip(x.shape[:-2], x.stride()[:-2], strict=True):
                 offsets = offsets[..., None] + torch.arange(extent) * stride
-            found.append(Rows(offsets=offsets.reshape(-1), stride=x.stride(-2), count=x.shape[-2]))
-        q, k = found
+            rows.append(Rows(offsets=offsets.reshape(-1), stride=x.stride(-2), count=x.shape[-2]))
+        q, k = rows
         if len(firsts) != len(owner):
             k = dataclasses.replace(k, offsets=k.offsets[owner].contiguous())
         return HeadSlices(q, k, execution.d)
@@ -249,7 +250,7 @@ def _owners(execution: Execution, index: tuple[Expr, ...]) -> tuple[Tensor, Tens
 
 
 class ExactHeads:
-    """The exact kernel of a spec for heads given as plain tensors: the same score program over other operands."""
+    """Exact kernel of a spec for heads given as plain tensors: an equal score program over other operands."""
 
     def __init__(self, spec: AttentionSpec, build: Callable[[AttentionSpec], Executor]):
         b0 = coord("b0")

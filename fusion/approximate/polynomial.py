@@ -1,4 +1,4 @@
-"""A call of attention with polynomial features: what is bounded is approximated, head by head, the rest is exact."""
+"""A call of attention with polynomial features: heads with bounded scores are approximated, the others are exact."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ CHOICES = 4096
 
 
 class Centred(NamedTuple):
-    """The operands of the polynomial, in float32.
+    """Operands of the polynomial, in float32.
 
     keys: [U, N_k, d] minus their mean, of norm at most 1.
     values: [U, N_k, d_v].
-    queries: [H, N_q, d] times everything that the keys were divided by.
+    queries: [H, N_q, d] times the divisor of the keys.
     """
 
     keys: Tensor
@@ -82,10 +82,10 @@ class _Known:
 
 
 class PolynomialAttention:
-    """The executor of an eligible spec.
+    """Executor of an eligible spec.
 
-    exact: the kernel for the whole call.
-    build: makes the exact kernel of another spec.
+    exact: the kernel for the complete call.
+    build: builds the exact kernel of another spec.
     always: skip the comparison of predicted times (tests and examples).
     kernels: "amx" or "triton" where such feature kernels run; torch's products otherwise.
     """
@@ -120,7 +120,7 @@ class PolynomialAttention:
         return self.exact(operands, sizes)
 
     def _bounds_from_sizes(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Known:
-        """What the sizes alone say."""
+        """Facts that follow from the sizes alone."""
         heads, limit = self.gather(operands, sizes), cost.MAX_FEATURES
         if (reason := heads.unfit(self.plain.causal)) is not None or self.always:
             pass
@@ -141,18 +141,18 @@ class PolynomialAttention:
         return known
 
     def _largest_bound(self, known: _Known) -> float:
-        """Of the bounds for which there is a choice, if moments are as small as can be; at least."""
+        """Largest bound for which there is a choice, with the smallest possible moments, rounded up."""
         if self._choice(known, LARGEST, 0.0, 1.0) is not None:
             return LARGEST
         low, high = 0, _steps(LARGEST, SNAP)  # a choice, none
         while high - low > 1:
             middle = (low + high) // 2
-            found = self._choice(known, 2.0 ** (middle / SNAP), 0.0, 1.0)
-            low, high = (low, middle) if found is None else (middle, high)
+            choice = self._choice(known, 2.0 ** (middle / SNAP), 0.0, 1.0)
+            low, high = (low, middle) if choice is None else (middle, high)
         return 2.0 ** (high / SNAP)
 
     def _any_bounded(self, operands: Sequence[Tensor], sizes: Sequence[int], known: _Known) -> bool:
-        """Whether a sample of the rows leaves hope for any head: looking at all of them costs more."""
+        """Whether any head may be bounded, judged by a sample of the rows: to inspect all of them costs more."""
         for head in self.look.sample(operands, sizes, *SAMPLED):
             bound = head.keys * head.queries * abs(self.plain.scale)
             if self._choice(known, bound, OPTIMISM * head.moment, 1.0) is not None:
@@ -169,11 +169,11 @@ class PolynomialAttention:
         return known
 
     def _problem(self, extents: Extents) -> tuple[Machine, Problem]:
-        """What the planner takes: the machine, with as many cores as torch uses, and the sizes."""
-        here = self.machine
-        if here.kind == "cpu":
-            here = with_cores(here, torch.get_num_threads())
-        return here, problem_of(extents, self.spec.dtype, self.plain.causal)
+        """Planner's arguments: the machine, with as many cores as torch uses, and the sizes."""
+        machine = self.machine
+        if machine.kind == "cpu":
+            machine = with_cores(machine, torch.get_num_threads())
+        return machine, problem_of(extents, self.spec.dtype, self.plain.causal)
 
     def _centred(self, heads: Heads, figures: HeadBounds) -> Centred:
         owners = [0] * len(heads.k)  # a head of each
@@ -194,7 +194,7 @@ class PolynomialAttention:
         return groups
 
     def _choice(self, known: _Known, bound: float, moment: float, least: float) -> Choice | None:
-        """The polynomial for a head of these figures that is certified and predicted to be faster, if there is one."""
+        """Polynomial for a head of these figures that is certified and predicted to be faster, or None."""
         if not (bound <= LARGEST and moment < math.inf and least > 0):
             return None
         key = (_steps(bound, SNAP), _steps(moment, STEPS), _steps(1 / least, STEPS))
@@ -290,8 +290,8 @@ class PolynomialAttention:
         return run.readout(q, state, divided=True)
 
     def _features_of_a_block(self, d: int, d_v: int, features: int) -> int:
-        """As few blocks as can be, since keys and queries are read once for each. The state [features, d_v + 1] of one
-        fits the fast memory beside a row of Q, or of K and V, and its features."""
+        """Number of features of a block, for as few blocks as possible, since keys and queries are read once for each.
+        The state [features, d_v + 1] of one fits the fast memory beside a row of Q, or of K and V, and its features."""
         most = max(1, (self.machine.fast_elements(self.spec.dtype) - d - d_v - 1) // (d_v + 2))
         return -(-features // -(-features // most))
 

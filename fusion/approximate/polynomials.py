@@ -1,11 +1,11 @@
-"""Polynomials close to the exponential on [-B, B] in *relative* error, which is what attention weights need.
+"""Polynomials close to the exponential on [-B, B] in *relative* error, which is the error of attention weights.
 
 A common factor of all weights cancels in the softmax, so the error that counts is that of exp(-x) p(x) against 1. The
-best polynomial under that weight (minimax) is found by Remez's exchange. Coefficients are of powers of x, lowest
+best polynomial under that weight (minimax) is computed by Remez's exchange. Coefficients are of powers of x, lowest
 first.
 
-What a row needs is less than that: its errors *summed* over the keys, against the sum of its weights. Where the mean
-square of the row's scores is known to be at most m (cheap to bound from the data), a bound of the form
+A row needs less than that: its errors *summed* over the keys, against the sum of its weights. Where the mean square of
+the row's scores is known to be at most m (cheap to bound from the data), a bound of the form
 
     |exp(x) - p(x)| <= error * exp(x) + spread * x^2        for |x| <= B
 
@@ -31,8 +31,14 @@ below B squared. (Where it is not, little is gained over the polynomial of least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polynomial:
-    """coefficients: c_0, c_1, ... of powers of x. bound: B. error, spread: |exp(x) - p(x)| <= error * exp(x) + spread *
-    x^2 over |x| <= B (spread 0: a bound on the relative error of every single weight)."""
+    """Polynomial with its certified error.
+
+    coefficients: c_0, c_1, ... of powers of x.
+    bound: B.
+    error, spread: |exp(x) - p(x)| <= error * exp(x) + spread * x^2 over |x| <= B (spread 0: a bound on the relative
+    error of
+        every single weight).
+    """
 
     coefficients: tuple[float, ...]
     bound: float
@@ -44,11 +50,12 @@ class Polynomial:
         return len(self.coefficients) - 1
 
     def row_error(self, moment: float) -> float:
-        """What errs in the weights of a row, relative to their sum, if its mean square score is at most `moment`."""
+        """Error of the weights of a row, relative to their sum, if its mean square score is at most `moment`."""
         return self.error + self.spread * moment
 
     def magnitude(self, low: int = 0, high: int | None = None) -> float:
-        """sum of |c_g| B^g over the degrees low <= g < high: what all monomials of these degrees can add up to."""
+        """Sum of |c_g| B^g over the degrees low <= g < high, an upper bound of the sum of all monomials of these
+        degrees."""
         return sum(abs(c) * self.bound**g for g, c in list(enumerate(self.coefficients))[low:high])
 
 
@@ -119,7 +126,7 @@ def _levelled(nodes: np.ndarray, bound: float, floor: float | None) -> np.ndarra
 
 
 def _allowed(t: np.ndarray, bound: float, floor: float | None) -> np.ndarray:
-    """How far exp(-x) p(x) may be from 1 at x = bound * t, up to a factor."""
+    """Allowed distance of exp(-x) p(x) from 1 at x = bound * t, up to a factor."""
     x = bound * t
     return np.ones_like(t) if floor is None else floor + x * x * np.exp(-x)
 

@@ -1,13 +1,13 @@
 """Attention whose float32 products are computed in two bfloat16 planes instead of three: half of the tile products.
 
-Exact attention on AMX tiles splits a float32 number into three bf16 numbers, and multiplies six pairs of them. Two hold
-a number to 2^-17 of itself, and of their four products three are computed; the fourth is at most 2^-16 of the whole. So
+Exact attention on AMX tiles splits a float32 number into three bf16 numbers, and multiplies six pairs of them. Two
+represent a number to 2^-17 of itself, and of their four products three are computed; the fourth is at most 2^-16 of the
+product. So
 
     |error of a score| <= (2 * 2^-17 + 2^-16) * sum over c of |q_c k_c| <= TWO_PLANES * |q| |k|
 
 A score that is off by t has a weight that is off by exp(t) - 1 of itself. The products of weights and values are
-rounded in the same way, relative to what they add up to. All of this is known from the largest norms, before anything
-is run.
+rounded in the same way, relative to their sum. All of this is known from the largest norms, before the kernel runs.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ LARGE = 2.0**60
 
 
 def error_of(largest: float) -> float:
-    """A bound on sum over j |error of w_ij| / sum over j w_ij where |q_i| |k_j| scale is at most `largest`, with what
-    rounding adds to the products with V."""
+    """A bound on sum over j |error of w_ij| / sum over j w_ij where |q_i| |k_j| scale is at most `largest`, including
+    the rounding of the products with V."""
     return math.expm1(TWO_PLANES * largest) + TWO_PLANES if largest < 1e4 else math.inf
 
 
 class TwoPlanes:
-    """The exact kernel of a spec on two planes; for specs that `admits` takes."""
+    """Exact kernel of a spec on two planes; for specs that `admits` accepts."""
 
     def __init__(self, spec: AttentionSpec, one_by_one: AttentionSpec, scale: float, machine: Machine):
-        """one_by_one: the same attention over heads as plain tensors (of `ExactHeads`)."""
+        """one_by_one: an equal attention over heads as plain tensors (of `ExactHeads`)."""
         from fusion.codegen.mlir.launch import Kernel
         from fusion.planning.cpu_planner import CpuPlanner
         from fusion.planning.register_tiles import target_of, tilings_for

@@ -1,5 +1,5 @@
-"""Bounds on the scores of a call's heads: the largest norms, and mean squares. Of all rows, or of a few at equal
-distances: then it says what to hope for."""
+"""Bounds on the scores of a call's heads: the largest norms, and mean squares. From all rows, or, as an estimate, from
+a few at equal distances."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class HeadBounds(NamedTuple):
     """Bounds on the scores of each head, infinite where inputs are not finite.
 
     raw: the largest norm of a key.
-    keys: the same once the mean of the keys is taken away.
+    keys: the largest norm of a key minus the mean of the keys.
     queries: the largest norm of a query.
     bounds: B, such that |score| <= B for centred keys.
     moments: a bound on the mean square score of a row over approximated keys, relative to their mean weight.
     least: a lower bound of this mean weight.
-    means: [H, d], what was taken away.
+    means: [H, d], the subtracted means.
     """
 
     raw: list[float]
@@ -45,7 +45,7 @@ class HeadBounds(NamedTuple):
 
 
 class SampledBounds(NamedTuple):
-    """The same figures of one head, estimated from sampled rows; infinite or NaN where inputs are not finite.
+    """Bounds on the scores of one head, estimated from sampled rows; infinite or NaN where inputs are not finite.
 
     raw: the largest norm of a sampled key.
     keys: of one minus the mean of these.
@@ -70,8 +70,8 @@ class Inspection:
     def whole(
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
     ) -> HeadBounds:
-        """Of all rows: what a certificate may rest on. second: whether moments are asked for. limit: of the bounds of
-        heads that are of interest; others may be given up, with norms that are too large and no moments."""
+        """Bounds from all rows, on which a certificate may rest. second: whether moments are needed. limit: of the
+        bounds of heads that are of interest; others may get norms that are too large and no moments."""
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):
@@ -92,7 +92,7 @@ class Inspection:
     def sample(
         self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int, second: bool = True
     ) -> list[SampledBounds]:
-        """Of about so many queries and keys of each head, as if each of these queries saw all of the keys."""
+        """Bounds from about so many queries and keys of each head, as if each of these queries saw all of the keys."""
 
         def make(d, q, k):
             from fusion.codegen.mlir.moments import LargestCall
@@ -101,24 +101,24 @@ class Inspection:
             return LargestCall(d, operands[0].dtype, q, k, second)
 
         if (call := self._call(("sample", rows, keys, second), operands, sizes, make)) is not None:
-            found = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)  # another thread would wake too late
+            figures = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)  # another thread would wake too late
         else:
             q, k = self.gather.sample(operands, sizes, rows, keys)
             with ieee_products():
                 norms, _, squares, _ = moments(q, k, torch.arange(len(q)))
-            found = torch.cat([norms, squares.amax(-1, keepdim=True)], 1).flatten().tolist()
+            figures = torch.cat([norms, squares.amax(-1, keepdim=True)], 1).flatten().tolist()
         sampled = []
-        for n in range(0, len(found), 4):
-            raw, around, queries = (math.sqrt(x) if x < math.inf else math.inf for x in found[n : n + 3])
-            sampled.append(SampledBounds(raw, around, queries, found[n + 3] * self.scale**2))
+        for n in range(0, len(figures), 4):
+            raw, around, queries = (math.sqrt(x) if x < math.inf else math.inf for x in figures[n : n + 3])
+            sampled.append(SampledBounds(raw, around, queries, figures[n + 3] * self.scale**2))
         return sampled
 
     def ruled_out(
         self, operands: Sequence[Tensor], sizes: Sequence[int], sample: tuple[int, int, int, int], gap: float
     ) -> list[float]:
-        """The share of some blocks of keys of each head that the bounds of their scores leave `gap` or more below the
-        highest score of a query, tried on a few. sample: about so many queries, keys, blocks; keys in a block. Empty
-        where there is no whole block, or on a CPU no kernel that reads these rows."""
+        """Share of some blocks of keys of each head whose score bounds are `gap` or more below the highest score of a
+        query, tried on a few. sample: about so many queries, keys, blocks; keys in a block. Empty where there is no
+        full block, or on a CPU no kernel that reads these rows."""
 
         def make(d, q, k):
             from fusion.codegen.mlir.key_block_bounds import KeyBlockBoundsCall
@@ -143,24 +143,25 @@ class Inspection:
         return [found[n] / max(1.0, found[n + 1]) for n in range(0, len(found), 2)]
 
     def _call(self, what: tuple, operands: Sequence[Tensor], sizes: Sequence[int], make) -> Any:
-        """What `make(columns, queries, keys)` gives, by sizes and strides; None where kernels cannot read the rows."""
+        """Result of `make(columns, queries, keys)`, cached by sizes and strides; None where kernels cannot read the
+        rows."""
         if not self.native:
             return None
         q, k = operands[0], operands[1]
         key = (what, *sizes, q.stride(), k.stride())
         if key not in self._calls or not self.gather.fixed:
-            places, found = self.gather.places(operands, sizes), None
+            places, native_call = self.gather.places(operands, sizes), None
             if places is not None and q.dtype == k.dtype:
                 from fusion.codegen.mlir.row_statistics import MAX_WIDTH
 
-                found = make(places.d, places.q, places.k) if places.d <= MAX_WIDTH else None
-            self._calls[key] = found
+                native_call = make(places.d, places.q, places.k) if places.d <= MAX_WIDTH else None
+            self._calls[key] = native_call
         return self._calls[key]
 
     def _figures(
         self, causal: bool, found: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor
     ) -> HeadBounds:
-        """found: for each head squares of norms, and the largest of `squares`."""
+        """Bounds of the heads. found: for each head squares of norms, and the largest of `squares`."""
         scale, tiny = abs(self.scale), TINY * means.shape[-1]
         raw, keys, queries = (
             [math.sqrt(x + tiny) * MARGIN if x < math.inf else math.inf for x in found[n::4]] for n in range(3)

@@ -1,7 +1,9 @@
-"""Which tiles of heads have to be looked at, by bounds of their scores; what the others can add up to. See `sparse`.
+"""Selection of the tiles of heads that are computed, by bounds of their scores; the rest is bounded in sum. See
+`sparse`.
 
-On CPUs heads are taken one by one, in pieces that stay in the cache, and a question is asked when its answer is needed.
-On GPUs all heads are taken together, and all questions about them are read at once: each read makes the host wait.
+On CPUs heads are processed one by one, in pieces that stay in the cache, and a question is evaluated when its answer is
+needed. On GPUs all heads are processed together, and all questions about them are read at once: each read makes the
+host wait.
 """
 
 from __future__ import annotations
@@ -60,10 +62,13 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """rows, keys: of a tile; row tiles come in multiples of `sets`.
+    """Choice of tiles for the heads of one spec.
+
+    rows, keys: of a tile; row tiles come in multiples of `sets`.
     scale, causal: of the attention.
-    always: leave out what can be, whether it pays or not.
-    together: heads are taken together."""
+    always: leave out every tile that can be, whether it pays or not.
+    together: heads are processed together.
+    """
 
     rows: int
     keys: int
@@ -77,23 +82,24 @@ class Selection:
     def marks(
         self, q: Tensor, k: Tensor, v: Tensor, shares: Mapping[int, float], fine: bool
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Of the heads in which it pays, in their order: (bool [row tiles, key tiles], the tiles to look at; the share
-        left out unseen).
+        """Marks of the heads in which it pays, in their order: (bool [row tiles, key tiles], the tiles to compute; the
+        share of the normaliser that is left out).
 
         q, k, v: [H, N_q, d], [H, N_k, d] and [H, N_k, d_v].
-        shares: of the blocks that a glance could rule out, for the heads to be tried.
+        shares: of the blocks that a sample could rule out, for the heads to be tried.
         fine: whether bounds of every row pay at this length.
         """
-        every, found = [*shares], {}
+        every, marked = [*shares], {}
         for group in [every] if self.together else [[head] for head in every]:
-            found |= self._marks(chosen(q, group), chosen(k, group), chosen(v, group), group, shares, fine)
-        return dict(sorted(found.items()))
+            marked |= self._marks(chosen(q, group), chosen(k, group), chosen(v, group), group, shares, fine)
+        return dict(sorted(marked.items()))
 
     def _marks(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int], shares: Mapping[int, float], fine: bool
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """The same of heads taken together: by bounds of whole tiles where these suffice, else of every row."""
-        finite, ways, found = self._finite(q, k, v), {}, {}
+        """Marks of heads that are processed together: by bounds of whole tiles where these suffice, else of every
+        row."""
+        finite, ways, marked = self._finite(q, k, v), {}, {}
         q, k = q.float() * self.scale, k.float()
         blocks = functools.cache(lambda: Summaries(k, self.keys))
         questions = {"finite": lambda: finite, "coarse": lambda: self._sampled(q, blocks(), True)}
@@ -105,8 +111,8 @@ class Selection:
                 ways.setdefault(way, []).append(place)
         for coarse, places in ways.items():
             marks, dropped = self.select(chosen(q, places), blocks().of(places), coarse=coarse)
-            found |= {heads[place]: (marks[n], dropped[n]) for n, place in enumerate(places)}
-        return found
+            marked |= {heads[place]: (marks[n], dropped[n]) for n, place in enumerate(places)}
+        return marked
 
     def _finite(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[h]: whether nothing is NaN or infinite, and no score can be too large."""
@@ -117,7 +123,7 @@ class Selection:
 
     def _way(self, answers: Answers, head: int, share: float, fine: bool) -> bool | None:
         """Whether tiles of a head are chosen by bounds of whole tiles, or by bounds of every row; None: not at all.
-        share: of the blocks that a glance could rule out."""
+        share: of the blocks that a sample could rule out."""
         if not answers("finite", head):
             return None
         simple = self.always or share >= PROMISING
@@ -134,7 +140,7 @@ class Selection:
 
     def _bounded(self, q: Tensor, k: Tensor) -> Tensor:
         """[h]: whether few keys have a weight above epsilon / N_k, so that a perfect choice could leave out the others,
-        and the boxes of blocks could tell them; judged by a sample of rows and, for the boxes, of blocks."""
+        and the boxes of blocks could separate them; judged by a sample of rows and, for the boxes, of blocks."""
         n_q, n_k, device = q.shape[1], k.shape[1], q.device
         rows = torch.linspace(n_q // 2, n_q - 1, SAMPLES, dtype=torch.float32, device=device).long()
         some = q[:, rows]
@@ -179,7 +185,7 @@ class Selection:
         return torch.cat(marks, 1), torch.stack(dropped).amax(0)
 
     def _select(self, tiles: Tensor, blocks: Summaries, first: int, every: int, coarse: bool) -> tuple[Tensor, Tensor]:
-        """The same of some row tiles [h, t, rows, d], number `first` * `every` and on."""
+        """Marks and shares of some row tiles [h, t, rows, d], from number `first` * `every` on."""
         device = tiles.device
         first_row = (first + torch.arange(tiles.shape[1], device=device)) * (every * self.rows)
         if not blocks.whole.shape[1]:
@@ -194,13 +200,13 @@ class Selection:
             share.masked_fill_(first_key > first_row[:, None] + self.rows - 1, -math.inf)
         ascending, order = share.sort(-1)
         total = ascending.exp_().cumsum(-1)
-        kept = ~(total <= self.epsilon * MARGIN / 2)
-        largest = total.masked_fill_(kept, 0.0).amax((1, 2)) / MARGIN
-        return torch.zeros_like(kept).scatter_(-1, order, kept), largest
+        computed = ~(total <= self.epsilon * MARGIN / 2)
+        largest = total.masked_fill_(computed, 0.0).amax((1, 2)) / MARGIN
+        return torch.zeros_like(computed).scatter_(-1, order, computed), largest
 
 
 def chosen(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """x [H, ..] of these heads; a view where that is all, or one."""
+    """x [H, ..] of these heads; a view for all heads, or for one."""
     if len(heads) == 1:
         return x[heads[0]][None]
     return x if len(heads) == len(x) else x[[*heads]]

@@ -1,17 +1,17 @@
-"""A call of attention that leaves out what provably does not matter, in two steps (docs/approximate.md).
+"""A call of attention that leaves out provably negligible tiles, in two steps (docs/approximate.md).
 
-*Without looking.* The box and the ball of a block of keys bound its scores with a row from above; exact scores of the
+*Without scores.* The box and the ball of a block of keys bound its scores with a row from above; exact scores of the
 few likeliest blocks bound the row's normaliser from below. A block has at most `keys * exp(upper - lower)` of it, and a
 tile of rows leaves out the least blocks while these add up to half of epsilon. The ball about a tile's rows gives
-bounds for all of them in a 30th of the time; rows are looked at one by one where that leaves too much. Attempted where
-a sample says that it pays.
+bounds for all of them in a 30th of the time; rows are bounded one by one where that leaves too much. Attempted where a
+sample predicts that it pays.
 
-*By looking.* The kernel omits exponentials and the product with V of tiles in which no key can have more than epsilon /
-(2 N_k) of its row's sum (`sparse_kernel.py` of `codegen/mlir` and `codegen/triton`). Nearly free.
+*With scores.* The kernel omits exponentials and the product with V of tiles in which no key can have more than epsilon
+/ (2 N_k) of its row's sum (`sparse_kernel.py` of `codegen/mlir` and `codegen/triton`). Nearly free.
 
-The certificate is what was left out, summed up for each row; the largest sum counts. Heads that leave out nothing run
+The certificate is the sum of the omitted weights for each row; the largest sum counts. Heads that leave out nothing run
 in fewer bfloat16 planes where that is certified (`rounding`, on CPUs with AMX), else exact. On GPUs the host waits for
-two reads of a call: of a glance at the data, and of what is to be done with each head (`selection`).
+two reads of a call: of a sample of the data, and of the decision about each head (`selection`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BOUNDED = 0.5
 
 
 def refusal(spec: AttentionSpec, plain: Plain, device: str, emitter: str) -> str | None:
-    """Why there is no selective kernel for an admitted spec, or None."""
+    """Reason why there is no selective kernel for an admitted spec, or None."""
     if emitter == "reference":
         return "the reference interpreter skips nothing"
     if plain.scale <= 0:
@@ -63,7 +63,7 @@ def refusal(spec: AttentionSpec, plain: Plain, device: str, emitter: str) -> str
 
 
 class SparseKernel(Protocol):
-    """Exact attention without tiles that do not matter (`SparseKernel` of `codegen/mlir` and `codegen/triton`). rows,
+    """Exact attention without negligible tiles (`SparseKernel` of `codegen/mlir` and `codegen/triton`). rows,
     keys: of a tile; row tiles come in multiples of `sets`."""
 
     rows: int
@@ -76,8 +76,8 @@ class SparseKernel(Protocol):
 
 
 class _Rounding(NamedTuple):
-    """How products are rounded. errors: of the weights of each head in two planes, or none. means: [H, d], what is
-    taken away from the keys for that, where it is needed."""
+    """Rounding of products. errors: of the weights of each head in two planes, or none. means: [H, d], the means that
+    are subtracted from the keys for it, where that is needed."""
 
     errors: list[float]
     means: Tensor | None
@@ -85,8 +85,8 @@ class _Rounding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """rows: Q, K and V of every head. marks: (tiles to look at, share left out unseen) of the heads that leave out
-    tiles; heads whose products are rounded, and how."""
+    """Division of a call's heads. rows: Q, K and V of every head. marks: (tiles to compute, share left out) of the
+    heads that leave out tiles. rounded: heads whose products are rounded. rounding: their rounding."""
 
     rows: Sequence[Tensor]
     marks: dict[int, tuple[Tensor, Tensor]]
@@ -95,7 +95,8 @@ class _Parts:
 
 
 class _Likely(NamedTuple):
-    """selective: heads that may leave out tiles, and the share of blocks. rounded: whether two planes may do."""
+    """Estimate from a sample. selective: heads that may leave out tiles, and the share of blocks. rounded: whether two
+    planes may suffice."""
 
     selective: dict[int, float]
     rounded: bool
@@ -105,7 +106,7 @@ class _Likely(NamedTuple):
 
 
 class SparseAttention:
-    """The executor of an eligible spec; arguments as of `PolynomialAttention`. kernels: "mlir" or "triton"."""
+    """Executor of an eligible spec; arguments as of `PolynomialAttention`. kernels: "mlir" or "triton"."""
 
     def __init__(
         self, spec: AttentionSpec, plain: Plain, exact: Executor, build: Callable[[AttentionSpec], Executor],
@@ -163,20 +164,20 @@ class SparseAttention:
         return self.exact(operands, sizes)
 
     def _rounding(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Rounding:
-        """What rounding all heads would do: to the keys as they are where that is certified."""
+        """Errors of rounding all heads: with the original keys where that is certified, else with centred ones."""
         assert self.rounding is not None
-        found = self.look.whole(operands, sizes, second=False, limit=self.rounding.limit(self.epsilon))
-        errors = self.rounding.errors(found.queries, found.raw)
+        bounds = self.look.whole(operands, sizes, second=False, limit=self.rounding.limit(self.epsilon))
+        errors = self.rounding.errors(bounds.queries, bounds.raw)
         if max(errors) <= self.epsilon * MARGIN:
             return _Rounding(errors, None)
-        return _Rounding(self.rounding.errors(found.queries, found.keys), found.means)
+        return _Rounding(self.rounding.errors(bounds.queries, bounds.keys), bounds.means)
 
     def _decide_exact(
         self, operands: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Certificate | None, Certificate, bool, bool]:
-        """What the sizes alone say: the certificate of such a call, where the exact kernel runs whatever the data are;
-        the certificate of a call where a glance at the data ends the matter; whether leaving out tiles can pay,
-        and by bounds of every row."""
+        """Facts that follow from the sizes alone: the certificate of such a call, where the exact kernel runs whatever
+        the data are; the certificate of a call where a sample of the data decides for the exact kernel; whether leaving
+        out tiles can pay, and by bounds of every row."""
         heads = self.gather(operands, sizes)
         selecting, fine, every = True, True, torch.arange(len(heads.q))
         if (reason := heads.unfit(self.plain.causal)) is None and not self.always:
@@ -192,17 +193,17 @@ class SparseAttention:
                 reason = "bounds of the scores would cost as much as the exact kernel"
         exact = None if reason is None else heads.exact(METHOD, self.epsilon, every, reason)
         beyond = heads.exact(METHOD, self.epsilon, every, UNCERTIFIED)
-        found = self._known[tuple(sizes)] = exact, beyond, selecting, fine
-        return found
+        known = self._known[tuple(sizes)] = exact, beyond, selecting, fine
+        return known
 
     def _inspect(self, operands: Sequence[Tensor], sizes: Sequence[int], selecting: bool, fine: bool) -> _Likely:
-        """What a few rows and keys leave hope for; looking at all of them costs more."""
+        """Estimate from a few rows and keys; to inspect all of them costs more."""
         hopeful = self._sampled_mass(operands, sizes, fine) if selecting else {}
         if self.rounding is None:
             return _Likely(hopeful, False)
-        found = self.look.sample(operands, sizes, *GLANCED[:2], second=False)
-        keys = [OPTIMISM * min(head.raw, head.keys) for head in found]
-        return _Likely(hopeful, min(self.rounding.errors([x.queries for x in found], keys)) <= self.epsilon * MARGIN)
+        sampled = self.look.sample(operands, sizes, *GLANCED[:2], second=False)
+        keys = [OPTIMISM * min(head.raw, head.keys) for head in sampled]
+        return _Likely(hopeful, min(self.rounding.errors([x.queries for x in sampled], keys)) <= self.epsilon * MARGIN)
 
     def _sampled_mass(self, operands: Sequence[Tensor], sizes: Sequence[int], fine: bool) -> dict[int, float]:
         """Heads in which boxes could rule out most blocks if few keys had most of the weight; the share of those."""
@@ -212,7 +213,7 @@ class SparseAttention:
         return {head: x for head, x in enumerate(shares) if x >= (1 - WORTHWHILE if fine else PROMISING)}
 
     def _parts(self, heads: Heads, likely: dict[int, float], rounding: _Rounding, fine: bool) -> _Parts:
-        """What is done with each head. likely, fine: see `Selection.marks`."""
+        """Division of the heads. likely, fine: see `Selection.marks`."""
         shared = len(heads.k) < len(heads.q)  # keys, which are repeated
         q, k, v = rows = [heads.q, *(x[heads.owner] if shared else x for x in (heads.k, heads.v))]
         marks = self.selection.marks(q, k, v, likely, fine) if likely else {}
@@ -246,7 +247,7 @@ class SparseAttention:
         return heads.store(out)
 
     def _select_tiles(self, heads: Heads, sizes: Sequence[int], parts: _Parts) -> Tensor | None:
-        """The output of the selective heads, or None where they turn out to need the exact kernel."""
+        """Output of the selective heads, or None where they turn out to need the exact kernel."""
         some = [*parts.marks]
         marks, unseen = (torch.stack(found) for found in zip(*parts.marks.values(), strict=True))
         share = self.epsilon * MARGIN / 2 / heads.n_k
@@ -257,7 +258,7 @@ class SparseAttention:
         return found[0]
 
     def _certify(self, heads: Heads, some: Sequence[int], errors: Tensor, computed: Tensor | None = None) -> None:
-        """Record what is certified of some heads. computed: tiles of each; None: they ran in two planes."""
+        """Record the certificate of some heads. computed: tiles of each; None: they ran in two planes."""
         shape = (-(-heads.n_q // self.kernel.rows), -(-heads.n_k // self.kernel.keys))
         tiles = shape[0] * shape[1]
         if self.plain.causal:

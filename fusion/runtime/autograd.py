@@ -1,7 +1,7 @@
 """Formulas of gradients for operators whose arguments include lists of tensors, also under torch.func.
 
-`torch.library.register_autograd` makes functions that refuse to run inside of torch.func.grad and its kin. What is
-registered here records itself on the level at which it is called, as operators written in C++ do.
+Functions of `torch.library.register_autograd` refuse to run inside of torch.func.grad and similar transforms. The
+formulas of this module record themselves on the level at which they are called, as operators written in C++ do.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Backward = Callable[..., Sequence[Tensor | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """A call of an operator without its tensors: `counts` has how many each argument holds, None where it is none;
-    `modes`: whether gradients are recorded, and whether tangents are carried along."""
+    """A call of an operator without its tensors. `counts`: the number of tensors in each argument, None for other
+    arguments; `modes`: whether gradients are recorded, and whether tangents are propagated."""
 
     keys: Any
     modes: tuple[bool, bool]
@@ -44,7 +44,8 @@ class _Call:
 
     @contextlib.contextmanager
     def in_modes(self) -> Iterator[None]:
-        """The modes of the call, which `apply` has ended, for the levels of torch.func below its own as well."""
+        """Restore the modes of the call, which `apply` has ended, for the levels of torch.func below its own as
+        well."""
         recording, moving = self.modes
         with torch.set_grad_enabled(recording), autograd.carrying_tangents(moving):
             yield
@@ -90,8 +91,8 @@ def register(
 
 
 def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: Derivative | None) -> Any:
-    """The record that autograd keeps of an operator: a function on one level of torch.func, as torch itself makes one
-    for each level of a `torch.autograd.Function`, which refuses to run there for want of a `setup_context`."""
+    """Autograd node of an operator: a function on one level of torch.func, as torch itself creates one for each level
+    of a `torch.autograd.Function`, which refuses to run there for want of a `setup_context`."""
 
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         arguments = call.arguments_with(tensors)

@@ -1,9 +1,9 @@
-"""What Inductor's code calls in the place of `fusion::attention` and its gradient: a function that knows its spec.
+"""Functions that Inductor's code calls in place of `fusion::attention` and its gradient, each specialised to one spec.
 
 A call of an operator goes through torch's dispatcher (some 5 us), through Python code that looks for gradients, and
-finds its kernel by the text of the spec. Inductor's Python code makes one function per spec instead, when it is loaded,
-also from a cache in another process. Its C++ code (AOTInductor) keeps the operator, and so does a call that is
-profiled, or made under a `TorchFunctionMode` (a default device), which is to see one operation and none inside of it.
+finds its kernel by the text of the spec. Inductor's Python code creates one function per spec instead, when it is
+loaded, also from a cache in another process. Its C++ code (AOTInductor) keeps the operator, and so does a call that is
+profiled, or made under a `TorchFunctionMode` (a default device), which has to see one operation and none inside of it.
 
     attention_1f0c = bound_attention('{"nodes": ...', 'cpu', 'auto', 'attention_forward')
     buf0 = attention_1f0c([primals_1, primals_2, primals_3], [1, 8, 16, 16])
@@ -52,12 +52,13 @@ class Bound:
 def bound_attention(
     spec: str, device: str, request: str, operator: str = "attention_below_autograd"
 ) -> Callable[..., Any]:
-    """The function of a spec (as text) on a type of device; a method, which is called faster than an object."""
+    """Function of a spec (as text) on a type of device; a bound method, which is called faster than an object."""
     return Bound(spec, device, request, operator).__call__
 
 
 def teach_inductor() -> None:
-    """Let Inductor's Python code call bound functions; versions of torch without a place for it call the operator."""
+    """Let Inductor's Python code call bound functions; versions of torch that cannot be extended so call the
+    operator."""
     from fusion.torch_private import inductor
 
     for name in BOUND:
@@ -65,7 +66,8 @@ def teach_inductor() -> None:
 
 
 def _call(operator: str, node: Any, wrapper: Any) -> str:
-    """The call of a node of Inductor's as code. Its wrapper gets the function that is called into the head."""
+    """Code for the call of an Inductor node. The definition of the called function goes into the head of the
+    wrapper."""
     given, n = node.codegen_args(), OF_OPERATORS[operator][1]
     arguments = f"{given[n]}, {node.get_device().type!r}, {given[n + 1]}, {operator!r}"
     name = f"attention_{hashlib.sha256(arguments.encode()).hexdigest()[:12]}"

@@ -1,11 +1,11 @@
-"""`fusion::attention_derivative`, and what has no operator of its own: tangents, and derivatives of gradients.
+"""`fusion::attention_derivative`: tangents, and derivatives of gradients, none of which have an operator of their own.
 
     attention_derivative(Tensor[] inputs, SymInt[] sizes, str spec, str emitter, str steps) -> Tensor[]
 
-`steps` says which derivative of the attention it is (`fusion.ir.steps`). Kernels compute the tangents of most
-attentions (`fusion.runtime.tangents`), the reference interpreter the rest, a block of rows at a time. Every operator of
-ours that has a derivative is itself such a derivative (the attention that of no steps, its backward that of one), so
-what autograd asks for is one step more, and so are derivatives of any order.
+`steps` names the derivative of the attention (`fusion.ir.steps`). Kernels compute the tangents of most attentions
+(`fusion.runtime.tangents`), the reference interpreter the rest, a block of rows at a time. Every differentiable
+operator of fusion is itself such a derivative (the attention that of no steps, its backward that of one), so each
+derivative that autograd asks for adds one step, to any order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fusion.runtime.tangents import have_kernels, tangent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """What a call of an operator computes, as a derivative. inputs: where the derivative's inputs are among the tensors
-    of the call. results: likewise."""
+    """Function that a call of an operator computes, as a derivative. inputs: the positions of the derivative's inputs
+    among the tensors of the call. results: likewise."""
 
     inputs: tuple[int, ...]
     results: tuple[int, ...]
@@ -45,7 +45,8 @@ def of_attention(arguments: Sequence[Any]) -> Function:
 
 
 def of_backward(arguments: Sequence[Any]) -> Function:
-    """`fusion::attention_backward`. Its output and statistics follow from the operands: they count as these do."""
+    """`fusion::attention_backward`. Its output and statistics follow from the operands, and are no inputs of the
+    derivative."""
     grad, *rest = arguments
     return of_outputs_backward((grad, [], *rest))
 
@@ -75,7 +76,7 @@ def of_derivative(arguments: Sequence[Any]) -> Function:
 
 
 def tangents(function: Function, tensors: Sequence[Tensor], moving: Sequence[Tensor | None]) -> dict[int, Tensor]:
-    """The tangent of each result of a call. tensors, moving: of the call, and their tangents."""
+    """Tangent of each result of a call. tensors, moving: the tensors of the call, and their tangents."""
     inputs, given = [tensors[k] for k in function.inputs], [moving[k] for k in function.inputs]
     step = Tangents(tuple(t is not None for t in given))
     return dict(zip(function.results, _call(function, step, inputs, given), strict=True))
@@ -84,7 +85,7 @@ def tangents(function: Function, tensors: Sequence[Tensor], moving: Sequence[Ten
 def gradients(
     function: Function, tensors: Sequence[Tensor], arriving: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradient of each tensor of a call that needs one. arriving: the gradients of its results."""
+    """Gradient of each tensor of a call that needs one. arriving: the gradients of its results."""
     inputs, given = [tensors[k] for k in function.inputs], [arriving[k] for k in function.results]
     marks = tuple(needs[k] and tensors[k].is_floating_point() for k in function.inputs)
     found: list[Tensor | None] = [None] * len(tensors)
@@ -113,7 +114,7 @@ def execute(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: 
 
 
 def fake(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str, steps: str) -> list[Tensor]:
-    """Memory for its results: as that of the operand's gradient or of the result which each belongs to."""
+    """Empty results, each with the layout of the operand's gradient or of the result that it belongs to."""
     parsed = AttentionSpec.from_json(spec)
 
     def empty(place: Place) -> Tensor:

@@ -1,10 +1,10 @@
-"""The rule by which fusion's ops run on DTensors: every process computes its own batches or heads.
+"""Sharding rule of fusion's ops on DTensors: every process computes its own batches or heads.
 
 For each dimension of the mesh, the batch coordinate along which Q (or else K, V, another operand) is sharded there is
 split between the processes (`fusion.ir.sharding`). Operands that can be cut along with it are; all others are
 replicated over that dimension, as are operands whose placement fits no batch coordinate (rows of a sequence, columns of
-a head, partial sums). The gradient of a replicated operand then is the sum of what the processes find (`Partial`), as
-for DTensor's own products. Where nothing can be split, every process computes the whole: slower, and right.
+a head, partial sums). The gradient of a replicated operand then is the sum over the processes (`Partial`), as for
+DTensor's own products. Where nothing can be split, every process computes everything: slower, and right.
 
 Importing this module registers the rule; it is imported once DTensors exist.
 """
@@ -31,7 +31,7 @@ from fusion.torch_private.operators import schema
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """What one dimension of the mesh splits: batch coordinate `axis` in runs of `length`; per operand the dimension
+    """Split along one dimension of the mesh: batch coordinate `axis` in runs of `length`; per operand the dimension
     that is cut along with it, or None where each process needs the whole operand."""
 
     axis: int
@@ -41,24 +41,24 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a call is divided: per dimension of the mesh its split, or None where every process does the same; and the
-    spec of what one process computes, in which `offset<n>` is where its run starts in the n-th."""
+    """Division of a call: per dimension of the mesh its split, or None where every process does the same; and the spec
+    of the call of one process, in which `offset<n>` is the start of its run in the n-th."""
 
     spec: AttentionSpec
     splits: tuple[Split | None, ...]
 
     def operand(self, number: int) -> list[Placement]:
-        """Where an operand has to be."""
+        """Placements that an operand needs."""
         dims = [None if split is None else split.dims[number] for split in self.splits]
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
     def gradient(self, number: int) -> list[Placement]:
-        """Where the gradient of an operand is found."""
+        """Placements of the gradient of an operand."""
         whole = [Replicate() if split is None else Partial() for split in self.splits]
         return [w if isinstance(p, Replicate) else p for w, p in zip(whole, self.operand(number), strict=True)]
 
     def batched(self, dim: Callable[[int], int]) -> list[Placement]:
-        """Where a tensor is whose dimension `dim(axis)` is a batch coordinate."""
+        """Placements of a tensor whose dimension `dim(axis)` is a batch coordinate."""
         return [Replicate() if split is None else Shard(dim(split.axis)) for split in self.splits]
 
 
@@ -99,7 +99,7 @@ def _split(
     parts: int,
     taken: Sequence[Split | None],
 ) -> Split | None:
-    """Along the batch coordinate by which the first sharded operand is; none that cuts what `taken` splits cut."""
+    """Split along the batch coordinate by which the first sharded operand is cut; none that cuts what `taken` cuts."""
     cut = [{s.dims[operand] for s in taken if s is not None} - {None} for operand in range(len(shapes))]
     for operand, dim in enumerate(sharded):
         for axis, length in enumerate(lengths):
@@ -113,7 +113,7 @@ def _split(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One call on DTensors: what this process computes of it, and where that belongs. Sizes may be symbolic."""
+    """One call on DTensors: the part that this process computes, and its place in the result. Sizes may be symbolic."""
 
     mesh: DeviceMesh
     layout: Layout
@@ -139,7 +139,7 @@ class _Call:
         return cls(mesh=mesh, layout=found, spec=parsed, sizes=sizes, operands=operands, emitter=emitter)
 
     def arguments(self) -> tuple[list[Tensor], list[int], str, str]:
-        """Of the op, for this process's part."""
+        """Arguments of the op for this process's part."""
         local = [
             self.local(operand, self.layout.operand(number)) if isinstance(operand, DTensor) else operand
             for number, operand in enumerate(self.operands)
@@ -153,7 +153,7 @@ class _Call:
         return local, [known[name] for name in spec.sizes], spec.to_json(), self.emitter
 
     def local(self, tensor: Tensor, placements: Sequence[Placement]) -> Tensor:
-        """This process's part of a tensor that is to be at these placements."""
+        """Local part of a tensor in these placements."""
         if not isinstance(tensor, DTensor):
             raise ShardingError(
                 f"fusion::attention of DTensors got a plain {type(tensor).__name__} of shape {list(tensor.shape)} "
@@ -184,7 +184,8 @@ class _Call:
         return self.whole(local, shape, range(len(shape)), self.statistics_placements(len(shape)))
 
     def statistics_placements(self, rank: int) -> list[Placement]:
-        """`results.statistics_shape` is [numbers, b.., i], or [0] where there are none."""
+        """Placements of the statistics: `results.statistics_shape` is [numbers, b.., i], or [0] where there are
+        none."""
         return self.layout.batched(lambda axis: 1 + axis) if rank > 1 else [Replicate()] * self.mesh.ndim
 
     def gradient(self, number: int, local: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ def _sharded(operand: Tensor, rank: int) -> tuple[int | None, ...]:
 
 @lru_cache(maxsize=1024)
 def _batch_dims(spec: str) -> tuple[frozenset[int], ...]:
-    """Per operand, the dimensions whose index has to do with a batch coordinate."""
+    """Per operand, the dimensions whose index depends on a batch coordinate."""
     return tuple(
         frozenset(
             t
@@ -253,7 +254,7 @@ def _backward(called: Any, grad: Tensor, out: Tensor, statistics: Tensor, *argum
 
 
 def _tile_map(called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> DTensor:
-    """Masks are small: every process makes the whole map."""
+    """Tile map as a replicated DTensor. Masks are small: every process computes the complete map."""
     mesh = _mesh(operands)
     everywhere = [Replicate()] * mesh.ndim
     local = [o.redistribute(mesh, everywhere).to_local() if isinstance(o, DTensor) else o for o in operands]

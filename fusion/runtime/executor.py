@@ -1,7 +1,7 @@
-"""What the ops of attentions run: from their arguments to a kernel's call.
+"""Implementations of the attention ops: from their arguments to a kernel's call.
 
-`OF_OPERATORS` has a function of (spec, type of device, request), the first and the last as text, for each of them. It
-makes what is called with the other arguments, in the order of the operator's schema (`fusion.runtime.op`).
+`OF_OPERATORS` maps each operator to a function of (spec, type of device, request), the first and the last as text. It
+returns the function of the other arguments, in the order of the operator's schema (`fusion.runtime.op`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attention_of(spec: str, device: str, request: str) -> Run:
 
 
 def outputs_of(reason: str, spec: str, device: str, request: str) -> Run:
-    """(operands, sizes) -> [output, statistics, *further outputs]. reason: why these are exact."""
+    """(operands, sizes) -> [output, statistics, *auxiliary outputs]. reason: why these are exact."""
     outputs, allowed = differentiable(spec, device, request).outputs, Request.parse(request).approximation
     if allowed is None:
         return outputs
@@ -55,7 +55,7 @@ def backward_of(spec: str, device: str, request: str) -> Run:
 
 def outputs_backward_of(spec: str, device: str, request: str) -> Run:
     """(grad, further, out, statistics, operands, sizes, needs) -> as `backward_of`. Gradients that are all zero cost
-    one look."""
+    one check."""
     run = backward_of(spec, device, request)
 
     def backward(grad: Tensor, further: Sequence[Tensor], *rest: Any) -> list[Tensor]:
@@ -77,7 +77,7 @@ OF_OPERATORS: dict[str, tuple[Callable[[str, str, str], Run], int]] = {
 
 
 def implementation(operator: str) -> Run:
-    """What an operator computes, of the arguments of its schema."""
+    """Implementation of an operator, a function of the arguments of its schema."""
     find, n = OF_OPERATORS[operator]
 
     def forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str) -> Any:

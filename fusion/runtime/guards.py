@@ -1,4 +1,4 @@
-"""Kernels that are left at their first failure: users see numbers, and a warning.
+"""Fall-back to the reference interpreter at a kernel's first failure: users get their results, and a warning.
 
 Memory that runs out is no failure of a kernel: the error is the user's, and the reference interpreter, which stores
 whole score matrices, would need more of it.
@@ -30,8 +30,8 @@ _raising: list[object] = []
 
 @contextlib.contextmanager
 def failures_raised() -> Iterator[None]:
-    """Inside, a kernel that fails raises, on every thread: for tests and benchmarks, which would otherwise see what
-    takes over."""
+    """Context in which a kernel that fails raises, on every thread: for tests and benchmarks, which would otherwise
+    measure the fall-back."""
     _raising.append(entry := object())
     try:
         yield
@@ -44,7 +44,8 @@ def _must_raise(error: Exception) -> bool:
 
 
 class GuardedKernel:
-    """A kernel that is left for the reference interpreter at its first failure; an approximation for the exact one."""
+    """A kernel that falls back to the reference interpreter at its first failure; an approximation to the exact
+    kernel."""
 
     FAILED = "a kernel failed; running %s in the reference interpreter from now on"
 
@@ -80,7 +81,7 @@ class GuardedApproximation(GuardedKernel):
 
 
 class GuardedTraining:
-    """Kernels for training that are left for the reference interpreter at their first failure. Its gradient needs no
+    """Kernels for training that fall back to the reference interpreter at their first failure. Its gradient needs no
     statistics, so that it can follow any forward."""
 
     def __init__(self, spec: AttentionSpec, kernel: TrainingKernel):
@@ -88,7 +89,7 @@ class GuardedTraining:
         self._reference = reference.ReferenceGradient(spec, lambda *given: reference.run(spec, *given))
 
     def _attempt(self, method: str, *given: Any) -> list[Tensor]:
-        """What a kernel returns, or the reference interpreter where it fails or has failed before."""
+        """Result of the kernel, or of the reference interpreter where the kernel fails or has failed before."""
         if not self.broken:
             try:
                 return getattr(self.kernel, method)(*given)
@@ -102,9 +103,9 @@ class GuardedTraining:
         return getattr(self._reference, method)(*given)
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """[output, statistics, *further outputs]."""
+        """[output, statistics, *auxiliary outputs]."""
         return self._attempt("outputs", operands, sizes)
 
     def backward(self, *given: Any) -> list[Tensor]:
-        """The gradients of the operands that are wanted. given: the fields of `Backward`."""
+        """Gradients of the operands that are wanted. given: the fields of `Backward`."""
         return self._attempt("backward", *given)

@@ -1,4 +1,4 @@
-"""The kernels of this process: built once for each spec, type of device and request, and asked what they run."""
+"""Registry of this process's kernels: built once for each spec, type of device and request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def executor(spec: str, device: str, request: str = "auto") -> Executor:
-    """The function that computes a spec on a type of device; built at first use. spec, request: as text."""
+    """Function that computes a spec on a type of device; built at first use. spec, request: as text."""
     make = lambda: _build(AttentionSpec.from_json(spec), device, Request.parse(request))
     return _forward.of((spec, device, request), make)
 
@@ -61,8 +61,8 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def emitting(*given: Any, **named: Any) -> Iterator[None]:
-    """An emitter that is registered, with what `fusion.codegen.emitter.register` takes, while this lasts, and has
-    kernels of its own."""
+    """Context with another emitter, registered with the arguments of `fusion.codegen.emitter.register`, and with
+    separate kernels."""
     before = dict(_forward), dict(_training)
     forget()
     try:
@@ -75,7 +75,8 @@ def emitting(*given: Any, **named: Any) -> Iterator[None]:
 
 
 def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> Refusal | None:
-    """Why there is no kernel for this spec on a type of device, or None. Raises EmitterError for an unfit emitter."""
+    """Reason why there is no kernel for this spec on a type of device, or None. Raises EmitterError for an unfit
+    emitter."""
     if (found := emitter.find(request.emitter, device)) is None:
         return Refusal(Ground.NO_EMITTER, f"there is no emitter for device {device!r}")
     if spec.further and not found.further_outputs:
@@ -89,19 +90,19 @@ def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> R
 
 
 def reads(dtype: torch.dtype, device: torch.device, request: Request = PLAIN) -> bool:
-    """Whether kernels on a device read tensors of a float8 dtype as they are; otherwise these are widened before."""
+    """Whether kernels on a device read tensors of a float8 dtype unchanged; otherwise these are widened before."""
     found = emitter.find(request.emitter, device.type)
     return found is not None and found.load().reads(dtype, found.machine(str(device)))
 
 
 def machine_of(device: str, request: Request = PLAIN) -> Machine:
-    """The machine that kernels on a type of device are made for."""
+    """Machine that kernels on a type of device are generated for."""
     found = emitter.find(request.emitter, device)
     return find_machine(device) if found is None else found.machine(device)
 
 
 def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool = False) -> Kernel | TrainingKernel:
-    """What runs a spec, forward. trained: gradients are needed, for which it writes statistics of its rows."""
+    """Kernel of a spec's forward. trained: gradients are needed, for which it writes statistics of its rows."""
     exact = str(replace(request, approximation=None))
     if trained or spec.further:
         kernel = differentiable(spec.to_json(), device, exact).kernel
@@ -115,7 +116,7 @@ def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool 
 def prepare(
     spec: AttentionSpec, device: torch.device, sizes: Sequence[int], trained: bool = False, request: Request = PLAIN
 ) -> Refusal | None:
-    """Build the kernel for a call of a spec with these sizes now; why there is none, or None."""
+    """Build the kernel for a call of a spec with these sizes now; returns the reason why there is none, or None."""
     if (reason := unsupported(spec, device.type, request)) is not None:
         return reason
     try:
@@ -139,7 +140,7 @@ def _build(spec: AttentionSpec, device: str, request: Request) -> Executor:
 
 
 def _proved(kernel: Any, spec: AttentionSpec, device: str, request: Request) -> Any:
-    """The kernel, which proves itself before its first use where it knows how to, and that is asked for."""
+    """The kernel, with a proof before its first use if that is requested and the kernel has one."""
     if not request.proved or not hasattr(kernel, "proved"):
         return kernel
     return kernel.proved(Proof(spec=spec, device=device))
@@ -166,7 +167,7 @@ def _build_training(spec: AttentionSpec, device: str, request: Request) -> Guard
 
 
 def _emitter_for(spec: AttentionSpec, device: str, request: Request) -> Registration | None:
-    """The emitter that makes the kernel of a spec; None, with a warning, where the reference interpreter runs it."""
+    """Emitter of the kernel of a spec; None, with a warning, where the reference interpreter runs it."""
     if (reason := unsupported(spec, device, request)) is None:
         return emitter.find(request.emitter, device)
     log.warning("running %s in the reference interpreter: %s", spec, reason)

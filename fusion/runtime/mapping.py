@@ -1,4 +1,4 @@
-"""What `torch.vmap` does with the operators: one call with one more batch coordinate (`fusion.ir.batching`)."""
+"""Rules of `torch.vmap` for the operators: one call with one more batch coordinate (`fusion.ir.batching`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _WITH_STATISTICS = ("attention_forward", "attention_outputs")
 
 
 def attention(text: str) -> str:
-    """The spec of many attentions. Each drops weights by the seed that it is given."""
+    """Spec of a batch of attentions. Each drops weights by its own seed."""
     return batched(AttentionSpec.from_json(text)).to_json()
 
 
 def tile_map(text: str) -> str:
-    """The spec of many maps of tiles."""
+    """Spec of a batch of tile maps."""
     return batched_map(MapSpec.from_json(text)).to_json()
 
 
 def register(library: torch.library.Library, name: str, describe: Callable[[str], str] = attention) -> None:
-    """Register the rule of the operator `name`. describe: its spec to that of many."""
+    """Register the rule of the operator `name`. describe: from its spec to that of the batch."""
     op = getattr(torch.ops.fusion, name).default
     names = [argument.name for argument in schema(op).arguments]
     sizes, spec = names.index("sizes"), names.index("spec")
@@ -48,7 +48,7 @@ def register(library: torch.library.Library, name: str, describe: Callable[[str]
 
 
 def register_table(library: torch.library.Library) -> None:
-    """Register the rule of `fusion::table`, which goes by elements."""
+    """Register the rule of `fusion::table`, which works element by element."""
 
     def rule(info: Any, dims: Sequence[Any], positions: Tensor, *arguments: Any) -> tuple[Tensor, int]:
         return torch.ops.fusion.table(positions, *arguments), dims[0]
@@ -57,7 +57,8 @@ def register_table(library: torch.library.Library) -> None:
 
 
 def _place(name: str, argument: Any) -> int | None:
-    """Where the new dimension of an argument is; statistics begin with what they are, or there are none."""
+    """Position of the new dimension of an argument; None for statistics that are empty. Their first dimension numbers
+    them."""
     if name != "statistics":
         return 0
     return 1 if argument.dim() > 1 else None

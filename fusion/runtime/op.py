@@ -1,17 +1,18 @@
-"""`torch.ops.fusion.attention` and its gradient: one attention, whole in its arguments. `_OPERATORS` has the schemas.
+"""`torch.ops.fusion.attention` and its gradient: one attention, fully described by its arguments. `_OPERATORS` has the
+schemas.
 
-`attention_forward` stands where gradients are needed: it also returns a few numbers per query row
-(`fusion.ir.results.statistics_shape`), which is all that the backward keeps. `attention` computes them in its backward.
-`attention_outputs` adds the further outputs of its spec (weights, or what is made of them); where a gradient arrives at
-one of these, `attention_outputs_backward` has it. Backwards return one gradient per operand that `needs` marks.
-`attention_derivative` is all else that autograd and `torch.func` may ask for (`fusion.runtime.derivatives`).
+`attention_forward` is used where gradients are needed: it also returns a few numbers per query row
+(`fusion.ir.results.statistics_shape`), the only values that are saved for the backward. `attention` computes them in
+its backward. `attention_outputs` adds the auxiliary outputs of its spec (weights, or functions of them); gradients that
+arrive at these go through `attention_outputs_backward`. Backwards return one gradient per operand that `needs` marks.
+`attention_derivative` covers all other derivatives of autograd and `torch.func` (`fusion.runtime.derivatives`).
 `attention_below_autograd` is `attention` in graphs whose gradients were traced: it spends no time in torch's Python
 code that looks for them (some 20 us).
 
-`spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes carry all that a kernel is built from;
-`emitter` is a `fusion.ir.request.Request` as text. Operands may have any strides (the op is tagged so that Inductor
-copies nothing). `tile_map` reads the data of a mask once for all attentions that have it (`fusion.ir.tile_map`),
-`table` checks the positions that K and V are read at (`fusion.runtime.table_op`).
+`spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes have everything that a kernel is built
+from; `emitter` is a `fusion.ir.request.Request` as text. Operands may have any strides (the op is tagged so that
+Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it
+(`fusion.ir.tile_map`), `table` checks the positions that K and V are read at (`fusion.runtime.table_op`).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def _fake_tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) 
 
 
 def _fake(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> Tensor:
-    """The result without its elements. A graph in which operands have other dtypes than kernels read is compiled no
-    further: these would read beyond their memory, and look at no dtype themselves."""
+    """Empty result. Raises if operands have other dtypes than the spec: kernels do not check dtypes, and would read
+    beyond the operands' memory."""
     parsed = AttentionSpec.from_json(spec)
     for tensor, operand in zip(operands, parsed.operands, strict=True):
         if tensor.dtype is not operand.torch_dtype:
@@ -133,7 +134,7 @@ def _save_all(ctx: Any, arguments: Sequence[Any], result: Sequence[Tensor]) -> N
 
 
 def _differentiate_derivative(describe: Callable[[Sequence[Any]], derivatives.Function], ctx: Any, *arriving: Any):
-    """The gradient of what is a derivative itself."""
+    """Gradient formula of an operator that is a derivative itself."""
     tensors = ctx.saved_tensors
     return derivatives.gradients(
         describe(ctx.call.arguments_with(tensors)), tensors, arriving, ctx.needs_input_grad[1:]

@@ -1,9 +1,9 @@
-"""`torch.ops.fusion.table`: a table of positions, as an attention may read through it.
+"""`torch.ops.fusion.table`: a table of positions, checked and normalised for attentions that read through it.
 
-Kernels look at no bounds. What they read through is a copy of the table all of whose positions were found to lie within
-the dimension that they are positions in; a position that does not lie there raises what eager mode would have raised,
-because the operation that was replaced is run on a tensor of that extent without data. On a GPU eager mode's operations
-stop the device when they meet such a position, without waiting for it, and so does this one.
+Kernels check no bounds. They read through a copy of the table in which all positions are known to lie within their
+dimension. A position outside of it raises the error of eager mode, because the operation that was replaced is run on a
+tensor of that extent without data. On a GPU eager mode's operations stop the device at such a position, without the
+host waiting for it, and so does this one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fusion.torch_private.operators import assert_async
 
 
 def table(positions: Tensor, extent: int, dim: int, operation: str) -> Tensor:
-    """`positions`, within [0, extent): those that count from the end as those from the start. operation: "index", which
-    takes them, "index_select" or "gather", which do not. Raises IndexError or RuntimeError, as that operation does."""
+    """`positions`, within [0, extent): negative ones are counted from the end. operation: "index", which admits
+    negative ones, "index_select" or "gather", which do not. Raises IndexError or RuntimeError, as it does."""
     least = -extent if operation == "index" else 0
     if positions.device.type != "cpu":
         assert_async(((positions >= least) & (positions < extent)).all(), "index out of bounds")

@@ -1,14 +1,14 @@
 """Tangents of an attention by the kernels that compute it and its gradients.
 
-With weights p = softmax(x) of scores x = a q k + (what has no tangent), and tangents written with a dot,
+With weights p = softmax(x) of scores x = a q k + (terms without tangent), and tangents written with a dot,
 
     out. = sum over j of p[j] v.[j]  +  sum over j of p[j] (x.[j] - mean of x.) v[j],    x.[j] = a (q. k[j] + q k.[j])
 
-The second sum is the gradient of the queries of an attention of the same weights, whose factors stand side by side:
+The second sum is the gradient of the queries of an attention with equal weights, whose factors stand side by side:
 
     queries [q | 0], keys [k | v], values [k | k.], and [q. | q] arrives at its output
 
-of which the columns beside v are kept. What is beside 0 must be finite, and far from overflow. The values' forward,
+of which the columns beside v are used. The columns beside 0 must be finite, and far from overflow. The values' forward,
 which the backward needs, takes v. along. A row's gradients add up to 0, as the derivation needs, for the specs of
 `adds_up_to_zero`.
 """
@@ -60,8 +60,8 @@ def have_kernels(spec: AttentionSpec, moving: tuple[bool, ...], emitter: str, de
 def tangent(
     spec: AttentionSpec, step: Tangents, inputs: Sequence[Tensor], sizes: Sequence[int], emitter: str
 ) -> Tensor | None:
-    """The tangent of the output where `have_kernels`; None where operands are very large or not finite. inputs:
-    operands, and the tangents of those of Q, K and V that `step` marks."""
+    """Tangent of the output where `have_kernels`; None where operands are very large or not finite. inputs: operands,
+    and the tangents of those of Q, K and V that `step` marks."""
     count, given = len(spec.operands), iter(inputs[len(spec.operands) :])
     operands, rest = list(inputs[:count]), inputs[len(_QKV) : count]
     # bfloat16 as it is multiplied in gradients, too; float16 could overflow
@@ -101,7 +101,8 @@ def _gathered(run: Execution, number: int, tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _between(spec: AttentionSpec, computed: torch.dtype, d: int, d_v: int) -> str:
-    """The same attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e] in this dtype, with a float32 output."""
+    """Spec of an equal attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e] in this dtype, with a float32
+    output."""
     batch = tuple(coord(f"b{axis}") for axis in range(len(spec.batch)))
     names, dtype = tuple(result_names(spec)), str(computed).removeprefix("torch.")
     plain = tuple(Operand(dtype=dtype, rank=len(names), name=name) for name in "qkv")

@@ -1,11 +1,10 @@
-"""`torch.ops.fusion.tile_map`: the pass over a mask's data that finds which tiles it leaves alive.
+"""`torch.ops.fusion.tile_map`: the pass over a mask's data that finds its live tiles.
 
-Predicates of the query alone or of the key alone are evaluated element by element and then pooled over cells. What
-depends on both is bounded by interval arithmetic over cells; of a mask tensor [.., N_q, N_k] the least and the greatest
-value in each cell are taken, the only step that reads N_q x N_k elements. On a CPU a few rows of cells are looked at
-before that step: a mask in which they show next to nothing to skip (a random one, say) is not read any further. On a
-GPU nothing is decided by what the data holds, so that no number is waited for, and the pass can be captured in a CUDA
-graph.
+Predicates of the query alone or of the key alone are evaluated element by element and then pooled over cells.
+Predicates of both are bounded by interval arithmetic over cells; of a mask tensor [.., N_q, N_k] the least and the
+greatest value in each cell are taken, the only step that reads N_q x N_k elements. On a CPU a few rows of cells are
+sampled before that step: a mask in which they show next to nothing to skip (a random one, say) is not read any further.
+On a GPU no decision depends on data, so that the host never waits, and the pass can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def tile_map(operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> Ten
 
 
 def _cells(spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q: int) -> Tensor | None:
-    """The codes of `Cells`; None where a look at some rows of cells shows that next to nothing can be skipped."""
+    """Codes of `Cells`; None where a sample of the rows of cells shows that next to nothing can be skipped."""
     dense = [part for part in loads(spec.live, spec.full) if {"i", "j"} <= coordinates(part)]
     elements = sum(operands[part.operand].numel() for part in dense)
     if operands[0].device.type == "cpu" and elements >= WORTH_SAMPLING and n_q >= 4 * SAMPLES * CELL_ROWS:
@@ -59,7 +58,8 @@ def _cells(spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q
 
 
 class Cells:
-    """Bounds over the cells of all queries, or of these rows: [b.., rows, keys], 1 for what does not matter."""
+    """Bounds over the cells of all queries, or of these rows: [b.., rows, keys], with extent 1 where a bound does not
+    vary."""
 
     def __init__(self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], rows: Tensor | None = None):
         self.spec, self.operands, self.sizes, self.rows = spec, operands, sizes, rows
@@ -98,11 +98,11 @@ class Cells:
         return lambda *index: _widened(tensor[tuple(map(self._waitless, index))])
 
     def _waitless(self, index: Tensor) -> Tensor:
-        """An index of no dimension would be read by the host, which waits for the device to compute it."""
+        """Index with at least one dimension: the host would read one without, and wait for the device to compute it."""
         return index if index.dim() or index.device.type == "cpu" else index.reshape([1] * self.rank)
 
     def _on_host(self, part: Expr) -> Tensor:
-        """As `_leaf`, of an index that loads nothing."""
+        """Value of an index that loads nothing, on the host."""
         if part.op == "coord":
             return self._coordinate(part.name, torch.device("cpu"))
         return torch.tensor(self.sizes[part.name])
@@ -141,8 +141,8 @@ class Cells:
         return Range(low, high)
 
     def _view(self, expr: Expr) -> tuple[Tensor, list[int]]:
-        """The tensor of a load with its dimensions at their coordinates' axes, and those axes along which it has one
-        element a cell. Copies only where an index is not a coordinate from some element on."""
+        """Tensor of a load with its dimensions at their coordinates' axes, and those axes along which it has one
+        element per cell. Copies only where an index is not a coordinate plus a constant."""
         tensor = self.operands[expr.operand]
         axes: list[int] = []
         pooled: list[int] = []
@@ -178,7 +178,7 @@ class Cells:
 
 
 def _applied(expr: Expr, *parts: Range) -> Range:
-    """The range of an operation's result. Integers that come near the ends of 64 bits may wrap around, to any."""
+    """Range of an operation's result. Integers near the ends of 64 bits may wrap around, to any value."""
     transfer = PRIMITIVES[expr.op].transfer
     found = transfer(*parts)
     if expr.kind is not Kind.INT:
@@ -189,7 +189,7 @@ def _applied(expr: Expr, *parts: Range) -> Range:
 
 
 def _widened(values: Tensor) -> Tensor:
-    """As kernels read an element: integers as int64."""
+    """Values in the dtype that kernels convert an element to: integers as int64."""
     if values.dtype is torch.bool:
         return values
     return values.to(torch.float64 if values.is_floating_point() else torch.int64)
