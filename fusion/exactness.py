@@ -30,7 +30,7 @@ Number = TypeVar("Number", float, Tensor)
 
 
 def is_float(value: Any) -> bool:
-    """Whether a value is a tensor of floating-point numbers."""
+    """True for a tensor of floating-point numbers."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 

@@ -124,8 +124,8 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
         return None
     if (reason := dispatch.refusal(part.spec, part.device, request)) is not None:
         return f"{allowed.method}: exact, because {reason}"
-    found = _planned(part, hints, options)()
-    return dispatch.describe(allowed, found.problem, found.machine)
+    expected = _planned(part, hints, options)()
+    return dispatch.describe(allowed, expected.problem, expected.machine)
 
 
 def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Plan]:

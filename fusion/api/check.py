@@ -66,10 +66,10 @@ def check(
     """
     chosen = {"inner": "eager", **(options or {})}
     compiled = torch.compile(attention, backend="fusion", dynamic=False, fullgraph=True, options=chosen)
-    given = dict(zip(inspect.signature(attention).parameters, values, strict=False))
-    wide = {name: widened(value) for name, value in given.items()}
+    named = dict(zip(inspect.signature(attention).parameters, values, strict=False))
+    wide = {name: widened(value) for name, value in named.items()}
     coarse = max((t.dtype for t in filter(is_float, values)), key=lambda dtype: torch.finfo(dtype).eps, default=None)
-    ways = (compiled, given, {}), (attention, given, {}), (attention, wide, dict.fromkeys(floats, torch.float64))
+    ways = (compiled, named, {}), (attention, named, {}), (attention, wide, dict.fromkeys(floats, torch.float64))
 
     def compared(draws: int) -> dict[str, Errors]:
         runs = [[_run(f, xs, ks, gradients, number) for number in range(draws)] for f, xs, ks in ways]
@@ -77,13 +77,13 @@ def check(
         return {name: errors(ours[name], eager[name], exact[name], coarse) for name in ours}
 
     with collect_reports() as reports:
-        found = compared(1)
-        if gradients and any(error.share > 1 for error in found.values()):
-            found = compared(DRAWS)
+        by_name = compared(1)
+        if gradients and any(error.share > 1 for error in by_name.values()):
+            by_name = compared(DRAWS)
     sites = [site for report in reports for site in report.sites]
     reasons = [site.reason for site in sites if not site.fused] + [n for report in reports for n in report.notes]
     return Outcome(
-        errors=found,
+        errors=by_name,
         refusal=next(iter(reasons), None),
         defect=any(site.refusal is not None and site.refusal.kind is Ground.DEFECT for site in sites),
         validated=next((site.validated for site in sites), None),
@@ -109,15 +109,15 @@ def _run(
     number: int,
 ) -> dict[str, Tensor]:
     """The output, and the gradients of the arguments named, all for one upstream gradient, that of a number."""
-    given = {n: value.detach() if isinstance(value, Tensor) else value for n, value in arguments.items()}
-    wanted = {name: given[name].requires_grad_() for name in gradients}
+    leaves = {n: value.detach() if isinstance(value, Tensor) else value for n, value in arguments.items()}
+    wanted = {name: leaves[name].requires_grad_() for name in gradients}
     with torch.set_grad_enabled(bool(wanted)):
-        output = function(*given.values(), **keywords)
-    found = {"output": output.detach()}
+        output = function(*leaves.values(), **keywords)
+    results = {"output": output.detach()}
     if wanted:
         generator = torch.Generator().manual_seed(1 + number)
         upstream = torch.randn(output.shape, generator=generator, dtype=torch.float64)
         upstream = upstream.to(torch.bfloat16).to(output)  # the same in every dtype
         gradient = torch.autograd.grad(output, list(wanted.values()), upstream, materialize_grads=True)
-        found |= {f"gradient of {name}": grad for name, grad in zip(wanted, gradient, strict=True)}
-    return found
+        results |= {f"gradient of {name}": grad for name, grad in zip(wanted, gradient, strict=True)}
+    return results

@@ -70,8 +70,8 @@ def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Optio
             "give one each"
         )
     state = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    given = [*state.values(), *inputs]
-    fused, report = fuse(_lifted(module, list(state), given), given, _for(options, module.training))
+    arguments = [*state.values(), *inputs]
+    fused, report = fuse(_lifted(module, list(state), arguments), arguments, _for(options, module.training))
     publish(report)
     if not report.fused:
         return module
@@ -84,8 +84,8 @@ def _rewrite_module(module: GraphModule, inputs: tuple[Any, ...], options: Optio
     return fused
 
 
-def _lifted(module: GraphModule, names: list[str], given: list[Any]) -> GraphModule:
-    """The same with parameters and buffers as first arguments: values that they have today are no constants."""
+def _lifted(module: GraphModule, names: list[str], arguments: list[Any]) -> GraphModule:
+    """The module with parameters and buffers as first arguments: values that they have today are no constants."""
 
     def run(*flat: Any) -> Any:
         state = dict(zip(names, flat, strict=False))
@@ -93,24 +93,23 @@ def _lifted(module: GraphModule, names: list[str], given: list[Any]) -> GraphMod
             return torch.fx.Interpreter(module).run(*flat[len(names) :])
 
     mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in given]
+    fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in arguments]
     lifted = tracing.make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
-    for node, held in zip(lifted.graph.find_nodes(op="placeholder"), fakes, strict=True):
-        node.meta["val"] = held
+    for node, value in zip(lifted.graph.find_nodes(op="placeholder"), fakes, strict=True):
+        node.meta["val"] = value
     return lifted
 
 
 def _lower_state(origin: GraphModule, fused: GraphModule, names: list[str], placeholders: list[Node]) -> None:
     """Parameters and buffers as attributes again, under the names that they had and those only."""
-    kept = dict(origin.state_dict(keep_vars=True))
+    parameters, persistent = dict(origin.named_parameters(remove_duplicate=False)), origin.state_dict()
     first = next(node for node in fused.graph.nodes if node.op != "placeholder")
     for name, node in zip(names, placeholders, strict=False):
-        held = origin.get_parameter(name) if name in dict(origin.named_parameters(remove_duplicate=False)) else None
         owner, last = _owner(fused, name)
-        if held is not None:
-            owner.register_parameter(last, held)
+        if name in parameters:
+            owner.register_parameter(last, parameters[name])
         else:
-            owner.register_buffer(last, origin.get_buffer(name), persistent=name in kept)
+            owner.register_buffer(last, origin.get_buffer(name), persistent=name in persistent)
         if node.users:
             with fused.graph.inserting_before(first):
                 read = fused.graph.get_attr(name)
@@ -120,7 +119,7 @@ def _lower_state(origin: GraphModule, fused: GraphModule, names: list[str], plac
 
 
 def _owner(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    """The submodule that holds `name`, made where it is missing, and the last part of the name."""
+    """The submodule of the tensor `name`, created where it is missing, and the last part of the name."""
     *path, last = name.split(".")
     for part in path:
         if not hasattr(module, part):
@@ -133,10 +132,10 @@ def _restore_placeholders(origins: list[Node], fused: GraphModule, nodes: list[N
     """Arguments by their old names, each with a check that it is what the graph was rewritten for."""
     first = next(node for node in fused.graph.nodes if node.op != "placeholder")
     with fused.graph.inserting_before(first):
-        for origin, node, given in zip(origins, nodes, inputs, strict=True):
+        for origin, node, value in zip(origins, nodes, inputs, strict=True):
             node.target, node.args = origin.target, origin.args
             tracing.rename(node, origin.name)
-            fused.graph.call_function(require, (node, origin.name, *_form(given)))
+            fused.graph.call_function(require, (node, origin.name, *_form(value)))
 
 
 def require(value: Any, name: str, expected: Any, dtype: torch.dtype | None) -> None:
@@ -179,7 +178,7 @@ def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedPro
 
 
 def _drops(node: Node) -> bool:
-    """Whether a node of a program drops elements at random, as in training."""
+    """True where a node of a program drops elements at random, as in training."""
     return nodes.is_active_dropout(node) and bool(nodes.arguments(node).get("train", True))
 
 

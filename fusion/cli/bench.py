@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     results = {}
     for model in _models(arguments):
-        results[model.name] = model.given_to(compare, seconds=arguments.seconds)
+        results[model.name] = model.run(compare, seconds=arguments.seconds)
         if not arguments.json:
             print(f"{model.name}\n{results[model.name]}\n")
     if arguments.json:

@@ -39,7 +39,7 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
 
         model = target.load(arguments)
         with torch.no_grad():
-            report = model.given_to(explain)
+            report = model.run(explain)
         report.command = arguments.command_line
         if arguments.compare:
             report.compare(*model.args, **model.kwargs)
@@ -76,7 +76,7 @@ exit codes: 0 right; 1 something is wrong (fusion repro writes a script that sho
 def _verification(arguments: argparse.Namespace, **keywords: Any) -> Any:
     from fusion.api.verify import verify
 
-    return target.load(arguments).given_to(verify, gradients=arguments.gradients, **keywords)
+    return target.load(arguments).run(verify, gradients=arguments.gradients, **keywords)
 
 
 class repro:

@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -34,14 +35,13 @@ class Target:
     kwargs: dict[str, Any]
     options: dict[str, Any]
 
-    def given_to(self, command: Callable[..., Result], **keywords: Any) -> Result:
+    def run(self, command: Callable[..., Result], **keywords: Any) -> Result:
         """The result of a command on the callable and its arguments. Raises TargetError where it cannot be run."""
         try:
             return command(self.function, *self.args, options=self.options, **keywords, **self.kwargs)
         except Exception as problem:
-            raise TargetError(
-                f"{self.name} cannot be run on these inputs: {type(problem).__name__}: {problem}"
-            ) from problem
+            why = f"{type(problem).__name__}: {problem}"
+            raise TargetError(f"{self.name} cannot be run on these inputs: {why}") from problem
 
 
 def add_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -98,91 +98,81 @@ def load(arguments: argparse.Namespace) -> Target:
     function = _model(_attribute(module, name, arguments.target), arguments.target)
     if isinstance(function, torch.nn.Module):
         function = function.eval().to(arguments.device)
-    given = [_tensor(text, arguments.device) for text in arguments.tensor]
-    found: Any = given if given else _inputs(arguments.inputs, module, arguments.target)
-    args, kwargs = ((), found) if isinstance(found, dict) else (tuple(found), {})
+    inputs: Any = [_tensor(text, arguments.device) for text in arguments.tensor]
+    inputs = inputs or _inputs(arguments.inputs, module, arguments.target)
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
     return Target(name=arguments.target, function=function, args=args, kwargs=kwargs, options=chosen)
 
 
 def _resolve(text: str) -> tuple[ModuleType, str]:
+    """The module of FILE.py:NAME or package.module:NAME, imported, and the name."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise TargetError(f"{text!r} names no callable; write FILE.py:NAME or package.module:NAME")
-    if not where.endswith(".py"):
-        if (here := str(Path.cwd())) not in sys.path:
-            sys.path.insert(0, here)
-        try:
-            return importlib.import_module(where), name
-        except ImportError as problem:
-            raise TargetError(
-                f"module {where!r} cannot be imported: {problem}; give a file as FILE.py:NAME"
-            ) from problem
     path = Path(where).resolve()
-    if not path.is_file():
+    is_file = where.endswith(".py")
+    if is_file and not path.is_file():
         raise TargetError(f"there is no file {where!r}; give the path of a Python file, then a colon and a name in it")
-    return _load_file(path), name
+    folder = str(path.parent if is_file else Path.cwd())
+    if folder not in sys.path:  # a script finds its neighbours
+        sys.path.insert(0, folder)
+    try:
+        return (_load_file(path) if is_file else importlib.import_module(where)), name
+    except Exception as problem:
+        why = f"{type(problem).__name__}: {problem}"
+        if is_file:
+            raise TargetError(f"{path} cannot be run: {why}") from problem
+        raise TargetError(f"module {where!r} cannot be imported: {why}; give a file as FILE.py:NAME") from problem
 
 
 def _load_file(path: Path) -> ModuleType:
     name = re.sub(r"\W", "_", path.stem)
-    if str(path.parent) not in sys.path:  # a script finds its neighbours
-        sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as problem:
-        raise TargetError(f"{path} cannot be run: {type(problem).__name__}: {problem}") from problem
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
 def _attribute(module: ModuleType, name: str, asked: str) -> Any:
-    here: Any = module
-    for part in name.split("."):
-        if not hasattr(here, part):
-            names = [n for n, held in vars(module).items() if callable(held) and not n.startswith("_")]
-            raise TargetError(f"{asked}: there is no {name!r}; callables there: {', '.join(sorted(names)) or 'none'}")
-        here = getattr(here, part)
-    return here
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError:
+        names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        raise TargetError(f"{asked}: there is no {name!r}; callables there: {', '.join(names) or 'none'}") from None
 
 
-def _model(found: Any, asked: str) -> Callable[..., Any]:
+def _model(value: Any, asked: str) -> Callable[..., Any]:
     """The callable to look at: classes and functions without parameters make it."""
-    makes = isinstance(found, type) or (inspect.isfunction(found) and not inspect.signature(found).parameters)
-    if makes:
+    if isinstance(value, type) or (inspect.isfunction(value) and not inspect.signature(value).parameters):
         try:
-            found = found()
+            value = value()
         except Exception as problem:
             raise TargetError(
                 f"{asked} was called to make the model, and raised {type(problem).__name__}: {problem}; name a "
                 "function without parameters that makes it"
             ) from problem
-    if not callable(found):
-        raise TargetError(f"{asked} is a {type(found).__name__}, which cannot be called; name a model or a function")
-    return found
+    if not callable(value):
+        raise TargetError(f"{asked} is a {type(value).__name__}, which cannot be called; name a model or a function")
+    return value
 
 
 def _inputs(name: str | None, module: ModuleType, asked: str) -> Any:
+    name = name or next((candidate for candidate in INPUT_NAMES if hasattr(module, candidate)), None)
     if name is None:
-        name = next((candidate for candidate in INPUT_NAMES if hasattr(module, candidate)), None)
-        if name is None:
-            raise TargetError(
-                f"{asked} has no inputs: define {' or '.join(INPUT_NAMES)} in its file, or give --inputs NAME or "
-                "--tensor SHAPE"
-            )
-    elif ":" in name:
+        names = " or ".join(INPUT_NAMES)
+        raise TargetError(f"{asked} has no inputs: define {names} in its file, or give --inputs NAME or --tensor SHAPE")
+    if ":" in name:
         module, name = _resolve(name)
-    found = _attribute(module, name, name)
-    found = found() if callable(found) and not isinstance(found, torch.Tensor) else found
-    if isinstance(found, torch.Tensor):
-        return (found,)
-    if not isinstance(found, (tuple, list, dict)):
+    inputs = _attribute(module, name, name)
+    inputs = inputs() if callable(inputs) and not isinstance(inputs, torch.Tensor) else inputs
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    if not isinstance(inputs, (tuple, list, dict)):
         raise TargetError(
-            f"inputs {name!r} are a {type(found).__name__}; make them a tuple of arguments or a dict of keyword ones"
+            f"inputs {name!r} are a {type(inputs).__name__}; make them a tuple of arguments or a dict of keyword ones"
         )
-    return found
+    return inputs
 
 
 def _tensor(text: str, device: str) -> torch.Tensor:

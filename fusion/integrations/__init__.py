@@ -1,1 +1,1 @@
-"""Doors of other libraries, opened when asked for: each module has `register()` and `unregister()`."""
+"""Optional integrations with other libraries: each module has `register()` and `unregister()`."""

@@ -81,7 +81,7 @@ def _attention(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls.
+    """The attention function that transformers calls.
 
     query: [B, H, Nq, d].
     key, value: [B, G, Nk, d], G a divisor of H.

@@ -120,23 +120,23 @@ def _verdict(plans: tuple[Plan, ...]) -> str | None:
     return f"{text}; memory traffic ({100 * traffic:.0f} %) {matters}"
 
 
-def _attention(found: AttentionReport, source: str) -> dict[str, Any]:
-    spec, plan, names = found.spec, found.planned(), found.names
-    lines = len(found.source.splitlines())
+def _attention(attention: AttentionReport, source: str) -> dict[str, Any]:
+    spec, plan, names = attention.spec, attention.planned(), attention.names
+    lines = len(attention.source.splitlines())
     return {
         "program": spec.formula(names),
-        "operands": "\n".join(found.operands) or None,
+        "operands": "\n".join(attention.operands) or None,
         "stored": ", ".join(f"{operand.name} in {operand.dtype}" for operand in spec.stored) or None,
         "mask": None if spec.mask is None else mask_text(spec, names, plan),
-        "keys": found.keys or None,
+        "keys": attention.keys or None,
         "further": "; ".join(spec.describe_further(further, names) for further in spec.further) or None,
-        "gradients": found.gradients or None,
+        "gradients": attention.gradients or None,
         "schedule": plan.explain(),
         "runs": plan.runs or None,
-        "approximation": found.approximation,
+        "approximation": attention.approximation,
         "kernel": f"{lines} lines: {source}" if lines else None,
         "kernel_lines": lines,
-        "sizes": dict(found.sizes),
+        "sizes": dict(attention.sizes),
         "spec": parsed(spec.to_json()),
         "plan": plan.to_dict(),
     }

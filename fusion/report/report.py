@@ -1,4 +1,4 @@
-"""What happened to every attention of a compiled model, and why."""
+"""Reports: every attention of a compiled model, fused or not, and why."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SiteReport:
 
     @property
     def advice(self) -> str | None:
-        """What would make an unfused site fusable; None for a fused one."""
+        """Advice that would make an unfused site fusable; None for a fused one."""
         return None if self.refusal is None else self.refusal.advice
 
     def mlir(self, which: int = 0) -> str:
@@ -119,19 +119,10 @@ class SiteReport:
     plans = property(lambda self: tuple(attention.planned() for attention in self.attentions))
     runs = property(lambda self: tuple(plan.runs for plan in self.plans))
 
-    @property
-    def spec(self) -> AttentionSpec | None:
-        """The spec of the first attention; with it `plan` and `source`."""
-        return self.attentions[0].spec if self.attentions else None
-
-    @property
-    def plan(self) -> Plan | None:
-        return self.attentions[0].planned() if self.attentions else None
-
-    @property
-    def source(self) -> str | None:
-        """The generated kernel; None where the reference interpreter runs."""
-        return self.attentions[0].source or None if self.attentions else None
+    # Of the first attention, None without one; no source where the reference interpreter runs.
+    spec = property(lambda self: next(iter(self.specs), None))
+    plan = property(lambda self: next(iter(self.plans), None))
+    source = property(lambda self: next(iter(self.sources), None) or None)
 
 
 @dataclass(slots=True, kw_only=True, repr=False)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CONTEXT = 3
 """Lines of the user's source on either side of the one in question."""
 KERNEL_BYTES = 1_200_000
-"""Of highlighted kernels in one page; the rest is cut, and the report has it whole."""
+"""The most of highlighted kernels in one page; the rest is cut, and the report has it whole."""
 _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+) in (?P<function>\S+): (?P<code>.*)", re.S)
 
 
