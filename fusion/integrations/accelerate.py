@@ -13,9 +13,9 @@ def register() -> None:
     """Let accelerate take "fusion" for a backend: `TrainingArguments(torch_compile_backend="fusion")`,
     `Accelerator(dynamo_backend="fusion")`, `TorchDynamoPlugin(backend="fusion")`.
 
-    Its list of backends is an enum, closed; the name is found there through Python's own hook for values that are
-    missing, for as long as the process runs or until `unregister`. Does nothing where accelerate knows the name by
-    itself. Raises MissingPackageError without accelerate.
+    Its list of backends is a closed enum; the name is added through Python's hook for missing values, for as long as
+    the process runs or until `unregister`. Does nothing where accelerate knows the name by itself. Raises
+    MissingPackageError without accelerate.
     """
     backends = _backends()
     if NAME in backends:
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`. Plugins that were made in between keep their backend."""
+    """Undo `register`. Plugins that were created in between keep their backend."""
     backends = _backends()
     if "_missing_" in vars(backends):
         del backends._missing_, backends.__reduce_ex__

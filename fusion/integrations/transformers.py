@@ -1,7 +1,7 @@
 """transformers: `attn_implementation="fusion"`, for models that are not compiled as a whole.
 
-It compiles the function that a model's own file has for "eager" attention, with whatever that one does (soft-caps,
-sinks, position biases, groups of heads), and gives it the masks that eager attention has. Every model that can run its
+It compiles the function that a model's own file has for "eager" attention, with all that it contains (soft-caps, sinks,
+position biases, groups of heads), and gives it the masks that eager attention has. Every model that can run its
 attention in eager mode thus has it, with eager's results.
 """
 
@@ -31,7 +31,7 @@ causal and nothing else, which is then computed from positions and not read. At 
 def register(options: Mapping[str, Any] | None = None) -> None:
     """Let models of transformers take `attn_implementation="fusion"`.
 
-    options: of our backend; a second call takes the place of the first. Raises OptionError, and MissingPackageError
+    options: of our backend; a second call replaces those of the first. Raises OptionError, and MissingPackageError
     without transformers.
     """
     Options.parse(options)
@@ -81,13 +81,13 @@ def _attention(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function that transformers calls.
+    """Attention function that transformers calls.
 
     query: [B, H, Nq, d].
     key, value: [B, G, Nk, d], G a divisor of H.
     attention_mask: of `_mask`, or the model's own.
 
-    Returns [B, Nq, H, d_v], and weights where they are asked for.
+    Returns [B, Nq, H, d_v], and weights if requested.
     """
     if kwargs.get("cache") is not None:
         raise IntegrationError(
@@ -106,8 +106,8 @@ def _attention(
 
 @torch.compiler.assume_constant_result
 def eager_of(kind: type) -> tuple[str, str]:
-    """The function that a class of attention modules has for eager attention, the one that its `forward` names: its
-    module and its name, which Dynamo can trace.
+    """Function that a class of attention modules has for eager attention, the one that its `forward` names: its module
+    and its name, which Dynamo can trace.
 
     Raises IntegrationError where there is none, or more than one.
     """
@@ -132,7 +132,8 @@ def _run(
     weighed: bool,
     kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by the model's function. ours: whether the mask is as `_mask` made it; None is then a causal one."""
+    """Attention by the model's function. ours: whether the mask is an unchanged one of `_mask`; None is then a causal
+    one."""
     if ours and (mask is not None or query.shape[-2] > 1):
         keys = torch.arange(key.shape[-2], device=query.device)
         seen = keys <= keys[:, None] if mask is None else mask == 0
@@ -144,7 +145,7 @@ def _run(
 
 def _compiler(options: dict[str, Any]) -> Callable[[Any], Any]:
     def compiled(eager: Callable[..., Any]) -> Callable[..., Any]:
-        """`_run` for one function: with code of its own, since Dynamo counts how often it compiles a code."""
+        """`_run` for one function: with a separate code object, since Dynamo counts how often it compiles one."""
         own = types.FunctionType(_run.__code__.replace(), _run.__globals__, f"{eager.__module__}.{eager.__name__}")
         return torch.compile(own, backend="fusion", options=options)
 

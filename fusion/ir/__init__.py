@@ -1,8 +1,8 @@
 """The intermediate representation: expressions of one score element, and the specification of one attention.
 
-Knows no other part of the package. `expr` has the expression DAG, `integers` its exact integer arithmetic, `ops` the
-primitive operations of the score language, `spec` the `AttentionSpec` that emitters take, `mask_facts` what is known of
-its mask, `mixing` how its heads are mixed.
+Imports no other part of the package. `expr` has the expression DAG, `integers` its exact integer arithmetic, `ops` the
+primitive operations of the score language, `spec` the `AttentionSpec` that emitters take, `mask_facts` the facts about
+its mask, `mixing` the mixing of its heads.
 """
 
 from fusion.ir.expr import Expr, Kind

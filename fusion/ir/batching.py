@@ -1,7 +1,7 @@
-"""One attention as many: what `torch.vmap` makes of it.
+"""Batches of attentions as one attention, for `torch.vmap`.
 
 Every operand, and every result, gets one more dimension, its first, and the spec one more batch coordinate, also the
-first. So an operand that is the same for all is to be expanded.
+first. So an operand that is shared by the batch has to be expanded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Names = tuple[str, ...]
 
 
 def batched(spec: AttentionSpec) -> AttentionSpec:
-    """Its last size is how many there are."""
+    """Spec of a batch of attentions; its last size is the number of them."""
     name = _new_size(spec.sizes)
     return spec.mapped(
         _moved,
@@ -33,7 +33,7 @@ def batched(spec: AttentionSpec) -> AttentionSpec:
 
 
 def batched_map(spec: MapSpec) -> MapSpec:
-    """Likewise a map of tiles."""
+    """Spec of a batch of tile maps; its last size is the number of them."""
     name = _new_size(spec.sizes)
     batch, sizes = (size(name), *spec.batch), (*spec.sizes, name)
     return replace(spec, sizes=sizes, batch=batch, live=_moved(spec.live), full=_moved(spec.full))
@@ -57,7 +57,7 @@ def _index(index: Index) -> Index:
 
 
 def _moved(expr: Expr) -> Expr:
-    """An expression over the moved coordinates, whose loads have one more dimension."""
+    """Expression over the moved coordinates, whose loads have one more dimension."""
 
     def leaf(part: Expr) -> Expr | None:
         if part.op == "coord" and part.name.startswith("b"):

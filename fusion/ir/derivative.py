@@ -1,4 +1,5 @@
-"""Derivatives of expressions, by reverse accumulation: what a score program hands back to the score and to its tensors.
+"""Derivatives of expressions, by reverse accumulation: from the gradient of a score program to those of the score and
+of its tensors.
 
 `adjoints(program, seed, targets)` takes the gradient that arrives at the program's value (an expression, usually a
 leaf) and returns the gradient at each target. The derivative of each primitive stands in its entry of
@@ -42,13 +43,14 @@ def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, E
 
 
 def reached(*programs: Expr) -> set[Expr]:
-    """What gradients at the programs' values may flow to: not what is behind `detach`, a comparison or an index."""
-    found, todo = set[Expr](), list(programs)
+    """Expressions that gradients at the programs' values may flow to, which excludes arguments of `detach`, comparisons
+    and indices."""
+    seen, todo = set[Expr](), list(programs)
     while todo:
-        here = todo.pop()
-        if here in found or here.kind is not Kind.FLOAT:
+        expr = todo.pop()
+        if expr in seen or expr.kind is not Kind.FLOAT:
             continue
-        found.add(here)
-        if here.op != "detach":
-            todo += here.args
-    return found
+        seen.add(expr)
+        if expr.op != "detach":
+            todo += expr.args
+    return seen

@@ -1,5 +1,5 @@
-"""Where the elements of Q, K and V lie that an attention reads: by which coordinates they are told apart, in which
-steps, and how many values of a coordinate share one."""
+"""Index maps of Q, K and V: the coordinates that distinguish their elements, the steps between elements, and the number
+of values of a coordinate that share one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _NONE, _ONE = integers.integer(0), integers.integer(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """An index map under which different coordinates, but for those that share an element, have different elements.
+    """An index map under which different coordinates, except for those that share an element, have different elements.
 
-    repeats: for each of b.., row, column: how many successive values share an element; 1 where each has its own, the
-        extent where the coordinate does not matter.
-    steps: for each of these and each dimension of the operand: how far the next element is.
-    first: in each dimension, where the first element is.
+    repeats: for each of b.., row, column: the number of successive values that share an element; 1 where they share
+    none,
+        the extent where the coordinate does not matter.
+    steps: for each of these and each dimension of the operand: the distance of the next element.
+    first: in each dimension, the position of the first element.
     """
 
     repeats: tuple[Expr, ...]
@@ -31,7 +32,7 @@ class Elements:
 
     @property
     def groups(self) -> tuple[Expr, ...]:
-        """How many values of each batch coordinate share an element."""
+        """Number of values of each batch coordinate that share an element."""
         return self.repeats[:-2]
 
     @property
@@ -40,7 +41,7 @@ class Elements:
         return all(repeat is _ONE for repeat in self.repeats)
 
     def strides(self, of_dimensions: Sequence[int], sizes: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
-        """(distances of neighbouring elements for each of b.., row, column; the place of the first one) in a tensor
+        """(distances of neighbouring elements for each of b.., row, column; the position of the first one) in a tensor
         with these strides."""
 
         def distance(parts: Sequence[Expr]) -> int:
@@ -50,8 +51,8 @@ class Elements:
 
 
 def elements(spec: AttentionSpec, number: int) -> Elements | None:
-    """The elements of operand 0, 1 or 2; None where its elements are gathered, or shared in another way than by
-    successive values of batch coordinates."""
+    """Elements of operand 0, 1 or 2; None where they are gathered, or shared in another way than by successive values
+    of batch coordinates."""
     index, *own = spec.access(number)
     repeats = _repeats(spec, index)
     if repeats is None:
@@ -83,15 +84,15 @@ def elements(spec: AttentionSpec, number: int) -> Elements | None:
 
 
 def _repeats(spec: AttentionSpec, index: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
-    """For each batch coordinate how many of its values share an element; None where there is no such number."""
-    found = []
+    """Number of values of each batch coordinate that share an element; None where there is no such number."""
+    repeats = []
     for b, extent in zip(spec.axes, spec.batch, strict=True):
         quotients = {part for e in index for part in walk(e) if part.op == "floordiv" and part.args[0] is b}
         alone = any(b in walk(substitute(e, dict.fromkeys(quotients, const(0)))) for e in index)
         if len(quotients) + alone > 1:
             return None
-        found.append(_ONE if alone else quotients.pop().args[1] if quotients else extent)
-    return tuple(found)
+        repeats.append(_ONE if alone else quotients.pop().args[1] if quotients else extent)
+    return tuple(repeats)
 
 
 def _groups(extent: Expr, repeat: Expr) -> Expr:
@@ -101,8 +102,8 @@ def _groups(extent: Expr, repeat: Expr) -> Expr:
 
 
 def _in_mixed_radix(steps: Sequence[tuple[Expr, Expr]]) -> bool:
-    """Whether sums of multiples of these steps, each by less than its count, are all different: each step is a
-    multiple of the one before times its count, or larger than all that the ones before add up to."""
+    """Whether sums of multiples of these steps, each by less than its count, are all different: each step is a multiple
+    of the one before times its count, or larger than the sum of all before."""
     reach: int | None = 0  # the largest sum so far, where it is known
     span: Expr | None = None
     for step, count in sorted(

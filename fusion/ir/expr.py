@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 
 class Kind(enum.Enum):
-    """What a value is in a kernel."""
+    """Type of a value in a kernel."""
 
     FLOAT = "float"
     INT = "int"
@@ -49,24 +49,24 @@ class Expr:
 
     @property
     def value(self) -> float:
-        """The constant's value as a float; raises TypeError where this is no constant."""
+        """Value of a constant as a float; raises TypeError for other nodes."""
         return float(self._attribute("const"))
 
     @property
     def integer(self) -> int:
-        """The INT or BOOL constant's value; raises TypeError where this is none."""
+        """Value of an INT or BOOL constant; raises TypeError for other nodes."""
         if self.kind is Kind.FLOAT:
             raise TypeError(f"{self} is a float, not an integer constant")
         return int(self._attribute("const"))
 
     @property
     def name(self) -> str:
-        """The name of a coordinate or size; raises TypeError where this is none."""
+        """Name of a coordinate or size; raises TypeError for other nodes."""
         return str(self._attribute("coord", "size"))
 
     @property
     def operand(self) -> int:
-        """The number of the tensor that a load reads, or of the product that a "dot" stands for; raises TypeError."""
+        """Number of the tensor that a load reads, or of the product that a "dot" stands for; raises TypeError."""
         return int(self._attribute("load", "dot"))
 
     def _attribute(self, *ops: str) -> Any:
@@ -102,7 +102,7 @@ class Expr:
 
 
 def operation(name: str, *args: Expr | float) -> Expr:
-    """A primitive of FLOAT or BOOL values, for formulas that are written out, in normal form; integers are built by
+    """Primitive of FLOAT or BOOL values, for formulas that are written out, in normal form; integers are built by
     `fusion.ir.integers`."""
     from fusion.ir.ops import apply  # which simplifies by what primitives are, whose derivatives are formulas
 
@@ -113,7 +113,7 @@ _interned: WeakValueDictionary[tuple, Expr] = WeakValueDictionary()
 
 
 def node(op: str, args: tuple[Expr, ...], kind: Kind, attr: float | int | bool | str | None = None) -> Expr:
-    """The unique node with these fields. NaN and the sign of zero are told apart by `repr`."""
+    """The unique node with these fields. NaN and the sign of zero are distinguished by `repr`."""
     key = (op, tuple(map(id, args)), kind, repr(attr))
     found = _interned.get(key)
     if found is None:
@@ -218,7 +218,7 @@ def contains(expr: Expr, target: Expr) -> bool:
 
 
 def rebuild(expr: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
-    """`expr` with nodes replaced where `leaf` returns one, and everything above made again in normal form."""
+    """`expr` with nodes replaced where `leaf` returns one, and everything above rebuilt in normal form."""
     from fusion.ir import ops
 
     made: dict[Expr, Expr] = {}
@@ -243,7 +243,7 @@ def substitute(expr: Expr, values: Mapping[Expr, Expr]) -> Expr:
 
 
 def renumbered(expr: Expr, number: Callable[[int], int]) -> Expr:
-    """`expr` with loads from the operands that `number` makes of theirs."""
+    """`expr` with the operand numbers of its loads mapped by `number`."""
 
     def leaf(part: Expr) -> Expr | None:
         if part.op != "load":

@@ -1,8 +1,8 @@
-"""Fills of masks in score programs: what a dead score is, and what it becomes in other units.
+"""Fills of masks in score programs: the value of a dead score, and its value in other units.
 
 A program is `live if p else dead`, where `dead` is a constant (the score was replaced) or a sum with one (a mask was
-added), which may be rounded to a narrower dtype. Live rows only need it to be far below. In rows without a live key it
-is what eager computes, rounding included, since the mean there is one over the keys with the largest of these values.
+added), which may be rounded to a narrower dtype. For live rows it only has to be far below. For rows without a live key
+it is eager's value, rounding included, since the mean there is one over the keys with the largest of these values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _KEEPING = ("where", "fadd", "minimum", "maximum")
 
 
 def fill_of(value: Expr) -> float:
-    """What a dead score is, but for scores that are added to it, at most; +inf for what is not dead, or may be NaN."""
+    """Upper bound of a dead score without ordinary scores that are added to it; +inf for a value that is not dead, or
+    may be NaN."""
     if value.op == "const":
         return value.value
     if value.op == "where":
@@ -42,7 +43,7 @@ def fill_of(value: Expr) -> float:
 
 
 def _loses_infinities(value: Expr) -> bool:
-    """Whether a value may be NaN because a score that was masked with -inf goes on: -inf * 0, say."""
+    """Whether a value may be NaN at a score that was masked with -inf: -inf * 0, say."""
     if value.op in _KEEPING or value.op in ROUNDED.values():
         return any(_loses_infinities(arg) for arg in value.args if arg.kind is Kind.FLOAT)
     constants = (part.value for part in walk(value) if part.is_const and part.kind is Kind.FLOAT)
@@ -50,7 +51,7 @@ def _loses_infinities(value: Expr) -> bool:
 
 
 def has_fill(value: Expr) -> bool:
-    """Whether a constant is part of a value beside which scores vanish."""
+    """Whether a value contains a constant beside which scores vanish."""
     return any(part.is_const and part.kind is Kind.FLOAT and abs(part.value) > _HIDES for part in walk(value))
 
 
@@ -60,7 +61,8 @@ def is_dead(value: Expr) -> bool:
 
 
 def in_units(dead: Expr, scale: float, divide: Callable[[Expr], Expr | None]) -> Expr | None:
-    """A dead score / `scale` such that its rows keep their weights, or None. divide: the same for what is not dead."""
+    """Dead score / `scale` such that its rows keep their weights, or None. divide: the division for values that are not
+    dead."""
     if dead.is_const:
         value = dead.value / scale
         return const(max(-LARGEST, min(LARGEST, value)) if math.isfinite(dead.value) else value, Kind.FLOAT)
@@ -81,7 +83,7 @@ def in_units(dead: Expr, scale: float, divide: Callable[[Expr], Expr | None]) ->
 
 
 def _stays(fill: float, scale: float) -> bool:
-    """Whether x + fill rounds and overflows in units of `scale` as it does in its own."""
+    """Whether x + fill rounds and overflows in units of `scale` as it does without."""
     if math.isinf(fill):
         return True
     if -fill < SWALLOWS:

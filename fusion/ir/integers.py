@@ -24,7 +24,7 @@ _NO_BOUNDS: Bounds = {}
 
 
 def integer(value: int | Expr) -> Expr:
-    """An INT expression from a Python integer (or one that is an expression already)."""
+    """INT expression of a Python integer; an expression is returned unchanged."""
     return value if isinstance(value, Expr) else _integer(int(value))
 
 
@@ -34,7 +34,7 @@ def _integer(value: int) -> Expr:
 
 
 def in_64_bits(value: int) -> int:
-    """The integer as 64 bits hold it, which sums of constants may leave."""
+    """Integer wrapped around to 64 bits, which sums of constants may leave."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -140,7 +140,7 @@ def _divide_exactly(monomial: Monomial, coefficient: int, divisor: Expr) -> tupl
 
 
 def _split(value: Expr, divisor: Expr) -> tuple[Expr, Expr]:
-    """(q, r) with value = divisor * q + r, q as large as exact division of the terms gives."""
+    """(q, r) with value = divisor * q + r, where q takes all terms that divide exactly."""
     quotient: dict[Monomial, int] = {}
     rest: dict[Monomial, int] = {}
     numeric = divisor.integer if divisor.op == "const" else 0
@@ -193,8 +193,8 @@ def mod(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> 
 
 
 def extreme(expr: Expr, bounds: Bounds, largest: bool) -> Expr | None:
-    """A size expression that is >= expr (or <=, with largest=False) for all coordinates within bounds, or None. Every
-    atom is taken to be >= 0, which coordinates, sizes, remainders and quotients of such are."""
+    """Size expression that is >= expr (or <=, with largest=False) for all coordinates within bounds, or None. Every
+    atom is assumed to be >= 0, as coordinates, sizes, remainders and quotients of such are."""
     total = integer(0)
     for monomial, coefficient in terms(expr).items():
         value, upwards = integer(coefficient), (coefficient > 0) == largest
@@ -213,7 +213,7 @@ def extreme(expr: Expr, bounds: Bounds, largest: bool) -> Expr | None:
 
 
 def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
-    """The largest value of a coordinate (without values: as of one with one), remainder or quotient."""
+    """Largest value of a coordinate (without values: as of one with one), remainder or quotient."""
     if atom.op == "coord":
         extent = bounds.get(atom)
         return None if extent is None else extent if extent is integer(0) else sub(extent, 1)
@@ -265,7 +265,7 @@ def is_below(expr: Expr, limit: Expr, bounds: Bounds) -> bool:
 
 
 def _is_at_most(low: Expr, high: Expr) -> bool:
-    """Whether this holds of two expressions in sizes, whatever these are."""
+    """Whether this holds for two expressions in sizes, for all values of these."""
     return all(coefficient >= 0 and _all_sizes(m) for m, coefficient in terms(sub(high, low)).items())
 
 

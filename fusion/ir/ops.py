@@ -1,6 +1,6 @@
 """Constructors of expressions that check kinds and keep expressions small, by rules that hold for floats as well.
 
-Integers are made with `fusion.ir.integers`; the operations themselves are in `fusion.ir.primitives`.
+Integers are built with `fusion.ir.integers`; the operations themselves are in `fusion.ir.primitives`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _fold(primitive: Primitive, args: tuple[Expr, ...]) -> float | int | bool:
 
 
 def remake(expr: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The same operation on other arguments, through the normalising constructors."""
+    """Expression with the operation of `expr` on other arguments, through the normalising constructors."""
     if expr.op not in PRIMITIVES:
         return node(expr.op, args, expr.kind, expr.attr)
     made = apply(expr.op, *args)
@@ -51,7 +51,8 @@ def remake(expr: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def rounding_to(value: Expr, dtype: str) -> Expr:
-    """A `tanh` whose value the model rounds to a dtype, which need not be computed any better; others as they are."""
+    """`tanh` whose value the model rounds to a dtype, beyond which it need not be exact; other expressions
+    unchanged."""
     return node("tanh", value.args, value.kind, dtype) if value.op == "tanh" else value
 
 
@@ -109,8 +110,8 @@ def _identity(neutral: float) -> Callable[[Expr, Expr], Expr | None]:
 
 def _at_most(left: Expr, right: Expr, less: int = 0) -> Expr | None:
     """left <= right - less: decided where the difference is constant or of one sign (coordinates are >= 0), else
-    normalised. Terms stand on the side where their coefficient is positive, so that `0 <= i - j` and `j < i + 1` are
-    `j <= i`. None where they must stay: sums of large numbers wrap around, so that `j - x <= 0` is not `j <= x`."""
+    normalised. Terms stand on the side where their coefficient is positive, so that `0 <= i - j` and `j < i + 1` are `j
+    <= i`. None where they must stay: sums of large numbers wrap around, so that `j - x <= 0` is not `j <= x`."""
     if not may_be_moved(left, right):
         return None
     margin = integers.sub(integers.sub(right, left), less)
@@ -148,7 +149,7 @@ def _unequal(left: Expr, right: Expr) -> Expr | None:
 
 
 def _add(left: Expr, right: Expr) -> Expr | None:
-    """(x if p else 0) + (0 if p else y) = x if p else y: the gradient of what is used on both sides of a selection."""
+    """(x if p else 0) + (0 if p else y) = x if p else y: the gradient of a value used on both sides of a selection."""
     for zero, other in ((left, right), (right, left)):
         if is_number(zero, 0.0):
             return other
@@ -174,8 +175,8 @@ def _multiply(left: Expr, right: Expr) -> Expr | None:
 
 def _push_into_where(name: str, args: tuple[Expr, ...]) -> Expr | None:
     """f(x if p else constant, constants) = f(x, constants) if p else f(constant, constants), where that has the same
-    gradient too. This is what turns `(1 - mask.float()) * finfo.min`, in all its spellings, into a selection between 0
-    and a fill."""
+    gradient too. This turns `(1 - mask.float()) * finfo.min`, in all its spellings, into a selection between 0 and a
+    fill."""
     selections = [k for k, arg in enumerate(args) if arg.op in ("where", "iwhere")]
     if len(selections) != 1 or not all(arg.is_const for k, arg in enumerate(args) if k != selections[0]):
         return None
@@ -202,8 +203,8 @@ def _of_integers(value: Expr) -> Expr | None:
 
 
 def _is_linear(name: str, args: tuple[Expr, ...], position: int) -> bool:
-    """Whether the derivative for the argument at `position` is a finite constant, the other being one. Of any other
-    function it may be infinite where the selection does not take x, and 0 * inf is NaN."""
+    """Whether the derivative for the argument at `position` is a finite constant, if the other argument is. For any
+    other function it may be infinite where the selection does not take x, and 0 * inf is NaN."""
     if name in ("neg", "fadd", "fsub", "detach", "detach_nan") or PRIMITIVES[name].result is not FLOAT:
         return True
     if name == "fmul":
@@ -272,7 +273,7 @@ def conjuncts(predicate: Expr) -> list[Expr]:
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """`value` as `dtype` holds it: a cast in the model can turn finfo(float32).min into -inf."""
+    """`value` rounded to `dtype`: a cast in the model can turn finfo(float32).min into -inf."""
     if math.isnan(value):
         return value
     return torch.tensor(value, dtype=torch.float64).to(dtype).double().item()
@@ -284,7 +285,8 @@ def evaluate(
     float_dtype: torch.dtype = torch.float32,
     constant: Callable[[Any, torch.dtype], Any] = lambda value, dtype: torch.tensor(value, dtype=dtype),
 ) -> Any:
-    """Its value in torch. leaf(node): of a coordinate, size, load, score or row value; constant(value, dtype)."""
+    """Value of an expression in torch. leaf(node): of a coordinate, size, load, score or row value; constant(value,
+    dtype)."""
     values: dict[Expr, Any] = {}
     dtype = {FLOAT: float_dtype, INT: torch.int64, BOOL: torch.bool}
     for part in walk(expr):

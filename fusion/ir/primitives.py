@@ -1,13 +1,13 @@
-"""The primitive operations of the score language, each with everything that is known of it in one entry.
+"""Primitive operations of the score language, each with all of its properties in one entry.
 
-A primitive is what every emitter must know how to emit. Everything else a model may write (silu, gelu, lerp, ...) is
+Every emitter must know how to emit each primitive. Everything else a model may write (silu, gelu, lerp, ...) is
 composed of primitives by the pull-back (`passes.pullback.pointwise`); adding an operation there needs no change in any
-emitter. A new primitive is one entry here and one line in the lowering table of each emitter; tests name what is
-missing.
+emitter. A new primitive is one entry in this table and one line in the lowering table of each emitter; tests name
+missing ones.
 
-Derivatives are written in torch's order of operations, which decides where 0 * inf is met. At kinks they are fixed (0
-for |x| at 0, halves for ties of min and max); whether that is torch's convention is asked where operations are composed
-of them (`passes.pullback.ties`). Selections select gradients instead of multiplying by 0 and 1, so that an infinity or
+Derivatives are written in torch's order of operations, which decides where 0 * inf occurs. At kinks they are fixed (0
+for |x| at 0, halves for ties of min and max); `passes.pullback.ties` compares them with torch's convention where
+operations are composed of them. Selections select gradients instead of multiplying by 0 and 1, so that an infinity or
 NaN on the side not taken goes nowhere, as in torch.
 """
 
@@ -42,11 +42,11 @@ class Primitive:
     evaluate: its meaning on torch tensors, which the reference interpreter executes.
     transfer: the range of its result, from those of its arguments.
     text: its printed form, with {0}, {1}, ... for the arguments.
-    precedence: how tightly that binds, ATOM at most.
+    precedence: of the printed form, ATOM at most.
     mathml: its form in MathML where that is not the printed form set as a formula.
-    derivative: None where it is piecewise constant, or takes or makes no float.
+    derivative: None where it is piecewise constant, or has no float argument or result.
     tame: its result is finite where its arguments are, but for overflow.
-    cost: of one evaluation, in exponentials; below 1 for a division, 0 for what is one instruction.
+    cost: of one evaluation, in exponentials; below 1 for a division, 0 for a single instruction.
     """
 
     args: tuple[Kind, ...]
@@ -89,7 +89,7 @@ def is_tame(op: str) -> bool:
 
 
 def is_step(op: str) -> bool:
-    """Whether an operation jumps with one of its arguments: comparisons of floats, and what rounds them to integers."""
+    """Whether an operation jumps with one of its arguments: comparisons of floats, and roundings to integers."""
     found = PRIMITIVES.get(op) if op != "detach" else None
     return found is not None and Kind.FLOAT in found.args and found.derivative is None
 
@@ -106,9 +106,9 @@ the input changes every bit of the result with probability near one half."""
 
 
 def hashed(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """A pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count. The same in every
-    kernel, thread and tile, which is what dropout needs: forward, backward and recomputation find the same mask from
-    the seed and the coordinates, and none is stored."""
+    """Pseudo-random integer in [0, 2**31) of two integers, of which the lower 32 bits count. It is equal in every
+    kernel, thread and tile, which dropout needs: forward, backward and recomputation compute the same mask from the
+    seed and the coordinates, and none is stored."""
     word = 0xFFFFFFFF
     x = (key & word) ^ _multiply_words(counter & word, HASH_SPREAD)
     for shift, multiplier in HASH_MULTIPLIERS:
@@ -131,7 +131,7 @@ def _where(condition: Expr, then: Expr, otherwise: Expr) -> Expr:
 
 
 def _of_abs(g: Expr, y: Expr, x: Expr) -> Expr:
-    """A product with the sign, which is NaN where an infinite gradient meets 0: a root of |x|, say."""
+    """Product with the sign, which is NaN where an infinite gradient meets 0: a root of |x|, say."""
     down = _where(operation("flt", x, ZERO), -ONE, ZERO)
     return g * _where(operation("flt", ZERO, x), ONE, down)
 
@@ -163,7 +163,8 @@ def _primitive(
     critical: tuple[float, ...] = (),
     **traits: Any,
 ) -> Primitive:
-    """critical: between which the function of floats is monotone in each argument."""
+    """A primitive by its function. critical: points between which the function of floats is monotone in each
+    argument."""
     transfer = transfer or by_points(evaluate, *critical)
     return Primitive(
         args=args, result=result, evaluate=evaluate, text=text, derivative=derivative, transfer=transfer, **traits

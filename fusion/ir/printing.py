@@ -18,7 +18,7 @@ _NEGATIVE = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """The ways to set each kind of thing, of parts that are set already.
+    """Functions that set each kind of expression, from parts that are already set.
 
     minus: the sign of a negative number or term.
     number: without its sign. symbol: a coordinate, a size or a letter of the formula.
@@ -64,7 +64,7 @@ def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:
 
 
 def number_text(value: object) -> str:
-    """A constant as people write it; the ends of float32's range by name."""
+    """Constant as people write it; the ends of float32's range by name."""
     if isinstance(value, bool) or not isinstance(value, float):
         return str(value).lower() if isinstance(value, bool) else str(value)
     if value != value or value in (float("inf"), float("-inf")):
@@ -101,7 +101,7 @@ def printed(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[s
 
 
 def _selection(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[str, int]:
-    """A selection, with those that stand in its last branch as further cases."""
+    """Selection, with nested selections in its last branch as further cases."""
     rows = []
     while expr.op in ("where", "iwhere"):
         (condition, _), (value, level) = (printed(arg, names, notation) for arg in expr.args[:2])

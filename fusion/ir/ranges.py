@@ -1,5 +1,5 @@
-"""Value ranges: between which ends an expression lies, by the transfer functions of the primitives; and integers of a
-limited width: what is left of one in a dtype."""
+"""Value ranges of expressions, by the transfer functions of the primitives, and integers of a limited width, which wrap
+around in their dtype."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ends = tuple[int, int]
 
 
 def range_of(expr: Expr, leaf: Callable[[Expr], Range | None]) -> Range:
-    """The range of an expression. leaf: that of a coordinate, size, load or score; None where nothing is known."""
+    """Range of an expression. leaf: that of a coordinate, size, load or score; None where it is unknown."""
     ranges: dict[Expr, Range] = {}
     for part in walk(expr):
         if part.is_const:
@@ -38,7 +38,7 @@ def range_of(expr: Expr, leaf: Callable[[Expr], Range | None]) -> Range:
 
 
 def transferred(op: str, *parts: Range) -> Range:
-    """The range of a primitive's result. Integers wrap around at the ends of 64 bits, and may then be any."""
+    """Range of a primitive's result. Integers wrap around at the ends of 64 bits, and may then be any."""
     primitive = PRIMITIVES[op]
     result = functools.reduce(primitive.transfer, parts) if op in ("add", "mul") else primitive.transfer(*parts)
     wraps = primitive.result is Kind.INT and not (_WIDE.low <= result.low and result.high <= _WIDE.high)
@@ -94,7 +94,7 @@ def within_half(limits: Ends) -> bool:
 
 
 def within(value: Expr, dtype: torch.dtype, limits: Ends) -> Expr | None:
-    """An integer within `limits` as `dtype` holds it, wrapped around; None where that cannot be expressed."""
+    """Integer within `limits` wrapped around to `dtype`; None where that cannot be expressed."""
     held = torch.iinfo(dtype)
     if dtype is torch.int64 or (held.min <= limits[0] and limits[1] <= held.max):
         return value
@@ -106,7 +106,7 @@ def within(value: Expr, dtype: torch.dtype, limits: Ends) -> Expr | None:
 
 
 def dtype_range(dtype: str) -> Ends:
-    """The integers of a dtype."""
+    """(least, largest) integer of a dtype."""
     held = torch.iinfo(getattr(torch, dtype))
     return held.min, held.max
 

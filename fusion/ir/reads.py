@@ -1,4 +1,4 @@
-"""How parts of a score program depend on row and key: on their distance alone, or as tensors that have an element for
+"""Dependence of parts of a score program on row and key: on their distance alone, or as tensors with an element for
 each pair."""
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def _is_polynomial_shift_free(expr: Expr) -> bool:
 
 
 def dense_loads(*programs: Expr | None, but: Sequence[Expr] = ()) -> list[Expr]:
-    """Loads at indices linear in row and key; not integers, which are gathered, nor what only `but` reads."""
+    """Loads at indices linear in row and key; without integers, which are gathered, and loads that only `but`
+    contains."""
     leaves = {part: load(-1 - number, (), part.kind) for number, part in enumerate(but)}  # which depend on nothing
     found = {e: None for p in programs if p is not None for e in loads(substitute(p, leaves))}
     return [e for e in found if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
 
 
 def key_dimension(expr: Expr) -> int | None:
-    """The dimension of a load along which keys follow one another: its index alone has the key, plus something."""
+    """Dimension of a load along which keys follow one another: its index alone contains the key, plus other terms."""
     columns = [dim for dim, index in enumerate(expr.args) if "j" in coordinates(index)]
     parts = integers.linear(expr.args[columns[0]], J) if len(columns) == 1 else None
     return columns[0] if parts is not None and parts[0] is const(1) else None

@@ -1,8 +1,8 @@
 """Records that hold expressions: dataclasses whose fields are expressions, tuples, numbers, names and further records.
 
-As JSON they have the nodes of the common DAG of all their expressions in order, operands before what is made of them,
-and the positions of nodes in the place of expressions. Fields that have their default values are left out. As text it
-has ' in the place of ", and so nothing that Inductor's C++ code, which writes it out as it is, would have to escape.
+As JSON they have the nodes of the common DAG of all their expressions in order, operands before users, and the
+positions of nodes in the place of expressions. Fields that have their default values are left out. The text has ' in
+the place of ", and so no character that Inductor's C++ code, which copies it verbatim, would have to escape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Record = TypeVar("Record")
 
 
 def expressions(value: Any) -> Iterator[Expr]:
-    """Those of a record, in the order of its fields; of an expression, itself."""
+    """Expressions of a record, in the order of its fields; an expression itself."""
     if isinstance(value, Expr):
         yield value
     elif isinstance(value, tuple) or dataclasses.is_dataclass(value):
@@ -31,7 +31,7 @@ def expressions(value: Any) -> Iterator[Expr]:
 
 
 def mapped(value: Any, change: Callable[[Expr], Expr]) -> Any:
-    """A record, or another value of a field, with every expression changed."""
+    """Record, or another value of a field, with every expression changed."""
     if isinstance(value, Expr):
         return change(value)
     if isinstance(value, tuple):
@@ -70,7 +70,7 @@ def _attribute(value: object) -> object:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """The JSON that `to_json` wrote."""
+    """JSON that `to_json` wrote, parsed."""
     return json.loads(text.replace("'", '"'))
 
 

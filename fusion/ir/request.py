@@ -1,4 +1,4 @@
-"""What is asked of the kernels of a spec. Inside the process it is a record; as text it crosses the op's boundary."""
+"""Requests to the kernels of a spec. Inside the process a request is a record; as text it crosses the op's boundary."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Approximation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of the kernels of a spec.
+    """Properties that are requested of the kernels of a spec.
 
     emitter: the name of one that is registered (`fusion.codegen.emitter`), or "auto" for the device's own.
     tuned: whether tiles are measured at the first call, by emitters that can.
-    approximation: what may run in place of exact attention, or None.
+    approximation: the approximation that may replace exact attention, or None.
     proved: whether kernels prove themselves before their first use.
     """
 
@@ -35,15 +35,15 @@ class Request:
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Request:
-        """The request that `str` wrote: an emitter, "/tuned", "/unproved", "+method:epsilon" where an approximation is
+        """Request that `str` wrote: an emitter, "/tuned", "/unproved", "+method:epsilon" where an approximation is
         allowed."""
-        text, found, allowed = text.partition("+")
+        text, separator, allowed = text.partition("+")
         proved, text = not text.endswith(UNPROVED), text.removesuffix(UNPROVED)
         method, _, epsilon = allowed.partition(":")
         return Request(
             emitter=text.removesuffix(TUNED),
             tuned=text.endswith(TUNED),
-            approximation=Approximation(method=method, epsilon=float(epsilon)) if found else None,
+            approximation=Approximation(method=method, epsilon=float(epsilon)) if separator else None,
             proved=proved,
         )
 

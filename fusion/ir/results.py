@@ -1,4 +1,4 @@
-"""Shapes, dtypes and memory of what an attention and its gradient return."""
+"""Shapes, dtypes and memory layouts of the results of an attention and of its gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def coordinate_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, i
 
 
 def statistics_shape(spec: AttentionSpec, sizes: Sequence[int]) -> list[int | torch.SymInt]:
-    """[3, b.., i]: what a backward needs of each row; [5, b.., i] if it `keeps_ends`. [0] without a normaliser."""
+    """[3, b.., i]: the statistics of each row for a backward; [5, b.., i] if it `keeps_ends`. [0] without a
+    normaliser."""
     if spec.normalizer is Normalizer.NONE:
         return [0]
     known = dict(zip(spec.sizes, sizes, strict=True))
@@ -31,20 +32,20 @@ def statistics_shape(spec: AttentionSpec, sizes: Sequence[int]) -> list[int | to
 
 
 def keeps_ends(spec: AttentionSpec) -> bool:
-    """Whether the program sees maximum or sum of rows beside their weights: where rows are scaled in their own way, or
-    in further outputs. Kernels then keep both, and may not subtract another number than the maximum."""
+    """Whether the program reads maximum or sum of rows beside their weights: where rows are scaled in another way, or
+    in auxiliary outputs. Kernels then store both, and may not subtract another number than the maximum."""
     made_of = {ROW_MAX, ROW_SUM, LOG_WEIGHT}
     return spec.row_scale is not None or not made_of.isdisjoint(walk(*(f.value for f in spec.further)))
 
 
 def further_shape(spec: AttentionSpec, further: FurtherOutput, sizes: Sequence[int]) -> list[int | torch.SymInt]:
-    """Of a further output, in the order of its dimensions."""
+    """Shape of an auxiliary output, in the order of its dimensions."""
     extents = coordinate_extents(spec, sizes)
     return [extents[name] for name in further.dims]
 
 
 def result_names(spec: AttentionSpec, further: FurtherOutput | None = None) -> list[str]:
-    """The coordinates of the output in the order b.., i, e, or of a further output in the order b.., i, j."""
+    """Coordinates of the output in the order b.., i, e, or of an auxiliary output in the order b.., i, j."""
     names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i"]
     return [*names, "e"] if further is None else [name for name in (*names, "j") if name in further.dims]
 
@@ -55,7 +56,7 @@ def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:
 
 
 def empty_result(spec: AttentionSpec, number: int, like: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Memory for the output (number 0) or a further output of an attention."""
+    """Empty tensor for the output (number 0) or an auxiliary output of an attention."""
     if number:
         further = spec.further[number - 1]
         return like.new_empty(further_shape(spec, further, sizes), dtype=getattr(torch, further.dtype))
@@ -65,7 +66,8 @@ def empty_result(spec: AttentionSpec, number: int, like: Tensor, sizes: Sequence
 
 
 def packed_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Of a tensor whose dimensions lie in memory in this order, the slowest first; by default as they stand."""
+    """Strides of a packed tensor whose dimensions have this order in memory, the slowest first; by default their own
+    order."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape)) if order is None else order):
         strides[dim], step = step, step * max(shape[dim], 1)
@@ -80,14 +82,15 @@ def output_layout(spec: AttentionSpec, extents: Sequence[int]) -> tuple[tuple[in
 
 
 def empty_gradient(tensor: Tensor, operand: Operand) -> Tensor:
-    """Memory for an operand's gradient: its shape and dtype, packed in the order that the spec states."""
+    """Empty tensor for an operand's gradient: its shape and dtype, packed in the order that the spec states."""
     order = operand.order or tuple(range(operand.rank))
     packed = tensor.new_empty([tensor.shape[dim] for dim in order])
     return packed.permute([order.index(dim) for dim in range(operand.rank)])
 
 
 def laid_out(gradient: Tensor, tensor: Tensor, operand: Operand) -> Tensor:
-    """The gradient as `empty_gradient` would hold it; a dense bias has a large one, which is not copied for nothing."""
+    """Gradient in the layout of `empty_gradient`; copied only if its layout differs, since a dense bias has a large
+    one."""
     strides = packed_strides(tensor.shape, operand.order or None)
     if gradient.dtype is tensor.dtype and gradient.stride() == strides:
         return gradient
@@ -95,12 +98,12 @@ def laid_out(gradient: Tensor, tensor: Tensor, operand: Operand) -> Tensor:
 
 
 def no_statistics(spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """What a forward returns whose gradient needs no statistics: zeros, as the op has promised their shape."""
+    """Statistics of a forward whose gradient needs none: zeros, in the shape that the op declares."""
     return operands[0].new_zeros(statistics_shape(spec, sizes), dtype=statistics_dtype(operands))
 
 
 def size_of(tensor: Tensor) -> float:
-    """The largest magnitude in a tensor, 0.0 where it is empty; what is the same along a dimension is read once."""
+    """Largest magnitude in a tensor, 0.0 where it is empty; expanded dimensions are read once."""
     if not tensor.numel():
         return 0.0
     for dim, stride in enumerate(tensor.stride()):
@@ -109,7 +112,7 @@ def size_of(tensor: Tensor) -> float:
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """Whether all elements are; a few are looked at first, since one that is not settles it."""
+    """Whether all elements are zero; a few are tested first, since one that is not decides it."""
     few = tensor
     for dim in range(tensor.dim() - 1):
         few = few.narrow(dim, 0, min(few.shape[dim], 1))

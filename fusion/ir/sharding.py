@@ -7,7 +7,7 @@ can be cut along with it where its index in one dimension of extent D moves by D
 
 for then part r reads nothing but its own run of that dimension, at `index(b')`. Every other operand is needed whole and
 read at `index(r * L + b')`; and so is b wherever the score program computes with it (slopes of ALiBi per head). r * L
-reaches the spec as one more size, so that all parts share one kernel.
+is one more size of the spec, so that all parts share one kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def accesses(spec: AttentionSpec) -> list[list[tuple[Expr, ...]]]:
 
 
 def size_of_batch(spec: AttentionSpec, axis: int) -> str | None:
-    """The name of the size that a batch coordinate's extent is, if it is one and nothing else is computed from it."""
+    """Name of the size that a batch coordinate's extent is; None if it is none, or another value is computed from
+    it."""
     extent = spec.batch[axis]
     if extent.op != "size" or any(extent is other for k, other in enumerate(spec.batch) if k != axis):
         return None
@@ -66,7 +67,7 @@ def split_dims(
 
 
 def one_part(spec: AttentionSpec, axis: int, dims: Sequence[int | None], offset: str) -> AttentionSpec:
-    """The spec of one part, whose operands are cut along `dims`. Where it needs r * L, its last size is that, under the
+    """Spec of one part, whose operands are cut along `dims`. Where it needs r * L, its last size is that, under the
     name `offset`."""
     b = coord(f"b{axis}")
     moved = integers.add(b, size(offset))

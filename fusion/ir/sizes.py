@@ -17,13 +17,14 @@ _OPERATORS = {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}
 
 
 def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Values of `names` (sizes or coordinates) -> those of the expressions; compiled, since a call has microseconds."""
+    """Function from values of `names` (sizes or coordinates) to those of the expressions; compiled, since a call has
+    microseconds."""
     texts = "".join(f"{_python(expr, list(names))}, " for expr in exprs)
     return eval(f"lambda s: ({texts})")  # the text holds integers and indices only
 
 
 def extents_function(spec: AttentionSpec) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Values of `spec.sizes` -> (batch sizes.., n_q, n_k, d, d_v)."""
+    """Function from values of `spec.sizes` to (batch sizes.., n_q, n_k, d, d_v)."""
     return size_function((*spec.batch, spec.n_q, spec.n_k, spec.d, spec.d_v), spec.sizes)
 
 
@@ -39,7 +40,7 @@ def _python(expr: Expr, names: list[str]) -> str:
 
 
 def size_value(expr: Expr, sizes: Mapping[str, Any]) -> Any:
-    """The value of a size expression; that of a constant or of one of the sizes may be symbolic."""
+    """Value of a size expression; that of a constant or of one of the sizes may be symbolic."""
     if expr.op in ("const", "size"):
         return expr.integer if expr.op == "const" else sizes[expr.name]
     return int(evaluate(expr, lambda leaf: torch.tensor(sizes[leaf.name])))
@@ -51,7 +52,7 @@ def leaves(
     load: Callable[[Expr], Any] | None = None,
     device: torch.device | None = None,
 ) -> Callable[[Expr], Any]:
-    """The leaves of `evaluate`: sizes by name, loads by a function of their own, and what else is known."""
+    """Leaves of `evaluate`: sizes by name, loads by a function of their own, and other known values."""
 
     def leaf(part: Expr) -> Any:
         if part.op == "size":

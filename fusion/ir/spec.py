@@ -1,4 +1,4 @@
-"""`AttentionSpec`: everything an emitter needs to know about one attention, and nothing about how it is scheduled.
+"""`AttentionSpec`: everything an emitter needs to know about one attention, and nothing about its schedule.
 
 For every batch coordinate b and query row i it defines
 
@@ -7,8 +7,8 @@ For every batch coordinate b and query row i it defines
     w[i, j] = weight(i, j) * exp(x[i, j] - m) * row_scale           m = max over j of x[i, j] and of the sinks
     row_sum = sum over j of exp(x[i, j] - m) + sum over sinks of exp(sink - m);  row_scale = 1 / row_sum by default
 
-with the normaliser SOFTMAX or SAFE_SOFTMAX, and `w = weight * x` with NONE (sigmoid attention and its kin). Where heads
-are mixed ("talking heads"), `Mixing` stands between the products and the softmax.
+with the normaliser SOFTMAX or SAFE_SOFTMAX, and `w = weight * x` with NONE (sigmoid attention and similar ones). Where
+heads are mixed ("talking heads"), `Mixing` stands between the products and the softmax.
 
 Any schedule of a spec computes this function.
 """
@@ -49,7 +49,7 @@ from fusion.ir.mixing import Mixing
 
 
 class Normalizer(enum.Enum):
-    """How scores become weights."""
+    """Function from scores to weights."""
 
     SOFTMAX = "softmax"
     """As `torch.softmax`: a row of nothing but -inf is NaN."""
@@ -63,12 +63,12 @@ class Normalizer(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A tensor that the kernel reads, as it stands in the graph; strides come at run time.
+    """A tensor of the graph that the kernel reads; strides come at run time.
 
     dtype: torch's name ("float32").
     name: for people, e.g. "k" or "bias".
     order: its dimensions from the slowest to the fastest in memory, which its gradient shares; () where no gradient is
-        asked for or the tensor is row-major.
+        needed or the tensor is row-major.
     """
 
     dtype: str
@@ -101,7 +101,7 @@ class Output:
 
 
 class Reduction(enum.Enum):
-    """What becomes of the values of a `FurtherOutput` along a coordinate."""
+    """Reduction of the values of a `FurtherOutput` along a coordinate."""
 
     NONE = "none"
     SUM = "sum"
@@ -111,12 +111,12 @@ class Reduction(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FurtherOutput:
-    """Something else that is made of the weights: the weights themselves, or a statistic of rows or keys.
+    """An auxiliary output: the weights themselves, or a statistic of rows or keys that is computed from them.
 
     value: an expression in WEIGHT, LOG_WEIGHT, b.., i, j and captured tensors, or in ROW_MAX, ROW_SUM, b.. and i. It
         must not depend on ROW_SUM in rows whose maximum is infinite.
-    reduction, over: how it is reduced over the coordinate `over`, "i" or "j"; NONE and "".
-    dims: the coordinates that are left, from the slowest to the fastest in memory: each batch coordinate, i and j once,
+    reduction, over: its reduction over the coordinate `over`, "i" or "j"; NONE and "".
+    dims: the remaining coordinates, from the slowest to the fastest in memory: each batch coordinate, i and j once,
         without `over`; "j" last where it is there, else "i".
     dtype: of the tensor; of statistics float32, or float64 where operands have it.
     """
@@ -144,12 +144,12 @@ class AttentionSpec:
     operands: tensors read; number 0 is Q, 1 is K, 2 is V (one tensor may be listed more than once).
     q, k, v: index of each operand dimension in (b.., i, c), (b.., j, c), (b.., j, e). An index may be read from another
         operand, as the block table of a paged cache is: one whose values are known to be within the dimension.
-    k_value, v_value: what is multiplied where that is made from what is stored (a quantised cache): FLOAT expressions
+    k_value, v_value: the multiplied value where it is computed from a stored one (a quantised cache): FLOAT expressions
         in the same coordinates, whose loads are of K (V) and of scales, zero points, tables. None: the element itself.
     score, weight, sinks, row_scale: see above; `row_scale` is an expression in ROW_MAX, ROW_SUM, b.. and i.
-    mixing: how heads are mixed; None where each stands for itself.
-    among: of how many keys the n_k of a row are, where the last batch coordinate is the query and each has a set of its
-        own, which k and v are read through; None elsewhere. No kernel needs it.
+    mixing: the sums over heads; None without them.
+    among: the number of keys from which the n_k of a row are selected, where the last batch coordinate is the query and
+        each query has a separate set, through which k and v are read; None elsewhere. No kernel needs it.
     dtype: dtype of the products in the model ("float32", "bfloat16", "float16").
     """
 
@@ -193,7 +193,7 @@ class AttentionSpec:
         return f"attention[{batch}, {self.n_q} x {self.n_k}, d={self.d}/{self.d_v}, {self.dtype}]: {self.formula()}"
 
     def formula(self, names: Mapping[int, str] | None = None) -> str:
-        """The score program and normaliser as mathematics. names: of the operands, by default their own."""
+        """The score program and normaliser as mathematics. names: of the operands, by default those of the spec."""
         from fusion.ir.printing import to_text
 
         names = names or self.names
@@ -217,17 +217,17 @@ class AttentionSpec:
 
     @property
     def names(self) -> dict[int, str]:
-        """Those of the operands, by number."""
+        """Names of the operands, by number."""
         return {number: operand.name for number, operand in enumerate(self.operands)}
 
     def programs(self) -> tuple[Expr, ...]:
-        """What is computed for each score and weight."""
+        """Expressions that are computed for each score and weight."""
         mixed = () if self.mixing is None else (self.mixing.scored, self.mixing.weighted)
         return (self.score, self.weight, *mixed)
 
     @property
     def scales_rows(self) -> bool:
-        """Whether rows are scaled by something else than one over their sum."""
+        """Whether rows have another scale than one over their sum."""
         return self.row_scale not in (None, node("div", (ONE, ROW_SUM), Kind.FLOAT))
 
     @property
@@ -238,19 +238,19 @@ class AttentionSpec:
 
     @property
     def values(self) -> tuple[Expr | None, Expr | None, Expr | None]:
-        """What is multiplied in the place of an element of Q, K and V; None where it is the element."""
+        """Multiplied values of Q, K and V; None where it is the element."""
         return None, self.k_value, self.v_value
 
     @property
     def stored(self) -> tuple[Operand, ...]:
-        """The operands that are narrower than anything is computed in: those in float8, and K and V in integers."""
+        """Operands that are narrower than the dtypes of the computation: those in float8, and K and V in integers."""
         return tuple(
             o for n, o in enumerate(self.operands) if o.dtype.startswith("float8") or n < 3 and o.kind is Kind.INT
         )
 
     @property
     def tables(self) -> tuple[int, ...]:
-        """The numbers of the operands that Q, K and V are read through."""
+        """Numbers of the operands that Q, K and V are read through."""
         indices = [index for access in (self.q, self.k, self.v) for index in access]
         indices += [index for part in loads(*filter(None, self.values)) for index in part.args]
         return tuple(sorted({part.operand for part in loads(*indices)}))
@@ -261,29 +261,29 @@ class AttentionSpec:
         return tuple(coord(f"b{axis}") for axis in range(len(self.batch)))
 
     def access(self, number: int) -> tuple[tuple[Expr, ...], Expr, Expr]:
-        """How operand 0, 1 or 2 is indexed, and the coordinates of its rows and columns."""
+        """Index of operand 0, 1 or 2, and the coordinates of its rows and columns."""
         return ((self.q, I, C), (self.k, J, C), (self.v, J, E))[number]
 
     def element(self, number: int) -> Expr:
-        """What is multiplied of operand 0, 1 or 2, a FLOAT expression."""
+        """Multiplied value of operand 0, 1 or 2, a FLOAT expression."""
         index, value = self.access(number)[0], self.values[number]
         return load(number, index, Kind.FLOAT) if value is None else value
 
     def describe(self, expr: Expr, names: Mapping[int, str] | None = None) -> str:
-        """An expression of this spec with its operands' names."""
+        """Text of an expression of this spec with its operands' names."""
         from fusion.ir.printing import to_text
 
         return to_text(expr, names or self.names)
 
     def describe_further(self, further: FurtherOutput, names: Mapping[int, str] | None = None) -> str:
-        """A further output in words, e.g. "sum over keys of w * w"."""
+        """Text of an auxiliary output, e.g. "sum over keys of w * w"."""
         value = self.describe(further.value, names)
         if not further.over:
             return f"{value} per row" if "j" not in further.dims else value
         return f"{further.reduction.value} over {'keys' if further.over == 'j' else 'queries'} of {value}"
 
     def heads_per_key(self, heads: int, axis: int = -1) -> int:
-        """The group size of grouped queries: how many values of a batch coordinate (the last) share keys."""
+        """The group size of grouped queries: the number of values of a batch coordinate (the last) that share keys."""
         last = coord(f"b{len(self.batch) - 1 if axis < 0 else axis}")
         divisors: set[int] = set()
 
@@ -308,16 +308,16 @@ class AttentionSpec:
     def mapped(
         self, change: Callable[[Expr], Expr], of_keys: Callable[[Expr], Expr] | None = None, **given: Any
     ) -> AttentionSpec:
-        """With every expression changed: `of_keys` those that say where K and V are read, `change` all others. given:
-        what stands in the place of changed fields."""
+        """Spec with every expression changed: by `of_keys` the index maps and values of K and V, by `change` all
+        others. given: new values of other fields."""
         changes: dict[str, Callable[[Expr], Expr]] = dict.fromkeys(("k", "k_value", "v", "v_value"), of_keys or change)
         names = [field.name for field in fields(self) if field.name not in given]
         changed = {name: records.mapped(getattr(self, name), changes.get(name, change)) for name in names}
         return replace(self, **changed, **given)
 
     def to_json(self) -> str:
-        """The whole spec as text, JSON but for its quotes, which are ' (`fusion.ir.records`): what the op carries
-        through graphs, caches and processes."""
+        """The complete spec as text, JSON but for its quotes, which are ' (`fusion.ir.records`): the form in which the
+        op carries it through graphs, caches and processes."""
         return records.to_json(self)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Derivatives of an attention, described as functions of their own.
+"""Derivatives of an attention, described as functions.
 
-An attention takes operands to results: its output, and its further outputs. A derivative is made of it by steps, each
-of which makes a function of the one before:
+An attention takes operands to results: its output, and its auxiliary outputs. A derivative is built from it by steps,
+each of which turns one function into another:
 
     Tangents    (inputs, a tangent for each marked input)       to    the tangent of every result
     Gradients   (inputs, a gradient for each marked result)     to    the gradient of every marked input
@@ -24,7 +24,8 @@ Item = TypeVar("Item")
 
 
 class Place(NamedTuple):
-    """What a tensor is, or what it is a tangent or gradient of: an operand, or a result (number 0: the output)."""
+    """Meaning of a tensor, or of the tensor that it is a tangent or gradient of: an operand, or a result (0: the
+    output)."""
 
     is_operand: bool
     number: int
@@ -32,7 +33,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tangents:
-    """The tangent of every result. inputs: which inputs have one."""
+    """Tangent of every result. inputs: which inputs have one."""
 
     inputs: Marks
 
@@ -42,7 +43,7 @@ class Tangents:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The gradient of each input that `inputs` marks. results: for which results a gradient is given."""
+    """Gradient of each input that `inputs` marks. results: for which results a gradient is given."""
 
     inputs: Marks
     results: Marks
@@ -59,7 +60,7 @@ def marked(items: Sequence[Item], marks: Marks) -> list[Item]:
 
 
 def signature(spec: AttentionSpec, steps: Sequence[Step]) -> tuple[list[Place], list[Place]]:
-    """(what the inputs of a derivative are, what its results are)."""
+    """(meanings of the inputs of a derivative, meanings of its results)."""
     inputs = [Place(True, number) for number in range(len(spec.operands))]
     results = [Place(False, number) for number in range(1 + len(spec.further))]
     for step in steps:
@@ -71,7 +72,7 @@ def signature(spec: AttentionSpec, steps: Sequence[Step]) -> tuple[list[Place], 
 
 
 def to_text(steps: Sequence[Step]) -> str:
-    """Steps as the operator carries them."""
+    """Steps as text, for the operator."""
     return "; ".join(map(str, steps))
 
 

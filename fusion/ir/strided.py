@@ -17,7 +17,7 @@ def is_strided(index: Sequence[Expr], variables: Sequence[Expr]) -> bool:
 
 
 def strided(tensor: Tensor, index: Sequence[Expr], variables: Sequence[Expr], extents: Sequence[int]) -> Tensor:
-    """The view [extents of the variables] of what a tensor has at an index of which `is_strided` holds."""
+    """View [extents of the variables] of a tensor's elements at an index for which `is_strided` holds."""
     parts = [integers.terms(part) for part in index]
 
     def step(*monomial: Expr) -> int:

@@ -1,13 +1,13 @@
-"""What a map of a mask's tiles holds, and how a tile is looked up in it.
+"""Format of the map of a mask's tiles, and the lookup of a tile in it.
 
-Where a mask is data (padding, document numbers, a mask tensor), which tiles it leaves alive is found by a pass over
-that data before the attention, once for all heads, layers and calls that use it. The map is a summed-area table: for
-cells of CELL_ROWS queries by CELL_KEYS keys,
+Where a mask is data (padding, document numbers, a mask tensor), its live tiles are found by a pass over that data
+before the attention, once for all heads, layers and calls that use it. The map is a summed-area table: for cells of
+CELL_ROWS queries by CELL_KEYS keys,
 
     table[b.., r, c, 0] = number of cells (r' < r, c' < c) with a live score
     table[b.., r, c, 1] = number of cells (r' < r, c' < c) with a score that is not fully live
 
-so that four numbers tell of any rectangle, whatever tile a kernel works in, how many of the cells that it touches are
+so that for any rectangle, whatever tile a kernel works in, four numbers give how many of the cells that it touches are
 live, and how many need the mask. A mask that is the same for all queries has a single row of cells.
 """
 
@@ -28,7 +28,7 @@ HARD = -1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapSpec:
-    """A map to be made.
+    """Specification of a map.
 
     sizes: names of run-time sizes, in the order in which the op receives their values.
     batch: extents of the map's own batch coordinates b0, b1, ...
@@ -57,7 +57,7 @@ class MapSpec:
         return [*batch, cells + 1, (n_k + CELL_KEYS - 1) // CELL_KEYS + 1, 2]
 
     def to_json(self) -> str:
-        """The map as text: what the op carries."""
+        """Map as text, for the op."""
         return records.to_json(self)
 
     @staticmethod
@@ -68,7 +68,8 @@ class MapSpec:
 
 
 def lookup(operand: int, batch: tuple[Expr, ...], rows: bool) -> tuple[Expr, Expr]:
-    """(live, mixed): how many cells under the tile i0..i1 x j0..j1 are, by the table in an operand at coordinates."""
+    """(live, mixed): the numbers of such cells under the tile i0..i1 x j0..j1, by the table in an operand at
+    coordinates."""
     columns = [integers.floordiv(J0, CELL_KEYS), integers.add(integers.floordiv(J1, CELL_KEYS), 1)]
     lines = [integers.integer(0), integers.integer(1)]
     if rows:

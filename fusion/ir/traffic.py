@@ -1,4 +1,4 @@
-"""How many bytes the elements of K and V take in memory: of packed ones less than a byte, and their scales besides."""
+"""Bytes of the elements of K and V in memory: less than one for packed elements, and including their scales."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bytes_of_rows(
 
     itemsize: bytes of an element of an operand.
     widths: extents of the columns.
-    sizes: of the call; others are taken to be any.
+    sizes: of the call; unknown ones are arbitrary.
     """
     if not rows:
         return 0.0
@@ -42,7 +42,7 @@ def bytes_of_rows(
 
 @functools.lru_cache(maxsize=1024)
 def _distinct(part: Expr, widths: tuple[tuple[Expr, int], ...], rows: int, sizes: tuple[tuple[str, int], ...]) -> int:
-    """How many elements a load reads for so many columns of so many keys of one head."""
+    """Number of elements that a load reads for so many columns of so many keys of one head."""
     places = {column: torch.arange(width) for column, width in widths} | {J: torch.arange(rows)[:, None]}
     known, zero = dict(sizes), torch.zeros((), dtype=torch.int64)
 
@@ -58,7 +58,7 @@ def _distinct(part: Expr, widths: tuple[tuple[Expr, int], ...], rows: int, sizes
 
 
 def _mixed(index: tuple[Tensor, ...] | list[Tensor], seed: int) -> Tensor:
-    """One number for an element's place, another for every other."""
+    """A number for an element's index that differs between indices."""
     total = torch.tensor(seed + 1)
     for entry in index:
         total = (total * 1000003 + entry) % (1 << 40)
@@ -71,7 +71,7 @@ def bytes_per_element(element: Expr, itemsize: Callable[[int], int], column: Exp
 
 
 def stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mapping[str, int]) -> float:
-    """The mean of bytes read per element of K and V, with what is read for each key besides."""
+    """Mean of the bytes read per element of K and V, with those read once per key included."""
     if not (d + d_v) * n_k:
         return 0.0
     of_keys = [r for r in loads(spec.score, spec.weight) if "j" in coordinates(r) and "i" not in coordinates(r)]

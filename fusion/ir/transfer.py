@@ -1,7 +1,7 @@
-"""Transfer functions of value ranges: how the range of a result follows from those of the arguments.
+"""Transfer functions of value ranges: from the ranges of the arguments to that of the result.
 
 Ends are Python numbers or, for one range per cell of a mask, tensors: integers and predicates are computed alike on
-both. Integers are not wrapped around here (`fusion.ir.ranges` does), and divisors are positive.
+both. Integers are not wrapped around in this module (`fusion.ir.ranges` does), and divisors are positive.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """low <= value <= high, or NaN where `nan`; low > high where it is nothing but NaN. Of a predicate: whether it must
-    be, and may be, true."""
+    """low <= value <= high, or NaN where `nan`; low > high where it is always NaN. For a predicate: whether it must be,
+    and may be, true."""
 
     low: Any
     high: Any
@@ -40,12 +40,12 @@ def greatest(*values: Any) -> Any:
 
 
 def rising(function: Callable[..., Any]) -> Transfer:
-    """Of a function that rises with each argument, or falls with none."""
+    """Transfer function of a function that rises with each argument, or falls with none."""
     return lambda *parts: Range(function(*(part.low for part in parts)), function(*(part.high for part in parts)))
 
 
 def by_ends(function: Callable[..., Any]) -> Transfer:
-    """Of a function of integers that is monotone in each argument, rising or falling."""
+    """Transfer function of an integer function that is monotone in each argument, rising or falling."""
 
     def transfer(*parts: Range) -> Range:
         values = [function(*ends) for ends in itertools.product(*((part.low, part.high) for part in parts))]
@@ -75,14 +75,14 @@ def selection(condition: Range, then: Range, otherwise: Range) -> Range:
 
 
 def truncation(x: Range) -> Range:
-    """To an integer; one beyond 64 bits becomes any."""
+    """Range after truncation to an integer; one beyond 64 bits becomes any."""
     fits = not x.nan and max(-x.low, x.high) < 2.0**63
     return Range(int(x.low), int(x.high)) if fits else Range(-(2**63), 2**63 - 1)
 
 
 def comparison(name: str) -> Transfer:
-    """By `lt`, `le`, `eq` or `ne`. Ends of tensors may be NaN, which compares false: a comparison with it may be true
-    unless ends that are numbers exclude that. NaN is unequal to everything."""
+    """Transfer function of `lt`, `le`, `eq` or `ne`. Ends of tensors may be NaN, which compares false: a comparison
+    with it may be true unless ends that are numbers exclude that. NaN is unequal to everything."""
 
     def transfer(a: Range, b: Range) -> Range:
         numbers = not (a.nan or b.nan)
@@ -102,13 +102,13 @@ def negation(a: Range) -> Range:
 
 
 def between(low: float, high: float) -> Transfer:
-    """Of a function whose finite arguments have a result in this range, and others perhaps none."""
+    """Transfer function of a function whose finite arguments have a result in this range, and others perhaps none."""
     return lambda *parts: Range(low, high, any(part.nan or max(-part.low, part.high) == math.inf for part in parts))
 
 
 def by_points(evaluate: Callable[..., torch.Tensor], *critical: float) -> Transfer:
-    """Of a function of floats that is monotone in each argument between the critical points: from its values at the
-    ends and there, in float64."""
+    """Transfer function of a float function that is monotone in each argument between the critical points: from its
+    values at the ends and there, in float64."""
 
     def points(part: Range) -> list[float]:
         inside = [x for x in critical if part.low <= x <= part.high]

@@ -1,4 +1,4 @@
-"""Whether products of a graph may go to oneDNN, and how many did."""
+"""Entry point: whether products of a graph may go to oneDNN, and how many did."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def settings(module: GraphModule, when: When) -> dict[str, Any]:
-    """Inductor's settings with which products of this graph, and of its backward, go to the library that is faster;
-    empty where all stay as they are. `"always"`: all products that can go to oneDNN do."""
+    """Inductor's settings under which products of this graph, and of its backward, go to the faster library; empty
+    where none do. `"always"`: all products that can go to oneDNN do."""
     if when == "never" or (when == "auto" and not _may_hold_products(module)):
         return {}
     if reason := products.lacks():
@@ -54,7 +54,7 @@ def _say_once(reason: str) -> None:
 @contextlib.contextmanager
 def noting(notes: list[str]) -> Iterator[None]:
     """Add to a report how many products of the graph that is compiled inside of the `with` are computed by oneDNN. They
-    are counted as Inductor counts, which repeats what it counted where it finds a graph in its cache."""
+    are counted with Inductor's counters, which it restores where it finds a graph in its cache."""
     before = counters["inductor"][COUNTED]
     yield
     if count := counters["inductor"][COUNTED] - before:

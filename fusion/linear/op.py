@@ -1,7 +1,7 @@
-"""`torch.ops.fusion.linear`: a product whose library is chosen where it runs.
+"""`torch.ops.fusion.linear`: a product whose library is chosen at run time.
 
-It stands in graphs whose gradients are traced. `chosen` says that oneDNN was chosen when the graph was compiled, as all
-sizes were known; otherwise the choice is taken by the sizes of the call.
+It occurs in graphs whose gradients are traced. `chosen` says that oneDNN was chosen when the graph was compiled, as all
+sizes were known; otherwise the sizes of the call decide.
 """
 
 from __future__ import annotations

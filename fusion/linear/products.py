@@ -1,4 +1,4 @@
-"""Products by oneDNN, in parts where their sums are deep."""
+"""Products by oneDNN, split into several calls where their sums are deep."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FEW = (2, 3)
 
 @functools.cache
 def lacks() -> str:
-    """Why no product of this torch may go to oneDNN; "" where they may."""
+    """Reason why no product of this torch may go to oneDNN; "" where they may."""
     if not torch.backends.mkl.is_available():
         return "torch is built without MKL, the library that oneDNN was compared with"
     return onednn.lacks()
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`. Operands may have any strides; of those that oneDNN
-    cannot read a copy is made, for this call."""
+    """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`. Operands may have any strides; one that oneDNN
+    cannot read is copied for this call."""
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
     if (part := width(x.shape[1])) == x.shape[1]:
@@ -45,7 +45,7 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.lru_cache(65536)
 def width(depth: int) -> int:
-    """How many terms of sums of `depth` terms one call is given, so that they are added in chains that are not long."""
+    """Number of terms per call for sums of `depth` terms, so that the chains of additions stay short."""
     count = 1
     while (part := -(-depth // count)) > CHAIN and _chain(part) > CHAIN:
         count += 1
@@ -53,9 +53,10 @@ def width(depth: int) -> int:
 
 
 def _chain(depth: int) -> float:
-    """The length of the chains in which oneDNN adds up so many terms, averaged over the terms.
+    """Length of the chains in which oneDNN adds up so many terms, averaged over the terms.
 
-    In float32 2**24 + 1 is 2**24: from a chain that begins with 2**24 the ones that follow are missing in the sum."""
+    In float32 2**24 + 1 is 2**24: a chain that begins with 2**24 loses the ones that follow.
+    """
     with plainly():
         x, w = torch.ones(2, 64, depth, dtype=torch.float32, device="cpu")
         w[:, 0] = 2.0**24
@@ -67,7 +68,7 @@ def _chain(depth: int) -> float:
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """Operations on tensors of ours, whatever the graph is compiled or run under."""
+    """Run operations on real tensors, whatever the graph is compiled or run under."""
     with (
         unset_fake_temporarily(),
         without_function_modes(),
@@ -79,7 +80,7 @@ def plainly() -> Iterator[None]:
 
 
 def copied(x: Tensor, w: Tensor) -> int:
-    """How many elements of the operands a product copies."""
+    """Number of elements of the operands that a product copies."""
     parts = width(x.shape[1]) < x.shape[1]
     left = parts or not x.is_contiguous()
     right = not w.mT.is_contiguous() and (parts or not w.is_contiguous())

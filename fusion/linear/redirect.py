@@ -1,4 +1,4 @@
-"""The pass: products of a graph below autograd become `fusion::linear` where that pays."""
+"""Pass that replaces products of a graph below autograd by `fusion::linear` where that pays."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ MANY = 1024
 
 
 class ProductsPass(CustomGraphPass):
-    """Sends float32 products on CPUs to the faster library. always: whichever that is.
+    """Sends float32 products on CPUs to the faster library. always: to oneDNN, whatever is faster.
 
-    Packages of AOTInductor stay as they are: they would need our operator where they run."""
+    Packages of AOTInductor stay unchanged: they would need our operator where they run.
+    """
 
     def __init__(self, always: bool) -> None:
         self.always, self.threads = always, torch.get_num_threads()
@@ -39,7 +40,7 @@ class ProductsPass(CustomGraphPass):
                     counters["inductor"][COUNTED] += 1
 
     def uuid(self) -> str:
-        """What results depend on beside the graph."""
+        """Key of everything but the graph that results depend on."""
         chosen = "always" if self.always else repr(speeds.of_threads(self.threads))
         return f"fusion, products {op.VERSION}, {self.threads} threads: {chosen}"
 
@@ -64,7 +65,7 @@ def is_large(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """x: [m, k] and w: [n, k], as values; left: [.., m, k], right: [.., k, n] and what is added to it, as nodes."""
+    """x: [m, k] and w: [n, k], as fake tensors; left: [.., m, k], right: [.., k, n] and the added tensor, as nodes."""
 
     x: Tensor
     w: Tensor
@@ -74,13 +75,13 @@ class _Product:
 
     @property
     def is_static(self) -> bool:
-        """Whether nothing is left to decide at run time."""
+        """Whether all sizes are known, and no choice is left for run time."""
         sizes = (*self.x.shape, *self.w.shape, *self.x.stride(), *self.w.stride())
         return all(isinstance(size, int) for size in sizes)
 
 
 def _product(node: Node) -> _Product | None:
-    """The product of a node that oneDNN can compute, else None."""
+    """Product of a node that oneDNN can compute, else None."""
     if len(node.args) != (3 if node.target is aten.addmm.default else 2) or "val" not in node.meta:
         return None
     arguments: list[Any] = list(node.args)
@@ -105,8 +106,8 @@ def _is_float32(value: Any) -> bool:
 
 
 def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
-    """Put `fusion::linear` in the place of a product. What is added to it and is no bias is added to its result, where
-    Inductor fuses it with what follows."""
+    """Replace a product by `fusion::linear`. An added tensor that is no bias is added to its result, where Inductor
+    fuses it with the operations that follow."""
 
     def call(value: Any, target: Any, *arguments: Any) -> Node:
         made = graph.call_function(target, arguments)

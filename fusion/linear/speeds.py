@@ -1,4 +1,4 @@
-"""Times of products by MKL and oneDNN on this processor, measured once and kept, and what follows from them."""
+"""Times of products by MKL and oneDNN on this processor, measured once and stored, and the choice between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ ALIKE, ENOUGH = 1.25, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Seconds of products, by rows and then by sizes, and of the copy of an element. threads: that ran them."""
+    """Seconds of products, by rows and then by sizes, and of the copy of an element. threads: number of threads that
+    ran them."""
 
     mkl: tuple[float, ...]
     onednn: tuple[float, ...]
@@ -63,11 +64,11 @@ class Speeds:
 
     @property
     def ever_pays(self) -> bool:
-        """Whether oneDNN is faster for some of the products that were measured."""
+        """Whether oneDNN is faster for some of the measured products."""
         return any(self.onednn_pays(*sizes, 0) for sizes in _measured())
 
     def rates(self) -> tuple[float, float]:
-        """flop/s of MKL and oneDNN in the largest product that was measured."""
+        """flop/s of MKL and oneDNN in the largest measured product."""
         flops = 2 * ROWS[-1] * math.prod(SIZES[-1])
         return flops / self.mkl[-1], flops / self.onednn[-1]
 
@@ -82,7 +83,7 @@ UNKNOWN = Speeds(mkl=_ONES, onednn=_ONES, copy=1.0, threads=0)
 
 
 def _place(grid: Sequence[int], at: int) -> tuple[int, float]:
-    """The interval of a grid that a number lies in, and how far in, by logarithms."""
+    """Interval of a grid that a number lies in, and its position in it, by logarithms."""
     at = min(max(at, grid[0]), grid[-1])
     low = max(0, next(i for i, value in enumerate(grid) if value >= at) - 1)
     return low, math.log(at / grid[low]) / math.log(grid[low + 1] / grid[low])
@@ -90,7 +91,7 @@ def _place(grid: Sequence[int], at: int) -> tuple[int, float]:
 
 @functools.lru_cache(65536)
 def onednn_pays(m: int, k: int, n: int, copied: int, threads: int) -> bool:
-    """Whether a product is to go to oneDNN; measured where that was never done for so many threads."""
+    """Whether a product goes to oneDNN; measured if that was never done for this number of threads."""
     return of_threads(threads).onednn_pays(m, k, n, copied)
 
 
@@ -99,7 +100,7 @@ known = Made()
 
 
 def of_threads(threads: int) -> Speeds:
-    """The speeds of this machine with so many threads, which must be those of this thread."""
+    """Speeds of this machine with a number of threads, which must be that of this thread."""
     return known.of(threads, functools.partial(_read_or_measured, threads))
 
 
@@ -119,8 +120,8 @@ def _read_or_measured(threads: int) -> Speeds:
 
 
 def _measured_by_one_thread() -> Speeds | None:
-    """Speeds on a machine that is so busy that several threads wait for each other: the libraries compare as they do
-    otherwise."""
+    """Speeds on a machine that is so busy that several threads wait for each other: the ratio of the libraries is the
+    same there."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -133,7 +134,7 @@ _SWITCHES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_")
 
 
 def _name(threads: int) -> str:
-    """The file of the speeds: what they depend on, as a name."""
+    """File name of the speeds, with everything that they depend on."""
     switches = sorted(item for item in os.environ.items() if item[0].startswith(_SWITCHES))
     found = machine()
     facts = [cpu.identity(), found.name, sorted(found.isa), found.cores, threads, "float32", torch.__version__]
@@ -143,7 +144,7 @@ def _name(threads: int) -> str:
 
 
 def measured(seconds: float) -> Speeds | None:
-    """Speeds as they are now, with the threads of this thread; None where runs are disturbed all the time."""
+    """Speeds measured now, with the threads of this thread; None where runs are disturbed all the time."""
     found: list[tuple[float, float]] = []
     deadline, count = time.perf_counter() + seconds, len(ROWS) * len(SIZES)
     with products.plainly():
@@ -160,7 +161,7 @@ def measured(seconds: float) -> Speeds | None:
 
 
 def _measured() -> Iterator[tuple[int, int, int]]:
-    """The sizes of the products that are measured."""
+    """Sizes of the products that are measured."""
     return ((m, k, n) for m in ROWS for k, n in SIZES)
 
 

@@ -1,4 +1,4 @@
-"""What every emitter needs of a spec and is an expression: decided here once, printed by each in its own way.
+"""Emitter-independent parts of a kernel, as expressions: decided once for all emitters, each of which prints them.
 
-What a mask says of a tile is asked of the mask itself (`MaskFacts.visits`, `MaskFacts.whole`).
+The state of a tile under a mask comes from the mask itself (`MaskFacts.visits`, `MaskFacts.whole`).
 """

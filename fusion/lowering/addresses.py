@@ -1,4 +1,4 @@
-"""Index expressions of rows in memory: how far rows and columns lie apart, as far as that is known before a call."""
+"""Index expressions of rows in memory: distances of rows and columns, as far as they are known before a call."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def along_lanes(part: Expr) -> list[int]:
 
 
 def lane_pattern(index: Expr, lanes: int) -> tuple[Expr, list[int]] | None:
-    """(what is the same for all lanes, what is added in each) of an index; None where that is not known."""
+    """(the part of an index that is the same for all lanes, the offset of each lane); None where that is not known."""
     same, own = {}, {}
     for monomial, coefficient in integers.terms(index).items():
         names = {name for atom in monomial for name in coordinates(atom)}

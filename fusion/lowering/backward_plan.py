@@ -1,4 +1,4 @@
-"""What the two backward kernels of a spec compute: which gradients, in which kernel, in what form.
+"""Division of a backward between the two kernels of a spec: the gradients of each kernel, and their form.
 
 Both kernels recompute scores S and weights P tile by tile from Q, K and the statistics of the forward, and dP = dO V^T.
 
@@ -6,12 +6,12 @@ Both kernels recompute scores S and weights P tile by tile from Q, K and the sta
                                                               are free of j
     role KEYS     lanes are keys, loops run over queries      dK += dS^T Q, dV += P^T dO;  everything else
 
-Where every batch element is one thread's, one kernel, whose lanes are keys, computes all (`fused`).
+Where each batch element belongs to one thread, one kernel, whose lanes are keys, computes all (`fused`).
 
 With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient of
-every load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP. Where rows are scaled by something
-else than one over their sum, P is what that makes of the weights, and D has a factor (`fusion.lowering.row_gradients`).
-What arrives at further outputs adds F to w dP, and its mean to D (`fusion.lowering.further_gradients`).
+every load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP. Where rows have another scale than
+one over their sum, P is the scaled weight, and D has a factor (`fusion.lowering.row_gradients`). Gradients of auxiliary
+outputs add F to w dP, and its mean to D (`fusion.lowering.further_gradients`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ lost: 0, or with a `row_scale` what `reference.gradients.of_rows` says; off: wha
 
 
 class LaneAxis(enum.Enum):
-    """Which rows the vector lanes of a kernel are."""
+    """Axis of the scores that runs along a kernel's vector lanes."""
 
     QUERIES = "queries"
     KEYS = "keys"
@@ -58,7 +58,7 @@ class LaneAxis(enum.Enum):
 
 
 class Form(enum.Enum):
-    """How the gradient of a load is collected."""
+    """Form in which the gradient of a load is collected."""
 
     PER_QUERY = "per query"  # the load does not depend on the key: a sum over keys, [b.., i]
     PER_KEY = "per key"  # it depends on the key but not on the query: a sum over queries, [b.., j]
@@ -79,7 +79,7 @@ class LoadGradient:
 
 
 class RowSum(NamedTuple):
-    """What a kernel adds up for each query, or for each key."""
+    """A sum that a kernel computes for each query, or for each key."""
 
     axis: LaneAxis
     of: Expr  # its gradient: a load, SCORE, or UPSTREAM for that of the program, dx
@@ -93,8 +93,8 @@ SUM_OF_WEIGHTS = SUM_OF_DX._replace(share=True)
 
 
 class TileProgram(NamedTuple):
-    """A score program, and what an element (i, j) contributes to gradients: of the program (UPSTREAM), of the raw score
-    in units of `programs.scale` (SCORE), and of loads."""
+    """A score program, and the contribution of an element (i, j) to gradients: of the program (UPSTREAM), of the raw
+    score in units of `programs.scale` (SCORE), and of loads."""
 
     program: Expr
     gradients: dict[Expr, Expr]
@@ -102,8 +102,8 @@ class TileProgram(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPlan:
-    """Facts that the kernels of a spec share. elements: where those of Q, K and V are, None where they are gathered
-    or computed."""
+    """Facts that the kernels of a spec share. elements: the index maps of Q, K and V, None where they are gathered or
+    computed."""
 
     spec: AttentionSpec  # its further outputs are those at which a gradient arrives
     programs: ScorePrograms
@@ -117,29 +117,29 @@ class BackwardPlan:
     adds_mean: bool  # whether what centred keys lack in the gradient of Q is not 0: see `centring`
 
     def writes(self, number: int) -> bool:
-        """Whether kernels write the gradient of Q, K or V where it belongs: no element is read twice."""
+        """Whether kernels write the gradient of Q, K or V directly to its place: no element is read twice."""
         found = self.elements[number]
         return found is not None and found.apart
 
     def corrects(self, needs: Sequence[bool]) -> bool:
-        """Whether the rounding of D is taken out of sums over the keys: they are long, it would not average out."""
+        """Whether the rounding of D is corrected in sums over the keys: they are long, it would not average out."""
         wanted = self.adds_mean and needs[0] or any(needs[entry.operand] for entry in self.loads)
         return normalized(self.spec) and wanted
 
     def alone(self, entry: LoadGradient) -> bool:
-        """Whether nothing meets in an element of this gradient but the inner batch elements, all of them: the last of
-        these can write it where it belongs, in the operand's dtype. A mask may skip a tile of some of them alone."""
+        """Whether only the inner batch elements, all of them, contribute to an element of this gradient: the last of
+        these can write it to its place, in the operand's dtype. A mask may skip a tile of some of them alone."""
         once = sum(other.operand == entry.operand for other in self.loads) == 1
         named = set().union(*map(coordinates, entry.load.args))
         alike = self.spec.mask is None and not any(f"b{axis}" in named for axis in self.inner)
         return entry.form is Form.DENSE and once and entry.operand > 2 and (alike or not self.inner)
 
     def of(self, forms: Collection[Form], needs: Sequence[bool]) -> tuple[LoadGradient, ...]:
-        """The loads whose gradients a kernel collects that collects these forms."""
+        """Loads whose gradients have one of these forms."""
         return tuple(entry for entry in self.loads if entry.form in forms and needs[entry.operand])
 
     def sums(self, forms: Collection[Form], needs: Sequence[bool]) -> tuple[RowSum, ...]:
-        """The sums of a kernel that collects these forms, with those for the correction."""
+        """Sums of a kernel that collects these forms, with those for the correction."""
         found = {form: self.of({form} & set(forms), needs) for form in (Form.PER_QUERY, Form.PER_KEY)}
         per_key = [RowSum(LaneAxis.KEYS, entry.load) for entry in found[Form.PER_KEY]]
         per_query = [RowSum(LaneAxis.QUERIES, entry.load) for entry in found[Form.PER_QUERY]]
@@ -153,7 +153,7 @@ class BackwardPlan:
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    """Why there are no backward kernels for this spec, or None."""
+    """Reason why there are no backward kernels for this spec, or None."""
     if (reason := row_gradients.unsupported(spec)) is not None:
         return reason
     if rounds(spec):
@@ -168,8 +168,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan:
-    """The plan of a spec, whose further outputs are those at which a gradient arrives; the gradients of all float loads
-    are in it, whether needed or not. everywhere: keys that the mask hides are seen, too."""
+    """Plan of a spec, whose auxiliary outputs are those at which a gradient arrives; the gradients of all float loads
+    are in it, whether needed or not. everywhere: keys that the mask hides are visited, too."""
     programs = score_programs(spec, folded=True)
     further = further_gradients(spec, len(spec.operands) + 1)  # they are read after operands and dO
     read = loads(spec.score, spec.weight, *(f.value for f in spec.further))
@@ -199,8 +199,8 @@ def _sum(total: Expr, term: Expr) -> Expr:
 
 
 def _gradients(program: Expr, scale: float, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:
-    """Gradients through the score program and, for loads, through the weight program. x is scale * program. Of the
-    score's gradient the factor is left to the end of the sums that it enters."""
+    """Gradients through the score program and, for loads, through the weight program. x is scale * program. The factor
+    of the score's gradient is applied at the end of the sums that it enters."""
     found = of_score(program, wanted)
     if scale != 1.0:
         found |= {load: apply("fmul", found[load], const(scale)) for load in wanted if found[load] is not ZERO}
@@ -218,7 +218,7 @@ def _form(load: Expr) -> Form:
 
 
 def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
-    """An operand that is read in several ways has one buffer: per thread, unless all reads are dense along one
+    """Equal forms for all loads of an operand, which has one buffer: per thread, unless all reads are dense along one
     dimension."""
     kinds: dict[int, set[tuple[Form, int | None]]] = {}
     for entry in gradients:
@@ -229,8 +229,8 @@ def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
 
 
 def column_dimension(load: Expr) -> int | None:
-    """The dimension that is the key plus something free of i and j, where another is linear in i alone, so that no two
-    (i, j) meet in an element; else None."""
+    """Dimension whose index is the key plus a term free of i and j, where another is linear in i alone, so that no two
+    (i, j) share an element; else None."""
     column = key_dimension(load)
     rows = [dim for dim, index in enumerate(load.args) if "i" in coordinates(index)]
     if column is None or len(rows) != 1 or column in rows:
@@ -240,7 +240,7 @@ def column_dimension(load: Expr) -> int | None:
 
 
 def _inner(spec: AttentionSpec, gradients: Sequence[LoadGradient]) -> tuple[int, ...]:
-    """Batch coordinates that do not tell the elements of every dense gradient apart."""
+    """Batch coordinates that do not occur in the index of every dense gradient."""
     bare = [
         {index.name for index in entry.load.args if index.op == "coord"}
         for entry in gradients

@@ -44,7 +44,7 @@ TANH_ERROR = 2.0**-11
 class MagnitudeBound:
     """|x - centre| <= slope * B + offset, for scores of magnitude B at most, but for fills: constants that some keys
     have in place of x, or added to it. fill: the largest of them relative to the centre; None without. finite: one of
-    them is finite, so that a row of nothing else has weights."""
+    them is finite, so that a row of fills alone has weights."""
 
     centre: float
     slope: float = 0.0
@@ -55,8 +55,8 @@ class MagnitudeBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedScores:
-    """When the scores of a spec are near a centre, and what its programs are there. exponents: what each program
-    becomes: (an exponent of 2 relative to the centre, plus a bias) times a unit."""
+    """Bound under which the scores of a spec are near a centre, and its programs there. exponents: for each program (an
+    exponent of 2 relative to the centre, plus a bias) times a unit."""
 
     centre: float  # in units of the programs' scale
     bound: float  # largest magnitude of a raw score for which they are
@@ -66,7 +66,8 @@ class BoundedScores:
 
 
 def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float = 0.0) -> BoundedScores | None:
-    """None where a program's range does not follow from that of the raw score. unit, bias: of the exponents."""
+    """Bounded form of a spec; None where a program's range does not follow from that of the raw score. unit, bias: of
+    the exponents."""
     factor, limit, found = scale * LOG2E, LARGEST_SCORE, []
     for program in programs:
         arguments: list[MagnitudeBound] = []
@@ -89,8 +90,8 @@ def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float 
 
 @functools.lru_cache(maxsize=256)
 def tanh_polynomial(error: float) -> tuple[float, ...]:
-    """Coefficients in x**2 of tanh(x) / x, of least degree that comes to `error` (absolute) for |x| <= TANH_NEAR. It
-    meets the function at Chebyshev's nodes; each degree gains a factor of 12."""
+    """Coefficients in x**2 of tanh(x) / x, of least degree with an absolute error of at most `error` for |x| <=
+    TANH_NEAR. It meets the function at Chebyshev's nodes; each degree gains a factor of 12."""
     x = np.linspace(1e-3, TANH_NEAR, 1000)
     for degree in range(1, 12):
         roots = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))
@@ -102,8 +103,8 @@ def tanh_polynomial(error: float) -> tuple[float, ...]:
 
 
 def _times(expr: Expr, factor: float, gain: float = 1.0) -> Expr:
-    """factor * expr for the operations that `_reach` knows, with constants folded and `tanh` as a polynomial. gain: by
-    how much errors of the result grow on the way to the exponent."""
+    """factor * expr for the operations that `_reach` knows, with constants folded and `tanh` as a polynomial. gain: the
+    growth of the result's errors on the way to the exponent."""
     inner, factor = _peel(expr, factor)
     if inner.op == "const":
         value = inner.value * factor
@@ -149,7 +150,7 @@ def _largest(reach: MagnitudeBound, radius: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """Bounds of FLOAT expressions. arguments: collects those of what `tanh` is applied to."""
+    """Bounds of FLOAT expressions. arguments: collects the bounds of the arguments of `tanh`."""
 
     scale: float
     arguments: list[MagnitudeBound]
@@ -204,7 +205,7 @@ def _is_constant(x: MagnitudeBound) -> bool:
 
 
 def _product(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
-    """By a constant. A fill stays one only if its sign does."""
+    """Bound of a product with a constant. A fill stays one only if its sign does."""
     if not _is_constant(x):
         x, y = y, x
     factor = x.centre
@@ -221,14 +222,14 @@ def _quotient(x: MagnitudeBound, y: MagnitudeBound) -> MagnitudeBound | None:
 
 
 def _tanh(x: MagnitudeBound) -> MagnitudeBound | None:
-    """|tanh x| <= |x|."""
+    """Bound of tanh: |tanh x| <= |x|."""
     if x.fill is not None or math.isinf(x.centre):
         return None
     return MagnitudeBound(centre=0.0, slope=x.slope, offset=x.offset + abs(x.centre))
 
 
 def _rounded(x: MagnitudeBound) -> MagnitudeBound:
-    """To a narrower type: by less than a part in 100."""
+    """Bound after rounding to a narrower type, which changes a number by less than a part in 100."""
     offset = x.offset + (0.01 * abs(x.centre) if math.isfinite(x.centre) else 0.0)
     return replace(x, slope=1.01 * x.slope, offset=1.01 * offset)
 

@@ -1,4 +1,4 @@
-"""Rows that met no live key among those that a kernel visited."""
+"""Rows without a live key among the keys that a kernel visited."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusion.lowering.score_programs import is_tame
 
 
 def dead_rows_matter(spec: AttentionSpec) -> bool:
-    """Whether a row may be without a live key, and then need those that its mask lets a kernel skip."""
+    """Whether a row may be without a live key, and then need the keys that its mask lets a kernel skip."""
     return spec.mask is not None and spec.mask.skips and dead_rows_need_keys(spec) and not rows_live(spec)
 
 
@@ -26,7 +26,7 @@ def dead_rows_need_keys(spec: AttentionSpec) -> bool:
 
 def rows_live(spec: AttentionSpec) -> bool:
     """Whether each row is known to have a live key (key 0, or key i where there are as many queries as keys), with an
-    ordinary score, and the fill is beyond what these can be: dead keys have no weight in any row."""
+    ordinary score, and the fill is far below all such scores: dead keys have no weight in any row."""
     mask = spec.mask
     if mask is None or mask.full is None or not mask.fill < -1e30:
         return False

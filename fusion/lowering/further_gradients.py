@@ -1,12 +1,12 @@
-"""What the gradient needs of further outputs.
+"""Gradients that arrive at auxiliary outputs.
 
-With f the value of a further output and g what arrives at it, for a row, for a key or for each weight,
+With f the value of an auxiliary output and g its gradient, for a row, for a key or for each weight,
 
-    F_j = sum over further outputs of g df/dw          at the weight w_j, beside what the product with V gives
-    G   = sum over further outputs of g df/dL          at the log-sum-exp L of a row
+    F_j = sum over auxiliary outputs of g df/dw        at the weight w_j, beside that of the product with V
+    G   = sum over auxiliary outputs of g df/dL        at the log-sum-exp L of a row
     dx_j = w_j (dP_j + F_j - delta + G)                delta = sum over j of w_j (dP_j + F_j)
 
-which is a softmax's gradient: F is one more expression per score, and G is taken off delta, once per row.
+which is a softmax's gradient: F is one more expression per score, and G is subtracted from delta, once per row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _INFINITE = apply("feq", apply("abs", ROW_MAX), const(math.inf))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FurtherGradients:
-    """Expressions in WEIGHT, positions, what tensors hold, and the gradients that arrive.
+    """Expressions in WEIGHT, positions, loads of tensors, and the gradients that arrive.
 
     weight: F.
     log_sum: G, which is free of the key.
@@ -58,7 +58,8 @@ class FurtherGradients:
 
 
 def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
-    """Of all further outputs, none `unsupported`. What arrives at them is read as operands `first`, `first` + 1, ..."""
+    """Gradients of all auxiliary outputs, none of which is `unsupported`. Operands `first`, `first` + 1, ... are the
+    gradients that arrive at them."""
     totals: dict[Expr, Expr] = {}
     for number, further in enumerate(spec.further, first):
         arriving = load(number, tuple(map(coord, further.dims)), Kind.FLOAT)
@@ -66,18 +67,19 @@ def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
         for target, term in adjoints(_value(further), arriving, [WEIGHT, LOG_SUM, *reads]).items():
             totals[target] = totals[target] + term if target in totals else term
     weight, log_sum = (totals.pop(target, ZERO) for target in (WEIGHT, LOG_SUM))
-    kept = {target: term for target, term in totals.items() if term is not ZERO}
-    unseen = [substitute(term, {WEIGHT: ZERO}) for term in (weight, *kept.values())]
+    nonzero = {target: term for target, term in totals.items() if term is not ZERO}
+    unseen = [substitute(term, {WEIGHT: ZERO}) for term in (weight, *nonzero.values())]
     return FurtherGradients(
         weight=weight,
         log_sum=log_sum,
-        loads={target: FURTHER_UPSTREAM * term for target, term in kept.items()},
+        loads={target: FURTHER_UPSTREAM * term for target, term in nonzero.items()},
         everywhere=not _is_finite(unseen[0], first) or any(term is not ZERO for term in unseen[1:]),
     )
 
 
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
-    """Why kernels have no gradient of further outputs for the operands that `needs` marks (None: any), or None."""
+    """Reason why kernels have no gradient of auxiliary outputs for the operands that `needs` marks (None: any), or
+    None."""
     for further in spec.further:
         value = _value(further)
         if further.reduction not in (Reduction.NONE, Reduction.SUM):
@@ -98,18 +100,19 @@ def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str
 
 
 def left_out(spec: AttentionSpec) -> list[tuple[FurtherOutput, str]]:
-    """The further outputs at which gradients are left to the reference interpreter, with the reason."""
+    """Auxiliary outputs whose gradients are left to the reference interpreter, with the reason."""
     reasons = ((f, unsupported(replace(spec, further=(f,)), (False,) * len(spec.operands))) for f in spec.further)
     return [(further, reason) for further, reason in reasons if reason is not None]
 
 
 def _value(further: FurtherOutput) -> Expr:
-    """The value in log-sum-exps. Where these are infinite weights are NaN or nothing, whatever is taken off delta."""
+    """Value in log-sum-exps. Where these are infinite weights are NaN or zero, whatever is subtracted from delta."""
     return substitute(in_log_sums(further.value), {_INFINITE: FALSE})
 
 
 def _is_finite(expr: Expr, first: int) -> bool:
-    """Whether a value without WEIGHT is finite where all that arrives is; loads that vary with the key may not be."""
+    """Whether a value without WEIGHT is finite where all arriving gradients are; loads that vary with the key may not
+    be."""
     for part in walk(expr):
         if part.kind is not Kind.FLOAT:
             continue

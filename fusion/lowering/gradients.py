@@ -1,8 +1,8 @@
-"""Gradients that a backward computes, as expressions of what arrives at a score.
+"""Gradients of a backward, as expressions of the gradient that arrives at a score.
 
 The gradient of a load is a sum over all scores that read the same element. `summed_over` says which these are: a load
-that is free of the key is read by all scores of its row, and so on. What an emitter makes of that (sums in registers,
-atomic additions, a buffer per thread) is its own.
+that is free of the key is read by all scores of its row, and so on. The form of the sum (in registers, by atomic
+additions, in a buffer per thread) is left to the emitter.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def of_weight(program: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
 
 @functools.lru_cache(maxsize=1024)
 def adds_up_to_zero(spec: AttentionSpec) -> bool:
-    """Whether the gradients of a row's raw scores do so in exact arithmetic. Those of its weights' exponents do, where
-    the weights add up to one. A score's is that times a number of the row, or 0 where its weight is 0 whatever the
-    others are: a fill of any other value than -inf may have one."""
+    """Whether the gradients of a row's raw scores add up to zero in exact arithmetic. Those of its weights' exponents
+    do, where the weights add up to one. A score's is that times a number of the row, or 0 where its weight is 0
+    whatever the others are: a fill of any other value than -inf may have one."""
     if spec.normalizer is Normalizer.NONE or spec.sinks or spec.further or spec.mixing is not None:
         return False
     programs = score_programs(spec, folded=True)
@@ -82,8 +82,8 @@ def _passes_on(program: Expr, slope: Expr) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def rounds(spec: AttentionSpec) -> bool:
-    """Whether a gradient is rounded on its way through a cast to a coarser dtype than that of the products. Kernels
-    have it in units of their own and in parts, which round to other numbers."""
+    """Whether a gradient is rounded in a cast to a coarser dtype than that of the products. Kernels compute it in other
+    units and in parts, which round to other numbers."""
     wide = torch.finfo(getattr(torch, spec.dtype)).eps
     coarser = {name for dtype, name in ROUNDED.items() if torch.finfo(dtype).eps > wide}
     programs = (spec.score, spec.weight, *spec.sinks)
@@ -93,7 +93,7 @@ def rounds(spec: AttentionSpec) -> bool:
 
 
 def left_to_reference(spec: AttentionSpec) -> str | None:
-    """Why no kernel has gradients of a spec, whatever operand is asked for and wherever they arrive, or None."""
+    """Reason why no kernel has gradients of a spec, whichever operand needs one and wherever they arrive, or None."""
     if any(value is not None for value in spec.values):
         return "K or V is converted from a stored form"
     if spec.normalizer is Normalizer.ZERO_SOFTMAX:
@@ -113,9 +113,9 @@ def hides_nan(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
 
 
 def magnifies_rounding(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
-    """Whether a gradient that `needs` marks, and that is no sum over keys, is what arrives at a score times a fill, as
-    that of `t` in `where(keep, s, -1e4) * t`. What arrives must then be as exact as in eager mode, where it is 0 in
-    rows with a weight of 1."""
+    """Whether a gradient that `needs` marks, and that is no sum over keys, is the score's gradient times a fill, as
+    that of `t` in `where(keep, s, -1e4) * t`. The score's gradient must then be as exact as in eager mode, where it is
+    0 in rows with a weight of 1."""
     targets = [load for load in wanted_loads(needs, spec.score) if summed_over(load) in (Axes.NEITHER, Axes.QUERIES)]
     found = of_score(spec.score, targets)
     return any(_multiplies_by(found[load], lambda value: FILL <= abs(value) < math.inf) for load in targets)

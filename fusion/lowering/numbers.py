@@ -22,43 +22,43 @@ HUGE = 2.0**30
 def exponent_units(scale: float) -> tuple[float, float, float]:
     """(unit, limit, exact): the weight of a score x is exp2(x * unit - m * unit), for the maximum m, in units of
     `scale`. Where m is above the limit, m * unit is rounded by more than an exponent may be off: scores that are not
-    equal to m have no weight there, and the unit is a power of two, of which the products are exact."""
+    equal to m have no weight there, and the unit is a power of two, with which products are exact."""
     factor = scale * LOG2E
     return factor, HUGE / factor, min(1.0, 2.0 ** math.floor(math.log2(factor)))
 
 
 def is_moderate(scale: float) -> bool:
-    """Whether scores of ordinary size stay so where they are scaled later: overflow moves by 2**24 at most."""
+    """Whether ordinary scores stay so if they are scaled later: overflow moves by 2**24 at most."""
     return 2.0**-24 <= abs(scale) <= 2.0**24
 
 
 @functools.lru_cache(maxsize=4096)
 def decided(*exprs: Expr | None) -> frozenset[Expr]:
-    """The floats from which something is decided: those below a comparison, a rounding to integers, or of positions and
-    masks to a narrower dtype, where a unit in the last place changes all that follows. They are computed as they are
+    """Floats that decide something: those below a comparison, a rounding to integers, or a rounding of positions and
+    masks to a narrower dtype, where a unit in the last place changes everything that follows. They are computed as
     written."""
     deciding = [part for part in walk(*filter(None, exprs)) if is_step(part.op) or _rounds_the_same(part)]
     return frozenset(part for part in walk(*(arg for e in deciding for arg in e.args)) if part.kind is Kind.FLOAT)
 
 
 def _rounds_the_same(part: Expr) -> bool:
-    """Whether this rounds what is the same number in eager mode, and no score."""
+    """Whether a rounding applies to the same number as in eager mode, and to no score."""
     return part.op in ROUNDED.values() and not any(inner.op in ("score", "dot") for inner in walk(part))
 
 
 def in_float32(value: float) -> float:
-    """The number of float32 that is nearest."""
+    """Nearest number of float32."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def width(expr: Expr) -> int:
-    """A bound on all that an operation on INTs reads and makes: a remainder may be less than what it is of."""
+    """Upper bound of all INT arguments and results of an operation: a remainder may be less than its argument."""
     return max(map(magnitude, (expr, *(arg for arg in expr.args if expr.op in ("mod", "floordiv")))))
 
 
 @functools.lru_cache(maxsize=4096)
 def magnitude(expr: Expr) -> int:
-    """A bound on the absolute value of an INT expression, and of what it is computed from but for the argument of a
+    """Upper bound of the absolute value of an INT expression, and of its subexpressions except for the argument of a
     remainder; at least 2**63 where none is known."""
     low, high = interval(expr, {}, lambda load: (-(2**63), 2**63))
     inner = () if expr.op in ("load", "mod") else (arg for arg in expr.args if arg.kind is Kind.INT)
@@ -67,12 +67,12 @@ def magnitude(expr: Expr) -> int:
 
 def is_ordinary(expr: Expr, known: Mapping[Expr, Range]) -> bool:
     """Whether a value is a positive number of float32, neither denormal nor infinite, or NaN. known: ranges of leaves;
-    nothing is known of others."""
+    others are arbitrary."""
     found = range_of(expr, known.get)
     return found.low >= 2.0**-125 and found.high <= 2.0**127  # with room for the rounding of float32
 
 
 def shares(spec: AttentionSpec) -> dict[Expr, Range]:
-    """The range of a weight that is a share of its row, but for rounding."""
+    """Range of a weight that is a share of its row, but for rounding."""
     shares = spec.normalizer is not Normalizer.NONE and spec.row_scale is None
     return {WEIGHT: Range(0.0, 2.0, True)} if shares else {}

@@ -1,7 +1,7 @@
-"""The gradient of rows that are scaled by something else than one over their sum.
+"""Gradient of rows with another scale than one over their sum.
 
 With m and l the maximum and the sum of a row and u(m, l) one over its scale, the weights are w = exp(x - m) / u. Where
-the quotient does not depend on m but through exp(x - m) and l, as that of `exp(x) / (exp(x).sum() + eps)` does not,
+the quotient depends on m only through exp(x - m) and l, as that of `exp(x) / (exp(x).sum() + eps)` does,
 
     dx_j = w_j (dP_j - slope * sum over e of dO * O)          slope = du / dl, which is 1 for a softmax
 
@@ -30,37 +30,38 @@ _POINTS = 256
 
 
 def row_scale(spec: AttentionSpec) -> Expr:
-    """What rows are scaled by, in ROW_MAX, ROW_SUM and LOG_SUM."""
+    """Scale of rows, in ROW_MAX, ROW_SUM and LOG_SUM."""
     assert spec.row_scale is not None
     return in_log_sums(spec.row_scale)
 
 
 def in_log_sums(expr: Expr) -> Expr:
-    """An expression with LOG_SUM where that is meant."""
+    """Expression with LOG_SUM in the place of its formula."""
     return substitute(expr, {_LOG_SUM: LOG_SUM})
 
 
 def divisor(spec: AttentionSpec) -> Expr:
-    """u: what rows are divided by."""
+    """u: the divisor of rows."""
     scale = row_scale(spec)
     return scale.args[1] / scale.args[0] if scale.op == "div" else ONE / scale
 
 
 def slope(spec: AttentionSpec) -> Expr:
-    """du / dl, that through LOG_SUM included."""
+    """du / dl, including the part through LOG_SUM."""
     found = adjoints(divisor(spec), ONE, [ROW_SUM, LOG_SUM])
     return found[ROW_SUM] + found[LOG_SUM] * apply("exp", ROW_MAX - LOG_SUM)
 
 
 def lost_logarithms(row_max: torch.Tensor, row_sum: torch.Tensor) -> torch.Tensor:
-    """What the weights of rows are multiplied by to be exp(x - log-sum-exp), of which eager mode makes the gradient of
-    that: 1, but where the logarithm of the sum is lost beside a huge maximum."""
-    found = row_sum * torch.exp(row_max - (row_max + row_sum.log()))
-    return torch.where((found - 1).abs() < 2.0**-6, 1.0, found)
+    """Factor of the weights of rows that makes them exp(x - log-sum-exp), the gradient of which eager mode computes: 1,
+    except where the logarithm of the sum is lost beside a huge maximum."""
+    factor = row_sum * torch.exp(row_max - (row_max + row_sum.log()))
+    return torch.where((factor - 1).abs() < 2.0**-6, 1.0, factor)
 
 
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
-    """Why kernels have no gradient of the scale of rows for the operands that `needs` marks (None: any), or None."""
+    """Reason why kernels have no gradient of the scale of rows for the operands that `needs` marks (None: any), or
+    None."""
     if spec.row_scale is None:
         return None
     if any(load.kind is Kind.FLOAT and (needs is None or needs[load.operand]) for load in loads(spec.row_scale)):

@@ -1,15 +1,15 @@
-"""The end of a row: its maximum and sum with the sinks, and what its output is multiplied by.
+"""Epilogue of a row: its maximum and sum with the sinks, and the factor of its output.
 
 A kernel leaves its loop over the keys with `KEY_MAX`, the largest score of a row, `KEY_SUM`, the sum of exp(score -
-KEY_MAX), and the output for these weights. `row_epilogue` says what is left to be computed, in order.
+KEY_MAX), and the output for these weights. `row_epilogue` lists the remaining computations, in order.
 
-The weights of a softmax are the same whatever is subtracted in their exponents. So where the program sees nothing else
-of a row, KEY_MAX may be any number near its largest score, and pass over NaN. Where it sees the maximum or the sum
+The weights of a softmax are the same whatever is subtracted in their exponents. So where the program reads nothing else
+of a row, KEY_MAX may be any number near its largest score, and ignore NaN. Where it reads the maximum or the sum
 (`fusion.ir.results.keeps_ends`) KEY_MAX is the largest score, NaN where one is.
 
-Rows without a live key, of which KEY_MAX is -inf and KEY_SUM is 0: a softmax is NaN there, as exp(-inf - -inf) is. With
-the default factor that is 0 * (1 / 0), and needs no rule. A safe softmax is 0. Of `Normalizer.ZERO_SOFTMAX` a row is 0
-wherever the factor is NaN, which is the emitters' to see to: their output may be NaN as well.
+Rows without a live key, whose KEY_MAX is -inf and KEY_SUM is 0: a softmax is NaN there, as exp(-inf - -inf) is. With
+the default factor that is 0 * (1 / 0), and needs no rule. A safe softmax is 0. A row of `Normalizer.ZERO_SOFTMAX` is 0
+wherever the factor is NaN, which emitters have to handle: their output may be NaN as well.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def log_weight(x: Expr) -> Expr:
 
 
 def weight(spec: AttentionSpec) -> Expr:
-    """A weight before the weight program, in SCORE, ROW_MAX and ROW_SUM: for kernels that meet scores once more."""
+    """A weight before the weight program, in SCORE, ROW_MAX and ROW_SUM: for kernels that compute scores once more."""
     if spec.normalizer is Normalizer.NONE:
         return spec.score
     base = ROW_MAX

@@ -1,5 +1,4 @@
-"""What a spec's score program becomes in a kernel: a scale that costs nothing, the variant for full blocks, and what
-must be guarded.
+"""Score programs as kernels compute them: with a scale that costs nothing, a variant for full blocks, and guards.
 
 A constant positive factor around the score is not multiplied in but goes into the exponential, which multiplies by
 log2(e) anyway: `where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c.
@@ -22,14 +21,14 @@ _MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorePrograms:
-    """The variants of a score program, in units of a scale.
+    """Variants of a score program, in units of a scale.
 
-    masked: the whole program
+    masked: the complete program
     full: the program where every key is live, or None where it is the same
     scale: the score is scale * program
     guarded: scores can be infinite or huge (`numbers.HUGE`), for whole rows
-    fills: (constant in units of `scale`, constant) of the finite constants that do not come back from these units as
-        they were, be it that they are rounded or that they lie beyond float32 there and were brought to its end
+    fills: (constant in units of `scale`, constant) of the finite constants that change in a conversion to these units
+        and back, because they are rounded or because they lie beyond float32 there and were clamped to its end
     """
 
     masked: Expr
@@ -40,8 +39,8 @@ class ScorePrograms:
 
 
 def score_programs(spec: AttentionSpec, folded: bool = False) -> ScorePrograms:
-    """The variants of a spec's program. folded: constants are folded first, and any product with one gives its factor,
-    not only that of the score: rounds differently from the original in the last place."""
+    """Variants of a spec's program. folded: constants are folded first, and any product with one gives its factor, not
+    only that of the score: rounds differently from the original in the last place."""
     score, full = spec.score, None if spec.mask is None else spec.mask.full
     if folded:
         kept = decided(score, full)
@@ -153,7 +152,7 @@ def may_overflow(expr: Expr) -> bool:
 
 
 def _divided(expr: Expr, scale: float, folded: bool) -> Expr | None:
-    """The program in units of the factor that `_factor` found; None where rows without a live key would change."""
+    """Program in units of the factor that `_factor` found; None where rows without a live key would change."""
     if expr is SCORE:
         return expr
     if is_dead(expr):

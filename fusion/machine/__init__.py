@@ -1,4 +1,4 @@
-"""Facts about processors, stated once: `processors` says what is known of one, `cpu` and `gpus` have the facts."""
+"""Facts about processors, stated once: `processors` defines their form, `cpu` and `gpus` have the facts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = [
 
 
 def machine(name: str | Machine | None = None) -> Machine:
-    """The machine of that name ("cpu", or None, is the one this runs on; "cuda" its GPU); a `Machine` is returned as
-    it is.
+    """Machine of that name ("cpu", or None, is the one this runs on; "cuda" its GPU); a `Machine` is returned
+    unchanged.
 
     Raises UnknownMachineError, which lists the valid names.
     """

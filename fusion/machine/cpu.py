@@ -1,4 +1,4 @@
-"""Reads the CPU that this process runs on: caches, width and instruction set from the operating system."""
+"""Facts about the CPU that this process runs on: caches, width and instruction set from the operating system."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = {
 
 
 def limit() -> str:
-    """The value of FUSION_MAX_ISA; empty where it is not set. Raises OptionError."""
+    """Value of FUSION_MAX_ISA; empty where it is not set. Raises OptionError."""
     value = os.environ.get("FUSION_MAX_ISA", "").lower()
     if value and value not in LIMITS:
         raise OptionError(f"FUSION_MAX_ISA={value} names no instruction set; use one of {', '.join(LIMITS)}, or none")
@@ -65,7 +65,7 @@ def _linux_caches() -> dict[str, int]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """What /proc/cpuinfo says of the first processor; empty where there is none."""
+    """Fields of /proc/cpuinfo for the first processor; empty where there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -75,14 +75,15 @@ def _cpuinfo() -> dict[str, str]:
 
 @functools.cache
 def identity() -> list[str]:
-    """What a compiler's choice of instructions depends on: maker, model and flags; empty where that is not known."""
+    """Properties that a compiler's choice of instructions depends on: maker, model and flags; empty where they are
+    unknown."""
     fields = _cpuinfo()
     known = [fields.get(name, "") for name in ("vendor_id", "cpu family", "model", "flags")]
     return known if all(known) else []
 
 
 def _linux_cpu() -> tuple[str, set[str], float]:
-    """Model name and flags from /proc/cpuinfo, and the clock in Hz (0 where nothing says it)."""
+    """Model name and flags from /proc/cpuinfo, and the clock in Hz (0 where it is not stated)."""
     fields = _cpuinfo()
     if not fields:
         return platform.processor() or platform.machine(), set(), 0.0
@@ -93,8 +94,8 @@ def _linux_cpu() -> tuple[str, set[str], float]:
 
 
 def _clock(fields: dict[str, str]) -> float:
-    """The highest clock, or (virtual machines tell only what it is now) about the present one: plans, and with them the
-    last bits of results, are the same in every process."""
+    """The highest clock, or (virtual machines state only the present one) about the present one: plans, and with them
+    the last bits of results, are the same in every process."""
     try:
         return float(Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text()) * 1e3
     except (OSError, ValueError):

@@ -42,7 +42,7 @@ from fusion.machine.processors import Machine, with_cores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What all GPUs of one compilation target have in common.
+    """Limits that all GPUs of one compilation target share.
 
     shared_memory: bytes that one program may use.
     products: flop of matrix units per clock and core, half precision with float32 sums.
@@ -87,7 +87,7 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> Architecture:
-    """The limits of an architecture; of one that is not listed those of the next older one of its maker.
+    """Limits of an architecture; for one that is not listed those of the next older one of its maker.
 
     Raises UnknownMachineError where there is none.
     """
@@ -99,7 +99,7 @@ def architecture(name: str) -> Architecture:
 
 
 def _number(name: str) -> int:
-    """An architecture's place among those of its maker: gfx numbers have a hexadecimal end."""
+    """Position of an architecture among those of its maker: gfx numbers have a hexadecimal end."""
     found = re.match(r"gfx(?P<gfx>[0-9a-f]+)|sm_(?P<sm>\d+)", name)
     if found is None:
         return -1
@@ -205,8 +205,8 @@ def of_target(target: str) -> Machine:
 
 
 def of_device(index: int | None = None) -> Machine:
-    """The machine that a CUDA or ROCm device is: a named one by what its driver calls it, with as many cores as it has,
-    or what its properties say. Raises UnknownMachineError where there is no device."""
+    """Machine of a CUDA or ROCm device: a named one by its driver's name, with its number of cores, or one from its
+    properties. Raises UnknownMachineError where there is no device."""
     import torch
 
     if not torch.cuda.is_available():

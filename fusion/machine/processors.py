@@ -1,4 +1,4 @@
-"""What the planner knows of a processor: memory levels, arithmetic and special-function rates.
+"""The planner's model of a processor: memory levels, arithmetic and special-function rates.
 
 A `Machine` comes from the system it runs on (`Machine.detect()`), or from a table of published figures or a driver's
 answers (`fusion.machine.gpus`).
@@ -51,14 +51,14 @@ class Machine:
     vector_bytes: width of a vector register (CPU) or of a warp's word (GPU: 4 bytes a lane).
     isa: of CPUs, instruction-set flags in the spelling of Linux ("avx512f", "amx_bf16", "neon"); of GPUs, those of
         `fusion.machine.gpus.Architecture`.
-    architecture: what GPU kernels are compiled for ("sm_90", "gfx942").
+    architecture: compilation target of GPU kernels ("sm_90", "gfx942").
     matrix_flops: (dtype, flop/s) pairs, a multiply-add counted as two.
     exp_rate: exponentials/s.
     launch: s for starting one kernel.
     clock: Hz, of CPUs.
     shared_memory: bytes that one program of a GPU may use.
     registers: bytes of registers per core of a GPU.
-    additions: bytes/s of float32 numbers that a GPU's programs are known to add to memory; 0 where nothing is.
+    additions: measured bytes/s of float32 numbers that a GPU's programs add to memory; 0 where unknown.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Machine:
 
     @property
     def interpreted(self) -> bool:
-        """Whether this is Triton's interpreter, which stands for a GPU where there is none."""
+        """Whether this is Triton's interpreter, which replaces a GPU where there is none."""
         return self.architecture == "interpreter"
 
     @property
@@ -142,13 +142,13 @@ def _this() -> Machine:
 
 
 def with_cores(base: Machine, cores: int) -> Machine:
-    """The same machine using only `cores` of its cores: rates and unshared bandwidths shrink in proportion."""
+    """Machine with only `cores` of its cores in use: rates and unshared bandwidths shrink in proportion."""
     cores = max(1, min(cores, base.cores))
     return base if cores == base.cores else of_such_cores(base, cores)
 
 
 def of_such_cores(base: Machine, cores: int) -> Machine:
-    """A machine of so many of these cores, which may be more than there are."""
+    """Machine with so many of these cores, which may be more than there are."""
     share = cores / base.cores
     levels = tuple(
         level if level.shared else replace(level, bandwidth=level.bandwidth * share) for level in base.levels

@@ -1,10 +1,10 @@
-"""A kernel proves itself before its first use.
+"""Proof of a kernel before its first use.
 
-Validation (`fusion.validation`) compares an attention with its spec, and ends there. Every new text of a kernel runs
-here once, on small made-up operands beyond the edges of its blocks, beside the reference interpreter of its spec: each
-result and each gradient has to follow the rule for numbers. The verdict is kept by the text in the process, and on disk
-that it is right. A kernel that fails is not used: its attention is left to the inner compiler, or, where it was made
-during a call, to the reference interpreter.
+Validation (`fusion.validation`) compares an attention with its spec, and ends there. The proof runs every new kernel
+text once, on small made-up operands beyond the edges of its blocks, beside the reference interpreter of its spec: each
+result and each gradient has to follow the rule for numbers. The verdict is cached by the text in the process, and, if
+positive, on disk. A kernel that fails is not used: its attention is left to the inner compiler, or, if the kernel was
+built during a call, to the reference interpreter.
 
     operands    made up, such that the contract of each holds
     trials      the sizes
@@ -55,14 +55,15 @@ _verdicts: Kept = Kept()
 class Proof:
     """Trials of the kernels of a spec on a type of device. Each of the methods raises KernelProofError.
 
-    Their arguments: a kernel that runs calls of all sizes as the one to be proved does, the sizes of a call that it is
-    made for, the edges of its blocks, and its text."""
+    Their arguments: a kernel that runs calls of all sizes as the one to be proved does, the sizes of the call that it
+    was built for, the edges of its blocks, and its text.
+    """
 
     spec: AttentionSpec
     device: str = "cpu"
 
     def results(self, kernel: Any, sizes: Sequence[int], edges: Edges, text: str) -> None:
-        """The output and the further outputs. kernel: see `emitter.Kernel`, or `TrainingKernel`."""
+        """Prove the output and the auxiliary outputs. kernel: see `emitter.Kernel`, or `TrainingKernel`."""
 
         def ours(operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
             if not hasattr(kernel, "outputs"):
@@ -76,8 +77,8 @@ class Proof:
     def gradients(
         self, kernel: Any, sizes: Sequence[int], edges: Edges, text: str, needs: tuple[bool, ...], places: Sequence[int]
     ) -> None:
-        """The gradients of the operands that `needs` marks. kernel: an `emitter.TrainingKernel`. places: the further
-        outputs at which gradients arrive."""
+        """Prove the gradients of the operands that `needs` marks. kernel: an `emitter.TrainingKernel`. places: the
+        auxiliary outputs at which gradients arrive."""
         run = functools.partial(_gradients, self.spec, kernel, needs, places)
         self._judged(f"gradients {needs} {places}\n{text}", functools.partial(self._problem, run, sizes, edges))
 
@@ -107,7 +108,7 @@ class Proof:
             raise KernelProofError(f"a kernel of {self.spec} computes something else than its spec: {verdict}")
 
     def _problem(self, run: Callable[..., Compared], sizes: Sequence[int], edges: Edges) -> str | None:
-        """The first fault, in words; None where there is none."""
+        """Text of the first fault; None where there is none."""
         with undisturbed.by_compilation(), undisturbed.by_autograd(), without_function_modes():
             for trial in sizes_of_trials(self.spec, sizes, edges):
                 try:
@@ -123,7 +124,7 @@ class Proof:
         return None
 
     def _of_trial(self, run: Callable[..., Compared], trial: Mapping[str, int]) -> str | None:
-        """None where one of some draws follows the rule."""
+        """Fault of one trial; None where one of some draws follows the rule."""
         found, dtype, positive = None, getattr(torch, self.spec.dtype), False
         for seed in range(DRAWS):
             compared = self._compared(run, trial, seed, positive)

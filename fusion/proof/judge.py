@@ -1,4 +1,5 @@
-"""Results of a kernel beside those of the reference interpreter, by the rule for numbers (`fusion.exactness`).
+"""Comparison of a kernel's results with those of the reference interpreter, by the rule for numbers
+(`fusion.exactness`).
 
 "Eager" is the interpreter in the dtype of the kernel's products, the reference that in float64. Elements count where
 the two are finite, or are the same infinity or NaN: eager may leave the range of its dtype where a kernel does not.
@@ -23,14 +24,14 @@ VANISHING = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Results by name, each by three ways."""
+    """Results by name, each computed in three ways."""
 
     ours: Mapping[str, Tensor]
     eager: Mapping[str, Tensor]
     exact: Mapping[str, Tensor]
 
     def problem(self, dtype: torch.dtype) -> str | None:
-        """The fault of ours, in words; None where there is none. dtype: of the products."""
+        """Text of the kernel's fault; None where there is none. dtype: of the products."""
         largest = max((_size(x) for x in self.exact.values()), default=0.0)
         for name, ours in self.ours.items():
             if (found := _problem(name, ours, self.eager[name], self.exact[name], dtype, largest)) is not None:
@@ -39,7 +40,7 @@ class Compared:
 
     @property
     def finite(self) -> float:
-        """The share of the elements that are numbers."""
+        """Share of the elements that are finite."""
         counts = [(int(x.isfinite().sum()), x.numel()) for x in self.exact.values()]
         return sum(n for n, _ in counts) / max(1, sum(n for _, n in counts))
 

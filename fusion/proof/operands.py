@@ -1,7 +1,7 @@
-"""Operands of a spec that are made up, such that every contract of theirs holds: they are as large as the spec's
-indices ask for, what is used as an index lies within what it is used on, and a map of tiles is that of the mask.
+"""Made-up operands of a spec that fulfil all of its contracts: they are as large as the spec's indices need, positions
+lie within the dimension that they index, and a tile map is that of the mask.
 
-Scores rise from key to key in some rows, by little or by much, and fall in others, so that the largest one is met
+Scores rise from key to key in some rows, by little or by much, and fall in others, so that the largest one occurs
 early, late, and again and again. Masks that are data leave some rows no key.
 """
 
@@ -30,12 +30,12 @@ _OF_TILES = ("tile_live", "tile_mixed")
 
 
 class NotMade(Exception):
-    """Operands that cannot be made up, and why."""
+    """The reason why operands cannot be made up."""
 
 
 class Operands:
-    """Those of one call. sizes: by name. positive: whether the tensors beside Q, K and V hold positive numbers alone:
-    those that are divided by, or of which a root is taken, mean nothing else."""
+    """Operands of one call. sizes: by name. positive: whether the tensors beside Q, K and V hold positive numbers
+    alone: divisors and arguments of roots mean nothing otherwise."""
 
     def __init__(self, spec: AttentionSpec, sizes: Mapping[str, int], seed: int, positive: bool = False):
         self.spec, self.sizes, self.positive = spec, sizes, positive
@@ -60,7 +60,7 @@ class Operands:
         self.made: dict[int, Tensor] = {}
 
     def tensors(self) -> list[Tensor]:
-        """In order. Raises NotMade."""
+        """Operands in order. Raises NotMade."""
         count = len(self.spec.operands)
         order = sorted(range(count), key=lambda number: self.map is not None and number == self.map.operand)
         for number in order:
@@ -80,7 +80,7 @@ class Operands:
         return self.made[number]
 
     def value(self, expr: Expr) -> Tensor:
-        """An expression at every place of the grid that it depends on."""
+        """Values of an expression at every place of the grid that it depends on."""
         return torch.as_tensor(evaluate(expr, leaves(self.sizes, self.grid, self._element)))
 
     def _element(self, part: Expr):
@@ -90,7 +90,7 @@ class Operands:
         return (lambda *index: wide[index]) if part.args else wide
 
     def _shape(self, number: int) -> list[int]:
-        """Just large enough for the indices that the spec uses."""
+        """Smallest shape with all indices that the spec uses."""
         shape = [1] * self.spec.operands[number].rank
         for read in self.reads[number]:
             for dim, index in enumerate(read.args):
@@ -121,7 +121,7 @@ class Operands:
         return any(x.operand == number for value in self.spec.values if value is not None for x in loads(value))
 
     def _mask(self, shape: list[int]) -> Tensor:
-        """Booleans: of every other row the first half is false, of every fifth all is."""
+        """Booleans: the first half of every other row is false, and all of every fifth."""
         made = torch.rand(shape, generator=self.draw, dtype=torch.float32) < 0.8
         if shape and len(shape) > 1:
             first = torch.arange(shape[-1]) < shape[-1] // 2
@@ -143,7 +143,7 @@ class Operands:
         return lengths
 
     def _raise_scores(self) -> None:
-        """Give the first column of Q the slope of its row, and that of K what rises."""
+        """Set the first column of Q to the slope of each row, and that of K to rising numbers."""
         (q, k), rises = (self.made[0], self.made[1]), RISE * self.extents[C] ** 0.5
         if not (q.is_floating_point() and k.is_floating_point()) or self.spec.operands[0] is self.spec.operands[1]:
             return
@@ -163,7 +163,7 @@ class Operands:
             first.copy_(ends.view(shape).expand(first.shape) + 0.1 * first.float())
 
     def _tile_map(self, read: Expr) -> Tensor:
-        """A table as `fusion.ir.tile_map` has it, of what the mask's predicates say of each score."""
+        """Table in the form of `fusion.ir.tile_map`, from the mask's predicates for each score."""
         assert self.spec.mask is not None
         parts = conjuncts(self.spec.mask.maybe_live)
         live: Tensor = torch.ones(1, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The sizes at which a kernel is tried: small ones, off the edges of its blocks, that the spec admits."""
+"""Sizes at which a kernel is tried: small ones, off the edges of its blocks, that the spec admits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOST_HEADS = 16
 
 
 def sizes_of_trials(spec: AttentionSpec, example: Sequence[int], edges: Edges) -> list[dict[str, int]]:
-    """Values of `spec.sizes`, by name. example: those of the call that the kernel is made for, which hold where a size
-    is none of the batch, the queries or the keys."""
+    """Values of `spec.sizes`, by name. example: those of the call that the kernel is built for, which hold for sizes
+    other than those of the batch, the queries and the keys."""
     known = dict(zip(spec.sizes, example, strict=True))
     *batch, n_q, n_k, _, _ = extents_function(spec)(example)
     for axis, (extent, size) in enumerate(zip(spec.batch, batch, strict=True)):
@@ -32,12 +32,12 @@ def sizes_of_trials(spec: AttentionSpec, example: Sequence[int], edges: Edges) -
 
 
 def _with_lengths(spec: AttentionSpec, known: Mapping[str, int], rows: int, keys: int) -> dict[str, int]:
-    """With so many queries and keys, where these are sizes of their own."""
-    found = dict(known)
+    """Sizes with so many queries and keys, where these are sizes without other uses."""
+    sizes = dict(known)
     for extent, length in ((spec.n_q, rows), (spec.n_k, keys)):
         if extent.op == "size" and not any(extent in (other, *other.args) for other in spec.batch):
-            found[extent.name] = length
-    return found
+            sizes[extent.name] = length
+    return sizes
 
 
 def _heads(spec: AttentionSpec, heads: int) -> int:

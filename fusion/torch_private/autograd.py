@@ -1,4 +1,4 @@
-"""Autograd: what it records, tangents of forward mode, and operators that are run below or as if above it."""
+"""Autograd: its records, tangents of forward mode, and operators that run below autograd or as if above it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _OF_RECORDING = (
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Inside, autograd and torch.func record although this is run by an operator, and no tangents that tensors have
-    outside are carried along. Without it, an operator could not make its gradient of a forward in torch."""
+    """Context in which autograd and torch.func record inside of an operator, and outer tangents are not propagated.
+    Without it, an operator could not compute its gradient from a forward in torch."""
     hidden = torch._C._dispatch_tls_local_exclude_set()
     for key in _OF_RECORDING:
         hidden = hidden.remove(key)
@@ -53,17 +53,17 @@ def below(operator: Any, keys: Any, arguments: Any) -> Any:
 
 
 def carrying_tangents(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """Inside, operators carry tangents along, or do not."""
+    """Context in which operators propagate tangents, or do not."""
     return forward_ad._set_fwd_grad_enabled(enabled)
 
 
 def carries_tangents() -> bool:
-    """Whether operators carry tangents along."""
+    """Whether operators propagate tangents."""
     return torch._C._is_fwd_grad_enabled()
 
 
 def is_within_dual_level() -> bool:
-    """Whether a level of `forward_ad` is open: only there have tensors tangents that it made."""
+    """Whether a level of `forward_ad` is open: only there have tensors tangents of `forward_ad`."""
     return forward_ad._current_level >= 0
 
 
@@ -79,8 +79,8 @@ def unpack_dual(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None
 
 @contextlib.contextmanager
 def dual_level() -> Iterator[None]:
-    """Level 0 of forward mode, the only one that there is; stays as it is where it is open. Levels of torch.func tell
-    their tangents apart."""
+    """Level 0 of forward mode, the only one that there is; unchanged where it is open. Levels of torch.func keep their
+    tangents apart."""
     level = None
     forward_ad._maybe_load_decompositions()  # the tangents of some gradients
     with contextlib.suppress(RuntimeError):  # it is open
@@ -104,8 +104,8 @@ def is_dual_level_open() -> bool:
 
 @contextlib.contextmanager
 def hooks_allowed() -> Iterator[None]:
-    """Inside, `torch.autograd.graph.saved_tensors_hooks` may be used, also where `disable_saved_tensors_hooks` forbids
-    them. Its ban holds again behind."""
+    """Context in which `torch.autograd.graph.saved_tensors_hooks` may be used, also where `disable_saved_tensors_hooks`
+    forbids them. The ban is restored afterwards."""
     hooks = torch._C._autograd
     banned = hooks._saved_tensors_hooks_get_disabled_error_message()
     hooks._saved_tensors_hooks_enable()

@@ -12,7 +12,7 @@ __all__ = ["CacheArtifact", "CacheArtifactFactory", "CacheArtifactManager", "cac
 
 
 def cache_dir() -> str:
-    """The directory of Inductor's files, made where it does not exist."""
+    """Directory of Inductor's files, created where it does not exist."""
     from torch._inductor.runtime import cache_dir_utils
 
     return cache_dir_utils.cache_dir()

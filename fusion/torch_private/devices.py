@@ -12,5 +12,5 @@ def init_amx() -> bool:
 
 
 def keep_busy(cycles: int) -> None:
-    """Let the current CUDA device wait. Without it, what the host needs to launch a kernel is in measured times."""
+    """Let the current CUDA device wait. Without it, measured times include the host's time to launch a kernel."""
     torch.cuda._sleep(cycles)

@@ -1,4 +1,4 @@
-"""Dynamo: its counters, its table of functions, and what it makes of a call."""
+"""Dynamo: its counters, its table of functions, and its variables for values and calls."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ SDPA = torch._C._nn.scaled_dot_product_attention
 
 
 def treat(function: Any, handler: Callable[..., Any]) -> None:
-    """Let Dynamo ask `handler(_, translator, *variables, **variables)` what a call is, where it has no way of its own.
+    """Let Dynamo ask `handler(_, translator, *variables, **variables)` for the result of a call, where it has no
+    handler yet.
 
-    Raises ImportError or AttributeError where the table is not where it was."""
+    Raises ImportError or AttributeError where the table is not where it was.
+    """
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     TorchInGraphFunctionVariable._get_handlers().setdefault(function, handler)
 
 
 def call_in_graph(translator: Any, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Write a call into Dynamo's graph; returns what Dynamo has of its result."""
+    """Write a call into Dynamo's graph; returns Dynamo's variable for its result."""
     from torch._dynamo.utils import proxy_args_kwargs
     from torch._dynamo.variables.builder import wrap_fx_proxy
 
@@ -40,7 +42,7 @@ def call_in_graph(translator: Any, function: Any, args: Sequence[Any], kwargs: d
 
 
 def backend_of(translator: Any) -> Any:
-    """The backend that Dynamo compiles for, without what torch wraps it in; None where it has none."""
+    """Backend that Dynamo compiles for, without torch's wrappers; None where it has none."""
     from torch._dynamo.eval_frame import innermost_backend
 
     backend = translator.output.compiler_fn
@@ -49,7 +51,7 @@ def backend_of(translator: Any) -> Any:
 
 
 def known(variable: Any) -> Any:
-    """A tensor without data, or a constant, in the place of what Dynamo has of it; else that itself."""
+    """Fake tensor or constant of a Dynamo variable; for any other variable the variable itself."""
     variable = variable.realize()
     if variable.is_tensor():
         return variable.as_proxy().node.meta.get("example_value")
@@ -57,7 +59,7 @@ def known(variable: Any) -> Any:
 
 
 def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function or module that `torch.compile` was given; any other function itself."""
+    """Function or module that was passed to `torch.compile`; any other function unchanged."""
     if isinstance(function, OptimizedModule):  # which has the mark of the function, too, on the module's `forward`
         return function._orig_mod
     return getattr(function, "_torchdynamo_orig_callable", function)

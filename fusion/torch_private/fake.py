@@ -1,4 +1,4 @@
-"""Tensors without data, and the mode that they belong to: what a graph is analysed with."""
+"""Fake tensors, and the mode that they belong to: the values of the analysis of a graph."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = [
 
 
 def mode_of(tensor: Any) -> FakeTensorMode | None:
-    """The mode of a tensor without data; None of anything else."""
+    """Mode of a fake tensor; None for any other value."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
 def shape_environment(value: Any) -> Any:
-    """The ShapeEnv (symbols and guards) of a tensor without data, or of a symbolic number; None of anything else."""
+    """ShapeEnv (symbols and guards) of a fake tensor, or of a symbolic number; None for any other value."""
     if isinstance(value, FakeTensor):
         return value.fake_mode.shape_env
     return getattr(getattr(value, "node", None), "shape_env", None)
 
 
 def without_guards() -> contextlib.AbstractContextManager[None]:
-    """Inside, what is asked of symbolic sizes is not asked of later calls."""
+    """Context in which questions about symbolic sizes add no guards."""
     mode = active_fake_mode()
     return contextlib.nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
 
@@ -47,17 +47,17 @@ def has_symbols(fake: FakeTensor) -> bool:
 
 
 def constant_of(fake: FakeTensor) -> torch.Tensor | None:
-    """The values, where torch follows them, which may decide what a call does."""
+    """Values of a fake tensor that torch knows, which may decide the operations of a call; else None."""
     return fake.constant
 
 
 def remember_item(fake: FakeTensor, item: Any) -> None:
-    """Let `fake.item()` be this symbol. Without it, each trace would make a new one that nothing is known of."""
+    """Let `fake.item()` be this symbol. Without it, each trace would make a new one without known properties."""
     fake.item_memo = item
 
 
 def real_object(value: Any) -> Any:
-    """A device mesh in the place of the stand-in that Dynamo makes of it; anything else as it is."""
+    """Device mesh behind Dynamo's stand-in for it; any other value unchanged."""
     from torch._library.fake_class_registry import FakeScriptObject
 
     return value.real_obj if isinstance(value, FakeScriptObject) else value

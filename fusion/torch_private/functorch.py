@@ -1,7 +1,7 @@
-"""Levels of torch.func: the calls that Dynamo's graphs have for them, and those that are open.
+"""Levels of torch.func: their calls in Dynamo's graphs, and the open levels.
 
-torch 2.11 and 2.13 write different functions into graphs for the same thing (one of `torch._C._functorch`, and one of
-Python around it). Here they are one.
+torch 2.11 and 2.13 write different functions into graphs for the same purpose (one of `torch._C._functorch`, and one of
+Python around it). This module treats them alike.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def allows_hooks(target: Any) -> bool:
 
 
 def asks_autograd(target: Any) -> bool:
-    """Whether a call asks autograd for gradients, as the function that `torch.func.vjp` returns does."""
+    """Whether a call computes gradients by autograd, as the function that `torch.func.vjp` returns does."""
     return _is_one(target, _ASK)
 
 
@@ -88,21 +88,21 @@ def is_of_levels(target: Any) -> bool:
 
 
 def of_vmap(target: Any) -> Any:
-    """The function behind a call that opens or closes a level of vmap, or puts a tensor on it, whose wrapper would be
-    traced; None of other calls."""
+    """Function behind a call that opens or closes a level of vmap, or puts a tensor on it, whose wrapper would be
+    traced; None for other calls."""
     return _BEHIND.get(id(target))
 
 
 def depth() -> int:
-    """The number of the innermost open level; -1 where there is none."""
+    """Number of the innermost open level; -1 where there is none."""
     level = torch._C._functorch.maybe_current_level()
     return -1 if level is None else level
 
 
 @contextlib.contextmanager
 def closed_on_error() -> Iterator[None]:
-    """Close the levels that are open where an error leaves the context and were not where it was entered. One that is
-    left open would be around whatever the process runs or compiles next."""
+    """Context that closes, on an error, the levels that were opened in it. An open level would affect everything that
+    the process runs or compiles next."""
     functions = torch._C._functorch
     before, moving = functions.get_dynamic_layer_stack_depth(), autograd.is_dual_level_open()
     recording, carrying = torch.is_grad_enabled(), autograd.carries_tangents()
@@ -132,5 +132,5 @@ def tangent_level() -> Iterator[int]:
 
 
 def taken_off(tensor: torch.Tensor, level: int) -> torch.Tensor:
-    """A tensor of a level outside of it."""
+    """Tensor behind a tensor of a level, outside of that level."""
     return torch._C._functorch._unwrap_for_grad(tensor, level)

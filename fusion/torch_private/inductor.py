@@ -1,4 +1,4 @@
-"""Inductor: its settings and passes, how it is called, and the Python code that it writes."""
+"""Inductor: its settings and passes, its entry points, and the Python code that it writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def compiled(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Callable[..., Any]:
-    """A graph compiled by Inductor. The settings hold for backward graphs too, which are compiled later."""
+    """Graph compiled by Inductor. The settings hold for backward graphs too, which are compiled later."""
     from torch._inductor.compile_fx import compile_fx
 
     run = cast("Callable[..., Any]", compile_fx(module, list(inputs), config_patches=settings))
@@ -38,7 +38,7 @@ def compiled(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any
 
 
 def settings_of_mode(mode: str) -> dict[str, Any]:
-    """The settings that `torch.compile(mode=...)` stands for. (`torch._inductor.list_mode_options`)"""
+    """Settings that `torch.compile(mode=...)` stands for. (`torch._inductor.list_mode_options`)"""
     from torch._inductor import list_mode_options
 
     return list_mode_options(mode)
@@ -52,8 +52,8 @@ def is_packaging() -> bool:
 
 
 def pre_grad_depth() -> int:
-    """How many graphs Inductor is in that call each other, the one at hand included, of passes before autograd; 0 out
-    of these. A pass is given its graph and nothing else, so this counts the frames of the function that goes down."""
+    """Number of nested graphs that Inductor is in, the present one included, during passes before autograd; 0 outside
+    of these. A pass gets only its graph, so this counts the frames of the recursive function."""
     depth, frame = 0, sys._getframe()
     while frame := frame.f_back:
         depth += frame.f_code.co_name == "_recursive_pre_grad_passes"
@@ -61,7 +61,7 @@ def pre_grad_depth() -> int:
 
 
 def hash_of_files(paths: Sequence[str]) -> str:
-    """A name for what is written in files, and for torch's version."""
+    """Hash of the contents of files, and of torch's version."""
     return get_hash_for_files(tuple(paths)).hex()
 
 
@@ -78,7 +78,7 @@ Write = Callable[[Any, Any], str]
 
 def write_with(operator: str, write: Write) -> None:
     """Let Inductor's Python code have other text for the calls of an operator ("torch.ops.fusion.x.default"); does
-    nothing with versions of torch that have no place for it."""
+    nothing with versions of torch that cannot be extended so."""
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
     except ImportError:
@@ -102,9 +102,9 @@ _unmatched: weakref.WeakSet[Graph] = weakref.WeakSet()
 
 
 def keep_attention_patterns_off(graph: Graph) -> None:
-    """Keep attention patterns off a graph. Inductor's pass is taught once to ask which graph it is given, so that
-    nothing has to be put back: neither after an error on the way to that pass nor for another thread's graph. Without
-    it, attentions that are left to Inductor would be matched by the class of an operation instead of its meaning."""
+    """Keep attention patterns off a graph. Inductor's pass is patched once to check its graph, so that nothing has to
+    be restored: neither after an error on the way to that pass nor for another thread's graph. Without it, attentions
+    that are left to Inductor would be matched by the class of an operation instead of its meaning."""
     from torch._inductor.fx_passes import joint_graph
 
     _unmatched.add(graph)
@@ -114,13 +114,13 @@ def keep_attention_patterns_off(graph: Graph) -> None:
 
 
 def _apply(patterns: Any, graph: Graph | GraphModule) -> int:
-    """`patterns.apply(graph)`, without attention patterns for graphs that they are kept off."""
+    """`patterns.apply(graph)`, without attention patterns for graphs that are marked so."""
     unmatched = getattr(graph, "graph", graph) in _unmatched
     return type(patterns).apply(_without_attention(patterns) if unmatched else patterns, graph)
 
 
 def _without_attention(full: Any) -> Any:
-    """A pass with all other patterns; runs after Inductor has registered them."""
+    """Pass with all other patterns; runs after Inductor has registered them."""
     filtered = copy.copy(full)
     filtered.patterns = type(full.patterns)(list)
     dropped = 0

@@ -12,8 +12,8 @@ from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Inside, no mode of the caller's (a default device, say) changes what is called. `torch.overrides` can add modes
-    only; without this, tensors of an analysis would come to lie on the caller's device."""
+    """Context in which no mode of the caller's (a default device, say) changes a call. `torch.overrides` can only add
+    modes; without this, tensors of an analysis would be created on the caller's device."""
     modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
     try:
         yield
@@ -23,11 +23,11 @@ def without_function_modes() -> Iterator[None]:
 
 
 def without_functions() -> contextlib.AbstractContextManager[None]:
-    """Inside, neither modes nor subclasses see uses of a tensor. Without it, reading the form of tensors in a trace
-    takes most of the time that copying a repeated call saves."""
+    """Context in which neither modes nor subclasses see uses of a tensor. Without it, reading the form of tensors in a
+    trace takes most of the time that copying a repeated call saves."""
     return torch._C.DisableTorchFunction()
 
 
 def is_watched() -> bool:
-    """Whether a profiler or a function mode is to see each operator that is called."""
+    """Whether a profiler or a function mode has to see each operator that is called."""
     return profiler._is_profiler_enabled or torch._C._is_torch_function_mode_enabled()

@@ -1,4 +1,4 @@
-"""oneDNN's product of matrices, which torch has for graphs that are frozen, on tensors that are not packed."""
+"""oneDNN's matrix product, which torch has for frozen graphs, on tensors that are not packed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["lacks", "may_run", "product", "product_and"]
 
 
 def lacks() -> str:
-    """Why this torch has no such product; "" where it has one."""
+    """Reason why this torch has no such product; "" where it has one."""
     if not torch.backends.mkldnn.is_available():
         return "torch is built without oneDNN"
     try:
@@ -22,15 +22,15 @@ def lacks() -> str:
 
 
 def may_run() -> bool:
-    """Whether oneDNN is switched on, and products are to be in float32. (The public names of both switches take some
+    """Whether oneDNN is switched on, and products have to be in float32. (The public names of both switches take some
     microseconds.)"""
     precision = torch._C._get_fp32_precision_getter("mkldnn", "matmul")
     return torch._C._get_mkldnn_enabled() and precision in ("none", "ieee")
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`, which is contiguous. `w` lies in rows or in columns
-    without gaps; with other strides it would take a hundred times as long. k is not 0."""
+    """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`, which is contiguous. `w` is dense by rows or by
+    columns; with other strides it would take a hundred times as long. k is not 0."""
     return torch.ops.mkldnn._linear_pointwise.default(x, w, bias, "none", [], "")
 
 

@@ -25,8 +25,8 @@ def schema(operator: OpOverload) -> torch.FunctionSchema:
 
 
 def is_impure(operator: OpOverload) -> bool:
-    """Whether calls may not be left out although nothing uses their results. Asked of the operator, since
-    `Node.is_impure` asks again for each call."""
+    """Whether calls may not be removed although their results are unused. Takes the operator, since `Node.is_impure`
+    computes it again for each call."""
     return torch._library.utils.is_impure(operator)
 
 
@@ -36,9 +36,10 @@ def has_kernel(operator: OpOverload, key: str) -> bool:
 
 
 def register_fake(library: torch.library.Library, name: str, shapes: Callable[..., Any], source: str) -> None:
-    """`torch.library.register_fake` without its search for the caller, which looks at every file that was imported.
+    """`torch.library.register_fake` without its search for the caller, which looks at every imported file.
 
-    name: with the namespace. source: the file that errors name."""
+    name: with the namespace. source: the file that errors name.
+    """
     held = torch._library.simple_registry.singleton.find(name).fake_impl
     library._registration_handles.append(held.register(shapes, source, library))
 

@@ -1,4 +1,4 @@
-"""Symbolic sizes: what is known of them, and the functions that their expressions are made of."""
+"""Symbolic sizes: their known properties, and the functions in their expressions."""
 
 from __future__ import annotations
 

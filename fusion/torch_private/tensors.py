@@ -1,4 +1,4 @@
-"""Tensors: memory, versions, and what wrappers and nested tensors are made of."""
+"""Tensors: memory, versions, and the components of wrappers and nested tensors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ empty_strided_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", publi
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place. Without it, a tensor that was changed would be taken for what it was."""
+    """Number of in-place changes of a tensor. Without it, a tensor that was changed would pass for unchanged."""
     return tensor._version
 
 
 def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same memory, also without data. (Addresses are 0 there.)"""
+    """Whether two tensors have the same memory, also fake ones. (Their addresses are 0.)"""
     return torch._C._is_alias_of(tensor, other)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, of a device or of the host. For the host's, torch has a type of error
-    that means anything: it is told by the allocator's name in the text."""
+    """Whether an error says that memory ran out, of a device or of the host. For the host's, torch raises a general
+    type of
+    error: it is recognised by the allocator's name in the text."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
@@ -47,18 +48,18 @@ def nested_parts(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def nested_size(nested: Any) -> tuple[Any, ...]:
-    """The sizes of a jagged nested tensor, without asking Dynamo for a guard."""
+    """Sizes of a jagged nested tensor, without a guard of Dynamo."""
     return nested._size
 
 
 def ragged_dim(nested: Any) -> int:
-    """The dimension of a jagged nested tensor whose length differs."""
+    """Dimension of a jagged nested tensor whose length differs."""
     return nested._ragged_idx
 
 
 def nested_like(values: torch.Tensor, other: Any) -> Any:
     """Values as a nested tensor of the sequences of another. `torch.nested.nested_tensor_from_jagged` would look for
-    the longest sequence again, and would not keep the length of one tensor for that of the other."""
+    the longest sequence again, and would not take the length of one tensor for that of the other."""
     from torch.nested._internal.nested_tensor import nested_view_from_values_offsets
 
     extremes = {"min_seqlen": other._maybe_min_seqlen, "max_seqlen": other._maybe_max_seqlen}

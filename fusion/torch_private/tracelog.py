@@ -6,12 +6,12 @@ import torch
 
 
 def is_on() -> bool:
-    """Whether somebody reads the log."""
+    """Whether the log is enabled."""
     return bool(torch._logging._internal.trace_log.handlers)
 
 
 def write(name: str, text: str) -> None:
-    """Add a text to the log, under a name. Does nothing where nobody reads it."""
+    """Add a text to the log, under a name. Does nothing where the log is not enabled."""
     torch._logging.trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text
     )

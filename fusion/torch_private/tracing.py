@@ -1,6 +1,6 @@
-"""Graphs and their traces: `make_fx` with proxies of our own making, and what Dynamo notes in graphs.
+"""Graphs and their traces: `make_fx` with custom proxies, and Dynamo's metadata in graphs.
 
-`torch.fx.experimental` has no underscore, but no promise either, so it is here as well.
+`torch.fx.experimental` has no underscore, but no promise either, so it is in this module as well.
 """
 
 from __future__ import annotations
@@ -46,62 +46,63 @@ def current_tracer() -> Any:
 
 
 def with_tracer(tracer: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, operators are traced below autograd and the levels of torch.func, and not where the rest is."""
+    """Context in which operators are traced below autograd and the levels of torch.func, and no longer above them."""
     return ProxyTorchDispatchMode(tracer, "fake")
 
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Inside, nothing is traced. (Taking the trace's mode off and putting it back, as `disable_proxy_modes_tracing`
-    does, clears the caches of all operators.)"""
+    """Context in which nothing is traced. (Taking the trace's mode off and putting it back, as
+    `disable_proxy_modes_tracing` does, clears the caches of all operators.)"""
     with torch._C._ExcludeDispatchKeyGuard(_PRE_DISPATCH), torch._C.DisableTorchFunction():
         yield
 
 
 def written(tracer: Any, kind: str, target: Any, args: Any, kwargs: Any) -> Proxy:
-    """Write a call into the traced graph, of values that are traced. kind: "call_function" or "call_method"."""
+    """Write a call with traced arguments into the traced graph. kind: "call_function" or "call_method"."""
     return tracer.create_proxy(kind, target, *tree_map(tracer.unwrap_proxy, (args, kwargs)))
 
 
 def track(value: Any, proxy: Proxy, tracer: Any) -> Any:
-    """The value, of which the trace knows from now on that the proxy stands for it."""
+    """Value that the proxy stands for in the trace from now on."""
     return track_tensor_tree(value, proxy, constant=None, tracer=tracer)
 
 
 def stand_for(tensor: torch.Tensor, node: Node, tracer: Any) -> None:
-    """`track` for one tensor, without looking for what it contains."""
+    """`track` for one tensor, without looking for components."""
     set_proxy_slot(tensor, tracer, _ProxyTensor(Proxy(node, tracer), None))
 
 
 def node_of(tensor: Any, tracer: Any) -> tuple[Node, torch.Tensor | None] | None:
-    """The node that stands for a tensor, and its values where the trace knows them; None for an unknown tensor."""
+    """Node that stands for a tensor, and its values where the trace knows them; None for an unknown tensor."""
     held = tracer.tensor_tracker.get(tensor)
     return None if held is None else (held.proxy.node, held.constant)
 
 
 def lazy_module(root: torch.nn.Module | Mapping[str, Any], graph: Graph) -> GraphModule:
-    """A module whose Python code is written when it is called."""
+    """Module whose Python code is generated when it is called."""
     with _use_lazy_graph_module(True):
         return _make_graph_module(root, graph)
 
 
 def reparametrized(module: torch.nn.Module, state: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Inside, a module has other parameters and buffers: `torch.func.functional_call` around more than one call."""
+    """Context in which a module has other parameters and buffers: `torch.func.functional_call` around more than one
+    call."""
     return _reparametrize_module(module, dict(state))
 
 
 def current_node(interpreter: torch.fx.Interpreter, node: Node) -> contextlib.AbstractContextManager[None]:
-    """Inside, what is traced has the annotations of a node that an interpreter runs."""
+    """Context in which traced nodes get the annotations of a node that an interpreter runs."""
     return interpreter._set_current_node(node)
 
 
 def rename(node: Node, name: str) -> None:
-    """Give a node a name, or one like it where that is taken."""
+    """Give a node a name, or a similar one where that is taken."""
     node._rename(name)
 
 
 def updated(program: ExportedProgram, module: GraphModule, signature: ExportGraphSignature) -> ExportedProgram:
-    """An exported program with another graph, and state, dynamic shapes and verifiers as they were."""
+    """Exported program with another graph, and unchanged state, dynamic shapes and verifiers."""
     return program._update(module, signature)
 
 
@@ -111,8 +112,9 @@ def is_plain(graph: Graph) -> bool:
 
 
 def is_lifted(node: Node) -> bool:
-    """Whether a node reads a tensor that was made while its graph was traced or exported, and that nobody else holds:
-    a constant. A parameter or buffer is read as such a tensor is, so it is told by the name that torch gives it."""
+    """Whether a node reads a constant: a tensor that was created while its graph was traced or exported, without other
+    references. Parameters and buffers are read in the same way, so constants are recognised by the name that torch
+    gives."""
     return node.op == "get_attr" and str(node.target).startswith(("_tensor_constant", "lifted_tensor", "_lifted"))
 
 
@@ -122,8 +124,8 @@ def has_source(node: Node) -> bool:
 
 
 def user_path(node: Node) -> str:
-    """The names by which the user's code reads an input of Dynamo's graph, e.g. "self.attn.bias" where the source is
-    "L['self']._modules['attn']._buffers['bias']"; "" where nothing says."""
+    """Names by which the user's code reads an input of Dynamo's graph, e.g. "self.attn.bias" where the source is
+    "L['self']._modules['attn']._buffers['bias']"; "" where it has no source."""
     name: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
     parts = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", str(name() if callable(name) else name))
     names = [first or second for first, second in parts]
@@ -131,12 +133,12 @@ def user_path(node: Node) -> str:
 
 
 def user_name(node: Node) -> str:
-    """The last name of `user_path`, with an index behind it, as in "tables_0"."""
+    """Last name of `user_path`, with an index behind it, as in "tables_0"."""
     *_, last = parts = user_path(node).split(".")
     return "_".join(parts[-2:]) if last.isdigit() else last
 
 
 def carry_source(origin: Node, target: Node) -> None:
-    """Let an input come from where another does. Without it, AOTAutograd does not know parameters from inputs."""
+    """Copy the source of one input to another. Without it, AOTAutograd does not know parameters from inputs."""
     if has_source(origin):
         target._dynamo_source = origin._dynamo_source  # type: ignore[attr-defined]

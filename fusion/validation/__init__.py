@@ -1,9 +1,9 @@
-"""Validation: does a spec compute what the graph computes? Asked of every attention before it is put in place.
+"""Validation: does a spec compute the same function as the graph? Applied to every attention before it is replaced.
 
-The analysis (`passes`) does algebra and index arithmetic; nothing here trusts either. The graph's own operations are
+The analysis (`passes`) does algebra and index arithmetic; validation trusts neither. The graph's own operations are
 replayed on a sample of elements (`replay`, `operations`, `layouts`), over made-up tensors (`samples`); the spec's
 programs are evaluated on the same sample (`program`); results and gradients are compared by one rule (`tolerance`).
-What is known of the mask is checked against its predicate (`mask_check`).
+Facts about the mask are checked against its predicate (`mask_check`).
 """
 
 from fusion.validation import assembled, operations, products  # noqa: F401  (they fill the table of `replay`)

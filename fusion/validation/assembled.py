@@ -1,4 +1,4 @@
-"""How operations are replayed that pick elements of tensors, put tensors together, or make them."""
+"""Replay of operations that pick elements of tensors, join tensors, or create them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _assembled(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
 
 
 def _joined(replay: Replay, node: Node, run: Any, args: dict[str, Any], dim: int, index: Index, rank: int) -> Tensor:
-    """Elements of what `run` makes of tensors by putting them together along one dimension. torch says which elements
-    these are: it is run on the numbers of elements along that dimension alone."""
+    """Elements of the result of `run`, which joins tensors along one dimension. torch says which elements these are:
+    `run` is called on the numbers of elements along that dimension alone."""
     pieces, count = [], 0
 
     def numbers(tensor: Node) -> Tensor:

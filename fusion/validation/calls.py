@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 def compared(compiled: Callable[..., Any], module: GraphModule, fused: GraphModule) -> Callable[..., Any]:
-    """The compiled graph; where its first call differs from `module` in eager mode, `module` runs from then on. fused:
-    the graph that was compiled. One that draws random numbers cannot be compared, and is returned as it is."""
+    """Compiled graph; where its first call differs from `module` in eager mode, `module` runs from then on. fused: the
+    graph that was compiled. One that draws random numbers cannot be compared, and is returned unchanged."""
     if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in fused.graph.nodes):
         log.warning("the first call is not compared with eager: the graph draws random numbers")
         return compiled
@@ -52,7 +52,7 @@ def compared(compiled: Callable[..., Any], module: GraphModule, fused: GraphModu
 
 
 def _exact(module: GraphModule, arguments: Sequence[Any]) -> list[Tensor] | None:
-    """The result in float64; None where the graph asks for another dtype."""
+    """Result in float64; None where the graph asks for another dtype."""
     try:
         return in_float64(module, arguments, {})
     except Exception:
@@ -60,9 +60,10 @@ def _exact(module: GraphModule, arguments: Sequence[Any]) -> list[Tensor] | None
 
 
 def _difference(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None) -> str | None:
-    """How the outputs break the rule of `fusion.exactness`. Without float64, eager's error counts as 16 eps."""
+    """Text of an output's violation of the rule of `fusion.exactness`, or None. Without float64, eager's error counts
+    as 16 eps."""
     for number, (a, b) in enumerate(zip(ours, eager, strict=True)):
-        found = errors(a, b, b, condition=16) if exact is None else errors(a, b, exact[number])
-        if found.share > 1:
-            return f"output {number}: {found}"
+        comparison = errors(a, b, b, condition=16) if exact is None else errors(a, b, exact[number])
+        if comparison.share > 1:
+            return f"output {number}: {comparison}"
     return None

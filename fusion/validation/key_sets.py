@@ -1,7 +1,7 @@
-"""An attention over sets of keys against the same attention under a mask of all keys, on small tensors.
+"""Comparison of an attention over sets of keys with the same attention under a mask of all keys, on small tensors.
 
-That with the mask has been compared with the graph. Both forms are executed by the reference interpreter, on the
-operands that kernels are proved on: the mask is made of positions, as the graph makes it.
+The form with the mask has been compared with the graph. Both forms are executed by the reference interpreter, on the
+operands that kernels are proved on: the mask is computed from positions, as in the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALL = {"Nq": 5, "Nk": 13, "Nset": 6}
 
 
 def contradiction(gathered: Specified, hints: Mapping[str, int]) -> str | None:
-    """The difference between an attention over sets of keys and that with a mask that it was made of, or None."""
+    """Difference between an attention over sets of keys and its original with a mask, or None."""
     assert gathered.by_rows is not None
     with by_compilation(), torch.no_grad():
         operands = _operands(gathered, hints)
@@ -41,7 +41,7 @@ def contradiction(gathered: Specified, hints: Mapping[str, int]) -> str | None:
 
 
 def _small_sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
-    """Few queries and keys; of the batch, its last coordinate whole, because heads may be told apart by number."""
+    """Few queries and keys; the last coordinate of the batch in full, because its heads may differ by number."""
     values = part.example_sizes(hints)
     last = f"B{len(part.spec.batch) - 1 - (part.spec.among is not None)}"
     few = {name: min(value, 2) for name, value in values.items() if name.startswith("B") and name != last}
@@ -49,7 +49,7 @@ def _small_sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
 
 
 def _operands(gathered: Specified, hints: Mapping[str, int]) -> dict[Node, Tensor]:
-    """Operands of both forms, by node: positions that differ from each other, and masks made of them."""
+    """Operands of both forms, by node: positions that differ from each other, and masks computed from them."""
     assert gathered.by_rows is not None
     dense, positions = gathered.by_rows.dense, gathered.operands[gathered.by_rows.table]
     drawn = Operands(dense.spec, _small_sizes(dense, hints), seed=7).tensors()

@@ -1,4 +1,4 @@
-"""Where in its input an element of a view comes from, found out by running the operation itself.
+"""Index of a view's element in its input, computed by running the operation itself.
 
 Views are run on a tensor without data: torch's own strides and offset then say which element is which. Operations that
 copy elements along single dimensions (repeat, flip, roll) are run on the numbers of one dimension at a time.
@@ -39,8 +39,8 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None) -> Callable[[Index], Index] | None:
-    """The map from indices of a view to those of its input; None where the operation copies instead. run: the operation
-    on a tensor of `shape`. item: which of its results, where there are several."""
+    """Map from indices of a view to those of its input; None where the operation copies instead. run: the operation on
+    a tensor of `shape`. item: the number of the result, where there are several."""
     base = torch.empty(tuple(shape), dtype=torch.float32, device="meta")
     result = run(base)
     result = result if item is None else operator.getitem(result, item)
@@ -56,8 +56,8 @@ def of_view(run: Callable[[Tensor], Any], shape: Sequence[int], item: int | None
 def _entry(
     extent: int, stride: int, shape: Sequence[int], strides: Sequence[int], offset: int
 ) -> Callable[[Index], Tensor]:
-    """The index along one dimension (its extent and stride) of a packed tensor, from indices of a view of it. Only what
-    it depends on is read: an index that views broadcast would have the size of all others together."""
+    """Index along one dimension (its extent and stride) of a packed tensor, from indices of a view of it. Only the
+    indices that it depends on are read: one that views broadcast would have the size of all others together."""
     whole = max(extent, 1) * stride
     terms = [(k, s) for k, s in enumerate(strides) if shape[k] > 1 and s % whole]
     offset %= whole
@@ -77,15 +77,16 @@ def _entry(
 
 
 def along_dimensions(run: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Callable[[Index], Index]:
-    """Likewise for an operation that moves elements along each dimension by itself."""
+    """Map from indices of the result to those of the input, for an operation that moves elements along each dimension
+    separately."""
     tables = []
     for dim, extent in enumerate(shape):
         numbers = torch.arange(extent).view([-1 if k == dim else 1 for k in range(len(shape))])
         tables.append(_line(run(numbers), dim - len(shape)))
 
     def moved(index: Index) -> Index:
-        own = index[len(index) - len(shape) :]
-        return tuple(table[entry] for table, entry in zip(tables, own, strict=True))
+        last = index[len(index) - len(shape) :]
+        return tuple(table[entry] for table, entry in zip(tables, last, strict=True))
 
     return moved
 

@@ -1,4 +1,4 @@
-"""What is known of a mask, checked against its predicate on blocks of rows."""
+"""Check of the facts about a mask against its predicate on blocks of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAR = 1e4
 
 
 def contradiction(spec: AttentionSpec, sizes: Mapping[str, int]) -> str | None:
-    """What the mask's facts say that its predicate denies, in words; None where all hold."""
+    """Text of a contradiction between the mask's facts and its predicate; None where all hold."""
     return None if spec.mask is None else _MaskCheck(spec, sizes).contradiction()
 
 
@@ -60,7 +60,7 @@ class _MaskCheck:
         return evaluate(expr, leaves(self.sizes, self.known, self._load))
 
     def _load(self, part: Expr):
-        """Made-up elements: of the same index the same."""
+        """Made-up elements, equal for equal indices."""
 
         def load(*index: Tensor) -> Tensor:
             number = torch.zeros((), dtype=torch.int64)

@@ -1,5 +1,5 @@
-"""How each kind of operation is replayed on a sample of its elements: pointwise operations, views, and operations along
-one dimension. Contractions are in `products`, what picks or makes elements in `assembled`."""
+"""Replay of each kind of operation on a sample of its elements: pointwise operations, views, and operations along one
+dimension. Contractions are in `products`, operations that pick or create elements in `assembled`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REDUCTIONS = (aten.sum, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.s
 
 
 class _Rounded(torch.autograd.Function):
-    """A value rounded to a dtype. Its gradient is not: here it arrives in parts, one for each sampled index."""
+    """A value rounded to a dtype. Its gradient is not: it arrives in parts, one for each sampled index."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,8 +46,8 @@ class _Rounded(torch.autograd.Function):
 
 @rule(*_COPIES)
 def _copy(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    """A copy or a cast. Integers are rounded as the graph asks in every run, distances above 256 in bfloat16, and so is
-    what is cast to a dtype that is coarser than that of the weights."""
+    """A copy or a cast. Integers are rounded as the graph asks in every run, distances above 256 in bfloat16, and so
+    are casts to a dtype that is coarser than that of the weights."""
     value, dtype = replay.value(nodes.arguments(node)["self"], index, rank), nodes.dtype(node)
     if not value.is_floating_point():
         value = value.to(dtype)
@@ -96,7 +96,7 @@ def _moved(replay: Replay, node: Node, call: Node, item: int | None, index: Inde
 
 
 def _shapes(call: Node, region: Region) -> tuple[Any, ...]:
-    """Arguments with shapes in the place of tensors that only give theirs (view_as, expand_as)."""
+    """Arguments with shapes in the place of tensors that only define one (view_as, expand_as)."""
     args: tuple[Any, ...] = call.args
     blank = functools.partial(torch.empty, dtype=torch.float32, device="meta")
     return tuple(blank(region.shape(arg)) if nodes.is_tensor(arg) else arg for arg in args)
@@ -152,7 +152,7 @@ def _first_key(entry: Tensor, rank: int) -> Tensor:
 
 
 def _line(replay: Replay, origin: Node, index: Sequence[Tensor], rank: int, extent: int) -> Tensor:
-    """The elements of `origin` that an operation along the last axis runs on, however few of them differ."""
+    """Elements of `origin` that an operation along the last axis runs on, however few of them differ."""
     value = replay.value(origin, tuple(index), rank)
     return value.expand(*value.shape[:-1], extent)
 
@@ -174,7 +174,7 @@ def _run_along(replay: Replay, node: Node, columns: list[Tensor]) -> Tensor:
 
 
 def _on_whole_lines(replay: Replay, node: Node, origin: Node, dim: int, index: Index, rank: int) -> Tensor:
-    """An operation whose result has a place on the line (softmax, cumsum), on whole lines."""
+    """An operation whose result has an index on the line (softmax, cumsum), on whole lines."""
     extent, at = replay.region.shape(origin)[dim], list(replay.further(index))
     at[dim] = torch.zeros([1] * (rank + 1), dtype=torch.int64)
     different_lines = replay.value(origin, tuple(at), rank + 1)  # of constants there is but one
@@ -208,7 +208,7 @@ def _columns(region: Region, first: int, extent: int, rank: int) -> Tensor:
 
 
 def _first_of_keys(region: Region, here: Node, dim: int) -> int | None:
-    """Where the keys begin along a dimension of a tensor, by how it is put together; None where that is not seen."""
+    """Start of the keys along a dimension of a joined tensor; None where it is unknown."""
     first = 0
     while (extent := region.shape(here)[dim]) != region.n_k:
         if extent - region.n_k not in BESIDE:
@@ -221,7 +221,7 @@ def _first_of_keys(region: Region, here: Node, dim: int) -> int | None:
 
 
 def _pieces(region: Region, here: Node, dim: int) -> list[tuple[Node, int]]:
-    """The tensors that a tensor is made of along a dimension, and where they begin."""
+    """Tensors that a tensor is joined from along a dimension, and their starts."""
     rank = len(region.shape(here))
     if rule_of(here) in (_copy, _pointwise):
         return [(n, 0) for n in here.all_input_nodes if nodes.is_tensor(n) and len(region.shape(n)) == rank]
@@ -254,7 +254,7 @@ def _reduction(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
 
 @rule(aten.dropout, aten.feature_dropout)
 def _dropout(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    """Dropout draws other numbers in eager: which elements it keeps is what the attention draws from its seed."""
+    """Dropout with the mask that the attention draws from its seed, since eager's draws other numbers."""
     args = nodes.arguments(node)
     origin, p = args["input"], replay.plain(args["p"])
     value = replay.value(origin, index, rank)
@@ -265,7 +265,7 @@ def _dropout(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
 
 
 def kept(replay: Replay, node: Node, p: float, index: Index, extents: tuple[int, ...]) -> Tensor:
-    """Which elements are kept: by the hash of seed, row and column."""
+    """Mask of the elements that dropout keeps: by the hash of seed, row and column."""
     if (drawn := marks.seed(node)) is None:
         raise NotReplayable
     rank = max(entry.dim() for entry in index)

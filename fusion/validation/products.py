@@ -1,4 +1,4 @@
-"""How contractions are replayed: matrix products, einsum, and attention as one call."""
+"""Replay of contractions: matrix products, einsum, and attention as one call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _sum_of_products(replay: Replay, node: Node, left: Any, right: Any, rank: in
 
 
 def _summed(replay: Replay, node: Node, one: Tensor, other: Tensor) -> Tensor:
-    """The sum of products over the last axis, in float32 at least, as the node's dtype holds it."""
+    """Sum of products over the last axis, in float32 at least, rounded to the node's dtype."""
     dtype = replay.dtype(nodes.dtype(node))
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     return (one.to(wide) * other.to(wide)).sum(-1).to(dtype)
@@ -112,7 +112,7 @@ def _einsum_letters(equation: str, ranks: list[int]) -> list[list[str]]:
 
 @rule("heads")
 def _heads(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
-    """Heads that are mixed, one after the other."""
+    """A sum over heads, one after the other."""
     found = head_sum(node)
     assert found is not None
     dtype = replay.dtype(nodes.dtype(node))

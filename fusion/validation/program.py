@@ -1,6 +1,6 @@
 """The spec's side of a comparison: its programs by `fusion.ir.ops.evaluate`, its gradient by `fusion.ir.derivative`.
 
-The steps between them (softmax, sinks, what scales rows) are those of the reference interpreter, which every emitter is
+The steps between them (softmax, sinks, scales of rows) are those of the reference interpreter, which every emitter is
 tested against.
 """
 
@@ -25,7 +25,7 @@ from fusion.validation.replay import Replay, within
 
 
 class OutOfBounds(Exception):
-    """A spec reads what is not in an operand, whether or not it discards it then."""
+    """A spec reads outside of an operand, whether or not it discards the value."""
 
 
 class Program(Rows):
@@ -92,7 +92,7 @@ class Program(Rows):
         self.out = (weights * values).sum(-1)
 
     def _mixed_weights(self, mixing: Mixing) -> Tensor:
-        """What V is multiplied by where heads are mixed: of every head, one after the other."""
+        """Weights of a head after the sums over heads, which are computed one head after the other."""
         axis, count = mixing.head, self.spec.batch[mixing.axis].integer
         heads, own, scored = list(map(torch.tensor, range(count))), self.known[axis], []
 
@@ -124,7 +124,7 @@ class Program(Rows):
         return found.expand(len(self.replay.region.keys), 1, self.n_k)
 
     def further_value(self, expr: Expr) -> Tensor:
-        """What a further output is made of, [samples, 1, keys]."""
+        """Value of an auxiliary output's expression, [samples, 1, keys]."""
         return self.value(expr, self.positions | self.of_further(self.x, self.positions)).to(self.dtype)
 
     def surrogate(self, grad: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""The graph's own operations on a sample of elements: what eager computes, without the tensors.
+"""The graph's own operations on a sample of elements: eager's values, without the tensors.
 
 `Replay.value(node, index)` is the value of a node at sampled indices. Pointwise operations, softmaxes and reductions
-run as they stand in the graph (`node.target`, in its own dtype), on the elements of their arguments at those indices.
-It ends at the tensors that the attention reads, whose elements are made up (`samples`). Nothing here reads an
-expression of the analysis.
+run unchanged (`node.target`, in its own dtype), on the elements of their arguments at those indices. It ends at the
+tensors that the attention reads, whose elements are made up (`samples`). No expression of the analysis is read.
 
 An index is a tuple of integer tensors [samples, ...] of equal rank, one per dimension. A contraction or reduction
 appends an axis over the positions that it runs over: all of them where they are few, else a sample, which the spec's
@@ -42,7 +41,7 @@ class NotReplayable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What is replayed for one site.
+    """Replayed part of the graph for one site.
 
     root, anchor: the last node of the region, and the product with V.
     keys: [samples, keys], the sampled ones of n_k.
@@ -53,8 +52,9 @@ class Region:
     hints: example values of symbols.
     maps: of indices, per view.
     numbers: of the tensors that were read.
-    unknown: operations within the region that cannot be replayed, and why. Their results are made up as well: what
-        agrees for any values agrees for the true ones, but a difference then says nothing.
+    unknown: operations within the region that cannot be replayed, and why. Their results are made up as well: programs
+    that
+        agree for any values agree for the true ones, but a difference then says nothing.
     """
 
     root: Node
@@ -76,11 +76,11 @@ class Region:
 
     @property
     def precision(self) -> torch.dtype:
-        """The dtype in which the weights are multiplied."""
+        """The dtype of the product of weights and V."""
         return nodes.dtype(self.anchor)
 
     def is_leaf(self, node: Node) -> bool:
-        """Whether a tensor is read as it is: an operand, or a value that is not what its operation made."""
+        """Whether a tensor is read directly: an operand, or a value that its operation does not determine."""
         if node is self.root:  # before anything changes it
             return False
         changed = any(by < self.root for by in marks.mutations(node))  # what changes it later is not seen here
@@ -89,7 +89,7 @@ class Region:
         return bool(node in self.leaves or made_elsewhere or marks.attention_root(node))
 
     def positions(self, extent: int) -> Tensor:
-        """Which of the positions of a contraction are summed over: all or a sample, the same for all."""
+        """Positions of a contraction that are summed over: all or a sample, the same for all."""
         if extent <= 6:
             return torch.arange(extent)
         return torch.tensor([0, 1, extent // 3, (2 * extent) // 3 + 1, extent - 1]).unique()
@@ -97,7 +97,7 @@ class Region:
 
 @dataclass(slots=True, kw_only=True)
 class Read:
-    """Elements that were read of a leaf: their numbers, and their values, which autograd records."""
+    """Elements of a leaf that were read: their numbers, and their values, which autograd records."""
 
     leaf: Node
     numbers: Tensor
@@ -105,13 +105,13 @@ class Read:
 
 
 def within(positions: Tensor, extent: int) -> Tensor:
-    """Positions along a dimension, those from its end as from its start; drawn ones beyond it are brought into it."""
+    """Positions along a dimension, counted from its start; drawn ones beyond it are brought into it."""
     return positions.to(torch.int64).remainder(extent)
 
 
 class Replay:
-    """One run. least: floats of narrower dtypes are computed in this one. nudge: a number for each way of changing the
-    last digits of Q, K and V; 0 for none."""
+    """One run. least: the dtype in which floats of narrower dtypes are computed. nudge: a number for each way of
+    changing the last digits of Q, K and V; 0 for none."""
 
     def __init__(self, region: Region, least: torch.dtype = torch.float16, nudge: int = 0):
         self.region, self.least, self.nudge = region, least, nudge
@@ -144,7 +144,7 @@ class Replay:
         return self._leaf(node, index, rank)
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In what floats of a dtype are computed here."""
+        """Dtype in which floats of a dtype are computed in this run."""
         narrower = dtype.is_floating_point and dtype.itemsize <= self.least.itemsize and self.least is not torch.float16
         return self.least if narrower else dtype
 
@@ -178,7 +178,7 @@ class Replay:
         return self.plain(value)
 
     def plain(self, value: Any) -> Any:
-        """An argument that is no tensor: sizes as the example has them, every device this one."""
+        """An argument that is no tensor: sizes have the example's values, every device is the CPU."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.plain(item) for item in value)
         if isinstance(value, torch.device):
@@ -201,7 +201,7 @@ class Replay:
         return tuple(self.zero if o == 1 != n else e for e, o, n in zip(own, old, wide, strict=True))
 
     def further(self, index: Index) -> Index:
-        """The same index with one more axis at the end."""
+        """Index with one more axis at the end."""
         return tuple(entry.unsqueeze(-1) if entry.dim() else entry for entry in index)
 
 
@@ -212,7 +212,7 @@ rule = nodes.rules(RULES)
 
 
 def rule_of(node: Node) -> Rule | None:
-    """How a node is replayed; None where it cannot be."""
+    """Replay rule of a node; None where it has none."""
     if node.op == "get_attr":
         return RULES["literal"] if literal(node) is not None else None
     if node.op != "call_function" or not nodes.is_tensor(node):
@@ -220,8 +220,8 @@ def rule_of(node: Node) -> Rule | None:
     packet = nodes.packet(node)
     if head_sum(node) is not None:
         return RULES["heads"]
-    if (found := RULES.get(packet, RULES.get(node.target))) is not None:
-        return found
+    if (rule := RULES.get(packet, RULES.get(node.target))) is not None:
+        return rule
     if packet is not None and (packet in pointwise.BUILDERS or torch.Tag.pointwise in node.target.tags):  # type: ignore
         return RULES["pointwise"]
     return None

@@ -1,10 +1,10 @@
-"""Samples: rows of an attention's result, the keys that are looked at for each, and made-up values of what it reads.
+"""Samples: rows of an attention's result, the sampled keys of each, and made-up values of the tensors that it reads.
 
 Each sample is one row with values of its own. A tensor's element is a function of (tensor, number of the element,
 sample), so that tensors of any size cost nothing and reading another element gives another value. A sample draws each
 tensor from one *regime*: ordinary values, masks in which all, some or no keys live, fills of every depth, values among
 which special ones are strewn, or few numbers, so that scores tie: with each other, with bounds, and with zero, as
-padded keys do. There derivatives are conventions.
+padded keys do. Derivatives at ties are conventions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _LONGEST_LINE = 1 << 14
 
 
 class Role(enum.Enum):
-    """A tensor is a factor of a matrix product (Q, K, V), of a pointwise one, a finite scale, or a bias or mask."""
+    """Use of a tensor: a factor of a matrix product (Q, K, V), of a pointwise one, a finite scale, or a bias or
+    mask."""
 
     FACTOR = enum.auto()
     SCALE = enum.auto()
@@ -112,8 +113,8 @@ class Samples:
         return torch.where((kinds != ORDINARY) & (role is Role.SCALE), values.abs(), values)
 
     def nudged(self, values: Tensor, by: Tensor, scores: bool) -> Tensor:
-        """Values changed in their last digits. scores: they are of Q or K, which stay where scores tie, as that would
-        end."""
+        """Values changed in their last digits. scores: whether they are of Q or K, which stay where scores tie, as that
+        would end the tie."""
         kinds = self.kinds.view(-1, *[1] * (values.dim() - 1))
         return torch.where((kinds == TIED) & scores, values, values * (1 + by))
 

@@ -1,4 +1,4 @@
-"""The comparison of one site, and what came of it."""
+"""Comparison of one site with the graph, and its verdict."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ _ROW = 1 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """wrong: how the spec differs from the graph, or None.
-    skipped: why it could not be compared, or None.
-    checked: what was.
-    seconds: that it took."""
+    """Outcome of a comparison.
+
+    wrong: the difference between the spec and the graph, or None.
+    skipped: the reason why they could not be compared, or None.
+    checked: the quantities that were compared.
+    seconds: duration.
+    """
 
     wrong: str | None = None
     skipped: str | None = None
@@ -58,8 +61,8 @@ _verdicts = Kept()
 
 
 def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
-    """Compare a site with the specs that are to stand in its place. hints: example values of symbolic sizes. Sites of
-    equal structure are compared once per process."""
+    """Compare a site with the specs that are to replace it. hints: example values of symbolic sizes. Sites of equal
+    structure are compared once per process."""
     started = time.perf_counter()
     try:
         key = fingerprint(site, parts, hints)
@@ -156,14 +159,14 @@ class _Comparison:
         return Verdict(wrong=problem, checked=checked)
 
     def _problem(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
-        """Where they disagree. replays: eager, in float64, in float32, and eager with inputs that are nudged."""
+        """Text of the first disagreement. replays: eager, in float64, in float32, and eager with nudged inputs."""
         index = tuple(self.places[name] for name in self.dims)
-        found = [replay.value(self.site.root, index, 2) for replay in replays]
+        values = [replay.value(self.site.root, index, 2) for replay in replays]
         ours = sum((p.out for p in programs[1:]), programs[0].out)
-        self.spoiled, self.kinds = self._kinds(found[0], programs)
-        problem = self._results(found, ours) or self._further(replays, programs)
+        self.spoiled, self.kinds = self._kinds(values[0], programs)
+        problem = self._results(values, ours) or self._further(replays, programs)
         if problem is None and any(part.differentiable for part in self.parts):
-            return self._gradients(replays, found, programs)
+            return self._gradients(replays, values, programs)
         return problem
 
     def _kinds(self, eager: Tensor, programs: Sequence[Program]) -> tuple[Tensor, Tensor]:
@@ -184,8 +187,8 @@ class _Comparison:
         return spoiled, kinds
 
     def _further(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
-        """The elements of further outputs. One NaN makes the whole row NaN where it is a reduction over the keys, or
-        where a score is +inf; an infinite log-sum is as good as NaN there."""
+        """Text of a disagreement in auxiliary outputs. One NaN makes the whole row NaN where it is a reduction over the
+        keys, or where a score is +inf; an infinite log-sum is as good as NaN there."""
         spoiled = self.spoiled.view(-1, 1, 1)
         for program in programs:
             for use, further in zip(program.part.uses, program.spec.further, strict=True):
@@ -200,7 +203,7 @@ class _Comparison:
         return None
 
     def _results(self, found: Sequence[Tensor], ours: Tensor, name: str = "the result") -> str | None:
-        """found: by each of the replays."""
+        """Text of a disagreement in one result. found: its values by each of the replays."""
         shape = torch.broadcast_shapes(found[0].shape, ours.shape)
         samples = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape).flatten()
         stored = [(t, t.to(found[0].dtype)) for t in (*found, ours)]  # where it may be infinite
@@ -240,7 +243,7 @@ class _Comparison:
         return None
 
     def _largest_gradients(self, exact: Mapping[Node, tuple[Tensor, Tensor]]) -> Tensor:
-        """[samples]: of all leaves, which a gradient that cancels to nothing is measured by."""
+        """[samples]: the largest of all leaves, the scale for a gradient that cancels to nothing."""
         largest = torch.zeros(len(self.kinds), dtype=torch.float64)
         for numbers, values in exact.values():
             largest.scatter_reduce_(0, numbers // _ROW, values.abs().nan_to_num(0.0, 0.0, 0.0), "amax")
@@ -248,9 +251,9 @@ class _Comparison:
 
 
 def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
-    """Q, K, V and what else is multiplied as a matrix are factors; what else is multiplied or divided is a scale. What
-    is added and a product, the same for all queries and keys, or ignored as the same for all keys, is no mask, but
-    finite."""
+    """Roles of the leaves. Q, K, V and other factors of matrix products are factors; other factors and divisors are
+    scales. An added tensor that is a product, the same for all queries and keys, or ignored as the same for all keys,
+    is no mask, but finite."""
     among = {*site.interior, site.anchor}
     roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
     made = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
@@ -272,7 +275,7 @@ def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
 
 
 def _met(leaf: Node, among: set[Node]) -> Iterator[tuple[Node, Node]]:
-    """(what became of a tensor by operations on it alone, the node at which it first meets another), everywhere."""
+    """(a tensor after operations on it alone, the node that first combines it with another), everywhere."""
     todo = [leaf]
     while todo:
         here = todo.pop()
@@ -291,7 +294,8 @@ def _multiplies(node: Node, product: Node) -> bool:
 
 
 def _shifts_by_sums(interior: Iterable[Node]) -> bool:
-    """Whether sums are taken off scores, so that infinite ones make rows NaN here but not in a softmax."""
+    """Whether sums are subtracted from scores, so that infinite ones make rows NaN in the graph but not in a
+    softmax."""
     return any(
         nodes.packet(node) in (aten.sum, aten.mean) and any(nodes.packet(u) in (aten.add, aten.sub) for u in node.users)
         for node in interior
@@ -321,8 +325,8 @@ def _by_element(replay: Replay, scalar: Tensor) -> dict[Node, tuple[Tensor, Tens
 
 
 def _is_made_of(operands: set[Node], operand: Node, interior: Set[Node]) -> bool:
-    """Whether an operand was looked into as far as another one, whose values then decide its own. One that was looked
-    into in vain is read as it is: what stands above it is not of its kind, and would be given other values."""
+    """Whether an operand was traced back to another one, whose values then decide its own. An operand that was traced
+    back without success is read directly: its ancestors are not of its kind, and would get other values."""
 
     def parents(here: Node) -> list[Node]:  # of several results, those looked into are
         return here.all_input_nodes if here in interior or not nodes.is_tensor(here) else []

@@ -1,4 +1,4 @@
-"""What makes two sites the same to validation: the same operations on the same shapes, and the same specs."""
+"""Equality of sites for validation: equal operations on equal shapes, and equal specs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
 
 
 def _constant(here: Node) -> object:
-    """The content of a constant of the graph; None for tensors that the graph is given or makes."""
+    """Content of a constant of the graph; None for inputs and computed tensors."""
     held = literal(here) if here.op == "get_attr" else None
     if held is None:
         return None

@@ -1,4 +1,4 @@
-"""When a sample of values counts as what eager computes.
+"""Rule by which a sample of values counts as equal to eager's.
 
 Per sample (one row of the output), elements are compared with a float64 run of the same operations:
 
@@ -6,8 +6,8 @@ Per sample (one row of the output), elements are compared with a float64 run of 
 
 eager is eager's largest error in this sample, or its median over samples if that is larger; size likewise the largest
 magnitude, of all gradients where it is one (a gradient may cancel to nothing). eps is float32's; `condition` allows for
-what exponentials and cancellation make of last bits, for which half precision's eps stands where tensors have it. The
-house rule's 2 is a 4 here: eager's error in few elements is left to chance.
+the growth of last bits in exponentials and cancellation, for which half precision's eps stands where tensors have it.
+The house rule's 2 is a 4 here: eager's error in few elements is left to chance.
 
 Where eager is further than APART * the largest size from its float64 run, that run is another function (-1e9 + s is s
 up to a shift in float64, and -1e9 in float32). Ours must then be near one of the two, within a quarter of their
@@ -17,9 +17,9 @@ NaN and infinities must stand where eager has them. Where its float64 run disagr
 law in samples of ordinary values and masks (for half precision either will do), and special values are left out there.
 Where exponentials without a maximum overflow in eager alone, nothing is compared.
 
-Eager's error in a few elements is luck. So what breaks the rule is compared once more, with runs of eager beside it
-whose Q, K and V differ in their last digits: what these change by is rounding, too. A sample that they change by more
-than APART in float32 says nothing.
+Eager's error in a few elements is luck. So a violation of the rule is compared once more, with additional runs of eager
+whose Q, K and V differ in their last digits: their spread is rounding, too. A sample with a spread of more than APART
+in float32 says nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ _KINDS = ("ordinary values", "masks and fills", "values that tie", "special valu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """One quantity by three ways: what eager computes, the same in float64, and the spec. Flat, of one length.
+    """One quantity computed in three ways: by eager, by the same operations in float64, and by the spec. Flat, of one
+    length.
 
     samples: the number of each element's sample.
     kinds: of each sample.
-    single: what eager would compute in float32, if that counts, too.
-    nudged: what it computes where its inputs differ in their last digits.
+    single: eager's values in float32, if they count, too.
+    nudged: eager's values where its inputs differ in their last digits.
     strict: whether eager's overflows count.
     floor: of `size`, per sample.
     coarse: the eps of half precision.
@@ -66,7 +67,7 @@ class Values:
 
 
 def difference(values: Values) -> str | None:
-    """The first disagreement, in words; None where there is none."""
+    """Text of the first disagreement; None where there is none."""
     eager, exact, ours = (t.detach().double() for t in (values.eager, values.exact, values.ours))
     kinds = values.kinds[values.samples]
     theirs, true, own = (exactness.special(t) for t in (eager, exact, ours))
