@@ -271,4 +271,4 @@ def test_the_command_is_a_program():
         text=True,
         cwd=Path(__file__).parents[3],
     )
-    assert done.returncode == 0 and json.loads(done.stdout)["chosen"]
+    assert done.returncode == 0 and json.loads(done.stdout)["schedule"]
