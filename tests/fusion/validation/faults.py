@@ -11,9 +11,9 @@ from fusion.ir.expr import ONE, SCORE, ZERO, I, J, Kind, const, coord, load, loa
 from fusion.ir.ops import apply, where
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.spec import Normalizer
-from fusion.passes import replace
 from fusion.passes.pullback import casts, pointwise, pullback, views
 from fusion.passes.recognize import shifts
+from fusion.passes.specify import calls
 from fusion.passes.specify.masks import understand
 
 aten = torch.ops.aten
@@ -177,13 +177,13 @@ def spec_fault(change):
     """A fault in the finished spec: `change(spec)` gives the fields that are wrong."""
 
     def put_in(patch):
-        right = replace.specify
+        right = calls.specify
 
         def wrong(*args):
             found = right(*args)
             return dataclasses.replace(found, spec=dataclasses.replace(found.spec, **change(found.spec)))
 
-        patch.setattr(replace, "specify", wrong)
+        patch.setattr(calls, "specify", wrong)
 
     return put_in
 
@@ -202,9 +202,9 @@ def operand_fault(change):
     """A fault in which tensors are read."""
 
     def put_in(patch):
-        right = replace.specify
+        right = calls.specify
         patch.setattr(
-            replace, "specify", lambda *args: dataclasses.replace(f := right(*args), operands=change(f.operands))
+            calls, "specify", lambda *args: dataclasses.replace(f := right(*args), operands=change(f.operands))
         )
 
     return put_in

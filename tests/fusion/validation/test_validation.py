@@ -36,7 +36,7 @@ def test_a_fault_is_caught(monkeypatch, caplog, name):
     assert not site.fused
     assert "a defect of fusion" in site.reason
     assert counters["fusion"]["invalid"] == before + 1
-    assert [record.levelname for record in caplog.records if record.name == "fusion.backend"] == ["ERROR"]
+    assert [record.levelname for record in caplog.records if record.name == "fusion.decide"] == ["ERROR"]
 
 
 PROGRAMS = {(program, trained): further for program, further, trained, _ in faults.INJECTED.values()}
