@@ -1,10 +1,10 @@
-"""The emitters: what one must be able to do, and who serves which device.
+"""Emitters: their protocol, and the emitters that serve each device.
 
     from . import emitter
 
     emitter.register("metal", ("mps",), lambda: my_package, machine=lambda device: my_machine)
 
-A package, or any object, with the four functions of `Emitter` is one. `options={"emitter": "metal"}` asks for it by
+A package, or any object, with the four functions of `Emitter` is one. `options={"emitter": "metal"}` selects it by
 name; "auto" takes the emitter that was registered last for a device.
 """
 
@@ -33,30 +33,30 @@ Planning = Callable[[Machine], Planner]  # machine -> the planner that makes the
 
 
 class Runs(Protocol):
-    """What is known of a call before it; of a training kernel, of its forward."""
+    """Information about a call before it; for a training kernel, about its forward."""
 
     def source(self, sizes: Sequence[int]) -> str:
-        """The text of what a call with these sizes runs, headed by its choice; empty where there is none."""
+        """Text of the code that a call with these sizes runs, headed by its choice; empty where there is none."""
         ...
 
     def choice(self, sizes: Sequence[int]) -> Choice | None:
-        """How a call with these sizes runs; None where nothing was planned."""
+        """Planned choice for a call with these sizes; None where nothing was planned."""
         ...
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Compile what a call with these sizes runs, where that can be done before it."""
+        """Compile the code that a call with these sizes runs, where that can be done before it."""
         ...
 
 
 class Kernel(Runs, Protocol):
-    """What runs one spec: called with the operand tensors and the values of `spec.sizes`, it returns the output."""
+    """Kernel of one spec: called with the operand tensors and the values of `spec.sizes`, it returns the output."""
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor: ...
 
 
 class Backward(NamedTuple):
-    """What a backward is given. out, statistics: what the forward returned. further: what arrives at each of the
-    further outputs, None where nothing does; empty where nothing does at any."""
+    """Arguments of a backward. out, statistics: results of the forward. further: gradients of the auxiliary outputs,
+    None where none arrives; empty where none arrives at any."""
 
     grad: Tensor  # of the output, of any strides
     out: Tensor
@@ -68,69 +68,71 @@ class Backward(NamedTuple):
 
 
 class TrainingKernel(Runs, Protocol):
-    """What trains with one spec."""
+    """Kernels that train with one spec."""
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """[output, statistics of rows that `backward` reads (see `fusion.ir.results.statistics_shape`), *further
+        """[output, statistics of rows that `backward` reads (see `fusion.ir.results.statistics_shape`), *auxiliary
         outputs of an emitter that writes these]."""
         ...
 
     def backward(self, *given: Any) -> list[Tensor]:
-        """The gradients of the operands that are wanted, of any dtype and strides. given: the fields of `Backward`."""
+        """Gradients of the operands that are wanted, of any dtype and strides. given: the fields of `Backward`."""
         ...
 
 
 class Edges(NamedTuple):
-    """How many rows, and how many keys, a kernel takes in one go. rows: None where calls have as many as they have."""
+    """Number of rows, and of keys, that a kernel processes at a time. rows: None where it is that of the call."""
 
     rows: int | None
     keys: int
 
 
 class Proof(Protocol):
-    """The trial of a new kernel text before its first use (`fusion.proof`). Its methods raise
-    KernelProofError.
+    """The trial of a new kernel text before its first use (`fusion.proof`). Its methods raise KernelProofError.
 
-    A kernel with a method `proved`, which takes this and returns the kernel that is to be used, calls them with a
-    kernel that runs calls of all sizes as the one in question does, the sizes of the call that it was made for, the
-    edges of its blocks, and its text."""
+    A kernel with a method `proved`, which takes this and returns the kernel to be used, calls them with a kernel that
+    runs calls of all sizes as the one in question does, the sizes of the call that it was built for, the edges of its
+    blocks, and its text.
+    """
 
     def results(self, kernel: Any, sizes: Sequence[int], edges: Edges, text: str) -> None: ...
 
     def gradients(
         self, kernel: Any, sizes: Sequence[int], edges: Edges, text: str, needs: tuple[bool, ...], places: Sequence[int]
     ) -> None:
-        """Gradients of the operands that `needs` marks. places: the further outputs at which gradients arrive."""
+        """Prove the gradients of the operands that `needs` marks. places: the auxiliary outputs at which gradients
+        arrive."""
         ...
 
 
 class Emitter(Protocol):
-    """Makes the kernels of specs for one kind of machine. measure: tiles may be timed at the first call. One that is
-    registered with `further_outputs` is also given specs with `further` outputs: `compile_training` makes their kernel,
+    """Builds the kernels of specs for one kind of machine. measure: tiles may be timed at the first call. One that is
+    registered with `further_outputs` also gets specs with `further` outputs: `compile_training` builds their kernel,
     whether they are trained or not; its None leaves them to the reference interpreter."""
 
     def supports(self, spec: AttentionSpec, machine: Machine) -> Refusal | None:
-        """Why there is no kernel for a spec, or None."""
+        """Reason why there is no kernel for a spec, or None."""
         ...
 
     def reads(self, dtype: torch.dtype, machine: Machine) -> bool:
-        """Whether kernels read tensors of a float8 dtype as they are; otherwise these are widened before."""
+        """Whether kernels read tensors of a float8 dtype unchanged; otherwise these are widened before."""
         ...
 
     def compile(self, spec: AttentionSpec, machine: Machine, plan: Planning, measure: bool) -> Kernel:
-        """The kernel of a spec that is supported. It takes the choices of `plan(machine)`; one that it cannot run it
-        refuses by raising `RefusedChoiceError` with a reason, at the latest in `prepare`."""
+        """Kernel of a spec that is supported. It takes the choices of `plan(machine)`; it refuses one that it cannot
+        run by raising `RefusedChoiceError` with a reason, at the latest in `prepare`."""
         ...
 
     def compile_training(
         self, spec: AttentionSpec, machine: Machine, plan: Planning, measure: bool
     ) -> TrainingKernel | None:
-        """What trains with a spec, or None where the gradient is left to the reference interpreter."""
+        """Kernels that train with a spec, or None where the gradient is left to the reference interpreter."""
         ...
 
 
 def unread(spec: AttentionSpec, read: Collection[str], multiplied: Collection[str]) -> Refusal | None:
-    """That an operand is of no dtype that kernels read, or, of Q, K and V, that products take."""
+    """Refusal of a spec with an operand whose dtype kernels cannot read, or whose dtype, of Q, K or V, products cannot
+    take."""
     products = [o for o, value in zip(spec.operands[:3], spec.values, strict=True) if value is None]
     for operands, what, dtypes in ((spec.operands, "kernels read", read), (products, "products take", multiplied)):
         for operand in operands:
@@ -142,8 +144,8 @@ def unread(spec: AttentionSpec, read: Collection[str], multiplied: Collection[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """An emitter by its name. load: the emitter; called where a kernel is asked for first, since an emitter brings a
-    compiler along."""
+    """An emitter by its name. load: returns the emitter; called when a kernel is needed first, since an emitter imports
+    a compiler."""
 
     name: str
     devices: tuple[str, ...]  # the types of devices that it serves; every type where there is none
@@ -165,7 +167,7 @@ def register(
     machine: Callable[[str], Machine] = find_machine,
     further_outputs: bool = False,
 ) -> None:
-    """Add an emitter, which becomes the one that "auto" takes on its devices. A name that is known is replaced."""
+    """Add an emitter, which becomes the one that "auto" takes on its devices. A registered name is replaced."""
     _registered.pop(name, None)
     _registered[name] = Registration(
         name=name, devices=devices, load=load, machine=machine, further_outputs=further_outputs
@@ -173,18 +175,18 @@ def register(
 
 
 def names() -> list[str]:
-    """What `options={"emitter": ...}` takes."""
+    """Valid values of `options={"emitter": ...}`."""
     return [AUTO, *sorted(_registered)]
 
 
 def serving(device: str) -> list[str]:
-    """The names of the emitters for a type of device."""
+    """Names of the emitters for a type of device."""
     return [found.name for found in _registered.values() if found.serves(device)]
 
 
 def find(name: str, device: str) -> Registration | None:
-    """The emitter of a name for a type of device; None where "auto" finds none. Raises EmitterError where the name is
-    not known or does not serve the device."""
+    """Emitter of a name for a type of device; None where "auto" finds none. Raises EmitterError where the name is not
+    known or does not serve the device."""
     if name == AUTO:
         return next((found for found in reversed(_registered.values()) if device in found.devices), None)
     if name not in _registered:
@@ -198,7 +200,7 @@ def find(name: str, device: str) -> Registration | None:
 
 @contextmanager
 def registered(*given: Any, **named: Any) -> Iterator[None]:
-    """An emitter that is registered, with what `register` takes, while this lasts. Kernels that exist are not touched:
+    """Context in which an emitter is registered, with the arguments of `register`. Kernels that exist are not touched:
     see `fusion.runtime.kernels.emitting`."""
     before = dict(_registered)
     register(*given, **named)

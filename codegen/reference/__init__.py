@@ -1,8 +1,8 @@
 """The reference interpreter: executes any `AttentionSpec` in plain torch, one obvious step after the other.
 
-It is an emitter (`fusion.codegen.emitter`), what every other is tested against, and what runs where no other can. It
-materialises the score matrix; `backward`, by torch's own autograd through the same steps, does so for a block of query
-rows at a time, so that memory stays linear in the number of queries.
+It is an emitter (`fusion.codegen.emitter`), the reference for tests of all others, and the fall-back where no other can
+run. It materialises the score matrix; `backward`, by torch's own autograd through the same steps, does so for a block
+of query rows at a time, so that memory stays linear in the number of queries.
 """
 
 from __future__ import annotations

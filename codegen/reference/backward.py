@@ -1,8 +1,8 @@
-"""Gradients of any `AttentionSpec` in plain torch: autograd through the reference forward, a block of query rows at
-a time.
+"""Gradients of any `AttentionSpec` in plain torch: autograd through the reference forward, a block of query rows at a
+time.
 
-Nothing here knows a derivative: the formulas of `fusion.ir.derivative`, and the kernels made of them, are tested
-against it.
+No formula of a derivative is used: those of `fusion.ir.derivative`, and the kernels built from them, are tested against
+these gradients.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def backward(
     dtype: torch.dtype | None = None,
     further: Sequence[torch.Tensor | None] = (),
 ) -> list[torch.Tensor]:
-    """The gradients of the operands that `needs` marks, in order, each of its operand's shape and in the
-    computation's dtype.
+    """Gradients of the operands that `needs` marks, in order, each of its operand's shape and in the computation's
+    dtype.
 
-    grad: of the output, with dimensions `spec.output.dims`. further: of each of the further outputs, None where nothing
-    arrives; () where nothing does at any.
+    grad: of the output, with dimensions `spec.output.dims`. further: of each of the auxiliary outputs, None where none
+    arrives; () where none arrives at any.
     """
     arriving = [g for g in further if g is not None]
     spec = replace(spec, further=tuple(f for f, g in zip(spec.further, further, strict=False) if g is not None))
@@ -44,27 +44,27 @@ def backward(
 
 
 def _gradients(run: Execution, grads: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the operands that are wanted, from those of the output and the further outputs."""
+    """Gradients of the operands that are wanted, from those of the output and the auxiliary outputs."""
     upstream = [run.as_computed(number, grad) for number, grad in enumerate(grads)]
     total = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in wanted]
     if run.n_q and any(gradient.numel() for gradient in upstream):
         gathered = run.gathered()
         # Q, K and V are cut off from their operands, so that each block's gradient is a plain sum into three tensors.
         cut = [t.detach().requires_grad_(t.requires_grad) for t in gathered]
-        made = [t for t in gathered if t.requires_grad]
-        sums = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in made]
+        with_gradient = [t for t in gathered if t.requires_grad]
+        sums = [torch.zeros(t.shape, dtype=run.dtype, device=t.device) for t in with_gradient]
         into = dict(zip([*(t for t in cut if t.requires_grad), *wanted], [*sums, *total], strict=True))
         for block in run.blocks(BLOCK_ELEMENTS):
             parts = [run.cut(number, gradient, *block) for number, gradient in enumerate(upstream)]
             _add(run.results(*block, *cut), parts, into)
-        _add(made, sums, dict(zip(wanted, total, strict=True)))
+        _add(with_gradient, sums, dict(zip(wanted, total, strict=True)))
     return total
 
 
 def _add(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], into: Mapping[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Add to what each tensor has its gradient through these outputs."""
+    """Add to each tensor's sum its gradient through these outputs."""
     pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     if not pairs or not into:
         return

@@ -1,10 +1,10 @@
-"""Derivatives of any `AttentionSpec`, of any order, in plain torch: a block of query rows at a time, so that nothing of
-size N_q x N_k is kept.
+"""Derivatives of any `AttentionSpec`, of any order, in plain torch: a block of query rows at a time, so that no tensor
+of size N_q x N_k is stored.
 
-Of a block of rows, an attention is a function of its operands and results; `torch.func` makes its derivatives. Tensors
-that belong to results are cut into the same rows, tensors that belong to operands are whole. So a derivative of the
-attention is made of that of its blocks: what belongs to rows is put side by side, and what belongs to operands is
-summed. That holds for tangents, gradients and whatever is made of them again.
+For a block of rows, an attention is a function of its operands and results; `torch.func` computes its derivatives.
+Tensors that belong to results are cut into the same rows, tensors that belong to operands are not cut. So a derivative
+of the attention follows from those of its blocks: results per row are concatenated, and results per operand are summed.
+That holds for tangents, gradients and all their derivatives.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def derivative(
     sizes: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """What `steps` make of an attention, at `inputs` (see `fusion.ir.steps`). Results are of the shape of the operand
-    or result that they belong to, in the computation's dtype: by default float32, or float64 where an operand is."""
+    """Derivative of an attention by `steps`, at `inputs` (see `fusion.ir.steps`). Results are of the shape of the
+    operand or result that they belong to, in the computation's dtype: by default float32, or float64 where an operand
+    is."""
     run = Execution(spec, inputs[: len(spec.operands)], sizes, dtype)
     takes, gives = signature(spec, steps)
     function = _attention(spec, sizes, run.dtype)

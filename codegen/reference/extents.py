@@ -1,4 +1,4 @@
-"""How large the operands of a spec must be: for tensors that are made up."""
+"""Smallest shapes of a spec's operands: for tensors that are made up."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fusion.ir.sizes import leaves, size_value
 def shapes_read(
     spec: AttentionSpec, sizes: Mapping[str, int], largest: Callable[[int], int] = lambda operand: 0
 ) -> list[list[int]]:
-    """Shapes of the operands, just large enough for the indices that a spec uses. largest: of the integers in an
-    operand, by its number: what is read at them must be there."""
+    """Shapes of the operands, just large enough for the indices that a spec uses. largest: the largest integers of the
+    operands that hold positions, by number: the elements at these positions have to exist."""
     extents = {coord(f"b{axis}"): size_value(extent, sizes) for axis, extent in enumerate(spec.batch)}
     for coordinate, extent in ((I, spec.n_q), (J, spec.n_k), (C, spec.d), (E, spec.d_v)):
         extents[coordinate] = size_value(extent, sizes)

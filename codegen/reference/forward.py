@@ -18,15 +18,15 @@ from fusion.lowering.row_gradients import LOG_SUM, depends_on_maximum, row_scale
 def run(
     spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The attention of `spec` on its operand tensors and the values of `spec.sizes`: [`spec.output.dims`], in memory as
-    `spec.output.order` says. dtype: of the computation; by default float32, or float64 where an operand is."""
+    """Attention of `spec` for its operand tensors and the values of `spec.sizes`: [`spec.output.dims`], in memory in
+    the order `spec.output.order`. dtype: of the computation; by default float32, or float64 where an operand is."""
     return run_all(spec, operands, sizes, dtype)[0]
 
 
 def run_all(
     spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """`run`, and after its result the further outputs of the spec."""
+    """Result of `run`, followed by the auxiliary outputs of the spec."""
     execution = Execution(spec, operands, sizes, dtype)
     out, *further = execution.results(0, execution.n_q, *execution.gathered())
     made = [x.to(getattr(torch, f.dtype)) for f, x in zip(spec.further, further, strict=True)]
@@ -34,7 +34,7 @@ def run_all(
 
 
 class Rows:
-    """Weights of the keys in each row, for whoever evaluates the expressions of a spec."""
+    """Weights of the keys in each row, for classes that evaluate the expressions of a spec."""
 
     spec: AttentionSpec
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Rows:
         return torch.cat([x, *sinks], -1)
 
     def softmax(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-        """What V is multiplied by, [b.., rows, n_k], from the score program."""
+        """Weights that V is multiplied by, [b.., rows, n_k], from the score program."""
         columns = self.columns(x, positions)
         if columns.shape[-1] == 0:  # no keys: an empty sum
             return x
@@ -74,7 +74,7 @@ class Rows:
         return (torch.where(dead if safe else p.isnan(), 0.0, p) if safe or zero else p) * weight
 
     def of_further(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> dict[Expr, torch.Tensor]:
-        """Leaves of further outputs: WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM."""
+        """Leaves of auxiliary outputs: WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM."""
         if self.spec.normalizer is Normalizer.NONE:
             return {WEIGHT: x}
         known = {WEIGHT: self.softmax(x, positions, torch.ones((), dtype=self.dtype, device=x.device))}
@@ -133,7 +133,7 @@ class Execution(Rows):
         return (lambda *index: tensor[index]) if view is None else (lambda *index: view)
 
     def slice(self, tensor: torch.Tensor, index: tuple[Expr, ...], known: dict[Expr, torch.Tensor]):
-        """`tensor[index]` over the axes, where every index is constant or a coordinate of its own, which may be divided
+        """`tensor[index]` over the axes, where every index is constant or a separate coordinate, which may be divided
         (heads that share keys), else None: the gradient of a gather is slower by far, and adds up in any order."""
         groups = [e.args[1].integer if e.op == "floordiv" and e.args[1].is_const else 1 for e in index]
         index = tuple(e.args[0] if group > 1 else e for e, group in zip(index, groups, strict=True))
@@ -184,7 +184,7 @@ class Execution(Rows):
         return tensor[tuple(self.value(e, positions).expand(shape) for e in index)]
 
     def results(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """The output of query rows first..first+count-1, [b.., count, d_v], and what they contribute to each further
+        """Output of query rows first..first+count-1, [b.., count, d_v], and their contributions to each auxiliary
         output, [b.., rest]."""
         x, positions = self.program(first, count, q, k)
         weight = self.value(self.spec.weight, positions).to(self.dtype)
@@ -200,7 +200,7 @@ class Execution(Rows):
         return found
 
     def further(self, further: FurtherOutput, known: dict[Expr, torch.Tensor]) -> torch.Tensor:
-        """One further output over the rows at hand, its coordinates in the order b.., i, j."""
+        """One auxiliary output over the rows of the block, its coordinates in the order b.., i, j."""
         value, over = self.value(further.value, known).to(self.dtype), further.over
         rows, columns = known[I].shape[-2], self.n_k if "j" in (*further.dims, over) else 1
         value = value.expand(*self.batch, rows, columns)
@@ -210,15 +210,15 @@ class Execution(Rows):
         return REDUCE[further.reduction](value, axis)
 
     def blocks(self, elements: int) -> list[tuple[int, int]]:
-        """(first row, how many) of blocks of at most so many scores; all rows are one where a further output is an
-        extremum over them."""
+        """(first row, number of rows) of blocks of at most so many scores; all rows are one where an auxiliary output
+        is an extremum over them."""
         if any(f.over == "i" and f.reduction is not Reduction.SUM for f in self.spec.further):
             return [(0, self.n_q)]
         rows = max(1, elements // max(1, math.prod(self.batch) * self.n_k))
         return [(first, min(rows, self.n_q - first)) for first in range(0, self.n_q, rows)] or [(0, 0)]
 
     def program(self, first: int, count: int, q: torch.Tensor, k: torch.Tensor):
-        """The score program of these rows, [b.., count, n_k], and the positions that it was evaluated at."""
+        """Score program of these rows, [b.., count, n_k], and the positions that it was evaluated at."""
         axis = len(self.batch)
         score = q.narrow(-2, first, count) @ k.transpose(-1, -2)
         positions = {I: self.arange(first, count, axis), J: self.arange(0, self.n_k, axis + 1), SCORE: score}
@@ -237,11 +237,11 @@ class Execution(Rows):
         return (heads @ apart.flatten(-2)).unflatten(-1, apart.shape[-2:]).movedim(-3, axis)
 
     def has_rows(self, number: int) -> bool:
-        """Whether a result (number 0: the output, then further ones) has elements for each row; else it is a sum."""
+        """Whether a result (number 0: the output, then auxiliary ones) has elements for each row; else it is a sum."""
         return not number or "i" in self.spec.further[number - 1].dims
 
     def cut(self, number: int, tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """What some rows contribute to a result, or its gradient, as computed."""
+        """Contribution of some rows to a result, or its gradient, as computed."""
         return tensor.narrow(len(self.batch), first, count) if self.has_rows(number) else tensor
 
     def as_computed(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -250,7 +250,7 @@ class Execution(Rows):
         return tensor.to(self.dtype).permute([dims.index(name) for name in names])
 
     def as_given(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The dimensions that are asked for, of what is computed."""
+        """Result, from the computed dimensions to those that the spec asks for."""
         names, dims = self._names(number)
         return tensor.permute([names.index(name) for name in dims])
 
@@ -259,7 +259,7 @@ class Execution(Rows):
         return result_names(self.spec, further), (further or self.spec.output).dims
 
     def store(self, out: torch.Tensor) -> torch.Tensor:
-        """From [b.., i, e] to the dimensions and memory order that the spec asks for."""
+        """Output, from [b.., i, e] to the dimensions and memory order that the spec asks for."""
         names, dims, order = result_names(self.spec), self.spec.output.dims, self.spec.output.order
         packed = out.to(getattr(torch, self.spec.out_dtype)).permute([names.index(n) for n in order]).contiguous()
         return packed.permute([order.index(n) for n in dims])

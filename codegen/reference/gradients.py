@@ -1,7 +1,7 @@
-"""Gradients of the parts of a spec whose cost is linear in the length: what is left to do around backward kernels.
+"""Gradients of the parts of a spec whose cost is linear in the length: the rest of a backward around its kernels.
 
-A kernel hands over the gradient of each element that it read, at the coordinates at which it read it; here that becomes
-the gradient of the tensor. Indices are evaluated and pulled back by torch itself.
+A kernel returns the gradient of each element that it read, at the coordinates at which it read it; these functions turn
+it into the gradient of the tensor. Indices are evaluated and pulled back by torch itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .forward import Execution
 def of_access(
     spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], number: int, upstream: Tensor
 ) -> Tensor:
-    """The gradient of Q (number 0), K (1) or V (2) from that of its elements, [b.., row, column]."""
+    """Gradient of Q (number 0), K (1) or V (2) from that of its elements, [b.., row, column]."""
     with torch.enable_grad(), recording():
         given = [o.detach().requires_grad_(n == number) for n, o in enumerate(operands)]
         gathered = Execution(spec, given, sizes).gather(number)
@@ -32,7 +32,7 @@ def of_access(
 def of_expression(
     spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], expr: Expr, upstream: Tensor, number: int
 ) -> Tensor:
-    """The gradient of operand `number` through an expression free of scores; upstream: [b.., i or 1, j or 1]."""
+    """Gradient of operand `number` through an expression free of scores; upstream: [b.., i or 1, j or 1]."""
     with torch.enable_grad(), recording():
         given = [o.detach().requires_grad_(n == number) for n, o in enumerate(operands)]
         found = value(spec, given, sizes, expr)
@@ -44,9 +44,9 @@ def of_expression(
 def of_rows(
     spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], row_max: Tensor, row_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows with these maxima and sums: their scale, its slope (see `fusion.lowering.row_gradients`), and what part
-    of the mean of dP over their weights delta lacks. Float32 [b.., i]; computed in float64, as what is between may be
-    beyond float32, but for the log-sum-exp, whose logarithm eager mode loses beside a huge fill."""
+    """Scale of rows with these maxima and sums, its slope (see `fusion.lowering.row_gradients`), and the part of the
+    mean of dP over their weights that delta lacks. Float32 [b.., i]; computed in float64, since intermediate values may
+    be beyond float32, except for the log-sum-exp, whose logarithm eager mode loses beside a huge fill."""
     known = {ROW_MAX: row_max, ROW_SUM: row_sum, LOG_SUM: row_max + row_sum.log()}
     rows = {leaf: of_row.unsqueeze(-1).double() for leaf, of_row in known.items()}
     scale, steep = (
@@ -66,7 +66,7 @@ def value(
     dtype: torch.dtype | None = None,
     rows: Mapping[Expr, Tensor] | None = None,
 ) -> Tensor:
-    """An expression free of scores and keys, over [b.., i, 1]. rows: what it reads of rows."""
+    """An expression free of scores and keys, over [b.., i, 1]. rows: its leaves that depend on rows."""
     run = Execution(spec, operands, sizes, dtype)
     axis = len(run.batch)
     positions = {I: run.arange(0, run.n_q, axis), J: run.arange(0, run.n_k, axis + 1)}

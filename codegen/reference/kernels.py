@@ -24,14 +24,14 @@ class ReferenceKernel:
         self.spec = spec
 
     def source(self, sizes: Sequence[int]) -> str:
-        """Nothing is written."""
+        """Empty: no code is generated."""
         return ""
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         return run(self.spec, operands, sizes)
 
     def choice(self, sizes: Sequence[int]) -> None:
-        """Nothing is chosen."""
+        """None: nothing is chosen."""
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Nothing is compiled."""
@@ -45,12 +45,12 @@ class ReferenceGradient(ReferenceKernel):
         self.kernel = kernel
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """[output, zeros, *further outputs]."""
+        """[output, zeros, *auxiliary outputs]."""
         out, *further = run_all(self.spec, operands, sizes) if self.spec.further else [self.kernel(operands, sizes)]
         return [out, no_statistics(self.spec, operands, sizes), *further]
 
     def backward(self, *given: Any) -> list[Tensor]:
-        """The gradients of the operands that are wanted. given: the fields of `Backward`."""
+        """Gradients of the operands that are wanted. given: the fields of `Backward`."""
         call = Backward(*given)
         return backward(self.spec, call.grad, call.operands, call.sizes, call.needs, further=call.further)
 
@@ -66,9 +66,9 @@ def reads(dtype: torch.dtype, machine: Machine) -> bool:
 
 
 def compile(spec: AttentionSpec, machine: Machine, plan: Any = None, measure: bool = False) -> ReferenceKernel:
-    """The interpreter of a spec."""
+    """Interpreter of a spec."""
     return ReferenceKernel(spec)
 
 
 def compile_training(spec: AttentionSpec, machine: Machine, plan: Any = None, measure: bool = False) -> None:
-    """Nothing beyond the gradient that every emitter falls back to."""
+    """None: every emitter falls back to this gradient anyway."""

@@ -1,5 +1,5 @@
-"""How many blocks of keys boxes about them could rule out, in torch operations: the reference of
-`codegen/mlir/key_block_bounds.py`, and what runs where there is no such kernel."""
+"""Share of the blocks of keys that their bounding boxes could rule out, in torch operations: the reference of
+`codegen/mlir/key_block_bounds.py`, and the fall-back where there is no such kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 def ruled_out(
     q: Tensor, k: Tensor, owner: Tensor, sample: tuple[int, int, int, int], gap: float, causal: bool
 ) -> Tensor:
-    """[H, 2]: of the pairs of a query and a block that it sees, how many are ruled out, and all.
+    """[H, 2]: the number of pairs of a query and a visible block that are ruled out, and that of all such pairs.
 
     q: [H, N_q, d].
     k: [U, N_k, d], at least a block.

@@ -1,5 +1,5 @@
-"""What bounds the scores of heads, in torch operations: the reference of `codegen/mlir/moments.py`, and what runs where
-there is no such kernel."""
+"""Norms and moments that bound the scores of heads, in torch operations: the reference of `codegen/mlir/moments.py`,
+and the fall-back where there is no such kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """Of H heads, before any scale, in float32, with keys k_j minus their mean but for the first of `norms`. squares,
+    """Moments of H heads, before any scale, in float32, with keys k_j minus their mean but for the first of `norms`.
+    squares,
     slants: [H, N_q], for every query the means of (q.k_j)^2 and of q.k_j over the keys before it (0 where there are
     none): all keys, or those of earlier segments."""
 
@@ -21,7 +22,9 @@ class Moments(NamedTuple):
 
 
 def moments(q: Tensor, k: Tensor, owner: Tensor, segment: int = 0) -> Moments:
-    """q: [H, N_q, d].
+    """Moments of some heads.
+
+    q: [H, N_q, d].
     k: [U, N_k, d].
     owner: [H], the keys of each head.
     segment: keys that become visible together where attention is causal (query i sees those of earlier segments); 0:

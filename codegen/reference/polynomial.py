@@ -1,4 +1,4 @@
-"""Attention with a polynomial in the place of the exponential, in plain torch: what the kernels are tested against.
+"""Attention with a polynomial in the place of the exponential, in plain torch: the reference for tests of the kernels.
 
     out_i = sum_j p(q_i.k_j) v_j / sum_j p(q_i.k_j),     p(x) = sum over g of c_g x^g
 
@@ -64,7 +64,7 @@ def _multinomial(chosen: Sequence[int]) -> float:
 
 
 def features(x: torch.Tensor, table: Monomials, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """[.., N, d] to the monomials first..last-1, [.., N, last - first]."""
+    """Monomials first..last-1 of [.., N, d], [.., N, last - first]."""
     low = [torch.ones_like(x[..., :1])]
     extended = torch.cat([x, low[0]], -1)
     start = 1
@@ -80,10 +80,10 @@ def features(x: torch.Tensor, table: Monomials, first: int = 0, last: int | None
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefficients: Sequence[float] | torch.Tensor, chunk: int = 0
 ) -> torch.Tensor:
-    """[.., N_q, d], [.., N_k, d], [.., N_k, d_v] to [.., N_q, d_v], without scaling of the scores. coefficients: c_0,
-    c_1, ..., the same for all, or [.., degree + 1] with polynomials of their own. chunk: if not 0, causal (key j for
-    query i >= j) in chunks of so many rows: a state of the chunks before, and the exponential itself inside of a chunk.
-    Feature by feature block, so that nothing larger than N x FEATURE_BLOCK exists."""
+    """Output [.., N_q, d_v] for [.., N_q, d], [.., N_k, d], [.., N_k, d_v], without scaling of the scores.
+    coefficients: c_0, c_1, ..., the same for all, or [.., degree + 1] with polynomials of their own. chunk: if not 0,
+    causal (key j for query i >= j) in chunks of so many rows: a state of the chunks before, and the exponential itself
+    inside of a chunk. Computed by blocks of features, so that nothing larger than N x FEATURE_BLOCK exists."""
     powers = torch.as_tensor(coefficients, dtype=torch.float64)
     if chunk:
         return _causal(q, k, v, powers, chunk)

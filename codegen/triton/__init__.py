@@ -1,11 +1,11 @@
 """GPU kernels: an `AttentionSpec` becomes one Python module with Triton kernels, written to torch's cache directory.
 
 It is an emitter (`fusion.codegen.emitter`). `forward` writes the kernel around the loop of `key_loop`, `expressions`
-and `matrices` the values and addresses in it, `kernel` and `tiles` what it has in common with others, `panels` divides
-head dimensions, `mathematics` has functions that Triton lacks, `module` writes and loads files, `autotune` measures
-other tiles than the planned (`candidates`) and takes smaller ones where they do not fit, `launch` makes the call,
-`split` is for few queries, `features`, `polynomial`, `sparse_kernel` and `sparse_call` are for approximate attention,
-`interpret` runs it on CPU tensors in Triton's interpreter. Nothing of Triton is imported before a kernel is made.
+and `matrices` the values and addresses in it, `kernel` and `tiles` the parts that it shares with others, `panels`
+divides head dimensions, `mathematics` has functions that Triton lacks, `module` writes and loads files, `autotune`
+measures other tiles than the planned (`candidates`) and takes smaller ones where they do not fit, `launch` makes the
+call, `split` is for few queries, `features`, `polynomial`, `sparse_kernel` and `sparse_call` are for approximate
+attention, `interpret` runs it on CPU tensors in Triton's interpreter. Triton is not imported before a kernel is built.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOADED = {*DTYPES, *FLOAT8, "bool", "uint8", "int8", "int16", "int32", "int64"}
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """Reason why nothing can be compiled on this machine, or None."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -42,7 +42,7 @@ def unavailable() -> str | None:
 
 
 def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | None:
-    """Why this spec has no GPU kernel, or None; the same on every machine."""
+    """Reason why this spec has no GPU kernel, or None; the same on every machine."""
     if (reason := unavailable()) is not None:
         return Refusal(Ground.NOT_INSTALLED, reason)
     if (refusal := emitter.unread(spec, sorted(_LOADED), PRODUCTS)) is not None:
@@ -73,9 +73,9 @@ def compile(
     plan: Callable[[Machine], GpuPlanner] | None = None,
     measure: bool = False,
 ) -> Kernel:
-    """The kernel of a spec, which plans for the machine of each call's device. plan: machine -> the planner that makes
-    the choices. measure: tiles are timed at the first call, those first that are predicted to be the fastest on
-    `machine`. Raises ValueError where `supports` has a reason."""
+    """Kernel of a spec, which plans for the machine of each call's device. plan: machine -> the planner that makes the
+    choices. measure: tiles are timed at the first call, those first that are predicted to be the fastest on `machine`.
+    Raises ValueError where `supports` has a reason."""
     if (reason := supports(spec)) is not None:
         raise ValueError(f"no GPU kernel for {spec}: {reason}")
     return Kernel(spec, tuner=_tuner(spec, machine) if measure else None, plan=plan)
@@ -87,7 +87,7 @@ def compile_training(
     plan: Callable[[Machine], GpuPlanner] | None = None,
     measure: bool = False,
 ) -> Differentiable | None:
-    """What trains with a spec, or None where `supports` has a reason."""
+    """Kernels that train with a spec, or None where `supports` has a reason."""
     if supports(spec) is not None:
         return None
     return Differentiable(spec, tuner=_tuner(spec, machine) if measure else None, plan=plan)

@@ -1,7 +1,7 @@
-"""Tiles are measured in a process of their own, on a copy of a call's tensors.
+"""Measurement of tiles in a separate process, on a copy of a call's tensors.
 
-A kernel may hang, or break the device for the process that launched it. Here it costs that process and one tile: it is
-started again, and goes on with the next. What was fastest it writes where `remembered` finds it.
+A kernel may hang, or break the device for the process that launched it. In a separate process it costs that process and
+one tile: the process is restarted, and continues with the next. It writes the fastest tile to the file of `remembered`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Request:
 
 
 def begin(state: Path, kernel: str, tile: Tile | str) -> str | None:
-    """Why a tile is not to be tried, or None: then it is begun. state: the file that says so, and what is known to
-    fail."""
+    """Reason why a tile is not tried, or None: then it is begun. state: the file with the tile in progress, and those
+    known to fail."""
     found, name = read(state), f"{kernel}: {tile}"
     if name not in found["lost"]:
         _write(state, found | {"current": name, "patience": TILE})
@@ -64,7 +64,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 
 def measure(request: Request) -> None:
-    """Have the tiles of a call's kernels measured and remembered. Where that cannot be done a line is logged."""
+    """Have the tiles of a call's kernels measured and remembered. A line is logged where that is impossible."""
     try:
         with tempfile.TemporaryDirectory(prefix="fusion-tiles-") as folder:
             _measure(request, Path(folder))
@@ -91,13 +91,13 @@ def _measure(request: Request, folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with what its modules and caches were found by."""
+    """Environment of this process, with the locations of its modules and caches."""
     found = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(disk_cache.directory().parent)}
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def save(request: Request, path: Path) -> None:
-    """Memory that tensors share is saved once, and its gaps too, but nothing around it."""
+    """Save a request. Memory that tensors share is saved once, and its gaps too, but nothing around it."""
     memory: list[tuple[Tensor, Tensor]] = []  # and its copy, as far from an address that 16 divides
 
     def copied(tensor: Tensor) -> Tensor:
@@ -116,12 +116,12 @@ def save(request: Request, path: Path) -> None:
 
 
 def load(path: Path, device: torch.device | str) -> Request:
-    """What was saved, on a device."""
+    """Saved request, on a device."""
     return Request(**torch.load(path, map_location=device, weights_only=True))
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The memory from a tensor's first element to its last."""
+    """Memory from a tensor's first element to its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     extent = last + 1 if tensor.numel() else 0
     return tensor.detach().as_strided((extent,), (1,))

@@ -1,4 +1,4 @@
-"""The process in which tiles are measured (`apart`)."""
+"""Process in which tiles are measured (`apart`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .launch import Kernel, machine_of
 
 
 def main() -> None:
-    """Repeat the call whose request lies in the folder that is named, and measure tiles meanwhile."""
+    """Repeat the call whose request lies in the folder that is named, and measure tiles during it."""
     folder = Path(sys.argv[1])
     state = apart.read(folder / "state.json")
     device = torch.device(state["device"])

@@ -1,11 +1,10 @@
-"""Which tile a kernel runs in: the table's, a smaller one where that does not fit, or the fastest of a few that were
-measured.
+"""Tile of a kernel: the table's, a smaller one where that does not fit, or the fastest of a few measured ones.
 
 Every launch goes through `run`. A tile for which Triton finds too little shared memory or too few registers is replaced
 by the next smaller one, for the rest of the process. With a `Tuner` the first call of a kernel in a situation (device,
 sizes up to the next power of two, alignment) is timed on a copy of its arguments in the tiles that the cost model
-expects to be the best; the fastest is remembered in a file beside the generated module. Measuring is done in another
-process (`apart`): what hangs or breaks the device there costs a tile, and nothing here.
+expects to be the best; the fastest is remembered in a file beside the generated module. Another process measures
+(`apart`): a kernel that hangs or breaks the device there costs a tile, and does no harm to this process.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What is known of a call. sizes: values of the spec's sizes. situation: what choices are remembered by, beside
-    kernel and device."""
+    """Circumstances of a call. sizes: values of the spec's sizes. situation: the key under which choices are
+    remembered, beside kernel and device."""
 
     device: torch.device
     sizes: Sequence[int]
@@ -87,7 +86,7 @@ def call_of(
     precision: str,
     tuner: Tuner | None,
 ) -> Call:
-    """extents: heads, n_q, n_k. precision: of products."""
+    """Circumstances of a call. extents: heads, n_q, n_k. precision: of products."""
     if tuner is None:
         return Call(device=operands[0].device, sizes=sizes)
     heads, n_q, n_k = map(power, extents)
@@ -102,7 +101,7 @@ def call_of(
 def run(
     stages: Sequence[Stage], call: Call, tuner: Tuner | None, reset: Callable[[], None], request: Callable[[], Request]
 ) -> None:
-    """Launch the stages, each in its tile. reset: undo what launches have added to results. request: this call, for
+    """Launch the stages, each in its tile. reset: undo the additions of launches to results. request: this call, for
     another process to repeat."""
     if tuner is not None and any(tuner.tile(stage, call) is None for stage in stages) and tuner.measures(call):
         if tuner.clock is None:
@@ -116,7 +115,7 @@ def run(
 
 
 def launch(stage: Stage, call: Call, tuner: Tuner | None = None) -> Tile:
-    """Launch a stage in its tile or, where that does not fit, in the largest smaller one; which is returned. Where a
+    """Launch a stage in its tile or, where that does not fit, in the largest smaller one, which is returned. Where a
     peer was measured to be faster, it is called instead."""
     tile = settled(stage, call, tuner)
     if tuner is not None and (peer := tuner.peer(stage, call)):
@@ -140,7 +139,7 @@ def launch(stage: Stage, call: Call, tuner: Tuner | None = None) -> Tile:
 
 
 def settled(stage: Stage, call: Call, tuner: Tuner | None) -> Tile:
-    """The tile in which a stage is launched, as far as is known."""
+    """Tile in which a stage is launched, as far as is known."""
     tile = (tuner and tuner.tile(stage, call)) or stage.tile
     reduced = stage.variant.reduced
     while reduced and (found := reduced.get((stage.kernel, call.device, tile))) is not None:
@@ -159,9 +158,8 @@ def _out_of_resources(error: Exception) -> bool:
 
 
 class Tuner:
-    """Measures tiles, and remembers the fastest. times: ranks what is to be measured; without it tiles nearer to the
-    table's come first. clock: measures in this process; without it another one is asked to. notes: see
-    `apart.begin`."""
+    """Measures tiles, and remembers the fastest. times: ranks the tiles to be measured; without it tiles nearer to the
+    table's come first. clock: measures in this process; without it another one measures. notes: see `apart.begin`."""
 
     def __init__(self, times: Times | None = None, clock: Clock | None = None, notes: Path | None = None):
         self.times, self.clock, self.notes = times, clock, notes
@@ -176,7 +174,7 @@ class Tuner:
         return not torch.cuda.is_current_stream_capturing()
 
     def tile(self, stage: Stage, call: Call) -> Tile | None:
-        """The tile that was measured to be the fastest, by this process or another."""
+        """Tile that was measured to be the fastest, by this process or another."""
         if stage.others is None:
             return stage.tile
         if torch.are_deterministic_algorithms_enabled():
@@ -188,14 +186,14 @@ class Tuner:
         return self._settled[key][0]
 
     def peer(self, stage: Stage, call: Call) -> str:
-        """The name of what was measured to be faster than the stage in its tile; empty where nothing was."""
+        """Name of the peer that was measured to be faster than the stage in its tile; empty where none was."""
         if not stage.peers or self.tile(stage, call) is None:
             return ""
         _, found = self._settled.get(self._key(stage, call), (None, ""))
         return found if found in stage.peers else ""
 
     def have_measured(self, stages: Sequence[Stage], call: Call, request: Callable[[], Request]) -> None:
-        """Settle the tiles of some stages by what another process measures, or as they are where it cannot."""
+        """Settle the tiles of some stages by the measurements of another process, or unmeasured where it fails."""
         with _measuring:
             keys = {self._key(stage, call): stage for stage in stages if self.tile(stage, call) is None}
             if not keys:
@@ -212,8 +210,8 @@ class Tuner:
         return stage.variant.digest, stage.kernel, call.device, call.situation
 
     def measure(self, stage: Stage, call: Call) -> None:
-        """Launch a stage in several tiles and choose the fastest, or what `launch` takes where none could be timed.
-        Where the choice is known the stage is launched once."""
+        """Launch a stage in several tiles and choose the fastest, or the tile of `launch` where none could be timed. If
+        the choice is known the stage is launched once."""
         with _measuring:
             if self.tile(stage, call) is not None:
                 launch(stage, call, self)
@@ -236,8 +234,8 @@ class Tuner:
             remember(stage.variant.digest, call.device, name, best, seconds | rivals, failed, peer)
 
     def _seconds(self, stage: Stage, call: Call) -> tuple[dict[Tile, float], dict[Tile | str, str]]:
-        """The seconds of a stage by tile, and why others have none: first with the table's schedule, then the fastest
-        with other schedules. Tiles whose results are not those of the first one that ran have failed."""
+        """Seconds of a stage by tile, and the reasons why others have none: first with the table's schedule, then the
+        fastest with other schedules. Tiles whose results are not those of the first one that ran have failed."""
         failed: dict[Tile | str, str] = {}
         expected: list[torch.Tensor] = []
 
@@ -267,7 +265,7 @@ class Tuner:
         wrong: Callable[[Name], str | None],
         failed: dict[Tile | str, str],
     ) -> dict[Name, float]:
-        """The seconds of tiles or peers. wrong: why what one wrote is not to be used, or None."""
+        """Seconds of tiles or peers. wrong: the reason why a result must not be used, or None."""
         seconds = {}
         for number, (name, run) in enumerate(runs.items()):
             log.info("%s: measuring %d of %d, %s", stage.kernel, number + 1, len(runs), name)
@@ -288,7 +286,7 @@ class Tuner:
 
     def _ranked(self, stage: Stage, call: Call, others: Sequence[Tile]) -> list[Tile]:
         """The table's tile, then by turns others of the sizes that the model ranks best, and the table's sizes with
-        what the model cannot tell apart: warps and stages."""
+        differences that the model does not see: warps and stages."""
         first = stage.tile
         others = [tile for tile in others if tile.with_form_of(first) == tile]
         if self.times is not None and others:
@@ -303,7 +301,7 @@ class Tuner:
 
 def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two results of [.., n] differ by no more than rounding: by row, relative to the row and to all of them.
-    What is not finite must be the same."""
+    Values that are not finite must be equal."""
     eps = max(torch.finfo(found.dtype).eps, 2**-10 if torch.backends.cuda.matmul.allow_tf32 else 2**-12)
     same = (found == expected) | (found.isnan() & expected.isnan())
     difference = torch.where(same, 0.0, found.float() - expected.float()).norm(dim=-1)
@@ -316,7 +314,7 @@ def _size(tile: Tile) -> tuple[int, int]:
 
 
 def _answers(device: torch.device) -> None:
-    """Raises where a device is lost to this process: whatever is launched from now on fails, too."""
+    """Raise where a device is lost to this process: every later launch would fail, too."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,8 +1,8 @@
-"""Other tiles than the table's that a kernel may run in: neighbours worth measuring, and smaller ones where a tile does
-not fit the device.
+"""Other tiles than the table's for a kernel: neighbours worth measuring, and smaller ones where a tile does not fit the
+device.
 
-What a tile needs is what the planner estimates (`fusion.planning.gpu_clocks`), without its margin: what is measured may
-be bolder than what is chosen unseen.
+The resources of a tile are the planner's estimates (`fusion.planning.gpu_clocks`), without its margin: a measured tile
+may be bolder than one that is chosen without measurement.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def candidates(
 
 
 def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
-    """The ways in which a kernel may go about its tiles. Persistent programs only with descriptors: with pointers they
+    """Orders in which a kernel may process its tiles. Persistent programs only with descriptors: with pointers they
     spill."""
     every = _all_schedules(kernel, spec, d, d_v, tile, machine)
     if os.environ.get("FUSION_UNTRIED") == "1" or machine.interpreted:
@@ -94,7 +94,7 @@ def _all_schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Til
 
 
 def _distance(tile: Tile, other: Tile) -> int:
-    """In how many ways two tiles differ."""
+    """Number of fields in which two tiles differ."""
     return sum(getattr(tile, name) != getattr(other, name) for name in Tile.__dataclass_fields__)
 
 
@@ -112,14 +112,14 @@ def may_specialize(spec: AttentionSpec, d: int, d_v: int) -> bool:
 
 
 def fits(work: Work, tile: Tile, machine: Machine) -> bool:
-    """Whether a kernel's tile is expected to have room on a device, without spilling registers."""
+    """Whether a kernel's tile is expected to fit on a device, without spilling registers."""
     multiplying = replace(tile, warps=2 * tile.warps) if tile.specialized else tile
     needed = registers(work, multiplying, machine) + ADDRESSES
     return gpu_feasible.fits(work, tile, machine) and needed <= gpu_feasible.most_registers(multiplying, machine)
 
 
 def residents(spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> int:
-    """How many programs of a tile of the forward are expected to share a multiprocessor."""
+    """Number of programs of a forward tile that are expected to share a multiprocessor."""
     if machine.interpreted:
         return INTERPRETED
     # Warp specialisation takes all registers.

@@ -1,4 +1,4 @@
-"""What `python <generated module>` does: compare its kernel with the reference interpreter on random tensors."""
+"""Program behind `python <generated module>`: compare its kernel with the reference interpreter on random tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_module(path: str, text: str, arguments: Sequence[str] | None = None) -
 
 
 def report(what: str, error: float, allowed: float, holds: bool) -> None:
-    """Print what was compared; exits with 1 where the rule does not hold."""
+    """Print a comparison; exits with 1 where the rule does not hold."""
     print(f"{what}: error {error:.3g}, allowed {allowed:.3g}")
     if not holds:
         raise SystemExit(1)

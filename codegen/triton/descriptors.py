@@ -1,6 +1,6 @@
-"""Reading tiles by tensor descriptors: the tensor memory accelerator of Hopper and later makes the addresses and zeroes
-what lies outside, from a description of the whole tensor that the host hands over with the launch, or of a head's
-matrix that the program writes itself (which warps that only load ask for).
+"""Reading tiles by tensor descriptors: the tensor memory accelerator of Hopper and later computes the addresses and
+zeroes elements outside, from a description of the whole tensor that the host passes with the launch, or of a head's
+matrix that the program writes itself (as warps that only load require).
 
 That frees registers (72 of 236 in the causal kernel for d = 128) and instructions. It wants an inner stride of 1, outer
 ones of whole 16 bytes, and an index map that is a box: one dimension along the rows, one along the columns, the others
@@ -44,7 +44,7 @@ class Box:
 
     @property
     def size(self) -> str:
-        """The constant that says how many rows a tile has."""
+        """The constant with the number of rows of a tile."""
         return "KEYS" if self.name in ("k", "v") else "ROWS"
 
     def dtype(self, spec: AttentionSpec) -> str:
@@ -54,7 +54,8 @@ class Box:
         return f"{self.name}{panel.suffix}_tiles"
 
     def load(self, writer: Writer, panel: Panel, first: str) -> str:
-        """By the host's descriptor the tile of the rows from `first` on, [size, width]: zero where there are none."""
+        """Load, by the host's descriptor, of the tile of the rows from `first` on, [size, width]: zero where there are
+        none."""
         starts = [_coordinate(writer, part) for part in self.index]
         starts[self.rows] = first
         if panel.start:
@@ -73,7 +74,7 @@ class Box:
         return f"{self.parameter(panel)} = tl.make_tensor_descriptor({at}, {shape}, {stride}, {block})"
 
     def load_described(self, panel: Panel, first: str) -> str:
-        """By the program's descriptor the tile of the rows from `first` on: zero where there are none."""
+        """Load, by the program's descriptor, of the tile of the rows from `first` on: zero where there are none."""
         return f"{self.parameter(panel)}.load([{first}, {panel.start}])"
 
     def fits(self, tensor: torch.Tensor) -> bool:
@@ -82,12 +83,12 @@ class Box:
         return inner == 1 and tensor.data_ptr() % UNIT == 0 and all(s > 0 and s * size % UNIT == 0 for s in outer)
 
     def _strides(self, tensor: torch.Tensor) -> list[int]:
-        """Of the dimensions; of those of one element, where they may be anything, one that fits."""
+        """Strides of the dimensions; for dimensions of one element, where they may be anything, a valid one."""
         *outer, inner = self.dims
         return [*(tensor.stride(dim) if tensor.shape[dim] > 1 else UNIT for dim in outer), tensor.stride(inner)]
 
     def described(self, tensor: torch.Tensor, extent: int, size: int) -> dict[str, object]:
-        """The descriptors for tiles of `size` rows of `extent`, by the names of their parameters."""
+        """Descriptors for tiles of `size` rows of `extent`, by the names of their parameters."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         shape = [tensor.shape[dim] for dim in self.dims]
@@ -152,9 +153,9 @@ def _coordinate(writer: Writer, part: Expr) -> str:
 def descriptors(
     found: Iterable[Box], tensors: Mapping[str, torch.Tensor], rows: tuple[int, int], keys: tuple[int, int]
 ) -> dict[str, object]:
-    """What the host describes for a launch, by the names of the parameters. rows, keys: how many there are, and how
-    many a tile has."""
-    made: dict[str, object] = {}
+    """Descriptors that the host passes to a launch, by the names of the parameters. rows, keys: their number, and that
+    of a tile."""
+    by_parameter: dict[str, object] = {}
     for box in found:
-        made |= box.described(tensors[box.name], *(keys if box.size == "KEYS" else rows))
-    return made
+        by_parameter |= box.described(tensors[box.name], *(keys if box.size == "KEYS" else rows))
+    return by_parameter

@@ -1,5 +1,5 @@
-"""Training with a spec: the forward that keeps statistics, and the gradients by kernels or, where there are none, by
-the reference."""
+"""Training with a spec: the forward with statistics, and the gradients by kernels or, where there are none, by the
+reference."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class Differentiable:
-    """The outputs and gradients of one spec: see `emitter.TrainingKernel`.
+    """Outputs and gradients of one spec: see `emitter.TrainingKernel`.
 
     dK and dV are deterministic. dQ and gradients of captured tensors may be added up in float32 in no certain order,
     unless torch is told to be deterministic.
@@ -91,7 +91,7 @@ class Differentiable:
         self._groups = functools.cache(lambda: size_function(gradients_of(self.trained, none).groups, self.spec.sizes))
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """[output, statistics, *further outputs]."""
+        """[output, statistics, *auxiliary outputs]."""
         if self.spec.further and 0 in self.kernel.extents(sizes):
             out, *further = reference.run_all(self.spec, operands, sizes)
             return [out, no_statistics(self.spec, operands, sizes), *further]
@@ -120,7 +120,7 @@ class Differentiable:
         return made
 
     def backward(self, *given: Any) -> list[Tensor]:
-        """The gradients, in order, of each wanted operand's shape. given: the fields of `Backward`."""
+        """Gradients, in order, of each wanted operand's shape. given: the fields of `Backward`."""
         call = Backward(*given)
         places = tuple(place for place, g in enumerate(call.further) if g is not None)
         kernels, found = self._with(places) if places else self, [g for g in call.further if g is not None]
@@ -138,12 +138,12 @@ class Differentiable:
         return reference.backward(spec, call.grad, call.operands, call.sizes, call.needs, further=call.further)
 
     def _with(self, places: tuple[int, ...]) -> Differentiable:
-        """What differentiates where gradients arrive at these of the further outputs."""
-        spec, own = with_arriving(self.spec, places), ("arriving", places)
-        return self._made.of(own, lambda: Differentiable(spec, plan=self.plan, arriving=True))
+        """Training kernels for gradients that arrive at these of the auxiliary outputs."""
+        spec, key = with_arriving(self.spec, places), ("arriving", places)
+        return self._made.of(key, lambda: Differentiable(spec, plan=self.plan, arriving=True))
 
     def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
-        """Why gradients are left to the reference interpreter, or None."""
+        """Reason why gradients are left to the reference interpreter, or None."""
         if (reason := self._unsupported(needs)) is not None:
             return reason
         if torch.are_deterministic_algorithms_enabled() and gradients_of(self.trained, needs).captured:
@@ -228,7 +228,7 @@ class Differentiable:
         ]
 
     def _results(self, given: Backward, made: Mapping[int, Tensor], rows: tuple[int, ...]) -> dict[str, Tensor]:
-        """What kernels read and write beside the operands, by name."""
+        """Tensors that kernels read and write beside the operands, by name."""
         out, statistics, operands, sizes = given.out, given.statistics, given.operands, given.sizes
         names = [Writer(spec=self.spec).operand(n) for n in range(len(operands))]
         results = {f"d{'qkv'[n] if n < 3 else names[n]}": tensor for n, tensor in made.items()}
@@ -260,8 +260,8 @@ class Differentiable:
 
 
 class _BackwardLaunches(Launches):
-    """with_descriptors: the module whose loops read by tensor descriptors. groups: how many values of each batch
-    coordinate share K and V."""
+    """Launches of a backward. with_descriptors: the module whose loops read by tensor descriptors. groups: the number
+    of values of each batch coordinate that share K and V."""
 
     def __init__(self, variant: Variant, with_descriptors: Callable[[], Variant], groups: Sequence[int], *given: Any):
         super().__init__(*given)
@@ -271,12 +271,12 @@ class _BackwardLaunches(Launches):
         self.noted_rows = 0
 
     def by_kernel(self) -> dict[str, Callable[[Tile], None]]:
-        """By the kernel whose tile they are in, in order."""
+        """Launches in order, by the kernel whose tile they run in."""
         by_keys = {name: functools.partial(self._keys, name) for name in BY_KEYS}
         return {Prepare.name: self._prepare, Queries.name: self._queries} | by_keys
 
     def _prepare(self, tile: Tile) -> None:
-        """delta, and which blocks of as many rows as in the kernel of dK and dV have dead ones."""
+        """Compute delta, and mark blocks with dead rows, of as many rows as in the kernel of dK and dV."""
         self.noted_rows, (blocks, _) = tile.rows, self.blocks(tile)
         if self.noted:
             listed = RowLists.name in self.variant.kernels or KeyLists.name in self.variant.kernels
@@ -290,7 +290,7 @@ class _BackwardLaunches(Launches):
         self._loop(Queries.name, self.heads * rows, tile)
 
     def _keys(self, name: str, tile: Tile) -> None:
-        """A kernel whose programs own keys."""
+        """Launch a kernel whose programs own keys."""
         rows, keys = self.blocks(tile)
         if self.noted and Prepare.name in self.variant.kernels and self.noted_rows != tile.rows:
             self._prepare(Tile(rows=tile.rows, keys=16, warps=4, stages=1))
@@ -299,7 +299,8 @@ class _BackwardLaunches(Launches):
         self._loop(name, shared * keys, tile)
 
     def _loop(self, name: str, programs: int, tile: Tile) -> None:
-        """A kernel with a loop over tiles, which it reads by descriptors where the tile says so and they can be."""
+        """Launch a kernel with a loop over tiles, read by descriptors where the tile asks for them and they are
+        possible."""
         if tile.described:
             found = self.with_descriptors()
             if self.describes(found, name):

@@ -13,8 +13,8 @@ PRODUCTS = (*DTYPES, *FLOAT8, "int8", "uint8")
 
 
 def cast(stored: str, dtype: str) -> str:
-    """What is appended to a load from a tensor for its value in a dtype of products; by way of float16 from float8,
-    which is exact on every device, infinities and NaN included, and of float32 from integers."""
+    """Suffix of a load that converts its value to a dtype of products; by way of float16 from float8, which is exact on
+    every device, infinities and NaN included, and of float32 from integers."""
     if stored == dtype:
         return ""
     by_way = ".to(tl.float16)" if stored in FLOAT8 and dtype != "float16" else ""

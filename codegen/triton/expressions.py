@@ -32,7 +32,7 @@ from .dtypes import FLOAT8, cast
 
 
 class Level(enum.IntEnum):
-    """Where a value is computed: once per block, per row, per tile of keys."""
+    """Loop level at which a value is computed: once per block, per row, per tile of keys."""
 
     BLOCK = 0
     ROW = 1
@@ -91,8 +91,8 @@ def number(value: float | int | bool | str | None) -> str:
 
 @dataclass(slots=True)
 class Writer:
-    """Writes statements of values, level by level, and notes which parameters, helpers and names they use. lines:
-    statements per level. limits: predicates that say which places of other coordinates do, by their names. outer,
+    """Writes statements of values, level by level, and records the parameters, helpers and names that they use. lines:
+    statements per level. limits: predicates that say which places of other coordinates exist, by their names. outer,
     inner: coordinates of the levels ROW and TILE."""
 
     spec: AttentionSpec
@@ -107,7 +107,7 @@ class Writer:
     inner: str = "j"
 
     def level_of(self, expr: Expr) -> Level:
-        """The outermost level at which everything that the value depends on is bound."""
+        """The outermost level at which all coordinates of a value are bound."""
         names = coordinates(expr)
         arriving = {str(part.attr) for part in walk(expr) if part.op == "upstream"}
         if "row" in arriving:
@@ -117,13 +117,13 @@ class Writer:
         return Level.TILE if self.inner in names else Level.ROW if self.outer in names else Level.BLOCK
 
     def operand(self, index: int) -> str:
-        """The name of an operand's parameters: as the spec has it, numbered where two operands have the same."""
+        """Name of an operand's parameters: that in the spec, numbered where two operands have the same."""
         name = self.spec.operands[index].name
         twins = [n for n, operand in enumerate(self.spec.operands) if operand.name == name]
         return name if len(twins) == 1 else f"{name}{twins.index(index)}"
 
     def count(self, *roots: Expr | None) -> None:
-        """Count the users of every value below the roots: what has several gets a name."""
+        """Count the users of every value below the roots: values with several get a name."""
         self.uses.update(arg for part in walk(*(root for root in roots if root is not None)) for arg in part.args)
 
     def fresh(self, hint: str) -> str:
@@ -135,7 +135,7 @@ class Writer:
         return name
 
     def bind(self, expr: Expr, hint: str) -> str:
-        """The value under a name of its own, at its level."""
+        """Value under a separate name, at its level."""
         text, level = self.value(expr), self.level_of(expr)
         return text if text.isidentifier() else self._assign(expr, text, hint, level)
 
@@ -149,18 +149,18 @@ class Writer:
         return text if precedence == _ATOM else f"({text})"
 
     def forget(self, level: Level) -> None:
-        """Begin a level again: its lines go, and the names bound in them."""
+        """Begin a level again: its lines and the names bound in them are removed."""
         bound = {line.split(" = ")[0] for line in self.lines[level]}
         self.lines[level] = []
         self.known = {expr: name for expr, name in self.known.items() if name not in bound}
 
     def take(self, level: Level) -> list[str]:
-        """The statements of a level so far; they are handed over."""
+        """Statements of a level so far, which are removed from the writer."""
         taken, self.lines[level] = self.lines[level], []
         return taken
 
     def apart(self, known: dict[Expr, str], **changed: Any) -> Writer:
-        """A writer with lines of its own, and names and helpers in common."""
+        """Writer with separate lines, but shared names and helpers."""
         lines: dict[Level, list[str]] = {level: [] for level in Level}
         return dataclasses.replace(self, known=dict(known), lines=lines, uses=Counter(), **changed)
 
@@ -230,7 +230,7 @@ class Writer:
         raise NotImplementedError(op)
 
     def _converted_apart(self, value: Expr) -> Expr | None:
-        """The float of an integer that is a sum of a part along the rows of a tile and one along its columns: each is
+        """Float of an integer that is a sum of a part along the rows of a tile and one along its columns: each is
         converted once, not every element. The first is taken from the block's first row on, so that it is exact, as the
         other is up to 2**24; beyond, the sum is rounded twice, as far as float32 reaches there."""
         if OUTER_FIRST not in self.known or self.level_of(value) is not Level.TILE:
@@ -304,7 +304,7 @@ class Writer:
         return name
 
     def offset(self, name: str, index: tuple[Expr, ...], level: Level) -> str:
-        """The elements by which the part of an index that belongs to one level moves the pointer; empty for none."""
+        """Elements by which the part of an index that belongs to one level moves the pointer; empty for none."""
         parts = []
         for dim, expr in enumerate(index):
             terms = integers.terms(expr).items()

@@ -1,4 +1,4 @@
-"""The kernels of attention with polynomial features, as text: features are made in registers, multiplied, forgotten.
+"""Kernels of attention with polynomial features, as text: features are computed in registers, multiplied and dropped.
 
     state     S[f, e] = sum over keys j of phi_f(k_j) v[j, e],   sums[f] = sum over j of phi_f(k_j)
     readout   out[i, e] = (c_0 sum_j v[j, e] + sum_f w_f phi_f(q_i) S[f, e]) / (the same with 1 for v[j, e])
@@ -10,7 +10,7 @@ states of the pieces of the keys are stored, nothing else that grows with the nu
 
 Parents of less than the top degree are multiplied in two bf16 planes, those of the top degree in TOP_PLANES of them;
 the certificate counts both (`fusion.approximate.cost`). So are the scores inside of a causal chunk, and their products
-with V: of a weight that errs by 2**-15 (|q.k| + 1), a third of what is counted for every feature in two planes.
+with V: a weight errs by 2**-15 (|q.k| + 1), a third of the error that is counted for every feature in two planes.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _features(d: int, degree: int) -> str:
 
 
 def padded_texts(d: int, d_v: int) -> dict[str, str | int]:
-    """What is put into the templates: sizes, and masks where these are not powers of two."""
+    """Values for the templates: sizes, and masks where these are not powers of two."""
     masks = {
         "c_inside": f" & (c < {d})" if padded(d) != d else "",
         "e_inside": f" & (e < {d_v})",

@@ -1,7 +1,7 @@
-"""FlexAttention in the kernels of FlashAttention-4 (`kernel_options={"BACKEND": "FLASH"}`): a spec in its words.
+"""FlexAttention in the kernels of FlashAttention-4 (`kernel_options={"BACKEND": "FLASH"}`), called for a spec.
 
-The score program becomes a `score_mod`, the mask a `mask_mod`. Both are graphs of torch operations that the meaning of
-expressions (`fusion.ir.ops.evaluate`) is traced into; what they read from tensors is indexed in the call's operands.
+The score program becomes a `score_mod`, the mask a `mask_mod`. Both are graphs of torch operations, traced from the
+evaluation of expressions (`fusion.ir.ops.evaluate`); the tensors that they read are indexed in the call's operands.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POSITIONS = (coord("b0"), coord("b1"), I, J)
 
 @functools.cache
 def installed() -> str:
-    """The version of FlashAttention-4, "unknown" where it does not say; empty where there is none."""
+    """Version of FlashAttention-4, "unknown" where it does not state one; empty where there is none."""
     try:
         if importlib.util.find_spec("flash_attn.cute") is None:
             return ""
@@ -65,7 +65,7 @@ def runs(spec: AttentionSpec, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """A spec in FlexAttention's words."""
+    """FlexAttention's form of a spec."""
 
     scale: float  # of scores, before the program
     score: Expr  # the program, where keys are live if there is a mask; SCORE itself where there is nothing to do
@@ -74,7 +74,8 @@ class Words:
 
 
 def words(spec: AttentionSpec) -> Words:
-    """How FlexAttention says a spec's program and mask. A mask is skipped over where dead keys have no weight in any
+    """FlexAttention's form of a spec's program and mask. The mask becomes a `mask_mod` where dead keys have no weight
+    in any
     row: they are filled with -inf, or each row is known to have a live key."""
     mask, score, live = spec.mask, spec.score, None
     certain = rows_live(spec)
@@ -88,7 +89,7 @@ def words(spec: AttentionSpec) -> Words:
 
 
 def _scaled(score: Expr) -> tuple[float, Expr]:
-    """(c, p) of a program that is p of c times the score: constants that the score is multiplied by first."""
+    """(c, p) of a program that is p of c times the score: constant factors of the score."""
     scale = 1.0
     while score is not SCORE:
         users = [part for part in walk(score) if SCORE in part.args]
@@ -101,13 +102,13 @@ def _scaled(score: Expr) -> tuple[float, Expr]:
 
 class Modification(NamedTuple):
     """An expression as a function of torch. function: of tensors without dimensions: the score where it is one of
-    `names`, POSITIONS, and what is read. reads: sizes, and loads without index that stand for whole tensors."""
+    `names`, POSITIONS, and `reads`. reads: sizes, and loads without index that stand for whole tensors."""
 
     function: Callable[..., Tensor]
     reads: tuple[Expr, ...]
 
     def read(self, spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """What is read in a call. Sizes are tensors too: FLASH takes no numbers that change."""
+        """Tensors of `reads` in a call. Sizes are tensors too: FLASH takes no numbers that change."""
         values, device = dict(zip(spec.sizes, sizes, strict=True)), operands[0].device
         return [
             operands[part.operand].detach() if part.op == "load" else torch.full((), values[part.name], device=device)
@@ -116,7 +117,7 @@ class Modification(NamedTuple):
 
 
 def modification(expr: Expr, names: Sequence[Expr], dtype: torch.dtype) -> Modification:
-    """What evaluates an expression. dtype: of floating-point numbers."""
+    """Modification that evaluates an expression. dtype: of floating-point numbers."""
     from_call = (part for part in walk(expr) if part.op in ("load", "size"))
     reads = dict.fromkeys(_tensor(part) if part.op == "load" else part for part in from_call)
     graph = fx.Graph()
@@ -150,18 +151,18 @@ def modification(expr: Expr, names: Sequence[Expr], dtype: torch.dtype) -> Modif
 
 
 def _tensor(part: Expr) -> Expr:
-    """What stands for the tensor that a load reads."""
+    """Leaf that stands for the tensor that a load reads."""
     return load(part.operand, (), part.kind)
 
 
 def _is_wide(expr: Expr) -> bool:
-    """Whether integers that are made of coordinates may take more than 32 bits."""
+    """Whether integers that are computed from coordinates may take more than 32 bits."""
     ranges = [interval(part, {}, lambda _: (0, 0)) for part in walk(expr) if part.kind is Kind.INT]
     return any(low < -(2**31) or high >= 2**31 for low, high in ranges)
 
 
 class Flex:
-    """A spec's FlexAttention, compiled at its first call and kept. dtype: in which programs are evaluated."""
+    """FlexAttention for a spec, compiled at its first call and cached. dtype: of the programs' evaluation."""
 
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype = torch.float32):
         self.spec, self.words = spec, words(spec)
@@ -175,8 +176,8 @@ class Flex:
         self._attend, self._mask = compiled(self.attend, own), compiled(self.block_mask, own)
 
     def __call__(self, qkv: Sequence[Tensor], out: Tensor, operands: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Fill the output [B, H, n_q, d_v]. Raises RuntimeError where FlexAttention does not take the tensors, from
-        then on at once: to find that out, it may compile for seconds."""
+        """Fill the output [B, H, n_q, d_v]. Raises RuntimeError where FlexAttention does not take the tensors, and at
+        once from then on: to find that out, it may compile for seconds."""
         if self._refused:
             raise RuntimeError(self._refused)
         reads = [[] if part is None else part.read(self.spec, operands, sizes) for part in (self.score, self.live)]
@@ -189,7 +190,8 @@ class Flex:
             raise RuntimeError(self._refused) from error
 
     def _mask_of_positions(self, qkv: Sequence[Tensor], reads: Sequence[Tensor], sizes: tuple[int, ...]) -> Any:
-        """The mask of these sizes, None where it is data. What is made while a CUDA graph is captured belongs to it."""
+        """Mask of these sizes, None where it is data. A mask that is computed while a CUDA graph is captured belongs to
+        it."""
         if self.words.live is None or loads(self.words.live):
             return None
         device = qkv[0].device
@@ -205,12 +207,12 @@ class Flex:
         return lambda b, h, i, j: live(b, h, i, j, *reads)
 
     def block_mask(self, mask_mod: Callable[..., Tensor], q: Tensor, n_k: int, block: tuple[int, int]) -> Any:
-        """The mask by blocks, of one batch or head where all have the same."""
+        """Block mask, of one batch or head where all have the same."""
         batch, heads = (extent if varies else None for extent, varies in zip(q.shape[:2], self.varies, strict=True))
         return flex_attention.create_block_mask(mask_mod, batch, heads, q.shape[2], n_k, q.device, block)
 
     def score_mod(self, reads: Sequence[Tensor]) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
-        """The program; finite scores stay finite in FlashAttention's units, where they are multiplied by log2(e)."""
+        """Score program; finite scores stay finite in FlashAttention's units, where they are multiplied by log2(e)."""
         if self.score is None:
             return None
         score, floor = self.score.function, self.floor
@@ -225,7 +227,7 @@ class Flex:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, for_score: Sequence[Tensor], for_mask: Sequence[Tensor],
         mask: Any, block: tuple[int, int],
     ) -> None:  # fmt: skip
-        """Fill the output. mask: by blocks, where it was made before."""
+        """Fill the output. mask: the block mask, if it was computed before."""
         if mask is None and self.live is not None:
             mask = self.block_mask(self.mask_mod(for_mask), q, k.shape[2], block)
         found: Any = flex_attention.flex_attention(
@@ -239,13 +241,13 @@ class Flex:
 
 
 def _block(device: torch.device) -> tuple[int, int]:
-    """Queries and keys of a mask's block."""
+    """Numbers of queries and keys of a mask's block."""
     tall = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
     return 2 * BLOCK if tall else BLOCK, BLOCK
 
 
 def compiled(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A method compiled as a function of its own: torch counts how often a piece of code is compiled, for all specs
+    """Method compiled as a separate function: torch counts how often a piece of code is compiled, for all specs
     together, and remembers by its name which sizes have changed."""
     assert isinstance(method, types.MethodType)
     code = method.__func__.__code__.replace(co_name=f"{method.__name__}_{name}")
@@ -259,5 +261,5 @@ def _of_spec(spec: AttentionSpec) -> Flex:
 
 
 def flex(spec: AttentionSpec, device: torch.device) -> Flex | None:
-    """A spec's FlexAttention, which is kept; None where a device has no kernels for it."""
+    """FlexAttention of a spec, which is cached; None where a device has no kernels for it."""
     return _of_spec(spec) if runs(spec, device) else None

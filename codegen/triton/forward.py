@@ -1,8 +1,8 @@
-"""The forward kernel of the `flash` schedule: one program per block of query rows, a loop over tiles of keys.
+"""Forward kernel of the `flash` schedule: one program per block of query rows, a loop over tiles of keys.
 
     for each stage of the key range        where every key is live without the mask, the rest with it
         S = Q K^T;  x = score program of S;  running maximum m and sum l;  O = O * alpha + P V
-    where a row met no live key and eager averages over all: once more over all keys
+    where a row has no live key and eager averages over all: once more over all keys
     divide by the sum, write
 
 All sizes and strides are run-time arguments; d and d_v are constants of the module, read in panels (`panels`). The loop
@@ -70,7 +70,7 @@ class Forward(Tiles):
         return self.loop.functions, self._programs(self._placed(later))
 
     def _placed(self, later: str) -> str:
-        """Statements for a block of rows, after those that say where it lies and what they use of its coordinates."""
+        """Statements for a block of rows, after those that locate it and the coordinates that they use."""
         rows = ["rows = i0 + tl.arange(0, ROWS)", "i = tl.minimum(rows, i1)[:, None]"]
         return source.block(self._position(), source.with_used(rows, self.of_block(later)))
 
@@ -90,8 +90,8 @@ class Forward(Tiles):
         )
 
     def _position(self) -> str:
-        """From the program's number to block and batch coordinates. Heads are taken in groups of `section`, whose keys
-        fit the L2 cache together; within a group all heads' longest blocks go first."""
+        """Statements from the program's number to block and batch coordinates. Heads are processed in groups of
+        `section`, whose keys fit the L2 cache together; within a group all heads' longest blocks go first."""
         extents = [self.writer.factor(extent) for extent in self.spec.batch]
         lines = [f"blocks = ({self.n_q} + ROWS - 1) // ROWS"]
         if extents:
@@ -129,13 +129,13 @@ class Forward(Tiles):
         return lines
 
     def _key_range(self) -> list[str]:
-        """Which keys to visit (see `stages`)."""
+        """Statements of the range of keys to visit (see `stages`)."""
         if self.listed:
             return listed(f"({self.n_k} + KEYS - 1) // KEYS", f"{self.place_factor(listed=True)} * blocks + block")
         return key_limits(self.spec.mask, self.n_k, self.writer.value)
 
     def _stages(self) -> list[tuple[str, str, bool]]:
-        """From where to where each stage goes, and whether its tiles need neither the mask nor bounds."""
+        """(start, stop, whether tiles need neither the mask nor bounds) of each stage."""
         if self.listed:
             return [("0", "full_count", True), ("tiles_across - partial_count", "tiles_across", False)]
         if self.single:
@@ -146,7 +146,8 @@ class Forward(Tiles):
         return stages
 
     def _again(self) -> str:
-        """Where rows that met no live key average over all keys in eager mode, their block is done again over all."""
+        """Statements that compute a block once more over all keys if one of its rows has no live key and eager averages
+        there."""
         if not dead_rows_matter(self.spec):
             return ""
         end, left_out = self.n_k, f"(start > 0) | (stop < {self.n_k})"
@@ -160,7 +161,7 @@ class Forward(Tiles):
         )
 
     def _dead(self) -> str:
-        """Which rows met no live key."""
+        """Predicate of the rows without a live key."""
         assert self.spec.mask is not None
         return f"(m > {number(max(self.spec.mask.fill / 2 / self.programs.scale, -LARGEST / 2))}) == 0"
 
@@ -179,7 +180,7 @@ class Forward(Tiles):
         return source.block(*lines)
 
     def _rows_inside(self, panel: Panel) -> str:
-        """Which elements of a block's panel of the output exist."""
+        """Predicate of the elements of a block's panel of the output that exist."""
         return f"(rows <= i1)[:, None] & ({panel.inside})" if panel.inside else "(rows <= i1)[:, None]"
 
     def _output_rows(self) -> str:
@@ -197,8 +198,8 @@ class Forward(Tiles):
         return [f"row_max = {in_own_units('m[:, None]', self.programs)}", "row_sum = l[:, None]"]
 
     def _excess(self, programs: ScorePrograms) -> list[str]:
-        """By what l and acc have to be multiplied to be relative to m: in the loop over the keys they are relative to
-        m * unit, rounded. It cancels in their quotient."""
+        """Factor that makes l and acc relative to m: in the loop over the keys they are relative to m * unit, rounded.
+        It cancels in their quotient."""
         unit, limit, _ = map(in_float32, exponent_units(programs.scale))
         return [
             f"rounding = (m * {unit}).to(tl.float64) - m.to(tl.float64) * {unit}",
@@ -211,7 +212,8 @@ class Forward(Tiles):
         return [*self._excess(programs), "l = l * excess", *scaled]
 
     def _row_factor(self) -> list[str]:
-        """`factor`, what each row of the output is multiplied by; the statistics as soon as they are there."""
+        """Statements of `factor`, which multiplies each row of the output; and of the statistics as early as
+        possible."""
         lines, w = self._maximum_and_sum(), self.writer
         excess = "" if self.relative_to_maximum else " * excess[:, None]"
         if excess and (self.spec.sinks or self.spec.row_scale is not None):
@@ -230,7 +232,8 @@ class Forward(Tiles):
         return lines
 
     def _write_statistics(self, excess: str) -> list[str]:
-        """Each row's maximum and sum, float32, packed as [2, b0, b1, ..., i]. excess: the factor that the sum lacks."""
+        """Write each row's maximum and sum, float32, packed as [2, b0, b1, ..., i]. excess: the factor that the sum
+        lacks."""
         return [
             *(self._excess(self.programs) if excess else []),
             f"statistics_at = statistics_ptr + tl.cast({self.place()}, tl.int64) * {self.n_q} + rows[:, None]",
@@ -241,7 +244,7 @@ class Forward(Tiles):
 
 
 def in_own_units(m: str, programs: ScorePrograms) -> str:
-    """Maxima in units of the programs' scale, in the score's own."""
+    """Maxima, converted from units of the programs' scale to the score's own."""
     row_max = m if programs.scale == 1.0 else f"{m} * {number(programs.scale)}"
     for unit, value in programs.fills:
         row_max = f"tl.where({m} == {number(unit)}, {number(value)}, {row_max})"

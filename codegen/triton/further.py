@@ -1,10 +1,10 @@
-"""Further outputs: kernels that follow the forward, and make the weights of each tile once more of its statistics.
+"""Auxiliary outputs: kernels that follow the forward, and recompute the weights of each tile from its statistics.
 
-    FurtherByRows    what is written of rows, or of rows and keys, and what is reduced over the keys
-    FurtherByKeys    what is reduced over the queries
+    FurtherByRows    outputs per row, or per row and key, and reductions over the keys
+    FurtherByKeys    reductions over the queries
 
-Of weights that are written this reads little beside what it writes, and each element has one writer. All tiles are
-visited: where a weight is zero, what is made of it need not be.
+For weights as outputs this reads little beside the written bytes, and each element has one writer. All tiles are
+visited: where a weight is zero, a function of it need not be.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EXISTS = {"i": "rows_ok", "j": "j_ok"}
 
 
 class _Further(Tiles):
-    """What both kernels share: values of a tile, and what becomes of them."""
+    """Common part of both kernels: values of a tile, their reductions and stores."""
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int):
         super().__init__(spec, d, d_v, {ROW_MAX: "row_max", ROW_SUM: "row_sum"})
@@ -49,8 +49,7 @@ class _Further(Tiles):
         return [*self.maximum(), self.plane("row_sum", 1)] if self.softmax else []
 
     def start(self) -> list[str]:
-        """Statements that begin what is reduced. A maximum of Triton passes over what is not a number; eager's does
-        not."""
+        """Statements that initialise the reductions. A maximum of Triton ignores NaN; eager's does not."""
         lines = []
         for k, f in self.outputs.items():
             if f.over:
@@ -60,7 +59,7 @@ class _Further(Tiles):
         return lines
 
     def tile(self, score: str) -> str:
-        """Statements from a tile's score to what is written and reduced."""
+        """Statements from a tile's score to the stores and reductions."""
         parts = [f"s = {score}"]
         for k, f in self.outputs.items():
             if f.over:
@@ -97,7 +96,7 @@ class _Further(Tiles):
 
 
 class FurtherByRows(_Further):
-    """Of one block of ROWS query rows of one head: what is written of them, and what is reduced over the keys."""
+    """Auxiliary outputs of one block of ROWS query rows of one head, and reductions over its keys."""
 
     name = "attention_further_rows"
 
@@ -120,7 +119,7 @@ class FurtherByRows(_Further):
 
 
 class FurtherByKeys(_Further):
-    """Of one block of KEYS keys of one head: what is reduced over the queries."""
+    """Auxiliary outputs of one block of KEYS keys of one head: reductions over the queries."""
 
     name = "attention_further_keys"
     outer, inner = "j", "i"
@@ -154,13 +153,13 @@ class FurtherByKeys(_Further):
 
 
 def tiles_of_further(tiles: Mapping[str, Tile]) -> dict[str, Tile]:
-    """The tile of each kernel by its name: those of the backward, which hold more of each, so that they fit; but no
-    wider than most keys whose weights a program writes without spilling."""
+    """Tile of each kernel by its name: those of the backward, which hold more of each, so that they fit; but no wider
+    than most keys whose weights a program writes without spilling."""
     rows = tiles[Queries.name]
     by_rows = replace(rows, keys=min(rows.keys, MOST_WRITTEN))
     return {FurtherByRows.name: by_rows, FurtherByKeys.name: tiles[owner_of_keys(tiles)]}
 
 
 def further_kernels(spec: AttentionSpec, d: int, d_v: int) -> list[KernelText]:
-    """The kernels that write the further outputs of a spec."""
+    """Kernels that write the auxiliary outputs of a spec."""
     return [kernel.text() for kernel in (FurtherByRows(spec, d, d_v), FurtherByKeys(spec, d, d_v)) if kernel.outputs]

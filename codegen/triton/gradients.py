@@ -1,16 +1,16 @@
-"""What the backward kernels of a spec compute, and which specs have them.
+"""Gradients that the backward kernels of a spec compute, and the specs that have such kernels.
 
 With P the weights before the weight program, y = P's softmax, dW = dO V^T and delta = the row sum of dO * O:
 
     dx = y * (weight * dW - delta)        dweight = y * dW        dsink = -(sink's share of the row sum) * delta
 
-Where rows are scaled by something else than one over their sum, y is what that makes of the weights, and delta has a
-factor (`fusion.lowering.row_gradients`). What arrives at further outputs adds to weight * dW and to delta
-(`fusion.lowering.further_gradients`); `with_arriving` makes it operands of the spec. The score program's derivative
+Where rows have another scale than one over their sum, y is the scaled weight, and delta has a factor
+(`fusion.lowering.row_gradients`). Gradients of auxiliary outputs add to weight * dW and to delta
+(`fusion.lowering.further_gradients`); `with_arriving` makes them operands of the spec. The score program's derivative
 takes dx to dS and to the tensors that the program reads; dQ = dS K, dK = dS^T Q, dV = W^T dO.
 
-dK and dV are made by programs that each own some keys. Where query heads share a key head, the program visits all of
-them, so that every element of dQ, dK, dV is written once, by one program: deterministic, without atomic additions.
+dK and dV are computed by programs that each own some keys. Where query heads share a key head, the program visits all
+of them, so that every element of dQ, dK, dV is written once, by one program: deterministic, without atomic additions.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """What there is to compute. program, full: the score program where no mask is evaluated, and dS there; None where
+    """Gradients to be computed. program, full: the score program where no mask is evaluated, and dS there; None where
     it is the same, or would leave out a load that needs a gradient."""
 
     score: Expr  # dS as an expression in UPSTREAM
@@ -73,7 +73,7 @@ class Gradients:
 
 
 def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
-    """The gradients of the operands that `needs` marks; `unsupported_gradient` must have no reason."""
+    """Gradients of the operands that `needs` marks; `unsupported_gradient` must have no reason."""
     keys = elements(spec, 1)
     assert keys is not None
     targets = wanted_loads(needs, spec.score)
@@ -97,8 +97,8 @@ def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
 
 
 def with_arriving(spec: AttentionSpec, places: Sequence[int]) -> AttentionSpec:
-    """The spec with those of its further outputs, whose gradients are its last operands. It skips no tile where scores
-    without a weight have a gradient."""
+    """Spec with only these of its auxiliary outputs, whose gradients are its last operands. It skips no tile where
+    scores without a weight have a gradient."""
     further = tuple(spec.further[place] for place in places)
     added = (
         Operand(dtype=f.dtype, rank=len(f.dims), name=f"arriving{n}") for n, f in zip(places, further, strict=True)
@@ -108,13 +108,13 @@ def with_arriving(spec: AttentionSpec, places: Sequence[int]) -> AttentionSpec:
 
 
 def arriving(spec: AttentionSpec) -> FurtherGradients:
-    """What arrives at the further outputs of such a spec."""
+    """Gradients that arrive at the auxiliary outputs of such a spec."""
     return further_gradients.further_gradients(spec, len(spec.operands) - len(spec.further))
 
 
 def delta_of_further(spec: AttentionSpec) -> AttentionSpec:
-    """Such a spec, with the one further output that delta lacks: the sum over the keys of the weight times what arrives
-    at it."""
+    """Such a spec, with one auxiliary output that delta lacks: the sum over the keys of the weight times the gradient
+    that arrives at it."""
     dims = (*(axis.name for axis in spec.axes), "i")
     value = apply("fmul", WEIGHT, arriving(spec).weight)
     lacked = FurtherOutput(value=value, dims=dims, dtype="float32", reduction=Reduction.SUM, over="j")
@@ -122,7 +122,7 @@ def delta_of_further(spec: AttentionSpec) -> AttentionSpec:
 
 
 def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | None:
-    """Why the gradients are not computed by kernels, or None."""
+    """Reason why the gradients are not computed by kernels, or None."""
     reason = left_to_reference(spec) or row_gradients.unsupported(spec, needs)
     if (reason := reason or further_gradients.unsupported(spec, needs)) is not None:
         return reason

@@ -1,14 +1,13 @@
-"""Running generated modules in Triton's interpreter, on CPU tensors, without setting TRITON_INTERPRET for the whole
-process.
+"""Generated modules in Triton's interpreter, on CPU tensors, without setting TRITON_INTERPRET for the whole process.
 
 Triton decides when a function is decorated whether it will be interpreted. Modules are therefore loaded with the switch
 on, and while a kernel runs, the reductions of Triton's own library (compiled functions in such a process) are replaced
 by interpreted ones.
 
-What else is mended: bounds of loops are read from arrays of shape [1], which numpy 2.4 no longer allows. The
-interpreter multiplies the bits of bfloat16 as if they were integers, and truncates where devices round to the nearest.
-It leaves products to BLAS, whose order of additions depends on the tile's shape, so that scores of a forward and of a
-backward kernel would differ; here a product is rounded once.
+Other corrections: bounds of loops are read from arrays of shape [1], which numpy 2.4 no longer allows. The interpreter
+multiplies the bits of bfloat16 as if they were integers, and truncates where devices round to the nearest. It leaves
+products to BLAS, whose order of additions depends on the tile's shape, so that scores of a forward and of a backward
+kernel would differ; a corrected product is rounded once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 @contextlib.contextmanager
 def decorating() -> Iterator[None]:
-    """Functions that are decorated inside will be interpreted."""
+    """Context in which decorated functions will be interpreted."""
     with knobs.runtime.scope():
         knobs.runtime.interpret = True
         yield
@@ -40,7 +39,7 @@ def decorating() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Interpreted kernels can be called inside."""
+    """Context in which interpreted kernels can be called."""
     with _language_restored(), _exact(), _plain_integers(), _replaced_once():
         for name in _REDUCTIONS:
             function = getattr(tl, name)
@@ -51,8 +50,8 @@ def running() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _language_restored() -> Iterator[None]:
-    """Undo what is replaced in Triton's language inside. The interpreter does so itself for the kernel, but not for the
-    device functions that a kernel calls, and then nothing compiles any more in this process."""
+    """Context that restores Triton's language at its end. The interpreter does so itself for the kernel, but not for
+    the device functions that a kernel calls, and then nothing compiles any more in this process."""
     modules = (tl, tl.core, tl.math, tl.standard)
     places = (*modules, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
     before = [dict(vars(place)) for place in places]
@@ -70,8 +69,8 @@ def _language_restored() -> Iterator[None]:
 
 
 def _replaced_once() -> AbstractContextManager:
-    """Inside, Triton's language is replaced for the functions of a module when one of them is called first. The
-    interpreter does so whenever a function calls another, which takes longer than most functions."""
+    """Context in which Triton's language is replaced for the functions of a module when one of them is called first.
+    The interpreter does so whenever a function calls another, which takes longer than most functions."""
     call, seen = InterpretedFunction.__call__, dict[int, dict]()
 
     def called(self, *args, **kwargs):
@@ -85,7 +84,8 @@ def _replaced_once() -> AbstractContextManager:
 
 
 def _plain_integers() -> AbstractContextManager:
-    """Inside, an interpreted scalar becomes a Python integer whether it is kept in an array of shape [] or [1]."""
+    """Context in which an interpreted scalar becomes a Python integer whether it is stored in an array of shape [] or
+    [1]."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor, *rest):
@@ -96,8 +96,9 @@ def _plain_integers() -> AbstractContextManager:
 
 
 def _exact() -> AbstractContextManager:
-    """Inside, products are rounded once, and not before something is added to them; numbers are rounded to the nearest
-    bfloat16; float8 is widened to float16 as torch does it (the interpreter takes infinities and NaN for numbers)."""
+    """Context in which products are rounded once, and not before an addition to them; numbers are rounded to the
+    nearest bfloat16; float8 is widened to float16 as in torch (the interpreter takes infinities and NaN for
+    numbers)."""
     builder = InterpreterBuilder
     dot, truncate, convert = builder.create_dot, builder.create_fp_trunc, builder.create_fp_to_fp
 

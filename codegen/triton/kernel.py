@@ -1,4 +1,4 @@
-"""What all kernels of an attention are written with: coordinates by name, a head's place among all, parameters."""
+"""Common parts of all kernels of an attention: coordinates by name, a head's number among all, parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .stages import Visit
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelText:
     """Functions of a module: their text, the helpers that they use, the kernel's name and run-time parameters in order.
-    boxes: what is read by tensor descriptors."""
+    boxes: the tensors that are read by tensor descriptors."""
 
     name: str
     text: str
@@ -28,7 +28,7 @@ class KernelText:
 
 class WrittenKernel:
     """A kernel, whose docstring is the first line of its class's. known: names of coordinates, beside those of the
-    batch. outer, inner: see `Writer`. boxes: what it reads by tensor descriptors."""
+    batch. outer, inner: see `Writer`. boxes: the tensors that it reads by tensor descriptors."""
 
     name = ""
     outer, inner = "i", "j"
@@ -70,7 +70,7 @@ class WrittenKernel:
         return " * ".join(self.writer.factor(extent) for extent in self.spec.batch) or "1"
 
     def place(self, axes: Sequence[int] | None = None) -> str:
-        """The number of a batch element, counted with the last coordinate fastest, or of some of its coordinates."""
+        """Number of a batch element, counted with the last coordinate fastest, or of some of its coordinates."""
         place = "0"
         for axis in range(len(self.spec.batch)) if axes is None else axes:
             before = f"{_factor(place)} * {self.writer.factor(self.spec.batch[axis])} + "
@@ -78,7 +78,7 @@ class WrittenKernel:
         return place
 
     def place_factor(self, listed: bool = False) -> str:
-        """`place` as a factor; listed: of the lists of live tiles of the batch coordinates at hand."""
+        """`place` as a factor; listed: of the lists of live tiles for the current batch coordinates."""
         return _factor(self.place(axes_of(self.spec) if listed else None))
 
 
@@ -87,7 +87,7 @@ def _factor(place: str) -> str:
 
 
 def axes_of(spec: AttentionSpec) -> list[int]:
-    """The batch coordinates that tell lists of live tiles apart (see `tile_lists`)."""
+    """Batch coordinates with separate lists of live tiles (see `tile_lists`)."""
     mask = spec.mask
     assert mask is not None
     facts = (mask.key_lo, mask.key_hi, mask.full_lo, mask.full_hi, mask.tile_live, mask.tile_mixed)

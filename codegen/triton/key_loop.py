@@ -1,7 +1,7 @@
 """`visit_keys`: one stage of a kernel's loop over tiles of keys, from the score product to the sum of weighted values.
 
 In the plain order a tile's softmax stands between its two products, and the matrix units wait for it. In the rotated
-order a tile's product with V is taken up one tile later,
+order a tile's product with V is computed one tile later,
 
     S_j = Q K_j^T;  O = O * alpha;  O = O + P_(j-1) V_(j-1);  P_j, alpha = softmax step of S_j
 
@@ -10,8 +10,8 @@ multiplied: in the products' dtype it would go through shared memory (seen in ke
 last tile are multiplied after the loop, by `last_product`.
 
 Triton gives all warps rows of their own where a product with the weights follows the scores. Where a block has fewer
-rows than that takes, it computes scores twice. In the spread order what leads from scores to weights stands behind a
-condition that always holds, as only the last compiler finds out: Triton sees nothing that follows, and has the warps
+rows than that takes, it computes scores twice. In the spread order the steps from scores to weights stand behind a
+condition that always holds, which only the last compiler finds out: Triton sees nothing that follows, and has the warps
 share the keys of a tile.
 """
 
@@ -42,8 +42,8 @@ fails."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The form of the loop over the tiles of a kernel. specialized: warps of their own load tiles, by descriptors that
-    the program makes, and two groups of warps share a block's rows (Triton's warp specialisation, on Hopper); see
+    """Form of the loop over the tiles of a kernel. specialized: separate warps load tiles, by descriptors that the
+    program writes, and two groups of warps share a block's rows (Triton's warp specialisation, on Hopper); see
     `may_specialize`."""
 
     rotated: bool = False  # the scores of the next tile are computed before the weights of this one are used
@@ -79,20 +79,20 @@ class KeyLoop:
         self.functions = [self.visit] if self.last is None else [self.visit, self.last]
 
     def initial(self) -> list[str]:
-        """Statements that begin the state."""
+        """Statements that initialise the state."""
         lines = nothing_summed(self.values, self.softmax)
         if self.order.rotated:
             lines += ["p = tl.full([ROWS, KEYS], 0.0, tl.float32)", "alpha = tl.full([ROWS], 1.0, tl.float32)"]
         return lines
 
     def call(self, start: str, stop: str, whole: bool, *, begin: str, listed: bool = True) -> str:
-        """A stage. whole: its tiles need neither the mask nor bounds. begin: where the first stage of the same pass
-        started."""
+        """Call of a stage. whole: its tiles need neither the mask nor bounds. begin: the start of the first stage of
+        the same pass."""
         masked = not whole
         return self.visit.call(start=start, stop=stop, begin=begin, MASKED=masked, BOUNDED=masked, LISTED=listed)
 
     def finish(self, start: str, stop: str) -> str:
-        """What is left after the last stage of a pass over start <= j < stop."""
+        """Statements after the last stage of a pass over start <= j < stop."""
         return "" if self.last is None else self.last.call(start=start, stop=stop)
 
     def pointers(self) -> list[str]:
@@ -136,7 +136,7 @@ class KeyLoop:
         return visit("visit_keys", doc, text, state=state, first=first, writer=self.writer)
 
     def _last(self) -> Visit:
-        """The product of the weights of the last tile with its values."""
+        """Function for the product of the last tile's weights with its values."""
         self.keys.forget(Level.TILE)
         v, tiles = self._parts(2, always=True)
         later = source.block(*tiles, *self._scaled(), *v, *self._products())
@@ -160,7 +160,7 @@ class KeyLoop:
         return ["if LISTED:", "    first = tl.load(list_at + number) * KEYS", "else:", "    first = number * KEYS"]
 
     def _of(self, column: Expr, panel: Panel, key: str, mask: str) -> Writer:
-        """The writer for a panel's columns of the keys `key`, of which those exist that `mask` says."""
+        """Writer for a panel's columns of the keys `key`, of which those exist that `mask` selects."""
         named, inside = {column: panel.column, J: key}, {column.name: panel.inside} if panel.inside else {}
         if not inside and all(self.keys.known.get(coordinate) == name for coordinate, name in named.items()):
             return self.keys
@@ -227,8 +227,8 @@ class KeyLoop:
         return lines
 
     def _hidden(self, softmax: str) -> str:
-        """What leads from scores to weights behind the condition. A product of another panel is no summand of the
-        first one, or it would follow it; nor is their sum, which Triton makes one of."""
+        """Steps from scores to weights, behind the condition. A product of another panel is no summand of the first
+        one, or it would follow it; nor is their sum, which Triton turns into one."""
         summed = [f"s = tl.fma(s{panel.suffix}, 1.0, s)" for panel in self.columns[1:]]
         return source.block(*summed, "p = s", f"if {ALWAYS}:", source.indented(softmax))
 
@@ -246,8 +246,7 @@ class KeyLoop:
         return [f"acc{panel.suffix} = acc{panel.suffix} * alpha[:, None]" for panel in self.values]
 
     def _programs_text(self) -> tuple[str, str]:
-        """(what is loaded, x, the score program of a tile, and w, the weight program), in the variants that there
-        are."""
+        """(the loads, x, the score program of a tile, and w, the weight program), in the variants that there are."""
         programs = [self.programs.masked] if self.programs.full is None else [self.programs.masked, self.programs.full]
         loads, texts = zip(*map(self._program, programs), strict=True)
         beyond = 'float("-inf")' if self.softmax else "0.0"
@@ -270,7 +269,7 @@ class KeyLoop:
         return source.block(*loads), source.block(*others)
 
     def _statistics(self) -> str:
-        """The running maximum and sum, and the weights p."""
+        """Statements of the running maximum and sum, and of the weights p."""
         if not self.softmax:
             return "p = x" if self.spec.weight is const(1.0) else "p = x * w"
         unit, limit, exact = map(number, exponent_units(self.programs.scale))
@@ -296,7 +295,7 @@ class KeyLoop:
 
 
 def nothing_summed(values: Sequence[Panel], softmax: bool) -> list[str]:
-    """Statements that begin the sums over the keys."""
+    """Statements that initialise the sums over the keys."""
     lines = [f"acc{p.suffix} = tl.full([ROWS, {p.width}], 0.0, tl.float32)" for p in values]
     if softmax:
         lines += ['m = tl.full([ROWS], float("-inf"), tl.float32)', "l = tl.full([ROWS], 0.0, tl.float32)"]

@@ -1,4 +1,4 @@
-"""Calling a kernel: the output, the kernel's arguments from tensors and sizes, and the grid."""
+"""Calls of a kernel: the output, the kernel's arguments from tensors and sizes, and the grid."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Kernel:
 
     CPU tensors are run by Triton's interpreter.
 
-    tile, splits: in place of what would be planned.
+    tile, splits: in place of the planned ones.
     statistics: whether `forward` is used, which returns each row's statistics too.
     tuner: measures tiles.
-    packed: heads of which the rows of this spec are made (`fusion.planning.gpu_layout`).
+    packed: heads that are merged into the rows of this spec (`fusion.planning.gpu_layout`).
     plan: the planner for a machine, which makes the choice of each call; without it a `GpuPlanner` does.
     """
 
@@ -75,8 +75,8 @@ class Kernel:
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
 
     def source(self, sizes: Sequence[int]) -> str:
-        """The text of the module that a call with these sizes and aligned tensors runs, headed by its choice; empty
-        where no kernel runs."""
+        """Text of the module that a call with these sizes and aligned tensors runs, headed by its choice; empty where
+        no kernel runs."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         if not min(n_q, n_k, d, d_v):
             return ""
@@ -87,7 +87,7 @@ class Kernel:
         return choice.heading("#") + self._variant_of(choice, choice.tile, device, (d, d_v))[0].source
 
     def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False, order: Order = PLAIN) -> Variant:
-        """The module for these sizes, schedule and order, made at first use."""
+        """Module for these sizes, schedule and order, built at first use."""
 
         def make() -> Variant:
             kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
@@ -101,8 +101,8 @@ class Kernel:
     def forward(
         self, operands: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output, statistics): of each row the maximum, the sum and nothing, float32 [3 or 5, b.., i], where they are
-        asked for; so many planes because that is what the op returns on every device."""
+        """(output, statistics): for each row the maximum, the sum and nothing, float32 [3 or 5, b.., i], where they are
+        needed; so many planes because that is the op's result on every device."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         device = operands[0].device
         extents = [*batch, n_q, d_v]
@@ -118,7 +118,7 @@ class Kernel:
         return out, statistics
 
     def _packed(self, batch: Sequence[int], n_q: int, device: torch.device) -> Kernel:
-        """The kernel in which heads that share keys share blocks of rows, or this one."""
+        """Kernel in which heads that share keys share blocks of rows, or this one."""
         planner = self.planner(device)
         if (group := planner.group_of(batch, n_q)) == 1:
             return self
@@ -142,8 +142,8 @@ class Kernel:
         autotune.run([self._stage(run.device, sizes, run)], run.call(self.tuner), self.tuner, lambda: None, request)
 
     def _stage(self, device: torch.device, sizes: Sequence[int], run: _ForwardLaunches | None = None) -> Stage:
-        """The schedule and the planned tile for a call, and what else may compute it: not where statistics of rows are
-        wanted. run: what launches; None where nothing is launched."""
+        """Schedule and planned tile for a call, and the peers that may compute it: not where statistics of rows are
+        needed. run: the launches; None where nothing is launched."""
         *_, n_q, n_k, d, d_v = extents = self.extents(sizes)
         planner = self.planner(device)
         choice = planner.choose(sizes)
@@ -179,8 +179,8 @@ class Kernel:
         widths: tuple[int, int],
         run: _ForwardLaunches | None = None,
     ) -> tuple[Variant, Tile]:
-        """The module for a tile in a choice's schedule, and the tile it runs in: without descriptors, and in the
-        choice's own tile where warps were to have roles, if they cannot describe the operands of the call `run`."""
+        """Module for a tile in a choice's schedule, and the tile it runs in: without descriptors, and in the choice's
+        own tile where warps were to be specialised, if they cannot describe the operands of the call `run`."""
         split, interpreted = choice.splits > 1, device.type == "cpu"
         order = order_of(tile, split, run is not None and self._shares(run.operands), self.packed)
         if not order.specialized or self._specializes(*widths):
@@ -191,7 +191,8 @@ class Kernel:
         return self.variant(*widths, interpreted, split, order), choice.tile if tile.specialized else tile
 
     def choice(self, sizes: Sequence[int]) -> Choice:
-        """What a call with these sizes and aligned tensors runs on the current device, as far as is known before it."""
+        """Choice for a call with these sizes and aligned tensors on the current device, as far as is known before
+        it."""
         device = current_device()
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         if (other := self._packed(batch, n_q, device)) is not self:
@@ -209,7 +210,7 @@ class Kernel:
         return choice
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Nothing: Triton compiles a kernel for the tensors of its first launch."""
+        """Does nothing: Triton compiles a kernel for the tensors of its first launch."""
 
 
 def _kernel_of(choice: Choice) -> str:
@@ -217,7 +218,7 @@ def _kernel_of(choice: Choice) -> str:
 
 
 class Launches:
-    """The launches of one call. results: what kernels read and write beside the operands, by name. extents: of the
+    """Launches of one call. results: tensors that kernels read and write beside the operands, by name. extents: of the
     batch coordinates, queries, keys, columns of Q and of V."""
 
     def __init__(
@@ -238,23 +239,23 @@ class Launches:
         return call_of(self.operands, self.sizes, (self.heads, self.n_q, self.n_k), precision(self.spec.dtype), tuner)
 
     def blocks(self, tile: Tile) -> tuple[int, int]:
-        """How many tiles there are along the queries, and along the keys."""
+        """(number of tiles along the queries, number of tiles along the keys)."""
         return -(-self.n_q // tile.rows), -(-self.n_k // tile.keys)
 
     def describes(self, variant: Variant, name: str) -> bool:
-        """Whether descriptors can describe what a kernel reads by them."""
+        """Whether descriptors can describe the tensors that a kernel reads by them."""
         return all(box.fits(self.described[box.name]) for box in variant.boxes[name])
 
     def run(self, variant: Variant, name: str, grid: int, tile: Tile, **others: int) -> None:
-        """grid: how many programs. others: integers that the kernel takes."""
+        """Launch a kernel. grid: the number of programs. others: integers that the kernel takes."""
         boxes = () if variant.order.specialized else variant.boxes[name]  # such programs make descriptors themselves
         made = descriptors(boxes, self.described, (self.n_q, tile.rows), (self.n_k, tile.keys))
         arguments = (self.operands, self.sizes, self.results, others | made)
         variant.launch(name, grid, tile, self.fixed, arguments)
 
     def list_tiles(self, variant: Variant, name: str, tile: Tile, across: tuple[int, int]) -> None:
-        """Make the lists of `tile_lists`, where a module has the kernel. across: the blocks that have a list each, the
-        tiles that each may meet."""
+        """Build the lists of `tile_lists`, where a module has the kernel. across: the number of blocks with a list
+        each, and of the tiles that each may visit."""
         if name in variant.kernels:
             lists = places(self.spec, self.batch) * across[0]
             for what, each in (("tile_list", across[1]), ("tile_counts", 2)):
@@ -291,31 +292,31 @@ class _ForwardLaunches(Launches):
         self.run(variant, Combine.name, self.heads * self.blocks(small)[0], small, **others)
 
     def _section(self) -> int:
-        """How many heads run side by side: their keys and values fill half of the L2 cache."""
+        """Number of heads that run side by side: their keys and values fill half of the L2 cache."""
         half = self.planner.machine.level("L2").capacity // 2
         each = max(1, self.n_k * (self.d + self.d_v) * self.operands[1].element_size())
         return max(1, min(self.heads, half // each))
 
 
 def forward_kernels(spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order = PLAIN) -> list[KernelText]:
-    """The kernel of the schedule `flash`, or where a mask has a map those of `block_sparse`, in launch order."""
+    """Kernel of the schedule `flash`, or where a mask has a map those of `block_sparse`, in launch order."""
     forward = Forward(spec, d, d_v, statistics, order)
     return [TileLists(spec).text(), forward.text()] if forward.listed else [forward.text()]
 
 
 def split_kernels(spec: AttentionSpec, d: int, d_v: int, statistics: bool, order: Order = PLAIN) -> list[KernelText]:
-    """The kernels of the schedule `split_k`, in launch order."""
+    """Kernels of the schedule `split_k`, in launch order."""
     part, combine = Part(spec, d, d_v, order=order), Combine(spec, d, d_v, statistics, order)
     return [*([TileLists(spec).text()] if part.listed else []), part.text(), combine.text()]
 
 
 def combining_tile(tile: Tile) -> Tile:
-    """For bringing together what parts of the keys gave: a few rows, since all of them are read from memory anyway."""
+    """Tile for the combination of partial results: a few rows, since all of them are read from memory anyway."""
     return Tile(rows=min(16, tile.rows), keys=tile.keys, warps=4, stages=1)
 
 
 def list_tile(tile: Tile) -> Tile:
-    """The sizes of a kernel's tile for the kernel that makes its lists: one warp looks up all of a block's tiles."""
+    """Sizes of a kernel's tile for the kernel that builds its lists: one warp looks up all of a block's tiles."""
     return Tile(rows=tile.rows, keys=tile.keys, warps=1, stages=1)
 
 
@@ -326,30 +327,30 @@ def check_sizes(extents: Sequence[int]) -> None:
 
 
 def fixed_constants(dtype: str, device: torch.device) -> dict[str, object]:
-    """What kernels are told at compile time beside their tile."""
+    """Compile-time arguments of kernels beside their tile."""
     return {"PRECISION": precision(dtype), "UNIT_TANH": "tanh" in machine_of(device).isa}
 
 
 def precision(dtype: str) -> str:
-    """Of products: as torch's own setting says for float32."""
+    """Precision of products: that of torch's own setting for float32."""
     return "tf32" if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 @functools.lru_cache(maxsize=64)
 def machine_of(device: torch.device) -> Machine:
-    """The machine that a device is; the interpreter for tensors of CPUs."""
+    """Machine of a device; the interpreter for tensors of CPUs."""
     return INTERPRETER if device.type == "cpu" else of_device(device.index)
 
 
 @functools.cache
 def current_device() -> torch.device:
-    """Where kernels run: the current GPU, or the interpreter."""
+    """Device of the kernels: the current GPU, or the CPU for the interpreter."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def order_of(tile: Tile, split: bool, shared: bool, packed: int) -> Order:
-    """The form of the loop that runs a tile. split: parts of the keys have programs of their own. shared: V is the
-    first columns of K."""
+    """Form of the loop that runs a tile. split: parts of the keys have separate programs. shared: V is the first
+    columns of K."""
     return Order(
         rotated=tile.rotated and not shared,
         spread=tile.spread,

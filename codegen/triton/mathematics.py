@@ -1,5 +1,4 @@
-"""Functions of the score language that Triton's own language lacks, as text that is put into the modules which use
-them.
+"""Functions of the score language that Triton's own language lacks, as text for the modules that use them.
 
 They are written in `triton.language` alone, without a vendor's library, so that every target and the interpreter
 compute the same; only `tanh_bfloat16` takes an instruction where there is one. Polynomials are minimax fits in relative

@@ -1,9 +1,9 @@
-"""Reading a matrix (rows along one coordinate, columns along another) from a tensor of any strides through an index
+"""Reads of a matrix (rows along one coordinate, columns along another) from a tensor of any strides through an index
 map.
 
 An offset is a sum of monomials; each is computed where it changes least often: with the block, down the rows, along the
-columns. Along the keys it moves by a multiple of a stride per tile, so that the pointers of a tile are made once and
-only advanced.
+columns. Along the keys it moves by a multiple of a stride per tile, so that the pointers of a tile are computed once
+and only advanced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Matrix:
 
     @property
     def pointers(self) -> str:
-        """To the elements, all parts of the offset added up."""
+        """Pointers to the elements, all parts of the offset added up."""
         return sum_of(f"{self.operand}_ptr", self.block, self.rows, self.columns, self.both)
 
 
@@ -44,8 +44,8 @@ def matrix(
     name: str = "",
     moving: bool = True,
 ) -> Matrix:
-    """The offset of an operand's element at `index`, by parts. `writer` knows the coordinates as columns and rows of
-    a tile."""
+    """Offset of an operand's element at `index`, by parts. `writer` knows the coordinates as columns and rows of a
+    tile."""
     name = name or writer.operand(operand)
     parts: dict[str, list[str]] = {key: [] for key in ("block", "advance", "rows", "columns", "both")}
     for dim, expr in enumerate(index):
@@ -65,13 +65,13 @@ def matrix(
 
 
 def made(name: str, value: Expr, writer: Writer) -> str:
-    """The statement that makes a tile of K or V of what is stored; zeros where there is nothing."""
+    """Statement that computes a tile of K or V from the stored one; zeros where there are no elements."""
     limits = " & ".join([writer.mask, *(f"({limit})" for limit in writer.limits.values())])
     return f"{name} = tl.where({limits}, {writer.value(value)}, 0.0).to({DTYPES[writer.spec.dtype]})"
 
 
 def brackets(text: str) -> str:
-    """A text that can be multiplied."""
+    """Text that can be multiplied."""
     return text if text.isidentifier() or text.isdigit() else f"({text})"
 
 

@@ -1,7 +1,7 @@
-"""The generated module: one Python file per spec, written to torch's cache directory.
+"""Generated modules: one Python file per spec, written to torch's cache directory.
 
-It can be read, imported by itself, and run: `python <file>` checks it against the reference in Triton's interpreter
-or on a GPU.
+It can be read, imported by itself, and run: `python <file>` checks it against the reference in Triton's interpreter or
+on a GPU.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _title(spec: AttentionSpec, d: int, d_v: int) -> str:
 
 
 def load(text: str, interpreted: bool = False) -> ModuleType:
-    """The module with this text. A file that is named after it holds it as well, for people and their debuggers: what
-    runs, and what Triton reads as the source of its functions, is the text at hand."""
+    """Module with this text. A file with its name holds it as well, for people and their debuggers. The executed code,
+    and the source that Triton reads of its functions, is the text itself."""
     from . import interpret
 
     name = f"attention_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -112,7 +112,7 @@ def run(
     constants: Mapping[str, object],
     options: Mapping[str, int],
 ) -> None:
-    """Launch a kernel of a loaded module. options: what only compiled kernels take."""
+    """Launch a kernel of a loaded module. options: those that only compiled kernels take."""
     if device.type == "cpu":
         from . import interpret
 

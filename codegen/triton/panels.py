@@ -10,8 +10,8 @@ from fusion.planning.gpu_layout import panel_widths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Columns start .. start + width - 1 of a head dimension, of which those below `extent` exist. suffix: of the names
-    of what belongs to it, empty for the first. column: the name of its column numbers."""
+    """Columns start .. start + width - 1 of a head dimension, of which those below `extent` exist. suffix: of its
+    names, empty for the first panel. column: the name of its column numbers."""
 
     start: int
     width: int
@@ -21,7 +21,7 @@ class Panel:
 
     @property
     def numbers(self) -> str:
-        """The statement that makes the panel's column numbers."""
+        """Statement of the panel's column numbers."""
         numbers = f"tl.arange(0, {self.width})"
         numbers = f"({self.start} + {numbers})" if self.start else numbers
         return f"{self.column} = {numbers}[None, :]"
@@ -33,7 +33,7 @@ class Panel:
 
 
 def panels(extent: int, column: str) -> tuple[Panel, ...]:
-    """column: the name of the coordinate along them."""
+    """Panels of a head dimension. column: the name of the coordinate along them."""
     found, start = [], 0
     for width, suffix in zip(panel_widths(extent), ("", "_1"), strict=False):
         found.append(Panel(start=start, width=width, extent=extent, suffix=suffix, column=f"{column}{suffix}"))

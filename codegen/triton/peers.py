@@ -1,5 +1,5 @@
-"""What else computes an attention: kernels of `scaled_dot_product_attention` and FlexAttention's, where these can say
-what a spec says.
+"""Other implementations of an attention: kernels of `scaled_dot_product_attention` and FlexAttention's, where these can
+express a spec.
 
 Autotune measures them beside the tiles of our own kernel. One is taken only where its results are as exact as eager's
 on rows of this call, and where it takes less time.
@@ -78,7 +78,7 @@ Call = Callable[[Sequence[Tensor], Sequence[int], Sequence[int], Tensor], None]
 
 
 def calls(spec: AttentionSpec, device: torch.device) -> Mapping[str, Call]:
-    """What computes a spec on a device, by name."""
+    """Peers that compute a spec on a device, by name."""
     views = [_view(*spec.access(number)) for number in (0, 1, 2)]
     if None in views or not plain(spec):
         return {}
@@ -93,13 +93,13 @@ def calls(spec: AttentionSpec, device: torch.device) -> Mapping[str, Call]:
             qkv = [view(x.detach(), shape) for view, x, shape in zip(views, operands, shapes, strict=False) if view]
             attend(qkv, out.permute(dims), operands, sizes)
 
-    found = {name: attend for name, of in PEERS.items() if (attend := of(spec, device)) is not None}
-    return {name: functools.partial(call, attend) for name, attend in found.items()}
+    attends = {name: attend for name, of in PEERS.items() if (attend := of(spec, device)) is not None}
+    return {name: functools.partial(call, attend) for name, attend in attends.items()}
 
 
 def _view(index: Sequence[Expr], row: Expr, column: Expr) -> View | None:
-    """How a tensor that is read at these indices becomes [B, H, n, columns], if it is a strided view; fewer heads where
-    groups of them share one."""
+    """Function that views a tensor read at these indices as [B, H, n, columns], if it is a strided view; fewer heads
+    where groups of them share one."""
     atoms = [monomial[0] for part in index for monomial in integers.terms(part) if len(monomial) == 1]
     heads = next((atom for atom in atoms if atom.op == "floordiv" and atom.args[0] is coord("b1")), coord("b1"))
     own = (coord("b0"), heads, row, column)

@@ -1,4 +1,4 @@
-"""Calling the feature kernels on a GPU, or in Triton's interpreter for CPU tensors. See `features`."""
+"""Calls of the feature kernels on a GPU, or in Triton's interpreter for CPU tensors. See `features`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ class FeatureTile:
 
 
 def supports(d: int, d_v: int) -> str | None:
-    """Why there are no kernels for d columns of Q and K, d_v of V, or None."""
+    """Reason why there are no kernels for d columns of Q and K, d_v of V, or None."""
     if max(d, d_v) > WIDEST:
         return f"GPU kernels of polynomial features take head dimensions up to {WIDEST}, not {max(d, d_v)}"
     return None
 
 
 def feature_tile(d: int, d_v: int, wanted: int) -> FeatureTile:
-    """wanted: features of a block, by the cost model; taken are as many as fit registers, a power of two."""
+    """Tile of the kernels. wanted: features of a block, by the cost model; the tile has as many as fit registers, a
+    power of two."""
     features = min(MOST_FEATURES, 1 << (max(1, wanted).bit_length() - 1))
     parents = max(1, features // padded(d))
     if max(padded(d), padded(d_v)) > 32:
@@ -63,9 +64,10 @@ class FeatureKernels:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, powers: Tensor, chunk: int = 0) -> Tensor:
-        """[H, N_q, d], [U, N_k, d], [U, N_k, d_v] to [H, N_q, d_v], without scaling of the scores; q and k in float32.
+        """Output [H, N_q, d_v] for [H, N_q, d], [U, N_k, d], [U, N_k, d_v], without scaling of the scores; q and k in
+        float32.
         owner: [H], the key head of each head. powers: [H, degree + 1] float64, the polynomial of each. chunk: if not 0,
-        causal in chunks of so many rows, as `reference.attend` has it; a multiple of the tile's rows."""
+        causal in chunks of so many rows, as in `reference.attend`; a multiple of the tile's rows."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         heads, n_q, _ = q.shape
         piece = chunk or self._piece(len(k), k.shape[1], q.device)
@@ -91,7 +93,7 @@ class FeatureKernels:
         return out
 
     def _state(self, k: Tensor, v: Tensor, piece: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Over pieces of so many keys: [U, pieces, features, d_v], [U, pieces, features], [U, pieces, d_v]."""
+        """State over pieces of so many keys: [U, pieces, features, d_v], [U, pieces, features], [U, pieces, d_v]."""
         (heads, n, _), tile, table = k.shape, self.tile, self.table
         pieces, features = -(-n // piece), table.parents * padded(self.d)
         shapes = (features, self.d_v), (features,), (self.d_v,)
@@ -112,7 +114,7 @@ class FeatureKernels:
         return max(PIECE, -(-n // max(1, wanted)))
 
     def weights(self, powers: Tensor, device: torch.device) -> Tensor:
-        """[H, features]: what each is worth in the polynomial of each head."""
+        """[H, features]: the coefficient of each feature in the polynomial of each head."""
         found = powers.to(device, torch.float32)[:, self._table(device)[1]]
         return (found * self.table.multinomials.to(device)).contiguous()
 
@@ -131,12 +133,13 @@ kernels = functools.lru_cache(maxsize=64)(FeatureKernels)
 
 
 class ParentTable:
-    """Parents in blocks, and what their products with every coordinate are worth.
+    """Parents in blocks, and the coefficients of their products with every coordinate.
 
-    parents: how many, padded to whole blocks below and at the top degree (`low_blocks` of `blocks` make features below
-    it). factors: int32 [degree - 1, parents], the coordinates that each is the product of, d for none. degrees: int64
-    [features], multinomials: float32 [features], of the features parent * D + coordinate; 0 for those that another
-    parent makes and for padding.
+    parents: their number, padded to full blocks below and at the top degree (`low_blocks` of `blocks` give features
+    below it).
+    factors: int32 [degree - 1, parents], the coordinates that each is the product of, d for none.
+    degrees: int64 [features], multinomials: float32 [features], of the features parent * D + coordinate; 0 for those
+    that another parent gives and for padding.
     """
 
     def __init__(self, table: Monomials, together: int):
@@ -172,7 +175,7 @@ def _coordinates(table: Monomials, monomial: int) -> list[int]:
 
 
 def check_module(d: int, d_v: int, degree: int) -> None:
-    """What `python <generated module>` does: compare its kernels with the reference on random tensors, in the
+    """Program behind `python <generated module>`: compare its kernels with the reference on random tensors, in the
     interpreter or on a GPU where there is one. Exits with 1 where they differ by more than two planes may."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (torch.randn(2, 200, width, dtype=torch.float32, device=device) / d**0.5 for width in (d, d, d_v))

@@ -1,4 +1,4 @@
-"""Which tile was the fastest: a file for each module, device name and version of Triton, with all that was measured."""
+"""Records of the fastest tiles: a file for each module, device name and version of Triton, with all measurements."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _header(digest: str, device: torch.device) -> dict[str, Any]:
 
 
 def name_of(digest: str, device: torch.device) -> str:
-    """The file with the choices for one module on one kind of device."""
+    """File with the choices for one module on one kind of device."""
     key = hashlib.sha256(json.dumps(_header(digest, device)).encode()).hexdigest()[:16]
     return f"tiles_{key}.json"
 
 
 def remembered(digest: str, device: torch.device) -> dict[str, Any]:
-    """The choices for a module on a device by kernel and situation; none from files that cannot be read or are of
-    another module, device or version."""
+    """Choices for a module on a device by kernel and situation; none from files that cannot be read or are of another
+    module, device or version."""
     name = name_of(digest, device)
     try:
         content = json.loads(disk_cache.read(name))
@@ -54,7 +54,7 @@ def remembered(digest: str, device: torch.device) -> dict[str, Any]:
 
 
 def _sound(tile: dict[str, Any], peer: object) -> bool:
-    """Whether this is what became of a choice in a file."""
+    """Whether this is a valid record of a choice in a file."""
     kinds = get_type_hints(Tile)
     if not isinstance(peer, str):
         return False
@@ -73,7 +73,8 @@ def remember(
     failed: Mapping[Tile | str, str],
     peer: str = "",
 ) -> None:
-    """Add a choice to its file, with what was measured. peer: what is called in place of the kernel."""
+    """Add a choice to its file, with the measurements. peer: the implementation that is called in place of the
+    kernel."""
     measured = [{"tile": str(other), "seconds": seconds[other]} for other in sorted(seconds, key=seconds.__getitem__)]
     choice = {
         "tile": asdict(tile),

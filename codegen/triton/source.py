@@ -1,4 +1,4 @@
-"""Putting the text of a kernel together: parameters found from what the text uses, and laid out for reading."""
+"""Assembly of a kernel's text: parameters found from the names that the text uses, and a readable layout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _reads(tree: ast.AST) -> list[str]:
 
 def loads_first(lines: Sequence[str]) -> tuple[list[str], list[str]]:
     """(loads and what they need, the others) of statements `name = text` that are computed from the score `s`, whose
-    loads are among the others. Loads stand before the product: Triton lays a tile out as the last of the two wants it,
-    and reductions over scores that lie as if they were loaded take many shuffles (seen with a table)."""
+    loads are among the others. Loads stand before the product: Triton chooses a tile's layout by the last of the two,
+    and reductions over scores in the layout of a load take many shuffles (seen with a table)."""
     reads = [set(_reads(parse(line))) for line in lines]
     names = [line.split(" = ")[0] for line in lines]
     behind, wanted = {"s"}, set()
@@ -42,14 +42,14 @@ def loads_first(lines: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def with_used(lines: Sequence[str], later: str) -> str:
-    """Those of the statements `name = text` whose names are used by later ones or in `later`, and `later` itself."""
-    kept, used = [later], set(_reads(parse(later)))
+    """`later`, after those of the statements `name = text` whose names are used by later ones or in `later`."""
+    chosen, used = [later], set(_reads(parse(later)))
     for line in reversed(lines):
         name = line.split(" = ")[0]
         if not name.isidentifier() or name in used:
-            kept.append(line)
+            chosen.append(line)
             used |= set(_reads(parse(line)))
-    return block(*kept[::-1])
+    return block(*chosen[::-1])
 
 
 def parse(text: str) -> ast.Module:
@@ -65,7 +65,7 @@ def parse(text: str) -> ast.Module:
 
 
 def definition(name: str, parameters: Iterable[str], doc: str, body: str, varying: Sequence[str] = ()) -> str:
-    """A function under triton.jit. varying: parameters whose values Triton is not to compile variants for."""
+    """A function under triton.jit. varying: parameters for whose values Triton should compile no variants."""
     inner = textwrap.indent(f'"""{doc}"""\n{body.rstrip()}\n', "    ", lambda line: bool(line.strip()))
     shown = ", ".join(f'"{parameter}"' for parameter in varying)
     decorator = f"@triton.jit(do_not_specialize=[{shown}])" if varying else "@triton.jit"
@@ -73,7 +73,7 @@ def definition(name: str, parameters: Iterable[str], doc: str, body: str, varyin
 
 
 def _filled(pieces: Iterable[str], width: int) -> str:
-    """Pieces one after the other, on lines no longer than `width` where that can be had."""
+    """Pieces one after the other, on lines no longer than `width` where possible."""
     lines = [""]
     for piece in pieces:
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -104,7 +104,7 @@ def _wrapped_line(line: str) -> str:
 
 
 def _arguments(text: str) -> list[str]:
-    """Those that stand between the brackets of a call; none where that is not all."""
+    """Positional arguments between the brackets of a call; none where there are keywords, too."""
     call = ast.parse(f"f({text})", mode="eval").body
     alone = isinstance(call, ast.Call) and not call.keywords
     return [text[part.col_offset - 2 : (part.end_col_offset or 0) - 2] for part in call.args] if alone else []

@@ -1,4 +1,4 @@
-"""Calling the kernel of certified sparse attention on a GPU, or in Triton's interpreter for CPU tensors. See
+"""Calls of the kernel of certified sparse attention on a GPU, or in Triton's interpreter for CPU tensors. See
 `sparse_kernel`; `codegen/mlir/sparse_call.py` is its counterpart on CPUs."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ exponential, two products and two sums."""
 
 
 def supports(spec: AttentionSpec) -> str | None:
-    """Why there is no such kernel for a spec of plain scaled scores, or None."""
+    """Reason why there is no such kernel for a spec of plain scaled scores, or None."""
     if not (spec.d.is_const and spec.d_v.is_const):
         return "selective GPU kernels are made for one head dimension, and this one varies"
     if (widest := max(spec.d.integer, spec.d_v.integer)) > WIDEST:
@@ -37,7 +37,7 @@ def supports(spec: AttentionSpec) -> str | None:
 
 
 def sparse_tile(d: int, d_v: int, dtype: str) -> Tile:
-    """The tile for products of a dtype."""
+    """Tile for products of a dtype."""
     widest = max(padded(d), padded(d_v))
     if dtype == "float32":  # multiplied without matrix units: operands lie in registers
         if widest > 128:
@@ -47,7 +47,7 @@ def sparse_tile(d: int, d_v: int, dtype: str) -> Tile:
 
 
 class SparseKernel:
-    """For plain scores under a softmax. Tiles: `rows` queries, `keys` keys; `sets`: by which their number is divisible.
+    """Kernel for plain scores under a softmax. Tiles: `rows` queries, `keys` keys; `sets`: a divisor of their number.
     scale: above 0. causal: key j is live for query i where j <= i. dtype, out_dtype: of products and of the output."""
 
     sets = 1
@@ -64,12 +64,12 @@ class SparseKernel:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], marks: Tensor, share: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(output [h, N_q, d_v], share of the normaliser left out at most [h], tiles computed [h]), nothing of which is
-        read by the host.
+        """(output [h, N_q, d_v], upper bound of the share of the normaliser left out [h], tiles computed [h]), without
+        reads by the host.
 
         q, k, v: [h, N_q, d], [h, N_k, d] and [h, N_k, d_v], with finite scores.
-        sizes: of the spec, which the shapes tell here.
-        marks: [h, row tiles, key tiles], uint8 or bool: the tiles to look at, one for every row with a key at least.
+        sizes: of the spec, which follow from the shapes.
+        marks: [h, row tiles, key tiles], uint8 or bool: the tiles to compute, one for every row with a key at least.
         share: the weight, relative to its row's sum, below which a key may be left out.
         """
         q, k, v = (_with_dense_rows(x.to(self.dtype)) for x in (q, k, v))
@@ -99,8 +99,8 @@ def _with_dense_rows(x: Tensor) -> Tensor:
 
 
 def check_module(d: int, d_v: int) -> None:
-    """What `python <generated module>` does: compare its kernel with attention in float64 on random tensors, in the
-    interpreter or on a GPU where there is one. Exits with 1 where they differ by more than what it left out, and
+    """Program behind `python <generated module>`: compare its kernel with attention in float64 on random tensors, in
+    the interpreter or on a GPU where there is one. Exits with 1 where they differ by more than the omitted weights, and
     rounding, explain."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (torch.randn(2, 200, width, dtype=torch.float32, device=device) for width in (d, d, d_v))

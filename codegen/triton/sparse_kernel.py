@@ -1,14 +1,14 @@
-"""The kernel of certified sparse attention, as text: exact attention over the tiles of a list, without those of them
-whose scores turn out too low.
+"""Kernel of certified sparse attention, as text: exact attention over the tiles of a list, without those of them whose
+scores turn out too low.
 
-A tile that has been looked at (its scores are known) is left out if for each of its rows
+A tile whose scores are computed is left out if for each of its rows
 
     exp(highest score - m) <= share * l        with the running maximum m and sum l of that row
 
 Each of its keys then has at most that share of the row's final sum: l only grows while m stays, and is rescaled with m.
-What its keys can have is added up for each row. Exponentials are powers of two relative to m * unit, rounded: that
-rounding is the same in every weight, in l and in what is compared with them, and cancels. Rows whose m is not there yet
-have every weight; those that see no key of a tile have none.
+The upper bound of its keys' weights is added up for each row. Exponentials are powers of two relative to m * unit,
+rounded: that rounding is the same in every weight, in l and in both sides of the comparison, and cancels. Rows whose m
+is not there yet have every weight; those that see no key of a tile have none.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 
 
 def sparse_module(d: int, d_v: int) -> str:
-    """The module with the kernel `sparse_forward`."""
+    """Module with the kernel `sparse_forward`."""
     text = MODULE.format(least=2.0**-100, **padded_texts(d, d_v))
     source.parse(text)
     return text

@@ -2,9 +2,9 @@
 rows.
 
 Each writes its part of the output, not yet divided, with the maximum and the sum of its keys; a second kernel brings
-the parts to a common maximum and adds them up. Of the keys that `flash` would visit (a range, or listed tiles) each
-part takes its share; how many parts there are is planned (`fusion.planning.gpu`). Only the second kernel knows whether
-a row met a live key; where one did not and eager averages over all keys, it visits them all itself.
+the parts to a common maximum and adds them up. The keys that `flash` would visit (a range, or listed tiles) are divided
+between the parts, whose number is planned (`fusion.planning.gpu`). Only the second kernel knows whether a row has a
+live key; where one has none and eager averages over all keys, it visits them all itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Part(Forward):
         return source.block("split = tl.program_id(0) % splits", "program = tl.program_id(0) // splits", body)
 
     def _key_range(self) -> list[str]:
-        """The part's share of the block's keys: of each list, or of the range, in whole tiles."""
+        """Statements of the part's share of the block's keys: of each list, or of the range, in whole tiles."""
         if self.listed:
             before = "tiles_across - partial_count"
             return [
@@ -68,11 +68,11 @@ class Part(Forward):
         return source.block(*lines)
 
     def _at(self) -> str:
-        """The statement of `at`, the number of a row among all rows of all heads and parts."""
+        """Statement of `at`, the number of a row among all rows of all heads and parts."""
         return f"at = tl.cast(split * ({self.heads}) + {self.place()}, tl.int64) * {self.n_q} + rows[:, None]"
 
     def _again(self) -> str:
-        """Nothing: a part does not know whether another has met a live key."""
+        """Empty: a part does not know whether another has a live key."""
         return ""
 
 
@@ -89,7 +89,7 @@ class Combine(Part):
         self.programs = replace(self.programs, scale=1.0, fills=())
 
     def body(self) -> tuple[list[Visit], str]:
-        """The loop over keys is that of `Part`, in the same module."""
+        """The body with the loop over keys of `Part`, in the same module."""
         again = self._again()
         body = self._placed(source.block(*self._sum_of_parts(), again, Forward._finish(self)))
         return [], source.block("program = tl.program_id(0)", body)
@@ -120,7 +120,7 @@ class Combine(Part):
         return [*start, "for split in tl.range(splits):", source.indented(source.block(*loop))]
 
     def _again(self) -> str:
-        """All keys, for blocks with a row whose parts met no live key."""
+        """Statements that visit all keys, for blocks with a row whose parts have no live key."""
         if not dead_rows_matter(self.spec):
             return ""
         self.loop = KeyLoop(self, self.loop_programs, self.order)

@@ -1,6 +1,6 @@
-"""Stages of the loop over tiles: what forward and backward kernels share.
+"""Stages of the loop over tiles, for forward and backward kernels.
 
-A mask is evaluated in as few tiles as can be: where it is known to hold, a simpler score program stands for the whole
+A mask is evaluated in as few tiles as possible: where it is known to hold, a simpler score program replaces the full
 one (`MaskFacts.full`). The loop is therefore a function of the module, called once for the tiles that need neither the
 mask nor bounds and once or twice for the others. `start`, `stop` are the keys to visit, `full_start`, `full_stop` those
 among them that need nothing, in whole tiles; where tiles are listed (`tile_lists`), full ones are at the list's front,
@@ -31,13 +31,13 @@ class Visit:
     text: str
 
     def call(self, **given: object) -> str:
-        """A call with these arguments, the others under their own names."""
+        """Call with these arguments, and with the other parameters' own names."""
         arguments = ", ".join(str(given.get(name, name)) for name in self.parameters)
         return f"{', '.join(self.state)}{' = ' if self.state else ''}{self.name}({arguments})"
 
 
 def visit(name: str, doc: str, body: str, *, state: Sequence[str], first: Sequence[str], writer: Writer) -> Visit:
-    """The function with this body. first: parameters after the state; what else the body reads follows, constants (in
+    """Function with this body. first: parameters after the state; other names that the body reads follow, constants (in
     capitals) last. writer: of the kernel."""
     leading = [*state, *first]
     rest = [found for found in source.free_names(body) if found not in {*leading, *writer.helpers, *GLOBALS}]
@@ -69,8 +69,8 @@ def key_limits(mask: MaskFacts | None, n_k: str, value: Callable[[Expr], str]) -
 
 
 def listed(across: str, place: str) -> list[str]:
-    """Where the tiles of a block are listed, of the `across` that there could be, and how many of each kind. place: the
-    number of its list."""
+    """Statements that locate the list of a block's tiles, of the `across` possible ones, and the number of each kind.
+    place: the number of its list."""
     return [
         f"tiles_across = {across}",
         f"tile_place = {place}",

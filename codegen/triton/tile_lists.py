@@ -1,11 +1,11 @@
-"""Lists of the tiles that a mask leaves alive, made on the device from the mask's map before the attention's kernels.
+"""Lists of the live tiles of a mask, built on the device from the mask's map before the attention's kernels.
 
-The map (`fusion.ir.tile_map`) answers for any rectangle and is made once for all attentions that share the mask. A loop
-over tiles that looked up each would have a branch around its loads and products, which Triton then does not overlap; so
-a small kernel writes, for every block of rows and the tile size of the kernel to come,
+The map (`fusion.ir.tile_map`) answers for any rectangle and is built once for all attentions that share the mask. A
+loop over tiles that looked up each would have a branch around its loads and products, which Triton then does not
+overlap; so a small kernel writes, for every block of rows and the tile size of the following kernel,
 
     tile_list[place, block, :]     numbers of the full tiles from the front, of those that need the mask from the back
-    tile_counts[place, block, :]   how many there are of the former, of the latter
+    tile_counts[place, block, :]   number of the former, number of the latter
 
 with one place for each combination of those batch coordinates that the mask depends on. The kernel of dK and dV walks
 along blocks of rows, and gets the lists of the transpose: for every block of keys the numbers of blocks of rows.
@@ -100,7 +100,7 @@ class TileLists(WrittenKernel):
         return [f"({self.writer.bind(condition, 'n')})" for condition in conditions]
 
     def _whole(self) -> list[str]:
-        """That the tile is not cut off along the list, and nothing in it needs the mask."""
+        """Conditions for a tile that is not cut off along the list and needs no mask."""
         mask, (first, _, size) = self.mask, self.along
         inside = [] if mask.key_lo is None else [apply("ile", mask.key_lo, J0)]
         inside += [] if mask.key_hi is None else [apply("ilt", J1, mask.key_hi)]

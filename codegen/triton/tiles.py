@@ -1,4 +1,4 @@
-"""What kernels share that compute scores once more, from the operands and the forward's statistics of each row."""
+"""Common parts of kernels that recompute scores from the operands and the forward's statistics of each row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .stages import Visit, visit
 class Tiles(WrittenKernel):
     """Coordinates, tiles of Q, K and V, and statistics of rows. outer: the coordinate that a program owns a block of:
     "i", or "j". Tiles are [outer, inner], `shape`; `length`: outer places of a block; `owned`, `visited`: which of the
-    outer and of the inner places exist. known: names of what else stands in expressions."""
+    outer and of the inner places exist. known: names of other leaves of expressions."""
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int, known: Mapping[Expr, str]):
         first = "i0" if self.outer == "i" else "first"
@@ -39,7 +39,7 @@ class Tiles(WrittenKernel):
         return visit(name, doc, body, state=state, first=("start", "stop"), writer=self.writer)
 
     def decode(self, number_: str, extents: list[str], names: list[str]) -> list[str]:
-        """Statements that take a program's number apart, the last name fastest."""
+        """Statements that split a program's number into coordinates, the last name fastest."""
         lines, rest = [], number_
         for name, extent in zip(names[::-1], extents[::-1], strict=True):
             lines += [f"{name} = {rest} % ({extent})", f"rest_{name} = {rest} // ({extent})"]
@@ -47,7 +47,8 @@ class Tiles(WrittenKernel):
         return lines
 
     def key_block(self, extents: list[str], names: list[str], more: Sequence[str] = ()) -> list[str]:
-        """Statements that say which keys of which head a program owns. more: behind the names of batch coordinates."""
+        """Statements that locate the keys and the head that a program owns. more: behind the names of batch
+        coordinates."""
         return [
             f"key_blocks = ({self.n_k} + KEYS - 1) // KEYS",
             "program = tl.program_id(0)",
@@ -73,7 +74,7 @@ class Tiles(WrittenKernel):
         return [panel.numbers for panel in (*self.columns, *self.values)]
 
     def of_block(self, later: str) -> str:
-        """`later`, after what it uses of a block's columns and values."""
+        """`later`, after the statements of the block's columns and values that it uses."""
         lines = self.writer.lines
         return source.with_used([*self.places(), *lines[Level.BLOCK], *lines[Level.ROW]], later)
 
@@ -103,7 +104,7 @@ class Tiles(WrittenKernel):
         return source.block(*lines)
 
     def keys(self, writer: Writer, mask: str) -> str:
-        """Statements that read a tile of K, or make it of what is stored."""
+        """Statements that read a tile of K, or compute it from the stored one."""
         if self.spec.k_value is None:
             return self.read(1, self.parts(writer, 1), mask)
         lines = []
@@ -114,7 +115,7 @@ class Tiles(WrittenKernel):
         return source.block(*lines)
 
     def boxed(self, name: str, first: str) -> str:
-        """Statements that read the tile of the rows from `first` on by descriptors, where that is how it is read."""
+        """Statements that read the tile of the rows from `first` on by descriptors, if they are used."""
         if (box := self.boxes.get(name)) is None:
             return ""
         widened = cast(box.dtype(self.spec), self.spec.dtype)
@@ -129,7 +130,7 @@ class Tiles(WrittenKernel):
         return text
 
     def query_block(self) -> list[str]:
-        """Statements that say which rows of which head a program owns: the last blocks first."""
+        """Statements that locate the rows and the head that a program owns: the last blocks first."""
         extents = [self.writer.value(extent) for extent in self.spec.batch]
         names = [f"b{axis}" for axis in range(len(extents))]
         return [
@@ -148,7 +149,7 @@ class Tiles(WrittenKernel):
         return f"{name} = tl.load({self.in_plane('statistics', number)})"
 
     def in_plane(self, tensor: str, number: int) -> str:
-        """Where rows are in a plane, from 1 on, of a tensor of numbers of rows."""
+        """Pointer to the rows in a plane, from 1 on, of a tensor of numbers of rows."""
         planes = self.heads if number == 1 else f"{number} * {self.heads}"
         return f"{tensor}_ptr + tl.cast({planes}, tl.int64) * {self.n_q} + row_place"
 
@@ -165,7 +166,7 @@ class Tiles(WrittenKernel):
         return source.block(*lines, f"{name} = {text}")
 
     def maximum(self) -> list[str]:
-        """Statements that read row_max of the rows i, and say where their statistics are."""
+        """Statements that read row_max of the rows i, and locate their statistics."""
         return [
             f"row_place = tl.cast({self.place()}, tl.int64) * {self.n_q} + i",
             "row_max = tl.load(statistics_ptr + row_place)",
@@ -173,7 +174,7 @@ class Tiles(WrittenKernel):
 
 
 def load_where(name: str, at: str, limits: Sequence[str], cast: str) -> str:
-    """The statement that loads what is within the limits, of which empty ones are none."""
+    """Statement that loads the elements within the limits, of which empty ones do not restrict."""
     shown = [text for text in limits if text]
     shown = [f"({text})" for text in shown] if len(shown) > 1 else shown
     mask = f", mask={' & '.join(shown)}, other=0.0" if shown else ""

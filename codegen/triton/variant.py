@@ -1,4 +1,4 @@
-"""A generated module that is loaded, and launches of its kernels."""
+"""Loaded generated modules, and launches of their kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .key_loop import PLAIN, Order
 
 
 def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callable[..., tuple]:
-    """(operands, sizes, results, others) -> the kernel's run-time arguments in order, as one compiled expression.
+    """Function (operands, sizes, results, others) -> the kernel's run-time arguments in order, as one compiled
+    expression.
     results: tensors by name. others: integers and descriptors by name."""
     writer = Writer(spec=spec)
     operand = {writer.operand(n): n for n in range(len(spec.operands))}
@@ -41,7 +42,7 @@ def argument_function(parameters: Sequence[str], spec: AttentionSpec) -> Callabl
 
 
 class Variant:
-    """A loaded module: by the names of its kernels their functions and what makes their arguments, and the tensors that
+    """A loaded module: by the names of its kernels their functions and their argument functions, and the tensors that
     they read by descriptors."""
 
     def __init__(
@@ -77,8 +78,8 @@ class Variant:
 
 
 def _with_scratch(launch: Callable[[], object]) -> None:
-    """Launch a kernel that makes descriptors: Triton asks for memory for them, which is torch's. The allocator is set
-    for this launch alone."""
+    """Launch a kernel that writes descriptors: Triton asks for memory for them, which comes from torch. The allocator
+    is set for this launch alone."""
     import triton
 
     context = contextvars.copy_context()

@@ -28,8 +28,8 @@ WRITTEN = {kind.name: kind.written for kind in (Prepare, Queries, *BY_KEYS)}
 
 
 def may_join(spec: AttentionSpec, needs: tuple[bool, ...]) -> bool:
-    """Whether one kernel can make all gradients: those of Q, K and V are wanted, and of captured tensors at most those
-    that are summed over queries; and Q is a strided view."""
+    """Whether one kernel can compute all gradients: those of Q, K and V are wanted, and of captured tensors at most
+    those that are summed over queries; and Q is a strided view."""
     captured = gradients_of(spec, needs).captured
     own = all(item.axes is Axes.QUERIES and item.sink is None for item in captured)
     return own and all(needs[:3]) and is_strided(spec.q, (*spec.axes, I, C))
@@ -43,7 +43,7 @@ def backward_kernels(
     described: bool = False,
     by_keys: Collection[str] = (Keys.name,),
 ) -> list[KernelText]:
-    """The kernels that are needed for the gradients of the operands that `needs` marks, in the order of their launch.
+    """Kernels for the gradients of the operands that `needs` marks, in the order of their launch.
     described: their loops read tiles by tensor descriptors. by_keys: names of the kernels by keys that there may be."""
     role = Role(spec, d, d_v, needs)
     by_key = {item.axes is Axes.QUERIES for item in role.gradients.captured}

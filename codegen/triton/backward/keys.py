@@ -44,7 +44,7 @@ class Keys(Role):
         return [visit], source.block(*self._position(), source.with_used(self.places(), body))
 
     def _member(self, visit: Visit) -> str:
-        """What one query head adds: the blocks of its rows that visit these keys."""
+        """Statements for one query head: the blocks of its rows that visit these keys."""
         mask = self.spec.mask
         after: list[str] = []
         for n, item in self.captured(Axes.QUERIES):
@@ -59,8 +59,8 @@ class Keys(Role):
         return source.with_used([*lines[Level.BLOCK], *lines[Level.ROW]], member)
 
     def _visit(self) -> Visit:
-        """The function that visits blocks of rows. In the rotated order that for dP runs beside the exponentials, since
-        the product for dV, which waits for them, comes behind it."""
+        """Function that visits blocks of rows. In the rotated order that for dP runs beside the exponentials, since the
+        product for dV, which waits for them, comes behind it."""
         into_dv = source.block(*self.accumulated(2, f"p.to({self.dtype})", "do"))
         plain, rotated = into_dv, ""
         if self.softmax and self.differentiates and into_dv:
@@ -97,7 +97,7 @@ class Keys(Role):
 
     @property
     def _notes_dead(self) -> bool:
-        """Whether it is noted, by blocks, which rows met no live key: these have weights everywhere."""
+        """Whether blocks with rows without a live key are marked: such rows have weights everywhere."""
         return self.skips and self.softmax and not self.listed
 
     def to_queries(self) -> list[str]:
@@ -112,7 +112,7 @@ class Keys(Role):
         return self.key_block(extents, names, first)
 
     def _shared(self, axis: int) -> str:
-        """How many values of a batch coordinate K and V tell apart."""
+        """Number of values of a batch coordinate for which K and V differ."""
         extent, group = self.spec.batch[axis], self.gradients.groups[axis]
         if extent is group:
             return "1"
@@ -131,8 +131,8 @@ class Keys(Role):
         return [f"for member in tl.range({' * '.join(extents)}):", source.indented(source.block(*lines, member))]
 
     def _rows(self) -> list[str]:
-        """The blocks of rows that visit these keys: start..stop, full_start..full_stop (see `stages`), or their
-        list."""
+        """Statements of the blocks of rows that visit these keys: start..stop, full_start..full_stop (see `stages`), or
+        their list."""
         blocks = f"({self.n_q} + ROWS - 1) // ROWS"
         if self.listed:
             return listed(blocks, f"{self.place_factor(listed=True)} * key_blocks + program % key_blocks")
@@ -166,8 +166,8 @@ class Keys(Role):
         ]
 
     def _scan(self, mask: MaskFacts) -> str:
-        """Look at the key ranges of some blocks of rows: which of them meet these keys, and the first blocks in a row
-        for which all of these keys need no mask."""
+        """Statements that check the key ranges of some blocks of rows: which of them visit these keys, and the first
+        consecutive blocks for which all of these keys need no mask."""
 
         def conditions(value: Callable[[Expr], str]) -> list[str]:
             last = f"tl.minimum(first + KEYS, {self.n_k})"
@@ -227,8 +227,8 @@ class Joint(Keys):
     name = JOINT
 
     def to_queries(self) -> list[str]:
-        """Keys that do not exist add nothing. Tiles with such need the mask; those of lists may be full all the same,
-        since a list says only whether rows are cut off."""
+        """Statements that add a tile's part to dQ. Keys that do not exist add nothing. Tiles with such keys need the
+        mask; those of lists may be full all the same, since a list says only whether rows are cut off."""
         existing = "ds = tl.where(j_ok, ds, 0.0)"
         existing = existing if self.listed else f"if MASKED:\n    {existing}"
         lines = [

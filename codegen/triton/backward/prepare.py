@@ -1,4 +1,4 @@
-"""What the other backward kernels need of each row, found before them."""
+"""Values per row that the other backward kernels need, computed before them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Prepare(Role):
         return [], source.block(*self.query_block(), *lines)
 
     def _log_share(self) -> list[str]:
-        """Statements that write the logarithm of what weights are scaled by; a row without a live key has none where
-        that makes them 0."""
+        """Statements that write the logarithm of the scale of weights; a row without a live key has none where that
+        makes them 0."""
         if self.spec.row_scale is not None:
             return []
         lines = [self.plane("row_sum", 1), "log_share = -tl.log2(row_sum)"]

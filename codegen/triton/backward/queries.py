@@ -37,7 +37,7 @@ class Queries(Role):
         return [visit], source.block(*self.query_block(), self.of_block(later))
 
     def _visit(self) -> Visit:
-        """`differentiate_keys`."""
+        """Function `differentiate_keys`."""
         k, v = (self.parts(self.inside, number) for number in (1, 2))
         inner = source.block(
             self.boxed("k", "first") or self.read(1, k, "key_ok", bounded=True),
@@ -64,8 +64,8 @@ class Queries(Role):
         return lines
 
     def _keys(self) -> list[str]:
-        """Which keys to visit. A block with a row that met no live key visits all: eager's weights there are not
-        zero."""
+        """Statements of the range of keys to visit. A block with a row without a live key visits all: eager's weights
+        there are not zero."""
         dead = any_dead(self.spec) if self.skips and self.softmax else ""
         if not self.listed:
             limits = self.ranges_of(lambda value: key_limits(self.spec.mask, self.n_k, value))
@@ -81,11 +81,11 @@ class Queries(Role):
         return lines
 
     def _corrections(self) -> list[str]:
-        """Names of the sums with which the rounding of delta is taken out of gradients that are sums over keys: in
-        those it would not average out. `missing` is the sum of dx, which exactly is 0 (or the gradient of the
-        log-sum-exp), or the sinks' weight times delta, or says in rows with a scale of their own what delta lacks;
-        `share_n` is what `sum_n` would be for dx = y. It needs no mask: y is 0 where keys are dead, but in rows without
-        a live one, which are not corrected."""
+        """Names of the sums that correct the rounding of delta in gradients that are sums over keys, in which it would
+        not average out. `missing` is the sum of dx, which exactly is 0 (or the gradient of the log-sum-exp), or the
+        sinks' weight times delta, or, in rows with another scale, the part that delta lacks; `share_n` is the value of
+        `sum_n` for dx = y. It needs no mask: y is 0 where keys are dead, but in rows without a live one, which are not
+        corrected."""
         found = [f"share_{n}" for n, item in self.captured(Axes.KEYS, Axes.BOTH) if contains(item.gradient, UPSTREAM)]
         return ["missing", *found] if found and self.softmax else []
 
@@ -110,7 +110,7 @@ class Queries(Role):
         return lines
 
     def _finish(self) -> list[str]:
-        """Statements that add up what was summed."""
+        """Statements that combine the sums."""
         lines: list[str] = []
         if corrections := self._corrections():
             if weights := " + ".join(self._weight_of(sink) for sink in self.spec.sinks):
@@ -137,7 +137,7 @@ class Queries(Role):
         return lines
 
     def _weight_of(self, sink: Expr) -> str:
-        """Its share of the row sum, as a factor."""
+        """Share of a sink in the row sum, as a factor."""
         return self.weight_of(self.writer.value(sink))
 
     def _sinks(self) -> list[str]:

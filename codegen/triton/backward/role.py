@@ -1,4 +1,4 @@
-"""What the backward kernels share: coordinates, statistics, and the gradient of the scores of a tile."""
+"""Common parts of the backward kernels: coordinates, statistics, and the gradient of the scores of a tile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KNOWN = {UPSTREAM: "dx", WEIGHT_UPSTREAM: "dw", SINK_UPSTREAM: "dsink", SHARE: "
 
 
 class Role(Tiles):
-    """What the two kernels share: coordinates, statistics, and the gradient of the scores of a tile.
+    """Common part of the two kernels: coordinates, statistics, and the gradient of the scores of a tile.
 
     needs: marks the operands whose gradients are wanted, by this kernel or others.
     described: tiles of the loop are read by tensor descriptors where they can be.
@@ -48,15 +48,16 @@ class Role(Tiles):
         read = READ.get(self.name, ()) if described else ()
         self.boxes = {name: box for name, box in boxes(spec, d, d_v).items() if name in read}
         self.gradients: Gradients = gradients_of(spec, needs)
-        w, found = self.writer, self.gradients
+        w, grads = self.writer, self.gradients
         # Key ranges of a block of rows are computed in places of their own.
         self.ranges = w.apart(self.known | {I0: "i0", I1: "i1"}, outer="i", inner="j")
-        captured = [part for item in found.captured for part in {item.gradient, item.full}]
+        captured = [part for item in grads.captured for part in {item.gradient, item.full}]
         w.known[WEIGHT] = "y"
-        w.count(spec.score, spec.weight, found.further.weight, found.score, found.program, found.full, *captured)
+        w.count(spec.score, spec.weight, grads.further.weight, grads.score, grads.program, grads.full, *captured)
 
     def stages(self, visit: Visit, before: bool) -> list[str]:
-        """The calls of it: for tiles that need no mask, and for the others; before: also before the former."""
+        """Calls of the loop's function: for tiles that need no mask, and for the others; before: also before the
+        former."""
         if self.listed:
             return [
                 visit.call(start=0, stop="full_count", MASKED=False),
@@ -70,11 +71,11 @@ class Role(Tiles):
         ]
 
     def gradient(self, number: int) -> list[str]:
-        """The names of the gradient of Q, K or V, by panels; none where it is not wanted."""
+        """Names of the gradient of Q, K or V, by panels; none where it is not wanted."""
         return [f"d{'qkv'[number]}{panel.suffix}" for panel in self.panels_of(number)] if self.needs[number] else []
 
     def zeros(self, number: int) -> list[str]:
-        """Statements that begin the gradient of Q, K or V."""
+        """Statements that initialise the gradient of Q, K or V."""
         each = zip(self.gradient(number), self.panels_of(number), strict=False)
         return [f"{name} = tl.full([{self.length}, {panel.width}], 0.0, tl.float32)" for name, panel in each]
 
@@ -104,7 +105,8 @@ class Role(Tiles):
         return lines
 
     def statistics(self) -> list[str]:
-        """row_max, log_share (of 1 / row_sum) or share (the scale of the row), and delta of the rows i."""
+        """Statements that read row_max, log_share (of 1 / row_sum) or share (the scale of the row), and delta of the
+        rows i."""
         if not self.softmax:
             return []
         scaled = self.spec.row_scale is not None
@@ -118,15 +120,15 @@ class Role(Tiles):
         return lines
 
     def weight_of(self, score: str) -> str:
-        """The text of a score's weight. A row's sum is in the exponent: to divide by it takes as many instructions for
-        a row as the rest does for ten scores. It stays apart from the maximum, beside which it could be lost."""
+        """Text of a score's weight. A row's sum is in the exponent: to divide by it takes as many instructions for a
+        row as the rest does for ten scores. It stays apart from the maximum, beside which it could be lost."""
         if self.spec.row_scale is not None:
             return f"tl.exp2(({score} - row_max) * {LOG2E}) * share"
         return f"tl.exp2(({score} - row_max) * {LOG2E} + log_share)"
 
     def tile(self, score: str, upstream: str, with_p: str = "") -> str:
-        """Statements from s to ds and to what is summed, or to p where that is all that is wanted. score, upstream:
-        products of the tile. with_p: what uses the weights p, as soon as they are there."""
+        """Statements from s to ds and to the sums, or to p where only that is wanted. score, upstream: products of the
+        tile. with_p: statements that use the weights p, as soon as they are there."""
         times = "" if self.spec.weight is const(1.0) else " * w"
         whole = [] if self.gradients.program is None else [self._variant(True)]
         programs, gradients = zip(self._variant(False), *whole, strict=True)
@@ -155,7 +157,8 @@ class Role(Tiles):
         )
 
     def _further(self) -> tuple[str, str]:
-        """Statements of what further outputs add to the gradient of a weight, and the text that adds it."""
+        """Statements of the terms that auxiliary outputs add to the gradient of a weight, and the text that adds
+        them."""
         w, value = self.writer, self.gradients.further.weight
         if value is ZERO:
             return "", ""
@@ -164,7 +167,7 @@ class Role(Tiles):
         return statement, " + dfurther"
 
     def _variant(self, full: bool) -> tuple[str, str]:
-        """(from s to x and w, from dx and dw to ds and what is summed), with the mask or, full, without."""
+        """(from s to x and w, from dx and dw to ds and the sums), with the mask or, full, without."""
         w, found = self.writer, self.gradients
         outside = set(w.known)
         score, gradient = (found.program, found.full) if full else (self.spec.score, found.score)
@@ -178,13 +181,13 @@ class Role(Tiles):
         return source.block(*lines), source.block(*after)
 
     def _forget_tile(self, outside: set[Expr]) -> None:
-        """Forget the names of values of a tile that were made in a branch."""
+        """Forget the names of values of a tile that were bound in a branch."""
         w = self.writer
         w.known = {e: name for e, name in w.known.items() if e in outside or w.level_of(e) is not Level.TILE}
 
     def existing(self, name: str, gradient: Expr) -> list[str]:
-        """Statements that make a gradient 0 where a key does not exist: what arrives there is 0, but a derivative may
-        be infinite, of a score that is 0 or of nothing loaded."""
+        """Statements that make a gradient 0 where a key does not exist: the gradient that arrives there is 0, but a
+        derivative may be infinite, of a score that is 0 or of nothing loaded."""
         arrives = dict.fromkeys((UPSTREAM, WEIGHT_UPSTREAM), const(1.0))
         if self.inner == "i" or is_tame(substitute(gradient, arrives)):
             return []
@@ -199,7 +202,7 @@ class Role(Tiles):
         return [f"sum_{n} = tl.full([{self.length}], 0.0, tl.float32)" for n, _ in self.captured(*axes)]
 
     def ranges_of(self, lines: Callable[[Callable[[Expr], str]], list[str]]) -> list[str]:
-        """Statements about the rows i0..i1, made with a function that takes expressions in them to texts."""
+        """Statements about the rows i0..i1, written by a function that takes expressions in them to texts."""
         made = lines(self.ranges.value)
         return [*self.ranges.take(Level.BLOCK), *made]
 
@@ -231,7 +234,7 @@ class Role(Tiles):
 
 
 def dead_limit(spec: AttentionSpec) -> str:
-    """Maxima that are not above this belong to rows without a live key."""
+    """Largest maximum of a row without a live key."""
     assert spec.mask is not None
     fill = spec.mask.fill
     return number(max(fill / 2, -LARGEST / 2)) if math.isfinite(fill) else 'float("-inf")'
