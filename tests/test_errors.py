@@ -13,8 +13,8 @@ import fusion
 from fusion.api import export as exporting
 from fusion.codegen import mlir, triton
 from fusion.codegen.mlir import calling
+from fusion.codegen.mlir.approximate.sparse import emit_sparse
 from fusion.codegen.mlir.export import attention_module
-from fusion.codegen.mlir.sparse import emit_sparse
 from fusion.codegen.triton import launch as triton_launch
 from fusion.codegen.triton import source as triton_source
 from fusion.errors import (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.ranges import LARGEST_SIZE
@@ -19,18 +21,8 @@ from fusion.torch_private.tensors import empty_strided_cpu
 
 from . import openmp
 from .compile import MachineCode, compile_text
-from .skeleton import KernelText
+from .thread_function import KernelText
 from .values import round_up
-
-if TYPE_CHECKING:
-    from .features import FeaturesKernel
-    from .row_statistics import RowStatisticsKernel
-
-
-import functools
-import sys
-
-from torch import Tensor
 
 PARAMETER_SLOTS = 256
 APART = 128  # bytes: two cache lines, which processors fetch together
@@ -102,14 +94,7 @@ class Function:
         if count > PARAMETER_SLOTS:
             raise UnsupportedSizeError(f"a kernel with {count} parameters; there is room for {PARAMETER_SLOTS}")
         self.code = code
-        self._layout = struct.Struct(f"{count}q")
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address)
-
-    def __call__(self, slots: Sequence[int], threads: int) -> None:
-        """Run it on so many threads; slots: the values of the parameters, in order."""
-        mine = memory.own
-        self._layout.pack_into(mine.params, 0, *slots)
-        self.on(threads)(mine.packed)
 
     def on(self, threads: int) -> Callable[[int], object]:
         """What runs it on so many threads, given a `ThreadMemory.packed` in whose slots the parameters lie."""
@@ -144,10 +129,14 @@ class CompiledKernel:
 
     def __init__(self, text: KernelText):
         self.text = text
-        self.function = Function(compile_text(text.source, "attention"), len(text.slots))
+        self.function = Function(compile_text(text.source, text.entry), len(text.slots))
+
+    def by_name(self, values: Mapping[str, int]) -> dict[tuple, int]:
+        """Values by the last word of their parameters."""
+        return {slot: values[slot[-1]] for slot in self.text.slots if slot[-1] in values}
 
     def launcher(
-        self, values: Mapping[tuple, int], given: Sequence[tuple], threads: int, rows: int, shared: int = 0
+        self, values: Mapping[tuple, int], given: Sequence[tuple], threads: int, rows: int = 0, shared: int = 0
     ) -> Launch:
         """What runs it on so many threads, each of which packs `rows` rows. values: parameters that are the same in all
         calls. given: those that a call is given, in this order. shared: bytes that threads leave for each other.
@@ -175,15 +164,6 @@ class CompiledKernel:
             return not (may_flag and mine.flagged())
 
         return launch
-
-
-class CompiledFunction:
-    """Machine code that takes parameters by name, in the order of `slots`. bytes: of a thread's workspace."""
-
-    def __init__(self, writer: RowStatisticsKernel | FeaturesKernel):
-        self.source, self.bytes = writer.text(), writer.workspace_bytes
-        self.slots = [slot[-1] for slot in writer.slots()]
-        self.function = Function(compile_text(self.source, writer.name), len(self.slots))
 
 
 def float_bits(x: float) -> int:

@@ -27,7 +27,8 @@ from .kernel import emit
 from .launch import batch_of_items, span_of
 from .mixed_heads import emit_mixed_heads
 from .row_kernel import emit_rows
-from .skeleton import HEADER, KernelText
+from .skeleton import HEADER
+from .thread_function import KernelText
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
          "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip

@@ -30,8 +30,9 @@ from .packing import STATE_BYTES, PackedRows
 from .parts import TileParts
 from .rows import RowReader
 from .scope import Scope
-from .skeleton import KernelFunction, KernelText
+from .skeleton import KernelFunction
 from .stream import InTurn, Overlapped
+from .thread_function import KernelText
 from .tile import Item, KeyRange, Tiles
 
 
@@ -95,11 +96,10 @@ class AttentionKernel(KernelFunction):
             with self._items() as item:
                 self._item(top, item)
         kept, beyond = (0, 0) if further is None else (further.step_bytes, further.fixed_bytes)
-        return KernelText(
-            source=self.function(), slots=self.slots(), rows=self.tiling.groups * self.lanes,
-            key_step=self.products.key_step, fixed_bytes=self.workspace_bytes + beyond,
-            step_bytes=self.step_bytes + kept, may_flag=self.may_flag,
-            part_bytes=0 if self.parts is None else self.parts.record_bytes, part_step=self.tiling.keys,
+        return self.kernel_text(
+            beyond, rows=self.tiling.groups * self.lanes, key_step=self.products.key_step,
+            step_bytes=self.step_bytes + kept, part_bytes=0 if self.parts is None else self.parts.record_bytes,
+            part_step=self.tiling.keys,
         )  # fmt: skip
 
     def _item(self, top: Scope, number: Value) -> None:

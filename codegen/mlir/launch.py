@@ -37,7 +37,7 @@ from .calling import (
 from .kernel import emit
 from .mixed_heads import emit_mixed_heads
 from .row_kernel import MOST_KEYS, emit_rows
-from .skeleton import KernelText
+from .thread_function import KernelText
 from .values import round_up
 
 if TYPE_CHECKING:

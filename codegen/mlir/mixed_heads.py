@@ -29,8 +29,9 @@ from .dense import DenseLoad
 from .packing import STATE_BYTES, PackedRows
 from .products import vector_products
 from .scope import Lanes, Scope
-from .skeleton import KernelFunction, KernelText
+from .skeleton import KernelFunction
 from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram
+from .thread_function import KernelText
 from .values import Array, round_up
 
 KEYS_AT_ONCE = 4
@@ -104,10 +105,7 @@ class MixedHeadsKernel(KernelFunction):
             self._zero(area, self.matrix_bytes)
         with self._items() as item:
             self._item(top, item)
-        return KernelText(
-            source=self.function(), slots=self.slots(), rows=self.groups * self.lanes, key_step=p.key_step,
-            fixed_bytes=self.workspace_bytes, step_bytes=self.step_bytes, may_flag=False,
-        )  # fmt: skip
+        return self.kernel_text(rows=self.groups * self.lanes, key_step=p.key_step, step_bytes=self.step_bytes)
 
     def _item(self, top: Scope, number: Value) -> None:
         b = self.b

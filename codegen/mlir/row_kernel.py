@@ -34,7 +34,8 @@ from .row_products import STEP, Source, Stretch, Widths
 from .row_tiles import row_products
 from .rows import SharedRows
 from .scope import Lanes, Scope
-from .skeleton import KernelFunction, KernelText
+from .skeleton import KernelFunction
+from .thread_function import KernelText
 from .values import round_up
 
 MOST_KEYS = 512
@@ -74,10 +75,9 @@ class _RowKernel(KernelFunction):
         top = self._top()
         with self._items() as item:
             self._rows(top, item)
-        return KernelText(
-            source=self.function(), slots=self.slots(), rows=MOST_ROWS, key_step=self.lanes,
-            fixed_bytes=self.workspace_bytes, step_bytes=0, may_flag=False, across_heads=True,
-            part_bytes=self.record_bytes, part_step=4 * self.lanes,
+        return self.kernel_text(
+            rows=MOST_ROWS, key_step=self.lanes, across_heads=True, part_bytes=self.record_bytes,
+            part_step=4 * self.lanes,
         )  # fmt: skip
 
     def _rows(self, top: Scope, number: Value) -> None:

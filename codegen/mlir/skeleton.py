@@ -7,7 +7,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
 from fusion.ir.results import keeps_ends
@@ -22,28 +22,12 @@ from .builder import Value, vector_of
 from .rows import Access, RowReader
 from .scope import MEMORY_TYPE, Context, Scope
 from .softmax import Exponent
-from .thread_function import ThreadFunction
+from .thread_function import KernelText, ThreadFunction
 from .transpose import transpose
 from .vectormath import LIBM, VectorMath
 from .x86 import LARGE_BITS, WORDS, flush_denormals, restore_mode
 
 HEADER = "module {\n" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelText:
-    """MLIR text, and what the launcher must know of it."""
-
-    source: str
-    slots: tuple[tuple, ...]  # parameters in order
-    rows: int  # rows of a work item at most
-    key_step: int  # keys of a step
-    fixed_bytes: int  # of a thread's workspace ...
-    step_bytes: int  # ... which has so many more for each of ceil(n_k / key_step) steps
-    may_flag: bool  # whether the kernel may raise the flag for large values
-    across_heads: bool = False  # an item's rows may be of several heads that read the same keys
-    part_bytes: int = 0  # what each part of an item's keys leaves in memory; 0: they may not be cut
-    part_step: int = 1  # keys of which each part has a multiple
 
 
 class KernelFunction(ThreadFunction):
@@ -98,10 +82,10 @@ class KernelFunction(ThreadFunction):
         with b.when(b.compare("sge", largest, LARGE_BITS)):
             b.store(b.constant(1, "i64"), self.params[("ptr", "flag")])
 
-    def function(self) -> str:
+    def kernel_text(self, beyond: int = 0, **known: Any) -> KernelText:
         if self.modes is not None:
             restore_mode(self.b, self.modes)
-        return super().function()
+        return super().kernel_text(beyond, **known, may_flag=self.may_flag)
 
     def _zero(self, area: Value, size: Value | int, start: Value | int = 0) -> None:
         """Zeros from byte `start` to byte `size`, both multiples of 64."""

@@ -4,8 +4,9 @@ work."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from .builder import PTR, Builder, Value
 from .values import Array, round_up
@@ -36,8 +37,25 @@ class Params:
         return self.b.bitcast(self.b.convert("arith.trunci", self[(name,)], "i32", f"{name}_bits"), "f32", name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelText:
+    """MLIR text, and what the launcher must know of it."""
+
+    source: str
+    slots: tuple[tuple, ...]  # parameters in order
+    fixed_bytes: int  # of a thread's workspace ...
+    step_bytes: int = 0  # ... which has so many more for each of ceil(n_k / key_step) steps
+    rows: int = 1  # rows of a work item at most
+    key_step: int = 1  # keys of a step
+    may_flag: bool = False  # whether the kernel may raise the flag for large values
+    across_heads: bool = False  # an item's rows may be of several heads that read the same keys
+    part_bytes: int = 0  # what each part of an item's keys leaves in memory; 0: they may not be cut
+    part_step: int = 1  # keys of which each part has a multiple
+    entry: str = "attention"  # the function
+
+
 class ThreadFunction:
-    """Base of all kernels. first: parameters whose slots come first. Its parameters are `workspace`, `workspace_bytes`
+    """Base of all kernels. Its parameters are `workspace`, `workspace_bytes`
     (of one thread), `threads` (at most so many run it), `counter` (of portions that threads have taken, and behind it
     of threads that have begun; both 0 at the start of a call), and what else it asks for.
 
@@ -47,11 +65,9 @@ class ThreadFunction:
     name: ClassVar[str] = "attention"
     header: ClassVar[str] = "module {\n"
 
-    def __init__(self, first: Sequence[tuple] = ()):
+    def __init__(self):
         self.b = b = Builder()
         self.params = Params(b, Value("%params", PTR))
-        for key in first:
-            self.params[key]
         self.workspace_bytes = 0
         with b.at_entry():
             self.threads = self.params[("threads",)]
@@ -85,10 +101,11 @@ class ThreadFunction:
         with self.b.taking(lambda: self._ticket(counter), count, hint) as mine:
             yield mine
 
-    def function(self) -> str:
-        """The module's text."""
-        return f"{self.header}func.func @{self.name}(%params: {PTR}) {{\n{self.b.text()}\n  return\n}}\n}}\n"
-
-    def slots(self) -> tuple[tuple, ...]:
-        """The keys of the parameters, in order."""
-        return tuple(sorted(self.params.slots, key=self.params.slots.__getitem__))
+    def kernel_text(self, beyond: int = 0, **known: Any) -> KernelText:
+        """The module. beyond: bytes of workspace behind what was asked for; known: other fields of the text."""
+        function = f"func.func @{self.name}(%params: {PTR}) {{\n{self.b.text()}\n  return\n}}"
+        slots = tuple(sorted(self.params.slots, key=self.params.slots.__getitem__))
+        return KernelText(
+            source=f"{self.header}{function}\n}}\n", slots=slots, fixed_bytes=self.workspace_bytes + beyond,
+            entry=self.name, **known,
+        )  # fmt: skip

@@ -25,9 +25,9 @@ from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, T
 from .. import reference
 from ..emitter import Backward, Edges, Proof
 from .backward.call import BackwardCall
-from .backward.fused import FusedKernel
 from .backward.kernel import BackwardKernel
-from .backward.tile import Problem
+from .backward.lanes import FUSED
+from .backward.tile import Kind, Problem
 from .calling import CompiledKernel, address, check_sizes, empty_strided, in_huge_pages
 from .further import IDENTITY
 from .kernel import emit
@@ -80,7 +80,7 @@ class TrainingKernel(ForwardKernel):
         key = call.needs, places, text
         if key not in self._right:
             only = self._only(self._summed(self.tilings[choice], call.sizes))
-            only.derived, only.fused = Kept(), FusedKernel in kernels
+            only.derived, only.fused = Kept(), FUSED in kernels
             edges = Edges(rows=KEY_SPAN, keys=3 * KEY_SPAN // 4)
             self.proof.gradients(only, call.sizes, edges, text, call.needs, places)
             self._right.add(key)
@@ -175,7 +175,7 @@ class TrainingKernel(ForwardKernel):
         return self._plans.of((places, everywhere), lambda: backward_plan(self._with(places), everywhere))
 
     def backward_kernel(
-        self, kind: type[BackwardKernel], plan: BackwardPlan, needs: tuple[bool, ...], sizes: Sequence[int], choice: int
+        self, kind: Kind, plan: BackwardPlan, needs: tuple[bool, ...], sizes: Sequence[int], choice: int
     ) -> CompiledKernel:
         """One of the backward kernels, with products and tile of the `choice`-th tiling."""
         (d, d_v), tiling = self.extents(sizes)[-2:], self._summed(self.backward_tilings[choice], sizes)
@@ -184,7 +184,7 @@ class TrainingKernel(ForwardKernel):
             if not kind.gradients:  # listed rows leave less of the forward's smaller blocks empty
                 tiling = replace(tiling, groups=self.tilings[choice].groups)
             problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
-            return CompiledKernel(kind(problem, needs).text())
+            return CompiledKernel(BackwardKernel(kind, problem, needs).text())
 
         key = (kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice, tiling.chain)
         return self._compiled.of(key, make)

@@ -79,7 +79,7 @@ def _kernels(machine: Machine) -> str | None:
     """The feature kernels that a machine has."""
     if machine.kind == "gpu":
         return "triton"
-    from fusion.codegen.mlir import polynomial
+    from fusion.codegen.mlir.approximate import polynomial
 
     return "amx" if polynomial.supports(machine) is None else None
 

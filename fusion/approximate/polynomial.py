@@ -278,7 +278,7 @@ class PolynomialAttention:
             wanted = self._features_of_a_block(q.shape[2], v.shape[2], choices[0].features)
             run = triton.kernels(*q.shape[2:], *v.shape[2:], powers.shape[1] - 1, choices[0].planes, q.is_cpu, wanted)
             return run.attend(q, k, v, owner, powers, CHUNK if self.plain.causal else 0)
-        from fusion.codegen.mlir import polynomial as mlir
+        from fusion.codegen.mlir.approximate import polynomial as mlir
 
         run = mlir.kernels(q.shape[-1], v.shape[-1], powers.shape[1] - 1, choices[0].planes)
         weights = run.weights(powers)

@@ -75,7 +75,7 @@ class Inspection:
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):
-            from fusion.codegen.mlir.moments import MomentsCall
+            from fusion.codegen.mlir.approximate.moments import MomentsCall
 
             most = (limit / abs(self.scale)) ** 2 if self.scale else math.inf
             return MomentsCall(d, operands[0].dtype, q, k, segment, second, most)
@@ -95,7 +95,7 @@ class Inspection:
         """Bounds from about so many queries and keys of each head, as if each of these queries saw all of the keys."""
 
         def make(d, q, k):
-            from fusion.codegen.mlir.moments import LargestCall
+            from fusion.codegen.mlir.approximate.moments import LargestCall
 
             q, k = q.every(-(-q.count // rows)), k.every(-(-k.count // keys))
             return LargestCall(d, operands[0].dtype, q, k, second)
@@ -121,7 +121,7 @@ class Inspection:
         full block, or on a CPU no kernel that reads these rows."""
 
         def make(d, q, k):
-            from fusion.codegen.mlir.key_block_bounds import KeyBlockBoundsCall
+            from fusion.codegen.mlir.approximate.key_block_bounds import KeyBlockBoundsCall
 
             if k.count < sample[3]:
                 return None
@@ -152,7 +152,7 @@ class Inspection:
         if key not in self._calls or not self.gather.fixed:
             places, native_call = self.gather.places(operands, sizes), None
             if places is not None and q.dtype == k.dtype:
-                from fusion.codegen.mlir.row_statistics import MAX_WIDTH
+                from fusion.codegen.mlir.approximate.row_statistics import MAX_WIDTH
 
                 native_call = make(places.d, places.q, places.k) if places.d <= MAX_WIDTH else None
             self._calls[key] = native_call

@@ -128,7 +128,7 @@ class SparseAttention:
 
     def _kernel(self, kernels: str) -> SparseKernel:
         if kernels == "mlir":
-            from fusion.codegen.mlir import sparse as sparse_call
+            from fusion.codegen.mlir.approximate import sparse as sparse_call
 
             return sparse_call.SparseKernel(canonical(self.some.spec, self.plain), self.machine)
         from fusion.codegen.triton import sparse_call

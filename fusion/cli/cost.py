@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _crossing(problem: Problem, target: Machine, bound: float, epsilon: float) -> str:
     """The length from which on polynomial attention is predicted to be faster than exact."""
     from fusion.approximate import cost
-    from fusion.codegen.mlir import polynomial as kernels
+    from fusion.codegen.mlir.approximate import polynomial as kernels
 
     split = target.kind == "gpu" or kernels.supports(target) is None
     return cost.crossing_text(target, problem, bound, epsilon, split)

@@ -3,11 +3,11 @@
 `fusion.lowering.backward_plan` says which gradients a spec needs and in what form. A kernel is named by what its vector
 lanes are:
 
-    delta.DeltaKernel           what every row needs, delta among it, before the others
-    delta.DeltaErrorKernel      the sums of dx that should be 0, where delta has more parts than dO and O
-    queries.QueriesKernel       dQ, and gradients of loads that are free of the key
-    keys.KeysKernel             dK, dV and gradients of all other loads
-    fused.FusedKernel           the latter with dQ in it
+    delta.DELTAS           what every row needs, delta among it, before the others
+    delta.DELTA_ERRORS     the sums of dx that should be 0, where delta has more parts than dO and O
+    lanes.QUERIES          dQ, and gradients of loads that are free of the key
+    lanes.KEYS             dK, dV and gradients of all other loads
+    lanes.FUSED            the latter with dQ in it (`fused`)
 
 `kernel` has the loops that they share, `tile` the products, `element` what happens to one score, `loads` how dense
 biases are read and their gradients written, `centring` what is taken off the keys for dQ. `call` runs the kernels of

@@ -30,12 +30,11 @@ from ...reference import gradients as pulled
 from ..calling import CompiledKernel, Launch, address, in_huge_pages, operand_values
 from ..launch import WORK_PER_THREAD
 from ..values import round_up
-from .delta import DeltaErrorKernel, DeltaKernel
+from .delta import DELTA_ERRORS, DELTAS
 from .derived import Derived, Step, result
-from .fused import FusedKernel
-from .kernel import SMALL_TABLE, BackwardKernel
-from .keys import KeysKernel
-from .queries import FurtherSumsKernel, QueriesKernel, RowSumsKernel
+from .kernel import SMALL_TABLE
+from .lanes import FURTHER_SUMS, FUSED, KEYS, QUERIES
+from .tile import Kind
 
 if TYPE_CHECKING:
     from ..training import TrainingKernel
@@ -86,7 +85,7 @@ class BackwardCall:
         )
 
     def _row_values(self, out: Tensor, statistics: Tensor) -> Tensor:
-        """[6, rows + padding]: `ROW_VALUES` of every query row. `DeltaKernel` writes the first four where it can, and
+        """[6, rows + padding]: `ROW_VALUES` of every query row. `DELTAS` writes the first four where it can, and
         the others are not read then; kernels read whole vectors."""
         if not normalized(self.spec):
             return torch.empty(0, dtype=torch.float32)
@@ -149,7 +148,7 @@ class BackwardCall:
     def _make_deltas(self, choice: int) -> bool:
         """False where a kernel met values that its products cannot take."""
         if self.derived.simple:
-            return self._launch(DeltaKernel, choice)
+            return self._launch(DELTAS, choice)
         return self._add_further(choice) and self._make_exact(choice)
 
     def _steps(self, choice: int) -> list[Step]:
@@ -161,7 +160,7 @@ class BackwardCall:
         fused = fused and (not self._split(blocks)[0] if self.kernel.fused is None else self.kernel.fused)
         return [
             Step(kind, plan.sums(kind.forms, needs))
-            for kind in ((FusedKernel,) if fused else (QueriesKernel, KeysKernel))
+            for kind in ((FUSED,) if fused else (QUERIES, KEYS))
             if plan.of(kind.forms, needs) or any(needs[n] for n in kind.gradients)
         ]
 
@@ -173,7 +172,7 @@ class BackwardCall:
             return True
         delta = self.delta
         if self.plan.at_weight is not None:
-            if (found := self._row_sums(FurtherSumsKernel, choice)) is None:
+            if (found := self._row_sums(FURTHER_SUMS, choice)) is None:
                 return False
             sums = found[0]
             delta += sums if self.spec.row_scale is None else sums * self.slope
@@ -186,7 +185,7 @@ class BackwardCall:
         """Whether delta is read: by all gradients but that of V."""
         return normalized(self.spec) and any(n for number, n in enumerate(self.needs) if number != 2)
 
-    def _row_sums(self, kind: type[RowSumsKernel], choice: int) -> Tensor | None:
+    def _row_sums(self, kind: Kind, choice: int) -> Tensor | None:
         """What a kernel sums up over the keys, [b.., i], and where it did; None where it met values that its products
         cannot take."""
         sums = torch.zeros(2, *self.batch, self.n_q, dtype=torch.float32)
@@ -203,7 +202,7 @@ class BackwardCall:
         """
         if not self._wants_delta():
             return True
-        if (found := self._row_sums(DeltaErrorKernel, choice)) is None:
+        if (found := self._row_sums(DELTA_ERRORS, choice)) is None:
             return False
         sums, seen = found
         self.delta.add_(torch.where(seen != 0, self._drift(sums), 0.0))
@@ -308,13 +307,13 @@ class BackwardCall:
         length = self.n_q if entry.axis is LaneAxis.QUERIES else self.n_k
         return torch.empty(*self.batch, length, dtype=torch.float32)
 
-    def _launch(self, kind: type[BackwardKernel], choice: int, own: Mapping[tuple, Tensor] = NOTHING) -> bool:
+    def _launch(self, kind: Kind, choice: int, own: Mapping[tuple, Tensor] = NOTHING) -> bool:
         """Run a kernel; own: what it alone reads or writes. False where it met values that its products cannot take."""
         if (launch := self.derived.launchers.get((kind, choice))) is None:
             launch = self.derived.launchers[kind, choice] = self._launcher(kind, choice, own)
         return launch([*map(address, self.located.values()), *map(address, own.values())])
 
-    def _launcher(self, kind: type[BackwardKernel], choice: int, own: Iterable[tuple]) -> Launch:
+    def _launcher(self, kind: Kind, choice: int, own: Iterable[tuple]) -> Launch:
         kernel = self.compiled(kind, choice)
         values = operand_values(self.spec, (x.stride() for x in self.read), self.sizes)
         for number, of_operand in self.derived.results.items():
@@ -334,7 +333,7 @@ class BackwardCall:
         values["common",] = self._common()
         return kernel.launcher(values, [*self.located, *own], threads, rows)
 
-    def compiled(self, kind: type[BackwardKernel], choice: int) -> CompiledKernel:
+    def compiled(self, kind: Kind, choice: int) -> CompiledKernel:
         """One of its kernels."""
         needs = self.needs if kind.gradients else (False,) * len(self.needs)
         return self.kernel.backward_kernel(kind, self.plan, needs, self.sizes, choice)

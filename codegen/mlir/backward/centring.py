@@ -18,7 +18,7 @@ from ..rows import RowReader, Rows, load_f32
 from ..values import round_up
 
 if TYPE_CHECKING:
-    from .tile import BackwardTile
+    from .kernel import BackwardKernel
 
 SAMPLE = 32  # keys at the start whose mean it is
 LARGEST = 2.0**60  # of a mean; so that nothing overflows, and infinities and NaN stay where they are
@@ -28,7 +28,7 @@ class CentredKeys(RowReader):
     """Rows of K in float32, less the vector: columns of which the mean is larger than the deviation have it, as a
     number of bfloat16, so that most differences are exact."""
 
-    def __init__(self, kernel: BackwardTile):
+    def __init__(self, kernel: BackwardKernel):
         """Make it outside of all loops, `begin` with each batch element."""
         self.b, self.kernel = kernel.b, kernel
         self.padded = round_up(kernel.d, 32)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from fusion.lowering.backward_plan import STATISTICS
+from fusion.lowering.backward_plan import STATISTICS, LaneAxis
 
 from ..amx import Products
 from ..builder import Value, vector_of
@@ -13,9 +13,11 @@ from ..rows import RowReader, load_f32
 from ..rows import Rows as RowsInMemory
 from ..scope import Lanes, Scope
 from ..transpose import sum_rows
-from .kernel import OUTPUT, OUTPUT_GRADIENT
-from .queries import RowSumsKernel
-from .tile import Block, Rows
+from .lanes import OUTPUT, OUTPUT_GRADIENT, QueryLanes
+from .tile import Block, Kind, Span
+
+if TYPE_CHECKING:
+    from .kernel import BackwardKernel
 
 STRETCH = 4
 """In so many blocks at a time the rows that are wanted are found: they then fill few blocks."""
@@ -38,78 +40,70 @@ class ListedRows(RowReader):
         return RowsInMemory(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
 
 
-class ExactRowsKernel(RowSumsKernel):
-    """Sums of dx over the keys, in the rows whose delta is to be exact: the forward has marked those with a large
-    weight (random scores have few, causal masks the first); others are found by what rows of V have in common. The rows
-    are listed, and the lanes of a block are rows of the list."""
+class ListedQueries(QueryLanes):
+    """Lanes that are rows of a list: those whose delta is to be exact, of which dx is summed over the keys. The forward
+    has marked those with a large weight (random scores have few, causal masks the first); others are found by what rows
+    of V have in common."""
 
-    uneven = True
+    common_share: float | None = None
+    """From which share of V's mean square on the square of O tells that its row needs an exact delta."""
 
-    @property
-    def rows_per_item(self) -> int:
-        return STRETCH * self.rows_per_block
+    def __init__(self, kernel: BackwardKernel):
+        super().__init__(kernel)
+        self.rows_per_item = STRETCH * self.rows_per_block
+        self.share = self.common_share or (1 / 2 if self.spec.out_dtype == "float32" else 3 / 4)
 
-    @property
-    def common_share(self) -> float:
-        """From which share of V's mean square on the square of O tells that its row needs an exact delta."""
-        return 1 / 2 if self.spec.out_dtype == "float32" else 3 / 4
+    def reserve(self, products: list[Products]) -> list[int]:
+        area, self.padded = self.kernel.area, products[1].e_padded
+        self.listed = area(8 * (self.rows_per_item + self.rows_per_block), "listed")
+        self.marks, self.columns = area(4 * self.rows_per_item, "marks"), area(8 * self.padded, "columns")
+        self.rows_staging = [area(4 * self.lanes * self.padded, name) for name in ("arriving_rows", "output_rows")]
+        return []
 
-    def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
-        padded = products[1].e_padded
-        self.listed = self.area(8 * (self.rows_per_item + self.rows_per_block), "listed")
-        self.marks = self.area(4 * self.rows_per_item, "marks")
-        self.columns = self.area(8 * padded, "columns")
-        self.rows_staging = [self.area(4 * self.lanes * padded, name) for name in ("arriving_rows", "output_rows")]
-        return super()._packed_areas(products)
-
-    def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
-        scope = super()._element_scope(top, outer, inner)
-        self.multiplied = [self._reader(scope, number) for number in (OUTPUT_GRADIENT, OUTPUT)]
-        self.readers[:2] = [ListedRows(reader, self.listed) for reader in self.readers[:2]]
-        return scope
-
-    @contextlib.contextmanager
-    def _element(self, scope: Scope, blocks: Value):
-        self.square, self.all = self._values_in_common(self.readers[3])
-        yield
+    def begin_element(self, scope: Scope) -> None:
+        kernel = self.kernel
+        self.multiplied = [kernel.reader(scope, number) for number in (OUTPUT_GRADIENT, OUTPUT)]
+        kernel.readers[:2] = [ListedRows(reader, self.listed) for reader in kernel.readers[:2]]
+        self.square, self.all = self._values_in_common(kernel.readers[3])
 
     def _values_in_common(self, values: RowReader) -> tuple[Value, Value]:
         """(mean square of V's rows, whether deltas of all rows are to be exact), see `call.BackwardCall._common`."""
-        b, lanes, padded = self.b, self.lanes, self.value_half.products.e_padded
-        self._zero(self.columns, 8 * padded)
+        b, lanes, padded, kernel = self.b, self.lanes, self.padded, self.kernel
+        kernel._zero(self.columns, 8 * padded)
         places = b.at(self.columns, 0, "f32"), b.at(self.columns, padded, "f32")
-        with b.loop(0, self.n_k, lanes, hint="j") as j:
-            rows = values.rows(j, lanes, self.n_k, self.d_v, padded, self.rows_staging[0])
+        with b.loop(0, kernel.n_k, lanes, hint="j") as j:
+            rows = values.rows(j, lanes, kernel.n_k, kernel.d_v, padded, self.rows_staging[0])
             with b.loop(0, padded, lanes, hint="c") as c:
-                held = [b.load(b.at(place, c, "f32"), self.vector, "held") for place in places]
-                with b.carry(0, lanes, 1, held, hint="r") as (loop, r, (total, squares)):
+                before = [b.load(b.at(place, c, "f32"), self.vector, "before") for place in places]
+                with b.carry(0, lanes, 1, before, hint="r") as (loop, r, (total, squares)):
                     x = load_f32(b, rows, r, c, lanes)
                     loop.yields(b.add(total, x), b.fma(x, x, squares))
                 for place, x in zip(places, loop.results, strict=True):
                     b.store(x, b.at(place, c, "f32"))
         start = [b.constant(0.0, self.vector)] * 2
         with b.carry(0, padded, lanes, start, hint="c") as (loop, c, (common, every)):
-            total, squares = (b.load(b.at(place, c, "f32"), self.vector, "held") for place in places)
+            total, squares = (b.load(b.at(place, c, "f32"), self.vector, "sums") for place in places)
             loop.yields(b.fma(total, total, common), b.add(every, squares))
-        count, factor = (b.convert("arith.sitofp", x, "f32") for x in (self.n_k, self.params[("common",)]))
+        count, factor = (b.convert("arith.sitofp", x, "f32") for x in (kernel.n_k, self.params[("common",)]))
         common, every = (b.div(b.reduce("add", x, "sum"), count) for x in loop.results)
         mean_square = b.div(common, count)  # of which the variance is `every` less this
         return every, b.compare("ogt", b.mul(mean_square, b.add(factor, b.constant(1.0, "f32"))), every)
 
-    def _item(self, scope: Scope, number: Value) -> None:
+    def blocks(self, scope: Scope, number: Value) -> Iterator[Block]:
         b, size = self.b, self.rows_per_block
         first = b.mul(number, self.rows_per_item, "first")
-        count = self._list(Rows(first=first, count=b.least(b.sub(self.n_q, first), self.rows_per_item, "count")))
+        count = self._list(Span(first=first, count=b.least(b.sub(self.kernel.n_q, first), self.rows_per_item, "count")))
         with b.loop(0, count, size, hint="start") as start:
             here = b.least(b.sub(count, start), size, "count")
             low, high = self._listed(start), self._listed(b.sub(b.add(start, here), 1))
-            self._block(self._block_at(scope.inner(), start, here, Rows(first=low, count=b.add(b.sub(high, low), 1))))
+            yield self.block(scope.inner(), start, here, Span(first=low, count=b.add(b.sub(high, low), 1)))
 
-    def _list(self, queries: Rows) -> Value:
+    def _list(self, queries: Span) -> Value:
         """Write the numbers of the rows among these to the list, and the first of all behind it; returns how many."""
         b, lanes = self.b, self.lanes
         with b.loop(0, queries.count, lanes, hint="r") as r:
-            self._mark(b.add(queries.first, r), self._valid(b.sub(queries.count, r)), b.at(self.marks, r, "f32"))
+            valid = self.kernel._valid(b.sub(queries.count, r))
+            self._mark(b.add(queries.first, r), valid, b.at(self.marks, r, "f32"))
         with b.carry(0, queries.count, 1, [b.constant(0, "i64")], hint="r") as (loop, r, (count,)):
             b.store(b.add(queries.first, r), b.at(self.listed, count, "i64"))
             marked = b.compare("olt", b.load(b.at(self.marks, r, "f32"), "f32", "mark"), b.constant(0.0, "f32"))
@@ -122,22 +116,24 @@ class ExactRowsKernel(RowSumsKernel):
     def _mark(self, row: Value, valid: Value, marks: Value) -> None:
         """Negative numbers for the rows of a group that have a large weight, or a large O: without the former, that is
         what rows of V have in common."""
-        b = self.b
+        b, kernel = self.b, self.kernel
         delta, square = self._delta_and_square(row)
-        source = b.at(self.params[("ptr", "statistics")], b.add(self.flat_query, row), "f32")
-        held = [
+        source = b.at(self.params[("ptr", "statistics")], b.add(kernel.flat_query, row), "f32")
+        unit, *others = (
             b.masked_load(b.row(source, self.params[("statistics_rows",)], n), valid, self.vector, name)
             for n, name in enumerate(STATISTICS[:3])
-        ]
-        common = b.compare("ogt", square, b.broadcast(b.mul(self.square, self.common_share), self.lanes))
-        b.store(b.select(common, b.constant(-1.0, self.vector), held[0]), marks)
-        self._keep(row, valid, [*held, delta])
+        )
+        common = b.compare("ogt", square, b.broadcast(b.mul(self.square, self.share), self.lanes))
+        b.store(b.select(common, b.constant(-1.0, self.vector), unit), marks)
+        if kernel.kind.deltas:
+            for name, x in zip(STATISTICS, (b.unary("math.absf", unit), *others, delta), strict=True):
+                b.masked_store(x, kernel.statistic(name, row), valid)
 
     def _delta_and_square(self, row: Value) -> list[Value]:
         """Sums of dO * O and of O * O over the columns of a group's rows, one to a lane."""
-        b, lanes, padded = self.b, self.lanes, self.value_half.products.e_padded
+        b, lanes, padded, kernel = self.b, self.lanes, self.padded, self.kernel
         both = [
-            reader.rows(row, lanes, self.n_q, self.d_v, padded, staging)
+            reader.rows(row, lanes, kernel.n_q, kernel.d_v, padded, staging)
             for reader, staging in zip(self.multiplied, self.rows_staging, strict=True)
         ]
         with b.carry(0, padded, lanes, [b.constant(0.0, self.vector)] * (2 * lanes), hint="e") as (loop, e, sums):
@@ -146,61 +142,42 @@ class ExactRowsKernel(RowSumsKernel):
             loop.yields(*(b.fma(*pair, total) for pair, total in zip(terms, sums, strict=True)))
         return [sum_rows(b, loop.results[at : at + lanes]) for at in (0, lanes)]
 
-    def _keep(self, row: Value, valid: Value, statistics: Sequence[Value]) -> None:
-        """What becomes of `STATISTICS` of a group, as far as they are known before the sums."""
-
     def _listed(self, place: Value) -> Value:
-        return self.b.load(self._place(place), "i64", "row")
+        return self.b.load(self.b.at(self.listed, place, "i64"), "i64", "row")
 
-    def _place(self, place: Value) -> Value:
-        return self.b.at(self.listed, place, "i64")
-
-    def _prefetch(self, block: Block, rows: Rows) -> None:
+    def prefetch(self, block: Block, rows: Span) -> None:
         pass
 
-    def lane_scope(self, block: Block, g: Value) -> Scope:
-        b, offset = self.b, self.b.mul(g, self.lanes)
-        numbers = b.load(self._place(b.add(block.first, offset)), vector_of("i64", self.lanes), "rows")
-        lanes = Lanes(coord=self.axis.lane, first=None, count=self.lanes, valid=self._valid(b.sub(block.count, offset)))
-        return block.scope.inner({self.axis.lane: numbers}, lanes=lanes)
+    def scope(self, block: Block, g: Value) -> Scope:
+        b, offset, lane = self.b, self.b.mul(g, self.lanes), self.kernel.axis.lane
+        numbers = b.at(self.listed, b.add(block.first, offset), "i64")
+        numbers = b.load(numbers, vector_of("i64", self.lanes), "rows")
+        valid = self.kernel._valid(b.sub(block.count, offset))
+        return block.scope.inner({lane: numbers}, lanes=Lanes(coord=lane, first=None, count=self.lanes, valid=valid))
 
-    def lane_statistics(self, scope: Scope) -> dict[str, Value]:
-        b, found = self.b, {}
+    def statistics(self, scope: Scope) -> dict[str, Value]:
+        b, kernel, found = self.b, self.kernel, {}
         for name in STATISTICS:
-            addresses = b.addresses(self.statistic(name, b.constant(0, "i64")), scope.value(self.axis.lane), "f32")
+            first = kernel.statistic(name, b.constant(0, "i64"))
+            addresses = b.addresses(first, scope.value(kernel.axis.lane), "f32")
             found[name] = b.gather(addresses, scope.lanes.valid, self.vector)
         return found
 
-    def _finish(self, block: Block, g: Value) -> None:
-        b, offset = self.b, self.b.mul(g, self.lanes)
+    def finish(self, block: Block, g: Value) -> None:
+        b, kernel, offset = self.b, self.kernel, self.b.mul(g, self.lanes)
         with b.loop(0, b.least(b.sub(block.count, offset), self.lanes), hint="lane") as lane:
             row = self._listed(b.add(b.add(block.first, offset), lane))
-            self._take(row, b.load(b.at(self.sum_at(0, g), lane, "f32"), "f32", "sum"))
-
-    def _take(self, row: Value, total: Value) -> None:
-        """What becomes of a row's sum."""
-        raise NotImplementedError
-
-
-class DeltaErrorKernel(ExactRowsKernel):
-    """The sums as they are, and 1 for each row that has one."""
-
-    def _take(self, row: Value, total: Value) -> None:
-        b = self.b
-        at = b.at(self.params[("ptr", "sums", 0)], b.add(self.flat_query, row), "f32")
-        b.store(total, at)
-        b.store(b.constant(1.0, "f32"), b.at(at, self.params[("statistics_rows",)], "f32"))
+            total = b.load(b.at(kernel.tiles.sum_at(0, g), lane, "f32"), "f32", "sum")
+            if kernel.kind.deltas:  # with sinks these are sums of P dP
+                at = kernel.statistic("delta", row)
+                b.store(total if self.spec.sinks else b.add(b.load(at, "f32", "delta"), total), at)
+            else:  # the sums as they are, and 1 for each row that has one
+                at = b.at(self.params[("ptr", "sums", 0)], b.add(kernel.flat_query, row), "f32")
+                b.store(total, at)
+                b.store(b.constant(1.0, "f32"), b.at(at, self.params[("statistics_rows",)], "f32"))
 
 
-class DeltaKernel(ExactRowsKernel):
-    """`STATISTICS` of each row: those of the forward, and delta, with what it lacks where it is to be exact."""
-
-    def _keep(self, row: Value, valid: Value, statistics: Sequence[Value]) -> None:
-        unit, *others = statistics
-        for name, x in zip(STATISTICS, (self.b.unary("math.absf", unit), *others), strict=True):
-            self.b.masked_store(x, self.statistic(name, row), valid)
-
-    def _take(self, row: Value, total: Value) -> None:
-        b, at = self.b, self.statistic("delta", row)
-        # With sinks these are sums of P dP.
-        b.store(total if self.spec.sinks else b.add(b.load(at, "f32", "delta"), total), at)
+DELTAS = Kind(name="deltas", lanes=ListedQueries, axis=LaneAxis.QUERIES, deltas=True, uneven=True)
+"""`STATISTICS` of each row: those of the forward, and delta, with what it lacks where it is to be exact."""
+DELTA_ERRORS = Kind(name="delta errors", lanes=ListedQueries, axis=LaneAxis.QUERIES, uneven=True)
+"""The sums of dx that should be 0."""

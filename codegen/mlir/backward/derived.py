@@ -17,7 +17,7 @@ from fusion.ir.sizes import size_value
 from fusion.lowering.backward_plan import BackwardPlan, RowSum
 
 from ..calling import Launch, empty_strided
-from .kernel import BackwardKernel
+from .tile import Kind
 
 
 class Memory(NamedTuple):
@@ -96,7 +96,7 @@ def _sum(read: Elements, gradient: Memory, extents: Sequence[int], sizes: Mappin
 class Step(NamedTuple):
     """A kernel, and what it adds up for each query or key."""
 
-    kind: type[BackwardKernel]
+    kind: Kind
     sums: Sequence[RowSum]
 
 
@@ -111,5 +111,5 @@ class Derived:
     results: dict[int, Result]
     simple: bool
     steps: dict[int, Sequence[Step]] = field(default_factory=dict)
-    launchers: dict[tuple[type[BackwardKernel], int], Launch] = field(default_factory=dict)
+    launchers: dict[tuple[Kind, int], Launch] = field(default_factory=dict)
     right: set[int] = field(default_factory=set)

@@ -15,7 +15,7 @@ from ..builder import Value
 from ..scope import Scope, staged_leaf
 
 if TYPE_CHECKING:
-    from .tile import BackwardTile, Block, Rows
+    from .tile import BackwardTiles, Block, Span
 
 PAIR = 2  # rows that are worked on at a time: the second products take weights in pairs
 
@@ -26,60 +26,61 @@ class Elements:
     """Rows of one tile for groups of lanes that are worked on together: from scores and dP to P and dS, both handed to
     the products."""
 
-    def __init__(self, kernel: BackwardTile, g: Value, groups: Sequence[GroupElements]):
+    def __init__(self, tiles: BackwardTiles, g: Value, groups: Sequence[GroupElements]):
         """g: the number of the first group."""
-        self.kernel, self.b, self.g, self.groups = kernel, kernel.b, g, groups
-        self.count = len(kernel.lane_sums)
-        self.no_sums = [self.b.constant(0.0, kernel.vector)] * (self.count * len(groups))
+        self.tiles, self.kernel, self.b, self.g, self.groups = tiles, tiles.kernel, tiles.b, g, groups
+        self.count = len(self.kernel.lane_sums)
+        self.no_sums = [self.b.constant(0.0, tiles.vector)] * (self.count * len(groups))
 
     def pair(self, r: Value, sums: Sequence[Value], both: bool = True) -> list[Value]:
         """Rows r and r + 1 (or r alone); returns the sums, of one group after the other, with their contributions."""
         count = self.count
         parts = [sums[k * count : (k + 1) * count] for k in range(len(self.groups))]
         found = [group.pair(r, part, both) for group, part in zip(self.groups, parts, strict=True)]
-        self.store(r, [weights for weights, _, _ in found], [slopes for _, slopes, _ in found])
+        self.store(r, [weights for weights, _, _ in found], [ds for _, ds, _ in found])
         return [total for *_, part in found for total in part]
 
-    def store(self, r: Value, weights: Sequence[Pair], slopes: Sequence[Pair]) -> None:
+    def store(self, r: Value, weights: Sequence[Pair], ds: Sequence[Pair]) -> None:
         """Rows r and r + 1 of each group to the right sides of the second products."""
         kernel = self.kernel
-        for group, *both in zip(self.groups, slopes, weights, strict=True):
-            for half, place, pair in zip(kernel.halves, group.weights, both, strict=False):
+        for group, *both in zip(self.groups, ds, weights, strict=True):
+            for half, place, pair in zip(self.tiles.halves, group.weights, both, strict=False):
                 if half.operand in kernel.results:
                     half.products.store_weights(place, r, *pair)
-        kernel.keep_slopes(r, self.g, slopes)
+        if kernel.query_gradients is not None:
+            kernel.query_gradients.store(r, self.g, ds)
 
     def add_sums(self, sums: Sequence[Value]) -> None:
         """Add these, of one group after the other, to the sums of the groups' lanes."""
-        b, kernel = self.b, self.kernel
+        b = self.b
         for group in range(len(self.groups)):
             for k in range(self.count):
-                place = kernel.sum_at(k, b.add(self.g, group))
-                before = b.load(place, kernel.vector, "before")
+                place = self.tiles.sum_at(k, b.add(self.g, group))
+                before = b.load(place, self.tiles.vector, "before")
                 b.store(b.add(before, sums[group * self.count + k], "sum"), place)
 
 
 class GroupElements:
     """One group of lanes of `Elements`; what they read of dense tensors is staged."""
 
-    def __init__(self, kernel: BackwardTile, block: Block, rows: Rows, g: Value, member: int, variant: TileProgram):
+    def __init__(self, tiles: BackwardTiles, block: Block, rows: Span, g: Value, member: int, variant: TileProgram):
         """member: of those worked on together."""
-        self.kernel, self.b, self.first, self.variant = kernel, kernel.b, rows.first, variant
-        b, lanes, keys = kernel.b, kernel.lanes, kernel.tiling.keys
-        self.scope = kernel.lane_scope(block, g)
+        self.kernel, self.b, self.first, self.variant = tiles.kernel, tiles.b, rows.first, variant
+        kernel = tiles.kernel
+        self.scope = kernel.side.scope(block, g)
         collected = (variant.gradients[target] for target in (SCORE, *(entry.load for entry in kernel.collected)))
         exprs = (variant.program, kernel.weight, kernel.plan.at_weight, *collected)
         self.scope.prepare(*exprs, bound=kernel.batch_names | {kernel.axis.lane.name})
         wanted, self.staged = dense_loads(*exprs), []
-        for load, areas in zip(kernel.loads, kernel.staged, strict=True):
+        for load, areas in zip(kernel.side.loads, tiles.staged, strict=True):
             if load.expr in wanted:
-                area = b.at(areas, member * keys * lanes, "f32")
+                area = areas[member]
                 load.stage(self.scope, rows.first, rows.count, area)
                 self.staged.append((load.expr, functools.partial(load.read, area)))
-        self.statistics = kernel.lane_statistics(self.scope)
-        self.scores, *slopes = (kernel.part(half.tile, g, 4 * keys * lanes) for half in kernel.halves)
-        self.slopes = slopes[0] if slopes else None
-        self.weights = [kernel.part(half.weights, g, half.products.weight_bytes(keys)) for half in kernel.halves]
+        self.statistics = kernel.side.statistics(self.scope)
+        self.scores, *dp = (half.tile[g] for half in tiles.halves)
+        self.dp = dp[0] if dp else None
+        self.weights = [half.weights[g] for half in tiles.halves]
 
     def pair(self, r: Value, sums: Sequence[Value], both: bool) -> tuple[Pair, Pair, list[Value]]:
         """(weights for V, dS, sums) of rows r and r + 1, or of r alone."""
@@ -102,16 +103,16 @@ class GroupElements:
             weight = b.mul(kernel.context.math.exp2(b.fma(x, known["unit"], known["shift"])), known["factor"], "p")
         row.known[WEIGHT] = weight
         further = None if plan.at_weight is None else row.vector(plan.at_weight)
-        if self.slopes is None:
+        if self.dp is None:
             assert further is not None
             return weight, weight, [b.fma(weight, further, sums[0], "sum")]
-        slope = b.load(b.at(self.slopes, at, "f32"), kernel.vector, "dp", align=align)
+        dp = b.load(b.at(self.dp, at, "f32"), kernel.vector, "dp", align=align)
         factor = None if kernel.weight is None else row.vector(kernel.weight)
-        scaled = slope if factor is None else b.mul(slope, factor)
+        scaled = dp if factor is None else b.mul(dp, factor)
         if further is not None:
             scaled = b.add(scaled, further, "dw")
         upstream = scaled if known is None else b.mul(weight, b.sub(scaled, known["delta"]), "dx")
-        through = None if factor is None else b.mul(slope, weight, "dw")
+        through = None if factor is None else b.mul(dp, weight, "dw")
         gradients = self._scope(row, upstream, through)
         for entry, sink in zip(kernel.collected, kernel.sinks, strict=True):
             if entry.form in (Form.DENSE, Form.SCATTERED):
@@ -120,10 +121,10 @@ class GroupElements:
         shares = self._scope(row, weight, no_weight, further=0)
         missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
         collected = self._add_up(sums, gradients, shares, missing)
-        slope = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_slopes else upstream
+        ds = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_ds else upstream
         if kernel.reduces_lanes:
-            slope = b.select(self.scope.lanes.valid, slope, b.constant(0.0, kernel.vector), "slope")
-        return weight if factor is None else b.mul(weight, factor), slope, collected
+            ds = b.select(self.scope.lanes.valid, ds, b.constant(0.0, kernel.vector), "ds")
+        return weight if factor is None else b.mul(weight, factor), ds, collected
 
     def _scope(self, row: Scope, upstream: Value, through: Value | None, further: int = 1) -> Scope:
         known = {UPSTREAM: upstream}
@@ -144,5 +145,6 @@ class GroupElements:
                 place = kernel.lane_sums.index(entry)
                 found[place] = b.add(found[place], term, "sum")
             else:
-                kernel.add_to_row(number, gradients, term)
+                assert kernel.query_gradients is not None
+                kernel.query_gradients.add_to_row(number, gradients, term)
         return found

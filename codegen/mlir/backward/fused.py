@@ -3,14 +3,14 @@ batch element are one thread's. Scores, weights and dP are then computed once in
 
 On AMX tiles:
 
-    slopes   dS as left operands [16 queries][32 keys], by [block of 16 queries][pair of lane groups][plane]
+    ds       dS as left operands [16 queries][32 keys], by [block of 16 queries][pair of lane groups][plane]
     keys     K as right operands, by [pair of lane groups][block of 16 columns][plane]; keys n and n + 16 are a pair
              along the reduction
     sums     dQ as tiles [block of 16 queries][block of 16 columns][16][16], for all queries of the batch element
 
 By multiply-adds, lanes of the third product are columns:
 
-    slopes   dS as the product for dK has it, [lane group][query][L]: one scalar at a time is broadcast
+    ds       dS as the product for dK has it, [lane group][query][L]: one scalar at a time is broadcast
     keys     K [key][d]
     sums     dQ [query][d]
 
@@ -18,17 +18,17 @@ Sums over the keys (`plan.RowSum`) are kept for all queries, too: [query][sum][L
 
 Pairs of bfloat16 are along the keys here and along the queries in the product for dK, so that dS is stored twice:
 
-    slopes   [lane group][query][L], one pair at a time is broadcast
+    ds       [lane group][query][L], one pair at a time is broadcast
     keys     K [pair of keys][d]
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fusion.ir.expr import I
-from fusion.lowering.backward_plan import Form, LaneAxis
+from fusion.lowering.backward_plan import LaneAxis
 from fusion.planning.register_tiles import KEY_SPAN
 
 from ..amx import TILE_ELEMENTS, Amx, Products
@@ -37,11 +37,13 @@ from ..products import MultiplyAdd
 from ..rows import RowReader, load_f32
 from ..scope import Scope
 from ..transpose import sum_rows
-from ..values import round_up
+from ..values import Array, round_up, vector_of
 from ..x86 import F32
 from .element import PAIR, Pair
-from .keys import KeysKernel
-from .tile import Block
+
+if TYPE_CHECKING:
+    from .kernel import BackwardKernel
+    from .tile import Block
 
 QUERY_GRADIENT_SPAN = 8 * KEY_SPAN
 """Keys after which the sums of a whole head's dQ begin anew: they pass through the caches."""
@@ -49,13 +51,13 @@ QUERY_GRADIENT_SPAN = 8 * KEY_SPAN
 
 class TiledQueryGradient:
     """Memory and products on tiles. product: that of Q and K; groups: lane groups of a block (even); rows: of a tile.
-    slope_bytes, pair_bytes, step_bytes: of slopes, of keys, and of the sums of a key step of queries."""
+    ds_bytes, pair_bytes, step_bytes: of ds, of keys, and of the sums of a key step of queries."""
 
     def __init__(self, b: Builder, product: Amx, groups: int, rows: int):
         self.b, self.product, self.pairs = b, product, groups // 2
         self.planes, self.blocks = product.planes, product.e_blocks
         self.tile = TILE_ELEMENTS * self.planes
-        self.slope_bytes = 2 * self.tile * (rows // 16) * self.pairs
+        self.ds_bytes = 2 * self.tile * (rows // 16) * self.pairs
         self.pair_bytes = 2 * self.tile * self.pairs * self.blocks
         self.step_bytes = 4 * 32 * 16 * self.blocks
 
@@ -73,24 +75,24 @@ class TiledQueryGradient:
                         line = b.shuffle(x, y, [i + 16 * s for i in range(16) for s in (0, 1)], "pair")
                         b.store(line, b.at(b.row(base, k, 32, "bf16"), plane * TILE_ELEMENTS, "bf16"))
 
-    def store(self, slopes: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
+    def store(self, ds: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
         """dS of one row and the pair of lane groups from `group` on."""
         b = self.b
         block = b.add(b.mul(b.div(row, 16), self.pairs), b.div(group, 2))
-        base = b.at(slopes, b.add(b.mul(block, self.tile), b.mul(b.rem(row, 16), 32)), "bf16")
+        base = b.at(ds, b.add(b.mul(block, self.tile), b.mul(b.rem(row, 16), 32)), "bf16")
         for plane, words in enumerate(self.product.pairs(*pair)):
             b.store(words, b.at(base, plane * TILE_ELEMENTS, "bf16"), align=64)
 
-    def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
+    def accumulate(self, ds: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
         """sums (of the first of these queries) += dS K over `steps` steps of 32 queries and the block's keys."""
         b = self.b
         with b.loop(0, steps, hint="step") as step:
             with b.loop(0, self.blocks // 2, hint="block") as block:
-                self._accumulate(slopes, keys, sums, step, b.mul(block, 2), 2)
+                self._accumulate(ds, keys, sums, step, b.mul(block, 2), 2)
             if self.blocks % 2:
-                self._accumulate(slopes, keys, sums, step, self.blocks - 1, 1)
+                self._accumulate(ds, keys, sums, step, self.blocks - 1, 1)
 
-    def _accumulate(self, slopes: Value, keys: Value, sums: Value, step: Value, block: Value | int, count: int) -> None:
+    def _accumulate(self, ds: Value, keys: Value, sums: Value, step: Value, block: Value | int, count: int) -> None:
         b, p = self.b, self.product
         lines = [b.add(b.mul(step, 2), a) for a in (0, 1)]
         cells = [
@@ -98,7 +100,7 @@ class TiledQueryGradient:
         ]
         tiles = [p.unit.load(cell, "dq") for cell in cells]
         for pair in range(self.pairs):
-            left = [p.planes_at(slopes, b.mul(b.add(b.mul(line, self.pairs), pair), self.tile)) for line in lines]
+            left = [p.planes_at(ds, b.mul(b.add(b.mul(line, self.pairs), pair), self.tile)) for line in lines]
             right = [
                 p.planes_at(keys, b.mul(b.add(b.add(block, c), pair * self.blocks), self.tile)) for c in range(count)
             ]
@@ -121,7 +123,7 @@ class VectorQueryGradient:
         self.lanes, self.width, self.vector = product.lanes, product.e_padded, product.vector
         self.words = self.lanes // product.per_word  # of a row of dS, in a lane group
         # None where the product for dK has them.
-        self.slope_bytes = 0 if product.per_word == 1 else 4 * groups * rows * self.words
+        self.ds_bytes = 0 if product.per_word == 1 else 4 * groups * rows * self.words
         self.pair_bytes = 4 * groups * self.words * self.width
         self.step_bytes = 4 * product.key_step * self.width
 
@@ -135,13 +137,13 @@ class VectorQueryGradient:
                 with b.loop(0, self.width, lanes, hint="c") as c:
                     b.store(p.value_word(rows, word, c), b.at(start, b.add(c, word * self.width), p.word))
 
-    def store(self, slopes: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
+    def store(self, ds: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
         """dS of one row and a lane group, unless the product for dK has it."""
         if self.product.per_word > 1:
-            place = self.b.row(slopes, self.b.add(self.b.mul(group, self.rows), row), self.lanes, "bf16")
+            place = self.b.row(ds, self.b.add(self.b.mul(group, self.rows), row), self.lanes, "bf16")
             self.b.store(self.b.convert("arith.truncf", pair[0], "bf16"), place)
 
-    def accumulate(self, slopes: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
+    def accumulate(self, ds: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
         """sums (of the first of these queries) += dS K over `steps` key steps of queries and `count` keys.
 
         A row's vectors are taken in runs as long as a register tile has groups, or one less."""
@@ -152,20 +154,20 @@ class VectorQueryGradient:
             for low, high, length in ((0, longer, short + 1), (longer, runs, short)):
                 with b.loop(low, high, hint="run") as run:
                     column = b.mul(b.add(b.mul(run, length), low), self.lanes)  # the runs before are one longer
-                    self._add_block(slopes, b.at(keys, column, "f32"), b.at(sums, column, "f32"), step, count, length)
+                    self._add_block(ds, b.at(keys, column, "f32"), b.at(sums, column, "f32"), step, count, length)
 
-    def _add_block(self, slopes: Value, keys: Value, sums: Value, step: Value, count: Value, length: int) -> None:
+    def _add_block(self, ds: Value, keys: Value, sums: Value, step: Value, count: Value, length: int) -> None:
         """`length` vectors of the sums of one key step of queries, over the block's keys. The block is summed up by
         itself first: so short sums lose no digits."""
         b, p, lanes, words, rows = self.b, self.product, self.lanes, self.words, self.product.key_step
-        first = b.row(slopes, step, rows * words, p.word)
+        first = b.row(ds, step, rows * words, p.word)
 
         def add_word(sums: Sequence[Value], left: Value, g: Value, word: Value | int) -> list[Value]:
             line = b.row(keys, b.add(b.mul(g, words), word), self.width, p.word)
             right, new = [p.load(b.at(line, n * lanes, p.word), "k") for n in range(length)], []
             for r in range(rows):
-                slope = p.broadcast(b.at(left, b.add(word, r * words), p.word), "ds")
-                new += [p.multiply(slope, x, sums[r * length + n], "dq") for n, x in enumerate(right)]
+                ds = p.broadcast(b.at(left, b.add(word, r * words), p.word), "ds")
+                new += [p.multiply(ds, x, sums[r * length + n], "dq") for n, x in enumerate(right)]
             return new
 
         start, whole = [b.constant(0.0, self.vector)] * (rows * length), b.div(count, lanes)
@@ -189,111 +191,90 @@ class VectorQueryGradient:
         return [self.b.load(self.b.at(start, n, "f32"), self.vector, "dq") for n in range(0, self.width, self.lanes)]
 
 
-class FusedKernel(KeysKernel):
-    """All gradients."""
+class QueryGradients:
+    """dQ of a whole batch element, and the sums over the keys that belong to it, beside the products of a kernel."""
 
-    gradients = (0, 1, 2)
-    forms = tuple(Form)
-
-    @property
-    def wants_slopes(self) -> bool:
-        return True
-
-    @property
-    def reduces_lanes(self) -> bool:
-        """Where dS is stored once more for dQ."""
-        return self.queries.slope_bytes > 0
-
-    def _packed_areas(self, products: Sequence[Products]) -> list[Value]:
-        product, sizes = products[0], (self.tiling.groups, self.tiling.keys)
-        if isinstance(product, Amx):
-            self.queries = TiledQueryGradient(self.b, product, *sizes)
-        else:
-            self.queries = VectorQueryGradient(self.b, product, *sizes)
-        self.row_slopes = self.area(self.queries.slope_bytes, "row_slopes")
-        self.key_pairs = self.area(self.queries.pair_bytes, "key_pairs")
-        packed = super()._packed_areas(products)
-        self.query_sums = packed[4:]
-        return packed
-
-    @property
-    def spans(self) -> int:
-        """Of dQ's sums. Those of narrower dtypes take so few blocks of keys, each summed up by itself, that they need
-        not begin anew."""
-        return 2 if self.spec.out_dtype == "float32" else 1
-
-    def _step_sizes(self, products: Sequence[Products]) -> list[int]:
-        """After the packed rows: dQ and other sums over this span of keys, and over those before."""
-        self.row_sums = [number for number, entry in enumerate(self.sums) if entry.axis is LaneAxis.QUERIES]
+    def __init__(self, kernel: BackwardKernel):
+        self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
+        # Sums of narrower dtypes take so few blocks of keys, each summed up by itself, that they need not begin anew.
+        self.spans = 2 if kernel.spec.out_dtype == "float32" else 1
+        self.row_sums = [number for number, entry in enumerate(kernel.sums) if entry.axis is LaneAxis.QUERIES]
         self.row_bytes = 4 * self.lanes * len(self.row_sums)
-        self.query_bytes = round_up(self.queries.step_bytes + products[0].key_step * self.row_bytes, 64)  # see `_zero`
-        return [*super()._step_sizes(products), *[self.query_bytes] * self.spans]
 
-    @contextlib.contextmanager
-    def _element(self, scope: Scope, blocks: Value):
-        b = self.b
-        steps = self.params[("key_steps",)]
-        self.sum_bytes = b.mul(steps, self.query_bytes)
-        self.row_area = b.row(self.query_sums[0], steps, self.queries.step_bytes, "i8", "row_sums")
-        for area in self.query_sums:
-            self._zero(area, self.sum_bytes)
-        yield
+    def reserve(self, products: Sequence[Products]) -> list[int]:
+        """Memory; bytes of a key step of dQ and other sums over this span of keys, and over those before."""
+        product, sizes, kernel = products[0], (self.kernel.tiling.groups, self.kernel.tiling.keys), self.kernel
+        if isinstance(product, Amx):
+            self.product = TiledQueryGradient(self.b, product, *sizes)
+        else:
+            self.product = VectorQueryGradient(self.b, product, *sizes)
+        self.stores = self.product.ds_bytes > 0  # dS once more
+        self.row_ds = kernel.area(self.product.ds_bytes, "row_ds")
+        self.key_pairs = kernel.area(self.product.pair_bytes, "key_pairs")
+        self.step_bytes = round_up(self.product.step_bytes + product.key_step * self.row_bytes, 64)  # see `_zero`
+        return [self.step_bytes] * self.spans
+
+    def begin(self) -> None:
+        """Before the first block of a batch element."""
+        b, steps, self.sums = self.b, self.kernel.params[("key_steps",)], self.kernel.tiles.more
+        self.sum_bytes = b.mul(steps, self.step_bytes)
+        self.row_area = b.row(self.sums[0].first, steps, self.product.step_bytes, "i8", "row_sums")
+        for area in self.sums:
+            self.kernel._zero(area.first, self.sum_bytes)
+
+    def _begin_span(self, source: Array, target: Array) -> None:
+        """Add sums to others, and clear them."""
+        self.b.move_sums(source.first, target.first, self.b.div(self.sum_bytes, 64), vector_of("f32", 16))
+
+    def end_block(self, number: Value) -> None:
         if self.spans > 1:
-            here, before = self.query_sums
-            reached = b.mul(blocks, self.rows_per_block, "reached")
-            with b.when(b.compare("sge", reached, QUERY_GRADIENT_SPAN)):
-                self._add_partial_sums(before, here, self.sum_bytes)
-        self._write_row_sums()
-        self._write_queries(scope)
+            size = self.kernel.side.rows_per_block
+            with self.b.when(self.kernel.ends_span(self.b.mul(number, size), size, QUERY_GRADIENT_SPAN)):
+                self._begin_span(*self.sums)
 
-    @contextlib.contextmanager
-    def _one_block(self, scope: Scope, number: Value):
-        yield
-        if self.spans > 1:
-            first = self.b.mul(number, self.rows_per_block)
-            with self.b.when(self._ends_key_span(first, self.rows_per_block, QUERY_GRADIENT_SPAN)):
-                self._add_partial_sums(*self.query_sums, self.sum_bytes)
+    def pack(self, block: Block) -> None:
+        b, kernel = self.b, self.kernel
+        keys = kernel.tiles.centred or kernel.readers[0]
+        self.product.pack_keys(keys, block.first, kernel.n_lanes, self.key_pairs, kernel.tiles.staging)
+        with b.when(b.compare("slt", block.groups, kernel.tiling.groups, "partial")):
+            kernel._zero(self.row_ds, self.product.ds_bytes)
 
-    def _pack_lanes(self, block: Block) -> None:
-        super()._pack_lanes(block)
-        self.queries.pack_keys(self.centred or self.readers[0], block.first, self.n_lanes, self.key_pairs, self.staging)
-        with self.b.when(self.b.compare("slt", block.groups, self.tiling.groups, "partial")):
-            self._zero(self.row_slopes, self.queries.slope_bytes)
-
-    def keep_slopes(self, row: Value, g: Value, slopes: Sequence[Pair]) -> None:
+    def store(self, row: Value, g: Value, ds: Sequence[Pair]) -> None:
+        """dS of rows `row` and `row` + 1 of the groups from g on."""
         for u in range(PAIR):
-            self.queries.store(self.row_slopes, self.b.add(row, u), g, [pair[u] for pair in slopes])
+            self.product.store(self.row_ds, self.b.add(row, u), g, [pair[u] for pair in ds])
 
     def add_to_row(self, number: int, row: Scope, term: Value) -> None:
+        """Add a vector of lanes to sum `number` of a row."""
         b, at = self.b, self._row_sum(row.integer(I), number)
         term = b.select(row.lanes.valid, term, b.constant(0.0, self.vector))
         b.store(b.add(b.load(at, self.vector, "sum", align=4 * self.lanes), term), at, align=4 * self.lanes)
 
     def _row_sum(self, query: Value, number: int) -> Value:
-        start = self.part(self.row_area, query, self.row_bytes)
+        start = self.b.row(self.row_area, query, self.row_bytes, "i8")
         return self.b.at(start, self.row_sums.index(number) * self.lanes, "f32")
 
-    def _second_products(self, block: Block, start: Value, steps: Value) -> None:
-        super()._second_products(block, start, steps)
-        sums = self.part(self.query_sums[0], start, self.queries.step_bytes)
-        slopes = self.row_slopes if self.reduces_lanes else self.score_half.weights
-        self.queries.accumulate(slopes, self.key_pairs, sums, steps, block.count)
+    def accumulate(self, block: Block, start: Value, steps: Value) -> None:
+        """The third product of a tile."""
+        sums = self.b.row(self.sums[0].first, start, self.product.step_bytes, "i8")
+        ds = self.row_ds if self.stores else self.kernel.tiles.score_half.weights.first
+        self.product.accumulate(ds, self.key_pairs, sums, steps, block.count)
 
-    def _write_queries(self, scope: Scope) -> None:
-        """The gradient of Q of a whole batch element."""
-        b = self.b
-        with b.loop(0, self.n_q, hint="i") as i:
-            for block, part in enumerate(self.queries.line(self.query_sums[0], i)):
-                b.store(b.mul(part, self.programs.scale), b.at(self.finished, self.lanes * block, "f32"))
-            self._add_mean(self.finished, i)
-            self._write_line(scope, 0, self.finished, i, self.d)
-
-    def _write_row_sums(self) -> None:
-        """Those over the keys of a whole batch element, L queries at a time."""
-        b, lanes = self.b, self.lanes
-        with b.loop(0, self.n_q if self.row_sums else 0, lanes, hint="i") as i:
+    def write(self, scope: Scope, blocks: Value) -> None:
+        """After the last block of a batch element: sums over the keys, L queries at a time, and the gradient of Q."""
+        b, kernel, lanes = self.b, self.kernel, self.lanes
+        if self.spans > 1:
+            reached = b.mul(blocks, kernel.side.rows_per_block, "reached")
+            with b.when(b.compare("sge", reached, QUERY_GRADIENT_SPAN)):
+                self._begin_span(*self.sums[::-1])
+        with b.loop(0, kernel.n_q if self.row_sums else 0, lanes, hint="i") as i:
             for number in self.row_sums:
-                rows = [b.least(b.add(i, n), b.sub(self.n_q, 1)) for n in range(lanes)]
+                rows = [b.least(b.add(i, n), b.sub(kernel.n_q, 1)) for n in range(lanes)]
                 lines = [b.load(self._row_sum(row, number), self.vector, "sum") for row in rows]
-                at = b.at(self.params[("ptr", "sums", number)], b.add(self.flat_query, i), "f32")
-                b.masked_store(sum_rows(b, lines), at, self._valid(b.sub(self.n_q, i)))
+                at = b.at(kernel.params[("ptr", "sums", number)], b.add(kernel.flat_query, i), "f32")
+                b.masked_store(sum_rows(b, lines), at, kernel._valid(b.sub(kernel.n_q, i)))
+        with b.loop(0, kernel.n_q, hint="i") as i:
+            for block, part in enumerate(self.product.line(self.sums[0].first, i)):
+                b.store(b.mul(part, kernel.programs.scale), b.at(kernel.finished, lanes * block, "f32"))
+            kernel.add_mean(kernel.finished, i)
+            kernel.write_line(scope, 0, kernel.finished, i, kernel.d)

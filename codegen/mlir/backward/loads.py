@@ -69,6 +69,10 @@ class GradientSink:
             self.first = b.compare("eq", inner, 0, "first")
             self.last = b.compare("eq", b.add(inner, 1), params[("inner",)], "last")
 
+    def begin_span(self) -> None:
+        """Add the first copy of a scattered gradient to the second, and clear it."""
+        self.b.move_sums(self.sink, self.total, self.b.div(self.size, 16), vector_of("f32", 16))
+
     def add(self, row: Scope, term: Value) -> None:
         """Add a vector of lanes at row's query."""
         if self.entry.form is Form.DENSE:

@@ -17,18 +17,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from fusion.codegen.mlir.backward.delta import DeltaErrorKernel, DeltaKernel
-from fusion.codegen.mlir.backward.fused import FusedKernel
-from fusion.codegen.mlir.backward.keys import KeysKernel
-from fusion.codegen.mlir.backward.queries import FurtherSumsKernel, QueriesKernel
+from fusion.codegen.mlir.approximate.features import FeatureShape, Readout, State
+from fusion.codegen.mlir.approximate.key_block_bounds import KeyBlockBounds
+from fusion.codegen.mlir.approximate.moments import Moments
+from fusion.codegen.mlir.approximate.sparse import emit_sparse
+from fusion.codegen.mlir.backward.delta import DELTA_ERRORS, DELTAS
+from fusion.codegen.mlir.backward.kernel import BackwardKernel
+from fusion.codegen.mlir.backward.lanes import FURTHER_SUMS, FUSED, KEYS, QUERIES
 from fusion.codegen.mlir.backward.tile import Problem
-from fusion.codegen.mlir.features import FeatureShape, Readout, State
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.key_block_bounds import KeyBlockBounds
 from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
-from fusion.codegen.mlir.moments import Moments
 from fusion.codegen.mlir.row_kernel import emit_rows
-from fusion.codegen.mlir.sparse import emit_sparse
 from fusion.codegen.mlir.training import backward_tiling
 from fusion.codegen.reference.polynomial import monomials
 from fusion.ir import AttentionSpec, Expr, Kind, Normalizer, Operand, integers
@@ -197,30 +196,30 @@ def backward_texts(problem: Problem, whole: bool) -> Iterator[Text]:
     needs = tuple(o.torch_dtype.is_floating_point and o.dtype[:6] != "float8" for o in spec.operands)
     if any(value is not None for value in spec.values) or further_gradients.unsupported(spec, needs) is not None:
         return
-    yield "backward fused", FusedKernel(problem, needs).text().source
+    yield "backward fused", BackwardKernel(FUSED, problem, needs).text().source
     if not whole:
         return
     few = replace(problem, tiling=replace(problem.tiling, chain=16))
     for one in (problem, few):
-        yield "backward queries", QueriesKernel(one, needs).text().source
-        yield "backward keys", KeysKernel(one, needs).text().source
-    yield "backward keys", KeysKernel(problem, (False, True, False, *needs[3:])).text().source
+        yield "backward queries", BackwardKernel(QUERIES, one, needs).text().source
+        yield "backward keys", BackwardKernel(KEYS, one, needs).text().source
+    yield "backward keys", BackwardKernel(KEYS, problem, (False, True, False, *needs[3:])).text().source
     if problem.plan.at_weight is not None:
-        yield "backward queries", FurtherSumsKernel(problem, needs).text().source
+        yield "backward queries", BackwardKernel(FURTHER_SUMS, problem, needs).text().source
     if spec.normalizer is not Normalizer.NONE:
-        for kind in (DeltaKernel, DeltaErrorKernel):
-            yield "backward delta", kind(problem, (False,) * len(needs)).text().source
+        for kind in (DELTAS, DELTA_ERRORS):
+            yield "backward delta", BackwardKernel(kind, problem, (False,) * len(needs)).text().source
 
 
 def approximate_texts() -> Iterator[tuple[str, str, str]]:
     """Instruction set, kind and text of the kernels of approximate attention."""
     for d, d_v, degree, planes in ((16, 16, 3, 1), (16, 16, 3, 2), (3, 40, 2, 1), (32, 64, 2, 2)):
         shape = FeatureShape(d=d, d_v=d_v, low=monomials(d, degree).below_top, planes=planes)
-        yield from (("amx", "polynomial", kind(shape).text()) for kind in (State, Readout))
+        yield from (("amx", "polynomial", kind(shape).text().source) for kind in (State, Readout))
     for d in (16, 40, 100):
         for scalar in ("f32", "bf16", "f16"):
-            yield "avx512", "moments", Moments(d, scalar).text()
-            yield "avx512", "bounds of key blocks", KeyBlockBounds(d, scalar, 64).text()
+            yield "avx512", "moments", Moments(d, scalar).text().source
+            yield "avx512", "bounds of key blocks", KeyBlockBounds(d, scalar, 64).text().source
 
 
 def texts() -> Iterator[tuple[str, str, str, str]]:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.backward.call import BackwardCall
-from fusion.codegen.mlir.backward.delta import ExactRowsKernel
+from fusion.codegen.mlir.backward.delta import ListedQueries
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.exactness import errors
 from fusion.planning.register_tiles import tilings_for
@@ -82,7 +82,7 @@ def largest(c: Case, dtype: str, *how) -> float:
 
 def test_marked_rows_are_more_exact(monkeypatch) -> None:
     c = case("plain")
-    monkeypatch.setattr(ExactRowsKernel, "common_share", math.inf)
+    monkeypatch.setattr(ListedQueries, "common_share", math.inf)
     assert largest(c, "float32", 0.9, 0.8) < largest(c, "float32", 0.9, 0.8, False)
 
 
@@ -94,6 +94,6 @@ def test_rows_of_v_with_much_in_common(name: str, dtype: str, monkeypatch) -> No
     found = largest(c, dtype, 0.01, 8.0)
     assert found < 1
     monkeypatch.setattr(BackwardCall, "_common", lambda self: 0)
-    monkeypatch.setattr(ExactRowsKernel, "common_share", math.inf)
+    monkeypatch.setattr(ListedQueries, "common_share", math.inf)
     without = largest(c, dtype, 0.01, 8.0)
     assert found < without

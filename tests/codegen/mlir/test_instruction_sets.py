@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen import mlir
-from fusion.codegen.mlir.backward.fused import FusedKernel
+from fusion.codegen.mlir.backward.lanes import FUSED
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
@@ -186,7 +186,7 @@ def test_all_gradients_in_one_kernel_of_multiply_adds(target: str, dtype: str, d
     """Queries, keys and columns that fill neither steps nor blocks nor register tiles."""
     c = case("causal", dtype, d, 24)
     run = check_gradients(c, plan(c, SETS[target]), SIZES | {"H": 16, "Nq": n_q, "Nk": n_k})
-    assert FusedKernel in {kind for kind, *_ in run._compiled}
+    assert FUSED in {kind for kind, *_ in run._compiled}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -20,10 +20,10 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir import calling, openmp
-from fusion.codegen.mlir.key_block_bounds import KeyBlockBoundsCall
+from fusion.codegen.mlir.approximate.key_block_bounds import KeyBlockBoundsCall
+from fusion.codegen.mlir.approximate.moments import MomentsCall
+from fusion.codegen.mlir.approximate.row_statistics import Rows
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.moments import MomentsCall
-from fusion.codegen.mlir.row_statistics import Rows
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import HERE, case, draw

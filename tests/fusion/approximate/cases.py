@@ -11,7 +11,7 @@ from fusion.approximate.eligible import plain
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.approximate.sparse import SparseAttention
 from fusion.codegen import mlir
-from fusion.codegen.mlir import polynomial as kernels
+from fusion.codegen.mlir.approximate import polynomial as kernels
 from fusion.machine import INTERPRETER, machine
 from fusion.runtime import kernels as built
 from tests.numerics import allowance, assert_within, wide

@@ -12,7 +12,7 @@ import fusion
 from fusion.approximate.blocks import Summaries
 from fusion.approximate.eligible import plain
 from fusion.approximate.sparse import SparseAttention
-from fusion.codegen.mlir import polynomial as kernels
+from fusion.codegen.mlir.approximate import polynomial as kernels
 from fusion.machine import machine
 from tests.fusion.approximate.cases import ADVERSARIES, cached_spec, check, executor, inputs, sizes_of
 from tests.numerics import allowance, assert_as_exact_as_eager, assert_within, wide

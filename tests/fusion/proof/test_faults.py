@@ -15,8 +15,8 @@ from fusion import disk_cache, proof
 from fusion.codegen.mlir import kernel, launch, scope, skeleton, tile, vectormath
 from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.derived import Sum
-from fusion.codegen.mlir.backward.keys import KeysKernel
-from fusion.codegen.mlir.backward.tile import BackwardTile
+from fusion.codegen.mlir.backward.kernel import BackwardKernel
+from fusion.codegen.mlir.backward.lanes import KeyLanes
 from fusion.codegen.mlir.dense import DenseLoad, DistanceTable
 from fusion.codegen.mlir.further import FurtherOutputs, TrainingStatistics
 from fusion.codegen.mlir.packing import PackedRows
@@ -294,10 +294,10 @@ FAULTS = {
         put=method(TrainingStatistics, "write", other_statistics), spec=spec(), trained=True
     ),
     "the mask is dropped in mixed tiles of the backward": Fault(
-        put=method(BackwardTile, "_whole", whole), spec=CAUSAL, trained=True
+        put=method(BackwardKernel, "_whole", whole), spec=CAUSAL, trained=True
     ),
     "the last query of a block of keys is left out": Fault(
-        put=method(KeysKernel, "_row_range", one_key_less), spec=spec("causal"), trained=True
+        put=method(KeyLanes, "rows", one_key_less), spec=spec("causal"), trained=True
     ),
     "gradients of a bias are lost": Fault(
         put=method(BackwardCall, "_assemble", without_sinks), spec=spec("bias"), trained=True

@@ -14,11 +14,11 @@ import dataclasses
 
 import torch
 
-from .builder import Value
-from .calling import float_bits
+from ..builder import Value
+from ..calling import float_bits
+from ..transpose import sum_rows
+from ..x86 import F32, LANES
 from .row_statistics import Rows, RowStatisticsCall, RowStatisticsKernel, code
-from .transpose import sum_rows
-from .x86 import F32, LANES
 
 WORDS = f"vector<{LANES}xi64>"
 

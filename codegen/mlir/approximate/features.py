@@ -30,11 +30,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .builder import Value
-from .thread_function import ThreadFunction
-from .transpose import transpose
-from .values import round_up
-from .x86 import F32, WORDS, Avx512, TileUnit, joined
+from ..builder import Value
+from ..thread_function import KernelText, ThreadFunction
+from ..transpose import transpose
+from ..values import round_up
+from ..x86 import F32, WORDS, Avx512, TileUnit, joined
 
 BLOCK = 128  # keys or queries whose parents are in the cache at a time
 QUERY_BLOCK = 64
@@ -81,9 +81,9 @@ class FeaturesKernel(ThreadFunction):
         self.x = self.area((shape.width + 2) * block * 4, "x")
         self.stage = self.area(stage, "stage")
 
-    def text(self) -> str:
+    def text(self) -> KernelText:
         self._write()
-        return self.function()
+        return self.kernel_text()
 
     def _write(self) -> None:
         raise NotImplementedError

@@ -23,11 +23,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .builder import Value
-from .calling import float_bits
+from ..builder import Value
+from ..calling import float_bits
+from ..values import round_up
+from ..x86 import F32, LANES
 from .row_statistics import BLOCK, Rows, RowStatisticsCall, RowStatisticsKernel, code
-from .values import round_up
-from .x86 import F32, LANES
 
 
 class Moments(RowStatisticsKernel):

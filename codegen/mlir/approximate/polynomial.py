@@ -10,11 +10,11 @@ from fusion.machine import Machine
 from fusion.machine.cpu import amx_enabled
 from fusion.planning.register_tiles import target_of
 
-from ..reference.polynomial import Monomials, monomials
-from .calling import COUNTERS, CompiledFunction, apart, memory
-from .compile import unavailable
+from ...reference.polynomial import Monomials, monomials
+from ..calling import CompiledKernel
+from ..compile import unavailable
+from ..values import round_up
 from .features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, Readout, State
-from .values import round_up
 
 STATE_BYTES = 1 << 20  # what the state of one work item's features may fill of a second-level cache
 
@@ -44,11 +44,11 @@ class FeatureKernels:
         self.parents, self.variables, self.position = _padded_table(self.table, self.shape)
         self.chunks = len(self.parents) // CHUNK
         amx_enabled()
-        self.kernels = [CompiledFunction(kind(self.shape)) for kind in (State, Readout)]
+        self.kernels = [CompiledKernel(kind(self.shape).text()) for kind in (State, Readout)]
 
     @property
     def source(self) -> str:
-        return "\n".join(kernel.source for kernel in self.kernels)
+        return "\n".join(kernel.text.source for kernel in self.kernels)
 
     def state(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """S [heads, padded features, e] of keys k [heads, N, d] with v [heads, N, d_v]: their features times [v, 1]."""
@@ -78,13 +78,9 @@ class FeatureKernels:
     def _run(self, number: int, items: int, **values: torch.Tensor | int) -> None:
         """Run a kernel; values: of the parameters of its own."""
         kernel, threads = self.kernels[number], max(1, min(torch.get_num_threads(), items))
-        per_thread, mine = apart(kernel.bytes), memory.own
         values |= {"parents": self.parents, "variables": self.variables, "chunks": self.chunks, "items": items}
         known = {name: x.data_ptr() if isinstance(x, torch.Tensor) else x for name, x in values.items()}
-        known |= {"workspace": mine.reserve(threads * per_thread), "workspace_bytes": per_thread}
-        known |= {"counter": mine.counter_address, "threads": threads}
-        mine.counters[:] = COUNTERS
-        kernel.function([known[slot] for slot in kernel.slots], threads)
+        kernel.launcher(kernel.by_name(known), (), threads)(())
 
     def weights(self, coefficients: torch.Tensor) -> torch.Tensor:
         """[.., padded features]: what each is worth in p(q.k), coefficients [.., degree + 1] times the multinomials."""

@@ -27,15 +27,15 @@ from fusion.lowering.numbers import LOG2E
 from fusion.machine import Machine
 from fusion.planning.register_tiles import Target, Tiling, target_of, tilings_for
 
-from .builder import Value
-from .calling import float_bits
-from .kernel import AttentionKernel
-from .launch import Variant, addresses_of, call_values
-from .scope import Scope
-from .skeleton import KernelText
-from .softmax import RowProgram
-from .stream import InTurn
-from .tile import Item, KeyRange, Tile, Tiles
+from ..builder import Value
+from ..calling import float_bits
+from ..kernel import AttentionKernel
+from ..launch import Variant, addresses_of, call_values
+from ..scope import Scope
+from ..softmax import RowProgram
+from ..stream import InTurn
+from ..thread_function import KernelText
+from ..tile import Item, KeyRange, Tile, Tiles
 
 
 def emit_sparse(spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int) -> KernelText:

@@ -17,38 +17,38 @@ from typing import Any
 
 import torch
 
-from .builder import Value
-from .calling import COUNTERS, CompiledFunction, apart, memory
-from .scope import MEMORY_TYPE
-from .thread_function import ThreadFunction
-from .transpose import sum_rows
-from .values import round_up
-from .x86 import F32, LANES
+from ..builder import Value
+from ..calling import CompiledKernel, Launch
+from ..scope import MEMORY_TYPE
+from ..thread_function import KernelText, ThreadFunction
+from ..transpose import sum_rows
+from ..values import round_up
+from ..x86 import F32, LANES
 
 BLOCK = 64
 SUMS = 16  # vectors of sums that stay in registers
 MAX_WIDTH = 256  # columns of Q and K up to which these kernels are made
-FIRST = ("workspace", "counter", "q", "k", "found", "means", "squares", "slants")
-"""The parameters that change from call to call, before the number of threads: addresses."""
+GIVEN = tuple(("ptr", name) for name in ("q", "k", "found", "means", "squares", "slants"))
+"""The parameters that change from call to call."""
 
 
 class RowStatisticsKernel(ThreadFunction):
     """The text of such a kernel for rows of d elements of one scalar type. Subclasses write what happens to a head."""
 
     def __init__(self, d: int, scalar: str):
-        super().__init__([*(("ptr", name) for name in FIRST), ("threads",)])
+        super().__init__()
         self.d, self.scalar, self.width = d, scalar, round_up(d, LANES)
         self.vectors = self.width // LANES
         self.together = 1 << max(0, (SUMS // self.vectors).bit_length() - 1)  # divides BLOCK, and the width
         self.stage = self.area(4 * BLOCK * self.width, "stage")
         self.partial = self.area(4 * BLOCK * LANES, "partial")
 
-    def text(self) -> str:
+    def text(self) -> KernelText:
         b, p = self.b, self.params
         with self.turns(p[("items",)], "item") as item:
             q, k = (b.at(p[("ptr", x)], self._offset(item, f"{x}_offsets"), self.scalar, x) for x in ("q", "k"))
             self._item(item, q, k)
-        return self.function()
+        return self.kernel_text()
 
     def _offset(self, item: Value, name: str) -> Value:
         return self.b.load(self.b.at(self.params[("ptr", name)], item, "i64"), "i64", name)
@@ -149,36 +149,29 @@ _output = _Output()
 
 class RowStatisticsCall:
     """A compiled kernel, bound to where rows of one kind lie. figures: floats that it writes for a head. values: the
-    parameters that are not in FIRST."""
+    parameters that are not in GIVEN."""
 
-    def __init__(self, code: CompiledFunction, q: Rows, k: Rows, figures: int, **values: int):
-        self.code, self.figures, self.places, self.heads = code, figures, (q, k), len(q.offsets)
-        self.per_thread = apart(code.bytes)
-        known = {
-            "workspace_bytes": self.per_thread, "items": self.heads, "q_offsets": q.offsets.data_ptr(),
-            "k_offsets": k.offsets.data_ptr(), "q_stride": q.stride, "k_stride": k.stride, "n_q": q.count,
-            "n_k": k.count, **values,
-        }  # fmt: skip
-        self.fixed = [known[name] for name in code.slots[len(FIRST) + 1 :]]
-        self.result = struct.Struct(f"{figures * self.heads}f")
+    def __init__(self, kernel: CompiledKernel, q: Rows, k: Rows, figures: int, **values: int):
+        self.kernel, self.figures, self.places, self.heads = kernel, figures, (q, k), len(q.offsets)
+        self.values = kernel.by_name({
+            "items": self.heads, "q_offsets": q.offsets.data_ptr(), "k_offsets": k.offsets.data_ptr(),
+            "q_stride": q.stride, "k_stride": k.stride, "n_q": q.count, "n_k": k.count, **values,
+        })  # fmt: skip
+        self.result, self.launchers = struct.Struct(f"{figures * self.heads}f"), dict[int, Launch]()
 
     def __call__(self, q: int, k: int, threads: int, *wanted: torch.Tensor) -> tuple[float, ...]:
         """The figures of all heads, one head after the other. q, k: addresses; wanted: tensors for what else the kernel
-        writes, in the order of FIRST."""
-        output = _output
+        writes, in the order of GIVEN."""
+        output, threads = _output, max(1, min(threads, self.heads))
         if len(output.buffer) < self.result.size:
             output.reserve(self.result.size)
-        threads = max(1, min(threads, self.heads))
-        mine = memory.own
-        workspace = mine.reserve(threads * self.per_thread)
-        mine.counters[:] = COUNTERS
-        others = [x.data_ptr() for x in wanted] if wanted else (0, 0, 0)
-        varying = workspace, mine.counter_address, q, k, output.address, *others, threads
-        self.code.function((*varying, *self.fixed), threads)
+        if (launch := self.launchers.get(threads)) is None:
+            launch = self.launchers[threads] = self.kernel.launcher(self.values, GIVEN, threads)
+        launch((q, k, output.address, *([x.data_ptr() for x in wanted] or (0, 0, 0))))
         return self.result.unpack_from(output.buffer)
 
 
 @functools.lru_cache(maxsize=128)
-def code(kernel: Callable[..., Any], d: int, dtype: torch.dtype, *others: int) -> CompiledFunction:
+def code(kernel: Callable[..., Any], d: int, dtype: torch.dtype, *others: int) -> CompiledKernel:
     """The kernel for rows of d elements of one type, compiled once. Raises KernelCompilationError."""
-    return CompiledFunction(kernel(d, MEMORY_TYPE[str(dtype)[6:]], *others))
+    return CompiledKernel(kernel(d, MEMORY_TYPE[str(dtype)[6:]], *others).text())

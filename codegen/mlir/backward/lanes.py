@@ -1,0 +1,162 @@
+"""What the vector lanes of a backward kernel are, and what follows from it: which rows they may meet, what is read and
+written beside the products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from fusion.ir.expr import I0, I1
+from fusion.lowering.backward_plan import STATISTICS, Form, LaneAxis, normalized
+
+from .. import scope as scopes
+from ..amx import Products
+from ..builder import Value
+from ..dense import DenseLoad
+from ..rows import LINE
+from ..scope import Scope
+from ..values import SIZE
+from .loads import GradientSink, LaneLoad
+from .tile import Block, Kind, Span
+
+if TYPE_CHECKING:
+    from .kernel import BackwardKernel
+
+OUTPUT_GRADIENT, OUTPUT = -1, -2  # stand for dO and O where the number of an operand is expected
+
+
+class Lanes:
+    """Lanes that are rows in their order, some groups of them at a time."""
+
+    operands: ClassVar[tuple[int, int, int, int]]
+    """The numbers of A, B, C and D: see `tile`."""
+    load: ClassVar[type[DenseLoad]] = DenseLoad
+    loads: list[DenseLoad]
+    """Readers of dense operands, made for each batch element."""
+
+    def __init__(self, kernel: BackwardKernel):
+        self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
+        self.spec, self.params = kernel.spec, kernel.params
+        self.rows_per_block = self.rows_per_item = kernel.tiling.groups * self.lanes
+
+    def reserve(self, products: list[Products]) -> list[int]:
+        """Memory of its own; bytes of a key step in areas behind the packed rows."""
+        return []
+
+    def begin_element(self, scope: Scope) -> None:
+        """Before the first block of a batch element."""
+
+    def blocks(self, scope: Scope, number: Value) -> Iterator[Block]:
+        """The rows that a thread takes at a time, block by block."""
+        b, rows = self.b, self.rows_per_block
+        first = b.mul(number, rows, "first")
+        count = b.least(b.sub(self.kernel.n_lanes, first), rows, "count")
+        yield self.block(scope, first, count, Span(first=first, count=count))
+
+    def block(self, scope: Scope, first: Value, count: Value, span: Span) -> Block:
+        b, step = self.b, self.kernel.tiles.score_half.products.group_step
+        groups = b.ceil_div(count, self.lanes, "groups")
+        padded = b.mul(b.ceil_div(groups, step), step, "padded_groups")
+        return Block(scope=scope, first=first, count=count, groups=groups, padded=padded, span=span)
+
+    def rows(self, block: Block) -> tuple[Value, Value]:
+        """The rows that a block's lanes may meet, from and up to: all here."""
+        return self.b.constant(0, "i64"), self.kernel.n_rows
+
+    def may_meet(self, block: Block, rows: Span) -> Value:
+        """Whether a query of this tile may look at a key of it, or met no live key."""
+        raise NotImplementedError
+
+    def prefetch(self, block: Block, rows: Span) -> None:
+        """Ask for what will be read and written of these rows, while products are computed."""
+
+    def scope(self, block: Block, g: Value) -> Scope:
+        """A scope that knows the lanes of a group."""
+        b, offset = self.b, self.b.mul(g, self.lanes)
+        first, valid = b.add(block.first, offset), self.kernel._valid(b.sub(block.count, offset))
+        lanes = scopes.Lanes(coord=self.kernel.axis.lane, first=first, count=self.lanes, valid=valid)
+        return block.scope.inner(lanes=lanes)
+
+    def statistics(self, scope: Scope) -> dict[str, Value] | None:
+        """`STATISTICS` of the lanes of a scope; None where lanes are no queries, or there are none."""
+        return None
+
+    def finish(self, block: Block, g: Value) -> None:
+        """Write what is summed up for a group."""
+        self.kernel.write_group(block, g)
+
+
+class QueryLanes(Lanes):
+    """Lanes are queries."""
+
+    operands = (0, OUTPUT_GRADIENT, 1, 2)
+
+    def rows(self, block: Block) -> tuple[Value, Value]:
+        """The keys that the mask leaves for these queries; all where one of them met no live key."""
+        b, kernel = self.b, self.kernel
+        if not kernel.skips:
+            return super().rows(block)
+        first, count = block.span.first, block.span.count
+        ranged = block.scope.inner({I0: first, I1: b.sub(b.add(first, count), 1)})
+        low, high = kernel._key_range(ranged, kernel.tiles.key_step)
+        low = b.as_value(low, "i64")
+        if not normalized(self.spec):
+            return low, high
+        self.dead = kernel.any_dead(block.span)
+        return b.select(self.dead, b.constant(0, "i64"), low, "low"), b.select(self.dead, kernel.n_k, high, "high")
+
+    def may_meet(self, block: Block, rows: Span) -> Value:
+        """By the map of live tiles: `rows` has seen to the keys' closed-form range."""
+        b, mask = self.b, self.spec.mask
+        if mask is None or not self.kernel.skips or mask.tile_live is None:
+            return b.constant(1, "i1")
+        live = b.as_value(self.kernel.tiles.scope(block, rows).integer(mask.tile_live), "i64")
+        meets = b.compare("ne", live, 0, "meets")
+        return b.or_(meets, self.dead, "meets") if normalized(self.spec) else meets
+
+    def prefetch(self, block: Block, rows: Span) -> None:
+        size, keys = self.rows_per_block, self.kernel.tiles.key_step
+        for load in self.loads:
+            load.ask_ahead(block.first, size, rows.first, keys, size, self.kernel.n_k)
+
+    def statistics(self, scope: Scope) -> dict[str, Value] | None:
+        if not normalized(self.spec):
+            return None
+        first = scope.lanes.first
+        return {name: self.b.load(self.kernel.statistic(name, first), self.vector, name) for name in STATISTICS}
+
+
+class KeyLanes(Lanes):
+    """Lanes are keys."""
+
+    operands = (1, 2, 0, OUTPUT_GRADIENT)
+    load = LaneLoad
+
+    def may_meet(self, block: Block, rows: Span) -> Value:
+        b, kernel, mask = self.b, self.kernel, self.spec.mask
+        if mask is None or not kernel.skips:
+            return b.constant(1, "i1")
+        meets = kernel._all(kernel.tiles.scope(block, rows), mask.visits())
+        return b.or_(meets, kernel.any_dead(rows), "meets") if normalized(self.spec) else meets
+
+    def prefetch(self, block: Block, rows: Span) -> None:
+        """Dense tensors that are read, and their gradients that are written."""
+        b, lanes, axis = self.b, self.lanes, self.kernel.axis
+        for tensor in (*self.loads, *(sink for sink in self.kernel.sinks if sink.entry.form is Form.DENSE)):
+            assert isinstance(tensor, LaneLoad | GradientSink)
+            per_line = max(1, LINE // (lanes * SIZE[tensor.memory]))
+            with b.loop(0, block.groups, per_line, hint="g") as g, b.loop(0, rows.count, hint="r") as r:
+                start, valid = b.add(block.first, b.mul(g, lanes)), self.kernel._valid(b.constant(lanes, "i64"))
+                lane = scopes.Lanes(coord=axis.lane, first=start, count=lanes, valid=valid)
+                tensor.prefetch(block.scope.inner({axis.row: b.add(rows.first, r)}, lanes=lane))
+
+
+KEY_FORMS = (Form.PER_KEY, Form.DENSE, Form.SCATTERED)
+QUERIES = Kind(name="queries", lanes=QueryLanes, axis=LaneAxis.QUERIES, gradients=(0,))
+"""dQ += dS K, and gradients of loads that are free of the key."""
+KEYS = Kind(name="keys", lanes=KeyLanes, axis=LaneAxis.KEYS, gradients=(1, 2), forms=KEY_FORMS)
+"""dK += dS^T Q, dV += P^T dO, and gradients of all other loads."""
+FUSED = Kind(name="fused", lanes=KeyLanes, axis=LaneAxis.KEYS, gradients=(0, 1, 2), forms=tuple(Form), fused=True)
+"""All of these."""
+FURTHER_SUMS = Kind(name="further sums", lanes=QueryLanes, axis=LaneAxis.QUERIES, at_weight=True)
+"""Sums over the keys of P times what further outputs give: their part of delta."""
