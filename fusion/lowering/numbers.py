@@ -58,10 +58,10 @@ def width(expr: Expr) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def magnitude(expr: Expr) -> int:
-    """Upper bound of the absolute value of an INT expression, and of its subexpressions except for the argument of a
-    remainder; at least 2**63 where none is known."""
+    """Upper bound of the absolute value of an INT expression, and of its subexpressions except for the arguments of
+    remainders and hashes, of which 32 bits count; at least 2**63 where none is known."""
     low, high = interval(expr, {}, lambda load: (-(2**63), 2**63))
-    inner = () if expr.op in ("load", "mod") else (arg for arg in expr.args if arg.kind is Kind.INT)
+    inner = () if expr.op in ("load", "mod", "hash") else (arg for arg in expr.args if arg.kind is Kind.INT)
     return max(-low, high, *map(magnitude, inner))
 
 

@@ -42,6 +42,8 @@ def test_nothing_is_known_of_what_is_read() -> None:
     assert magnitude(load(3, (I,), Kind.INT)) >= 2**63
     assert magnitude(apply("imin", apply("iabs", load(3, (I,), Kind.INT)), const(7))) >= 2**63
     assert magnitude(size("N")) == LARGEST_SIZE
+    # Kernels hash in 32 bits, whatever the key is.
+    assert magnitude(apply("hash", load(3, (), Kind.INT), integers.add(integers.mul(I, size("N")), J))) < 2**31
 
 
 @pytest.mark.parametrize(
