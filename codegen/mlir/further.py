@@ -99,17 +99,12 @@ class FurtherOutputs:
         """Before keys are visited of which some may be skipped: these have no weight."""
         b, nothing = self.b, self.b.constant(0.0, self.vector)
         with b.loop(0, groups, hint="g") as g:
-            rows = self.kept_rows(g)
-            with b.loop(0, self.keys, hint="j") as j:
-                b.store(nothing, self._row(rows, j))
+            b.fill(self.kept_rows(g), self.keys, nothing, hint="j")
 
     def begin(self) -> None:
         """Before the first group of an item is finished."""
-        b = self.b
         for (_, further), sums in zip(self.of_keys, self.sums, strict=True):
-            nothing = b.constant(IDENTITY[further.reduction], self.vector)
-            with b.loop(0, self.keys, hint="j") as j:
-                b.store(nothing, self._row(sums, j))
+            self.b.fill(sums, self.keys, self.b.constant(IDENTITY[further.reduction], self.vector), hint="j")
 
     def finish(self, item: Item, g: Value, rows: Scope, factor: Value | None) -> None:
         """Of a group whose lanes and statistics `rows` knows. factor: of its weights; None without a normaliser."""
@@ -221,10 +216,9 @@ class FurtherOutputs:
 
     def _base(self, k: int, scope: Scope) -> Value:
         """Where an output's part for a batch element begins."""
-        b, offset = self.b, self.b.constant(0, "i64")
-        for axis in range(len(self.kernel.spec.batch)):
-            offset = b.add(offset, self._offset(k, f"b{axis}", scope.value(coord(f"b{axis}"))))
-        return b.at(self.kernel.params[("ptr", "further", k)], offset, MEMORY_TYPE[self.kernel.spec.further[k].dtype])
+        offset = self.kernel._batch_offset(scope, ("further_stride", k), self.b.constant(0, "i64"))
+        memory = MEMORY_TYPE[self.kernel.spec.further[k].dtype]
+        return self.b.at(self.kernel.params[("ptr", "further", k)], offset, memory)
 
 
 def concentrated(spec: AttentionSpec) -> float:

@@ -322,9 +322,7 @@ class MixedHeadsKernel(KernelFunction):
             count = b.least(b.sub(self.steps, step), span)
             part = Array(b, self.part, stride)
             p.accumulate_sets(p.values_of(values, step), count, weights, part, b.constant(1, "i64"))
-            with b.loop(0, size, self.row, hint="at") as place:
-                cells = [b.at(area, place, "i8") for area in (self.output, self.part)]
-                b.store(b.add(*(b.load(cell, self.vector, "o") for cell in cells)), cells[0])
+            b.update(self.output, size // 4, b.add, self.vector, self.part)
         with b.loop(0, self.groups, hint="g") as g:
             self._write(scope, b.add(first, b.mul(g, self.lanes)), b.row(self.output, g, stride, "i8"))
 

@@ -195,9 +195,7 @@ class _RowKernel(KernelFunction):
         b.store(high, b.at(ends, 1, "i64"))
         b.store(b.constant(float("-inf"), self.vector), self._own(self.maxima, r, lanes))
         b.store(zero, self._own(self.totals, r, lanes))
-        output = self._own(self.outputs, r, self.e_padded)
-        with b.loop(0, self.e_padded, lanes, hint="e") as e:
-            b.store(zero, b.at(output, e, "f32"))
+        b.fill(self._own(self.outputs, r, self.e_padded), self.e_padded // lanes, zero, hint="e")
 
     def _begin_again(self, r: Value) -> None:
         """All keys for a row whose keys were all dead, none for others."""
@@ -265,9 +263,7 @@ class _RowKernel(KernelFunction):
         if self.spec.normalizer is not Normalizer.NONE:
             factor, output = self.exponent.factor(m, m_new), self._own(self.outputs, r, self.e_padded)
             before = b.mul(before, factor)
-            with b.loop(0, self.e_padded, lanes, hint="e") as e:
-                at = b.at(output, e, "f32")
-                b.store(b.mul(b.load(at, self.vector, "o"), factor), at)
+            b.update(output, self.e_padded, lambda x: b.mul(x, factor), self.vector)
         b.store(m_new, maximum)
         b.store(b.add(before, own), total)
         self.products.weigh(mine, r)

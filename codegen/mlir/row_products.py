@@ -97,7 +97,4 @@ class RowProducts:
         self.staging = area(8 * self.lanes * max(widths.d_padded, widths.e_padded), "staging")
 
     def _add(self, source: Value, target: Value) -> None:
-        b = self.b
-        with b.loop(0, self.widths.e_padded, self.lanes, hint="e") as e:
-            old, new = (b.load(b.at(x, e, "f32"), self.vector, "o") for x in (target, source))
-            b.store(b.add(old, new), b.at(target, e, "f32"))
+        self.b.update(target, self.widths.e_padded, self.b.add, self.vector, source)

@@ -118,9 +118,8 @@ class VectorRows(RowProducts):
         self._clear_output(r)
 
     def _clear_output(self, r: Value) -> None:
-        b, output = self.b, self._output(r)
-        with b.loop(0, self.widths.e_padded, self.lanes, hint="e") as e:
-            b.store(b.constant(0.0, self.vector), b.at(output, e, "f32"))
+        zero = self.b.constant(0.0, self.vector)
+        self.b.fill(self._output(r), self.widths.e_padded // self.lanes, zero, hint="e")
 
     def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
         keys, values = sources

@@ -86,9 +86,8 @@ class RowReader:
         strides = linear_strides(context, scope, access.operand, access.index, access.row, access.column)
         self.base, self.row_stride, self.column_stride = strides or (None, None, None)
         self.run, steps = runs(access.index, access.row)
-        for dim, step in enumerate(steps):
-            stride = context.params[("stride", access.operand, dim)]
-            self.run_stride = context.b.add(self.run_stride, context.b.mul(scope.integer(step), stride), "run_stride")
+        if steps:
+            self.run_stride = scope.offset(steps, self._strides)
 
     def _uses_position(self, expr: Expr) -> bool:
         return not coordinates(expr).isdisjoint({self.access.row.name, self.access.column.name})
@@ -208,22 +207,18 @@ class RowReader:
         if any(part is None or self._uses_position(part[0]) for part in parts):
             return self.source, None
         inner = self.scope.inner({self.access.row: position})
-        offset: Value | int = 0
-        stride: Value | int = 0
-        for dim, (step, rest) in enumerate(part for part in parts if part is not None):
-            size = self.context.params[("stride", self.access.operand, dim)]
-            offset = b.add(offset, b.mul(inner.integer(rest), size))
-            stride = b.add(stride, b.mul(inner.integer(step), size))
-        return b.at(self.source, offset, self.memory, "line"), stride
+        steps, rests = zip(*(part for part in parts if part is not None), strict=True)
+        line = b.at(self.source, inner.offset(rests, self._strides), self.memory, "line")
+        return line, inner.offset(steps, self._strides)
+
+    @property
+    def _strides(self) -> list[Value]:
+        access = self.access
+        return [self.context.params[("stride", access.operand, dim)] for dim in range(len(access.index))]
 
     def _element(self, position: Value, c: Value) -> Value:
-        b = self.context.b
         inner = self.scope.inner({self.access.row: position, self.access.column: c})
-        offset: Value | int = 0
-        for dim, index in enumerate(self.access.index):
-            stride = self.context.params[("stride", self.access.operand, dim)]
-            offset = b.add(offset, b.mul(inner.integer(index), stride))
-        return b.at(self.source, offset, self.memory)
+        return self.context.b.at(self.source, inner.offset(self.access.index, self._strides), self.memory)
 
 
 class SharedRows:

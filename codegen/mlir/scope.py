@@ -147,6 +147,13 @@ class Scope:
             return value
         return value.integer if value.op == "const" else self.value(value)
 
+    def offset(self, index: Sequence[Expr], strides: Sequence[Value]) -> Value | int:
+        """Of an element, from scalar indices."""
+        offset: Value | int = 0
+        for part, stride in zip(index, strides, strict=True):
+            offset = self.b.add(offset, self.b.mul(self.integer(part), stride))
+        return offset
+
     def varies(self, expr: Expr) -> bool:
         """Whether the value is a vector."""
         return self.axis is not None and self.axis.coord.name in coordinates(expr)
@@ -332,10 +339,7 @@ class Scope:
         pointer = self.context.params[("ptr", number)]
         strides = [self.context.params[("stride", number, dim)] for dim in range(len(expr.args))]
         if not self.varies(expr):
-            offset: Value | int = 0
-            for index, stride in zip(expr.args, strides, strict=True):
-                offset = self.b.add(offset, self.b.mul(self.integer(index), stride))
-            element = self.b.load(self.b.at(pointer, offset, memory), memory, f"t{number}")
+            element = self.b.load(self.b.at(pointer, self.offset(expr.args, strides), memory), memory, f"t{number}")
             return widen(self.b, element, expr.kind, self.context.operands[number].dtype)
         return self._gather(expr, pointer, strides, memory)
 

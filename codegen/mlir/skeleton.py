@@ -200,12 +200,16 @@ class KernelFunction(ThreadFunction):
         limit = max(fill / 2 / self.programs.scale, -3e38) if math.isfinite(fill) else fill
         return self.b.compare("ogt", m, limit, "alive")
 
-    def _row_address(self, scope: Scope, row: Value) -> Value:
+    def _batch_offset(self, scope: Scope, stride: tuple, offset: Value) -> Value:
+        """An offset and, by strides whose parameters begin so, that of a batch element."""
         b = self.b
-        offset = b.mul(row, self.params[("out_stride", "i")])
         for axis in range(len(self.spec.batch)):
-            offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), self.params[("out_stride", f"b{axis}")]))
-        return b.at(self.params[("ptr", "out")], offset, MEMORY_TYPE[self.spec.out_dtype])
+            offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), self.params[(*stride, f"b{axis}")]))
+        return offset
+
+    def _row_address(self, scope: Scope, row: Value) -> Value:
+        offset = self._batch_offset(scope, ("out_stride",), self.b.mul(row, self.params[("out_stride", "i")]))
+        return self.b.at(self.params[("ptr", "out")], offset, MEMORY_TYPE[self.spec.out_dtype])
 
     def _write_row(self, source: Value, target: Value) -> None:
         """d_v elements of the result."""

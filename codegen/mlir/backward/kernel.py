@@ -254,13 +254,10 @@ class BackwardKernel(KernelFunction):
 
     def write_line(self, scope: Scope, operand: int, line: Value, row: Value, width: int) -> None:
         """`width` float32 numbers to a row of the operand's gradient."""
-        b, memory = self.b, self.results[operand]
-        offset = b.mul(row, self.params[("result_stride", operand, "row")])
-        for axis in range(len(self.spec.batch)):
-            stride = self.params[("result_stride", operand, f"b{axis}")]
-            offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), stride))
-        at = b.at(self.params[("ptr", "result", operand)], offset, memory)
-        self._copy_row(line, at, memory, width, self.params[("result_stride", operand, "column")])
+        memory, stride = self.results[operand], ("result_stride", operand)
+        offset = self._batch_offset(scope, stride, self.b.mul(row, self.params[(*stride, "row")]))
+        at = self.b.at(self.params[("ptr", "result", operand)], offset, memory)
+        self._copy_row(line, at, memory, width, self.params[(*stride, "column")])
 
     def row_statistics(self, row: Value) -> dict[str, Value] | None:
         """`STATISTICS` of one query, the same for all lanes; None where there are none."""
