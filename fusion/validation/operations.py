@@ -28,7 +28,7 @@ _SOFTMAXES = (aten.softmax, aten._softmax, aten.special_softmax, aten._safe_soft
               aten._log_softmax, aten.special_log_softmax)  # fmt: skip
 BESIDE = range(9)
 """How many columns that are no keys (sinks) may stand beside the keys."""
-_REDUCTIONS = (aten.sum, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.special_logsumexp,
+_REDUCTIONS = (aten.sum, aten.all, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.special_logsumexp,
                aten.linalg_vector_norm)  # fmt: skip
 
 
@@ -92,7 +92,16 @@ def _moved(replay: Replay, node: Node, call: Node, item: int | None, index: Inde
         if found is None:
             raise NotReplayable
         region.maps[node] = found
-    return replay.value(origin, region.maps[node](index), rank)
+    return replay.value(origin, tuple(map(_narrowed, region.maps[node](index))), rank)
+
+
+def _narrowed(entry: Tensor) -> Tensor:
+    """An index entry without the axes along which it is the same, of dimensions that are merged and taken apart again:
+    lines within lines would multiply what is read."""
+    for axis in range(1, entry.dim()):
+        if entry.shape[axis] > 1 and bool((entry == entry.narrow(axis, 0, 1)).all()):
+            entry = entry.narrow(axis, 0, 1)
+    return entry
 
 
 def _shapes(call: Node, region: Region) -> tuple[Any, ...]:

@@ -157,6 +157,12 @@ def _norm(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) ->
     return reduction(pullback, "sum", here, index, partial(apply, "abs"))
 
 
+def _all(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
+    """Whether a predicate holds for all scores of a row."""
+    found = reduction(pullback, "all", here, index)
+    return None if found is None else node("reduce", found.args, Kind.BOOL, "all")
+
+
 def _reduce(name: str) -> Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]:
     return lambda pullback, here, args, index: reduction(pullback, name, here, index)
 
@@ -165,7 +171,7 @@ OPERATIONS: dict[Any, Callable[[PullBack, Node, dict[str, Any], Index], Expr | N
     aten.softmax: _softmax, aten._softmax: _softmax, aten.special_softmax: _softmax, aten._safe_softmax: _softmax,
     aten.log_softmax: _log_softmax, aten._log_softmax: _log_softmax, aten.special_log_softmax: _log_softmax,
     aten.sum: _reduce("sum"), aten.amax: _reduce("max"), aten.logsumexp: _reduce("logsumexp"),
-    aten.special_logsumexp: _reduce("logsumexp"), aten.linalg_vector_norm: _norm,
+    aten.special_logsumexp: _reduce("logsumexp"), aten.linalg_vector_norm: _norm, aten.all: _all,
 }  # fmt: skip
 """Operation -> the element at an index of its result, from its arguments; None where it is to be loaded."""
 

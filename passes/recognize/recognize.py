@@ -314,8 +314,25 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         inverse = apply("not", condition)
         kept = [(where(condition, c, ZERO), _selected(core, condition)) for c, core in _terms(then)]
         return kept + [(where(condition, ZERO, c), _selected(core, inverse)) for c, core in _terms(otherwise)]
+    if expr.op == "where" and (found := _without_dead_rows(*expr.args)) is not None:
+        return found
     message = f"the softmax is followed by an operation that is not linear in it ({expr.op})"
     raise Unsupported(Ground.NOT_LINEAR, message, expr)
+
+
+def _without_dead_rows(condition: Expr, then: Expr, otherwise: Expr) -> list[tuple[Expr, Expr]] | None:
+    """Terms of (0 if all scores are -inf else terms of softmaxes of these scores), which are safe softmaxes; None for
+    another selection."""
+    if condition.op == "not":
+        condition, then, otherwise = condition.args[0], otherwise, then
+    if condition.op != "reduce" or not is_number(then, 0.0):
+        return None
+    terms = _terms(otherwise)
+    for _, core in terms:
+        dead = tuple(apply("feq", column, const(-math.inf)) for column in core.args)
+        if core.op != "softmax" or condition.args != dead or not filled_by_selection(core.args[0]):
+            return None
+    return [(c, node("softmax", core.args, Kind.FLOAT, "safe_softmax")) for c, core in terms]
 
 
 def _selected(core: Expr, condition: Expr) -> Expr:

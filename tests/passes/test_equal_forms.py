@@ -136,7 +136,21 @@ def _rows_kept(rows: Tensor):
     return attend
 
 
+def _dead_rows_by_the_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = _masked(q, k)
+    return s.softmax(-1).masked_fill((s == NINF).all(-1, keepdim=True), 0) @ v
+
+
+def _safe_softmax_decomposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As torch decomposes `_safe_softmax` in an exported program."""
+    s = _masked(q, k)
+    w = s.softmax(-1)
+    return (torch.where(s.eq(NINF).all(-1, keepdim=True), torch.zeros_like(w), w) * 0.5) @ v
+
+
 FORMS |= {
+    "rows of which the scores leave nothing": _dead_rows_by_the_scores,
+    "a safe softmax, decomposed": _safe_softmax_decomposed,
     "rows of which the mask leaves nothing": _dead_rows_by_the_mask,
     "some rows": _rows_kept(torch.arange(N)[:, None] % 3 > 0),
     "none of some rows": _rows_kept(torch.arange(N)[:, None] % 3 > 2),
@@ -156,6 +170,16 @@ def test_weights_times_a_function_of_their_scores(function, special: float | Non
         assert site.fused is fused and (fused or "a function of their scores, in training" in site.reason), site.reason
         exact = function(*(x.detach().double() for x in given))
         assert_as_exact_as_eager(ours.detach(), function(*given).detach(), exact)
+
+
+@pytest.mark.parametrize("special", [math.inf, NINF, math.nan])
+def test_rows_that_are_nan_for_another_reason_stay(special: float) -> None:
+    q, k, v = _tensors()
+    q[0, 0, 2, 0] = q[0, 0, 5, 1] = k[1, 1, 3, 0] = special
+    with torch.no_grad():
+        ours = torch.compile(_dead_rows_by_the_scores, backend="fusion", options={"inner": "eager"})(q, k, v)
+    exact = _dead_rows_by_the_scores(q.double(), k.double(), v.double())
+    assert_as_exact_as_eager(ours, _dead_rows_by_the_scores(q, k, v), exact)
 
 
 def test_a_function_of_scores_that_masked_keys_make_infinite_stays() -> None:
