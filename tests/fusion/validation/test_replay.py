@@ -5,7 +5,7 @@ import torch
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from fusion import backend
+from fusion import decide
 from fusion.kept import Kept
 from fusion.passes import nodes
 from fusion.undisturbed import by_compilation
@@ -73,7 +73,7 @@ def _replayed(monkeypatch, function, inputs):
 
     monkeypatch.setattr(sites, "_Comparison", Recording)
     monkeypatch.setattr(sites, "_verdicts", Kept())
-    monkeypatch.setattr(backend, "validate", validate)
+    monkeypatch.setattr(decide, "validate", validate)
     options = {"inner": "eager", "emitter": "reference", "verify": True}
     with torch.no_grad():
         torch.compile(function, backend="fusion", options=options)(*inputs)
