@@ -20,7 +20,6 @@ from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
 from fusion.passes.building import split_extrema
 from fusion.passes.prepare.distances import read_by_distance
-from fusion.passes.prepare.late_division import MOVE_DIVISIONS
 from fusion.passes.prepare.trials import find_attention
 from fusion.passes.prepare.unread_rows import skip_unread_rows
 from fusion.passes.recognize.ancestors import escaping_weights
@@ -141,7 +140,8 @@ def _fuse_graph(
     bodies, checkpointed = fuse_checkpointed(module, inner)
 
     graph = normalize(module, example_inputs, bodies)  # 1. one form: pre-dispatch ATen
-    notes = skip_unread_rows(graph.graph)
+    notes: list[str] = []
+    notes += skip_unread_rows(graph.graph)
     read_by_distance(graph.graph)
     dump.stage("normalized", graph)
 
@@ -167,7 +167,7 @@ def _decide(
     The graph may be a changed copy of the one given. Where a change did not bring what it promised, because a site was
     refused later, the search starts again without it."""
     reads = functools.partial(kernels.reads, request=options.request)
-    changes, excluded = [MOVE_DIVISIONS, *decide.cascades_of(options)], set[str]()
+    changes, excluded = decide.changes(options), set[str]()
     while True:
         graph, sites, promised = find_attention(normalized, reads, changes, excluded)  # 2. pull-back
         dump.sites(sites)

@@ -15,6 +15,7 @@ from fusion.ir.sizes import size_value
 from fusion.options import Options
 from fusion.passes import nodes
 from fusion.passes.prepare import cascades
+from fusion.passes.prepare.late_division import MOVE_DIVISIONS
 from fusion.passes.prepare.trials import Change
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import Specified
@@ -28,6 +29,7 @@ from fusion.torch_private.dynamo import counters
 from fusion.validation import key_sets, validate
 
 log = logging.getLogger(__name__)
+DEFAULTS = Options()
 
 
 def invalid(site: Site, hints: Mapping[str, int]) -> Refusal | None:
@@ -62,11 +64,12 @@ def keeps_dense_mask(options: Options, gathered: Specified, dense: Specified, hi
     return pays.sets_pay(of_sets, masked, elements, kernels.machine_of(gathered.device, request))
 
 
-def cascades_of(options: Options) -> list[Change]:
-    """Changes of the graph that turn reductions of scores into attentions."""
-    if options.cascades == "never":
-        return []
-    return cascades.changes(pays.cascade_pays) if options.cascades == "auto" else cascades.changes()
+def changes(options: Options = DEFAULTS) -> list[Change]:
+    """Changes of the graph that are tried where a product is no attention, in this order."""
+    chosen: list[Change] = []
+    chosen += [MOVE_DIVISIONS]
+    chosen += cascades.changes(pays.cascade_rule(options.cascades))
+    return chosen
 
 
 def tile_map_pays(options: Options) -> Pays:

@@ -15,18 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from fusion import dynamo
+from fusion import decide, dynamo
 from fusion.api import check
 from fusion.api.compare import Measured, compare_results
 from fusion.exactness import copied, is_float
 from fusion.passes.cut_out import CutOut, cut_out
-from fusion.passes.prepare import cascades
-from fusion.passes.prepare.late_division import MOVE_DIVISIONS
 from fusion.passes.prepare.trials import find_attention
 from fusion.passes.recognize.find import Site, may_hold_attention
 from fusion.passes.trace.normalize import normalize
 from fusion.passes.trace.regions import without_regions
-from fusion.planning.pays import cascade_pays
 from fusion.report import scripts
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.trees import tree_map
@@ -212,7 +209,7 @@ class _RecordingInterpreter(Interpreter):
     """Runs a normalized graph as it is. At the end of every attention, the tensors that it reads are compared."""
 
     def __init__(self, recorder: _Recorder, module: GraphModule):
-        module, sites, _ = find_attention(module, changes=(MOVE_DIVISIONS, *cascades.changes(cascade_pays)))
+        module, sites, _ = find_attention(module, changes=decide.changes())
         super().__init__(module)
         self.recorder = recorder
         self.values: dict[Node, Any] = {}

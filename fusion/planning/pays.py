@@ -8,7 +8,7 @@ same time; the benchmark that measured it is named beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -135,6 +135,11 @@ def cascade_pays(tables: Iterable[int], column: bool) -> bool:
     reduces. column: a softmax over the queries is all of them."""
     least = CASCADE_OF_A_COLUMN if column else CASCADE
     return all(4 * elements >= least for elements in tables)
+
+
+def cascade_rule(when: str) -> Callable[[Iterable[int], bool], bool] | None:
+    """The rule for cascades that the option asks for: "auto", "always" or "never"."""
+    return {"auto": cascade_pays, "always": lambda tables, column: True, "never": None}[when]
 
 
 def sets_pay(

@@ -49,9 +49,9 @@ Pays = Callable[[Iterable[int], bool], bool]
 whether attentions of their own are worth their cost."""
 
 
-def changes(pays: Pays = lambda tables, column: True) -> list[Change]:
-    """Strategies that turn reductions into attentions, in the order in which they are tried."""
-    ways = () if are_plain() else (_all_but_the_last_softmax, _softmaxes, list)
+def changes(pays: Pays | None) -> list[Change]:
+    """Strategies that turn reductions into attentions, in the order in which they are tried. pays: None for no way."""
+    ways = () if pays is None or are_plain() else (_all_but_the_last_softmax, _softmaxes, list)
     return [Change(may_help=_may_be_cascade, apply=partial(_cut_for, way, pays)) for way in ways]
 
 
