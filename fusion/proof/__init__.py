@@ -44,7 +44,7 @@ __all__ = ["Proof"]
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Version of verdicts on disk; to be raised when kernels are tried otherwise, or called in another way."""
 DRAWS = 3
 """A kernel that is beyond the rule in one draw is tried again: how far a few elements are off is luck."""

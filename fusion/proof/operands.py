@@ -136,11 +136,26 @@ class Operands:
             return torch.randint(limits.min, limits.max + 1, shape, generator=self.draw)
         if number in self.indices:
             return torch.randint(0, max(1, min(count, 97, limits.max + 1)), shape, generator=self.draw)
+        if (side := self._bound_of_keys(number)) is not None:
+            first, last = (0, self.extents[J] // 2) if side == "low" else (self.extents[J] // 2, self.extents[J] + 1)
+            bounds = torch.randint(first, min(last, limits.max) + 1, shape, generator=self.draw)
+            bounds.view(-1)[3::7] = self.extents[J] if side == "low" else 0  # rows without a live key
+            return bounds
         if any({"i", "j"} & coordinates(read) for read in self.reads[number]):
             return torch.randint(0, 3, shape, generator=self.draw).sort(-1).values
         lengths = torch.randint(0, min(self.extents[J], limits.max) + 1, shape, generator=self.draw)
         lengths.view(-1)[1:2] = 0  # which may leave an element of the batch no key
         return lengths
+
+    def _bound_of_keys(self, number: int) -> str | None:
+        """Whether an operand holds for each row the first key that it sees ("low"), or the key where that ends."""
+        for part in conjuncts(self.spec.mask.live) if self.spec.mask is not None else ():
+            for low, high, side in ((0, 1, "low"), (1, 0, "high")) if part.op in ("ile", "ilt") else ():
+                bound, key = part.args[low], part.args[high]
+                if "j" in coordinates(key) and any(x.operand == number for x in loads(bound)) and not loads(key):
+                    if {"i"} == coordinates(bound):
+                        return side
+        return None
 
     def _raise_scores(self) -> None:
         """Set the first column of Q to the slope of each row, and that of K to rising numbers."""

@@ -216,7 +216,7 @@ def test_equal_levels_of_vmap_are_traced_once(monkeypatch):
 
     (module, inputs), traced = captured(stack), []
     through = vmap.trace_through_vmap
-    monkeypatch.setattr(vmap, "through", lambda *given: traced.append(1) or through(*given))
+    monkeypatch.setattr(vmap, "trace_through_vmap", lambda *given: traced.append(1) or through(*given))
     graph = normalize(module, inputs).graph
     assert len(traced) <= 2, "the first, and another where strides or gradients differ"
     lines = {node.meta["stack_trace"] for node in graph.nodes if "softmax" in str(node.target)}

@@ -8,7 +8,7 @@ import torch
 import fusion
 
 
-@pytest.mark.parametrize("failing", ["fusion.passes.recognize.find._examine", "fusion.passes.replace._specify",
+@pytest.mark.parametrize("failing", ["fusion.passes.recognize.find._examine", "fusion.passes.specify.calls.specify",
                                      "fusion.passes.specify.escaping.uses"])  # fmt: skip
 def test_a_failure_of_a_pass_costs_one_attention(failing, monkeypatch):
     """It is called a defect, and the others are fused."""
