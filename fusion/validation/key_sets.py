@@ -6,7 +6,7 @@ operands that kernels are proved on: the mask is computed from positions, as in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,7 +53,9 @@ def _operands(gathered: Specified, hints: Mapping[str, int]) -> dict[Node, Tenso
     assert gathered.by_rows is not None
     dense, positions = gathered.by_rows.dense, gathered.operands[gathered.by_rows.table]
     drawn = Operands(dense.spec, _small_sizes(dense, hints), seed=7).tensors()
-    values = dict(zip(dense.operands, drawn, strict=True))
+    values: dict[Node, Tensor] = {}
+    for node, tensor in zip(dense.operands, drawn, strict=True):  # a tensor may be several operands
+        values[node] = _as_large(tensor, values[node].shape) if node in values else tensor
     for number, keys in dense.key_sets:
         if keys.positions is positions:
             shape = values[dense.operands[number]].shape
@@ -62,6 +64,13 @@ def _operands(gathered: Specified, hints: Mapping[str, int]) -> dict[Node, Tenso
             mask = torch.full(shape, bool(keys.outside.attr))
             values[dense.operands[number]] = mask.scatter(-1, values[positions], bool(keys.inside.attr))
     return values
+
+
+def _as_large(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor, repeated along dimensions in which it has fewer elements than `shape`."""
+    for dim, (own, other) in enumerate(zip(tensor.shape, shape, strict=True)):
+        tensor = tensor.index_select(dim, torch.arange(max(own, other)) % own)
+    return tensor
 
 
 def _result(part: Specified, operands: Mapping[Node, Tensor], hints: Mapping[str, int]) -> Tensor:
