@@ -31,7 +31,7 @@ class Amx:
 
     overlaps = True
     key_step = 32
-    group_step = 2
+    nr = 2
     lanes = 16
 
     def __init__(

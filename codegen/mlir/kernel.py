@@ -155,7 +155,7 @@ class AttentionKernel(KernelFunction):
         readers = self._readers(scope)
         tiles.loads = [DenseLoad(self.context, scope, expr) for expr in tiles.dense]
         self.packed.note(readers[1:], part)
-        padded_groups = b.mul(b.ceil_div(groups, p.group_step), p.group_step)
+        padded_groups = b.mul(b.ceil_div(groups, p.nr), p.nr)
         together, size = tiles.together, p.weight_bytes(self.tiling.keys)
         self._zero_unused(
             tiles.weights.first, b.mul(b.least(groups, together), size), b.constant(together * size, "i64")

@@ -52,7 +52,7 @@ class MixedHeadsKernel(KernelFunction):
         self.mixing, self.axis = spec.mixing, spec.mixing.head
         self.heads = spec.batch[spec.mixing.axis].integer
         self.products = p = vector_products(self.b, target, planes_of(spec, target) == 1 and target.bfloat16, d, d_v)
-        self.groups, self.row = p.group_step, 4 * self.lanes
+        self.groups, self.row = p.nr, 4 * self.lanes
         # Sums over heads take half of the registers.
         self.heads_at_once = 4 if target.tile_rows * target.tile_groups > 12 else 2
         self.keys_at_once = min(KEYS_AT_ONCE, p.key_step)

@@ -9,12 +9,14 @@ several groups.
     output      O^T [group][e][L]       += V^T P^T
 
 Both products have the same shape: a left operand whose elements (or 16 x 32 tiles) are used for many lanes, and a right
-operand with lanes innermost. The strategies differ in how operands are packed and in the register tile.
+operand with lanes innermost. The strategies differ in how operands are packed and in the register tile, whose
+sizes have the names of BLIS: `mr` rows are broadcast, against `nr` vectors (groups of queries), `kr` elements along the
+reduction at a time.
 
 - `MultiplyAdd`: float32. Left operands K [key][d] and V in panels of as many columns as a register tile has,
   [e / rows][key][rows]: one scalar at a time is broadcast. (From rows of V parts of lines of the cache would be read,
   several times, from places whose distance is a power of two.)
-- `PairProducts`: bfloat16, in pairs along the reduction, in the place of scalars: K [key][pair of d],
+- `Bf16Dot`: bfloat16, in pairs along the reduction, in the place of scalars: K [key][pair of d],
   V [e / rows][pair of keys][rows].
 - `Amx`: left operands in 16 x 32 tiles of bf16, right operands in pairs along the reduction. A float32 is the exact sum
   of three bf16 values (planes), a float16 of two; of the products of planes 6 of 9 are accumulated for float32 (what is
@@ -23,7 +25,7 @@ operand with lanes innermost. The strategies differ in how operands are packed a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fusion.planning.register_tiles import Target
 
@@ -44,18 +46,18 @@ InterleavedWork = Callable[[Value, "Value | int", int], Sequence[Callable[[], No
 
 
 class MultiplyAdd:
-    """float32 vectors. One key step is `tile_rows` keys (a multiple of 2)."""
+    """float32 vectors. One key step is `mr` keys (a multiple of 2)."""
 
     overlaps = False  # whether products run beside vector work, on a unit of their own; only then is a `beside` taken
-    word = "f32"  # what stands for so many (`per_word`) elements along the reduction: 4 bytes
-    per_word = 1
+    word = "f32"  # what stands for so many (`kr`) elements along the reduction: 4 bytes
+    kr = 1
     element = "f32"
 
     def __init__(self, b: Builder, lanes: int, d: int, e: int, tile_rows: int, tile_groups: int):
         self.b, self.lanes, self.d, self.e = b, lanes, d, e
-        self.tile_rows, self.group_step = tile_rows, tile_groups
+        self.mr, self.nr = tile_rows, tile_groups
         self.key_step = tile_rows
-        self.d_padded = round_up(d, lanes * self.per_word)
+        self.d_padded = round_up(d, lanes * self.kr)
         self.e_padded = round_up(e, lanes)
         self.vector, self.chain = vector_of("f32", lanes), LONGEST_CHAIN
         # Words of a column in a trip of the second product's loop: 24 multiply-adds outweigh its overhead, and a loop
@@ -65,7 +67,7 @@ class MultiplyAdd:
     @property
     def words_of_step(self) -> int:
         """Words of a column of V in a key step."""
-        return self.key_step // self.per_word
+        return self.key_step // self.kr
 
     def note_key_steps(self, count: Value) -> None:
         """How many a head's packed operands have, before any of its values is packed."""
@@ -73,21 +75,21 @@ class MultiplyAdd:
 
     def values_of(self, values: Value, step: Value) -> Value:
         """Where a head's packed values have those of a key step."""
-        return self.b.row(values, step, self.words_of_step * self.tile_rows, self.word)
+        return self.b.row(values, step, self.words_of_step * self.mr, self.word)
 
     def query_bytes(self) -> int:
         """Of one group."""
-        return 4 * self.d_padded * self.lanes // self.per_word
+        return 4 * self.d_padded * self.lanes // self.kr
 
     def key_bytes(self) -> int:
         """Of one key step."""
-        return 4 * self.key_step * self.d_padded // self.per_word
+        return 4 * self.key_step * self.d_padded // self.kr
 
     def value_bytes(self) -> int:
-        return 4 * self.key_step * self.e_padded // self.per_word
+        return 4 * self.key_step * self.e_padded // self.kr
 
     def weight_bytes(self, keys: int) -> int:
-        return 4 * keys * self.lanes // self.per_word
+        return 4 * keys * self.lanes // self.kr
 
     def staging_elements(self) -> int:
         return max(self.lanes, self.key_step) * max(self.d_padded, self.e_padded)
@@ -105,7 +107,7 @@ class MultiplyAdd:
         b, padded = self.b, self.d_padded
         rows = reader.rows(first, self.key_step, limit, self.d, padded, staging)
         for r in range(self.key_step):
-            with b.loop(0, padded, self.per_word * self.lanes, hint="c") as c:
+            with b.loop(0, padded, self.kr * self.lanes, hint="c") as c:
                 b.store(self.elements(rows, r, c), b.at(target, b.add(c, r * padded), self.element))
 
     def elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
@@ -125,7 +127,7 @@ class MultiplyAdd:
 
     def _store_word(self, values: Value, column: Value, word: int, line: Value) -> None:
         """The columns' word of this number to the panels of a key step."""
-        b, width, elements = self.b, self.tile_rows, shape_of(line.type)[0] // self.lanes
+        b, width, elements = self.b, self.mr, shape_of(line.type)[0] // self.lanes
         for n in range(0, self.lanes, width):
             part = b.shuffle(line, line, range(n * elements, (n + width) * elements))
             b.store(part, b.at(self._column(values, b.add(column, n)), word * width, self.word))
@@ -138,8 +140,8 @@ class MultiplyAdd:
         step: Value | None = None,
         beside: InterleavedWork | None = None,
     ) -> None:
-        """S^T of one key step and `group_step` groups; target: where the step's first row of each group goes."""
-        b, depth = self.b, -(-self.d // self.per_word)
+        """S^T of one key step and `nr` groups; target: where the step's first row of each group goes."""
+        b, depth = self.b, -(-self.d // self.kr)
         whole, align = min(depth, self.chain), 4 * self.lanes
         for number, total in enumerate(self._chains(keys, queries, 0, whole)):
             b.store(total, self._cell(target, number), align=align)
@@ -157,16 +159,23 @@ class MultiplyAdd:
 
     def _chains(self, keys: Value, queries: Sequence[Value], first: Value | int, last: Value | int) -> list[Value]:
         """[row * groups + group]: the products of words first..last-1, each chain summed one after the other."""
-        b, rows, groups = self.b, range(self.tile_rows), range(len(queries))
-        words, start = self.d_padded // self.per_word, [b.constant(0.0, self.vector)] * (len(rows) * len(groups))
+        b, rows, groups = self.b, range(self.mr), range(len(queries))
+        words, start = self.d_padded // self.kr, [b.constant(0.0, self.vector)] * (len(rows) * len(groups))
         with b.carry(first, last, 1, start, hint="c") as (loop, c, sums):
             right = [self.load(b.row(queries[g], c, self.lanes, self.word), "q") for g in groups]
-            new = []
-            for r in rows:
-                left = self.broadcast(b.at(keys, b.add(c, r * words), self.word), "k")
-                new += [self.multiply(left, right[g], sums[r * len(groups) + g], "s") for g in groups]
-            loop.yields(*new)
+            left = (b.at(keys, b.add(c, r * words), self.word) for r in rows)
+            loop.yields(*self.rank_one(left, right, sums, "k", "s"))
         return list(loop.results)
+
+    def rank_one(
+        self, left: Iterable[Value], right: Sequence[Value], sums: Sequence[Value], hint: str, product: str
+    ) -> list[Value]:
+        """[row * len(right) + n]: the sums with a word of each row, at these addresses, times the n-th vector."""
+        totals, new = iter(sums), []
+        for address in left:
+            word = self.broadcast(address, hint)
+            new += [self.multiply(word, x, next(totals), product) for x in right]
+        return new
 
     def load(self, address: Value, hint: str) -> Value:
         """A word for each lane."""
@@ -186,9 +195,9 @@ class MultiplyAdd:
         self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
     def accumulate_sets(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
-        """O^T += V^T P^T over `steps` key steps, for `sets` times `group_step` groups."""
-        b, size = self.b, self.group_step
-        with b.loop(0, self.e_padded, self.tile_rows, hint="e") as e, b.loop(0, sets, hint="set") as number:
+        """O^T += V^T P^T over `steps` key steps, for `sets` times `nr` groups."""
+        b, size = self.b, self.nr
+        with b.loop(0, self.e_padded, self.mr, hint="e") as e, b.loop(0, sets, hint="set") as number:
             members = [b.add(b.mul(number, size), k) for k in range(size)]
             sources = [weights[m] for m in members]
             cells = [b.row(output[m], e, self.lanes) for m in members]
@@ -199,8 +208,8 @@ class MultiplyAdd:
         return self.b.row(values, self.column_words, e, self.word)
 
     def _accumulate(self, column: Value, words: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
-        """`tile_rows` columns of V from `column` on, against one set of groups."""
-        b, rows, groups, lanes = self.b, range(self.tile_rows), range(len(weights)), self.lanes
+        """`mr` columns of V from `column` on, against one set of groups."""
+        b, rows, groups, lanes = self.b, range(self.mr), range(len(weights)), self.lanes
         cells = [b.at(output[g], r * lanes, "f32") for r in rows for g in groups]
         sums = [b.load(cell, self.vector, "o", align=4 * lanes) for cell in cells]
         with b.carry(0, words, self.words_at_once, sums, hint="j") as (loop, j, sums):
@@ -211,22 +220,20 @@ class MultiplyAdd:
             b.store(result, cell, align=4 * lanes)
 
     def _add_word(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
-        """The sums with the products of word j of `tile_rows` columns."""
-        b, groups = self.b, range(len(weights))
-        right = [self.load(b.row(weights[g], j, self.lanes, self.word), "p") for g in groups]
-        base, new = b.row(column, j, self.tile_rows, self.word), []
-        for r in range(self.tile_rows):
-            left = self.broadcast(b.at(base, r, self.word), "v")
-            new += [self.multiply(left, right[g], sums[r * len(groups) + g], "o") for g in groups]
-        return new
+        """The sums with the products of word j of `mr` columns."""
+        b = self.b
+        right = [self.load(b.row(weight, j, self.lanes, self.word), "p") for weight in weights]
+        base = b.row(column, j, self.mr, self.word)
+        left = (b.at(base, r, self.word) for r in range(self.mr))
+        return self.rank_one(left, right, sums, "v", "o")
 
 
-class PairProducts(MultiplyAdd):
+class Bf16Dot(MultiplyAdd):
     """Vectors of bfloat16 pairs (`x86.Avx512.add_pair_products`); others are rounded to them. Weights are rounded, as
     eager mode's are."""
 
     word = "i32"
-    per_word = 2
+    kr = 2
     element = "bf16"
 
     def __init__(self, b: Builder, d: int, e: int, tile_rows: int, tile_groups: int):
@@ -270,5 +277,5 @@ def vector_products(b: Builder, target: Target, pairs: bool, d: int, e: int) -> 
     """The products of a target that has no tiles, or does not use them. pairs: of bfloat16."""
     tile = target.tile_rows, target.tile_groups
     if pairs:
-        return PairProducts(b, d, e, *tile)
+        return Bf16Dot(b, d, e, *tile)
     return MultiplyAdd(b, target.lanes, d, e, *tile)

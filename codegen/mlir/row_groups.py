@@ -75,7 +75,7 @@ class GroupedRows(VectorRows):
             self._groups(every, values, widths.d_v, 0) as (few, first, ask),
             b.loop(few.low, few.high, LANES, hint="j0") as j0,
         ):
-            rows = keys.apart(j0, LANES, few.n_k, widths.d, widths.d_padded, self.staging)
+            rows = keys.gather_rows(j0, LANES, few.n_k, widths.d, widths.d_padded, self.staging)
             for n, products in enumerate(self._dot_products(rows, self._queries(first), j0, ask)):
                 b.store(products, self._product(b.add(first, n), few, j0))
 
@@ -141,7 +141,7 @@ class GroupedRows(VectorRows):
         """Vectors of pairs of every two of the keys from j0 on. Of two alone, at an end, one may not be there."""
         b, n_k, width, padded = self.b, few.n_k, self.widths.d_v, self.widths.e_padded
         if number > 2:
-            rows = values.apart(j0, number, n_k, width, padded, self.staging)
+            rows = values.gather_rows(j0, number, n_k, width, padded, self.staging)
             for n in range(0, number, 2):
                 if ask is not None:
                     ask(b.add(j0, n), 2)
@@ -151,7 +151,7 @@ class GroupedRows(VectorRows):
         for k in (0, 1):
             key = b.add(j0, k)
             there = b.least(b.most(key, few.low), b.sub(few.high, 1))
-            lines = self.values.lines(values.apart(there, 1, n_k, width, padded, self.staging), 0, columns)
+            lines = self.values.lines(values.gather_rows(there, 1, n_k, width, padded, self.staging), 0, columns)
             inside = b.compare("eq", key, there, "inside")
             found.append([b.select(inside, line, b.constant(0.0, BF16)) for line in lines])
         yield self.values.paired(found)

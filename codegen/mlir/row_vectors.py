@@ -75,7 +75,7 @@ class VectorRows(RowProducts):
             with b.loop(mine.low, mine.high, lanes, hint="j0") as j0:
                 if ask is not None:
                     ask(j0)
-                rows = keys.apart(j0, lanes, mine.n_k, widths.d, widths.d_padded, self.staging)
+                rows = keys.gather_rows(j0, lanes, mine.n_k, widths.d, widths.d_padded, self.staging)
                 products = sum_rows(b, self.keys.dot_products(rows, self._query(r)))
                 b.store(products, self._product(r, mine, j0))
 
@@ -234,7 +234,7 @@ class ValueProducts:
                 if ask is not None and together > 1:
                     with b.when(b.compare("eq", b.as_value(e, "i64"), 0)):
                         ask(j0)
-                rows, sums = values.apart(j0, together, mine.n_k, width, padded, self.staging), list(sums)
+                rows, sums = values.gather_rows(j0, together, mine.n_k, width, padded, self.staging), list(sums)
                 self.add(sums, rows, together, b.at(weights, b.sub(j0, mine.start), self.stored), columns)
                 loop.yields(*sums)
             sums = loop.results

@@ -122,7 +122,7 @@ class RowReader:
         return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
 
     def prefetch(self, first: Value, count: Value | int, limit: Value, width: int) -> None:
-        """Ask for rows that will be read soon; first: as in `apart`. Those from `limit` on may not exist."""
+        """Ask for rows that will be read soon; first: as in `gather_rows`. Those from `limit` on may not exist."""
         if self.made is not None:
             return
         b, together = self.context.b, count if isinstance(count, int) else 1
@@ -135,8 +135,10 @@ class RowReader:
                 for line, column in itertools.product(lines, range(0, width, LINE // SIZE[self.memory])):
                     b.prefetch(b.at(line, column, self.memory))
 
-    def apart(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
-        """The same rows, where they may lie anywhere: a table says where. They are read in place, too. Where rows come
+    def gather_rows(
+        self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value
+    ) -> Rows:
+        """Rows that may lie anywhere: a table says where. They are read in place, too. Where rows come
         in runs, the number of the first is a multiple of `count`."""
         b, run = self.context.b, math.gcd(self.run, count)
         positions = [b.least(b.add(first, r), b.sub(limit, 1)) for r in range(0, count, run)]
@@ -258,7 +260,7 @@ class SharedRows:
         """As `RowReader.rows`, of the stretch that `fill` was called for last."""
         return Rows(pointer=self._row(first), stride=padded, memory=self.memory, dtype=self.dtype)
 
-    apart = rows
+    gather_rows = rows
 
 
 def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> tuple[Value, Value]:

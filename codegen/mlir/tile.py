@@ -95,7 +95,7 @@ class Tiles:
         self.further = FurtherOutputs(kernel, p.key_step, groups) if self.spec.further else None
         self.queries = kernel.array(groups, p.query_bytes(), "queries")
         # Scores and weights of a few groups at a time: they stay in the first-level cache.
-        together = self.together = tiling.together or p.group_step
+        together = self.together = tiling.together or p.nr
         self.scores = kernel.array(together, keys * row, "scores")
         self.factors = kernel.array(together, keys * row, "factors") if self.weight is not None else None
         self.weights = kernel.array(together, p.weight_bytes(keys), "weights")
@@ -208,17 +208,17 @@ class Tiles:
         """One key step against the set of groups from member `first` on."""
         b, p = self.b, self.products
         at = b.row(self.kernel.packed_keys, b.add(b.div(tile.block.first, p.key_step), step), p.key_bytes(), "i8")
-        members = [b.add(k, first) for k in range(p.group_step)]
+        members = [b.add(k, first) for k in range(p.nr)]
         queries = [self.queries[b.add(tile.g, m)] for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
         p.scores(at, queries, [b.row(self.scores.first, r, self.lanes) for r in rows], step, beside)
         row = b.add(tile.item.first, b.mul(b.add(tile.g, first), self.lanes))
         key, block = b.add(tile.block.first, b.mul(step, p.key_step)), self.tiling.groups * self.lanes
         for load in self.loads:
-            load.ask_ahead(row, p.group_step * self.lanes, key, p.key_step, block, self.kernel.n_k)
+            load.ask_ahead(row, p.nr * self.lanes, key, p.key_step, block, self.kernel.n_k)
 
     def score_all(self, tile: Tile) -> None:
-        b, size = self.b, self.products.group_step
+        b, size = self.b, self.products.nr
         sets = b.ceil_div(tile.here, size, "sets")
         with b.loop(0, tile.steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
             self.score(tile, step, b.mul(number, size))
@@ -232,7 +232,7 @@ class Tiles:
     def accumulate(self, tile: Tile) -> None:
         """The product with V of a tile, whole."""
         values, weights, output = self.second_product(tile)
-        sets = self.b.ceil_div(tile.here, self.products.group_step, "sets")
+        sets = self.b.ceil_div(tile.here, self.products.nr, "sets")
         self.products.accumulate_sets(values, tile.steps, weights, output, sets)
         self._end_key_span(tile)
 

@@ -99,7 +99,7 @@ class TrainingKernel(ForwardKernel):
         return replace(tiling, chain=SHORT_CHAIN) if self.extents(sizes)[-4] <= FEW_QUERIES else tiling
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """[output, what the backward needs of each row (see `training_statistics`), *further outputs]."""
+        """[output, what the backward needs of each row (see `TrainingStatistics`), *further outputs]."""
         key = (torch.get_num_threads(), *sizes, *map(Tensor.stride, operands))
         if (found := self._calls.get(key)) is None:
             shape = statistics_shape(self.spec, sizes)

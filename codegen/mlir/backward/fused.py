@@ -121,9 +121,9 @@ class VectorQueryGradient:
     def __init__(self, b: Builder, product: MultiplyAdd, groups: int, rows: int):
         self.b, self.product, self.groups, self.rows = b, product, groups, rows
         self.lanes, self.width, self.vector = product.lanes, product.e_padded, product.vector
-        self.words = self.lanes // product.per_word  # of a row of dS, in a lane group
+        self.words = self.lanes // product.kr  # of a row of dS, in a lane group
         # None where the product for dK has them.
-        self.ds_bytes = 0 if product.per_word == 1 else 4 * groups * rows * self.words
+        self.ds_bytes = 0 if product.kr == 1 else 4 * groups * rows * self.words
         self.pair_bytes = 4 * groups * self.words * self.width
         self.step_bytes = 4 * product.key_step * self.width
 
@@ -139,7 +139,7 @@ class VectorQueryGradient:
 
     def store(self, ds: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:
         """dS of one row and a lane group, unless the product for dK has it."""
-        if self.product.per_word > 1:
+        if self.product.kr > 1:
             place = self.b.row(ds, self.b.add(self.b.mul(group, self.rows), row), self.lanes, "bf16")
             self.b.store(self.b.convert("arith.truncf", pair[0], "bf16"), place)
 
@@ -148,7 +148,7 @@ class VectorQueryGradient:
 
         A row's vectors are taken in runs as long as a register tile has groups, or one less."""
         b, vectors = self.b, self.width // self.lanes
-        runs = -(-vectors // self.product.group_step)
+        runs = -(-vectors // self.product.nr)
         short, longer = divmod(vectors, runs)
         with b.loop(0, steps, hint="step") as step:
             for low, high, length in ((0, longer, short + 1), (longer, runs, short)):
@@ -164,11 +164,9 @@ class VectorQueryGradient:
 
         def add_word(sums: Sequence[Value], left: Value, g: Value, word: Value | int) -> list[Value]:
             line = b.row(keys, b.add(b.mul(g, words), word), self.width, p.word)
-            right, new = [p.load(b.at(line, n * lanes, p.word), "k") for n in range(length)], []
-            for r in range(rows):
-                ds = p.broadcast(b.at(left, b.add(word, r * words), p.word), "ds")
-                new += [p.multiply(ds, x, sums[r * length + n], "dq") for n, x in enumerate(right)]
-            return new
+            right = [p.load(b.at(line, n * lanes, p.word), "k") for n in range(length)]
+            rows_of_ds = (b.at(left, b.add(word, r * words), p.word) for r in range(rows))
+            return p.rank_one(rows_of_ds, right, sums, "ds", "dq")
 
         start, whole = [b.constant(0.0, self.vector)] * (rows * length), b.div(count, lanes)
         with b.carry(0, whole, 1, start, hint="g") as (loop, g, total):
@@ -177,7 +175,7 @@ class VectorQueryGradient:
                 total = add_word(total, left, g, word)
             loop.yields(*total)
         left = b.row(first, whole, self.rows * words, p.word)
-        last = b.ceil_div(b.rem(count, lanes), p.per_word)  # what a pair lacks is 0
+        last = b.ceil_div(b.rem(count, lanes), p.kr)  # what a pair lacks is 0
         with b.carry(0, last, 1, loop.results, hint="word") as (rest, word, total):
             rest.yields(*add_word(total, left, whole, word))
         for number, total in enumerate(rest.results):

@@ -54,7 +54,7 @@ class Lanes:
         yield self.block(scope, first, count, Span(first=first, count=count))
 
     def block(self, scope: Scope, first: Value, count: Value, span: Span) -> Block:
-        b, step = self.b, self.kernel.tiles.score_half.products.group_step
+        b, step = self.b, self.kernel.tiles.score_half.products.nr
         groups = b.ceil_div(count, self.lanes, "groups")
         padded = b.mul(b.ceil_div(groups, step), step, "padded_groups")
         return Block(scope=scope, first=first, count=count, groups=groups, padded=padded, span=span)

@@ -121,7 +121,7 @@ class BackwardTiles:
         sums = [kernel.array(2 * groups, p.e_padded * row, f"out_{x}") for p, x in zip(products, "ab", strict=True)]
         self.staging = kernel.area(8 * max(p.staging_elements() for p in products), "staging")
         kernel.finished = kernel.area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
-        self.together = products[0].group_step if products[0].overlaps else 1
+        self.together = products[0].nr if products[0].overlaps else 1
         self.staged = [kernel.array(self.together, rows * row, "staged") for _ in kernel.dense]
         self.lane_sums = kernel.array(len(kernel.lane_sums) * groups, row, "sums")
         self.packed = PackedRows(self.b, kernel.area(STATE_BYTES, "state"))
@@ -213,7 +213,7 @@ class BackwardTiles:
                 self._groups(block, rows, steps, masked)
         for half in (half for half in self.halves if half.operand in kernel.results):
             p = half.products
-            sets = b.div(block.padded, p.group_step)
+            sets = b.div(block.padded, p.nr)
             p.accumulate_sets(p.values_of(half.values, start), steps, half.weights, half.sums, sets)
         if kernel.query_gradients is not None:
             kernel.query_gradients.accumulate(block, start, steps)
@@ -227,8 +227,8 @@ class BackwardTiles:
                 if half is self.score_half:  # what will be read and written of these rows
                     ahead = Span(first=b.add(rows.first, b.mul(step, p.key_step)), count=p.key_step)
                     self.kernel.side.prefetch(block, ahead)
-                with b.loop(0, block.padded, p.group_step, hint="g") as g:
-                    members = [b.add(g, k) for k in range(p.group_step)]
+                with b.loop(0, block.padded, p.nr, hint="g") as g:
+                    members = [b.add(g, k) for k in range(p.nr)]
                     keys = self.kernel.tiling.keys
                     numbers = [b.add(b.mul(m, keys), b.mul(step, p.key_step)) for m in members]
                     places = [b.row(half.tile.first, number, self.lanes) for number in numbers]
