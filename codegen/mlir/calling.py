@@ -106,9 +106,14 @@ class Function:
 
 
 def bytes_per_thread(text: KernelText, steps: int) -> int:
-    """Bytes from one thread's part of the workspace to the next's, for a kernel that packs `steps` key steps: on pages
-    of their own, and not all parts at the same place of a page."""
-    return round_up(text.fixed_bytes + steps * text.step_bytes, 4096) + 128
+    """A thread's part of the workspace of a kernel that packs `steps` key steps."""
+    return thread_stride(text.fixed_bytes + steps * text.step_bytes)
+
+
+def thread_stride(size: int) -> int:
+    """Bytes from one thread's part of `size` bytes to the next's: on pages of their own, and not all parts at the same
+    place of a page."""
+    return round_up(size, 4096) + 128
 
 
 Launch = Callable[[Sequence[int]], bool]

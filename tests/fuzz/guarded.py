@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion.codegen.mlir import calling, launch, polynomial, row_statistics, training
+from fusion.codegen.mlir import calling, launch, training
 from fusion.codegen.mlir.backward import derived
 
 PAGE = mmap.PAGESIZE
@@ -99,7 +99,7 @@ class Bytes(int):
         return Bytes.of(int(self) + more, self.exact, self.count)
 
 
-def _apart(size: int) -> Bytes:
+def _thread_stride(size: int) -> Bytes:
     """Each thread's part of the workspace ends at a page that nobody may touch."""
     exact = -(-size // LINE) * LINE
     return Bytes.of(pages(exact) + PAGE, exact)
@@ -163,8 +163,7 @@ def measured() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (launch, training, derived):
             stack.enter_context(mock.patch.object(module, "empty_strided", _empty))
-        for module in (calling, row_statistics, polynomial):
-            stack.enter_context(mock.patch.object(module, "apart", _apart))
+        stack.enter_context(mock.patch.object(calling, "thread_stride", _thread_stride))
         yield
 
 
