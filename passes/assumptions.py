@@ -40,9 +40,9 @@ class Assumptions:
 
     def answer(self, key: Hashable, env: Any, question: Callable[[], T]) -> T:
         with env.suppress_guards():
-            found = question()
+            result = question()
         self._questions.setdefault(key, question)
-        return found
+        return result
 
 
 _current: ContextVar[Assumptions | None] = ContextVar("_current", default=None)
@@ -52,18 +52,18 @@ def ask(key: Hashable, env: Any, question: Callable[[], T]) -> T:
     """Answer to a question that torch guards on. The guard is added at once or, inside `Assumptions`, by
     `Assumptions.guard`.
     env: the ShapeEnv of the symbols in question. key: equal for equal questions."""
-    held = _current.get()
-    return question() if held is None else held.answer(key, env, question)
+    assumptions = _current.get()
+    return question() if assumptions is None else assumptions.answer(key, env, question)
 
 
 def fix(symbol: sympy.Symbol, env: Any) -> None:
     """Make a size a constant."""
-    found = ask(symbol, env, lambda: env.evaluate_expr(symbol))
-    if (held := _current.get()) is not None:
-        held.sizes[symbol] = found
+    value = ask(symbol, env, lambda: env.evaluate_expr(symbol))
+    if (assumptions := _current.get()) is not None:
+        assumptions.sizes[symbol] = value
 
 
 def known(expr: Any) -> Any:
     """Sympy expression in which sizes that are fixed now are replaced by their values."""
-    held = _current.get()
-    return expr if held is None or not held.sizes else expr.xreplace(held.sizes)
+    assumptions = _current.get()
+    return expr if assumptions is None or not assumptions.sizes else expr.xreplace(assumptions.sizes)

@@ -67,10 +67,10 @@ def materialize_aux_output(
 
 def same_grad_mode_point(root: Node, place: Node) -> Node | None:
     """The last node from `place` upwards with gradients enabled as at the root, or None."""
-    found: Node | None = place
-    while found is not None and _enabled(found)[0] != _enabled(root)[0]:
-        found = _enabled(found)[1]
-    return found
+    node: Node | None = place
+    while node is not None and _enabled(node)[0] != _enabled(root)[0]:
+        node = _enabled(node)[1]
+    return node
 
 
 def _enabled(node: Node) -> tuple[bool, Node | None]:
@@ -90,11 +90,11 @@ def split_extrema(graph: Graph, sites: Sequence[Site]) -> None:
     region, read = _known(sites)
     todo, seen = [*region], region | read
     while todo:
-        here = todo.pop()
-        for user in [user for user in here.users if user not in seen]:
+        node = todo.pop()
+        for user in [user for user in node.users if user not in seen]:
             seen.add(user)
             with contextlib.suppress(Unsupported):  # sizes that are data
-                if nodes.is_tensor(user) and nodes.shape(user) == nodes.shape(here):
+                if nodes.is_tensor(user) and nodes.shape(user) == nodes.shape(node):
                     todo.append(user)
                 elif user.target in _EXTREMA and not marks.requires_grad(user):
                     _split_extremum(graph, user)
@@ -131,11 +131,11 @@ class Symbols:
         self.graph = graph
         self.carriers: dict[str, tuple[Node, int | None]] = {}
         for node in graph.nodes:
-            held = nodes.value(node) if node.op != "output" else None
-            if isinstance(held, torch.SymInt) and held.node.expr.is_symbol:
-                self.carriers.setdefault(str(held.node.expr), (node, None))
-            elif isinstance(held, torch.Tensor) and node.op == "placeholder":
-                for dim, extent in enumerate(held.shape):
+            fake = nodes.value(node) if node.op != "output" else None
+            if isinstance(fake, torch.SymInt) and fake.node.expr.is_symbol:
+                self.carriers.setdefault(str(fake.node.expr), (node, None))
+            elif isinstance(fake, torch.Tensor) and node.op == "placeholder":
+                for dim, extent in enumerate(fake.shape):
                     if isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol:
                         self.carriers.setdefault(str(extent.node.expr), (node, dim))
 

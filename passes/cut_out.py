@@ -44,11 +44,13 @@ def cut_out(site: Site) -> CutOut | None:
         name = user_name(node)
         if not name.isidentifier() or name in _TAKEN:
             name = re.sub(r"_?\d+", "", node.name)
-        copies[node] = made = graph.placeholder(f"{name}_{seen[name]}" if seen[name] else name)
-        made.target = made.name  # as the argument is called: `sum`, `and` and the like are not free for one
+        copies[node] = placeholder = graph.placeholder(f"{name}_{seen[name]}" if seen[name] else name)
+        placeholder.target = (
+            placeholder.name
+        )  # as the argument is called: `sum`, `and` and the like are not free for one
         seen[name] += 1
     for node in sorted(region):  # topological
-        args, kwargs = (map_arg(given, copies.__getitem__) for given in (node.args, node.kwargs))
+        args, kwargs = (map_arg(arguments, copies.__getitem__) for arguments in (node.args, node.kwargs))
         copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         if marks.stop_gradient(node):
             copies[node] = graph.call_function(torch.ops.aten.detach.default, (copies[node],))
@@ -59,5 +61,5 @@ def cut_out(site: Site) -> CutOut | None:
 def _feeding(root: Node, inside: set[Node]) -> set[Node]:
     """Nodes of `inside` on a path to `root` within `inside`, without items of tuples that are computed outside of
     it."""
-    own = {node for node in inside if node.target is not operator.getitem or node.args[0] in inside}
-    return {*nodes.walk_up([root], lambda node: own.intersection(node.all_input_nodes))}
+    eligible = {node for node in inside if node.target is not operator.getitem or node.args[0] in inside}
+    return {*nodes.walk_up([root], lambda node: eligible.intersection(node.all_input_nodes))}

@@ -46,14 +46,14 @@ def before(site: Site) -> Excerpt:
     """The region of a site, as the analysis walked it, and the tensors that it starts from. Call before the rewrite."""
     region = inside(site)
     ordered = sorted(region)  # topological
-    kept = set(ordered[-LIMIT:])
-    inputs = {parent for node in kept for parent in node.all_input_nodes} - kept
+    last = set(ordered[-LIMIT:])
+    inputs = {parent for node in last for parent in node.all_input_nodes} - last
     boxes = [_box(node, "input", ()) for node in sorted(inputs) if isinstance(nodes.value(node), _DRAWN)]
-    shown = {box.name for box in boxes} | {node.name for node in kept}
+    shown = {box.name for box in boxes} | {node.name for node in last}
     for node in ordered[-LIMIT:]:
         role = "blame" if node is site.blame else "product" if _is_product(node) else "step"
         boxes.append(_box(node, role, tuple(p.name for p in node.all_input_nodes if p.name in shown)))
-    return Excerpt(nodes=tuple(boxes), left_out=len(region) - len(kept))
+    return Excerpt(nodes=tuple(boxes), left_out=len(region) - len(last))
 
 
 def after(site: Excerpt, parts: Sequence[Specified]) -> Excerpt:
@@ -103,9 +103,9 @@ def _is_product(node: Node) -> bool:
 
 
 def _box(node: Node, role: str, parents: tuple[str, ...]) -> ExcerptNode:
-    held, shape, text = nodes.value(node), "", node.op
-    if isinstance(held, torch.Tensor):
-        shape = f"{str(held.dtype).removeprefix('torch.')}[{', '.join(map(str, held.shape))}]"
+    fake, shape, text = nodes.value(node), "", node.op
+    if isinstance(fake, torch.Tensor):
+        shape = f"{str(fake.dtype).removeprefix('torch.')}[{', '.join(map(str, fake.shape))}]"
     if (packet := nodes.packet(node)) is not None:
         text = str(packet).replace(".", "::")
     elif node.op == "placeholder":

@@ -74,11 +74,11 @@ def walk_up(starts: Iterable[Node], parents: Callable[[Node], Iterable[Node]]) -
     node."""
     seen, todo = set[Node](), list(starts)
     while todo:
-        here = todo.pop()
-        if here not in seen:
-            seen.add(here)
-            yield here
-            todo += parents(here)
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += parents(node)
 
 
 def with_gradients(graph: Graph) -> Iterator[tuple[Node, bool]]:
@@ -101,25 +101,25 @@ def number(argument: Any) -> Any:
     in: torch guards on the value, and compiles again for another one. A scalar that follows from sizes alone stays a
     symbol (see `scalar`): a new length is no reason to compile again.
     """
-    held = value(argument)
+    fake = value(argument)
     if is_given_float(argument):
-        return assumptions.ask(held.node.expr, shape_environment(held), lambda: held.node.guard_float(__file__, 0))
-    return held if isinstance(held, float) else argument
+        return assumptions.ask(fake.node.expr, shape_environment(fake), lambda: fake.node.guard_float(__file__, 0))
+    return fake if isinstance(fake, float) else argument
 
 
 def scalar(argument: Any) -> float | Expr | None:
     """Float argument as `number` returns it, or as a FLOAT expression of sizes; None where it is neither."""
-    held = value(argument)
-    if isinstance(held, torch.SymFloat) and _follows_from_sizes(held):
-        return _float_from_sympy(assumptions.known(held.node.expr))
+    fake = value(argument)
+    if isinstance(fake, torch.SymFloat) and _follows_from_sizes(fake):
+        return _float_from_sympy(assumptions.known(fake.node.expr))
     plain = number(argument)
     return float(plain) if isinstance(plain, (int, float)) and not isinstance(plain, bool) else None
 
 
 def is_given_float(argument: Any) -> bool:
     """Whether an argument is a float that Dynamo made a symbol. `number` would guard on its value."""
-    held = value(argument)
-    return isinstance(held, torch.SymFloat) and held.node.has_hint() and not _follows_from_sizes(held)
+    fake = value(argument)
+    return isinstance(fake, torch.SymFloat) and fake.node.has_hint() and not _follows_from_sizes(fake)
 
 
 def _follows_from_sizes(held: torch.SymFloat) -> bool:
@@ -207,8 +207,8 @@ def _float_from_sympy(expr: sympy.Expr) -> Expr:
     if expr.is_number:
         return const(float(expr))
     if isinstance(expr, torch_sympy.ToFloat) or expr.is_integer:
-        whole = expr.args[0] if isinstance(expr, torch_sympy.ToFloat) else expr
-        return as_float(_from_sympy(whole))  # type: ignore[arg-type]
+        inner = expr.args[0] if isinstance(expr, torch_sympy.ToFloat) else expr
+        return as_float(_from_sympy(inner))  # type: ignore[arg-type]
     args = tuple(_float_from_sympy(arg) for arg in expr.args)  # type: ignore[arg-type]
     if isinstance(expr, (sympy.Add, sympy.Mul)):
         combine = functools.partial(apply, "fadd" if isinstance(expr, sympy.Add) else "fmul")
@@ -380,9 +380,9 @@ def size_hints(graph: Graph) -> dict[str, int]:
     """Example value of every symbolic size of a graph."""
     hints: dict[str, int] = {}
     for node in graph.nodes:
-        held = value(node)  # of a tensor that is made here all sizes are known from others
-        given = isinstance(held, torch.Tensor) and node.op == "placeholder"
-        extents: Iterable[Any] = _extents(held) if given else [held]
+        fake = value(node)  # of a tensor that is made here all sizes are known from others
+        is_input = isinstance(fake, torch.Tensor) and node.op == "placeholder"
+        extents: Iterable[Any] = _extents(fake) if is_input else [fake]
         for extent in extents:
             symbolic = isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol
             if symbolic and isinstance(extent.node.hint, int | None):  # else it is that of a nested tensor

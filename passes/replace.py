@@ -61,10 +61,10 @@ def _check_tables(graph: Graph, sites: Iterable[Site], symbols: Symbols) -> None
 def _checked(graph: Graph, table: Table, symbols: Symbols) -> Node:
     with graph.inserting_before(table.call):
         arguments = (table.positions, symbols.value(table.extent), table.dim, table.operation)
-        made = graph.call_function(torch.ops.fusion.table.default, arguments)
-    nodes.copy_provenance(table.call, made)
-    made.meta["val"] = nodes.value(table.positions).new_empty(nodes.value(table.positions).shape)
-    return made
+        call = graph.call_function(torch.ops.fusion.table.default, arguments)
+    nodes.copy_provenance(table.call, call)
+    call.meta["val"] = nodes.value(table.positions).new_empty(nodes.value(table.positions).shape)
+    return call
 
 
 def _replace(
@@ -114,10 +114,10 @@ def _without_gradient(graph: Graph, root: Node, part: Specified, operands: Seque
     zero."""
     spec = part.spec
     programs = [spec.score, spec.weight, spec.row_scale, *spec.sinks, *spec.values, *(f.value for f in spec.further)]
-    found = reached(*(program for program in programs if program is not None))
+    leaves = reached(*(program for program in programs if program is not None))
     if spec.mixing is not None:
-        found = _reached_through(spec.mixing, found)
-    trained = {load.operand for load in found if load.op == "load"} | {2} | ({0, 1} if SCORE in found else set())
+        leaves = _reached_through(spec.mixing, leaves)
+    trained = {load.operand for load in leaves if load.op == "load"} | {2} | ({0, 1} if SCORE in leaves else set())
     trained |= part.reached
     return [
         node
@@ -146,7 +146,7 @@ def _call(
     if part.differentiable:
         operands = _without_gradient(graph, root, part, operands)
     arguments = (operands, sizes, part.spec.to_json(), emitter)
-    held, written = list(map(nodes.value, sizes)), dict[Node, Node]()
+    size_fakes, written = list(map(nodes.value, sizes)), dict[Node, Node]()
     if part.uses:
         every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
         call = graph.call_function(operator.getitem, (every, 0))
@@ -163,5 +163,5 @@ def _call(
     else:
         call = graph.call_function(torch.ops.fusion.attention.default, arguments)
     nodes.copy_provenance(root, call)
-    call.meta["val"] = empty_result(part.spec, 0, nodes.value(root), held)
+    call.meta["val"] = empty_result(part.spec, 0, nodes.value(root), size_fakes)
     return with_merged_heads(graph, root, call, part.spec), written

@@ -81,8 +81,8 @@ def _may_be_cascade(site: Site) -> bool:
     if site.refusal is not None:
         return site.refusal.kind in _GROUNDS
     walks = [found.pullback for found in site.attentions]
-    own = {product.node for walk in walks for product in walk.products}
-    return any(own & products_above(node) for walk in walks for node in walk.loaded)
+    products = {product.node for walk in walks for product in walk.products}
+    return any(products & products_above(node) for walk in walks for node in walk.loaded)
 
 
 def _reductions(product: Node, kinds: AncestorKinds) -> list[Node]:

@@ -53,18 +53,18 @@ def read_by_distance(graph: Graph) -> None:
 def _positions(node: Node) -> Node | None:
     """Positions at which a node reads a table, if they are computed from others and have a query and a key
     dimension."""
-    found = None
+    positions = None
     if marks.mutations(node) or marks.dtensor(node):
         return None
     if packet(node) is aten.embedding:
         args = arguments(node)
-        found = None if args.get("scale_grad_by_freq") or args.get("sparse") else args["indices"]
+        positions = None if args.get("scale_grad_by_freq") or args.get("sparse") else args["indices"]
     elif packet(node) is aten.index:
-        given = [index for index in arguments(node)["indices"] if index is not None]
-        found = given[0] if len(given) == 1 else None
-    if found is None or nodes.value(found).ndim < 2 or nodes.dtype(found) not in (torch.int64, torch.int32):
+        indices = [index for index in arguments(node)["indices"] if index is not None]
+        positions = indices[0] if len(indices) == 1 else None
+    if positions is None or nodes.value(positions).ndim < 2 or nodes.dtype(positions) not in (torch.int64, torch.int32):
         return None
-    return found if found.op == "call_function" else None
+    return positions if positions.op == "call_function" else None
 
 
 class _Line:
@@ -76,8 +76,8 @@ class _Line:
         *self.outer, self.n_q, self.n_k = shape(positions)
         self.walk = PullBack({I: self.n_q, J: self.n_k}, self.n_k)
         self.made: dict[Node, Node | None] = {}
-        args, whole = arguments(node), packet(node) is aten.embedding
-        self.table, self.dim = (args["weight"], 0) if whole else (args["self"], args["indices"].index(positions))
+        args, is_embedding = arguments(node), packet(node) is aten.embedding
+        self.table, self.dim = (args["weight"], 0) if is_embedding else (args["self"], args["indices"].index(positions))
 
     def read(self) -> Node | None:
         """Replacement of the node, or None."""
@@ -170,10 +170,10 @@ class _Line:
 
     def _marked(self, target: Any, args: Any, **kwargs: Any) -> Node:
         """Call whose result has the node's gradient."""
-        made = self._call(target, args, **kwargs)
-        marks.requires_grad.set(made, marks.requires_grad(self.node))
-        marks.stop_gradient.set(made, marks.stop_gradient(self.node))
-        return made
+        call = self._call(target, args, **kwargs)
+        marks.requires_grad.set(call, marks.requires_grad(self.node))
+        marks.stop_gradient.set(call, marks.stop_gradient(self.node))
+        return call
 
     def _distances(self) -> Node:
         """j - i + n_q - 1, [n_q, n_k]."""

@@ -77,16 +77,16 @@ def _selected_by(value: Expr) -> Expr | None:
 
 
 def _grows_slowly(value: Expr) -> bool:
-    made = [arg for arg in value.args if arg.kind is Kind.FLOAT and depends_on_product(arg)]
-    if value.op == "dot" or is_bounded(value.op) or not made:
+    parts = [arg for arg in value.args if arg.kind is Kind.FLOAT and depends_on_product(arg)]
+    if value.op == "dot" or is_bounded(value.op) or not parts:
         return True
     if value.op in ("fmul", "div"):
-        made = [arg for arg in made if not is_bounded(arg.op)]
-        if len(made) > 1 or (value.op == "div" and depends_on_product(value.args[1])):
+        parts = [arg for arg in parts if not is_bounded(arg.op)]
+        if len(parts) > 1 or (value.op == "div" and depends_on_product(value.args[1])):
             return False
     elif value.op not in _SLOW:
         return False
-    return all(map(_grows_slowly, made))
+    return all(map(_grows_slowly, parts))
 
 
 _SLOW = {"fadd", "fsub", "neg", "abs", "maximum", "minimum", "where", "detach", "detach_nan", *ROUNDED.values()}
@@ -97,19 +97,19 @@ def _moved(product: Node, kinds: AncestorKinds) -> Promise | None:
     if not is_contraction(product) or nodes.dtype(product) is torch.float16:
         return None
     try:
-        found = _division(product, kinds)
-        places = None if found is None else _places(found)
+        location = _division(product, kinds)
+        places = None if location is None else _places(location)
     except Unsupported:  # a product, a view or sizes that are not understood
         return None
-    if found is None or places is None:
+    if location is None or places is None:
         return None
-    division, weights, factor, user = found.node, found.weights, found.factor, found.user
+    division, weights, factor, user = location.node, location.weights, location.factor, location.user
     if any(map(marks.mutations, (product, division, factor))) or weights in user.all_input_nodes:
         return None
     risky = marks.requires_grad(product) and _is_bare(factor, kinds) and _is_selected(weights, kinds)
     graph = product.graph
     user.replace_input_with(division, weights)
-    last, name = _sink(found, product, kinds), product.name
+    last, name = _sink(location, product, kinds), product.name
     with graph.inserting_before(last.next):
         rows = _in_rows_of(product, factor, places)
         quotient = derived(graph, product, division.target, (product, rows))
@@ -123,10 +123,10 @@ def _moved(product: Node, kinds: AncestorKinds) -> Promise | None:
 def _is_bare(factor: Node, kinds: AncestorKinds) -> bool:
     """Whether a factor may be a division by 0, or 0: a statistic to which nothing is added and that is not clamped."""
     while not is_statistic(factor):
-        made = [x for x in factor.all_input_nodes if AncestorKind.STATISTIC in kinds[x]]
-        if len(made) != 1 or packet(factor) in (aten.add, aten.clamp, aten.clamp_min, aten.maximum):
+        statistics = [x for x in factor.all_input_nodes if AncestorKind.STATISTIC in kinds[x]]
+        if len(statistics) != 1 or packet(factor) in (aten.add, aten.clamp, aten.clamp_min, aten.maximum):
             return False
-        factor = made[0]
+        factor = statistics[0]
     return True
 
 
@@ -135,10 +135,12 @@ def _is_selected(weights: Node, kinds: AncestorKinds) -> bool:
     while packet(weights) not in SOFTMAXES:
         if packet(weights) in (aten.where, aten.masked_fill):
             return True
-        made = [x for x in weights.all_input_nodes if AncestorKind.PRODUCT in kinds[x] and shape(x) == shape(weights)]
-        if len(made) != 1:
+        operands = [
+            x for x in weights.all_input_nodes if AncestorKind.PRODUCT in kinds[x] and shape(x) == shape(weights)
+        ]
+        if len(operands) != 1:
             return False
-        weights = made[0]
+        weights = operands[0]
     return False
 
 
@@ -165,31 +167,31 @@ def _division(product: Node, kinds: AncestorKinds) -> _Division | None:
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
     parts = factors(product, atoms, J)
     left = kinds.weights_are_left(parts)
-    here, index = (parts.left, parts.left_index) if left else (parts.right, parts.right_index)
+    current, index = (parts.left, parts.left_index) if left else (parts.right, parts.right_index)
     bounds, user = dict(zip(atoms, extents, strict=True)) | {J: parts.extent}, product
-    while here.op == "call_function":
-        if packet(here) in (aten.mul, aten.div) and len(here.args) == 2 and not here.kwargs:
-            pairs = [here.args, here.args[::-1]][: 2 if packet(here) is aten.mul else 1]
+    while current.op == "call_function":
+        if packet(current) in (aten.mul, aten.div) and len(current.args) == 2 and not current.kwargs:
+            pairs = [current.args, current.args[::-1]][: 2 if packet(current) is aten.mul else 1]
             for weights, factor in pairs:
                 of_row = nodes.is_tensor(factor) and AncestorKind.STATISTIC | AncestorKind.PRODUCT in kinds[factor]
-                if of_row and nodes.is_tensor(weights) and shape(weights) == shape(here):
-                    at = broadcast_index(shape(here), shape(factor), index)
-                    return _Division(node=here, weights=weights, factor=factor, user=user, index=at, bounds=bounds)
+                if of_row and nodes.is_tensor(weights) and shape(weights) == shape(current):
+                    at = broadcast_index(shape(current), shape(factor), index)
+                    return _Division(node=current, weights=weights, factor=factor, user=user, index=at, bounds=bounds)
             made = [
                 x
                 for x, _ in pairs
-                if nodes.is_tensor(x) and AncestorKind.PRODUCT in kinds[x] and shape(x) == shape(here)
+                if nodes.is_tensor(x) and AncestorKind.PRODUCT in kinds[x] and shape(x) == shape(current)
             ]
             origin = made[0] if len(made) == 1 else None
-        elif packet(here) in _SCALINGS and not is_coarser(nodes.dtype(here), nodes.dtype(product)):
-            origin = here.args[0]
-        elif (moved := source(here, index, bounds)) is not None:
+        elif packet(current) in _SCALINGS and not is_coarser(nodes.dtype(current), nodes.dtype(product)):
+            origin = current.args[0]
+        elif (moved := source(current, index, bounds)) is not None:
             origin, index = moved
         else:
             return None
-        if not isinstance(origin, Node) or len(here.users) > 1 or marks.mutations(here):
+        if not isinstance(origin, Node) or len(current.users) > 1 or marks.mutations(current):
             return None
-        here, user = origin, here
+        current, user = origin, current
     return None
 
 

@@ -78,28 +78,28 @@ def row_wise(node: Node, rows: Rows, symbols: Symbols) -> Inputs:
         raise NotRowWise
     if is_pointwise(node):
         return _broadcast(node, node.all_input_nodes, rows)
-    found = _of_view(node, rows) if rule is None else rule(node, arguments(node), rows)
-    given = tree_leaves((node.args, node.kwargs))
-    for origin, wanted in found.items():
-        if sum(argument is origin for argument in given) > 1:
+    inputs = _of_view(node, rows) if rule is None else rule(node, arguments(node), rows)
+    leaves = tree_leaves((node.args, node.kwargs))
+    for origin, wanted in inputs.items():
+        if sum(argument is origin for argument in leaves) > 1:
             raise NotRowWise  # an operand that is read in two ways
         for extent in shape(origin) if wanted.is_factor and nodes.is_tensor(origin) else ():
             symbols.require(extent)
-    return found
+    return inputs
 
 
 def _broadcast(node: Node, operands: Iterable[Node], rows: Rows) -> Inputs:
     """Rows of operands that are broadcast with each other."""
-    own, found = shape(node), {}
+    result, inputs = shape(node), {}
     for operand in filter(nodes.is_tensor, operands):
         extents = shape(operand)
-        dim = rows.dim - len(own) + len(extents)
+        dim = rows.dim - len(result) + len(extents)
         if dim < 0 or extents[dim] is ONE:
             continue
-        if extents[dim] is not own[rows.dim]:
+        if extents[dim] is not result[rows.dim]:
             raise NotRowWise
-        found[operand] = rows.at(dim)
-    return found
+        inputs[operand] = rows.at(dim)
+    return inputs
 
 
 _RULES: dict[Any, Rule] = {}
@@ -120,11 +120,11 @@ def _product(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     if min(len(shape(left)), len(shape(right)), rank) < 2:
         raise NotRowWise
     behind = rank - 1 - rows.dim
-    found = _broadcast(node, added, rows)
+    inputs = _broadcast(node, added, rows)
     if behind > 1:
-        return found | _broadcast(node, (left, right), rows)
+        return inputs | _broadcast(node, (left, right), rows)
     operand = left if behind else right
-    return found | {operand: rows.at(len(shape(operand)) - 1 - behind)}
+    return inputs | {operand: rows.at(len(shape(operand)) - 1 - behind)}
 
 
 @_rule(aten.scaled_dot_product_attention)
@@ -132,10 +132,10 @@ def _attention(node: Node, args: dict[str, Any], rows: Rows) -> Inputs:
     if rows.dim != len(shape(node)) - 2 or rows.is_factor:
         raise NotRowWise
     query, mask = args["query"], args["attn_mask"]
-    found = {query: rows.at(len(shape(query)) - 2)}
+    inputs = {query: rows.at(len(shape(query)) - 2)}
     if mask is not None and len(extents := shape(mask)) > 1 and extents[-2] is not ONE:
-        found[mask] = rows.at(len(extents) - 2)
-    return found
+        inputs[mask] = rows.at(len(extents) - 2)
+    return inputs
 
 
 @_rule(aten.layer_norm, aten.rms_norm)
@@ -194,9 +194,9 @@ def _of_view(node: Node, rows: Rows) -> Inputs:
     bounds |= {row: rows.extent, outer: rows.outer, inner: rows.inner}
     high, low = (integers.integer(0) if bounds[x] is ONE else x for x in (outer, inner))
     index[rows.dim] = integers.add(integers.mul(integers.add(integers.mul(high, rows.extent), row), rows.inner), low)
-    if (found := source(node, tuple(index), bounds)) is None:
+    if (element := source(node, tuple(index), bounds)) is None:
         raise NotRowWise
-    origin, places = found
+    origin, places = element
     depending = [dim for dim, place in enumerate(places) if contains(place, row)]
     if not depending and packet(node) in EXPANSIONS:
         return {}

@@ -57,11 +57,11 @@ def _tried(
         promises = change.apply(copy.graph, {copies[site.anchor]: site for site in candidates})
         if not promises:
             return None
-        found = find_sites(copy.graph, reads)
-        attentions = {site.anchor.name: site for site in pending(found)}
+        new_sites = find_sites(copy.graph, reads)
+        attentions = {site.anchor.name: site for site in pending(new_sites)}
         candidates = [s for s in candidates if (n := s.anchor.name) in promises and promises[n](attentions)]
         if len(candidates) == len(promises):
-            return copy, found, promises
+            return copy, new_sites, promises
     return None
 
 
@@ -75,6 +75,6 @@ def copied(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
         marks.carry_nodes(copy, copies)
         if node.op == "placeholder":
             carry_source(node, copy)
-    made = GraphModule(module, graph)
-    made.meta = dict(module.meta)
-    return made, copies
+    copied_module = GraphModule(module, graph)
+    copied_module.meta = dict(module.meta)
+    return copied_module, copies

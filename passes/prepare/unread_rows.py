@@ -101,21 +101,21 @@ def _is_returned(node: Node) -> bool:
 
 def _rewrite(graph: Graph, read: Mapping[Node, Rows | None], inputs: Mapping[Node, Inputs]) -> None:
     """Replace nodes by ones that compute only the rows that are read."""
-    symbols, made = Symbols(graph), dict[Node, Node]()
+    symbols, replacements = Symbols(graph), dict[Node, Node]()
     mode = detect_fake_mode([nodes.value(node) for node in graph.nodes])
     assert mode is not None
     for node in list(graph.nodes):
         with graph.inserting_before(node), mode, torch.no_grad(), enable_python_dispatcher():
             if (rows := read[node]) is not None:
-                if node.target is operator.getitem and node.args[0] not in made:
+                if node.target is operator.getitem and node.args[0] not in replacements:
                     continue  # several results, made whole
                 parts = {
-                    origin: made.get(origin) or _part(graph, origin, wanted, symbols)
+                    origin: replacements.get(origin) or _part(graph, origin, wanted, symbols)
                     for origin, wanted in inputs[node].items()
                 }
-                made[node] = _of_parts(graph, node, rows, parts, symbols)
-            elif node in inputs and (origin := node.all_input_nodes[0]) in made:
-                _select_all(node, made[origin])
+                replacements[node] = _of_parts(graph, node, rows, parts, symbols)
+            elif node in inputs and (origin := node.all_input_nodes[0]) in replacements:
+                _select_all(node, replacements[origin])
     nodes.erase_unused(graph, nodes.impurity())
 
 
@@ -144,11 +144,11 @@ def _of_parts(graph: Graph, node: Node, rows: Rows, parts: Mapping[Node, Node], 
     elif kind is aten.scaled_dot_product_attention and arguments(node)["is_causal"]:
         given = arguments(node) | {"is_causal": False, "attn_mask": _causal(graph, node, rows)}
         args, kwargs = (), map_arg(given, lambda given: parts.get(given, given))
-    made = graph.call_function(target, args, kwargs)
+    call = graph.call_function(target, args, kwargs)
     value = target(*map_arg(args, nodes.value), **map_arg(kwargs, nodes.value))
-    made.meta = {**node.meta, "val": value}
-    assert not nodes.is_tensor(node) or list(shape(made)) == rows.within(shape(node)), (node, rows)
-    return made
+    call.meta = {**node.meta, "val": value}
+    assert not nodes.is_tensor(node) or list(shape(call)) == rows.within(shape(node)), (node, rows)
+    return call
 
 
 def _select_all(node: Node, part: Node) -> None:

@@ -92,15 +92,15 @@ def stored(
     inner = type(walk_)(walk_.bounds | {column: extent}, walk_.keys, walk_.anchor)
     inner.reads_tables = True
     try:
-        whole = rebuild(inner.value(here, index), lambda part: _unrounded(part, nodes.dtype(here)))
+        operand = rebuild(inner.value(here, index), lambda part: _unrounded(part, nodes.dtype(here)))
     except Unsupported:
         return None
     unread = ("dot", "softmax", "reduce", "hash", *ROUNDED.values())
-    if any(part.op in unread for part in walk(whole)) or _is_kept(inner, here):
+    if any(part.op in unread for part in walk(operand)) or _is_kept(inner, here):
         return None
-    element, scale = _split(whole, column)
+    element, scale = _split(operand, column)
     if not accept(scale):
-        element, scale = whole, ONE
+        element, scale = operand, ONE
     source = _Source(inner, element, here, row, column, extent)
     if not source.pays():
         return None
@@ -138,8 +138,8 @@ class _Source:
 
     def pays(self) -> bool:
         """Whether kernels can read it, and fewer bytes are read than from a copy."""
-        found = [self._node(read) for read in loads(self.element)]
-        if not {self.row.name, self.column.name} <= coordinates(self.element) or not all(map(_is_readable, found)):
+        sources = [self._node(read) for read in loads(self.element)]
+        if not {self.row.name, self.column.name} <= coordinates(self.element) or not all(map(_is_readable, sources)):
             return False
         trained = self.inner.anchor is not None and marks.requires_grad(self.inner.anchor)
         if self.plain is not None:

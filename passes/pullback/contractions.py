@@ -253,17 +253,17 @@ def _expand_ellipsis(term: str, rank: int) -> str:
 
 def products_above(node: Node) -> set[Node]:
     """Products of two tensors among the ancestors of a node, up to linear layers."""
-    found, seen, stack = set[Node](), set[Node](), [node]
+    products, seen, stack = set[Node](), set[Node](), [node]
     while stack:
-        here = stack.pop()
-        if here in seen or here.op != "call_function":
+        current = stack.pop()
+        if current in seen or current.op != "call_function":
             continue
-        seen.add(here)
-        if is_contraction(here) or is_distance(here):
-            found.add(here)
-        elif packet(here) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
-            stack.extend(here.all_input_nodes)
-    return found
+        seen.add(current)
+        if is_contraction(current) or is_distance(current):
+            products.add(current)
+        elif packet(current) not in (aten.linear, aten.addmm, aten.layer_norm, aten.embedding):
+            stack.extend(current.all_input_nodes)
+    return products
 
 
 def strip_scale(node: Node) -> tuple[Node, float]:

@@ -35,9 +35,9 @@ def folded(here: Node, index: Index) -> Expr | None:
         return None
     if not marks.affine.on(here):
         marks.affine.set(here, _affine(value))
-    if (found := marks.affine(here)) is None:
+    if (affine := marks.affine(here)) is None:
         return None
-    offset, steps = found
+    offset, steps = affine
     if not any(steps):
         return const(offset, kind)
     if kind is not Kind.INT:
@@ -57,12 +57,12 @@ def known(here: Node) -> Tensor | None:
     stack = [here]
     while stack:
         node = stack[-1]
-        found = [marks.folded(parent) for parent in node.all_input_nodes if marks.folded.on(parent)]
+        values = [marks.folded(parent) for parent in node.all_input_nodes if marks.folded.on(parent)]
         if marks.folded.on(node):
             stack.pop()
-        elif not _may_fold(node) or any(value is _UNKNOWN for value in found):
+        elif not _may_fold(node) or any(value is _UNKNOWN for value in values):
             marks.folded.set(node, _UNKNOWN)
-        elif len(found) < len(node.all_input_nodes):
+        elif len(values) < len(node.all_input_nodes):
             stack += [parent for parent in node.all_input_nodes if not marks.folded.on(parent)]
         else:
             marks.folded.set(node, _evaluate(node))
@@ -84,12 +84,12 @@ def _may_fold(here: Node) -> bool:
     """Whether a node computes a small tensor on the CPU, the same at every call, and changes nothing in place."""
     if here.op != "call_function" or not nodes.is_tensor(here) or not isinstance(here.target, OpOverload):
         return False
-    held = nodes.value(here)
-    if any(isinstance(extent, torch.SymInt) for extent in held.shape) or held.numel() > LARGEST:
+    fake = nodes.value(here)
+    if any(isinstance(extent, torch.SymInt) for extent in fake.shape) or fake.numel() > LARGEST:
         return False
     changing = marks.mutations(here) or nodes.writes(here)
     random = torch.Tag.nondeterministic_seeded in here.target.tags
-    return held.device.type == "cpu" and not changing and not random and not held.is_complex()
+    return fake.device.type == "cpu" and not changing and not random and not fake.is_complex()
 
 
 def _affine(value: Tensor) -> tuple[float, list[float]] | None:

@@ -74,7 +74,7 @@ class HeadSum:
 def head_sum(here: Node) -> HeadSum | None:
     """A node as a sum over a batch dimension of a product, such as the heads of scores or weights; None for other
     nodes."""
-    return next((found for found in _sums(here) if is_batch(found.mixed, found.dims.index(None))), None)
+    return next((candidate for candidate in _sums(here) if is_batch(candidate.mixed, candidate.dims.index(None))), None)
 
 
 def _sums(here: Node) -> Iterator[HeadSum]:
@@ -125,7 +125,7 @@ def is_batch(here: Node, dim: int) -> bool:
     index: Index = tuple(coord(f"r{k}") for k in range(len(extents)))
     summed, bounds = index[dim].name, dict(zip(index, extents, strict=True))
     for _ in range(_MAX_STEPS):
-        mixing = next((found for found in _sums(here) if summed in coordinates(index[found.to])), None)
+        mixing = next((candidate for candidate in _sums(here) if summed in coordinates(index[candidate.to])), None)
         if mixing is not None:  # heads that were mixed before
             here, index = mixing.mixed, mixing.mixed_index(index, index[mixing.to])
             continue
@@ -157,29 +157,29 @@ def _has_dimension(origin: Node, here: Node, index: Index, name: str) -> bool:
     if not is_tensor(origin) or len(shape(origin)) != len(index):
         return False
     pairs = zip(shape(origin), shape(here), index, strict=True)
-    return all(own is its for own, its, entry in pairs if name in coordinates(entry))
+    return all(extent is its for extent, its, entry in pairs if name in coordinates(entry))
 
 
 def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     """Element at an index of a node that mixes heads of scores or weights; None for any other node."""
-    if (found := head_sum(here)) is None:
+    if (summed := head_sum(here)) is None:
         return None
-    for extent in (nodes.value(found.mixed).shape[found.dims.index(None)], nodes.value(here).shape[found.to]):
+    for extent in (nodes.value(summed.mixed).shape[summed.dims.index(None)], nodes.value(here).shape[summed.to]):
         nodes.specialize(extent)
-    if not (extent := found.extent).is_const or not extent.integer <= MOST_HEADS:
+    if not (extent := summed.extent).is_const or not extent.integer <= MOST_HEADS:
         raise Unsupported(Ground.HEADS_MIXED, f"{extent} heads are mixed; kernels mix up to {MOST_HEADS}", None, here)
     within = {name for entry in index for name in coordinates(entry) if name.startswith("h")}
     head = coord(f"h{len(within)}")
     pullback.bounds[head] = extent
-    value = pullback.value(found.mixed, found.mixed_index(index, head))
-    matrix = pullback.value(found.matrix, found.matrix_index(index, head, integers.integer(0)))
+    value = pullback.value(summed.mixed, summed.mixed_index(index, head))
+    matrix = pullback.value(summed.matrix, summed.matrix_index(index, head, integers.integer(0)))
     if not depends_on_product(value) or depends_on_product(matrix):
         return None
-    if index[found.to].op != "coord":
+    if index[summed.to].op != "coord":
         raise Unsupported(Ground.HEADS_MIXED, "the mixed dimension is not one of heads alone", None, here)
-    own = pullback.value(found.mixed, found.mixed_index(index, index[found.to]))
-    result = node("mix", (matrix, value, index[found.to], own), Kind.FLOAT, head.name)
-    return result if found.bias is None else result + pullback.value(found.bias, (index[found.to],))
+    own_value = pullback.value(summed.mixed, summed.mixed_index(index, index[summed.to]))
+    result = node("mix", (matrix, value, index[summed.to], own_value), Kind.FLOAT, head.name)
+    return result if summed.bias is None else result + pullback.value(summed.bias, (index[summed.to],))
 
 
 def split_weights(weight: Expr) -> tuple[HeadMix, Expr] | None:
@@ -208,19 +208,19 @@ def split_scores(score: Expr) -> tuple[HeadMix, Expr] | None:
 
 def _without(expr: Expr, mix: Expr, leaf: Expr) -> tuple[Expr, bool]:
     """(the expression with `leaf` for a sum over heads, whether the head's own value is a part of it: x + mix(x))."""
-    own, joined = mix.args[-1], []
+    own_value, joined = mix.args[-1], []
 
     def whole(part: Expr) -> Expr | None:
         terms = _addends(part)
-        if terms.count(mix) != 1 or own not in terms:
+        if terms.count(mix) != 1 or own_value not in terms:
             return None
-        terms.remove(own)
+        terms.remove(own_value)
         joined.append(part)
         return functools.reduce(functools.partial(apply, "fadd"), (leaf if term is mix else term for term in terms))
 
-    found = rebuild(expr, whole)
-    if len(joined) == 1 and not contains(found, mix):
-        return found, True
+    result = rebuild(expr, whole)
+    if len(joined) == 1 and not contains(result, mix):
+        return result, True
     return substitute(expr, {mix: leaf}), False
 
 
@@ -232,12 +232,12 @@ def _outermost(expr: Expr, *beyond: str) -> Expr | None:
     """First sum over heads from the root of an expression downwards, not below these operations."""
     stack, seen = [expr], set[Expr]()
     while stack:
-        here = stack.pop()
-        if here.op == "mix":
-            return here
-        if here not in seen and here.op not in beyond:
-            seen.add(here)
-            stack += here.args
+        current = stack.pop()
+        if current.op == "mix":
+            return current
+        if current not in seen and current.op not in beyond:
+            seen.add(current)
+            stack += current.args
     return None
 
 
@@ -259,15 +259,15 @@ def named(
         )
     if any(bounds[mixed.head] is not bounds[axis] for mixed in every):
         raise Unsupported(Ground.HEADS_MIXED, "mixing changes the number of heads")
-    own = dict.fromkeys([mixed.head for mixed in every], axis)
+    renaming = dict.fromkeys([mixed.head for mixed in every], axis)
 
     def of_head(expr: Expr) -> Expr:
-        return substitute(expr, own)
+        return substitute(expr, renaming)
 
     sums = {}
     for name in ("mixed_scores", "mixed_weights"):
         if (summed := getattr(core, name)) is not None:
-            matrix = substitute(summed.matrix, own | {summed.head: HEAD})
+            matrix = substitute(summed.matrix, renaming | {summed.head: HEAD})
             sums[name] = replace(summed, matrix=matrix, program=of_head(summed.program))
     query, key = (
         replace(access, index=tuple(map(of_head, access.index)), value=access.value and of_head(access.value))

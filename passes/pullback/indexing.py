@@ -235,8 +235,8 @@ def _index_put(pullback: PullBack, here: Node, args: dict[str, Any], index: Inde
         return None
     first, mask = masks[0]
     chosen = pullback.value(mask, index[first : first + len(shape(mask))])
-    given = pullback.value(args["self"], index), chosen, pullback.value(args["values"], ())
-    return pointwise.build(aten.masked_fill, casts.Call(args=given, kwargs={}, dtype=nodes.dtype(here)))
+    arguments = pullback.value(args["self"], index), chosen, pullback.value(args["values"], ())
+    return pointwise.build(aten.masked_fill, casts.Call(args=arguments, kwargs={}, dtype=nodes.dtype(here)))
 
 
 OPERATIONS: dict[object, Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]] = {

@@ -51,8 +51,8 @@ def decided_otherwise(here: Node, value: Expr, pulled: Set[Node], loaded: Sequen
     value: the node's pulled-back expression. pulled: nodes that are in the program now. loaded: those that it loads.
     anchor: the product with V.
     """
-    given = any(nodes.is_tensor(node) and _is_float(node) for node in here.all_input_nodes)
-    if not given or (_is_float(here) and nodes.packet(here) not in _ROUNDING):
+    has_float_input = any(nodes.is_tensor(node) and _is_float(node) for node in here.all_input_nodes)
+    if not has_float_input or (_is_float(here) and nodes.packet(here) not in _ROUNDING):
         return False
     wide = torch.float64 if anchor is not None and nodes.dtype(anchor) is torch.float64 else torch.float32
     others = {dtype for dtype in _dtypes(here, pulled) if dtype is not wide}

@@ -72,15 +72,15 @@ def locate(
     the tensor that it computes. accept: whether the caller can apply the scale of a stored operand.
     """
     bounds, dtype = walk.bounds | {column: extent}, nodes.dtype(here)
-    held = stored(walk, here, index, row, column, extent, accept)
-    if held is not None and not changes(held.passed, walk.anchor):
-        walk.interior |= dict.fromkeys(held.passed)
-        walk.scales |= held.scales
-        return Access(node=held.node, index=held.index, dtype=dtype, value=held.value), held.scale
-    found, scale, found_scale = None, 1.0, 1.0
+    cached = stored(walk, here, index, row, column, extent, accept)
+    if cached is not None and not changes(cached.passed, walk.anchor):
+        walk.interior |= dict.fromkeys(cached.passed)
+        walk.scales |= cached.scales
+        return Access(node=cached.node, index=cached.index, dtype=dtype, value=cached.value), cached.scale
+    access, scale, access_scale = None, 1.0, 1.0
     while True:
         if linear_in(index, row, column):
-            found, found_scale = Access(node=here, index=index, dtype=dtype), scale
+            access, access_scale = Access(node=here, index=index, dtype=dtype), scale
         stripped, scaled = _without_scale(here, scale) if column is C else (here, scale)
         if stripped is not here and not changes(passed := _between(here, stripped), walk.anchor):
             walk.interior |= dict.fromkeys(passed)
@@ -90,11 +90,11 @@ def locate(
             break
         walk.interior[here] = None
         here, index = moved
-    if found is None:
+    if access is None:
         raise Unsupported(
             Ground.LAYOUT, "an operand of the product is indexed in a way that is not linear in its row and column"
         )
-    return found, const(found_scale)
+    return access, const(access_scale)
 
 
 def _without_scale(here: Node, scale: float) -> tuple[Node, float]:

@@ -38,8 +38,8 @@ _DTYPES = {name: dtype for dtype, name in ROUNDED.items()}
 
 def first_infinite(dtype: torch.dtype) -> float:
     """Smallest number that rounds to infinity."""
-    held = torch.finfo(dtype)
-    return math.ldexp(1 - held.eps / 4, math.frexp(held.max)[1])
+    limits = torch.finfo(dtype)
+    return math.ldexp(1 - limits.eps / 4, math.frexp(limits.max)[1])
 
 
 class Narrow:
@@ -73,10 +73,10 @@ class Narrow:
         if part.op == "const":
             return (part.value, part.value) if math.isfinite(part.value) else (0.0, 0.0)
         if part.op == "to_float":
-            whole = part.args[0]
-            if any(p.op == "load" for p in walk(whole)):
+            integer = part.args[0]
+            if any(p.op == "load" for p in walk(integer)):
                 return INDICATOR
-            low, high = self._integers(whole)
+            low, high = self._integers(integer)
             return float(low), float(high)
         if part.op == "load":
             return self._of_load(part)
@@ -93,11 +93,11 @@ class Narrow:
         """Range of a loaded value. bfloat16 ends where float32 does, but for the last 0.2 %: a value beyond one is
         beyond both."""
         tensor = self._tensor(part)
-        held = nodes.dtype(tensor)
+        tensor_dtype = nodes.dtype(tensor)
         bare = not coordinates(part) & {"i", "j"} or is_learned(tensor)
-        if bare or held is self.dtype is torch.bfloat16:
+        if bare or tensor_dtype is self.dtype is torch.bfloat16:
             return ORDINARY
-        largest = min(torch.finfo(held).max, torch.finfo(torch.float32).max)
+        largest = min(torch.finfo(tensor_dtype).max, torch.finfo(torch.float32).max)
         return -largest, largest
 
 
@@ -107,15 +107,15 @@ def is_learned(node: Node) -> bool:
     seen: set[Node] = set()
     stack = [node]
     while stack:
-        here = stack.pop()
-        if here in seen or not nodes.is_tensor(here) or not nodes.dtype(here).is_floating_point:
+        current = stack.pop()
+        if current in seen or not nodes.is_tensor(current) or not nodes.dtype(current).is_floating_point:
             continue
-        seen.add(here)
-        numbers = [arg for arg in (*here.args, *here.kwargs.values()) if isinstance(arg, (int, float))]
+        seen.add(current)
+        numbers = [arg for arg in (*current.args, *current.kwargs.values()) if isinstance(arg, (int, float))]
         if len(seen) > MAX_STEPS or any(number <= FILL for number in numbers):
             return False
-        tensors = [parent for parent in here.all_input_nodes if nodes.is_tensor(parent)]
-        if not tensors and not isinstance(here.meta.get("example_value"), torch.nn.Parameter):
+        tensors = [parent for parent in current.all_input_nodes if nodes.is_tensor(parent)]
+        if not tensors and not isinstance(current.meta.get("example_value"), torch.nn.Parameter):
             return False
         stack += tensors
     return bool(seen)
@@ -126,8 +126,8 @@ def _result(op: str, spans: list[Span]) -> Span:
     if op in _SELECTIONS:  # an infinity hides in a span of zeros, and leaves the other argument
         return min(low for low, _ in spans), max(high for _, high in spans)
     if op in _DTYPES:
-        held = torch.finfo(_DTYPES[op])
-        return max(spans[0][0], held.min), min(spans[0][1], held.max)
+        limits = torch.finfo(_DTYPES[op])
+        return max(spans[0][0], limits.min), min(spans[0][1], limits.max)
     if not spans:
         return INDICATOR
     corners = torch.tensor(list(itertools.product(*spans)), dtype=torch.float64).unbind(1)

@@ -143,10 +143,10 @@ def _bitwise_and(call: Call) -> Expr | None:
     value, mask = (mask, value) if value.is_const else (value, mask)
     if not mask.is_const:
         return None
-    bits, held = mask.integer, torch.iinfo(call.dtype)
+    bits, limits = mask.integer, torch.iinfo(call.dtype)
     if bits > 0 and bits & (bits + 1) == 0:
         return integers.mod(value, bits + 1)
-    dropped = -bits if bits < 0 else held.max + 1 - bits if held.min == 0 else 0
+    dropped = -bits if bits < 0 else limits.max + 1 - bits if limits.min == 0 else 0
     return integers.sub(value, integers.mod(value, dropped)) if dropped and dropped & (dropped - 1) == 0 else None
 
 

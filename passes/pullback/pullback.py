@@ -145,10 +145,10 @@ class PullBack:
         """Node at fault for a problem with a value of this walk: that of the expression in question, or else the last
         tensor that had to be loaded although it depends on a product of two tensors."""
         if problem.expr is not None:
-            for (here, _), expr in self._memo.items():
+            for (node, _), expr in self._memo.items():
                 if expr is problem.expr:
-                    return here
-        taken = [here for here in self.loaded if here.op == "call_function" and products_above(here)]
+                    return node
+        taken = [node for node in self.loaded if node.op == "call_function" and products_above(node)]
         return max(taken, default=None)
 
     def _value(self, here: Node, index: Index) -> Expr:
@@ -217,21 +217,21 @@ class PullBack:
         """An argument of a pointwise call at `index` of its result of shape `extents`."""
         if not isinstance(value, Node):
             return value
-        held = nodes.value(value)
-        if isinstance(held, torch.Tensor):
+        fake = nodes.value(value)
+        if isinstance(fake, torch.Tensor):
             return self.value(value, broadcast_index(extents, shape(value), index))
-        if isinstance(held, (torch.SymInt, int)):
-            return nodes.size_expr(held)
-        if (found := nodes.scalar(value)) is not None:
-            return found
+        if isinstance(fake, (torch.SymInt, int)):
+            return nodes.size_expr(fake)
+        if (number := nodes.scalar(value)) is not None:
+            return number
         raise Unsupported(Ground.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({value.name})")
 
     def _computed(self, here: Node, index: Index) -> Expr | None:
         """The element as an expression, or None where it is to be loaded."""
         if here.op != "call_function":
             return indexing.literal(here)
-        if (found := mixed(self, here, index)) is not None:
-            return found
+        if (head_mix := mixed(self, here, index)) is not None:
+            return head_mix
         kind = packet(here)
         if kind in pointwise.BUILDERS:
             return self._pointwise(here, index)
@@ -272,10 +272,10 @@ class PullBack:
 
     def cast(self, value: Expr, dtype: torch.dtype) -> Expr | None:
         """`value.to(dtype)`, rounded as that requires; None where no kernel rounds to it."""
-        found = self._held(casts.cast(value, dtype), dtype)
-        if found is None or value.kind is not Kind.FLOAT or not is_coarser(dtype, self._precision):
-            return found
-        return narrowed_to(found, dtype, self._precision, self._dtype_of)
+        rounded = self._held(casts.cast(value, dtype), dtype)
+        if rounded is None or value.kind is not Kind.FLOAT or not is_coarser(dtype, self._precision):
+            return rounded
+        return narrowed_to(rounded, dtype, self._precision, self._dtype_of)
 
     def _held(self, value: Expr | None, dtype: torch.dtype) -> Expr | None:
         return value if value is None or dtype not in self._narrow else self._narrow[dtype](value)
@@ -298,8 +298,8 @@ class PullBack:
         if value.kind is Kind.INT and dtype in ROUNDED and not is_exact(self._limits(value), dtype):
             return apply(ROUNDED[dtype], as_float(value))
         if value.op == "to_float" and casts.kind_of(dtype) is Kind.INT:
-            whole = value.args[0]
-            return whole if is_exact(self._limits(whole), nodes.dtype(origin)) else None
+            integer = value.args[0]
+            return integer if is_exact(self._limits(integer), nodes.dtype(origin)) else None
         return self.cast(value, dtype)
 
     def _dropout(self, here: Node, args: dict[str, Any], index: Index) -> Expr | None:

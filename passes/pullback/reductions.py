@@ -56,8 +56,8 @@ def _log_softmax(pullback: PullBack, here: Node, args: dict[str, Any], index: In
 
 def _cast(pullback: PullBack, columns: tuple[Expr, ...], dtype: torch.dtype) -> tuple[Expr, ...] | None:
     """The columns in another dtype; None where no kernel rounds to it."""
-    found = tuple(cast for column in columns if (cast := pullback.cast(column, dtype)) is not None)
-    return found if len(found) == len(columns) else None
+    cast_columns = tuple(cast for column in columns if (cast := pullback.cast(column, dtype)) is not None)
+    return cast_columns if len(cast_columns) == len(columns) else None
 
 
 def _columns(pullback: PullBack, origin: Node, index: Index, dim: int, offset: int) -> tuple[Expr, ...] | None:
@@ -98,10 +98,10 @@ def reduction(
         if columns is not None and (dtype := args.get("dtype")) is not None:
             columns = _cast(pullback, columns, dtype)
         if columns is not None and depends_on_product(columns[0]):
-            found = node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
+            reduced = node("reduce", tuple(map(of_each, columns)), Kind.FLOAT, name)
             if name == "logsumexp":
-                return _rounded_where_far(found, nodes.dtype(here))
-            return _attached(pullback, found) if name == "max" else found
+                return _rounded_where_far(reduced, nodes.dtype(here))
+            return _attached(pullback, reduced) if name == "max" else reduced
     return None
 
 
@@ -139,11 +139,11 @@ def _attached(pullback: PullBack, maximum: Expr) -> Expr:
     if bare == maximum.args:
         return maximum
     alone = (rebuild(column, lambda part: ZERO if part.op == "detach" else None) for column in maximum.args)
-    found = node("reduce", bare, Kind.FLOAT, "max")
+    attached = node("reduce", bare, Kind.FLOAT, "max")
     if not any(map(depends_on_product, alone)):
         return node("reduce", bare, Kind.FLOAT, "detached max")
     pullback.partly_detached = True
-    return found
+    return attached
 
 
 def _behind(part: Expr) -> Expr | None:
@@ -191,7 +191,7 @@ _made_from_product: WeakKeyDictionary[Expr, bool] = WeakKeyDictionary()
 
 def depends_on_product(expr: Expr) -> bool:
     """Whether an expression contains a "dot" leaf; cached for the operands, so that nothing is walked twice."""
-    found = _made_from_product.get(expr)
-    if found is None:
-        found = _made_from_product[expr] = expr.op == "dot" or any(map(depends_on_product, expr.args))
-    return found
+    depends = _made_from_product.get(expr)
+    if depends is None:
+        depends = _made_from_product[expr] = expr.op == "dot" or any(map(depends_on_product, expr.args))
+    return depends

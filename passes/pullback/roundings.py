@@ -37,8 +37,8 @@ def rounded_at(here: Node, value: Expr, precision: torch.dtype, held: Held) -> E
     dtype = nodes.dtype(here)
     if not is_coarser(dtype, precision):
         return value
-    given = (nodes.dtype(x) for x in here.all_input_nodes if nodes.is_tensor(x))
-    narrowed = any(origin.is_floating_point and is_coarser(dtype, origin) for origin in given)
+    dtypes = (nodes.dtype(x) for x in here.all_input_nodes if nodes.is_tensor(x))
+    narrowed = any(origin.is_floating_point and is_coarser(dtype, origin) for origin in dtypes)
     of_scores = depends_on_product(value)
     if not narrowed and (of_scores or all(part.op != ROUNDED.get(dtype) for part in walk(value))):
         return value

@@ -86,18 +86,18 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr], reads_m
 
 
 def _scale(scale: Any, d: Expr) -> Expr:
-    if scale is not None and (found := nodes.scalar(scale)) is not None:
-        return casts.operand(found, Kind.FLOAT)
+    if scale is not None and (number := nodes.scalar(scale)) is not None:
+        return casts.operand(number, Kind.FLOAT)
     if scale is not None or not d.is_const:
         raise Unsupported(Ground.RUN_TIME_SCALAR, "a scale or head dimension that is computed at run time")
     return const(1 / math.sqrt(d.integer) if d.integer else 1.0)
 
 
 def _batch_index(tensor: Node, batch: Index, extents: Index, grouped: bool, heads: Expr | None, bounds) -> Index:
-    own = shape(tensor)[:-2]
-    at = broadcast_index(extents, own, batch)
-    if grouped and heads is not None and own[-1] is not heads:
-        group = heads.integer // own[-1].integer
+    tensor_batch = shape(tensor)[:-2]
+    at = broadcast_index(extents, tensor_batch, batch)
+    if grouped and heads is not None and tensor_batch[-1] is not heads:
+        group = heads.integer // tensor_batch[-1].integer
         at = (*at[:-1], integers.floordiv(batch[-1], group, bounds))
     return at
 

@@ -69,17 +69,17 @@ class Numbers:
 def indexed(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """Indexing by tensors, as in `mask[batch_idx, kv_idx]` or `cache[table]`."""
     origin, tensors = args["self"], args["indices"]
-    given = [t for t in tensors if t is not None]
-    if any(not nodes.is_tensor(t) or nodes.dtype(t) not in (torch.int64, torch.int32) for t in given):
+    tables = [t for t in tensors if t is not None]
+    if any(not nodes.is_tensor(t) or nodes.dtype(t) not in (torch.int64, torch.int32) for t in tables):
         return None
     first = next(k for k, t in enumerate(tensors) if t is not None)
-    if any(t is None for t in tensors[first : first + len(given)]):
+    if any(t is None for t in tensors[first : first + len(tables)]):
         return None
-    rank = max(len(shape(t)) for t in given)
+    rank = max(len(shape(t)) for t in tables)
     extents = shape(here)
     own, common = index[first : first + rank], extents[first : first + rank]
     positions = []
-    for k, tensor in enumerate(given):
+    for k, tensor in enumerate(tables):
         at = broadcast_index(common, shape(tensor), own)
         position = _position(pullback, here, tensor, at, first + k)
         if position is None:

@@ -76,17 +76,22 @@ class _Rule:
 def as_torch_differentiates(packet: Any, call: Call, builders: Sequence[Builder]) -> Expr | None:
     """Value of a call by the first of `builders` that has torch's derivative at ties; None where no builder applies.
     Raises Unsupported where none agrees."""
-    made = builders[0](call)
-    if made is None or made.kind is not Kind.FLOAT or made.is_const or (form := _form(packet, call)) is None:
-        return made
+    composed = builders[0](call)
+    if (
+        composed is None
+        or composed.kind is not Kind.FLOAT
+        or composed.is_const
+        or (form := _form(packet, call)) is None
+    ):
+        return composed
     rule = _rule(form, tuple(builders))
     if isinstance(rule, str):
         raise Unsupported(Ground.DEFECT, rule)
-    made = made if rule.chosen == 0 else builders[rule.chosen](call)
+    composed = composed if rule.chosen == 0 else builders[rule.chosen](call)
     for point, value, slope in rule.corrections:
         (x,) = (arg for arg in call.args if isinstance(arg, Expr))
-        made = where(apply("feq", x, const(point)), _line(x, point, value, slope), made)
-    return made
+        composed = where(apply("feq", x, const(point)), _line(x, point, value, slope), composed)
+    return composed
 
 
 def _line(x: Expr, point: float, value: float, slope: float) -> Expr:
@@ -173,15 +178,17 @@ def _columns(form: _Form, leaves: Sequence[_Leaf], composed: Sequence[Expr]) -> 
 
 def _by_torch(form: _Form, leaves: Sequence[_Leaf], columns: Sequence[Tensor]) -> list[Tensor] | None:
     """[the result, its derivative by each leaf that has one]."""
-    own = [x.clone().requires_grad_(leaf.moves and leaf.value is None) for x, leaf in zip(columns, leaves, strict=True)]
-    args, kwargs = form.filled(own)
+    leaf_tensors = [
+        x.clone().requires_grad_(leaf.moves and leaf.value is None) for x, leaf in zip(columns, leaves, strict=True)
+    ]
+    args, kwargs = form.filled(leaf_tensors)
     try:
         result = form.function(*args, **kwargs)
-        moving = [x for x in own if x.requires_grad]
-        found = torch.autograd.grad(result.sum(), moving, allow_unused=True, materialize_grads=True)
+        moving = [x for x in leaf_tensors if x.requires_grad]
+        gradients = torch.autograd.grad(result.sum(), moving, allow_unused=True, materialize_grads=True)
     except (RuntimeError, TypeError):
         return None
-    return [result.detach(), *(g + torch.zeros_like(g) for g in found)]
+    return [result.detach(), *(g + torch.zeros_like(g) for g in gradients)]
 
 
 def _by_expression(made: Expr, moving: Sequence[Expr], known: dict[Expr, Tensor]) -> list[Tensor]:

@@ -246,9 +246,9 @@ def _select(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bou
 @_rule(aten.repeat, aten.tile)
 def _repeat(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index:
     extents = shape(args["self"])
-    kept = index[len(index) - len(extents) :]
+    last = index[len(index) - len(extents) :]
     one, zero = integers.integer(1), integers.integer(0)
-    return tuple(zero if n is one else integers.mod(x, n, bounds) for x, n in zip(kept, extents, strict=True))
+    return tuple(zero if n is one else integers.mod(x, n, bounds) for x, n in zip(last, extents, strict=True))
 
 
 @_rule(aten.repeat_interleave)

@@ -58,10 +58,10 @@ def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
         return columns
     if any(may_be_lowest(part) for part in walk(shift, *columns) if part.op in ("load", "reduce")):
         raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand whose fully masked rows depend on a mask tensor")
-    found = tuple(_with_vanishing_fills(column, shift, 1.0) for column in columns)
-    if any(map(may_be_lowest, found)):
+    exponents = tuple(_with_vanishing_fills(column, shift, 1.0) for column in columns)
+    if any(map(may_be_lowest, exponents)):
         raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand under a mask whose fill value cannot be followed")
-    return found
+    return exponents
 
 
 def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
@@ -169,9 +169,9 @@ def filled_by_selection(value: Expr) -> bool:
     if value.op != "where":
         return False
     condition, then, otherwise = value.args
-    kept, live = (then, condition) if otherwise.is_const else (otherwise, apply("not", condition))
-    fill = otherwise if kept is then else then
-    return fill.is_const and fill.value == -math.inf and not may_be_infinite(kept, conjuncts(live))
+    scores, live = (then, condition) if otherwise.is_const else (otherwise, apply("not", condition))
+    fill = otherwise if scores is then else then
+    return fill.is_const and fill.value == -math.inf and not may_be_infinite(scores, conjuncts(live))
 
 
 def _outcome(condition: Expr, known: Sequence[Expr]) -> bool | None:

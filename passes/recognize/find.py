@@ -90,7 +90,7 @@ class Site:
     @functools.cached_property
     def products(self) -> frozenset[Node]:
         """The products of queries and keys."""
-        return frozenset(product.node for found in self.attentions for product in found.pullback.products)
+        return frozenset(product.node for attention in self.attentions for product in attention.pullback.products)
 
     @functools.cached_property
     def scores(self) -> frozenset[Node]:
@@ -103,11 +103,11 @@ class Site:
 
     def tail(self) -> Iterator[Node]:
         """The nodes from the root up to the product with V, both included."""
-        here = self.root
-        while here is not self.anchor:
-            yield here
-            here = here.all_input_nodes[0]
-        yield here
+        node = self.root
+        while node is not self.anchor:
+            yield node
+            node = node.all_input_nodes[0]
+        yield node
 
 
 def pending(sites: Iterable[Site]) -> list[Site]:
@@ -292,13 +292,13 @@ def _at_root(anchor: Node, root: Node, kinds: AncestorKinds, apart: bool) -> Sit
     bounds = {renamed[atom]: extent for atom, extent in zip(atoms, extents, strict=True)}
     index = _substituted(index, renamed)
     after = [replace(factor, index=_substituted(factor.index, renamed)) for factor in after]
-    found = (
+    terms = (
         [pull_back_sdpa(anchor, index, bounds)] if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, kinds)
     )
-    if found is None:
+    if terms is None:
         return None
     dims = tuple(names[atom] for atom in atoms)
-    return Site(anchor=anchor, root=root, dims=dims, bounds=bounds, attentions=found)
+    return Site(anchor=anchor, root=root, dims=dims, bounds=bounds, attentions=terms)
 
 
 def _substituted(index: Index, renamed: dict[Expr, Expr]) -> Index:
@@ -385,7 +385,7 @@ def _factor_of_sum(anchor: Node) -> float:
 
 def _is_feed_forward(site: Site) -> bool:
     """act(x @ W1) @ W2 has the form of attention without a normaliser; it is one only if K and V are activations."""
-    if any(found.core.normalizer is not Normalizer.NONE for found in site.attentions):
+    if any(attention.core.normalizer is not Normalizer.NONE for attention in site.attentions):
         return False
     first = site.attentions[0]
     return any(is_parameter(access.node) for access in (first.pullback.products[0].key, first.value))

@@ -65,9 +65,9 @@ def in_terms_of(value: Expr, core: NormalizedScores) -> Expr | None:
     infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
     known |= _statistics(columns, value, log_sum=where(infinite, ROW_MAX, _LOG_SUM))
     known |= {part: ROW_SUM for part in walk(value) if _is_sum_below_maximum(part, columns)}
-    found = substitute(value, known)
+    result = substitute(value, known)
     beyond = ("row_max", "row_sum") if core.normalizer is Normalizer.NONE else ()
-    return None if has(found, "dot", "softmax", "scaled_softmax", "reduce", *beyond) else found
+    return None if has(result, "dot", "softmax", "scaled_softmax", "reduce", *beyond) else result
 
 
 def _is_sum_below_maximum(value: Expr, columns: tuple[Expr, ...]) -> bool:
@@ -80,12 +80,12 @@ def _is_sum_below_maximum(value: Expr, columns: tuple[Expr, ...]) -> bool:
 
 def _fold_softmax(expr: Expr) -> Expr:
     """Replace exp(x - r) / g(sum of exp(x - r)), and exp(x - logsumexp(x)), by softmax nodes, from the leaves up."""
-    made: dict[Expr, Expr] = {}
+    folded: dict[Expr, Expr] = {}
     for part in walk(expr):
-        args = tuple(made[arg] for arg in part.args)
-        here = part if args == part.args else remake(part, args)
-        made[part] = _as_softmax(here, part) or here
-    return made[expr]
+        args = tuple(folded[arg] for arg in part.args)
+        rebuilt = part if args == part.args else remake(part, args)
+        folded[part] = _as_softmax(rebuilt, part) or rebuilt
+    return folded[expr]
 
 
 def _as_softmax(expr: Expr, spelled: Expr) -> Expr | None:
@@ -100,8 +100,8 @@ def _as_softmax(expr: Expr, spelled: Expr) -> Expr | None:
     if expr.op == "fmul":
         for numerator, factor in (expr.args, expr.args[::-1]):
             if factor.op == "div" and is_number(factor.args[0], 1.0):
-                if (found := _from_quotient(numerator, factor.args[1])) is not None:
-                    return found
+                if (softmax := _from_quotient(numerator, factor.args[1])) is not None:
+                    return softmax
     return None
 
 
@@ -192,21 +192,24 @@ def _less(value: Expr, further: Expr) -> Expr:
     cancelled where possible: it overflows together with eager's, and the quotient need not."""
     if value is ROW_SUM or further is ZERO or is_number(value, 0.0):
         return value
-    whole = {ROW_SUM: ROW_SUM * apply("exp", further)}
+    with_exponential = {ROW_SUM: ROW_SUM * apply("exp", further)}
     depends = [ROW_SUM in walk(arg) for arg in value.args]
     if value.op in ("fadd", "fsub", "neg", "maximum", "minimum"):
         return remake(value, tuple(_less(arg, further) for arg in value.args))
     if value.op in ("fmul", "div") and sum(depends) == 1 and (depends[0] or value.op == "fmul"):
-        args = (_less(arg, further) if own else arg for arg, own in zip(value.args, depends, strict=True))
+        args = (
+            _less(arg, further) if depends_on_sum else arg
+            for arg, depends_on_sum in zip(value.args, depends, strict=True)
+        )
         return remake(value, tuple(args))
     if value.op == "where":
         arms = (_less(arg, further) for arg in value.args[1:])
-        return where(substitute(value.args[0], whole), *arms)
+        return where(substitute(value.args[0], with_exponential), *arms)
     if value.op == "exp" and not any(depends):
         return apply("exp", value.args[0] - further)
     # In two steps: the exponential may be beyond float32 where its product with a small number is not.
     half = apply("exp", further * -0.5)
-    return substitute(value, whole) * half * half
+    return substitute(value, with_exponential) * half * half
 
 
 def _statistics(columns: tuple[Expr, ...], *values: Expr, log_sum: Expr | None = None) -> dict[Expr, Expr]:
@@ -239,15 +242,15 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
     if value.op != "fmul" or not any(map(_is_indicator, value.args)):
         return None
     indicator, other = value.args if _is_indicator(value.args[0]) else value.args[::-1]
-    if (found := _exponent_and_shift(other)) is None:
+    if (pair := _exponent_and_shift(other)) is None:
         return None
-    if found[1] is ZERO and may_be_high(found[0]):
+    if pair[1] is ZERO and may_be_high(pair[0]):
         message = "exponentials of a mask's fill far above the scores, which may be infinite times 0"
         raise Unsupported(Ground.SOFTMAX_BY_HAND, message, value)
     condition, factor, _ = indicator.args
-    dead = found[0] + -math.inf
-    arms = (dead, found[0]) if is_number(factor, 0.0) else (found[0], dead)
-    return where(condition, *arms), found[1]
+    dead = pair[0] + -math.inf
+    arms = (dead, pair[0]) if is_number(factor, 0.0) else (pair[0], dead)
+    return where(condition, *arms), pair[1]
 
 
 def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
@@ -258,9 +261,9 @@ def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
     if exponent.op != "fmul":
         return None
     inner, factor = sorted(exponent.args, key=lambda arg: arg.is_const)
-    if not factor.is_const or not 0 < factor.value < math.inf or (found := _shifted(inner)) is None:
+    if not factor.is_const or not 0 < factor.value < math.inf or (inner_pair := _shifted(inner)) is None:
         return None
-    x, shift = found
+    x, shift = inner_pair
     if factor.value > 1 and may_be_far(x):
         return None
     if shift.op == "reduce" and shift.attr in ("max", "detached max"):  # rounding is monotone: the largest stays it
@@ -312,10 +315,10 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
                 message = f"weights are replaced by values that do not depend on the softmax: {arg}"
                 raise Unsupported(Ground.WEIGHTS_REPLACED, message, expr)
         inverse = apply("not", condition)
-        kept = [(where(condition, c, ZERO), _selected(core, condition)) for c, core in _terms(then)]
-        return kept + [(where(condition, ZERO, c), _selected(core, inverse)) for c, core in _terms(otherwise)]
-    if expr.op == "where" and (found := _without_dead_rows(*expr.args)) is not None:
-        return found
+        terms = [(where(condition, c, ZERO), _selected(core, condition)) for c, core in _terms(then)]
+        return terms + [(where(condition, ZERO, c), _selected(core, inverse)) for c, core in _terms(otherwise)]
+    if expr.op == "where" and (terms := _without_dead_rows(*expr.args)) is not None:
+        return terms
     message = f"the softmax is followed by an operation that is not linear in it ({expr.op})"
     raise Unsupported(Ground.NOT_LINEAR, message, expr)
 
@@ -338,8 +341,8 @@ def _without_dead_rows(condition: Expr, then: Expr, otherwise: Expr) -> list[tup
 def _selected(core: Expr, condition: Expr) -> Expr:
     """Softmax with the same values where `condition` holds, the only ones that are read. The scores of rows in which
     nothing is selected become 0: a NaN there would show through a weight of 0."""
-    if (found := selected(core, condition)) is not None:
-        return found
+    if (softmax := selected(core, condition)) is not None:
+        return softmax
     score, *sinks = without_shift(core.args)
     if core.op != "softmax" or not free_of_keys(condition) or not filled_by_selection(score):
         message = "the weights are masked after the softmax otherwise than the scores before it"

@@ -90,9 +90,9 @@ def _scaled_or_nan(op: str, x: Expr, factor: Expr) -> Expr:
 
 def _common(columns: tuple[Expr, ...], position: int) -> Expr | None:
     """Argument that all columns have in one position, where it is the same for all keys."""
-    found = {column.args[position] for column in columns}
-    value = found.pop()
-    return value if not found and free_of_keys(value) else None
+    arguments = {column.args[position] for column in columns}
+    value = arguments.pop()
+    return value if not arguments and free_of_keys(value) else None
 
 
 def _is_ignored(shift: Expr, columns: tuple[Expr, ...]) -> bool:

@@ -82,13 +82,13 @@ def uses(
     pullback = site.attentions[0].pullback
     before = dict(pullback.interior)
     try:
-        walk, found = _Walk(site, outside), dict[Node, AuxUse]()
+        walk, uses_by_node = _Walk(site, outside), dict[Node, AuxUse]()
         for node in escaping:
             if (index := walk.index_of(node)) is None or (ends := walk.ends(node, index)) is None:
                 return None
-            found |= {use.node: use for use in ends}
+            uses_by_node |= {use.node: use for use in ends}
         on_the_way = pullback.interior.keys() - before.keys()
-        return list(found.values()), on_the_way | found.keys()
+        return list(uses_by_node.values()), on_the_way | uses_by_node.keys()
     finally:
         pullback.interior = before  # what was looked at now is no part of the region
 
@@ -101,8 +101,8 @@ class _Walk:
 
     def index_of(self, node: Node) -> Index | None:
         """The element of a node of the region that belongs to the weight of (b.., i, j); None if there are several."""
-        found = {index for here, index in self.pullback._memo if here is node}
-        return found.pop() if len(found) == 1 else None
+        indices = {index for visited, index in self.pullback._memo if visited is node}
+        return indices.pop() if len(indices) == 1 else None
 
     def ends(self, node: Node, index: Index) -> list[AuxUse] | None:
         """Outputs that replace the uses of `node`, whose element at `index` belongs to the weight of (b.., i, j)."""
@@ -176,8 +176,8 @@ class _Walk:
 
     def _order(self, node: Node, index: Index, rest: set[str]) -> tuple[str, ...] | None:
         """The coordinates of a node's elements, the slowest first: b.. and `rest`, each once; else None."""
-        found = order_of(index, shape(node), self.pullback.bounds)
-        return found if found is not None and sorted(found) == sorted(self.batch | rest) else None
+        order = order_of(index, shape(node), self.pullback.bounds)
+        return order if order is not None and sorted(order) == sorted(self.batch | rest) else None
 
 
 def _is_of_weights(value: Expr) -> bool:
@@ -188,8 +188,8 @@ def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str
     """Coordinates c1, c2, .. such that `index` is element number (c1 * n2 + c2) * n3 + .., each of them once."""
     number, count = number_of(index, extents), integers.mul(*extents)
     for order in itertools.permutations(sorted(coordinates(number))):
-        own = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)
-        if number_of(tuple(map(coord, order)), own) is number and integers.mul(*own) is count:
+        extents_in_order = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)
+        if number_of(tuple(map(coord, order)), extents_in_order) is number and integers.mul(*extents_in_order) is count:
             return order
     return None
 

@@ -107,9 +107,9 @@ def _with_table(found: Specified, member: Expr, keys: KeySet) -> Specified:
     if grouped and (heads := _last_extent(found)) and (group := inside.heads_per_key(heads, axes - 1)) > 1:
         inside = _heads_as_rows(inside, axes - 1, group, heads)
     inside = replace(inside, mask=understand(inside.score, inside.normalizer))
-    made = ByRows(table=number, dense=found)
+    by_rows = ByRows(table=number, dense=found)
     operands = (*found.operands, keys.positions)
-    return _without_unused(replace(found, spec=inside, operands=operands, sizes=sizes, key_sets=(), by_rows=made))
+    return _without_unused(replace(found, spec=inside, operands=operands, sizes=sizes, key_sets=(), by_rows=by_rows))
 
 
 def _output(spec: AttentionSpec) -> Output:
@@ -136,10 +136,10 @@ def _heads_as_rows(spec: AttentionSpec, axis: int, group: int, heads: int) -> At
     """The spec whose rows are the `group` heads, values of batch coordinate `axis`, that read the same keys."""
     last = coord(f"b{axis}")
     first = {last: integers.mul(last, group)}
-    own = {last: integers.add(first[last], I)}
+    per_row = {last: integers.add(first[last], I)}
     batch = tuple(integers.integer(heads // group) if k == axis else extent for k, extent in enumerate(spec.batch))
     fields = {"batch": batch, "n_q": integers.integer(group), "mask": None}
-    return spec.mapped(lambda expr: substitute(expr, own), lambda expr: substitute(expr, first), **fields)
+    return spec.mapped(lambda expr: substitute(expr, per_row), lambda expr: substitute(expr, first), **fields)
 
 
 def _without_unused(found: Specified) -> Specified:

@@ -78,13 +78,13 @@ def _needs(sites: Sequence[Site], plain: Site | None = None) -> dict[Node, list[
             if product in written and product is not plain.anchor:
                 written[product].append(node)
     read = {site.anchor: [operand for call in site.calls for operand in call.operands] for site in sites}
-    return {node: read[anchor] for anchor, made in written.items() for node in made}
+    return {node: read[anchor] for anchor, written_node in written.items() for node in written_node}
 
 
 def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
     """Refuse a site whose weights are needed elsewhere; the message names the use."""
-    own = [operand for operand in needs[site.root] if site.products & products_above(operand)]
-    if own and (blocking := blocking_op(min(own), site.products)) is not None:
+    own_scores = [operand for operand in needs[site.root] if site.products & products_above(operand)]
+    if own_scores and (blocking := blocking_op(min(own_scores), site.products)) is not None:
         message = f"the attention reads the result of {nodes.producer(blocking).target} on its own scores"
         reduces = is_reduction(blocking) and packet(blocking) not in SOFTMAXES
         site.refuse(Refusal(Ground.FURTHER_REDUCTION if reduces else Ground.NOT_POINTWISE, message), blocking)
@@ -92,7 +92,7 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
     outside = _outside(site, live, needs)
     node, user = next(((n, u) for n in escaping for u in n.users if outside(u)), (escaping[0], None))
     blame = user if user is not None and user.op != "output" else node
-    reader = next((made for made, read in needs.items() if node in read and made is not site.root), None)
+    reader = next((anchor for anchor, read in needs.items() if node in read and anchor is not site.root), None)
     if user is None:
         where = None if reader is None else nodes.source_line(reader)
         use = f"{node.name} stays in use" if where is None else f"by another attention, at {where}"
@@ -112,16 +112,16 @@ def _with_auxiliary_outputs(
 ) -> Specified | None:
     """Call of a site with auxiliary outputs for the escaping weights; None where there is none."""
     outside = _outside(site, live, needs)
-    if (met := uses(site, escaping, outside)) is None:
+    if (result := uses(site, escaping, outside)) is None:
         return None
-    found, on_the_way = met
-    if not found or (any(marks.requires_grad(use.node) for use in found) and not marks.requires_grad(site.root)):
+    aux_uses, on_the_way = result
+    if not aux_uses or (any(marks.requires_grad(use.node) for use in aux_uses) and not marks.requires_grad(site.root)):
         return None
     try:
-        part = respecify(site, found, symbols)
+        part = respecify(site, aux_uses, symbols)
     except Unsupported:
         return None
-    users = {user for use in found for user in use.node.users if outside(user)}
+    users = {user for use in aux_uses for user in use.node.users if outside(user)}
     place = same_grad_mode_point(site.root, min({site.root, *users}))
     read = [*part.operands, *symbols.of(part.sizes)]
     if place is None or any(not node < place or node in site.scores or marks.dtensor(node) for node in read):

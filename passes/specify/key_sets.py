@@ -43,8 +43,8 @@ class KeySet:
 
 def scattered(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> None:
     """Record the `KeySet` of a mask made by `scatter`. The mask stays a load; `by_rows` may replace it later."""
-    if (found := _key_set(pullback, here, args, index)) is not None:
-        pullback.key_sets[here] = found
+    if (key_set := _key_set(pullback, here, args, index)) is not None:
+        pullback.key_sets[here] = key_set
 
 
 def _key_set(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> KeySet | None:
@@ -67,17 +67,17 @@ def _are_distinct(pullback: PullBack, positions: Node, extents: Index) -> bool:
     """Whether positions along the last dimension are results of one `topk` (or sort), and so differ from each other."""
     atoms = tuple(coord(f"r{k}") for k in range(len(extents) - 1))
     bounds = dict(zip((*atoms, J), shape(positions), strict=True))
-    here, at = positions, (*atoms, J)
-    while not marks.mutations(here):
-        if packet(here) in (aten.to, aten._to_copy) and nodes.dtype(here) in _POSITIONS:
-            here = arguments(here)["self"]
-        elif (moved := pullback.step(here, at, bounds)) is not None:
-            here, at = moved
+    node, at = positions, (*atoms, J)
+    while not marks.mutations(node):
+        if packet(node) in (aten.to, aten._to_copy) and nodes.dtype(node) in _POSITIONS:
+            node = arguments(node)["self"]
+        elif (moved := pullback.step(node, at, bounds)) is not None:
+            node, at = moved
         else:
             break
-    origin = here.args[0] if here.target is operator.getitem and here.args[1] == 1 else here
-    single = origin is here
-    if marks.mutations(here) or not isinstance(origin, Node):
+    origin = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else node
+    single = origin is node
+    if marks.mutations(node) or not isinstance(origin, Node):
         return False
     if packet(origin) not in ((aten.argsort,) if single else (aten.topk, aten.sort)):
         return False

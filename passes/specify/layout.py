@@ -41,15 +41,17 @@ def with_keys_innermost(
 
 def _wanted(part: Specified, operands: Sequence[Node], hints: Mapping[str, int]) -> dict[int, Order]:
     """Orders of dimensions in memory, slowest first, of the operands that are copied."""
-    sizes, found = part.example_sizes(hints), dict[int, set[Order | None]]()
+    sizes, orders_by_operand = part.example_sizes(hints), dict[int, set[Order | None]]()
     extents = {axis.name: size_value(size, sizes) for axis, size in zip(part.spec.axes, part.spec.batch, strict=True)}
     for read in dense_loads(part.spec.score, part.spec.weight):
         node = operands[read.operand]
         again = any(extent > 1 for name, extent in extents.items() if name not in coordinates(read))
-        made = node.op == "call_function" and not part.spec.operands[read.operand].order  # see the module
-        pays = read.operand > 2 and (again or made) and not marks.dtensor(node)
-        found.setdefault(read.operand, set()).add(_order(read, node) if pays else None)
-    return {number: order for number, orders in found.items() if len(orders) == 1 for order in orders if order}
+        computed = node.op == "call_function" and not part.spec.operands[read.operand].order  # see the module
+        pays = read.operand > 2 and (again or computed) and not marks.dtensor(node)
+        orders_by_operand.setdefault(read.operand, set()).add(_order(read, node) if pays else None)
+    return {
+        number: order for number, orders in orders_by_operand.items() if len(orders) == 1 for order in orders if order
+    }
 
 
 def _order(read: Expr, node: Node) -> Order | None:

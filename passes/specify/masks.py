@@ -101,8 +101,8 @@ class Side(enum.Enum):
 
 def full_range(live: Expr) -> tuple[Expr | None, Expr | None, list[Expr]]:
     """(lo, hi, conjuncts): a range of keys in which these conjuncts hold for all rows of a block."""
-    found = [(part, ends) for part in conjuncts(live) if (ends := _bound(part, Side.ALL)) != (None, None)]
-    return *_joined([ends for _, ends in found], Side.ALL), [part for part, _ in found]
+    bounded = [(part, ends) for part in conjuncts(live) if (ends := _bound(part, Side.ALL)) != (None, None)]
+    return *_joined([ends for _, ends in bounded], Side.ALL), [part for part, _ in bounded]
 
 
 def _range(live: Expr, side: Side) -> Ends:
@@ -157,8 +157,8 @@ def _at_most(left: Expr, right: Expr, side: Side) -> Ends:
     if left.op == "iabs":  # |x| <= y is x <= y and -x <= y
         return _joined([_at_most(arm, right, side) for arm in (left.args[0], integers.neg(left.args[0]))], side)
     difference = integers.sub(right, left)
-    if (found := _of_extremum(difference, side)) is not None:
-        return found
+    if (ends := _of_extremum(difference, side)) is not None:
+        return ends
     holder, coefficient, rest = _isolate(difference)
     if holder is None or not coefficient:
         return None, None

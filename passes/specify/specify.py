@@ -70,9 +70,9 @@ class Specified:
 
     def has_fixed_lengths(self) -> bool:
         """Whether the numbers of queries and keys are the same in every call."""
-        given = dict(zip(self.spec.sizes, self.sizes, strict=True))
+        values = dict(zip(self.spec.sizes, self.sizes, strict=True))
         read = [part for part in walk(self.spec.n_q, self.spec.n_k) if part.op == "size"]
-        return all(given[part.name].is_const for part in read)
+        return all(values[part.name].is_const for part in read)
 
     def example_sizes(self, hints: Mapping[str, int]) -> dict[str, int]:
         """The example value of each size of the spec."""
@@ -162,8 +162,8 @@ def _further(spec: AttentionSpec, use: AuxUse, value: Expr) -> FurtherOutput:
 def _resolved(core: NormalizedScores, site: Site, attention: Attention, resolve: _Resolver) -> NormalizedScores:
     """Core in terms of the spec's operands, with the comparisons that the bounds decide replaced by their outcome."""
     bounds = site.bounds | {J: attention.keys}
-    found = mapped(replace(core, origin=None), resolve)
-    return replace(found, score=decided(found.score, bounds), weight=decided(found.weight, bounds))
+    resolved = mapped(replace(core, origin=None), resolve)
+    return replace(resolved, score=decided(resolved.score, bounds), weight=decided(resolved.weight, bounds))
 
 
 def _with_mixed_heads(spec: AttentionSpec, core: NormalizedScores, head: Expr | None, rename: _Sizes) -> AttentionSpec:
@@ -173,9 +173,9 @@ def _with_mixed_heads(spec: AttentionSpec, core: NormalizedScores, head: Expr | 
     scores, weights = mapped((core.mixed_scores, core.mixed_weights), rename)
     matrices = {"scores": scores and scores.matrix, "weights": weights and weights.matrix}
     programs = {"scored": scores and scores.program, "weighted": weights and weights.program}
-    given = {name: expr for name, expr in (matrices | programs).items() if expr is not None}
+    programs_of_mixing = {name: expr for name, expr in (matrices | programs).items() if expr is not None}
     adds = {"own_score": bool(scores and scores.adds), "own_weight": bool(weights and weights.adds)}
-    mixing = Mixing(head=head, **given, **adds)
+    mixing = Mixing(head=head, **programs_of_mixing, **adds)
     batch = tuple(rename.values[f"B{k}"] if k == mixing.axis else extent for k, extent in enumerate(spec.batch))
     return replace(spec, batch=batch, mask=None, mixing=mixing)
 
@@ -290,9 +290,9 @@ class _Resolver:
             return self._leaf(part)
 
         value = access.value and rebuild(access.value, leaf)
-        found = replace(access, index=tuple(map(self, access.index)), value=value)
+        resolved = replace(access, index=tuple(map(self, access.index)), value=value)
         self.of_elements |= set(range(before, len(self.operands)))
-        return found
+        return resolved
 
     def renumbered(self, expr: Expr, held: list[Node]) -> Expr:
         """Expression whose loads are numbered by their position in `held`, in the spec's numbers."""

@@ -119,11 +119,11 @@ def mapped(found: Specified) -> Mapped | None:
     batch = tuple(spec.batch[int(name[1:])] for name in names)
     used = {part.attr for part in walk(live, full, spec.n_q, spec.n_k, *batch) if part.op == "size"}
     sizes = [(name, value) for name, value in zip(spec.sizes, found.sizes, strict=True) if name in used]
-    made = MapSpec(
+    map_spec = MapSpec(
         sizes=tuple(name for name, _ in sizes), batch=batch, n_q=spec.n_q, n_k=spec.n_k, live=live, full=full,
         rows="i" in coordinates(live),
     )  # fmt: skip
-    return Mapped(spec=made, operands=operands, sizes=tuple(value for _, value in sizes))
+    return Mapped(spec=map_spec, operands=operands, sizes=tuple(value for _, value in sizes))
 
 
 def _batch_axes(data: _Data) -> list[str]:
@@ -186,8 +186,8 @@ def _alternatives(predicate: Expr) -> bool:
 def _on_device(found: Specified) -> Node:
     """Tensor on the device where a map is computed, the same for all attentions of a graph."""
     inputs = found.operands[0].graph.find_nodes(op="placeholder")
-    held = ((node, nodes.value(node)) for node in inputs if not (marks.mutations(node) or marks.dtensor(node)))
-    alike = (node for node, value in held if isinstance(value, Tensor) and value.device.type == found.device)
+    candidates = ((node, nodes.value(node)) for node in inputs if not (marks.mutations(node) or marks.dtensor(node)))
+    alike = (node for node, value in candidates if isinstance(value, Tensor) and value.device.type == found.device)
     return next(alike, found.operands[0])
 
 
@@ -196,9 +196,9 @@ def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
     if score.op == "load":
         return [(score, factor)]
     if score.op == "fadd":
-        return [found for arg in score.args for found in _addends(arg, factor)]
+        return [addend for arg in score.args for addend in _addends(arg, factor)]
     if score.op == "where":
-        return [found for arg in score.args[1:] if not arg.is_const for found in _addends(arg, factor)]
+        return [addend for arg in score.args[1:] if not arg.is_const for addend in _addends(arg, factor)]
     if score.op in ROUNDED.values():
         return _addends(score.args[0], factor)
     if score.op == "fmul":

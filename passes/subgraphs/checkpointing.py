@@ -35,15 +35,17 @@ class Body:
 
 def bodies(module: GraphModule) -> dict[str, Body]:
     """Checkpointed graphs of a graph, by the name of the attribute."""
-    found: dict[str, Body] = {}
+    bodies_by_name: dict[str, Body] = {}
     for node, around in autocast.regions(module.graph):
         if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
             name = str(node.args[0].target)  # type: ignore[union-attr]
-            given = list(map(nodes.value, node.args[1:]))
-            known = found.setdefault(name, Body(graph=module.get_submodule(name), values=given, around=around))  # type: ignore[arg-type]
+            values = list(map(nodes.value, node.args[1:]))
+            known = bodies_by_name.setdefault(
+                name, Body(graph=module.get_submodule(name), values=values, around=around)
+            )  # type: ignore[arg-type]
             if known.around != around:
-                found[name] = replace(known, around=None)
-    return found
+                bodies_by_name[name] = replace(known, around=None)
+    return bodies_by_name
 
 
 def lift_seeds(body: GraphModule) -> None:
@@ -75,12 +77,12 @@ class RetraceInterpreter(Interpreter):
                 self._regions.pop().__exit__(None, None, None)
 
     def run_node(self, n: Node) -> Any:
-        held = nodes.value(n)
+        fake = nodes.value(n)
         is_item = n.op.startswith("call") and n.target in ("item", torch.ops.aten.item.default)
-        if is_item and isinstance(held, (torch.SymFloat, torch.SymInt)):
+        if is_item and isinstance(fake, (torch.SymFloat, torch.SymInt)):
             (tensor,), _ = self.fetch_args_kwargs_from_env(n)
             if isinstance(tensor, FakeTensor):
-                remember_item(tensor, held)
+                remember_item(tensor, fake)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,26 +111,26 @@ class Checkpoints:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call without tracing into it."""
-        body, *given = args
+        body, *inputs = args
         body: GraphModule = self.fused.get(id(body), body)
         tracer = tracing.current_tracer()
         if tracer is None:
             raise nodes.Unsupported(Ground.DEFECT, "a checkpointed part outside of a trace")
         seeds = [p.meta["val"] for p in filter(marks.is_seed, body.graph.find_nodes(op="placeholder"))]
-        given += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
+        inputs += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
         with tracing.disable_proxy_modes_tracing():
-            result = RetraceInterpreter(body).run(*given)
+            result = RetraceInterpreter(body).run(*inputs)
         tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
         checkpoint = torch.ops.higher_order.tag_activation_checkpoint
-        call = tracing.written(tracer, "call_function", checkpoint, (body, *given), kwargs)
-        read = zip(given, call.node.args[1:], strict=True)
+        call = tracing.written(tracer, "call_function", checkpoint, (body, *inputs), kwargs)
+        read = zip(inputs, call.node.args[1:], strict=True)
         shared = [node for value, node in read if isinstance(node, Node) and _is_shared(value, result)]
         marks.aliases.set(call.node, tuple(shared))
         if not any(map(dtensor.is_dtensor, result)):
             return tracing.track(result, call, tracer)
         # One by one: of DTensors that are not tracked yet, torch cannot note a copy.
-        made = [
+        results_as_nodes = [
             tracing.track(value, call[k], tracer)  # pyright: ignore[reportIndexIssue]
             for k, value in enumerate(result)
         ]
-        return type(result)(made)
+        return type(result)(results_as_nodes)

@@ -68,10 +68,10 @@ class Run:
 def runs(module: GraphModule) -> list[Run]:
     """Runs of all transforms of a graph, except for a lone `vmap`, which is traced through."""
     inside = {node for part in parts(module.graph) if transforms(part) for node in part}
-    found: list[Run] = []
+    all_runs: list[Run] = []
     members: list[Node] = []
-    given = map(nodes.value, module.graph.find_nodes(op="placeholder"))
-    outside = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in given)
+    inputs = map(nodes.value, module.graph.find_nodes(op="placeholder"))
+    outside = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in inputs)
     levels = {"jvp": 0, "grad": int(outside), "trained": int(outside and _trains_tangents(module.graph))}
     around: autocast.Regions = ()
     for node, regions in autocast.regions(module.graph):
@@ -80,11 +80,11 @@ def runs(module: GraphModule) -> list[Run]:
             members.append(node)
         elif members:
             if not any(writes(member, inside) for member in members):
-                found += _taken(module, members, around, levels)
+                all_runs += _taken(module, members, around, levels)
             members = []
         for kind in ("jvp", "grad"):
             levels[kind] += functorch.enters(node.target, kind) - functorch.leaves(node.target, kind)
-    return found
+    return all_runs
 
 
 def _trains_tangents(graph: Graph) -> bool:
@@ -118,26 +118,26 @@ def _is_of_levels(node: Node) -> bool:
 def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, levels: Mapping[str, int]) -> list[Run]:
     """Run of these nodes; none if it is no graph of tensors and numbers. levels: the number of transforms of each
     kind."""
-    graph, made = Graph(), dict[Node, Node]()
+    graph, copies = Graph(), dict[Node, Node]()
     inputs, outputs = ends(members)
     mode = detect_fake_mode([*map(nodes.value, module.graph.find_nodes(op="placeholder"))])
     values = list[Any]()
-    for given in inputs:
-        if given.op == "get_attr" and not nodes.is_tensor(given):
-            made[given] = graph.node_copy(given)
+    for source in inputs:
+        if source.op == "get_attr" and not nodes.is_tensor(source):
+            copies[source] = graph.node_copy(source)
             continue
-        value = nodes.value(given)
+        value = nodes.value(source)
         if mode is None or not isinstance(value, _VALUES) or is_traceable_wrapper_subclass(value):
             return []
         with mode:
             values.append(_alike(value))
-        made[given] = graph.placeholder(given.name)
-        made[given].meta["example_value"] = values[-1]
+        copies[source] = graph.placeholder(source.name)
+        copies[source].meta["example_value"] = values[-1]
     for node in members:
-        made[node] = graph.node_copy(node, made.__getitem__)
-        made[node].meta.pop("example_value", None)  # of levels that are gone
-    graph.output(tuple(made[node] for node in outputs))
-    read = tuple(given for given in inputs if made[given].op == "placeholder")
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta.pop("example_value", None)  # of levels that are gone
+    graph.output(tuple(copies[node] for node in outputs))
+    read = tuple(source for source in inputs if copies[source].op == "placeholder")
     return [
         Run(
             members=tuple(members), inputs=read, outputs=tuple(outputs), body=GraphModule(module, graph),
@@ -173,18 +173,18 @@ def with_fused(module: GraphModule, fused: Sequence[tuple[Run, GraphModule]]) ->
     """Copy of the graph in which calls of these modules replace the runs."""
     if not fused:
         return module
-    graph, made = Graph(), dict[Node, Node]()
+    graph, copies = Graph(), dict[Node, Node]()
     last = {run.members[-1]: (number, run) for number, (run, _) in enumerate(fused)}
     inside = {node for run, _ in fused for node in run.members}
     for node in module.graph.nodes:
         if node not in inside:
-            made[node] = graph.node_copy(node, made.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
         elif node in last:
             number, run = last[node]
-            call = graph.call_module(f"{_PREFIX}{number}", tuple(made[given] for given in run.inputs))
+            call = graph.call_module(f"{_PREFIX}{number}", tuple(copies[source] for source in run.inputs))
             for k, out in enumerate(run.outputs):
-                made[out] = graph.call_function(operator.getitem, (call, k))
-                made[out].meta |= out.meta
+                copies[out] = graph.call_function(operator.getitem, (call, k))
+                copies[out].meta |= out.meta
     bodies = {f"{_PREFIX}{number}": body for number, (_, body) in enumerate(fused)}
     result = GraphModule(attributes(graph, bodies, module), graph)
     result.meta |= module.meta

@@ -69,18 +69,18 @@ def convert(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def refuse_absent(module: GraphModule) -> None:
     """Raise `Unsupported` where this process holds no part of a DTensor."""
     for node in module.graph.find_nodes(op="placeholder"):
-        held = nodes.value(node)
-        if is_dtensor(held) and real_object(held.device_mesh).get_coordinate() is None:
+        fake = nodes.value(node)
+        if is_dtensor(fake) and real_object(fake.device_mesh).get_coordinate() is None:
             raise Unsupported(Ground.OTHER_PROCESSES, f"{node.name} is a DTensor of other processes than this one")
 
 
 def mark(graph: torch.fx.Graph) -> None:
     """Replace meta["val"] of each DTensor by its global tensor, and set `marks.dtensor`."""
     for node in graph.nodes:
-        held = nodes.value(node)
-        if is_dtensor(held):
-            mode = mode_of(held.to_local())
+        fake = nodes.value(node)
+        if is_dtensor(fake):
+            mode = mode_of(fake.to_local())
             assert mode is not None, "tensors of a graph have no data"
             with mode:
-                node.meta["val"] = nodes.empty_like(held)
+                node.meta["val"] = nodes.empty_like(fake)
             marks.dtensor.set(node, True)

@@ -60,18 +60,18 @@ def reason_against(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> str | None:  # fmt: skip
     """Reason why `attention` cannot replace a call of `scaled_dot_product_attention`; None where it can."""
-    given = (query, key, value)
-    if not all(map(nodes.is_nested, given)):
+    qkv = (query, key, value)
+    if not all(map(nodes.is_nested, qkv)):
         return "not all of its tensors are nested"
-    if any(x.device.type != "cpu" for x in given):
+    if any(x.device.type != "cpu" for x in qkv):
         return "torch has kernels for it there"
-    if any(x.dim() != 4 or tensors.ragged_dim(x) != 2 or x.lengths() is not None for x in given):
+    if any(x.dim() != 4 or tensors.ragged_dim(x) != 2 or x.lengths() is not None for x in qkv):
         return "its tensors are not of the form [batch, heads, sequence, columns], or have holes"
     if attn_mask is not None:
         return "it has a mask"
-    if {x.dtype for x in given} - {query.dtype} or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if {x.dtype for x in qkv} - {query.dtype} or query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "its tensors are not all in float32, bfloat16 or float16"
-    of_query, of_key, of_value = map(tensors.nested_size, given)
+    of_query, of_key, of_value = map(tensors.nested_size, qkv)
     if of_query[0] != of_key[0] or of_key[2] != of_value[2]:
         return "its tensors do not have the same sequences"
     if is_causal and of_query[2] != of_key[2]:
@@ -108,8 +108,8 @@ def touches_nested(node: Node) -> bool:
 
 
 def _has_nested(node: Node) -> bool:
-    held = [nodes.value(node), *(nodes.value(given) for given in node.all_input_nodes)]
-    return any(map(nodes.is_nested, tree_leaves(held)))
+    values = [nodes.value(node), *(nodes.value(argument) for argument in node.all_input_nodes)]
+    return any(map(nodes.is_nested, tree_leaves(values)))
 
 
 def trace_nested(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,10 +134,10 @@ def refuse_unknown(module: GraphModule) -> None:
     """Raise `Unsupported` where nested tensors are used outside of attention, or in a way that cannot be recorded: with
     holes, changed in place while component tensors are in use, or passed to a subgraph."""
     for node in module.graph.nodes:
-        held = [found for found in tree_leaves(nodes.value(node)) if nodes.is_nested(found)]
-        if held and not has_nested_sdpa(module):
+        nested_values = [value for value in tree_leaves(nodes.value(node)) if nodes.is_nested(value)]
+        if nested_values and not has_nested_sdpa(module):
             raise nodes.Unsupported(Ground.NESTED, f"the graph has nested tensors ({node.name})")
-        if any(found.lengths() is not None for found in held):
+        if any(value.lengths() is not None for value in nested_values):
             raise nodes.Unsupported(Ground.NESTED, f"a nested tensor has holes between its sequences ({node.name})")
         if node.op in ("placeholder", "output") or not _has_nested(node):
             continue

@@ -29,13 +29,13 @@ Regions = tuple[tuple[Any, ...], ...]
 
 def write_casts(graph: Graph) -> None:
     """Insert `aten.to` before operations whose arguments autocast casts, where the result shows that it did."""
-    made: dict[tuple[Node, torch.dtype], Node] = {}
+    casts_made: dict[tuple[Node, torch.dtype], Node] = {}
     ambient = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
     for node, around in regions(graph):
         if node.target in (enter, leave):
-            made.clear()
+            casts_made.clear()
         elif (dtype := _autocast_dtype(node, ambient | {str(r[0]): bool(r[2]) for r in around})) is not None:
-            _cast_arguments(graph, node, dtype, made)
+            _cast_arguments(graph, node, dtype, casts_made)
 
 
 def regions(graph: Graph) -> Iterator[tuple[Node, Regions]]:
@@ -59,22 +59,22 @@ def inside(around: Regions) -> Iterator[None]:
 
 def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:
     """The dtype that autocast computes this operation in, or None where it changes nothing."""
-    held = nodes.value(node)
-    if not isinstance(node.target, operators.OpOverload) or nodes.writes(node) or not isinstance(held, torch.Tensor):
+    fake = nodes.value(node)
+    if not isinstance(node.target, operators.OpOverload) or nodes.writes(node) or not isinstance(fake, torch.Tensor):
         return None
-    if not states.get(held.device.type) or held.dtype not in _NARROWED:
+    if not states.get(fake.device.type) or fake.dtype not in _NARROWED:
         return None
-    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[held.device.type]
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[fake.device.type]
     ruled = operators.has_kernel(node.target, key)
-    return held.dtype if ruled or nodes.packet(node) is aten.einsum else None
+    return fake.dtype if ruled or nodes.packet(node) is aten.einsum else None
 
 
 def _cast_arguments(graph: Graph, node: Node, dtype: torch.dtype, made: dict[tuple[Node, torch.dtype], Node]) -> None:
     def cast(value: Any) -> Any:
         if not isinstance(value, Node) or not nodes.is_tensor(value):
             return value
-        given = nodes.dtype(value)
-        if given is dtype or given not in _NARROWED:
+        current = nodes.dtype(value)
+        if current is dtype or current not in _NARROWED:
             return value
         if (value, dtype) not in made:
             with graph.inserting_before(node):

@@ -37,13 +37,13 @@ def _table() -> Any:
 
 def _glu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Gated linear unit, computed in float32 and rounded once, as torch does."""
-    kept, gate = x.float().chunk(2, dim) if x.dtype in (torch.bfloat16, torch.float16) else x.chunk(2, dim)
-    return (kept * gate.sigmoid()).to(x.dtype)
+    gated, gate = x.float().chunk(2, dim) if x.dtype in (torch.bfloat16, torch.float16) else x.chunk(2, dim)
+    return (gated * gate.sigmoid()).to(x.dtype)
 
 
 def _overloads(packet: Any) -> list[Any]:
-    found = [getattr(packet, name) for name in packet.overloads()]
-    return [overload for overload in found if not schema(overload).is_mutable]
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    return [overload for overload in overloads if not schema(overload).is_mutable]
 
 
 MADE_OF_OTHERS: dict[Any, Callable[..., Any]] = {

@@ -32,8 +32,8 @@ def decomposed(equation: Any, *operands: Any) -> Any:
         return left * right
     if len(inputs) != 2:
         return NotImplemented
-    found = _of_a_vector(inputs, output, operands)
-    return found if found is not NotImplemented else _with_fewer_dimensions(inputs, output, operands)
+    result = _of_a_vector(inputs, output, operands)
+    return result if result is not NotImplemented else _with_fewer_dimensions(inputs, output, operands)
 
 
 def _of_one(term: str, output: str, x: Tensor) -> Tensor:
@@ -81,23 +81,23 @@ def _with_fewer_dimensions(terms: Sequence[str], output: str, operands: Sequence
         return NotImplemented
     short, flat = zip(*(_merged(term, merged, x) for term, x in zip(terms, operands, strict=True)), strict=True)
     apart = [letters for letters in merged if letters != summed]
-    kept = "".join(letter for letter in output if not any(letter in letters for letters in apart))
-    result = torch.einsum(f"{short[0]},{short[1]}->{kept}{''.join(letters[0] for letters in apart)}", *flat)
-    for dim, letters in reversed([*enumerate(apart, len(kept))]):
+    single = "".join(letter for letter in output if not any(letter in letters for letters in apart))
+    result = torch.einsum(f"{short[0]},{short[1]}->{single}{''.join(letters[0] for letters in apart)}", *flat)
+    for dim, letters in reversed([*enumerate(apart, len(single))]):
         result = result.unflatten(dim, [extents[letter] for letter in letters])
-    order = "".join((kept, *apart))
+    order = "".join((single, *apart))
     return result.permute([order.index(letter) for letter in output])
 
 
 def _merged(term: str, merged: Sequence[str], x: Tensor) -> tuple[str, Tensor]:
     """Operand with each of its groups of letters as one dimension behind the others, named by its first letter."""
-    own = [letters for letters in merged if letters[0] in term]
-    rest = "".join(letter for letter in term if not any(letter in letters for letters in own))
-    order = "".join((rest, *own))
+    groups = [letters for letters in merged if letters[0] in term]
+    rest = "".join(letter for letter in term if not any(letter in letters for letters in groups))
+    order = "".join((rest, *groups))
     x = x.permute([term.index(letter) for letter in order])
-    for dim, letters in enumerate(own, len(rest)):
+    for dim, letters in enumerate(groups, len(rest)):
         x = x.flatten(dim, dim + len(letters) - 1)
-    return "".join((rest, *(letters[0] for letters in own))), x
+    return "".join((rest, *(letters[0] for letters in groups))), x
 
 
 DECOMPOSITIONS = {torch.einsum: decomposed, torch.ops.aten.einsum.default: decomposed}

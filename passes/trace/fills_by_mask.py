@@ -27,9 +27,9 @@ def fill_by_masks(graph: Graph) -> None:
             continue
         symbols = symbols or Symbols(graph)
         with graph.inserting_before(node), contextlib.suppress(Unsupported):  # sizes that are data
-            if (found := mask_of(symbols, node, nodes.arguments(node))) is None:
+            if (fill := mask_of(symbols, node, nodes.arguments(node))) is None:
                 continue
-            mask, number = found
+            mask, number = fill
             overload = aten.masked_fill.Tensor if isinstance(number, Node) else aten.masked_fill.Scalar
             node.target, node.args, node.kwargs = overload, (node.args[0], mask, number), {}
 

@@ -40,9 +40,9 @@ def _tensor(graph: Graph, number: Node, beside: torch.Tensor) -> Node:
     """Float in the dtype that a tensor is computed in."""
     dtype = torch.float64 if beside.dtype is torch.float64 else torch.float32
     one = _call(graph, aten.full.default, ([], 1.0), dtype=dtype, device=beside.device)
-    made = _call(graph, aten.mul.Tensor, (one, number))
-    marks.of_float.set(made, True)
-    return made
+    scaled = _call(graph, aten.mul.Tensor, (one, number))
+    marks.of_float.set(scaled, True)
+    return scaled
 
 
 def _call(graph: Graph, target: Any, args: tuple[Any, ...], **kwargs: Any) -> Node:

@@ -29,8 +29,8 @@ def write_to_the_whole(graph: torch.fx.Graph) -> None:
         if node.op != "call_function" or nodes.packet(node) is not aten.slice:
             continue
         args = nodes.arguments(node)
-        whole = args["start"] in (None, 0) and args["end"] in (None, 2**63 - 1) and args["step"] == 1
-        if whole and node.users and all(_out_of_place(u) is not None and u.args[0] is node for u in node.users):
+        covers_all = args["start"] in (None, 0) and args["end"] in (None, 2**63 - 1) and args["step"] == 1
+        if covers_all and node.users and all(_out_of_place(u) is not None and u.args[0] is node for u in node.users):
             node.replace_all_uses_with(args["self"])
             graph.erase_node(node)
 
@@ -50,20 +50,20 @@ def make_functional(graph: torch.fx.Graph) -> None:
         if recorded[target] and not enabled:  # its gradient passes by the write
             continue
         family = _family(target)
-        given = any(member.op != "call_function" for member in family)  # memory that comes from outside the graph
-        if given or not _only_through(target, node, family, position):
+        is_outside = any(member.op != "call_function" for member in family)  # memory that comes from outside the graph
+        if is_outside or not _only_through(target, node, family, position):
             continue
         if (computed := _computed(node, function, bool(parts))) is None:
             continue
         later = [user for user in target.users if user is not node and position[user] > position[node]]
         value = _rounded(node, computed, position)
         results = [user for user in value.users if user not in parts]
-        whole = _scattered(value, parts, position)
-        recorded[whole] = enabled
+        new_tensor = _scattered(value, parts, position)
+        recorded[new_tensor] = enabled
         for user in later:
-            user.replace_input_with(target, whole)
+            user.replace_input_with(target, new_tensor)
         if parts and results:
-            part = _part(whole, parts, position)
+            part = _part(new_tensor, parts, position)
             recorded[part] = enabled
             for user in results:
                 user.replace_input_with(value, part)
@@ -138,16 +138,16 @@ def _computed(node: Node, function: OpOverload, of_part: bool) -> torch.Tensor |
     written = nodes.value(node)
     try:
         with torch.no_grad(), enable_python_dispatcher():
-            held = function(*torch.fx.node.map_arg(args, nodes.value), **torch.fx.node.map_arg(kwargs, nodes.value))
+            fake = function(*torch.fx.node.map_arg(args, nodes.value), **torch.fx.node.map_arg(kwargs, nodes.value))
     except (RuntimeError, TypeError):
         return None
-    rounds = node.target in _ROUNDING and held.is_floating_point()
-    if held.shape != written.shape or (held.dtype is not written.dtype and not rounds):
+    rounds = node.target in _ROUNDING and fake.is_floating_point()
+    if fake.shape != written.shape or (fake.dtype is not written.dtype and not rounds):
         return None
-    if node.target is aten.copy_.default and not of_part and held.stride() != written.stride():
+    if node.target is aten.copy_.default and not of_part and fake.stride() != written.stride():
         return None
     node.target, node.args, node.kwargs = function, args, kwargs
-    return held
+    return fake
 
 
 def _rounded(node: Node, computed: torch.Tensor, position: dict[Node, float]) -> Node:
@@ -156,12 +156,12 @@ def _rounded(node: Node, computed: torch.Tensor, position: dict[Node, float]) ->
     if computed.dtype is written.dtype:
         return node
     with node.graph.inserting_after(node):
-        made = node.graph.call_function(aten.to.dtype, (node, written.dtype))
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+        cast = node.graph.call_function(aten.to.dtype, (node, written.dtype))
+    cast.meta = dict(node.meta)
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
     node.meta["val"] = computed
-    position[made] = position[node] + 2**-21
-    return made
+    position[cast] = position[node] + 2**-21
+    return cast
 
 
 def _scattered(value: Node, parts: list[Node], position: dict[Node, float]) -> Node:
@@ -185,10 +185,10 @@ def _part(whole: Node, parts: list[Node], position: dict[Node, float]) -> Node:
 def _after(node: Node, target: Any, args: Any, kwargs: Any, like: Any, position: dict[Node, float]) -> Node:
     """Call right after a node, with the fake value of another."""
     with node.graph.inserting_after(node):
-        made = node.graph.call_function(target, args, kwargs)
-    made.meta = {**node.meta, "val": nodes.value(like)}
-    position[made] = position[node] + 2**-20
-    return made
+        call = node.graph.call_function(target, args, kwargs)
+    call.meta = {**node.meta, "val": nodes.value(like)}
+    position[call] = position[node] + 2**-20
+    return call
 
 
 MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_as)
@@ -226,8 +226,8 @@ def _family(node: Node) -> set[Node]:
     """Every node that may share memory with this one."""
     family, stack = {node}, [node]
     while stack:
-        here = stack.pop()
-        near = {*_shared(here), *(user for user in here.users if here in _shared(user))} - family
+        member = stack.pop()
+        near = {*_shared(member), *(user for user in member.users if member in _shared(user))} - family
         family |= near
         stack += near
     return family

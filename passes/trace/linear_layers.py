@@ -29,5 +29,5 @@ def write_products(graph: Graph) -> None:
 
 def _is_data(node: Node) -> bool:
     """Whether a tensor depends on anything but parameters."""
-    origins = nodes.walk_up([node], lambda here: here.all_input_nodes)
-    return any(here.op == "placeholder" and not is_parameter(here) for here in origins)
+    origins = nodes.walk_up([node], lambda origin: origin.all_input_nodes)
+    return any(origin.op == "placeholder" and not is_parameter(origin) for origin in origins)

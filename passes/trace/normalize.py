@@ -154,8 +154,8 @@ class _Retrace(RetraceInterpreter):
 
     def map_nodes_to_values(self, args: Any, n: Node) -> Any:
         for node in n.all_input_nodes:
-            if isinstance(held := self.env.get(node), (LazyInput, DeferredResult)):
-                self.env[node] = held.made()
+            if isinstance(deferred := self.env.get(node), (LazyInput, DeferredResult)):
+                self.env[node] = deferred.made()
         return super().map_nodes_to_values(args, n)
 
 
@@ -192,8 +192,8 @@ def drop_settled_assertions(graph: torch.fx.Graph) -> None:
         if node.op != "call_function" or nodes.packet(node) is not aten._assert_tensor_metadata:
             continue
         args = nodes.arguments(node)
-        held = nodes.value(args["a"])
-        stated = [(args[name], getattr(held, name)) for name in ("dtype", "device", "layout")]
+        fake = nodes.value(args["a"])
+        stated = [(args[name], getattr(fake, name)) for name in ("dtype", "device", "layout")]
         if args["size"] is None and args["stride"] is None and all(a is None or a == b for a, b in stated):
             graph.erase_node(node)
 
@@ -202,13 +202,13 @@ def write_extrema(graph: torch.fx.Graph) -> None:
     """Write max(dim) and min(dim) of which the values alone are used as amax and amin, unless a gradient flows: that of
     amax goes to all of several equal elements."""
     for node in list(graph.nodes):
-        found = _EXTREMA.get(node.target)
-        if found is None or marks.requires_grad(node) or any(user.args[1] != 0 for user in node.users):
+        replacement = _EXTREMA.get(node.target)
+        if replacement is None or marks.requires_grad(node) or any(user.args[1] != 0 for user in node.users):
             continue
         args = nodes.arguments(node)
         for user in list(node.users):
             with graph.inserting_before(user):
-                extremum = graph.call_function(found, (args["self"], [args["dim"]], args["keepdim"]))
+                extremum = graph.call_function(replacement, (args["self"], [args["dim"]], args["keepdim"]))
             extremum.meta.update(user.meta)
             user.replace_all_uses_with(extremum)
             graph.erase_node(user)
@@ -225,11 +225,11 @@ def seed_dropout(graph: torch.fx.Graph) -> None:
     for node in list(graph.nodes):
         if not nodes.is_active_dropout(node):
             continue
-        held = nodes.value(node)
+        fake = nodes.value(node)
         with graph.inserting_before(node):
-            limits = {"dtype": torch.int64, "device": held.device}
+            limits = {"dtype": torch.int64, "device": fake.device}
             seed = graph.call_function(aten.randint.low, (0, 2**31 - 1, [1]), limits)
-        seed.meta["val"] = held.new_empty([1], dtype=torch.int64)
+        seed.meta["val"] = fake.new_empty([1], dtype=torch.int64)
         marks.is_seed.set(seed, True)
         marks.seed.set(node, seed)
 
@@ -243,16 +243,16 @@ def drop_seeds(graph: torch.fx.Graph) -> None:
 
 def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
     """Set `marks.requires_grad` on every node: the trace itself records values detached from autograd."""
-    given = map(nodes.value, origin.graph.find_nodes(op="placeholder"))
+    values = map(nodes.value, origin.graph.find_nodes(op="placeholder"))
     for node, enabled in nodes.with_gradients(traced.graph):
         if node.op == "placeholder":
-            marks.requires_grad.set(node, bool(getattr(next(given), "requires_grad", False)))
+            marks.requires_grad.set(node, bool(getattr(next(values), "requires_grad", False)))
         elif node.op in ("call_function", "call_method") and node.target is not autograd.SET_GRAD_ENABLED:
             origins = [parent for parent in node.all_input_nodes if marks.requires_grad(parent)]
             origins = origins if enabled or not origins else _returned(node)
             detached = nodes.packet(node) in (aten.detach, aten.detach_)
-            held = nodes.value(node)
-            integral = isinstance(held, torch.Tensor) and not (held.is_floating_point() or held.is_complex())
+            fake = nodes.value(node)
+            integral = isinstance(fake, torch.Tensor) and not (fake.is_floating_point() or fake.is_complex())
             marks.requires_grad.set(node, not detached and not integral and any(map(marks.requires_grad, origins)))
 
 
@@ -283,6 +283,6 @@ def _mark_stops(traced: GraphModule) -> None:
         feeds[node] = any(marks.requires_grad(user) or feeds[user] for user in node.users)
         if node.op != "call_function" or marks.requires_grad(node) or not feeds[node]:
             continue
-        held = nodes.value(node)
-        if isinstance(held, torch.Tensor) and held.is_floating_point():
+        fake = nodes.value(node)
+        if isinstance(fake, torch.Tensor) and fake.is_floating_point():
             marks.stop_gradient.set(node, any(marks.requires_grad(parent) for parent in node.all_input_nodes))

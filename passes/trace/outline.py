@@ -65,21 +65,21 @@ def attributes(graph: Graph, bodies: dict[str, GraphModule], module: GraphModule
 
 def parts(graph: Graph) -> list[list[Node]]:
     """The nodes of each outermost function transform, and of each call of a `torch.autograd.Function`, in order."""
-    found = _by_levels(graph)
+    ranges = _by_levels(graph)
     for node in graph.nodes:
         if functorch.asks_autograd(node.target):  # what `torch.func.vjp` returns may be called behind its levels
-            given = set(node.all_input_nodes)
-            for part in [p for p in found if p[-1] < node and not given.isdisjoint(p)][:1]:
-                last = next((p[-1] for p in found if node in p), node)
-                whole = [n for n in graph.nodes if part[0] <= n <= last]
-                found = [p for p in found if p[0] < part[0]] + [whole] + [p for p in found if p[0] > last]
-    return found
+            inputs = set(node.all_input_nodes)
+            for part in [p for p in ranges if p[-1] < node and not inputs.isdisjoint(p)][:1]:
+                last = next((p[-1] for p in ranges if node in p), node)
+                merged = [n for n in graph.nodes if part[0] <= n <= last]
+                ranges = [p for p in ranges if p[0] < part[0]] + [merged] + [p for p in ranges if p[0] > last]
+    return ranges
 
 
 def sealed_softmaxes(module: GraphModule) -> list[tuple[Node, str]]:
     """Opaque calls that contain a softmax, with the note for the report: a `torch.autograd.Function` where gradients
     are recorded, and `torch.cond` and similar operators."""
-    found = []
+    sealed = []
     for node in module.graph.nodes:
         own_gradient = functorch.is_autograd_function(node.target)
         if node.target in _OPEN or not isinstance(node.target, HigherOrderOperator):
@@ -89,12 +89,14 @@ def sealed_softmaxes(module: GraphModule) -> list[tuple[Node, str]]:
         bodies = (operator.attrgetter(str(n.target))(module) for n in node.all_input_nodes if n.op == "get_attr")
         inside = [str(n.target) for body in bodies if isinstance(body, GraphModule) for n in body.graph.nodes]
         if any("softmax" in name or "scaled_dot_product" in name for name in inside):
-            found.append((node, _OWN_GRADIENT if own_gradient else f"a softmax inside of {node.target} stays as it is"))
-    return found
+            sealed.append(
+                (node, _OWN_GRADIENT if own_gradient else f"a softmax inside of {node.target} stays as it is")
+            )
+    return sealed
 
 
 def _by_levels(graph: Graph) -> list[list[Node]]:
-    found: list[list[Node]] = []
+    found_parts: list[list[Node]] = []
     depth, hooks = 0, True  # whether hooks are allowed: inner levels forbid them again, the outermost allows them
     for node in graph.nodes:
         target = node.target
@@ -102,14 +104,14 @@ def _by_levels(graph: Graph) -> list[list[Node]]:
         own_gradient = functorch.is_autograd_function(target) and torch.is_grad_enabled()
         outside = depth == 0 and hooks
         if outside and (entering or own_gradient):
-            found.append([])
+            found_parts.append([])
         if not outside or entering or own_gradient:
-            found[-1].append(node)
+            found_parts[-1].append(node)
         elif _unwraps(node):
-            found.append([node])
+            found_parts.append([node])
         depth += functorch.enters(target) - functorch.leaves(target)
         hooks = not functorch.forbids_hooks(target) and (hooks or functorch.allows_hooks(target))
-    return found
+    return found_parts
 
 
 def _enters(target: Any) -> bool:
@@ -135,23 +137,23 @@ def _wraps(held: Any) -> bool:
 
 def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
     """(a part as a separate graph, the nodes that it reads, its nodes that are read after it)."""
-    inside, body, made = set(part), Graph(), dict[Node, Node]()
+    inside, body, copies = set(part), Graph(), dict[Node, Node]()
     inputs, outputs = ends(part)
-    for given in inputs:
-        held = given.op == "get_attr"
-        made[given] = body.node_copy(given) if held else body.placeholder(given.name)
+    for source in inputs:
+        is_attribute = source.op == "get_attr"
+        copies[source] = body.node_copy(source) if is_attribute else body.placeholder(source.name)
     for node in part:
         if writes(node, inside):
             raise Unsupported(Ground.TRANSFORM, "a function transform of torch.func changes a tensor in place")
-        made[node] = body.node_copy(node, made.__getitem__)
-    body.output(tuple(made[node] for node in outputs))
-    return tracing.lazy_module(module, body), [given for given in inputs if given.op != "get_attr"], outputs
+        copies[node] = body.node_copy(node, copies.__getitem__)
+    body.output(tuple(copies[node] for node in outputs))
+    return tracing.lazy_module(module, body), [source for source in inputs if source.op != "get_attr"], outputs
 
 
 def ends(part: list[Node]) -> tuple[list[Node], list[Node]]:
     """(the nodes that a part reads, its nodes that are read after it)."""
     inside = set(part)
-    inputs = list(dict.fromkeys(given for node in part for given in node.all_input_nodes if given not in inside))
+    inputs = list(dict.fromkeys(source for node in part for source in node.all_input_nodes if source not in inside))
     return inputs, [node for node in part if not inside.issuperset(node.users)]
 
 
@@ -170,7 +172,7 @@ def writes(node: Node, inside: set[Node]) -> bool:
     """Whether a node writes to a tensor that was created before its part."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     changing = name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")) or _asks_for_it(node)
-    return changing and any(given not in inside and nodes.is_tensor(given) for given in node.all_input_nodes[:1])
+    return changing and any(source not in inside and nodes.is_tensor(source) for source in node.all_input_nodes[:1])
 
 
 def _asks_for_it(node: Node) -> bool:
@@ -214,8 +216,8 @@ class _Sealed(torch.nn.Module):
 
 def described(node: Node) -> str | None:
     """Description of the outlined part that a node of the traced graph calls; None for other nodes."""
-    held = node.args[0] if node.target is torch.ops.higher_order.wrap else None
-    sealed = getattr(node.graph.owning_module, str(held.target), None) if isinstance(held, Node) else None
+    callee = node.args[0] if node.target is torch.ops.higher_order.wrap else None
+    sealed = getattr(node.graph.owning_module, str(callee.target), None) if isinstance(callee, Node) else None
     if not isinstance(sealed, _Sealed):
         return None
     first = next(inner.target for inner in sealed.body.graph.nodes if inner.op.startswith("call"))
@@ -229,9 +231,9 @@ def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
     tracer = tracing.current_tracer()
     if tracer is None:
         raise Unsupported(Ground.DEFECT, "an outlined part outside of a trace")
-    (made,) = body.graph.output_node().args
+    (outputs,) = body.graph.output_node().args
     with tracing.disable_proxy_modes_tracing():
-        results = tree_map_only(torch.Tensor, nodes.empty_like, tuple(map(nodes.value, made)))
+        results = tree_map_only(torch.Tensor, nodes.empty_like, tuple(map(nodes.value, outputs)))
     sealed = _Sealed(body)
     tracer.root.register_module(tracer.get_fresh_qualname("outlined"), sealed)
     call = tracing.written(tracer, "call_function", torch.ops.higher_order.wrap, (sealed, *args), {})

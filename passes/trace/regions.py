@@ -27,7 +27,7 @@ def without_regions(module: GraphModule) -> GraphModule:
         if (body := _region(module, node)) is not None:
             body = without_regions(body)
             inputs = body.graph.find_nodes(op="placeholder")
-            inside = dict(zip(inputs, (copies.get(given, given) for given in node.args[2:]), strict=True))
+            inside = dict(zip(inputs, (copies.get(argument, argument) for argument in node.args[2:]), strict=True))
             copies[node] = _copied(body, graph, inside, attribute_values)
         elif node.target is operator.getitem and isinstance(items := map_arg(node.args[0], copies.get), tuple):
             copies[node] = items[node.args[1]]

@@ -85,27 +85,27 @@ class DeferredResult:
         leaves, structure = tree_flatten(self.recorded)
         assert self.mode is not None
         with tracing.untraced():
-            found = [fast_detach(self.mode, leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
-        for leaf, node in zip(found, self.results, strict=True):
+            fakes = [fast_detach(self.mode, leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
+        for leaf, node in zip(fakes, self.results, strict=True):
             tracing.stand_for(leaf, node, self.tracer)
-        return tree_unflatten(found, structure)
+        return tree_unflatten(fakes, structure)
 
 
 def part_of(call: Node, values: Mapping[Node, Any]) -> DeferredResult | None:
     """Item of the results of a copied call that a node takes; None for other nodes."""
-    whole = values.get(call.args[0]) if call.target is operator.getitem and isinstance(call.args[0], Node) else None
+    deferred = values.get(call.args[0]) if call.target is operator.getitem and isinstance(call.args[0], Node) else None
     if (
-        not isinstance(whole, DeferredResult)
-        or not isinstance(whole.recorded, (list, tuple))
+        not isinstance(deferred, DeferredResult)
+        or not isinstance(deferred.recorded, (list, tuple))
         or type(call.args[1]) is not int
     ):
         return None
-    if not all(isinstance(part, torch.Tensor) for part in whole.recorded):
+    if not all(isinstance(part, torch.Tensor) for part in deferred.recorded):
         return None
-    recorded, node = whole.recorded[call.args[1]], whole.results[call.args[1]]
+    recorded, node = deferred.recorded[call.args[1]], deferred.results[call.args[1]]
     with without_functions():
         form = _form_of_tensors(recorded)
-    return DeferredResult(recorded=recorded, results=(node,), form=form, mode=whole.mode, tracer=whole.tracer)
+    return DeferredResult(recorded=recorded, results=(node,), form=form, mode=deferred.mode, tracer=deferred.tracer)
 
 
 class Repeats:
@@ -225,10 +225,10 @@ class Repeats:
     def _node(self, tensor: torch.Tensor) -> Node:
         """Node of a tensor. Raises `_Unknown` for constants: their values may decide which operations a call consists
         of."""
-        held = tracing.node_of(tensor, self._tracer) if type(tensor) is FakeTensor else None
-        if held is None or any(c is not None and c.numel() for c in (held[1], constant_of(tensor))):
+        entry = tracing.node_of(tensor, self._tracer) if type(tensor) is FakeTensor else None
+        if entry is None or any(c is not None and c.numel() for c in (entry[1], constant_of(tensor))):
             raise _Unknown
-        return held[0]
+        return entry[0]
 
 
 def _is_of_torch(call: Node) -> bool:
@@ -255,9 +255,9 @@ def _without_numbers(call: Node) -> tuple[Form, list[int]] | None:
         elif item is None or item is Ellipsis:
             form.append(str(item))
         elif isinstance(item, slice) and {type(item.start), type(item.stop), type(item.step)} <= {int, type(None)}:
-            whole, fixed = item == slice(None), call.target is operator.setitem
-            form += [str(item)] if whole or fixed else [slice, item.start is None, item.stop is None, item.step]
-            numbers += [] if whole or fixed else [item.start or 0, 2**63 - 1 if item.stop is None else item.stop]
+            is_full, fixed = item == slice(None), call.target is operator.setitem
+            form += [str(item)] if is_full or fixed else [slice, item.start is None, item.stop is None, item.step]
+            numbers += [] if is_full or fixed else [item.start or 0, 2**63 - 1 if item.stop is None else item.stop]
         else:
             return None
     return (isinstance(index, tuple), *form), numbers
@@ -315,13 +315,13 @@ def _copied(
     before: _Traced, given: tuple[Node, ...], numbers: Sequence[int], call: Node, graph: Graph
 ) -> tuple[Node, ...]:
     """Write the operations of a call again, on other arguments; returns the nodes of its value."""
-    made = dict(zip(before.given, given, strict=True))
+    copies = dict(zip(before.given, given, strict=True))
     changes = [key for key in tracing.ORIGINS if key != "stack_trace" or not is_outlined(call.target)]
     origin = {key: call.meta[key] for key in changes if key in call.meta}
     for node in before.operations:
-        args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
-        made[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
-        made[node].meta = {key: held for key, held in node.meta.items() if key not in changes} | origin
+        args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+        copies[node].meta = {key: note for key, note in node.meta.items() if key not in changes} | origin
     for (place, argument), number in zip(before.places, numbers, strict=bool(before.places)):
-        made[before.operations[place]].update_arg(argument, number)
-    return tuple(made[node] for node in before.results)
+        copies[before.operations[place]].update_arg(argument, number)
+    return tuple(copies[node] for node in before.results)

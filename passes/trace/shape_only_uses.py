@@ -31,11 +31,11 @@ def make_by_size(graph: Graph) -> None:
         target, is_view = _OF_SIZES.get(packet(node)), packet(node) in _VIEWS
         if not (_takes_shape_of_scores(node) if is_view else target is not None and _is_plain(node)):
             continue
-        symbols, held = symbols or Symbols(graph), nodes.value(node)
+        symbols, fake = symbols or Symbols(graph), nodes.value(node)
         with graph.inserting_before(node), contextlib.suppress(Unsupported):  # sizes that are data
             extents = [symbols.value(extent) for extent in shape(node)]
             node.args = (node.args[0], extents) if is_view else (extents, *node.args[1:])
-            node.kwargs = {} if is_view else {"dtype": held.dtype, "device": held.device}
+            node.kwargs = {} if is_view else {"dtype": fake.dtype, "device": fake.device}
             node.target = _VIEWS[packet(node)] if is_view else target
 
 
@@ -45,7 +45,7 @@ def _takes_shape_of_scores(node: Node) -> bool:
 
 
 def _is_plain(node: Node) -> bool:
-    like, held = node.args[0], nodes.value(node)
+    like, fake = node.args[0], nodes.value(node)
     if not isinstance(like, Node) or marks.dtensor(node) or not products_above(like):
         return False
-    return held.layout is torch.strided and held.is_contiguous() and not node.kwargs.get("pin_memory")
+    return fake.layout is torch.strided and fake.is_contiguous() and not node.kwargs.get("pin_memory")

@@ -64,8 +64,8 @@ def _of_mode(mode: FakeTensorMode, fake: Any, source: ConstantSource) -> Any:
     """Input in this fake mode; tensors of known sizes are created when a call needs them."""
     if nodes.is_nested(fake):
         return nested.empty_like_nested(fake, mode)
-    made = isinstance(fake, torch.Tensor) and not _is_known(fake)
-    return mode.from_tensor(_by_itself(fake), source=source) if made else fake
+    is_fresh = isinstance(fake, torch.Tensor) and not _is_known(fake)
+    return mode.from_tensor(_by_itself(fake), source=source) if is_fresh else fake
 
 
 def _by_itself(fake: torch.Tensor) -> torch.Tensor:
