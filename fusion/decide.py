@@ -17,6 +17,7 @@ from fusion.passes import nodes
 from fusion.passes.prepare import cascades
 from fusion.passes.prepare.late_division import MOVE_DIVISIONS
 from fusion.passes.prepare.trials import Change
+from fusion.passes.pullback.sdpa import is_sdpa
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import Specified
 from fusion.passes.specify.tile_maps import Pays
@@ -86,16 +87,20 @@ def left_alone(site: Site, options: Options, hints: Mapping[str, int], asked: As
     device = nodes.value(site.root).device
     if asked is not None and options.transforms == "auto" and (refusal := _too_small(site, options, hints, asked)):
         return refusal
-    reasons = (_call_left_alone(call, device, [*call.example_sizes(hints).values()], options) for call in site.calls)
+    written_out = not is_sdpa(site.anchor)
+    each = ((call, [*call.example_sizes(hints).values()]) for call in site.calls)
+    reasons = (_call_left_alone(call, device, sizes, options, written_out) for call, sizes in each)
     return next(filter(None, reasons), None)
 
 
-def _call_left_alone(call: Specified, device: torch.device, sizes: list[int], options: Options) -> Refusal | None:
+def _call_left_alone(
+    call: Specified, device: torch.device, sizes: list[int], options: Options, written_out: bool
+) -> Refusal | None:
     chosen = options.training == "always" or options.strict or options.emitter != "auto" or options.inner != "inductor"
     if device.type == "cpu" and not chosen:
         machine, fixed = kernels.machine_of(call.device, options.request), call.has_fixed_lengths()
         trained = options.training == "auto" and call.differentiable
-        refusal = pays.left_on_cpu(call.spec, sizes, machine, trained=trained, fixed=fixed)
+        refusal = pays.left_on_cpu(call.spec, sizes, machine, trained=trained, fixed=fixed, written_out=written_out)
         if refusal is not None:
             return refusal
     return kernels.prepare(call.spec, device, sizes, call.differentiable, options.request)

@@ -93,6 +93,10 @@ class Ground(enum.Enum):
         'Ask for it with options={"training": "always"}: by default training with so few scores is left to the inner '
         "compiler on CPUs, for speed."
     )
+    ONE_QUERY = (
+        'Ask for it with options={"emitter": "mlir"}: by default one query over so few keys is left to the inner '
+        "compiler on CPUs, for speed."
+    )
     DISTRIBUTED_DROPOUT = "Leave that dropout out, or compile the attention on local tensors (use_local_output=True)."
     OTHER_PROCESSES = "Compile on the processes of its mesh only."
     LOST_TENSOR = "Pass the tensor in as an argument, or register it as a buffer."

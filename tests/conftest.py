@@ -215,11 +215,12 @@ def _validation_finds_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _training_with_few_scores_is_fused() -> Iterator[None]:
-    """Tests train with few scores, which by default is left to Inductor."""
+def _little_work_is_fused() -> Iterator[None]:
+    """Tests train with few scores, and have one query over few keys, which by default is left to Inductor."""
     pays = importlib.import_module("fusion.planning.pays")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pays, "TRAINING", dict.fromkeys(pays.TRAINING, (0, 0)))
+        patch.setattr(pays, "ONE_QUERY", 0)
         yield
 
 

@@ -15,7 +15,7 @@ import torch
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import coordinates, loads, walk
 from fusion.ir.reads import is_shift_free
-from fusion.ir.sizes import size_function, size_value
+from fusion.ir.sizes import extents_function, size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
 from fusion.machine import Machine, with_cores
 from fusion.machine import machine as find_machine
@@ -34,6 +34,15 @@ a bias for each row and key is trained."""
 TRAINING_BY_DISTANCE = 48
 """The same where a bias for each distance between row and key is trained, whose gradients the inner compiler's code
 adds up element by element: measured without AMX, 4 to 64 heads of 32 and 64 columns."""
+
+# One query over few keys in inference on CPUs, in float32. The inner compiler writes products of a single row as sums,
+# in one loop with the softmax and what stands around them; the call of a kernel takes 2.5 to 4 us more than that in a
+# recurrent decoder (`benchmarks/in_a_row.py`; processor time of one thread, Zen 5): 1.2 to 1.6 times the time of a token
+# at 1 x 24 x 64 to 8 x 24 x 64, and 1.26 times that of a masked attention of 8 x 24 x 64. At 8 x 100 x 64 the masked one
+# is faster as a kernel (0.85). From two queries on the inner compiler calls a library for each product, and kernels are
+# faster (0.81 to 0.88 of the time with 2 to 8 queries), as they are than a call of scaled_dot_product_attention (0.6).
+ONE_QUERY = 1 << 15
+"""Elements of K and V, of all heads, below which one query is left to the inner compiler."""
 
 # Mixed heads, on CPUs.
 ROWS_OF_MIXED_HEADS = 12
@@ -79,22 +88,38 @@ REACHED = 0.5
 
 
 def left_on_cpu(
-    spec: AttentionSpec, sizes: Sequence[int], machine: Machine, *, trained: bool, fixed: bool
+    spec: AttentionSpec, sizes: Sequence[int], machine: Machine, *, trained: bool, fixed: bool, written_out: bool
 ) -> Refusal | None:
     """Why a call with these values of `spec.sizes` is left to the inner compiler on a CPU, although there is a kernel;
-    None where it is fused. trained: gradients are asked for. fixed: every call has as many queries and keys."""
-    n_q, n_k = size_function((spec.n_q, spec.n_k), spec.sizes)(sizes)
+    None where it is fused. trained: gradients are asked for. fixed: every call has as many queries and keys.
+    written_out: its products are, in place of a call of scaled_dot_product_attention."""
+    *batch, n_q, n_k, d, d_v = extents_function(spec)(sizes)
     if spec.mixing is not None and n_q < ROWS_OF_MIXED_HEADS:
         message = (
             f"heads are mixed, for which kernels are predicted to pay from {ROWS_OF_MIXED_HEADS} rows on, and there "
             f"are {n_q}"
         )
         return Refusal(Ground.HEADS_MIXED, message)
-    return _left_in_training(spec, n_q, n_k, machine) if trained and fixed else None
+    if not fixed:
+        return None
+    if trained:
+        return _left_in_training(spec, n_q, n_k, machine)
+    elements = math.prod(batch) // spec.heads_per_key(batch[-1]) * n_k * (d + d_v) if batch else n_k * (d + d_v)
+    if not (written_out and n_q == 1 and 0 < elements < ONE_QUERY and _is_float32(spec)):
+        return None
+    message = (
+        f"for one query over {n_k} keys, {elements} elements of K and V are predicted to be read faster by code that is "
+        f"compiled together with what stands around it; a kernel of its own pays from about {ONE_QUERY} on"
+    )
+    return Refusal(Ground.ONE_QUERY, message)
+
+
+def _is_float32(spec: AttentionSpec) -> bool:
+    return all(operand.dtype in ("float32", "bool", "int32", "int64") for operand in spec.operands)
 
 
 def _left_in_training(spec: AttentionSpec, n_q: int, n_k: int, machine: Machine) -> Refusal | None:
-    if any(operand.dtype not in ("float32", "bool", "int32", "int64") for operand in spec.operands):
+    if not _is_float32(spec):
         # Measured: 0.5 to 0.95 of the inner compiler's speed in bfloat16, in float32 1.05 to 1.6 times (4 to 16 heads,
         # 64 to 1024 keys).
         message = (

@@ -1,4 +1,4 @@
-"""Training with few scores on CPUs is left to Inductor where that is faster, and the report says so."""
+"""Where kernels do not pay on CPUs attention is left to Inductor, and the report says so."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import fusion
 from fusion.planning import pays
 from fusion.refusals import Ground
 
-TRAINING = pays.TRAINING
+TRAINING, ONE_QUERY = pays.TRAINING, pays.ONE_QUERY
 
 
 def biased(q, k, v, bias):
@@ -74,3 +74,40 @@ def test_inference_is_fused():
 def test_limits_are_larger_without_tiles_and_with_a_trained_bias():
     (few, biased_few), (more, biased_more) = TRAINING[True], TRAINING[False]
     assert 0 < few < biased_few < biased_more and few < more < biased_more
+
+
+def inferred(function=plain, queries=1, keys=24, heads=8, dtype=torch.float32, dynamic=False, **options):
+    """The one site of a call without gradients."""
+    q, k, v = (torch.randn(1, heads, n, 64, dtype=dtype) for n in (queries, keys, keys))
+    with fusion.collect_reports() as reports, torch.no_grad():
+        torch.compile(function, backend="fusion", dynamic=dynamic, options=options)(q, k, v, None)
+    ((site,),) = [report.sites for report in reports]
+    return site
+
+
+def sdpa(q, k, v, _):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.fixture
+def _one_query(monkeypatch):
+    monkeypatch.setattr(pays, "ONE_QUERY", ONE_QUERY)
+
+
+@pytest.mark.usefixtures("_one_query")
+def test_one_query_over_few_keys_is_left():
+    site = inferred()
+    assert not site.fused and site.refusal.kind is Ground.ONE_QUERY
+    assert "one query over 24 keys, 24576 elements" in site.reason and "emitter" in site.advice
+    assert inferred(keys=ONE_QUERY // (8 * 128)).fused
+
+
+@pytest.mark.usefixtures("_one_query")
+@pytest.mark.parametrize(
+    "given",
+    [{"queries": 2}, {"function": sdpa}, {"dtype": torch.bfloat16}, {"dynamic": True}, {"emitter": "mlir"},
+     {"strict": True}, {"inner": "aot_eager"}],
+    ids=str,
+)  # fmt: skip
+def test_where_one_query_is_fused_all_the_same(given):
+    assert inferred(**given).fused
