@@ -37,8 +37,8 @@ adds up element by element: measured without AMX, 4 to 64 heads of 32 and 64 col
 
 # One query over few keys in inference on CPUs, in float32. The inner compiler writes products of a single row as sums,
 # in one loop with the softmax and what stands around them; the call of a kernel takes 2.5 to 4 us more than that in a
-# recurrent decoder (`benchmarks/in_a_row.py`; processor time of one thread, Zen 5): 1.2 to 1.6 times the time of a token
-# at 1 x 24 x 64 to 8 x 24 x 64, and 1.26 times that of a masked attention of 8 x 24 x 64. At 8 x 100 x 64 the masked one
+# recurrent decoder (`benchmarks/in_a_row.py`; processor time of one thread, Zen 5): 1.2 to 1.6 times a token's time at
+# 1 x 24 x 64 to 8 x 24 x 64, and 1.26 times that of a masked attention of 8 x 24 x 64. At 8 x 100 x 64 the masked one
 # is faster as a kernel (0.85). From two queries on the inner compiler calls a library for each product, and kernels are
 # faster (0.81 to 0.88 of the time with 2 to 8 queries), as they are than a call of scaled_dot_product_attention (0.6).
 ONE_QUERY = 1 << 15
@@ -108,8 +108,8 @@ def left_on_cpu(
     if not (written_out and n_q == 1 and 0 < elements < ONE_QUERY and _is_float32(spec)):
         return None
     message = (
-        f"for one query over {n_k} keys, {elements} elements of K and V are predicted to be read faster by code that is "
-        f"compiled together with what stands around it; a kernel of its own pays from about {ONE_QUERY} on"
+        f"for one query over {n_k} keys, {elements} elements of K and V are predicted to be read faster by code "
+        f"that is compiled together with what stands around it; a kernel of its own pays from about {ONE_QUERY} on"
     )
     return Refusal(Ground.ONE_QUERY, message)
 
