@@ -18,6 +18,7 @@ LARGEST_SIZE = 2**25
 """Run-time sizes are below this (launchers check), so that small multiples of coordinates fit in 32 bits."""
 
 _WIDE = ANY[Kind.INT]
+_LARGEST = torch.finfo(torch.float32).max
 _EXACT = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 Ends = tuple[int, int]
@@ -38,18 +39,32 @@ def range_of(expr: Expr, leaf: Callable[[Expr], Range | None]) -> Range:
 
 
 def transferred(op: str, *parts: Range) -> Range:
-    """Range of a primitive's result. Integers wrap around at the ends of 64 bits, and may then be any."""
+    """Range of a primitive's result. Integers wrap around at the ends of 64 bits, and may then be any. Floats are
+    computed in float32, or better."""
     primitive = PRIMITIVES[op]
     result = functools.reduce(primitive.transfer, parts) if op in ("add", "mul") else primitive.transfer(*parts)
+    if primitive.result is Kind.FLOAT:
+        return Range(_below(result.low), -_below(-result.high), result.nan)
     wraps = primitive.result is Kind.INT and not (_WIDE.low <= result.low and result.high <= _WIDE.high)
     return _WIDE if wraps else result
+
+
+def _below(value: float) -> float:
+    """An end from below: with room for rounding, for what lies beyond the range of float32, and for denormal numbers,
+    which may count as zero."""
+    if value <= -_LARGEST:
+        return -math.inf
+    value = min(value, _LARGEST)
+    return 0.0 if 0.0 <= value < 2.0**-126 else value - abs(value) * 2.0**-22
 
 
 def _of_constant(part: Expr) -> Range:
     if part.kind is not Kind.FLOAT:
         value = integers.in_64_bits(part.integer) if part.kind is Kind.INT else bool(part.attr)
         return Range(value, value)
-    return Range(math.inf, -math.inf, True) if math.isnan(part.value) else Range(part.value, part.value)
+    if math.isnan(part.value):
+        return Range(math.inf, -math.inf, True)
+    return Range(_below(part.value), -_below(-part.value))
 
 
 def interval(expr: Expr, bounds: integers.Bounds, of_load: Callable[[Expr], Ends]) -> Ends:

@@ -1,7 +1,7 @@
 """Transfer functions of value ranges: from the ranges of the arguments to that of the result.
 
 Ends are Python numbers or, for one range per cell of a mask, tensors: integers and predicates are computed alike on
-both. Integers are not wrapped around in this module (`fusion.ir.ranges` does), and divisors are positive.
+both. Here integers do not wrap around, and floats are not rounded (`fusion.ir.ranges` does). Divisors are positive.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ class Range:
 
 
 Transfer = Callable[..., Range]
-ROUNDING = 2.0**-50
-"""By which float64's functions may differ between vectors and single elements, relative to their result."""
 
 
 def least(*values: Any) -> Any:
@@ -120,9 +118,7 @@ def by_points(evaluate: Callable[..., torch.Tensor], *critical: float) -> Transf
         columns = torch.tensor([*itertools.product(*map(points, parts))], dtype=torch.float64).unbind(-1)
         values = evaluate(*columns).double()
         numbers = values[~values.isnan()].tolist()
-        low, high = min(numbers, default=math.inf), max(numbers, default=-math.inf)
-        below, above = (0.0 if math.isinf(end) else abs(end) * ROUNDING for end in (low, high))
-        return Range(low - below, high + above, len(numbers) < values.numel())
+        return Range(min(numbers, default=math.inf), max(numbers, default=-math.inf), len(numbers) < values.numel())
 
     return transfer
 
