@@ -74,7 +74,7 @@ ANY = {
 """The range of a value of which nothing is known."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def is_bounded(op: str) -> bool:
     """Whether an operation of an expression has a bounded float for a result, whatever its arguments are."""
     if op not in PRIMITIVES or PRIMITIVES[op].result is not FLOAT:

@@ -74,7 +74,7 @@ SCHEDULES = {
 kernel, and proves the formulas on a simulated memory."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _compiled(formula: str) -> Callable[[Mapping[str, float]], float]:
     code, functions = compile(formula, formula, "eval"), {"ceil": math.ceil, "max": max}
     return lambda sizes: float(eval(code, functions, sizes))  # the text is one of `SCHEDULES`

@@ -150,7 +150,7 @@ def test_a_convention_that_is_not_known_is_refused():
     function = convention(torch.maximum, relation(0.0, 0.25, 1.0), relation(1.0, 0.75, 0.0))
     leaves = [node("load", (), Kind.FLOAT, f"x{k}") for k in range(2)]
     call = Call(args=tuple(leaves), kwargs={}, dtype=torch.float32)
-    with pytest.raises(Unsupported, match="differentiates .* otherwise"):
+    with pytest.raises(Unsupported, match="differentiates .* in a way that fusion does not know"):
         ties.as_torch_differentiates(function, call, (pointwise.BUILDERS[aten.maximum],))
 
 
