@@ -58,7 +58,7 @@ def test_few_scores_are_left_and_more_are_fused(function, least):
     "given",
     [{"bias": False, "n": 25}, {"dtype": torch.bfloat16}, {"dynamic": True, "n": 17}, {"training": "always"},
      {"strict": True}, {"inner": "aot_eager"}, {"emitter": "reference"}],
-    ids=str,
+    ids=lambda given: next(iter(given)),
 )  # fmt: skip
 def test_what_is_fused_all_the_same(given):
     """A bias that is not trained, half precision, lengths that may grow, what the user asks for."""
@@ -107,7 +107,7 @@ def test_one_query_over_few_keys_is_left():
     "given",
     [{"queries": 2}, {"function": sdpa}, {"dtype": torch.bfloat16}, {"dynamic": True}, {"emitter": "mlir"},
      {"strict": True}, {"inner": "aot_eager"}],
-    ids=str,
+    ids=lambda given: next(iter(given)),
 )  # fmt: skip
 def test_where_one_query_is_fused_all_the_same(given):
     assert inferred(**given).fused
