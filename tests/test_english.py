@@ -1,0 +1,48 @@
+"""Docstrings of the product begin with a noun or a verb of the field, which a stranger understands at first reading."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(path for folder in ("fusion", "passes", "codegen") for path in (ROOT / folder).rglob("*.py")
+               if not {"passes", "codegen"} & set(path.relative_to(ROOT / folder).parts[:-1]))  # fmt: skip
+
+RIDDLE = re.compile(r"(What|Of|How|Where|Which|As|The same|Likewise)\b")
+
+# Folders whose docstrings still have to be rewritten.
+EXEMPT = ("codegen/mlir/approximate", "codegen/mlir/backward", "codegen/mlir", "fusion/planning", "fusion/api")
+
+
+def riddles(text: str) -> Iterator[str]:
+    """First lines of a file's docstrings that begin with another word than a noun or verb."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if RIDDLE.match(docstring := ast.get_docstring(node) or ""):
+                yield docstring.splitlines()[0]
+
+
+def folder_of(path: Path) -> str:
+    """Folder of a file, relative to the repository."""
+    return path.parent.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_docstrings_begin_with_a_noun_or_a_verb(path: Path) -> None:
+    if folder_of(path) not in EXEMPT:
+        assert list(riddles(path.read_text())) == []
+
+
+@pytest.mark.parametrize("folder", EXEMPT)
+def test_exempt_folders_need_it(folder: str) -> None:
+    assert any(folder_of(path) == folder and list(riddles(path.read_text())) for path in FILES)
+
+
+def test_riddles_are_seen() -> None:
+    assert list(riddles('def f():\n    """Of rows: their scale."""')) == ["Of rows: their scale."]
+    assert list(riddles('"""What it is.\n\nMore."""\nclass A:\n    """As before."""')) == ["What it is.", "As before."]
+    assert not list(riddles('"""Offsets of rows."""\ndef f():\n    """Scale of rows, whatever it is."""'))
+    assert len(FILES) > 200
