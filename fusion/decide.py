@@ -75,8 +75,9 @@ def changes(options: Options = DEFAULTS) -> list[Change]:
 
 def tile_map_pays(options: Options) -> Pays:
     """Predicate for computing the map of a mask's tiles, by the option `tile_maps`."""
-    never = options.emitter == "reference" or options.tile_maps == "never"
-    return pays.map_pays if options.tile_maps == "auto" and not never else lambda *_: not never
+    if options.emitter == "reference" or options.tile_maps == "never":
+        return lambda *_: False
+    return pays.map_pays if options.tile_maps == "auto" else lambda *_: True
 
 
 def left_alone(site: Site, options: Options, hints: Mapping[str, int], asked: Asked | None) -> Refusal | None:

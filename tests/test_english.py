@@ -13,9 +13,6 @@ FILES = sorted(path for folder in ("fusion", "passes", "codegen") for path in (R
 
 RIDDLE = re.compile(r"(What|Of|How|Where|Which|As|The same|Likewise)\b")
 
-# Folders whose docstrings still have to be rewritten.
-EXEMPT = ("codegen/mlir/approximate", "codegen/mlir/backward", "codegen/mlir", "fusion/planning", "fusion/api")
-
 
 def riddles(text: str) -> Iterator[str]:
     """First lines of a file's docstrings that begin with another word than a noun or verb."""
@@ -25,20 +22,9 @@ def riddles(text: str) -> Iterator[str]:
                 yield docstring.splitlines()[0]
 
 
-def folder_of(path: Path) -> str:
-    """Folder of a file, relative to the repository."""
-    return path.parent.relative_to(ROOT).as_posix()
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_docstrings_begin_with_a_noun_or_a_verb(path: Path) -> None:
-    if folder_of(path) not in EXEMPT:
-        assert list(riddles(path.read_text())) == []
-
-
-@pytest.mark.parametrize("folder", EXEMPT)
-def test_exempt_folders_need_it(folder: str) -> None:
-    assert any(folder_of(path) == folder and list(riddles(path.read_text())) for path in FILES)
+    assert list(riddles(path.read_text())) == []
 
 
 def test_riddles_are_seen() -> None:

@@ -75,7 +75,7 @@ class Amx:
         return self._staged_rows() + TILE_ELEMENTS // 2
 
     def _staged_rows(self) -> int:
-        """What is behind them holds 16 columns of 32 keys in float32."""
+        """Elements of staged rows, behind which lie 16 columns of 32 keys in float32."""
         return 32 * max(self.d_padded, self.e_padded)
 
     def split(self, x: Value) -> list[Value]:
@@ -256,7 +256,7 @@ class Amx:
     def store_powers(
         self, target: Value, key: Value, first: Value, second: Value, total: Value, ordinary: bool
     ) -> Value:
-        """The same from exponents (of `Avx512.power_pairs`), for one plane. Returns `total` with the weights added, as
+        """Weights from exponents (of `Avx512.power_pairs`), for one plane. Returns `total` with the weights added, as
         they were rounded."""
         b, vectors = self.b, Avx512(self.b)
         pair = vectors.power_pairs(first, second, ordinary)
@@ -284,8 +284,8 @@ class Amx:
         self._for_blocks(body)
 
     def accumulate_sets(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
-        """The same for `sets` pairs of groups. Columns of V are outermost, so that their tiles are read from the
-        first-level cache by all but the first pair."""
+        """Products of weights and V for `sets` pairs of groups. Columns of V are outermost, so that their tiles are
+        read from the first-level cache by all but the first pair."""
         b = self.b
 
         def for_pairs(block: Value | int, count: int) -> None:

@@ -87,7 +87,8 @@ class BoundedTiles(Overlapped):
         b, step, nothing = self.b, self.products.key_step, self.b.constant(0, vector_of("i32", self.tiles.lanes))
 
         def largest(vector: Value) -> Value:
-            """As a number. Magnitudes are ordered as their bits are, infinities and NaN above all others."""
+            """Largest magnitude in a vector, as a number. Magnitudes are ordered as their bits are, infinities and NaN
+            above all others."""
             return b.bitcast(b.reduce("maxsi", vector, "largest"), "f32")
 
         with b.carry(0, item.padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
@@ -176,8 +177,8 @@ class BoundedTiles(Overlapped):
             softmax.weigh_all(self.tiles.row_program(tile, member, exponent), weigh, low, high)
 
     def _weigh(self, softmax: GroupSoftmax, g: Value, ordinary: bool) -> Weigh:
-        """How exponents of a group become weights: rounded at once, and their sum with them, where nothing else is made
-        of it."""
+        """Function that turns exponents of a group into weights: rounded at once, and their sum with them, where
+        nothing else is made of it."""
         b, store, statistics = self.b, self.tiles.store_of(softmax), self.tiles.statistics
         if statistics is None:
             powers = functools.partial(self.products.store_powers, softmax.group.weights)

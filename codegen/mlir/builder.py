@@ -55,7 +55,7 @@ class Builder:
         self._lines.append("  " * self._depth + text)
 
     def side_by_side(self, parts: Sequence[Callable[[], T]]) -> list[T]:
-        """What the parts return. Their lines are written in turns, as far as none uses what is not there yet: several
+        """Results of the parts. Their lines are written in turns, as far as none uses what is not there yet: several
         chains of dependent instructions keep a processor busy. Parts with nested regions stay one after the other."""
         start, streams, results = len(self._lines), [], []
         for part in parts:
@@ -74,7 +74,7 @@ class Builder:
 
     @contextlib.contextmanager
     def at_entry(self) -> Iterator[None]:
-        """What the with block writes goes to the start of the function, where it is visible everywhere."""
+        """Move the lines of the with block to the start of the function, where it is visible everywhere."""
         lines, depth = self._lines, self._depth
         self._lines, self._depth = self._entry, 1
         yield
@@ -149,7 +149,7 @@ class Builder:
         return 0 if _is(y, 1) else self._arithmetic(operator.mod, "remf", "remui", x, y, hint)
 
     def ceil_div(self, x: Operand, y: int, hint: str = "div") -> Any:
-        """How many times y covers x, which is not negative."""
+        """Quotient x / y rounded up, for an x that is not negative."""
         return self.div(self.add(x, y - 1), y, hint)
 
     def floor_to(self, x: Operand, step: int, hint: str = "mul") -> Any:
@@ -220,7 +220,7 @@ class Builder:
         return self.compare("slt", order, self.broadcast(limit, lanes), "valid")
 
     def bitcast(self, x: Value, type_: str, hint: str = "bits") -> Value:
-        """The same bits as another type; the number of lanes may change."""
+        """Bits of a value as another type; the number of lanes may change."""
         if x.type == type_:
             return x
         op = "arith.bitcast" if shape_of(x.type)[0] == shape_of(type_)[0] else "vector.bitcast"
@@ -384,7 +384,7 @@ class Builder:
             yield
 
     def either(self, condition: Value, then: Callable[[], Value], otherwise: Callable[[], Value], type_: str) -> Value:
-        """What `then` returns where the condition (i1) holds, else what `otherwise` does."""
+        """Result of `then` where the condition (i1) holds, else of `otherwise`."""
         found = Value(self.name("either"), type_)
         with self._body(f"{found} = scf.if {condition} -> ({type_}) {{"):
             self.line(f"scf.yield {then()} : {type_}")

@@ -1,4 +1,4 @@
-"""What the call of any kernel takes: a workspace, a block of parameters, and a region on torch's OpenMP threads."""
+"""Call of any kernel: a workspace, a block of parameters, and a region on torch's OpenMP threads."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ class Function:
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address)
 
     def on(self, threads: int) -> Callable[[int], object]:
-        """What runs it on so many threads, given a `ThreadMemory.packed` in whose slots the parameters lie."""
+        """Function that runs it on so many threads; it takes a `ThreadMemory.packed` whose slots hold the
+        parameters."""
         if threads == 1:
             return self._alone
         parallel, address = openmp.parallel(), self.code.address
@@ -138,10 +139,11 @@ class CompiledKernel:
     def launcher(
         self, values: Mapping[tuple, int], given: Sequence[tuple], threads: int, rows: int = 0, shared: int = 0
     ) -> Launch:
-        """What runs it on so many threads, each of which packs `rows` rows. values: parameters that are the same in all
-        calls. given: those that a call is given, in this order. shared: bytes that threads leave for each other.
-        Between two calls a model reads megabytes of weights, so that whatever a call touches has left the caches: each
-        object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is, here."""
+        """Function that runs it on so many threads, each of which packs `rows` rows. values: parameters that are the
+        same in all calls. given: those that a call is given, in this order. shared: bytes that threads leave for each
+        other. Between two calls a model reads megabytes of weights, so that whatever a call touches has left the
+        caches: each object and frame more costs microseconds, not what a loop of calls shows. What can be looked up is,
+        here."""
         text, run, steps = self.text, self.function.on(threads), -(-rows // self.text.key_step)
         per_thread = bytes_per_thread(text, steps)
         values = {("workspace_bytes",): per_thread, ("threads",): threads, ("key_steps",): steps, **values}

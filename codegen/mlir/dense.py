@@ -80,7 +80,7 @@ class DenseLoad:
                 b.prefetch(b.at(row, at, "i8"))
 
     def _columns(self, start: Value, rows: Sequence[Value | int]) -> list[Value]:
-        """What is staged for `unit_keys` adjacent keys of these rows. start: of the keys in row 0. Several elements are
+        """Staged values for `unit_keys` adjacent keys of these rows. start: of the keys in row 0. Several elements are
         moved as one word: shuffles are what this costs."""
         b = self.b
         lines = [b.row(start, self.row_stride, r, self.memory, "row") for r in rows]

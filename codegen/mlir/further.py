@@ -1,4 +1,4 @@
-"""What the forward kernel writes beside the output: weights, and statistics of rows and of keys.
+"""Auxiliary outputs of the forward kernel: weights, and statistics of rows and of keys.
 
 The exponentials of an item's rows are kept as they are made, [group][key][L], relative to the maximum in use, and
 scaled with the output where that rises. When a group of rows is done, its final factor is known while they are still
@@ -73,11 +73,11 @@ class FurtherOutputs:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of a vector of keys beyond the last step, which is read with it."""
+        """Bytes of a vector of keys beyond the last step, which is read with it."""
         return self.areas * self.lanes * self.lanes * 4
 
     def lie_at(self, start: Value, key_steps: Value) -> None:
-        """Where the kept weights lie, in a function's entry. key_steps: those that a thread has room for."""
+        """Set the addresses of the kept weights, in a function's entry. key_steps: those that a thread has room for."""
         b = self.b
         self.keys = b.add(b.mul(key_steps, self.step), self.lanes, "kept_keys")
         self.kept, first = start, self.areas - len(self.of_keys)
@@ -107,7 +107,8 @@ class FurtherOutputs:
             self.b.fill(sums, self.keys, self.b.constant(IDENTITY[further.reduction], self.vector), hint="j")
 
     def finish(self, item: Item, g: Value, rows: Scope, factor: Value | None) -> None:
-        """Of a group whose lanes and statistics `rows` knows. factor: of its weights; None without a normaliser."""
+        """Write the outputs of a group whose lanes and statistics `rows` knows. factor: of its weights; None without a
+        normaliser."""
         b, kernel = self.b, self.kernel
         rows.prepare(*self.values, bound=kernel.batch_names | {"i"})
         start = [
@@ -142,7 +143,7 @@ class FurtherOutputs:
         return list(lines.results)[: len(start)]
 
     def _values(self, rows: Scope, kept: Value, scored: Value, key: Value, factor: Value | None) -> list[Value]:
-        """Of all outputs that depend on a key, for one key; of the last one where there is none."""
+        """Values of all outputs that depend on a key, for one key; of the last one where there is none."""
         b = self.b
         known = {J: b.least(key, b.sub(self.kernel.n_k, 1), "j")}
         if self.keeps:
@@ -154,7 +155,7 @@ class FurtherOutputs:
         return [scope.vector(value) for value in self.values]
 
     def _take(self, part: Value, keys: Value, values: list[list[Value]], rows: Scope, totals: list[Value]):
-        """What becomes of the values of a vector of keys; returns the statistics of rows with them."""
+        """Write or add up the values of a vector of keys; returns the statistics of rows with them."""
         b = self.b
         for (k, _), line in zip(self.whole, self.lines, strict=True):
             for r, cells in enumerate(transpose(b, [value[k] for value in values])):
@@ -215,7 +216,7 @@ class FurtherOutputs:
         return self.b.mul(position, self._param("stride", k, name))
 
     def _base(self, k: int, scope: Scope) -> Value:
-        """Where an output's part for a batch element begins."""
+        """Address of an output's part for a batch element."""
         offset = self.kernel._batch_offset(scope, ("further_stride", k), self.b.constant(0, "i64"))
         memory = MEMORY_TYPE[self.kernel.spec.further[k].dtype]
         return self.b.at(self.kernel.params[("ptr", "further", k)], offset, memory)
@@ -246,12 +247,12 @@ class TrainingStatistics:
             b.store(b.constant(float("-inf"), self.kernel.vector), self._peak_of(g))
 
     def note_maximum(self, softmax: GroupSoftmax, g: Value, highest: Value) -> None:
-        """Of a group's scores in one block of keys."""
+        """Note the maximum of a group's scores in one block of keys."""
         at = self._peak_of(g)
         self.b.store(softmax.largest(highest, self.b.load(at, self.kernel.vector, "peak")), at)
 
     def note_exponents(self, g: Value, first: Value, second: Value) -> None:
-        """Of a group's scores of two keys, relative to a centre, in powers of 2."""
+        """Keep the exponents of a group's scores of two keys, relative to a centre, in powers of 2."""
         b, at = self.b, self._peak_of(g)
         peak = b.load(at, self.kernel.vector, "peak")
         for x in (first, second):

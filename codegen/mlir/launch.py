@@ -83,8 +83,8 @@ class Variant(CompiledKernel):
     def launch_for(
         self, extents: Sequence[int], values: Mapping[tuple, int], given: Sequence[tuple], splits: int = 1
     ) -> Launch:
-        """What runs all calls with these sizes (batch sizes.., n_q, n_k, d, d_v) and `values` of other parameters, keys
-        in about `splits` parts. given: as in `launcher`."""
+        """Function that runs all calls with these sizes (batch sizes.., n_q, n_k, d, d_v) and `values` of other
+        parameters, keys in about `splits` parts. given: as in `launcher`."""
         *batch, n_q, n_k, d, d_v = extents
         heads = 1 if self.spec.mixing is None else batch[self.spec.mixing.axis]
         batch = batch_of_items(self.spec, batch)
@@ -128,7 +128,7 @@ stride, get_num_threads = torch.Tensor.stride, torch.get_num_threads
 
 
 def rows_together(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
-    """How many rows that follow each other, in the order (batch coordinates.., query), read the same keys."""
+    """Number of successive rows, in the order (batch coordinates.., query), that read the same keys."""
     return n_q * spec.heads_per_key(batch[-1]) if batch else n_q
 
 
@@ -139,7 +139,7 @@ def batch_of_items(spec: AttentionSpec, batch: Sequence[int]) -> list[int]:
 
 
 def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
-    """How many of these may be in one work item."""
+    """Number of these that may be in one work item."""
     return rows_together(spec, batch, n_q) if text.across_heads else n_q
 
 
@@ -162,7 +162,7 @@ class ForwardKernel:
         self._right = set[tuple]()  # variants that have proved themselves
 
     def choice(self, sizes: Sequence[int]) -> Choice:
-        """How a call with these sizes runs."""
+        """Choice for a call with these sizes."""
         raise NotImplementedError
 
     def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows | AllHeads:
@@ -249,7 +249,7 @@ class Kernel(ForwardKernel):
         self.planner, self._chosen = planner, Kept()
 
     def choice(self, sizes: Sequence[int]) -> Choice:
-        """How a call with these sizes runs; calls that were met before run as before."""
+        """Choice for a call with these sizes, once for equal sizes."""
         key = tuple(sizes)
         return self._chosen.get(key) or self._chosen.keep(key, self._choose(sizes))
 

@@ -91,7 +91,7 @@ class MixedHeadsKernel(KernelFunction):
 
     @property
     def step_bytes(self) -> int:
-        """Of a key step: packed keys and values, scores, dense loads and factors of the weights."""
+        """Bytes of a key step: packed keys and values, scores, dense loads and factors of the weights."""
         p, rows = self.products, self.heads * self.groups + len(self.dense) + 1
         return self.heads * (p.key_bytes() + p.value_bytes()) + rows * p.key_step * self.row
 
@@ -134,7 +134,7 @@ class MixedHeadsKernel(KernelFunction):
         return PackedRows(self.b, self.b.row(self.state, head, STATE_BYTES, "i8"))
 
     def _rows(self, head: Value, g: Value | int) -> Value:
-        """Where the scores of a head and a group of queries lie, and later its weights."""
+        """Address of the scores, and later the weights, of a head and a group of queries."""
         b = self.b
         number = b.add(b.mul(head, self.groups), g)
         return b.row(self.scores, number, self.group_bytes, "i8", "rows")

@@ -119,7 +119,7 @@ def _symbols(content: bytes, sections: Sequence[_Section]) -> Iterator[_Symbol]:
 
 
 def _layout(sections: Sequence[_Section]) -> tuple[dict[int, int], int, int]:
-    """Where sections go in memory, by number; bytes of the code, which comes first, and of all: whole pages. What
+    """Offsets of sections in memory, by number; bytes of the code, which comes first, and of all: whole pages. What
     unwinds frames is left out: nothing is thrown through a kernel."""
     kept = {n: s for n, s in enumerate(sections) if s.flags & _IN_MEMORY and s.kind != _UNWINDING}
     places, ends = {}, [0]

@@ -1,4 +1,4 @@
-"""What a thread has packed: a range of one side's rows, and which rows they are."""
+"""Packed rows of a thread: a range of one side's rows, and which rows they are."""
 
 from __future__ import annotations
 

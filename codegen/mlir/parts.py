@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Of some rows that share a vector of maxima: vectors of outputs and sums, in units of that maximum."""
+    """Partial sums of rows that share a vector of maxima: vectors of outputs and sums, in units of that maximum."""
 
     maximum: Value
     vectors: Sequence[tuple[Value, int]]  # (where they begin, how many)
@@ -51,7 +51,7 @@ class Parts:
         return b.most(b.as_value(low, "i64"), first), b.least(high, b.add(first, size))
 
     def record(self, number: Value) -> Value:
-        """What a piece of work leaves for the one that merges."""
+        """Record that a piece of work leaves for the one that merges."""
         return self.b.row(self.params[("ptr", "partials")], number, self.record_bytes, "i8", "record")
 
     @contextlib.contextmanager
@@ -93,12 +93,12 @@ class TileParts(Parts):
         super().__init__(tiles.kernel, 4 * tiles.tiling.groups * self.rows * tiles.lanes)
 
     def _own(self, g: Value) -> Sums:
-        """Of a group that works here, whose partial sums are merged."""
+        """Sums of a group of this piece of work, which are merged."""
         memory = self.tiles.group(g)
         return Sums(maximum=memory.maximum, vectors=[(memory.output, self.rows - 1)])
 
     def _recorded(self, record: Value, g: Value) -> Sums:
-        """Of a group, in a record."""
+        """Sums of a group, in a record."""
         b, lanes = self.b, self.kernel.lanes
         start = b.row(record, g, self.rows * lanes)
         return Sums(maximum=b.at(start, (self.rows - 1) * lanes, "f32"), vectors=[(start, self.rows - 1)])

@@ -70,19 +70,19 @@ class MultiplyAdd:
         return self.key_step // self.kr
 
     def note_key_steps(self, count: Value) -> None:
-        """How many a head's packed operands have, before any of its values is packed."""
+        """Note the number of key steps of a head's packed operands, before any of its values is packed."""
         self.column_words = self.b.mul(count, self.words_of_step)
 
     def values_of(self, values: Value, step: Value) -> Value:
-        """Where a head's packed values have those of a key step."""
+        """Address of a key step in a head's packed values."""
         return self.b.row(values, step, self.words_of_step * self.mr, self.word)
 
     def query_bytes(self) -> int:
-        """Of one group."""
+        """Bytes of one packed group of queries."""
         return 4 * self.d_padded * self.lanes // self.kr
 
     def key_bytes(self) -> int:
-        """Of one key step."""
+        """Bytes of one packed key step."""
         return 4 * self.key_step * self.d_padded // self.kr
 
     def value_bytes(self) -> int:
@@ -153,7 +153,7 @@ class MultiplyAdd:
                     b.store(b.add(b.load(cell, self.vector, "s", align=align), total, "s"), cell, align=align)
 
     def _cell(self, target: Sequence[Value], number: int) -> Value:
-        """Where the scores of a key and a group of queries go, counted as `_chains` does."""
+        """Address of the scores of a key and a group of queries, counted as `_chains` does."""
         row, group = divmod(number, len(target))
         return self.b.at(target[group], row * self.lanes, "f32")
 
@@ -204,7 +204,7 @@ class MultiplyAdd:
             self._accumulate(self._column(values, e), b.mul(steps, self.words_of_step), sources, cells)
 
     def _column(self, values: Value, e: Value) -> Value:
-        """Where the words of a column of V begin, the first of a panel."""
+        """Address of the words of a column of V, the first of a panel."""
         return self.b.row(values, self.column_words, e, self.word)
 
     def _accumulate(self, column: Value, words: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:

@@ -108,12 +108,12 @@ class _RowKernel(KernelFunction):
         self.outputs, self.maxima, self.totals = self._areas(record)
 
     def _areas(self, record: Value) -> tuple[Value, Value, Value]:
-        """Where outputs, maxima and totals lie in a record."""
+        """Addresses of outputs, maxima and totals in a record."""
         maxima = self.b.at(record, MOST_ROWS * self.e_padded, "f32", "maxima")
         return record, maxima, self.b.at(maxima, MOST_ROWS * self.lanes, "f32", "totals")
 
     def _sums(self, record: Value, r: Value) -> Sums:
-        """Of row r, in a record."""
+        """Sums of row r, in a record."""
         outputs, maxima, totals = self._areas(record)
         places = (totals, self.lanes), (outputs, self.e_padded)
         vectors = [(self._own(area, r, size), size // self.lanes) for area, size in places]

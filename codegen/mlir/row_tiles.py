@@ -42,7 +42,7 @@ SUMS = 4  # tiles that are added to at a time: a product takes 52 cycles, and on
 def row_products(
     spec: AttentionSpec, target: Target, widths: tuple[int, int], together: int
 ) -> type[VectorRows] | type[TileRows]:
-    """What suits a spec's operands with so many columns of K and V. together: see `ByRows`."""
+    """Products that suit a spec's operands with so many columns of K and V. together: see `ByRows`."""
     query, whole = spec.operands[0].dtype == "bfloat16" and spec.values[0] is None, all(w % PAIRED == 0 for w in widths)
     if not (query and whole and planes_of(spec, target) == 1):
         return VectorRows

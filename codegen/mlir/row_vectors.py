@@ -100,7 +100,7 @@ class VectorRows(RowProducts):
         return None
 
     def _distance(self, ahead: Source, distance: int) -> int:
-        """What is put in order for all rows is read a stretch ahead."""
+        """Prefetch distance: operands put in order for all rows are read a stretch ahead."""
         return self.widths.stretch if isinstance(ahead, SharedRows) else distance
 
     def _product(self, r: Value, mine: Stretch, key: Value) -> Value:
@@ -178,7 +178,7 @@ class KeyProducts:
 
 
 class PairKeyProducts(KeyProducts):
-    """The same, two products in an instruction."""
+    """Products with K, two in an instruction."""
 
     def store_query(self, source: Rows, query: Value) -> None:
         b = self.b
@@ -222,7 +222,7 @@ class ValueProducts:
     def _weigh_columns(
         self, values: Source, mine: Stretch, weights: Value, output: Value, columns: Columns, ask: Ask | None
     ) -> None:
-        """The same for some vectors of columns."""
+        """Add the weighted values of some vectors of columns."""
         b, lanes, (e, count) = self.b, self.lanes, columns
         vector, width, padded = vector_of("f32", lanes), self.widths.d_v, self.widths.e_padded
         sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
@@ -260,13 +260,13 @@ class ValueProducts:
         return [self.b.shuffle(*pair, order, "o") for pair in pairs for order in orders]
 
     def order(self) -> list[int]:
-        """Which elements of two vectors are the first vector's."""
+        """Positions, among the elements of two vectors, of the first vector's."""
         return [place for lane in range(self.lanes // 2) for place in (lane, lane + self.lanes)]
 
 
 class PairValueProducts(ValueProducts):
-    """The same of two keys in an instruction, with weights rounded to bfloat16, as eager mode's are. Elements of two
-    rows are put side by side within 16 bytes, which is one operation."""
+    """Products with V of two keys in an instruction, with weights rounded to bfloat16, as eager mode's are. Elements of
+    two rows are put side by side within 16 bytes, which is one operation."""
 
     stored = "bf16"
 
@@ -296,7 +296,7 @@ class PairValueProducts(ValueProducts):
         return [load_line(b, rows, r, b.add(e, n * self.lanes), BF16) for n in range(0, count, 2)]
 
     def paired(self, lines: Sequence[list[Value]]) -> list[Value]:
-        """What two rows' lines are multiplied as: a vector of pairs for each vector of columns."""
+        """Factors made of two rows' lines: a vector of pairs for each vector of columns."""
         low = [8 * part + n + row for part in range(4) for n in range(4) for row in (0, 2 * LANES)]
         orders = [[element + 4 * half for element in low] for half in (0, 1)]
         return [self.b.shuffle(*both, order, "pairs") for both in zip(*lines, strict=True) for order in orders]

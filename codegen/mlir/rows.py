@@ -257,7 +257,7 @@ class SharedRows:
         return b.row(self.area, b.sub(position, self.start), self.padded, self.memory, "rows")
 
     def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
-        """As `RowReader.rows`, of the stretch that `fill` was called for last."""
+        """Rows as `RowReader.rows` gives them, of the stretch that `fill` was called for last."""
         return Rows(pointer=self._row(first), stride=padded, memory=self.memory, dtype=self.dtype)
 
     gather_rows = rows

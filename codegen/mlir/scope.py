@@ -47,7 +47,7 @@ class Lanes:
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """What every scope of a kernel shares. ranges: what is known of leaves; exact: see `decided`."""
+    """State that every scope of a kernel shares. ranges: what is known of leaves; exact: see `decided`."""
 
     b: Builder
     params: Params
@@ -148,7 +148,7 @@ class Scope:
         return value.integer if value.op == "const" else self.value(value)
 
     def offset(self, index: Sequence[Expr], strides: Sequence[Value]) -> Value | int:
-        """Of an element, from scalar indices."""
+        """Offset of an element, from scalar indices."""
         offset: Value | int = 0
         for part, stride in zip(index, strides, strict=True):
             offset = self.b.add(offset, self.b.mul(self.integer(part), stride))
@@ -259,8 +259,8 @@ class Scope:
         return self._integer_operation(expr.op, values)
 
     def _lane_integer(self, expr: Expr, scalar: str) -> Value:
-        """As a vector of this element type. Narrowing is only asked for where the result is small, and what a quotient
-        or remainder is of; wrapping is then harmless."""
+        """Integer as a vector of this element type. Narrowing is only asked for where the result is small, and what a
+        quotient or remainder is of; wrapping is then harmless."""
         b, lanes = self.b, self.context.lanes
         value = self.value(expr)
         if not shape_of(value.type)[0]:

@@ -1,4 +1,4 @@
-"""What every kernel function has in common: parameters, the thread's memory and share of the work, the batch
+"""Base of every kernel function: parameters, the thread's memory and share of the work, the batch
 coordinates of a work item, the range of keys, and writing rows of the result."""
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class KernelFunction(ThreadFunction):
         return scope
 
     def _readers(self, scope: Scope) -> list[RowReader]:
-        """Of Q, K and V."""
+        """Readers of Q, K and V."""
         spec = self.spec
         return [
             RowReader(self.context, scope, Access(operand=n, index=index, row=row, column=column, value=spec.values[n]))
@@ -245,7 +245,7 @@ class KernelFunction(ThreadFunction):
         return self.b.convert("arith.extf", x, memory) if memory == "f64" else self.context.math.narrow(x, memory)
 
     def _row_factor(self, rows: Scope, raw: Value, total: Value) -> Value:
-        """What each lane's output is multiplied by. raw: the running maximum in units of the programs' scale. total:
+        """Factor of each lane's output. raw: the running maximum in units of the programs' scale. total:
         the sum."""
         b, spec = self.b, self.spec
         m = self._in_own_units(raw)

@@ -64,7 +64,7 @@ class KeyBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowProgram:
-    """What is applied to the rows of scores."""
+    """Programs that are applied to the rows of scores."""
 
     program: Expr
     weight: Expr | None  # the factors of the weights, or None
@@ -73,7 +73,7 @@ class RowProgram:
 
 
 class Exponent:
-    """How maxima enter the exponential. scale: of the programs."""
+    """Exponent of a score, less the maximum. scale: of the programs."""
 
     def __init__(self, context: Context, scale: float):
         self.context, self.b, self.scale = context, context.b, scale
@@ -97,14 +97,14 @@ class Exponent:
         return self.context.math.exp2(rest, 5)
 
     def change(self, m: Value, m_new: Value) -> Value:
-        """What weights for the maximum m are multiplied by to be those for m_new, in the units of m_new: m * c was
+        """Factor that turns weights for the maximum m into those for m_new, in the units of m_new: m * c was
         rounded, as it is here. 0 where m is -inf, NaN where both are +inf."""
         b = self.b
         c, shift = self.coefficients(m_new)
         return self.context.math.exp2(b.add(b.mul(m, c), shift, "down"), 5)
 
     def factor(self, m: Value, m_new: Value) -> Value:
-        """What sums in units of the maximum m are multiplied by when it becomes m_new. Before the first live key there
+        """Factor of sums in units of the maximum m when it becomes m_new. Before the first live key there
         is nothing to scale."""
         b = self.b
         same = b.or_(b.compare("oeq", m, m_new), b.compare("oeq", m, float("-inf")))
@@ -199,7 +199,7 @@ class GroupSoftmax:
                         b.store(b.mul(b.load(cell, self.vector, "o"), factor), cell)
 
     def coefficients(self) -> tuple[Value, Value]:
-        """Of the exponentials, for the maxima in use."""
+        """Coefficients of the exponentials, for the maxima in use."""
         return self.exponent.coefficients(self.b.load(self.group.maximum, self.vector, "m"))
 
     def exponentials(self, store: Store, low: Value | int, high: Value) -> None:

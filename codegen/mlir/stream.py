@@ -72,7 +72,8 @@ class Overlapped:
         self.products, self.areas = tiles.products, areas or (tiles.weights, tiles.weights)
 
     def visit(self, item: Item, keys: KeyRange) -> None:
-        """The same tiles in the same order, and one more turn to finish the last. A tile without keys takes no turn."""
+        """Tiles in order, each overlapped with the next, and one turn to finish the last. A tile without keys takes
+        none."""
         b, tiles, size = self.b, self.tiles, self.tiles.tiling.keys
         sets = b.ceil_div(item.groups, tiles.together, "sets")
         blocks = b.div(b.most(b.add(b.sub(keys.high, keys.low), size - 1), 0), size, "blocks_here")
@@ -152,8 +153,8 @@ class Overlapped:
             self.products.accumulate(values, steps, *pair, first=first, beside=beside)
 
     def _left_over(self, keys: int, parts: int) -> int:
-        """How many of a step's keys its parts leave over. They are worked on before the others, so that half of all are
-        done with half of the parts, when the first new scores are stored."""
+        """Number of a step's keys that its parts leave over. They are worked on before the others, so that half of all
+        are done with half of the parts, when the first new scores are stored."""
         return keys - parts * (keys // parts // PAIR * PAIR)
 
     def beside(
@@ -184,7 +185,7 @@ class Overlapped:
         return pieces
 
     def pair(self, tile: Tile, program: Expr) -> tuple[list[GroupSoftmax], list[RowProgram]]:
-        """Of the members of GROUP_PAIR."""
+        """Softmaxes and programs of the members of GROUP_PAIR."""
         softmaxes = [self.tiles.softmax(tile, member) for member in GROUP_PAIR]
         return softmaxes, [self.tiles.row_program(tile, member, program) for member in GROUP_PAIR]
 

@@ -78,7 +78,7 @@ class ThreadFunction:
             self.base = b.row(workspace, self.thread, size, "i8", "mine")
 
     def _ticket(self, counter: Value) -> Value:
-        """How many were drawn before, by all threads."""
+        """Number of tickets drawn before, by all threads."""
         b, one = self.b, self.b.constant(1, "i64")
         return b.op(f"llvm.atomicrmw add {counter}, {one} monotonic : {PTR}, i64", "i64", "ticket")
 
@@ -90,7 +90,7 @@ class ThreadFunction:
             return self.b.at(self.base, offset, "i8", hint)
 
     def array(self, count: int, size: int, hint: str) -> Array:
-        """The same for `count` parts of `size` bytes each."""
+        """Array of `count` parts of `size` bytes each."""
         return Array(self.b, self.area(count * size, hint), size)
 
     @contextlib.contextmanager

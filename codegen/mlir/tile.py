@@ -144,7 +144,7 @@ class Tiles:
             b.fill(memory.output, memory.rows, b.constant(0.0, self.vector), hint="e")
 
     def _end_key_span(self, tile: Tile) -> None:
-        """Where a tile is the last of its span, and another follows, add its groups' output and sum to those before."""
+        """End a span: where a tile is its last and another follows, add its groups' output and sum to those before."""
         b, first = self.b, tile.block.first
         following = b.add(first, self.tiling.keys)
         ends = b.compare("ne", b.div(first, self.span), b.div(following, self.span))
@@ -224,7 +224,7 @@ class Tiles:
             self.score(tile, step, b.mul(number, size))
 
     def second_product(self, tile: Tile) -> tuple[Value, Array, Array]:
-        """Where the values of the tile's keys, its weights and its output lie."""
+        """Addresses of the values of the tile's keys, its weights and its output."""
         p = self.products
         at = p.values_of(self.kernel.packed_values, self.b.div(tile.block.first, p.key_step))
         return at, tile.weights, self.output.behind(tile.g)
@@ -281,7 +281,7 @@ class Tiles:
                 load.stage(lanes, tile.block.first, tile.block.count, area)
 
     def stage_all(self, tile: Tile, program: Expr) -> None:
-        """What a program reads of a tile, for all of its groups."""
+        """Stage the operands that a program reads of a tile, for all of its groups."""
         self._fill_tables(tile)
         with self.members(tile) as member:
             self.stage(tile, member, program)

@@ -86,7 +86,7 @@ class TrainingKernel(ForwardKernel):
             self._right.add(key)
 
     def choice(self, sizes: Sequence[int]) -> Choice:
-        """How the forward of a call runs: in one tile for all lengths."""
+        """Choice for the forward of a call: in one tile for all lengths."""
         tile, n_k = self._tile(self._tiling(sizes)), self.extents(sizes)[-3]
         return Choice(schedule=query_stationary(self.spec), tile=tile, keys=n_k)
 

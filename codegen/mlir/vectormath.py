@@ -151,8 +151,8 @@ class VectorMath:
         return b.select(b.compare("olt", x, 0.0), math.nan, b.select(b.compare("uno", x, x), x, value), "log")
 
     def _normal_log(self, x: Value, shift: Value | None = None) -> Value:
-        """Of positive numbers: exponent (plus `shift`) and mantissa in [sqrt(1/2), sqrt(2)), log(m) by a polynomial in
-        m - 1."""
+        """Logarithm of positive numbers: exponent (plus `shift`) and mantissa in [sqrt(1/2), sqrt(2)), log(m) by a
+        polynomial in m - 1."""
         b, lanes = self.b, shape_of(x.type)[0]
         integer = vector_of("i32", lanes)
         bits = b.bitcast(x, integer)

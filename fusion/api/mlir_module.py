@@ -109,6 +109,6 @@ def _merge(module: Any, aside: Any) -> None:
 
 
 def _descriptor(tensor: torch.Tensor) -> ctypes.Array:
-    """What MLIR's C interface takes for a memref: two pointers, an offset, sizes and strides."""
+    """Descriptor of a memref in MLIR's C interface: two pointers, an offset, sizes and strides."""
     fields = [tensor.data_ptr(), tensor.data_ptr(), 0, *tensor.shape, *tensor.stride()]
     return (ctypes.c_int64 * len(fields))(*fields)

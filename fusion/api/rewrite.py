@@ -27,7 +27,7 @@ Program = TypeVar("Program", GraphModule, ExportedProgram)
 
 
 def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = None) -> Program:
-    """The same program with its attentions as calls of `fusion::attention`; the argument is not changed.
+    """Program with its attentions as calls of `fusion::attention`; the argument is not changed.
 
     program: a `torch.fx.GraphModule`, with example inputs, or a `torch.export.ExportedProgram`, which has its own.
     options: of the backend; "inner" has no meaning here.
@@ -183,7 +183,7 @@ def _drops(node: Node) -> bool:
 
 
 def _guards(inputs: list[Any]) -> int:
-    """How many conditions on symbolic sizes there are: one more, and the program would hold for fewer shapes."""
+    """Number of conditions on symbolic sizes: one more, and the program would hold for fewer shapes."""
     for leaf in tree_leaves(inputs):
         if (environment := fake.shape_environment(leaf)) is not None:
             return len(environment.guards) + len(environment.replacements)

@@ -1,4 +1,4 @@
-"""How a kernel runs one call: what the planner chooses, an emitter takes or refuses, and reports print."""
+"""Choice of how a kernel runs one call: what the planner chooses, an emitter takes or refuses, and reports print."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Tile:
         return replace(self, warps=warps, **{name: getattr(other, name) for name in FORM})
 
     def constants(self) -> dict[str, int]:
-        """What a GPU kernel is told of its tile at compile time, by name."""
+        """Constants of a GPU kernel's tile at compile time, by name."""
         return {"ROWS": self.rows, "KEYS": self.keys, "ROTATED": self.rotated}
 
     def options(self) -> dict[str, int]:
-        """What Triton is told of it, by name."""
+        """Options of Triton's compilation, by name."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a call runs.
+    """Schedule, tile and splits of a call.
 
     schedule: the name of its schedule (`fusion.planning.plan.SCHEDULES`).
     tile: of the kernel that takes the time.

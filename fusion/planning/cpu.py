@@ -104,7 +104,7 @@ RESOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernel:
-    """What the kernel does with this problem on this machine: planes (0 is multiply-add), whether on AMX tiles, element
+    """Facts of the kernel for this problem on this machine: planes (0 is multiply-add), whether on AMX tiles, element
     bytes of its packed operands, register tile in keys and rows, padded head dimensions, bytes of a score and its
     weight, and of what is staged for it."""
 
@@ -189,8 +189,8 @@ def predict(
 def cpu_counts(
     machine: Machine, problem: Problem, tile: tuple[int, int], multiples: tuple[int, int], *, skip: bool, parts: int = 1
 ) -> dict[str, float]:
-    """How often the busiest thread pays each of the `Costs`, and for a vector that is `merged`; products and bytes in
-    the units stated there. parts: of the keys of an item."""
+    """Counts of how often the busiest thread pays each of the `Costs`, and for a vector that is `merged`; products and
+    bytes in the units stated there. parts: of the keys of an item."""
     kernel = _kernel(problem, machine, multiples)
     per_item = _item_counts(machine, problem, kernel, tile, skip, parts)
     pieces = np.repeat((per_item["softmax"] + 1e-9) / parts, parts)
@@ -333,7 +333,7 @@ class Portions(NamedTuple):
 
 
 def portions(heads: int, blocks: int, threads: int) -> Portions:
-    """How so many threads share the `blocks` items of each of `heads` heads."""
+    """Division among so many threads of the `blocks` items of each of `heads` heads."""
     if threads == 1:
         return Portions(1, heads * blocks)
     whole = blocks <= FEW_BLOCKS and (heads % threads == 0 or heads >= ENOUGH_HEADS * threads)
@@ -347,5 +347,5 @@ def one_by_one(items: int) -> Portions:
 
 
 def before(number: int, units: int, count: int) -> int:
-    """How many of `units` are in portions before one. Kernels compute the same."""
+    """Number of `units` in the portions before one. Kernels compute the same."""
     return units - units * (count - number) ** 2 // count**2

@@ -149,7 +149,7 @@ def choice_time(spec: AttentionSpec, problem: Problem, machine: Machine, choice:
 
 
 def _cheapest(seconds: Mapping[Any, float], compiled: Collection) -> Any:
-    """What takes the least time, or of what is compiled the best where that is not worth compiling it."""
+    """Tile that takes the least time, or the best compiled one where that is not worth compiling it."""
     best = min(seconds, key=seconds.__getitem__)
     if known := [each for each in compiled if each in seconds]:
         kept = min(known, key=seconds.__getitem__)

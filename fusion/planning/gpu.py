@@ -39,11 +39,11 @@ class TilePolicy(Protocol):
     """Says which tile each GPU kernel of a spec runs in."""
 
     def forward(self, spec: AttentionSpec, machine: Machine, extents: Extents) -> Tile:
-        """Of the forward's kernel. Extents of queries, keys and heads are rounded up to powers of two."""
+        """Tile of the forward's kernel. Extents of queries, keys and heads are rounded up to powers of two."""
         ...
 
     def backward(self, spec: AttentionSpec, machine: Machine, d: int, d_v: int, joint: bool) -> Mapping[str, Tile]:
-        """Of each kernel of the backward, by its name. joint: whether all gradients may come from one kernel."""
+        """Tile of each kernel of the backward, by its name. joint: whether all gradients may come from one kernel."""
         ...
 
 
@@ -99,7 +99,7 @@ class GpuPlanner:
         return replace(choice, tile=tile, splits=splits, measured=measured)
 
     def group_of(self, batch: Sequence[int], n_q: int) -> int:
-        """How many heads share a block of rows in a call."""
+        """Number of heads that share a block of rows in a call."""
         return heads_to_pack(self.spec, batch, n_q) if self.packs else 1
 
     def for_training(self) -> GpuPlanner:

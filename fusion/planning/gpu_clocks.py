@@ -1,4 +1,4 @@
-"""How many clocks a GPU kernel takes in a tile: a model of matrix units, instruction issue and special functions.
+"""Clocks that a GPU kernel takes in a tile: a model of matrix units, instruction issue and special functions.
 
 Of one trip of a kernel's loop, one tile of scores, the model knows each product's shape, how Triton lays it out over
 warps, and about how many instructions a score costs (read from disassembled kernels, `benchmarks/triton_static.py`).
@@ -88,7 +88,7 @@ Hopper: Luo et al., arXiv 2402.13499; of Blackwell's data centre parts nothing i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a kernel does for each score, as far as its tile depends on it.
+    """Work of a kernel for each score, as far as its tile depends on it.
 
     d, d_v: columns that are computed.
     size: bytes of an element of the products.
@@ -185,7 +185,7 @@ def _is_rounded(part: Expr) -> bool:
 
 
 def program_kind(spec: AttentionSpec) -> str:
-    """What of a spec's programs takes registers beside the products: the first that holds of
+    """Kind of a spec's programs by the registers they take beside the products: the first that holds of
 
     "random": dropout;
     "gather": a load at a place that joins i and j;
@@ -215,13 +215,14 @@ def program_kind(spec: AttentionSpec) -> str:
 
 
 def redundancy(work: Work, tile: Tile, machine: Machine) -> float:
-    """How often each score is computed: by all warps abreast, unless the loop's order, or hardware, hides that."""
+    """Number of times that each score is computed: by all warps abreast, unless the loop's order, or hardware, hides
+    that."""
     apart = tile.spread or tile.rotated and work.kernel == FORWARD
     return 1.0 if "tcgen05" in machine.isa or apart else _abreast(work, tile)
 
 
 def _abreast(work: Work, tile: Tile) -> float:
-    """How many warps there are for each warp's rows."""
+    """Number of warps for each warp's rows."""
     return max(1.0, WARP_ROWS * tile.warps / work.outer(tile))
 
 
@@ -276,7 +277,7 @@ def _synchronous(rows: int, machine: Machine) -> float:
 
 
 def _slowdown(work: Work, tile: Tile, machine: Machine) -> float:
-    """Of the products that give scores, whose factors both come from shared memory."""
+    """Slowdown of the products that give scores, whose factors both come from shared memory."""
     if "wgmma" not in machine.isa or work.outer(tile) < GROUP_ROWS:
         return _synchronous(work.outer(tile), machine)
     n = max(8.0, work.inner(tile) / _abreast(work, tile))
@@ -291,7 +292,7 @@ def _shared_clocks(work: Work, tile: Tile, machine: Machine) -> float:
 
 
 def shared_bytes(work: Work, tile: Tile) -> int:
-    """Of a program: what stays there, and the tiles in flight."""
+    """Bytes of shared memory of a program: what stays there, and the tiles in flight."""
     scores = tile.rows * tile.keys
     stays = work.factors * work.size * work.outer(tile)
     exchanged = scores * work.size if work.kernel in BY_KEYS or work.score_bytes or tile.spread else 0
@@ -300,7 +301,8 @@ def shared_bytes(work: Work, tile: Tile) -> int:
 
 
 def registers(work: Work, tile: Tile, machine: Machine) -> float:
-    """Of a thread, for sums, scores and (of synchronous products) the factor that stays, at the fullest point."""
+    """Registers of a thread, for sums, scores and (of synchronous products) the factor that stays, at the fullest
+    point."""
     threads, rows, times = tile.warps * machine.wave, work.outer(tile), redundancy(work, tile, machine)
     own = tile.rows * tile.keys * times / threads
     live = LIVE[work.kernel] + (1.0 if tile.rotated else 0.0) + PRESSURE[work.program]
@@ -331,7 +333,7 @@ ADDRESSES = 36
 
 
 def residents(work: Work, tile: Tile, machine: Machine) -> int:
-    """How many programs are expected to share a multiprocessor."""
+    """Number of programs that are expected to share a multiprocessor."""
     used = min(255.0, registers(work, tile, machine) + ADDRESSES)
     by_registers = machine.registers / (4 * tile.warps * machine.wave * used)
     return max(1, min(int(machine.shared_memory // max(1, shared_bytes(work, tile))), int(by_registers)))
@@ -339,7 +341,7 @@ def residents(work: Work, tile: Tile, machine: Machine) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """What a kernel covers.
+    """Extents that a kernel covers.
 
     heads: of all batches.
     outer: rows of its blocks.
@@ -360,12 +362,12 @@ class Extent:
 
 
 def kernel_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent, instructions: int = 0) -> float:
-    """Of a whole kernel. instructions: of its loop, where they are known."""
+    """Clocks of a whole kernel. instructions: of its loop, where they are known."""
     return busy_clocks(work, tile, machine, extent, instructions)["total"]
 
 
 def busy_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent, instructions: int = 0) -> dict[str, float]:
-    """The same, and how many of them each unit of a multiprocessor is busy."""
+    """Clocks of a whole kernel, and those in which each unit of a multiprocessor is busy."""
     rows, cols = work.outer(tile), work.inner(tile)
     half = (extent.inner + rows + cols) / 2
     visited = extent.visited or (half if extent.triangle else math.ceil(extent.inner / cols) * cols)

@@ -65,7 +65,7 @@ NEWEST = "3.7.1"
 
 
 def file_of(version: str) -> Path:
-    """Where the facts of a version of Triton are, if there are any."""
+    """File of the facts of a version of Triton, if there are any."""
     return Path(__file__).with_name(f"gpu_facts-{version}.json")
 
 

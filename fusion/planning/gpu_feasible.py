@@ -67,7 +67,7 @@ def slowed(work: Work, tile: Tile, machine: Machine) -> float:
 
 
 def fact_of(work: Work, tile: Tile, machine: Machine) -> Fact | None:
-    """What compiling this kernel in this tile has shown, if it was compiled."""
+    """Fact from compiling this kernel in this tile, if it was compiled."""
     if tile.described or tile.persistent or tile.specialized:
         return None
     return facts_of(work, machine).get(place_of(tile))
@@ -83,20 +83,20 @@ def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
 
 
 def facts_of(work: Work, machine: Machine) -> gpu_facts.Facts:
-    """What compiling this kernel has shown, by tile."""
+    """Facts from compiling this kernel, by tile."""
     versions.tell_of_triton(gpu_facts.TRITON)
     return gpu_facts.FACTS.get(cell_of(work, machine), {}) if work.size == 2 else {}
 
 
 def cell_of(work: Work, machine: Machine) -> gpu_facts.Cell:
-    """Where facts of a kernel are: under its own architecture, if there are any, or under one with the same code."""
+    """Key of the facts of a kernel: under its own architecture, if there are any, or under one with the same code."""
     own, *kernel = machine.architecture, work.kernel, work.program, work.d, work.d_v
     shared = gpu_facts.SAME_CODE.get(own, own)
     return (own if (own, *kernel) in gpu_facts.FACTS else shared, *kernel)
 
 
 def place_of(tile: Tile) -> gpu_facts.Place:
-    """Where facts of a tile are among those of its kernel."""
+    """Key of the facts of a tile among those of its kernel."""
     return tile.rows, tile.keys, tile.warps, tile.stages, tile.order
 
 
@@ -122,9 +122,9 @@ def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
 
 
 def loaded_registers(work: Work, tile: Tile, machine: Machine) -> float:
-    """Of a thread, for what AMD's products read. All factors come from registers there. The tiles of a trip are loaded
-    at once, for each product in its own layout; of the factor that stays nothing is read again; and tiles of later
-    stages wait in registers."""
+    """Registers of a thread for what AMD's products read. All factors come from registers there. The tiles of a trip
+    are loaded at once, for each product in its own layout; of the factor that stays nothing is read again; and tiles of
+    later stages wait in registers."""
     threads, rows, inner = tile.warps * machine.wave, work.outer(tile), work.inner(tile)
     words = work.size / 4
     of_d, of_v = TWICE.get(work.kernel, (1, 1))
@@ -134,7 +134,7 @@ def loaded_registers(work: Work, tile: Tile, machine: Machine) -> float:
 
 
 def most_registers(tile: Tile, machine: Machine) -> int:
-    """Of a thread."""
+    """Largest number of registers of a thread."""
     return min(255 if machine.wave == 32 else 512, machine.registers // (4 * tile.warps * machine.wave))
 
 

@@ -1,4 +1,4 @@
-"""How GPU kernels lay out a head's columns and rows.
+"""Layout of a head's columns and rows in GPU kernels.
 
 Columns: tiles are powers of two wide, so that a head of 80, 96, 192 or 576 columns is two of them (64 + 16, 64 + 32,
 128 + 64, 512 + 64) instead of one that is mostly zeros.
@@ -47,7 +47,7 @@ def panelled(extent: int) -> int:
 
 
 def heads_to_pack(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
-    """How many heads share a block of rows."""
+    """Number of heads that share a block of rows."""
     return spec.heads_per_key(batch[-1]) if batch and 0 < n_q < ROWS_FROM else 1
 
 
@@ -71,7 +71,7 @@ def packed(spec: AttentionSpec, group: int) -> AttentionSpec:
 
 
 def _mask(mask: MaskFacts, last: Expr, rows: dict[Expr, Expr], group: int) -> MaskFacts | None:
-    """What is known of the mask of a block of rows, unless heads of a group differ in it."""
+    """Facts of the mask of a block of rows, unless heads of a group differ in it."""
     about_scores = ("live", "full")
     facts = {name: fact for name in MASK_EXPRESSIONS if (fact := getattr(mask, name)) is not None}
     if any(contains(fact, last) for name, fact in facts.items() if name not in about_scores):

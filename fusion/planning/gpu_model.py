@@ -155,7 +155,7 @@ def in_order(work: Work, machine: Machine, extent: Extent, tiles: Sequence[Tile]
 
 
 def expected_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent) -> float:
-    """Of a kernel, spills and what is not known of it counted in, to two digits."""
+    """Clocks of a kernel, spills and what is not known of it counted in, to two digits."""
     known, explored = fact_of(work, tile, machine), facts_of(work, machine)
     clocks = kernel_clocks(work, tile, machine, extent, known.instructions if known else 0)
     clocks *= known.slowed if known else UNKNOWN if explored else 1.0

@@ -1,4 +1,4 @@
-"""How an attention runs on a machine, and what that is predicted to cost.
+"""Plan of an attention on a machine, with its predicted cost.
 
     >>> from fusion import Problem, plan
     >>> problem = Problem(n_q=4096, n_k=4096, d=128, d_v=128, heads=32, heads_kv=8, dtype="bfloat16", causal=True)
@@ -82,7 +82,7 @@ def _compiled(formula: str) -> Callable[[Mapping[str, float]], float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How one attention problem runs, and what that is predicted to cost.
+    """Plan of one attention problem, with its predicted cost.
 
     choice: what its kernel is given.
     io, bound: elements moved for the whole problem, and a lower bound on them for a fast memory of `capacity` elements.
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def runs(self) -> str:
-        """What a GPU kernel runs, in words: more than schedule and tile was chosen for it."""
+        """Form of a GPU kernel, in words: more than schedule and tile was chosen for it."""
         return str(self.choice) if self.machine.kind == "gpu" else ""
 
     @property
@@ -182,7 +182,7 @@ class Plan:
         return f"{text} = {number_text(self.io / self.problem.problems)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What machines read of it."""
+        """Fields of the plan, for JSON."""
         return {
             "machine": self.machine.name,
             "schedule": self.schedule,

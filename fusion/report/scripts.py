@@ -175,9 +175,8 @@ def inputs():
 
 
 if __name__ == "__main__":
-    result = Graph()(*inputs())
-    for leaf in torch.utils._pytree.tree_leaves(result):
-        print(leaf)
+    for result in Graph()(*inputs()):
+        print(result)
 '''
 
 _STATE = """    def __init__(self):

@@ -71,7 +71,7 @@ class FeatureShape:
 
 
 class FeaturesKernel(ThreadFunction):
-    """What both kernels do: features of a block of keys or queries. stage: bytes of a few chunks of features."""
+    """Base of both kernels: features of a block of keys or queries. stage: bytes of a few chunks of features."""
 
     def __init__(self, shape: FeatureShape, block: int, stage: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What kernels share that look at the rows of queries and keys of each head, and how they are called.
+"""Base of kernels that look at the rows of queries and keys of each head, and how they are called.
 
 Such a kernel runs in front of attention, after other work has filled the caches: it takes some 20 us, of which as much
 again is easily spent on a single operation of torch. What does not change between calls is put together once, and a
@@ -115,7 +115,7 @@ class RowStatisticsKernel(ThreadFunction):
         self._clear(self.stage, self.width, count)
 
     def _sums(self, first: Value) -> Value:
-        """Of rows first .. first + 15, the sums of what lies in `partial`."""
+        """Sums over `partial` for rows first .. first + 15."""
         b = self.b
         rows = b.row(self.partial, first, LANES)
         return sum_rows(b, [b.load(b.at(rows, LANES * r, "f32"), F32, align=64) for r in range(LANES)])
@@ -134,7 +134,7 @@ class Rows:
 
 
 class _Output(threading.local):
-    """Where figures are written to; of one thread."""
+    """Addresses that one thread writes its figures to."""
 
     def __init__(self) -> None:
         self.reserve(1024)

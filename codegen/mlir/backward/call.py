@@ -186,7 +186,7 @@ class BackwardCall:
         return normalized(self.spec) and any(n for number, n in enumerate(self.needs) if number != 2)
 
     def _row_sums(self, kind: Kind, choice: int) -> Tensor | None:
-        """What a kernel sums up over the keys, [b.., i], and where it did; None where it met values that its products
+        """Sums of a kernel over the keys, [b.., i], and where it did; None where it met values that its products
         cannot take."""
         sums = torch.zeros(2, *self.batch, self.n_q, dtype=torch.float32)
         return sums if self._launch(kind, choice, {("ptr", "sums", 0): sums}) else None
@@ -219,11 +219,11 @@ class BackwardCall:
 
     @property
     def delta(self) -> Tensor:
-        """Of every query row, [b.., i]: part of `rows`."""
+        """Delta of every query row, [b.., i]: part of `rows`."""
         return self.rows[3, : math.prod(self.batch) * self.n_q].view(*self.batch, self.n_q)
 
     def _drift(self, sums: Tensor) -> Tensor:
-        """What deltas lack by these sums (`SUM_OF_DX`), [b.., i]. Nothing is said of rows in which delta is none."""
+        """Error of deltas by these sums (`SUM_OF_DX`), [b.., i]. Nothing is said of rows in which delta is none."""
         off = 0.0 if self.off is None else self.off
         if self.spec.sinks:
             return sums - off - self.delta
@@ -287,12 +287,12 @@ class BackwardCall:
 
     @staticmethod
     def _copies(table: Tensor) -> int:
-        """How many a thread has of a scattered gradient."""
+        """Number of copies that a thread has of a scattered gradient."""
         return 2 if table.numel() <= SMALL_TABLE else 1
 
     @property
     def _inner(self) -> int:
-        """How many batch elements dense gradients are summed over."""
+        """Number of batch elements that dense gradients are summed over."""
         return math.prod(self.batch[axis] for axis in self.plan.inner)
 
     def _covers(self, entry: LoadGradient) -> bool:

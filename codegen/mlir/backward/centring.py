@@ -65,7 +65,7 @@ class CentredKeys(RowReader):
             b.store(b.select(b.compare("oeq", mean, zero), x, b.fma(factors, mean, x)), place)
 
     def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
-        """As `RowReader.rows`; those from `limit` on are anything finite."""
+        """Rows as `RowReader.rows` gives them; those from `limit` on are anything finite."""
         b, lanes = self.b, self.kernel.lanes
         rows = self.reader.rows(first, count, limit, width, padded, staging)
         with b.loop(0, padded, lanes, hint="c") as c:

@@ -1,4 +1,4 @@
-"""What follows from the sizes and strides of a backward call, and is derived once for all that have them."""
+"""Facts that follow from the sizes and strides of a backward call, and is derived once for all that have them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Memory(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """How one element per index becomes an operand's gradient: heads that read the same keys are added up. split: the
-    shape in which every coordinate is two, of which the second tells apart what reads the same. shape, strides, first:
-    of what is left in the gradient's memory."""
+    """Sum that turns one element per index into an operand's gradient: heads that read the same keys are added up.
+    split: the shape in which every coordinate is two, of which the second tells apart what reads the same. shape,
+    strides, first: of what is left in the gradient's memory."""
 
     split: tuple[int, ...]
     memory: Memory
@@ -102,8 +102,8 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """What calls with the same sizes, memory and number of threads have in common. simple: whether a kernel makes the
-    deltas, from nothing but dO and O. steps, launchers: by the number of the tiling, made when they are first asked
+    """State that calls with the same sizes, memory and number of threads have in common. simple: whether a kernel makes
+    the deltas, from nothing but dO and O. steps, launchers: by the number of the tiling, made when they are first asked
     for. right: those whose gradients have been proved."""
 
     extents: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What happens to one score in the backward: from S and dP to P and dS, for the products, and to gradients of loads."""
+"""Backward of one score: from S and dP to P and dS, for the products, and to gradients of loads."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class TiledQueryGradient:
 
 
 class VectorQueryGradient:
-    """The same by multiply-adds, of float32 or of pairs."""
+    """dQ by multiply-adds, of float32 or of pairs."""
 
     def __init__(self, b: Builder, product: MultiplyAdd, groups: int, rows: int):
         self.b, self.product, self.groups, self.rows = b, product, groups, rows

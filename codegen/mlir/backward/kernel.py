@@ -1,4 +1,4 @@
-"""What all backward kernels share: see `fusion.lowering.backward_plan` for what they compute. They have the form
+"""Base of all backward kernels: see `fusion.lowering.backward_plan` for what they compute. They have the form
 
     for each outer batch element, for each inner one (dense gradients are summed over these)
         for each block of lane rows (queries or keys) of this thread
@@ -267,7 +267,7 @@ class BackwardKernel(KernelFunction):
         return {n: b.broadcast(b.load(self.statistic(n, row), "f32", n), self.lanes) for n in STATISTICS}
 
     def statistic(self, name: str, query: Value) -> Value:
-        """Where one of the `ROW_VALUES` of a query of this batch element lies."""
+        """Address of one of the `ROW_VALUES` of a query of this batch element."""
         b = self.b
         with b.at_entry():
             offset = b.mul(self.params[("rows_apart",)], ROW_VALUES.index(name))

@@ -1,4 +1,4 @@
-"""What the vector lanes of a backward kernel are, and what follows from it: which rows they may meet, what is read and
+"""Vector lanes of a backward kernel, queries or keys, and what follows: which rows they may meet, what is read and
 written beside the products."""
 
 from __future__ import annotations

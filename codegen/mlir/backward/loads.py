@@ -36,7 +36,7 @@ class LaneLoad(DenseLoad):
 
 
 class GradientSink:
-    """Where the elements of a DENSE or SCATTERED gradient go.
+    """Destination of the elements of a DENSE or SCATTERED gradient.
 
     They are added to a buffer of the operand's shape in float32. Of a scattered gradient every share has a copy, of a
     small one (`kernel.SMALL_TABLE`) two, of which the first is added to the second after each tile: short sums lose few

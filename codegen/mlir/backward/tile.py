@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What the backward kernels of a spec have in common: tiles, and the widths of Q and K (d) and of V (d_v)."""
+    """Facts that the backward kernels of a spec share: tiles, and the widths of Q and K (d) and of V (d_v)."""
 
     spec: AttentionSpec
     plan: BackwardPlan
@@ -251,7 +251,7 @@ class BackwardTiles:
                 tile.store(r, nothing, nothing)
 
     def sum_at(self, k: int, g: Value) -> Value:
-        """Where sum k of a group's lanes lies."""
+        """Address of sum k of a group's lanes."""
         return self.lane_sums[self.b.add(g, k * self.kernel.tiling.groups)]
 
     def scope(self, block: Block, rows: Span) -> Scope:
