@@ -19,7 +19,7 @@ import fusion  # noqa: F401  registers the backend in a checkout that is not ins
 from fusion.codegen.mlir import calling, launch
 from fusion.codegen.mlir.calling import ThreadMemory, memory
 from fusion.runtime import kernels
-from fusion.runtime.bound import bound_attention
+from fusion.runtime.specialized import specialized_attention
 
 CALLS, TURNS, SINGLE = 500, 40, 300
 WEIGHTS = 1 << 24  # bytes
@@ -36,7 +36,7 @@ def steps() -> dict[str, Callable[[], object]]:
     other = torch.compile(lambda q, k, v: q + 1, dynamic=False)
     run(q, k, v)
     ((spec, device, request), guarded), sizes = next(iter(kernels._forward.items())), [1, 1, 1, 64]
-    bound, kernel = bound_attention(spec, device, request), guarded.kernel
+    bound, kernel = specialized_attention(spec, device, request), guarded.kernel
     start, shape, strides = next(iter(kernel._calls.values()))
     out = calling.empty_strided(shape, strides, torch.float32)
     (variant,), before, apart = kernel._variants.values(), memory.own, ThreadMemory()

@@ -40,7 +40,7 @@ from rich.console import Console
 
 import gpu_caches
 import results
-from fusion.attended import NO_TIME, attend
+from fusion.codegen.triton.supervise import NO_TIME, run_restarting
 from gpu_crew import Crew
 from gpu_device import Device, Gpu, Rehearsal
 from gpu_findings import Findings
@@ -144,7 +144,7 @@ def supervise(options: argparse.Namespace, path: Path) -> None:
                 time.sleep(0.2)
             if phase != "check":
                 crew.dismiss()  # nothing else may use the device while times are taken
-            attend([*again, "--work", phase, "--until", str(stop - LAST_STEP)], path, stop, patience, lost)
+            run_restarting([*again, "--work", phase, "--until", str(stop - LAST_STEP)], path, stop, patience, lost)
         finally:
             crew.dismiss()
 

@@ -21,10 +21,10 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
 
         return aot_eager(module, example_inputs)
     from fusion import inductor_passes, linear
-    from fusion.runtime.bound import teach_inductor
+    from fusion.runtime.specialized import register_inductor_codegen
     from fusion.torch_private import inductor
 
-    teach_inductor()
+    register_inductor_codegen()
     for node in module.graph.find_nodes(op="placeholder"):
         if "example_value" in node.meta:  # Dynamo's; the other was traced without gradients
             node.meta.pop("val", None)

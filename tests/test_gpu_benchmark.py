@@ -50,7 +50,7 @@ def rehearse(monkeypatch, *arguments):
         monkeypatch.setattr(sys, "argv", command[1:])
         gpu.main()
 
-    monkeypatch.setattr(gpu, "attend", here)
+    monkeypatch.setattr(gpu, "run_restarting", here)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", *arguments])
     gpu.main()
 
@@ -186,12 +186,12 @@ def test_findings_survive_in_a_file(scripts, tmp_path):
 
 
 def test_a_crash_and_a_hang_cost_one_step_each(scripts, tmp_path):
-    from fusion.attended import attend
+    from fusion.codegen.triton.supervise import run_restarting
 
     state, child, reasons = tmp_path / "state", tmp_path / "child.py", []
     state.write_text("")
     child.write_text(CHILD)
-    attend([sys.executable, "-S", str(child), str(state)], state, time.time() + 60, lambda: 1.0, reasons.append)
+    run_restarting([sys.executable, "-S", str(child), str(state)], state, time.time() + 60, lambda: 1.0, reasons.append)
     assert reasons == ["the process ended with status 7", "no answer within 1 s"]
     assert state.read_text().split() == ["good", "crash", "hang", "last"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusion.caching import OncePerKey
 from fusion.ir.spec import AttentionSpec
-from fusion.kept import Made
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
 from fusion.planning.register_tiles import PLANES, target_of, tilings_for
@@ -66,7 +66,7 @@ def compile(
         raise ValueError(f"no CPU kernel for {spec}: {reason}")
     target = target_of(machine)
     key = (spec, target, plan is None)
-    return _kernels.of(key, lambda: Kernel(spec, tilings_for(spec, target), target, plan and plan(machine)))
+    return _kernels.get_or_make(key, lambda: Kernel(spec, tilings_for(spec, target), target, plan and plan(machine)))
 
 
 def compile_training(
@@ -82,7 +82,7 @@ def compile_training(
     if supports(spec, machine) is not None or unsupported(spec) is not None:
         return None
     target = target_of(machine)
-    return _training.of((spec, target), lambda: TrainingKernel(spec, tilings_for(spec, target), target))
+    return _training.get_or_make((spec, target), lambda: TrainingKernel(spec, tilings_for(spec, target), target))
 
 
-_kernels, _training = Made(1024), Made(1024)
+_kernels, _training = OncePerKey(1024), OncePerKey(1024)

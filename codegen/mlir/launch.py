@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fusion.caching import BoundedCache, OncePerKey
 from fusion.errors import RefusedChoiceError, UnsupportedSizeError
 from fusion.ir.results import output_layout
 from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
-from fusion.kept import Kept, Made
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu import one_by_one, portions
 from fusion.planning.cpu_planner import all_heads_choice, rows_choice
@@ -156,7 +156,7 @@ class ForwardKernel:
     ):
         self.spec, self.tilings, self.target, self.write = spec, tuple(tilings), target, write
         self.extents = extents_function(spec)
-        self._variants, self._calls = Made(), Kept()
+        self._variants, self._calls = OncePerKey(), BoundedCache()
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
         self.proof: Proof | None = None
         self._right = set[tuple]()  # variants that have proved themselves
@@ -185,12 +185,12 @@ class ForwardKernel:
     def variant(self, d: int, d_v: int, tiling: Tiling | ByRows | AllHeads) -> Variant:
         """The variant for these sizes, compiled at first use."""
         make = functools.partial(Variant, self.spec, tiling, self.target, d, d_v, write=self.write)
-        return self._variants.of((d, d_v, tiling), make)
+        return self._variants.get_or_make((d, d_v, tiling), make)
 
     def proved(self, proof: Proof) -> Self:
         """This kernel, whose texts prove themselves before their first use."""
         found = copy.copy(self)
-        found.proof, found._calls, found._right = proof, Kept(), set()
+        found.proof, found._calls, found._right = proof, BoundedCache(), set()
         return found
 
     def _proven(self, sizes: Sequence[int], tiling: Tiling | ByRows | AllHeads) -> Variant:
@@ -207,7 +207,7 @@ class ForwardKernel:
         found = copy.copy(self)
         cut = isinstance(tiling, ByRows) or isinstance(tiling, Tiling) and tiling.cut
         chosen = Choice(schedule="", tile=Tile(rows=1, keys=1), keys=0, splits=3 if cut else 1)
-        found.proof, found._calls = None, Kept()
+        found.proof, found._calls = None, BoundedCache()
         found._tiling, found.choice = lambda sizes: tiling, lambda sizes: chosen  # type: ignore[method-assign]
         return found
 
@@ -246,12 +246,12 @@ class Kernel(ForwardKernel):
 
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, planner: Planner | None = None):
         super().__init__(spec, tilings, target)
-        self.planner, self._chosen = planner, Kept()
+        self.planner, self._chosen = planner, BoundedCache()
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """Choice for a call with these sizes, once for equal sizes."""
         key = tuple(sizes)
-        return self._chosen.get(key) or self._chosen.keep(key, self._choose(sizes))
+        return self._chosen.get(key) or self._chosen.store(key, self._choose(sizes))
 
     def _choose(self, sizes: Sequence[int]) -> Choice:
         *_, n_q, n_k, _, _ = self.extents(sizes)
@@ -324,4 +324,4 @@ class Kernel(ForwardKernel):
 
     def _keep(self, key: tuple, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> Prepared:
         splits = self.choice(sizes).splits
-        return self._calls.keep(key, self._prepare_call(operands, sizes, self._tiling(sizes), splits))
+        return self._calls.store(key, self._prepare_call(operands, sizes, self._tiling(sizes), splits))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fusion.caching import BoundedCache, OncePerKey
 from fusion.ir.results import REDUCE, further_shape, packed_strides, size_of, statistics_shape
 from fusion.ir.spec import AttentionSpec, FurtherOutput
-from fusion.kept import Kept, Made
 from fusion.lowering import further_gradients
 from fusion.lowering.backward_plan import BackwardPlan, backward_plan
 from fusion.lowering.gradients import hides_nan, left_to_reference
@@ -49,7 +49,7 @@ class TrainingKernel(ForwardKernel):
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
         super().__init__(spec, tilings, target, functools.partial(emit, with_statistics=True))
         self.backward_tilings = [backward_tiling(tiling, target) for tiling in tilings]
-        self.derived, self._compiled, self._plans = Kept(), Made(), Made()
+        self.derived, self._compiled, self._plans = BoundedCache(), OncePerKey(), OncePerKey()
         self.fused: bool | None = None  # whether one kernel is to have all gradients; None: as is planned
         self._hides_nan = functools.cache(functools.partial(hides_nan, spec))
         self._with = functools.cache(lambda places: replace(spec, further=tuple(spec.further[n] for n in places)))
@@ -57,7 +57,7 @@ class TrainingKernel(ForwardKernel):
 
     def proved(self, proof: Proof) -> Self:
         found = super().proved(proof)
-        found.derived = Kept()
+        found.derived = BoundedCache()
         return found
 
     def _only(self, tiling: Tiling | ByRows | AllHeads) -> Self:
@@ -80,7 +80,7 @@ class TrainingKernel(ForwardKernel):
         key = call.needs, places, text
         if key not in self._right:
             only = self._only(self._summed(self.tilings[choice], call.sizes))
-            only.derived, only.fused = Kept(), FUSED in kernels
+            only.derived, only.fused = BoundedCache(), FUSED in kernels
             edges = Edges(rows=KEY_SPAN, keys=3 * KEY_SPAN // 4)
             self.proof.gradients(only, call.sizes, edges, text, call.needs, places)
             self._right.add(key)
@@ -106,7 +106,7 @@ class TrainingKernel(ForwardKernel):
             if not math.prod(self.extents(sizes)):
                 out, *further = reference.run_all(self.spec, operands, sizes)
                 return [out, torch.empty(shape, dtype=torch.float32), *further]
-            found = self._calls.keep(key, (self._prepare_forward(operands, sizes, self._tiling(sizes)), shape))
+            found = self._calls.store(key, (self._prepare_forward(operands, sizes, self._tiling(sizes)), shape))
         prepared, shape = found
         out = empty_strided(prepared.shape, prepared.strides, self._out_dtype)
         statistics = torch.empty(shape, dtype=torch.float32)
@@ -172,7 +172,7 @@ class TrainingKernel(ForwardKernel):
 
     def _plan(self, places: tuple[int, ...], everywhere: bool) -> BackwardPlan:
         """For gradients that arrive at these of the further outputs."""
-        return self._plans.of((places, everywhere), lambda: backward_plan(self._with(places), everywhere))
+        return self._plans.get_or_make((places, everywhere), lambda: backward_plan(self._with(places), everywhere))
 
     def backward_kernel(
         self, kind: Kind, plan: BackwardPlan, needs: tuple[bool, ...], sizes: Sequence[int], choice: int
@@ -187,7 +187,7 @@ class TrainingKernel(ForwardKernel):
             return CompiledKernel(BackwardKernel(kind, problem, needs).text())
 
         key = (kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice, tiling.chain)
-        return self._compiled.of(key, make)
+        return self._compiled.get_or_make(key, make)
 
 
 def _combined(further: FurtherOutput, copies: Tensor) -> Tensor:

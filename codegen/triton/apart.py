@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import attended, disk_cache
+from fusion import disk_cache
 from fusion.planning.choice import Tile
+
+from . import supervise
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ def _measure(request: Request, folder: Path) -> None:
             raise RuntimeError(f"the process that measures does not come to its first tile: {reason}")
         _write(state, found | waiting | {"lost": found["lost"] | {found["current"]: reason}})
 
-    attended.attend(
+    supervise.run_restarting(
         (*COMMAND, str(folder)), state, time.time() + WHOLE, lambda: read(state)["patience"], lost, _environment()
     )
 

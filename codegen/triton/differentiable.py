@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion.caching import OncePerKey
 from fusion.ir.expr import ZERO, C, I
 from fusion.ir.results import empty_result, no_statistics, size_of
 from fusion.ir.sizes import size_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.strided import strided
-from fusion.kept import Made
 from fusion.lowering.row_gradients import lost_logarithms
 from fusion.machine import Machine
 from fusion.planning.choice import Tile
@@ -82,7 +82,7 @@ class Differentiable:
         own = plan and (lambda machine: plan(machine).for_training())
         self.kernel = Kernel(spec, statistics=True, tuner=self.tuner, plan=own)
         self.source, self.choice, self.prepare = self.kernel.source, self.kernel.choice, self.kernel.prepare
-        self._made = Made()
+        self._made = OncePerKey()
         # Derived once: a call would spend 70 to 400 us on each.
         self._unsupported = functools.cache(lambda needs: unsupported_gradient(self.trained, needs))
         self._joins = functools.cache(lambda needs: may_join(self.trained, needs))
@@ -104,7 +104,7 @@ class Differentiable:
         d, d_v = extents[-2:]
         made = [empty_result(self.spec, k + 1, operands[0], sizes) for k in range(len(self.spec.further))]
         results = {"statistics": statistics} | {f"further{k}": tensor for k, tensor in enumerate(made)}
-        variant = self._made.of(
+        variant = self._made.get_or_make(
             (d, d_v, device.type == "cpu", "further"),
             lambda: Variant(self.spec, further_kernels(self.spec, d, d_v), d, d_v, device.type == "cpu"),
         )
@@ -140,7 +140,7 @@ class Differentiable:
     def _with(self, places: tuple[int, ...]) -> Differentiable:
         """Training kernels for gradients that arrive at these of the auxiliary outputs."""
         spec, key = with_arriving(self.spec, places), ("arriving", places)
-        return self._made.of(key, lambda: Differentiable(spec, plan=self.plan, arriving=True))
+        return self._made.get_or_make(key, lambda: Differentiable(spec, plan=self.plan, arriving=True))
 
     def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
         """Reason why gradients are left to the reference interpreter, or None."""
@@ -241,7 +241,7 @@ class Differentiable:
         found = arriving(self.trained)
         if found.weight is not ZERO and self.trained.normalizer is not Normalizer.NONE:
             spec = delta_of_further(self.trained)
-            kernels = self._made.of(("lacked",), lambda: Differentiable(spec, plan=self.plan))
+            kernels = self._made.get_or_make(("lacked",), lambda: Differentiable(spec, plan=self.plan))
             results["lacked"] = kernels._further(operands, sizes, statistics)[0]
         if found.log_sum is not ZERO:
             off = pulled.value(self.trained, operands, sizes, found.log_sum).squeeze(-1)
@@ -256,7 +256,7 @@ class Differentiable:
             kernels = backward_kernels(self.trained, d, d_v, needs, described, by_keys)
             return Variant(self.trained, kernels, d, d_v, interpreted)
 
-        return self._made.of((*made_for, described), make)
+        return self._made.get_or_make((*made_for, described), make)
 
 
 class _BackwardLaunches(Launches):

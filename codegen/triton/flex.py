@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import flex_attention
 
+from fusion.caching import BoundedCache
 from fusion.ir.expr import FALSE, SCORE, TRUE, Expr, I, J, Kind, coord, coordinates, load, loads, substitute, walk
 from fusion.ir.fills import LARGEST
 from fusion.ir.ops import apply, conjuncts, evaluate
 from fusion.ir.ranges import interval
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.kept import Kept
 from fusion.lowering.dead_rows import rows_live
 from fusion.lowering.score_programs import is_tame, may_overflow, plain_scale
 
@@ -171,7 +171,7 @@ class Flex:
         self.live = None if live is None else modification(live, POSITIONS, dtype)
         self.varies = [live is not None and part.name in coordinates(live) for part in POSITIONS[:2]]
         self.floor = may_overflow(score)
-        self._kept, self._refused = Kept(8), ""
+        self._kept, self._refused = BoundedCache(8), ""
         own = hashlib.sha256(spec.to_json().encode()).hexdigest()[:12]
         self._attend, self._mask = compiled(self.attend, own), compiled(self.block_mask, own)
 
@@ -199,7 +199,7 @@ class Flex:
             return found
         found = self._mask(self.mask_mod(reads), qkv[0], qkv[1].shape[2], _block(device))
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return found if captured else self._kept.keep((sizes, device), found)
+        return found if captured else self._kept.store((sizes, device), found)
 
     def mask_mod(self, reads: Sequence[Tensor]) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         assert self.live is not None

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from fusion.caching import OncePerKey
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.ranges import LARGEST_SIZE
 from fusion.ir.results import result_names, statistics_shape
 from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
-from fusion.kept import Made
 from fusion.machine import INTERPRETER, Machine, of_device
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.gpu import GpuPlanner
@@ -63,13 +63,13 @@ class Kernel:
         fixed: Any = {"tile": tile, "splits": splits, "packs": not statistics, "group": packed}
         plan = plan or functools.partial(GpuPlanner, spec, **fixed)
         self.planner = functools.cache(lambda device: plan(machine_of(device)))
-        self._packing = Made()  # by the number of heads and the device
+        self._packing = OncePerKey()  # by the number of heads and the device
         self._may_share = may_share_values(spec)
         self.extents = extents_function(spec)
         self._peers = functools.cache(functools.partial(peers.calls, spec))
         # Derived once: a call would spend more than 100 us on it.
         self._specializes = functools.cache(lambda d, d_v: {"q", "k", "v"} <= boxes(spec, d, d_v).keys())
-        self._variants = Made()
+        self._variants = OncePerKey()
         self._memory = [result_names(spec).index(name) for name in spec.output.order]
         self._dims = [spec.output.order.index(name) for name in spec.output.dims]
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
@@ -93,7 +93,7 @@ class Kernel:
             kernels = (split_kernels if split else forward_kernels)(self.spec, d, d_v, self.statistics, order)
             return Variant(self.spec, kernels, d, d_v, interpreted, order)
 
-        return self._variants.of((d, d_v, interpreted, split, order), make)
+        return self._variants.get_or_make((d, d_v, interpreted, split, order), make)
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
         return self.forward(operands, sizes)[0]
@@ -124,7 +124,7 @@ class Kernel:
             return self
         other = planner.packing(group)
         make = functools.partial(Kernel, other.spec, tuner=self.tuner, packed=group, plan=lambda _: other)
-        return self._packing.of((group, device), make)
+        return self._packing.get_or_make((group, device), make)
 
     def _shares(self, operands: Sequence[torch.Tensor]) -> bool:
         """Whether V is the first columns of K in this call."""

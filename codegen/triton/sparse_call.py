@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion.caching import OncePerKey
 from fusion.ir.spec import AttentionSpec
-from fusion.kept import Made
 from fusion.lowering.numbers import LOG2E
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_layout import padded
@@ -59,7 +59,7 @@ class SparseKernel:
         self.dtype, self.out_dtype = (getattr(torch, name) for name in (dtype, out_dtype))
         self.tile, self.source = sparse_tile(d, d_v, dtype), sparse_module(d, d_v)
         self.rows, self.keys = self.tile.rows, self.tile.keys
-        self._modules = Made()
+        self._modules = OncePerKey()
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int], marks: Tensor, share: float
@@ -90,7 +90,7 @@ class SparseKernel:
 
     def _launch(self, programs: int, *given: Any) -> None:
         device, constants = given[0].device, {"ROWS": self.rows, "KEYS": self.keys, "CAUSAL": self.causal}
-        loaded = self._modules.of(device.type, lambda: module.load(self.source, device.type == "cpu"))
+        loaded = self._modules.get_or_make(device.type, lambda: module.load(self.source, device.type == "cpu"))
         module.run(loaded.sparse_forward, programs, device, given, constants, self.tile.options())
 
 

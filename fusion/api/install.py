@@ -13,7 +13,7 @@ from fusion.backend import fuse
 from fusion.errors import OptionError
 from fusion.options import Options
 from fusion.report.report import publish
-from fusion.runtime.bound import teach_inductor
+from fusion.runtime.specialized import register_inductor_codegen
 from fusion.torch_private.inductor import config
 
 
@@ -63,7 +63,7 @@ def _parsed(options: Mapping[str, Any] | None) -> Options:
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    teach_inductor()
+    register_inductor_codegen()
     return inductor_passes.with_rewrite(options, _rewritten)
 
 

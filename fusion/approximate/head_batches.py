@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fusion.approximate.certificates import Certificate
+from fusion.caching import BoundedCache
 from fusion.codegen.reference.forward import Execution
 from fusion.ir.expr import C, E, Expr, I, J, coord, coordinates, size, walk
 from fusion.ir.spec import AttentionSpec, Operand, Output
-from fusion.kept import Kept
 from fusion.planning.problem import Problem
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class HeadPacker:
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
         self.fixed = not any(part.op == "load" for part in walk(*spec.k, *spec.v))
-        self._known: dict[tuple[int, ...], tuple[Execution, Tensor, Tensor]] = Kept(KEPT)
+        self._known: dict[tuple[int, ...], tuple[Execution, Tensor, Tensor]] = BoundedCache(KEPT)
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Heads:
         execution, owner, firsts = self._execution(operands, sizes)

@@ -30,9 +30,9 @@ from fusion.approximate.head_batches import (
 )
 from fusion.approximate.polynomials import feature_count
 from fusion.approximate.score_bounds import HeadBounds, Inspection
+from fusion.caching import BoundedCache
 from fusion.codegen.reference import polynomial as reference
 from fusion.ir.spec import AttentionSpec
-from fusion.kept import Kept
 from fusion.machine import Machine, with_cores
 from fusion.planning.problem import Problem
 
@@ -78,7 +78,7 @@ class _Known:
     beyond: Certificate
     limit: int
     largest: float
-    choices: dict[tuple[int, int, int], Choice | None] = field(default_factory=lambda: Kept(CHOICES))
+    choices: dict[tuple[int, int, int], Choice | None] = field(default_factory=lambda: BoundedCache(CHOICES))
 
 
 class PolynomialAttention:
@@ -98,8 +98,8 @@ class PolynomialAttention:
         self.kernels, self.always = kernels, always
         self.some, self.gather = ExactHeads(spec, build), HeadPacker(spec)
         self.look = Inspection(self.gather, plain.scale, plain.causal, kernels == "amx")
-        self._predicted: dict[tuple[int, ...], bool] = Kept(KEPT)
-        self._known: dict[tuple[int, ...], _Known] = Kept(KEPT)
+        self._predicted: dict[tuple[int, ...], bool] = BoundedCache(KEPT)
+        self._known: dict[tuple[int, ...], _Known] = BoundedCache(KEPT)
         self._chunks: Chunks | None = None
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fusion.approximate.cost import CAUSAL_CHUNK
 from fusion.approximate.head_batches import KEPT, HeadPacker, ieee_products
+from fusion.caching import BoundedCache
 from fusion.codegen.reference import key_block_bounds
 from fusion.codegen.reference.moments import moments
-from fusion.kept import Kept
 
 MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
 """Cover the float32 rounding of norms (as a factor), and of moments (times B squared, on top)."""
@@ -65,7 +65,7 @@ class Inspection:
 
     def __init__(self, gather: HeadPacker, scale: float, causal: bool, native: bool):
         self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
-        self._calls: dict[tuple, Any] = Kept(KEPT)
+        self._calls: dict[tuple, Any] = BoundedCache(KEPT)
 
     def whole(
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf

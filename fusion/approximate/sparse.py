@@ -33,8 +33,8 @@ from fusion.approximate.head_batches import KEPT, ExactHeads, Executor, HeadPack
 from fusion.approximate.rounding import TwoPlanes
 from fusion.approximate.score_bounds import Inspection
 from fusion.approximate.selection import FEW, MARGIN, PROMISING, WORTHWHILE, Selection, chosen
+from fusion.caching import BoundedCache
 from fusion.ir.spec import AttentionSpec
-from fusion.kept import Kept
 from fusion.machine import Machine, with_cores
 
 METHOD = "certified_sparse"
@@ -113,7 +113,7 @@ class SparseAttention:
         machine: Machine, epsilon: float, *, kernels: str = "mlir", always: bool = False,
     ):  # fmt: skip
         self.plain, self.exact, self.epsilon, self.always, self.spec = plain, exact, epsilon, always, spec
-        self.machine, self._known = machine, Kept(KEPT)
+        self.machine, self._known = machine, BoundedCache(KEPT)
         self.some, self.gather = ExactHeads(spec, build), HeadPacker(spec)
         compiled = kernels == "mlir"
         self.look = Inspection(self.gather, plain.scale, plain.causal, native=compiled)

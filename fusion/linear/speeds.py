@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from fusion import disk_cache
-from fusion.kept import Made
+from fusion.caching import OncePerKey
 from fusion.linear import products
 from fusion.machine import cpu, machine
 
@@ -95,13 +95,13 @@ def onednn_pays(m: int, k: int, n: int, copied: int, threads: int) -> bool:
     return of_threads(threads).onednn_pays(m, k, n, copied)
 
 
-known = Made()
+known = OncePerKey()
 """The speeds that this process has asked for, by the number of threads."""
 
 
 def of_threads(threads: int) -> Speeds:
     """Speeds of this machine with a number of threads, which must be that of this thread."""
-    return known.of(threads, functools.partial(_read_or_measured, threads))
+    return known.get_or_make(threads, functools.partial(_read_or_measured, threads))
 
 
 def _read_or_measured(threads: int) -> Speeds:

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from fusion import disk_cache, undisturbed
+from fusion.caching import BoundedCache
 from fusion.codegen.emitter import Edges
 from fusion.codegen.reference import backward, run_all
 from fusion.errors import KernelProofError, LargeTableError, UnsupportedSizeError
 from fusion.ir.spec import AttentionSpec
-from fusion.kept import Kept
 from fusion.machine import cpu
 from fusion.proof.judge import Compared
 from fusion.proof.operands import Operands
@@ -48,7 +48,7 @@ FORMAT = 3
 """Version of verdicts on disk; to be raised when kernels are tried otherwise, or called in another way."""
 DRAWS = 3
 """A kernel that is beyond the rule in one draw is tried again: how far a few elements are off is luck."""
-_verdicts: Kept = Kept()
+_verdicts: BoundedCache = BoundedCache()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +94,10 @@ class Proof:
         ]
         name = f"proof_{hashlib.sha256(json.dumps([*parts, text]).encode()).hexdigest()[:32]}"
         if (verdict := _verdicts.get(name)) is None and disk_cache.stored(name) is not None:
-            verdict = _verdicts.keep(name, "")
+            verdict = _verdicts.store(name, "")
         if verdict is None:
             started = time.perf_counter()
-            verdict = _verdicts.keep(name, find() or "")
+            verdict = _verdicts.store(name, find() or "")
             if not verdict:  # others are found anew, lest a mistake here outlives its mending
                 disk_cache.store(name, b"")
             counters["fusion"]["kernels_proved"] += 1

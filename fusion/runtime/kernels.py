@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from fusion.approximate import dispatch
+from fusion.caching import OncePerKey
 from fusion.codegen import emitter, reference
 from fusion.codegen.emitter import Kernel, Registration, TrainingKernel
 from fusion.errors import KernelProofError, UnknownMachineError
 from fusion.ir import AttentionSpec
 from fusion.ir.request import PLAIN, Request
-from fusion.kept import Made
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
 from fusion.planning.plan import planner_for
@@ -28,7 +28,7 @@ from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel,
 
 log = logging.getLogger(__name__)
 
-_forward, _training = Made(1024), Made(1024)
+_forward, _training = OncePerKey(1024), OncePerKey(1024)
 """By (spec as text, device, request). One that is gone is built again at its next use."""
 
 holders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -38,7 +38,7 @@ holders: weakref.WeakSet[Any] = weakref.WeakSet()
 def executor(spec: str, device: str, request: str = "auto") -> Executor:
     """Function that computes a spec on a type of device; built at first use. spec, request: as text."""
     make = lambda: _build(AttentionSpec.from_json(spec), device, Request.parse(request))
-    return _forward.of((spec, device, request), make)
+    return _forward.get_or_make((spec, device, request), make)
 
 
 def differentiable(spec: str, device: str, request: str = "auto") -> GuardedTraining:
@@ -48,7 +48,7 @@ def differentiable(spec: str, device: str, request: str = "auto") -> GuardedTrai
         exact = replace(Request.parse(request), approximation=None)
         return _build_training(AttentionSpec.from_json(spec), device, exact)
 
-    return _training.of((spec, device, request), make)
+    return _training.get_or_make((spec, device, request), make)
 
 
 def forget() -> None:

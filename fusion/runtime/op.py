@@ -28,12 +28,12 @@ from torch import Tensor
 from fusion.errors import OperandError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.tile_map import MapSpec
-from fusion.runtime import autograd, derivatives, executor, mapping
+from fusion.runtime import autograd, derivatives, executor
 from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 from fusion.torch_private.operators import register_fake
 
-VERSION = 17
+VERSION = 18
 """To be raised with every change of what the ops return, or of their callers: Inductor's caches are keyed by it."""
 
 
@@ -195,6 +195,6 @@ for _name, _describe in (
 autograd.register(_library, "tile_map", lambda ctx, grad: [None] * ctx.count, _save_count)
 for _name in _OPERATORS:
     if _name.startswith("attention") and _name != "attention_below_autograd":
-        mapping.register(_library, _name)
-mapping.register(_library, "tile_map", mapping.tile_map)
-mapping.register_table(_library)
+        vmap_rules.register(_library, _name)
+vmap_rules.register(_library, "tile_map", vmap_rules.tile_map)
+vmap_rules.register_table(_library)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fusion.caching import BoundedCache
 from fusion.ir.expr import coordinates, loads, walk
 from fusion.ir.sizes import size_value
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.kept import Kept
 from fusion.passes import nodes
 from fusion.passes.pullback.contractions import is_contraction
 from fusion.passes.recognize.find import Site
@@ -57,7 +57,7 @@ class Verdict:
         return self.checked if self.skipped is None else f"not validated: {self.skipped}"
 
 
-_verdicts = Kept()
+_verdicts = BoundedCache()
 
 
 def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
@@ -73,7 +73,7 @@ def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -
     except Exception as problem:  # the site stays as it was
         log.exception("an attention could not be validated")
         return Verdict(skipped=f"{type(problem).__name__}: {problem}")
-    return _verdicts.keep(key, replace(found, seconds=time.perf_counter() - started))
+    return _verdicts.store(key, replace(found, seconds=time.perf_counter() - started))
 
 
 def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:

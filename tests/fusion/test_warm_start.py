@@ -21,11 +21,11 @@ PROCESS = """
 import json, sys
 import torch
 import fusion
-from fusion.runtime import bound
+from fusion.runtime import specialized
 from torch._dynamo.utils import counters
 
-made, make = [], bound.bound_attention
-bound.bound_attention = lambda *given: made.append(given) or make(*given)
+made, make = [], specialized.specialized_attention
+specialized.specialized_attention = lambda *given: made.append(given) or make(*given)
 load, save, result = sys.argv[1:]
 if load:
     with open(load, "rb") as file:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from fusion.caching import OncePerKey
 from fusion.codegen import mlir
 from fusion.codegen.mlir import mixed_heads, row_kernel, tile
 from fusion.codegen.mlir.backward import tile as backward_tile
@@ -23,7 +24,6 @@ from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.row_tiles import TileRows, row_products
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import AttentionSpec
-from fusion.kept import Made
 from fusion.lowering.backward_plan import unsupported
 from fusion.machine import Machine, cpu
 from fusion.planning.choice import Choice, Tile, query_stationary
@@ -121,7 +121,7 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
         yield
 
 
-_kept_apart = (Made(), Made()), (Made(), Made())
+_kept_apart = (OncePerKey(), OncePerKey()), (OncePerKey(), OncePerKey())
 _object_name = compiler._object_name
 
 

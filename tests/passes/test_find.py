@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.kept import Kept
+from fusion.caching import BoundedCache
 from fusion.validation import sites
 from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes import spellings
@@ -66,7 +66,7 @@ def test_in_half_precision(function, dtype):
 )
 def test_with_dynamic_sizes_one_graph_serves_other_lengths(function, monkeypatch):
     """Nor does validation, which is not to know the spec, make a size static."""
-    monkeypatch.setattr(sites, "_verdicts", Kept())
+    monkeypatch.setattr(sites, "_verdicts", BoundedCache())
     with torch.no_grad(), fusion.collect_reports() as reports:
         compiled = torch.compile(function, backend="fusion", dynamic=True, options={"inner": "eager"})
         for n in (21, 34, 50):

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from fusion.caching import OncePerKey
 from fusion.ir.expr import SCORE
 from fusion.ir.spec import AttentionSpec
-from fusion.kept import Made
 from fusion.lowering.numbers import LOG2E
 from fusion.machine import Machine
 from fusion.planning.register_tiles import Target, Tiling, target_of, tilings_for
@@ -148,7 +148,7 @@ class SparseKernel:
         together = self.tiling.together or self.target.tile_groups
         self.keys, self.rows = self.tiling.keys, together * self.target.lanes
         self.sets = -(-self.tiling.groups // together)
-        self._variants = Made()
+        self._variants = OncePerKey()
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: Sequence[int], marks: torch.Tensor, share: float
@@ -158,7 +158,7 @@ class SparseKernel:
         tiles to look at. share: the weight, relative to its row's sum, below which a key may be left out."""
         heads, n_q, d = q.shape
         n_k, d_v = v.shape[1:]
-        variant = self._variants.of(
+        variant = self._variants.get_or_make(
             (d, d_v), lambda: Variant(self.spec, self.tiling, self.target, d, d_v, write=emit_sparse)
         )
         out = torch.empty(heads, n_q, d_v, dtype=getattr(torch, self.spec.out_dtype))

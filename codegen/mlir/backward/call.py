@@ -64,7 +64,7 @@ class BackwardCall:
         self.read, self.statistics = (*operands, *arriving, out), statistics.contiguous()
         layouts = [part for x in self.read for part in (x.shape, x.stride())]
         key = (id(plan), needs, torch.get_num_threads(), *sizes, *layouts)
-        self.derived = kernel.derived.get(key) or kernel.derived.keep(key, self._derive())
+        self.derived = kernel.derived.get(key) or kernel.derived.store(key, self._derive())
         *self.batch, self.n_q, self.n_k, self.d, self.d_v = self.derived.extents
         self.off: Tensor | None = None
         self.rows = self._row_values(out, statistics)

@@ -8,8 +8,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import fusion
+from fusion.caching import OncePerKey
 from fusion.cli import main
-from fusion.kept import Made
 from fusion.linear import door, products, speeds
 from fusion.linear.redirect import ProductsPass
 from fusion.linear.speeds import ROWS, SIZES, Speeds
@@ -34,7 +34,7 @@ def given(mkl: float, own: float, overhead: float = 1e-5) -> Speeds:
 def set_speeds(monkeypatch: pytest.MonkeyPatch):
     def put(found: Speeds) -> None:
         speeds.onednn_pays.cache_clear()
-        known = Made()
+        known = OncePerKey()
         known[torch.get_num_threads()] = found
         monkeypatch.setattr(speeds, "known", known)
 
@@ -204,7 +204,7 @@ def test_a_torch_without_the_operator(monkeypatch, caplog) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(speeds, "known", Made())
+    monkeypatch.setattr(speeds, "known", OncePerKey())
     return tmp_path / "fusion"
 
 
@@ -213,7 +213,7 @@ def test_a_measurement_is_kept(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(speeds, "measured", lambda seconds: found)
     threads = torch.get_num_threads()
     assert speeds.of_threads(threads) is found
-    monkeypatch.setattr(speeds, "known", Made())
+    monkeypatch.setattr(speeds, "known", OncePerKey())
     monkeypatch.setattr(speeds, "measured", None)
     assert speeds.of_threads(threads) == found, "read, not measured again"
     assert len(list(folder.glob("products_*.json"))) == 1
@@ -231,7 +231,7 @@ def test_a_machine_that_is_busy(folder: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(speeds, "measured", busy)
     assert not speeds.of_threads(2).ever_pays and not list(folder.glob("products_*.json"))
-    monkeypatch.setattr(speeds, "known", Made())
+    monkeypatch.setattr(speeds, "known", OncePerKey())
     assert speeds.of_threads(2).ever_pays and str(speeds.of_threads(2)) == "450 GFLOP/s; MKL 200 by one thread"
     assert asked == [threads, 1, threads, 1] and torch.get_num_threads() == threads
     assert len(list(folder.glob("products_*.json"))) == 1

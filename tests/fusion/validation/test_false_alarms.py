@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.kept import Kept
+from fusion.caching import BoundedCache
 from fusion.validation import sites
 
 LOWEST = torch.finfo(torch.float32).min
@@ -95,7 +95,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_right_is_fused(monkeypatch, name):
-    monkeypatch.setattr(sites, "_verdicts", Kept())
+    monkeypatch.setattr(sites, "_verdicts", BoundedCache())
     program, given, trained = CASES[name]
     given = [x.clone().requires_grad_(trained and x.is_floating_point()) for x in given]
     with fusion.collect_reports() as reports, torch.set_grad_enabled(trained):

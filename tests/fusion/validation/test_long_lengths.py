@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from fusion.backend import fuse
-from fusion.kept import Kept
+from fusion.caching import BoundedCache
 from fusion.options import Options
 from fusion.validation import sites
 
@@ -166,7 +166,7 @@ PROGRAMS = [
 )
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_masks_of_long_sequences_are_compared_and_fused(monkeypatch, program, length, dynamic):
-    monkeypatch.setattr(sites, "_verdicts", Kept())
+    monkeypatch.setattr(sites, "_verdicts", BoundedCache())
     before = counters["fusion"]["skipped"]
     (site,) = _sites(program, length, dynamic)
     assert site.reason is None

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import fusion
+from fusion.caching import BoundedCache
 from fusion.ir.expr import Expr, const
 from fusion.ir.ops import apply, where
-from fusion.kept import Kept
 from fusion.passes.pullback import pointwise
 from fusion.validation import sites
 from tests.fusion.validation import faults
@@ -107,7 +107,7 @@ def compiled(name):
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch):
-    monkeypatch.setattr(sites, "_verdicts", Kept())
+    monkeypatch.setattr(sites, "_verdicts", BoundedCache())
 
 
 @pytest.mark.parametrize("name", [*POINTS, *SHARED])

@@ -6,7 +6,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from fusion import decide
-from fusion.kept import Kept
+from fusion.caching import BoundedCache
 from fusion.passes import nodes
 from fusion.undisturbed import by_compilation
 from fusion.validation import sites
@@ -72,7 +72,7 @@ def _replayed(monkeypatch, function, inputs):
         return verdict
 
     monkeypatch.setattr(sites, "_Comparison", Recording)
-    monkeypatch.setattr(sites, "_verdicts", Kept())
+    monkeypatch.setattr(sites, "_verdicts", BoundedCache())
     monkeypatch.setattr(decide, "validate", validate)
     options = {"inner": "eager", "emitter": "reference", "verify": True}
     with torch.no_grad():

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import fusion
-from fusion.kept import Kept
+from fusion.caching import BoundedCache
 from fusion.passes.pullback import indexing
 from fusion.validation import mask_check, sites
 from tests.fusion.validation import faults
@@ -24,7 +24,7 @@ def _compiled(program, further, trained):
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch):
-    monkeypatch.setattr(sites, "_verdicts", Kept())
+    monkeypatch.setattr(sites, "_verdicts", BoundedCache())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,9 +19,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fusion
 from fusion.api.check import check
 from fusion.api.compare import compare_results
+from fusion.caching import BoundedCache
 from fusion.cli import main
 from fusion.errors import ComparisonError
-from fusion.kept import Kept
 from fusion.runtime.guards import GuardedKernel, GuardedTraining
 from fusion.validation import sites
 from tests.fusion.validation import faults
@@ -107,7 +107,7 @@ def test_a_wrong_analysis_is_found_as_well(monkeypatch, tmp_path, name):
     """What validation refuses to put in place counts as wrong, too, in the script as well."""
     program, further, _, put_in = (faults.FOUND | faults.INJECTED)[name]
     put_in(monkeypatch)
-    monkeypatch.setattr(sites, "_verdicts", Kept())
+    monkeypatch.setattr(sites, "_verdicts", BoundedCache())
     found = verify(program, *faults.inputs(), *further)
     (site,) = found.wrong
     assert site.outcome is not None and site.outcome.defect and "would differ from eager" in str(site)

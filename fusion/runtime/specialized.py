@@ -1,11 +1,11 @@
-"""Functions that Inductor's code calls in place of `fusion::attention` and its gradient, each specialised to one spec.
+"""Functions that Inductor's code calls in place of `fusion::attention` and its gradient, each specialized to one spec.
 
 A call of an operator goes through torch's dispatcher (some 5 us), through Python code that looks for gradients, and
 finds its kernel by the text of the spec. Inductor's Python code creates one function per spec instead, when it is
 loaded, also from a cache in another process. Its C++ code (AOTInductor) keeps the operator, and so does a call that is
 profiled, or made under a `TorchFunctionMode` (a default device), which has to see one operation and none inside of it.
 
-    attention_1f0c = bound_attention('{"nodes": ...', 'cpu', 'auto', 'attention_forward')
+    attention_1f0c = specialized_attention('{"nodes": ...', 'cpu', 'auto', 'attention_forward')
     buf0 = attention_1f0c([primals_1, primals_2, primals_3], [1, 8, 16, 16])
 """
 
@@ -22,11 +22,11 @@ from fusion.runtime import kernels
 from fusion.runtime.executor import OF_OPERATORS
 from fusion.torch_private.modes import is_watched
 
-BOUND = ("attention_below_autograd", "attention_forward", "attention_backward")
-"""The operators that have bound functions."""
+SPECIALIZED = ("attention_below_autograd", "attention_forward", "attention_backward")
+"""Operators that have specialized functions."""
 
 
-class Bound:
+class SpecializedOp:
     """An operator of one spec on a type of device; its kernel is looked up at the first call."""
 
     def __init__(self, spec: str, device: str, request: str, operator: str):
@@ -49,19 +49,19 @@ class Bound:
         self._run = None
 
 
-def bound_attention(
+def specialized_attention(
     spec: str, device: str, request: str, operator: str = "attention_below_autograd"
 ) -> Callable[..., Any]:
     """Function of a spec (as text) on a type of device; a bound method, which is called faster than an object."""
-    return Bound(spec, device, request, operator).__call__
+    return SpecializedOp(spec, device, request, operator).__call__
 
 
-def teach_inductor() -> None:
-    """Let Inductor's Python code call bound functions; versions of torch that cannot be extended so call the
+def register_inductor_codegen() -> None:
+    """Let Inductor's Python code call specialized functions; versions of torch that cannot be extended so call the
     operator."""
     from fusion.torch_private import inductor
 
-    for name in BOUND:
+    for name in SPECIALIZED:
         inductor.write_with(f"torch.ops.fusion.{name}.default", functools.partial(_call, name))
 
 
@@ -71,7 +71,7 @@ def _call(operator: str, node: Any, wrapper: Any) -> str:
     given, n = node.codegen_args(), OF_OPERATORS[operator][1]
     arguments = f"{given[n]}, {node.get_device().type!r}, {given[n + 1]}, {operator!r}"
     name = f"attention_{hashlib.sha256(arguments.encode()).hexdigest()[:12]}"
-    wrapper.add_import_once("from fusion.runtime.bound import bound_attention")
-    wrapper.add_import_once(f"{name} = bound_attention({arguments})")
+    wrapper.add_import_once("from fusion.runtime.specialized import specialized_attention")
+    wrapper.add_import_once(f"{name} = specialized_attention({arguments})")
     rest = ", ".join([*given[:n], *given[n + 2 :]])
     return f"{name}({rest})"

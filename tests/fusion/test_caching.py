@@ -10,13 +10,13 @@ import torch
 import torch._dynamo
 
 import fusion
-from fusion.kept import Kept, Made
+from fusion.caching import BoundedCache, OncePerKey
 from fusion.report import report
 from fusion.runtime import guards
 
 
 def test_the_oldest_goes_where_there_are_most():
-    kept = Kept(3)
+    kept = BoundedCache(3)
     for number in range(5):
         kept[number] = str(number)
     kept[4] = "again"
@@ -24,7 +24,7 @@ def test_the_oldest_goes_where_there_are_most():
 
 
 def test_things_are_made_once_by_many_threads_and_in_bounded_number():
-    made, calls, barrier = Made(2), [], threading.Barrier(8)
+    made, calls, barrier = OncePerKey(2), [], threading.Barrier(8)
 
     def make(key):
         calls.append(key)
@@ -33,7 +33,7 @@ def test_things_are_made_once_by_many_threads_and_in_bounded_number():
     def ask():
         barrier.wait()
         for key in "aab":
-            made.of(key, functools.partial(make, key))
+            made.get_or_make(key, functools.partial(make, key))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -41,7 +41,7 @@ def test_things_are_made_once_by_many_threads_and_in_bounded_number():
     for thread in threads:
         thread.join()
     assert sorted(calls) == ["a", "b"]
-    made.of("c", object)
+    made.get_or_make("c", object)
     assert [*made] == ["b", "c"]
 
 

@@ -12,7 +12,7 @@ NO_TIME = "no time left"
 INTERVAL = 0.1  # s between two looks at a process
 
 
-def attend(
+def run_restarting(
     command: Sequence[str],
     watched: Path,
     deadline: float,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Kept(dict):
+class BoundedCache(dict):
     """Cache with at most `most` results; a new one replaces the oldest."""
 
     def __init__(self, most: int = 4096):
@@ -23,17 +23,17 @@ class Kept(dict):
                 del self[next(iter(self))]
             super().__setitem__(key, value)
 
-    def keep(self, key: Hashable, value: T) -> T:
+    def store(self, key: Hashable, value: T) -> T:
         self[key] = value
         return value
 
 
-class Made(Kept):
+class OncePerKey(BoundedCache):
     """Objects that are created once, at their first use, whichever threads ask for them."""
 
-    def of(self, key: Hashable, make: Callable[[], T]) -> T:
-        if (found := self.get(key)) is None:
+    def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
+        if (result := self.get(key)) is None:
             with self._lock:
-                if (found := self.get(key)) is None:
-                    found = self.keep(key, make())
-        return found
+                if (result := self.get(key)) is None:
+                    result = self.store(key, make())
+        return result

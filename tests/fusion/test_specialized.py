@@ -11,7 +11,7 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 import fusion
 from fusion.codegen import reference
 from fusion.ir import AttentionSpec
-from fusion.runtime import bound, kernels
+from fusion.runtime import kernels, specialized
 from fusion.runtime import op as _op  # noqa: F401
 from tests.numerics import assert_as_exact_as_eager, assert_same, wide
 
@@ -41,7 +41,7 @@ def test_inductors_code_calls_no_operator(dynamic: bool) -> None:
     run = torch.compile(attend, backend="fusion", dynamic=dynamic)
     with torch.inference_mode():
         _, (code,) = run_and_get_code(run, *inputs())
-        assert code.count("= bound_attention(") == 1 and "= torch.ops.fusion." not in code
+        assert code.count("= specialized_attention(") == 1 and "= torch.ops.fusion." not in code
         check(run, inputs())
         check(run, inputs(5, 40))
 
@@ -54,8 +54,8 @@ def test_nor_does_its_code_of_training(dynamic: bool) -> None:
         return list(torch.autograd.grad(run(*given).square().sum(), given))
 
     found, codes = run_and_get_code(step)
-    assert [code.count("= bound_attention(") for code in codes] == [1, 1]
-    assert not any(f"= torch.ops.fusion.{name}." in code for code in codes for name in bound.BOUND)
+    assert [code.count("= specialized_attention(") for code in codes] == [1, 1]
+    assert not any(f"= torch.ops.fusion.{name}." in code for code in codes for name in specialized.SPECIALIZED)
     exact = [x.detach().double().requires_grad_() for x in given]
     eager = [torch.autograd.grad(attend(*x).square().sum(), x) for x in (given, exact)]
     assert_as_exact_as_eager(found, *map(list, eager))
@@ -69,11 +69,11 @@ def test_layers_with_one_spec_share_a_function() -> None:
     run = torch.compile(lambda q, k, v: attend(attend(q, k, v), k, v), backend="fusion")
     with torch.no_grad():
         _, (code,) = run_and_get_code(run, *inputs())
-    assert code.count("= bound_attention(") == 1 and code.count("= attention_") == 2
+    assert code.count("= specialized_attention(") == 1 and code.count("= attention_") == 2
 
 
 def test_the_same_sizes_with_other_strides(spec: AttentionSpec) -> None:
-    call = bound.bound_attention(spec.to_json(), "cpu", "auto")
+    call = specialized.specialized_attention(spec.to_json(), "cpu", "auto")
     sizes = [2, 3, 17, 23]
     q, k, v = inputs()
     wider = torch.randn(2, 3, 23, 40)
@@ -84,7 +84,7 @@ def test_the_same_sizes_with_other_strides(spec: AttentionSpec) -> None:
 
 
 def test_threads_call_one_function_at_a_time_each_with_its_own_tensors(spec: AttentionSpec) -> None:
-    call = bound.bound_attention(spec.to_json(), "cpu", "auto")
+    call = specialized.specialized_attention(spec.to_json(), "cpu", "auto")
     sizes, given = [2, 3, 17, 23], [inputs() for _ in range(4)]
     expected, found = [call(x, sizes) for x in given], {}
 
@@ -104,7 +104,7 @@ def test_threads_call_one_function_at_a_time_each_with_its_own_tensors(spec: Att
 
 
 def test_a_call_that_is_profiled_is_named(spec: AttentionSpec) -> None:
-    call = bound.bound_attention(spec.to_json(), "cpu", "auto")
+    call = specialized.specialized_attention(spec.to_json(), "cpu", "auto")
     given = inputs()
     with torch.profiler.profile() as profile, torch.no_grad():
         result = call(given, [2, 3, 17, 23])
