@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion import decide, dynamo, linear, logs, mkl, undisturbed, versions
+from fusion import decide, dynamo, linear, process
 from fusion.approximate import certificates
 from fusion.dual_numbers import with_tangents
 from fusion.errors import EmitterError, StrictError
@@ -43,7 +43,7 @@ from fusion.torch_private.modes import without_function_modes
 from fusion.validation import calls
 
 log = logging.getLogger(__name__)
-logs.configure()
+process.configure_log()
 
 
 def __getattr__(name: str) -> Any:
@@ -97,9 +97,9 @@ def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report. The argument is not changed."""
-    versions.tell(torch.__version__)
-    with undisturbed.by_autograd():
-        mkl.resolve()
+    process.warn_of_torch(torch.__version__)
+    with process.without_autograd_settings():
+        process.initialize_mkl()
         graph, report = _fuse(module, example_inputs, options)
     report.graph_breaks = [found] if (found := graph_break(module)) else []
     if options.strict and (refused := [site for site in report.sites if not site.fused]):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusion import versions
+from fusion import process
 from fusion.machine import MIB
 
 HELP = """What is installed, which targets work, and what to install otherwise.
@@ -65,7 +65,7 @@ _PACKAGES = (
     ("matplotlib", "matplotlib", "pip install matplotlib, for plots of the cost model alone"),
 )
 
-_OF_VERSIONS = {"torch": versions.untested, "triton": versions.without_facts}
+_OF_VERSIONS = {"torch": process.untested_torch, "triton": process.unknown_triton}
 
 
 def _packages() -> list[Finding]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fusion import versions
+from fusion import process
 from fusion.planning import gpu_facts
 from fusion.planning.gpu_clocks import (
     ADDRESSES,
@@ -84,7 +84,7 @@ def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
 
 def facts_of(work: Work, machine: Machine) -> gpu_facts.Facts:
     """Facts from compiling this kernel, by tile."""
-    versions.tell_of_triton(gpu_facts.TRITON)
+    process.warn_of_triton(gpu_facts.TRITON)
     return gpu_facts.FACTS.get(cell_of(work, machine), {}) if work.size == 2 else {}
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import disk_cache, undisturbed
+from fusion import disk_cache, process
 from fusion.caching import BoundedCache
 from fusion.codegen.emitter import Edges
 from fusion.codegen.reference import backward, run_all
@@ -109,7 +109,7 @@ class Proof:
 
     def _problem(self, run: Callable[..., Compared], sizes: Sequence[int], edges: Edges) -> str | None:
         """Text of the first fault; None where there is none."""
-        with undisturbed.by_compilation(), undisturbed.by_autograd(), without_function_modes():
+        with process.outside_compilation(), process.without_autograd_settings(), without_function_modes():
             for trial in sizes_of_trials(self.spec, sizes, edges):
                 try:
                     found = self._of_trial(run, trial)

@@ -28,7 +28,7 @@ from torch import Tensor
 from fusion.errors import OperandError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.tile_map import MapSpec
-from fusion.runtime import autograd, derivatives, executor
+from fusion.runtime import autograd, derivatives, executor, vmap_rules
 from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
 from fusion.torch_private.operators import register_fake

@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from fusion.codegen import reference
 from fusion.passes.specify.specify import Specified
+from fusion.process import outside_compilation
 from fusion.proof.operands import Operands
-from fusion.undisturbed import by_compilation
 
 _SMALL = {"Nq": 5, "Nk": 13, "Nset": 6}
 
@@ -24,7 +24,7 @@ _SMALL = {"Nq": 5, "Nk": 13, "Nset": 6}
 def contradiction(gathered: Specified, hints: Mapping[str, int]) -> str | None:
     """Difference between an attention over sets of keys and its original with a mask, or None."""
     assert gathered.by_rows is not None
-    with by_compilation(), torch.no_grad():
+    with outside_compilation(), torch.no_grad():
         operands = _operands(gathered, hints)
         expected, result = (_result(part, operands, hints) for part in (gathered.by_rows.dense, gathered))
     if gathered.spec.among is not None:

@@ -20,7 +20,7 @@ from fusion.passes import nodes
 from fusion.passes.pullback.contractions import is_contraction
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import Specified
-from fusion.undisturbed import by_compilation
+from fusion.process import outside_compilation
 from fusion.validation import mask_check
 from fusion.validation.program import OutOfBounds, Program
 from fusion.validation.replay import Region, Replay
@@ -68,7 +68,7 @@ def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -
         key = fingerprint(site, parts, hints)
         if (known := _verdicts.get(key)) is not None:
             return known
-        with by_compilation():
+        with outside_compilation():
             found = _validate(site, parts, hints)
     except Exception as problem:  # the site stays as it was
         log.exception("an attention could not be validated")

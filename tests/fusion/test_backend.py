@@ -216,15 +216,15 @@ def test_a_second_length_compiles_no_second_kernel(monkeypatch):
 
 
 def test_fusion_logs_prints_our_messages(monkeypatch, capsys):
-    from fusion import logs
+    from fusion import process
 
     root = logging.getLogger("fusion")
     before = root.level, list(root.handlers)
     try:
-        logs.configure("info")
+        process.configure_log("info")
         root.info("a message")
         assert "fusion INFO: a message" in capsys.readouterr().err
-        logs.configure("loud")
+        process.configure_log("loud")
         assert "'loud' is not a level; use one of debug, info" in capsys.readouterr().err
     finally:
         root.setLevel(before[0])

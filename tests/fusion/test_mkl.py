@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusion import mkl
+from fusion import process
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "cpu" / "vml.h"
 
@@ -16,7 +16,7 @@ HEADER = Path(torch.__file__).parent / "include" / "ATen" / "cpu" / "vml.h"
 @pytest.mark.skipif(not HEADER.is_file(), reason="torch without headers")
 def test_all_that_torch_takes_are_called():
     taken = set(re.findall(r"^IMPLEMENT_VML_MKL\((\w+), ", HEADER.read_text(), re.MULTILINE))
-    assert taken and taken <= {function.__name__ for function in mkl.TAKEN}
+    assert taken and taken <= {function.__name__ for function in process.VECTORIZED}
 
 
 PROGRAM = """
@@ -41,6 +41,6 @@ def test_the_first_graph_calls_each_on_one_element_and_importing_none():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("imported\n")
     called = set(done.stdout.splitlines())
-    for function in mkl.TAKEN:
+    for function in process.VECTORIZED:
         for dtype in (torch.float32, torch.float64):
             assert f"{function.__name__} {dtype} 1" in called

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 from fusion import decide
 from fusion.caching import BoundedCache
 from fusion.passes import nodes
-from fusion.undisturbed import by_compilation
+from fusion.process import outside_compilation
 from fusion.validation import sites
 from fusion.validation.samples import Role
 from tests.numerics import assert_as_exact_as_eager
@@ -57,7 +57,7 @@ def _replayed(monkeypatch, function, inputs):
 
     def validate(site, parts, hints):
         verdict = sites.validate(site, parts, hints)
-        with by_compilation(), torch.no_grad():
+        with outside_compilation(), torch.no_grad():
             this = compared[-1]
             at = tuple(this.places[name] for name in this.dims)
             replayed = sites.Replay(this.region).value(site.root, at, 2)
