@@ -87,7 +87,7 @@ class AncestorKinds:
             return AncestorKind.PRODUCT
         if self.is_hidden_product_with_values(node):
             return AncestorKind.PRODUCT
-        if kind in LINEAR or is_sdpa(node) or kind is aten.layer_norm and AncestorKind.MIXED_HEADS not in kinds:
+        if kind in LINEAR or is_sdpa(node) or _normalizes_features(node) and AncestorKind.MIXED_HEADS not in kinds:
             return _NOTHING  # heads may be normalised after they were mixed
         if extended_factors(node):  # what was normalised before is a factor, unless it is attention weights
             kinds = kinds | AncestorKind.PRODUCT if looks_like_attention(kinds) else AncestorKind.PRODUCT
@@ -96,6 +96,11 @@ class AncestorKinds:
         if is_statistic(node):
             kinds |= AncestorKind.STATISTIC | (AncestorKind.SUM if kind in _SUMS else _NOTHING)
         return kinds | AncestorKind.GATE if kind in _GATES and AncestorKind.PRODUCT in kinds else kinds
+
+
+def _normalizes_features(node: Node) -> bool:
+    """Whether a node is a layer norm with parameters. One without may be that of the scores of a row."""
+    return packet(node) is aten.layer_norm and nodes.arguments(node)["weight"] is not None
 
 
 def _holds_integers(held: torch.Tensor) -> bool:
