@@ -24,8 +24,8 @@ Tensors = dict[str, torch.Tensor]
 DRAWS = 8
 """How many draws of the inputs count together, where one draw is over the rule: the error of a few elements is luck."""
 NUDGES = 32
-"""In how many ways the inputs are changed in their last digits to see where a program is unstable. Each moves a tie that
-rounding decides with probability 1/2; with 8 ways, a tensor with hundreds of ties kept some."""
+"""In how many ways the inputs are changed in their last digits to see where a program is unstable. Each moves a tie
+that rounding decides with probability 1/2; with 8 ways, a tensor with hundreds of ties kept some."""
 NUDGED = 8
 """Changes by more than so many rounding errors of the largest element are instability."""
 GROSS = 16
