@@ -4,9 +4,9 @@ attention without them, and against what writing N x N weights takes by itself.
     python benchmarks/weights.py [--length 1024] [--heads 12] [--dtype float32] [--seconds 6] [--cases weights entropy]
     python benchmarks/weights.py --train
 
-All run in turns within one process. "alone" is the same attention, fused, without the further output; "writing" fills
+All run in turns within one process. "alone" is the same attention, fused, without the auxiliary output; "writing" fills
 a fresh tensor of the weights' size, as every call that returns weights must. --train: a step, of which the loss is the
-mean square of the output plus that of the further output, and which ends with the gradients of q, k and v.
+mean square of the output plus that of the auxiliary output, and which ends with the gradients of q, k and v.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from fusion.ir import AttentionSpec
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
 from fusion.planning.choice import Choice, Planner
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 
 AUTO = "auto"
 
@@ -55,8 +55,8 @@ class Kernel(Runs, Protocol):
 
 
 class Backward(NamedTuple):
-    """Arguments of a backward. out, statistics: results of the forward. further: gradients of the auxiliary outputs,
-    None where none arrives; empty where none arrives at any."""
+    """Arguments of a backward. out, statistics: results of the forward. aux_outputs: gradients of these, None
+    where none arrives; empty where none arrives at any."""
 
     grad: Tensor  # of the output, of any strides
     out: Tensor
@@ -64,7 +64,7 @@ class Backward(NamedTuple):
     operands: Sequence[Tensor]
     sizes: Sequence[int]
     needs: tuple[bool, ...]  # marks the operands whose gradients are wanted
-    further: Sequence[Tensor | None] = ()
+    aux_outputs: Sequence[Tensor | None] = ()
 
 
 class TrainingKernel(Runs, Protocol):
@@ -107,7 +107,7 @@ class Proof(Protocol):
 
 class Emitter(Protocol):
     """Builds the kernels of specs for one kind of machine. measure: tiles may be timed at the first call. One that is
-    registered with `further_outputs` also gets specs with `further` outputs: `compile_training` builds their kernel,
+    registered with `aux_outputs` also gets specs with auxiliary outputs: `compile_training` builds their kernel,
     whether they are trained or not; its None leaves them to the reference interpreter."""
 
     def supports(self, spec: AttentionSpec, machine: Machine) -> Refusal | None:
@@ -138,7 +138,7 @@ def unread(spec: AttentionSpec, read: Collection[str], multiplied: Collection[st
         for operand in operands:
             if operand.dtype not in dtypes:
                 found = f"operand {operand.name} has dtype {operand.dtype}; {what} {', '.join(dtypes)}"
-                return Refusal(Ground.DTYPE, found)
+                return Refusal(Reason.DTYPE, found)
     return None
 
 
@@ -151,7 +151,7 @@ class Registration:
     devices: tuple[str, ...]  # the types of devices that it serves; every type where there is none
     load: Callable[[], Emitter]
     machine: Callable[[str], Machine]  # the machine that a device is
-    further_outputs: bool = False  # whether it writes weights and statistics of them beside the output
+    aux_outputs: bool = False  # whether it writes weights and statistics of them beside the output
 
     def serves(self, device: str) -> bool:
         return not self.devices or device in self.devices
@@ -165,13 +165,11 @@ def register(
     devices: tuple[str, ...],
     load: Callable[[], Emitter],
     machine: Callable[[str], Machine] = find_machine,
-    further_outputs: bool = False,
+    aux_outputs: bool = False,
 ) -> None:
     """Add an emitter, which becomes the one that "auto" takes on its devices. A registered name is replaced."""
     _registered.pop(name, None)
-    _registered[name] = Registration(
-        name=name, devices=devices, load=load, machine=machine, further_outputs=further_outputs
-    )
+    _registered[name] = Registration(name=name, devices=devices, load=load, machine=machine, aux_outputs=aux_outputs)
 
 
 def names() -> list[str]:
@@ -213,4 +211,4 @@ def registered(*given: Any, **named: Any) -> Iterator[None]:
 
 for _name, _devices in (("reference", ()), ("mlir", ("cpu",)), ("triton", ("cuda",))):
     _load: Any = functools.partial(importlib.import_module, f"fusion.codegen.{_name}")
-    register(_name, _devices, _load, further_outputs=True)
+    register(_name, _devices, _load, aux_outputs=True)

@@ -25,9 +25,9 @@ from fusion.passes.prepare.unread_rows import skip_unread_rows
 from fusion.passes.recognize.ancestors import escaping_weights
 from fusion.passes.recognize.find import Site, may_hold_attention, pending
 from fusion.passes.replace import replace_sites
-from fusion.passes.specify.by_rows import read_sets
 from fusion.passes.specify.calls import refuse, specify_sites
 from fusion.passes.specify.escaping import resolve_escaping
+from fusion.passes.specify.gathered_keys import read_sets
 from fusion.passes.specify.tile_maps import map_tiles
 from fusion.passes.subgraphs.transforms import Asked
 from fusion.passes.trace.normalize import normalize
@@ -113,7 +113,7 @@ def _fuse(
     """The graph with its attentions fused, and the report, also where the analysis fails. asked: see `left_alone`."""
     if not may_hold_attention(module):
         return module, Report(notes=_opaque_softmaxes(module) or [NO_ATTENTION])
-    if any(isinstance(nodes.value(node), list) for node in module.graph.find_nodes(op="placeholder")):
+    if any(isinstance(nodes.fake(node), list) for node in module.graph.find_nodes(op="placeholder")):
         return module, Report(notes=["a backward of compiled autograd: its attention was fused in the forward"])
     if "torch.distributed.tensor" in sys.modules:
         from fusion.runtime import dtensor  # noqa: F401  (registers what the ops do with DTensors)

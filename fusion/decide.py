@@ -19,12 +19,12 @@ from fusion.passes.prepare.late_division import MOVE_DIVISIONS
 from fusion.passes.prepare.trials import Change
 from fusion.passes.pullback.sdpa import is_sdpa
 from fusion.passes.recognize.find import Site
-from fusion.passes.specify.specify import Specified
+from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.specify.tile_maps import Pays
 from fusion.passes.subgraphs.transforms import Asked
 from fusion.planning import pays
 from fusion.planning.problem import problem_of
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 from fusion.runtime import kernels, tangents
 from fusion.torch_private.dynamo import counters
 from fusion.validation import key_sets, validate
@@ -46,10 +46,12 @@ def invalid(site: Site, hints: Mapping[str, int]) -> Refusal | None:
     counters["fusion"][kind] += 1
     place = nodes.source_line(site.anchor) or site.anchor.name
     log.error("a defect of fusion: the attention at %s was not fused: %s", place, reason)
-    return Refusal(Ground.DEFECT, f"{reason} (a defect of fusion)")
+    return Refusal(Reason.DEFECT, f"{reason} (a defect of fusion)")
 
 
-def keeps_dense_mask(options: Options, gathered: Specified, dense: Specified, hints: Mapping[str, int]) -> str | None:
+def keeps_dense_mask(
+    options: Options, gathered: AttentionCall, dense: AttentionCall, hints: Mapping[str, int]
+) -> str | None:
     """Reason for an attention to read all keys under a mask rather than gather the keys of each row; None where there
     is none."""
     request = options.request
@@ -85,7 +87,7 @@ def left_alone(site: Site, options: Options, hints: Mapping[str, int], asked: As
 
     asked: the derivatives that are needed around the graph; None outside of function transforms.
     """
-    device = nodes.value(site.root).device
+    device = nodes.fake(site.root).device
     if asked is not None and options.transforms == "auto" and (refusal := _too_small(site, options, hints, asked)):
         return refusal
     written_out = not is_sdpa(site.anchor)
@@ -95,7 +97,7 @@ def left_alone(site: Site, options: Options, hints: Mapping[str, int], asked: As
 
 
 def _call_left_alone(
-    call: Specified, device: torch.device, sizes: list[int], options: Options, written_out: bool
+    call: AttentionCall, device: torch.device, sizes: list[int], options: Options, written_out: bool
 ) -> Refusal | None:
     chosen = options.training == "always" or options.strict or options.emitter != "auto" or options.inner != "inductor"
     if device.type == "cpu" and not chosen:
@@ -116,6 +118,6 @@ def _too_small(site: Site, options: Options, hints: Mapping[str, int], asked: As
     return pays.left_in_derivatives(problems, by_kernels)
 
 
-def _has_tangent_kernels(call: Specified, options: Options) -> bool:
+def _has_tangent_kernels(call: AttentionCall, options: Options) -> bool:
     floats: tuple[Any, ...] = tuple(operand.kind is Kind.FLOAT for operand in call.spec.operands)
     return tangents.have_kernels(call.spec, floats, options.emitter, call.device)

@@ -37,7 +37,7 @@ class RewritePass(inductor.CustomGraphPass):
         self.early = early  # whether it came with pre_grad_pass_timing="early"
 
     def __call__(self, graph: Graph) -> None:
-        values = [nodes.value(node) for node in graph.find_nodes(op="placeholder")]
+        values = [nodes.fake(node) for node in graph.find_nodes(op="placeholder")]
         module = graph.owning_module
         if inductor.is_packaging() or module is None or any(value is None for value in values) or not _is_whole(graph):
             return

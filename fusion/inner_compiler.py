@@ -28,6 +28,6 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     for node in module.graph.find_nodes(op="placeholder"):
         if "example_value" in node.meta:  # Dynamo's; the other was traced without gradients
             node.meta.pop("val", None)
-    has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.value(node)) for node in module.graph.nodes)
+    has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.fake(node)) for node in module.graph.nodes)
     settings = (inductor.settings_of_mode(mode) if mode else {}) | inductor_passes.below_rewrite(has_dtensors)
     return inductor.compiled(module, example_inputs, settings | linear.settings(module, options.linear))

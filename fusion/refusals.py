@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Ground(enum.Enum):
+class Reason(enum.Enum):
     """Closed list of reasons for refusing an attention; the value of each is its advice."""
 
     WEIGHTS_NEEDED = (
@@ -113,7 +113,7 @@ class Refusal:
     """Reason why an attention is not fused. kind: the class of the reason, which has the advice. message: the obstacle,
     in the user's terms."""
 
-    kind: Ground
+    kind: Reason
     message: str
 
     def __str__(self) -> str:

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from fusion.approximate import dispatch
 from fusion.errors import UnknownMachineError
 from fusion.ir.sizes import size_value
-from fusion.lowering import further_gradients
+from fusion.lowering import aux_gradients
 from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
 from fusion.passes.recognize.find import Site
-from fusion.passes.specify.specify import Specified
+from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.trace.outline import described
 from fusion.planning.plan import Plan, plan
 from fusion.planning.texts import bytes_text
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
 from fusion.torch_private.tracing import user_name, user_path
@@ -53,11 +53,11 @@ def _advised(refusal: Refusal | None, options: Options) -> Refusal | None:
     """Refusal without advice to set an option that is already set."""
     if refusal is None or options.cascades != "always":
         return refusal
-    asked = refusal.kind in (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER)
-    return Refusal(Ground.NO_CASCADE, refusal.message) if asked else refusal
+    asked = refusal.kind in (Reason.FURTHER_REDUCTION, Reason.OTHER_NORMALISER)
+    return Refusal(Reason.NO_CASCADE, refusal.message) if asked else refusal
 
 
-def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> AttentionReport:
+def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) -> AttentionReport:
     sizes, names = part.example_sizes(hints), _names(part)
     values, request = tuple(sizes.values()), options.request
     shapes = tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands)
@@ -73,8 +73,8 @@ def _attention(part: Specified, hints: Mapping[str, int], options: Options) -> A
         source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(values),
         approximation=_approximation(part, hints, options),
         gradients="\n".join(
-            f"through {part.spec.describe_further(further)}: the reference interpreter, as {why}"
-            for further, why in (further_gradients.left_out(part.spec) if part.differentiable else ())
+            f"through {part.spec.describe_aux(aux)}: the reference interpreter, as {why}"
+            for aux, why in (aux_gradients.left_out(part.spec) if part.differentiable else ())
         ),
     )
 
@@ -83,7 +83,7 @@ _RESERVED = re.compile(r"[a-zA-Z]\d*|Nq|Nk")
 """Letters of the printed form: coordinates, sizes, scores, weights."""
 
 
-def _names(part: Specified) -> dict[int, str]:
+def _names(part: AttentionCall) -> dict[int, str]:
     """Names of the operands: those in the user's code where it has one for the tensor, else the spec's."""
     names = part.spec.names
     for number in range(3, len(names)):
@@ -93,7 +93,7 @@ def _names(part: Specified) -> dict[int, str]:
     return names
 
 
-def _operand(part: Specified, number: int, name: str, shape: tuple[int, ...]) -> str:
+def _operand(part: AttentionCall, number: int, name: str, shape: tuple[int, ...]) -> str:
     """Text for a tensor that the program or the mask reads."""
     operand, node = part.spec.operands[number], part.operands[number]
     text, path = f"{operand.dtype}{list(shape)}", user_path(node)
@@ -104,20 +104,20 @@ def _operand(part: Specified, number: int, name: str, shape: tuple[int, ...]) ->
     return f"{name}: {text}, {size} that the graph makes" + (f" at {line}" if line else "")
 
 
-def _keys(part: Specified, sizes: Mapping[str, int]) -> str:
+def _keys(part: AttentionCall, sizes: Mapping[str, int]) -> str:
     """Text that tells how the top-k keys of an attention are read; "" where it has none."""
-    if part.mask_kept:
-        return f"top-k keys of each row are known, but all keys are read under a mask: {part.mask_kept}"
-    if part.by_rows is None:
+    if part.dense_reason:
+        return f"top-k keys of each row are known, but all keys are read under a mask: {part.dense_reason}"
+    if part.gathered is None:
         return ""
-    count, table = size_value(part.spec.n_k, sizes), part.spec.operands[part.by_rows.table].name
-    if part.spec.among is None:
+    count, table = size_value(part.spec.n_k, sizes), part.spec.operands[part.gathered.table].name
+    if part.spec.n_k_total is None:
         return f"{count} of them, read through {table}"
-    every, heads = size_value(part.spec.among, sizes), size_value(part.spec.n_q, sizes)
+    every, heads = size_value(part.spec.n_k_total, sizes), size_value(part.spec.n_q, sizes)
     return f"{count} of {every} for each query, read through {table}" + f", once for {heads} heads" * (heads > 1)
 
 
-def _approximation(part: Specified, hints: Mapping[str, int], options: Options) -> str | None:
+def _approximation(part: AttentionCall, hints: Mapping[str, int], options: Options) -> str | None:
     """Text for the use of the option `approximate` at a site."""
     request = options.request
     if (allowed := request.approximation) is None:
@@ -128,7 +128,7 @@ def _approximation(part: Specified, hints: Mapping[str, int], options: Options) 
     return dispatch.describe(allowed, expected.problem, expected.machine)
 
 
-def _planned(part: Specified, hints: Mapping[str, int], options: Options) -> Callable[[], Plan]:
+def _planned(part: AttentionCall, hints: Mapping[str, int], options: Options) -> Callable[[], Plan]:
     """Function that returns the plan of a call; called lazily, since tiles are measured at the first call."""
     spec, device, request, trained = part.spec, part.device, options.request, part.differentiable
     sizes = part.example_sizes(hints)

@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 
 from fusion.ir.expr import Expr, coord, walk
 from fusion.ir.integers import Bounds
-from fusion.ir.spec import FurtherOutput
-from fusion.refusals import Ground
+from fusion.ir.spec import AuxOutput
+from fusion.refusals import Reason
 from fusion.torch_private.autograd import SET_GRAD_ENABLED
 
 from . import marks, nodes
@@ -29,21 +29,21 @@ def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], **kw
     """Call at the graph's insertion point, with its fake value and the provenance of its first node argument."""
     node = graph.call_function(target, args, kwargs)
     nodes.copy_provenance(origin, node)
-    node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.value), **kwargs)
+    node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.fake), **kwargs)
     return node
 
 
 def materialize_aux_output(
-    graph: Graph, use: AuxUse, further: FurtherOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
+    graph: Graph, use: AuxUse, aux: AuxOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
 ) -> Node:
     """Node that replaces `use.node`: an auxiliary output in that node's shape, dtype and order in memory. made: the
     auxiliary output as the operator returns it. trained: whether gradients pass through it."""
-    node, like = use.node, nodes.value(use.node)
+    node, like = use.node, nodes.fake(use.node)
 
     def size(extent: Expr) -> Any:
-        return nodes.value(symbols.value(extent))
+        return nodes.fake(symbols.value(extent))
 
-    dtype = getattr(torch, further.dtype)
+    dtype = getattr(torch, aux.dtype)
     made.meta["val"] = like.new_empty([size(bounds[coord(name)]) for name in use.dims], dtype=dtype)
     nodes.copy_provenance(node, made)
     result = made
@@ -131,7 +131,7 @@ class Symbols:
         self.graph = graph
         self.carriers: dict[str, tuple[Node, int | None]] = {}
         for node in graph.nodes:
-            fake = nodes.value(node) if node.op != "output" else None
+            fake = nodes.fake(node) if node.op != "output" else None
             if isinstance(fake, torch.SymInt) and fake.node.expr.is_symbol:
                 self.carriers.setdefault(str(fake.node.expr), (node, None))
             elif isinstance(fake, torch.Tensor) and node.op == "placeholder":
@@ -143,9 +143,9 @@ class Symbols:
         """Raise `Unsupported` unless `value` can compute this expression."""
         for part in walk(expr):
             if part.op == "size" and part.attr not in self.carriers:
-                raise Unsupported(Ground.SIZE, f"the size {part.attr} is not carried by any input of the graph")
+                raise Unsupported(Reason.SIZE, f"the size {part.attr} is not carried by any input of the graph")
             if part.op not in ("size", "const") and part.op not in _OPERATORS:
-                raise Unsupported(Ground.SIZE, f"a size written as {expr}")
+                raise Unsupported(Reason.SIZE, f"a size written as {expr}")
 
     def of(self, sizes: Iterable[Expr]) -> list[Node]:
         """Nodes that carry the symbols of these sizes."""
@@ -167,12 +167,12 @@ class Symbols:
         if dim is None:
             return node
         extent = self.graph.call_function(aten.sym_size.int, (node, dim))
-        extent.meta["val"] = nodes.value(node).shape[dim]
+        extent.meta["val"] = nodes.fake(node).shape[dim]
         return extent
 
     def _combine(self, function: Any, left: int | Node, right: int | Node) -> Node:
         node = self.graph.call_function(function, (left, right))
-        node.meta["val"] = function(*map(nodes.value, (left, right)))
+        node.meta["val"] = function(*map(nodes.fake, (left, right)))
         return node
 
 

@@ -15,7 +15,7 @@ from .pullback.contractions import is_contraction
 from .pullback.sdpa import is_sdpa
 from .recognize.ancestors import LINEAR
 from .recognize.find import Site
-from .specify.specify import Specified
+from .specify.specify import AttentionCall
 
 _DRAWN = (torch.Tensor, tuple, list)
 LIMIT = 48
@@ -48,7 +48,7 @@ def before(site: Site) -> Excerpt:
     ordered = sorted(region)  # topological
     last = set(ordered[-LIMIT:])
     inputs = {parent for node in last for parent in node.all_input_nodes} - last
-    boxes = [_box(node, "input", ()) for node in sorted(inputs) if isinstance(nodes.value(node), _DRAWN)]
+    boxes = [_box(node, "input", ()) for node in sorted(inputs) if isinstance(nodes.fake(node), _DRAWN)]
     shown = {box.name for box in boxes} | {node.name for node in last}
     for node in ordered[-LIMIT:]:
         role = "blame" if node is site.blame else "product" if _is_product(node) else "step"
@@ -56,7 +56,7 @@ def before(site: Site) -> Excerpt:
     return Excerpt(nodes=tuple(boxes), left_out=len(region) - len(last))
 
 
-def after(site: Excerpt, parts: Sequence[Specified]) -> Excerpt:
+def after(site: Excerpt, parts: Sequence[AttentionCall]) -> Excerpt:
     """Calls that replace a fused region."""
     known, root = {box.name: box for box in site.nodes}, site.nodes[-1]
     boxes: dict[str, ExcerptNode] = {}
@@ -81,7 +81,7 @@ def inside(site: Site) -> set[Node]:
         region |= _upstream(site.anchor)
         if site.blame is not None and site.blame.op == "call_function":
             region.add(site.blame)
-    return {node for node in region if node.op == "call_function" and isinstance(nodes.value(node), _DRAWN)}
+    return {node for node in region if node.op == "call_function" and isinstance(nodes.fake(node), _DRAWN)}
 
 
 def _upstream(anchor: Node) -> set[Node]:
@@ -103,7 +103,7 @@ def _is_product(node: Node) -> bool:
 
 
 def _box(node: Node, role: str, parents: tuple[str, ...]) -> ExcerptNode:
-    fake, shape, text = nodes.value(node), "", node.op
+    fake, shape, text = nodes.fake(node), "", node.op
     if isinstance(fake, torch.Tensor):
         shape = f"{str(fake.dtype).removeprefix('torch.')}[{', '.join(map(str, fake.shape))}]"
     if (packet := nodes.packet(node)) is not None:

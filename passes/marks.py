@@ -49,7 +49,7 @@ attention_root = Mark[bool]("attention_root", False)
 """Whether a fused attention will take this node's place."""
 
 statistic_of = Mark[Node | None]("statistic_of", None)
-"""The product with V whose attention writes the node as a further output: to others it is a tensor."""
+"""The product with V whose attention writes the node as an auxiliary output: to others it is a tensor."""
 
 of_float = Mark[bool]("of_float", False)
 """Whether the node is the tensor of a float that is known at run time only (`fusion.passes.trace.floats`)."""

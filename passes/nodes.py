@@ -17,7 +17,7 @@ from fusion.ir import integers
 from fusion.ir.expr import ONE, Expr, const, is_number, size
 from fusion.ir.ops import apply, as_float
 from fusion.ir.ranges import LARGEST_SIZE
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 from fusion.torch_private import operators, tensors, tracing
 from fusion.torch_private.autograd import SET_GRAD_ENABLED
 from fusion.torch_private.fake import shape_environment
@@ -39,7 +39,7 @@ class Unsupported(Exception):
     node: the graph node at fault, filled in where it becomes known.
     """
 
-    def __init__(self, kind: Ground, message: str, expr: Expr | None = None, node: Node | None = None) -> None:
+    def __init__(self, kind: Reason, message: str, expr: Expr | None = None, node: Node | None = None) -> None:
         super().__init__(message)
         self.refusal = Refusal(kind, message)
         self.expr = expr
@@ -50,13 +50,13 @@ class Specialized(Exception):
     """A dynamic size was made a constant: shapes of the graph that were read before have to be read again."""
 
 
-def value(argument: Any) -> Any:
+def fake(argument: Any) -> Any:
     """Fake value recorded for a node; any other argument is returned unchanged."""
     return argument.meta.get("val", argument.meta.get("example_value")) if isinstance(argument, Node) else argument
 
 
 def is_tensor(node: Any) -> bool:
-    return isinstance(node, Node) and isinstance(value(node), torch.Tensor)
+    return isinstance(node, Node) and isinstance(fake(node), torch.Tensor)
 
 
 def is_nested(held: Any) -> bool:
@@ -91,7 +91,7 @@ def with_gradients(graph: Graph) -> Iterator[tuple[Node, bool]]:
 
 
 def dtype(node: Node) -> torch.dtype:
-    return value(node).dtype
+    return fake(node).dtype
 
 
 def number(argument: Any) -> Any:
@@ -101,25 +101,27 @@ def number(argument: Any) -> Any:
     in: torch guards on the value, and compiles again for another one. A scalar that follows from sizes alone stays a
     symbol (see `scalar`): a new length is no reason to compile again.
     """
-    fake = value(argument)
+    recorded = fake(argument)
     if is_given_float(argument):
-        return assumptions.ask(fake.node.expr, shape_environment(fake), lambda: fake.node.guard_float(__file__, 0))
-    return fake if isinstance(fake, float) else argument
+        return assumptions.ask(
+            recorded.node.expr, shape_environment(recorded), lambda: recorded.node.guard_float(__file__, 0)
+        )
+    return recorded if isinstance(recorded, float) else argument
 
 
 def scalar(argument: Any) -> float | Expr | None:
     """Float argument as `number` returns it, or as a FLOAT expression of sizes; None where it is neither."""
-    fake = value(argument)
-    if isinstance(fake, torch.SymFloat) and _follows_from_sizes(fake):
-        return _float_from_sympy(assumptions.known(fake.node.expr))
+    recorded = fake(argument)
+    if isinstance(recorded, torch.SymFloat) and _follows_from_sizes(recorded):
+        return _float_from_sympy(assumptions.known(recorded.node.expr))
     plain = number(argument)
     return float(plain) if isinstance(plain, (int, float)) and not isinstance(plain, bool) else None
 
 
 def is_given_float(argument: Any) -> bool:
     """Whether an argument is a float that Dynamo made a symbol. `number` would guard on its value."""
-    fake = value(argument)
-    return isinstance(fake, torch.SymFloat) and fake.node.has_hint() and not _follows_from_sizes(fake)
+    recorded = fake(argument)
+    return isinstance(recorded, torch.SymFloat) and recorded.node.has_hint() and not _follows_from_sizes(recorded)
 
 
 def _follows_from_sizes(held: torch.SymFloat) -> bool:
@@ -135,17 +137,17 @@ def packet(node: Node) -> Any:
 
 def shape(node: Node) -> tuple[Expr, ...]:
     """The node's shape: INT expressions in constants and sizes."""
-    return tuple(size_expr(extent) for extent in value(node).shape)
+    return tuple(size_expr(extent) for extent in fake(node).shape)
 
 
 def size_expr(extent: Any) -> Expr:
     """Python int, SymInt or FX node of an integer, as an INT expression."""
-    extent = value(extent)
+    extent = fake(extent)
     if isinstance(extent, torch.SymInt):
         _require_sizes(extent)
         return integers.integer(1) if _is_one(extent) else _from_sympy(assumptions.known(extent.node.expr))
     if isinstance(extent, bool) or not isinstance(extent, int):
-        raise Unsupported(Ground.SIZE, f"a size that is not an integer: {extent!r}")
+        raise Unsupported(Reason.SIZE, f"a size that is not an integer: {extent!r}")
     return integers.integer(extent)
 
 
@@ -163,13 +165,13 @@ def _require_sizes(extent: torch.SymInt) -> None:
             continue  # the size of a tensor; of such, kernels are called for none that is too large
         if free_unbacked_symbols(symbol):
             raise Unsupported(
-                Ground.RUN_TIME_SCALAR, f"an integer that is computed at run time and may be negative: {symbol}"
+                Reason.RUN_TIME_SCALAR, f"an integer that is computed at run time and may be negative: {symbol}"
             )
         if not (holds(symbol >= 0) and holds(symbol < LARGEST_SIZE)):
             assumptions.fix(symbol, env)
     for division in expr.atoms(torch_sympy.FloorDiv, torch_sympy.Mod, torch_sympy.PythonMod):
         if not holds(sympy.Ne(division.args[1], 0)):
-            raise Unsupported(Ground.SIZE, f"a division by zero: {division}")
+            raise Unsupported(Reason.SIZE, f"a division by zero: {division}")
 
 
 def _is_one(extent: torch.SymInt) -> bool:
@@ -199,7 +201,7 @@ def _from_sympy(expr: sympy.Expr) -> Expr:
         return functools.reduce(functools.partial(apply, "imax"), args)
     if isinstance(expr, (sympy.Min, torch_sympy.Min)):
         return functools.reduce(functools.partial(apply, "imin"), args)
-    raise Unsupported(Ground.SIZE, f"a size written as {expr}")
+    raise Unsupported(Reason.SIZE, f"a size written as {expr}")
 
 
 def _float_from_sympy(expr: sympy.Expr) -> Expr:
@@ -222,7 +224,7 @@ def _float_from_sympy(expr: sympy.Expr) -> Expr:
         return apply("log", args[0]) / math.log(2)
     if name in ("sqrt", "exp", "log", "sin", "cos", "tanh", "atan"):
         return apply(name, args[0])
-    raise Unsupported(Ground.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({expr})")
+    raise Unsupported(Reason.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({expr})")
 
 
 def _power(base: Expr, exponent: Expr) -> Expr:
@@ -235,7 +237,7 @@ def _power(base: Expr, exponent: Expr) -> Expr:
 
 def memory_order(node: Node) -> tuple[int, ...]:
     """Dimensions of a tensor from the slowest to the fastest in memory; broadcast dimensions keep their position."""
-    strides = [optimization_hint(stride, UNKNOWN) for stride in value(node).stride()]
+    strides = [optimization_hint(stride, UNKNOWN) for stride in fake(node).stride()]
     for k in reversed(range(len(strides))):
         if strides[k] == 0 and k + 1 < len(strides):
             strides[k] = strides[k + 1]
@@ -380,9 +382,9 @@ def size_hints(graph: Graph) -> dict[str, int]:
     """Example value of every symbolic size of a graph."""
     hints: dict[str, int] = {}
     for node in graph.nodes:
-        fake = value(node)  # of a tensor that is made here all sizes are known from others
-        is_input = isinstance(fake, torch.Tensor) and node.op == "placeholder"
-        extents: Iterable[Any] = _extents(fake) if is_input else [fake]
+        recorded = fake(node)  # of a tensor that is made here all sizes are known from others
+        is_input = isinstance(recorded, torch.Tensor) and node.op == "placeholder"
+        extents: Iterable[Any] = _extents(recorded) if is_input else [recorded]
         for extent in extents:
             symbolic = isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol
             if symbolic and isinstance(extent.node.hint, int | None):  # else it is that of a nested tensor

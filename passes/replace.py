@@ -18,10 +18,10 @@ from . import marks, nodes
 from .building import Symbols, derived, materialize_aux_output
 from .pullback.tables import Table
 from .recognize.find import Site, pending
-from .specify.by_rows import with_merged_heads
 from .specify.escaping import impurity
+from .specify.gathered_keys import with_merged_heads
 from .specify.layout import with_keys_innermost
-from .specify.specify import Specified
+from .specify.specify import AttentionCall
 from .trace.normalize import drop_seeds
 
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ def _checked(graph: Graph, table: Table, symbols: Symbols) -> Node:
         arguments = (table.positions, symbols.value(table.extent), table.dim, table.operation)
         call = graph.call_function(torch.ops.fusion.table.default, arguments)
     nodes.copy_provenance(table.call, call)
-    call.meta["val"] = nodes.value(table.positions).new_empty(nodes.value(table.positions).shape)
+    call.meta["val"] = nodes.fake(table.positions).new_empty(nodes.fake(table.positions).shape)
     return call
 
 
@@ -79,13 +79,13 @@ def _replace(
     sites."""
     root = site.root
     with graph.inserting_before(site.place or root):
-        terms, further = [], dict[Node, Node]()
+        terms, aux = [], dict[Node, Node]()
         for part in site.calls:
             operands = [_operand(graph, root, operand, results) for operand in part.operands]
             part, operands = with_keys_innermost(graph, part, operands, hints)
             term, written = _call(graph, site, part, operands, symbols, emitter)
             terms.append(term)
-            further |= written
+            aux |= written
         result = terms[0]
         for term in terms[1:]:
             result = derived(graph, root, aten.add.Tensor, (result, term))
@@ -93,11 +93,11 @@ def _replace(
             result = derived(graph, root, aten.to.dtype, (result, nodes.dtype(root)))
         if marks.mutations(root) and marks.requires_grad(root):  # the backward reads what the call returned
             result = derived(graph, root, aten.clone.default, (result,))
-    for node, written in further.items():  # what stands before it is the region, which dies
+    for node, written in aux.items():  # what stands before it is the region, which dies
         node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: written < user)
     root.replace_all_uses_with(result)
     graph.erase_node(root)
-    return further | {root: result}
+    return aux | {root: result}
 
 
 def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node]) -> Node:
@@ -109,11 +109,18 @@ def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node])
     return replacement
 
 
-def _without_gradient(graph: Graph, root: Node, part: Specified, operands: Sequence[Node]) -> list[Node]:
+def _without_gradient(graph: Graph, root: Node, part: AttentionCall, operands: Sequence[Node]) -> list[Node]:
     """Operands of a call, detached where no gradient flows to them: their gradient is None then, as in eager mode, not
     zero."""
     spec = part.spec
-    programs = [spec.score, spec.weight, spec.row_scale, *spec.sinks, *spec.values, *(f.value for f in spec.further)]
+    programs = [
+        spec.score,
+        spec.weight,
+        spec.row_scale,
+        *spec.sinks,
+        *spec.values,
+        *(f.value for f in spec.aux_outputs),
+    ]
     leaves = reached(*(program for program in programs if program is not None))
     if spec.mixing is not None:
         leaves = _reached_through(spec.mixing, leaves)
@@ -139,23 +146,23 @@ def _reached_through(mixing: Mixing, of_head: Set[Expr]) -> Set[Expr]:
 
 
 def _call(
-    graph: Graph, site: Site, part: Specified, operands: list[Node], symbols: Symbols, emitter: str
+    graph: Graph, site: Site, part: AttentionCall, operands: list[Node], symbols: Symbols, emitter: str
 ) -> tuple[Node, dict[Node, Node]]:
     """Output of the call, and the replacement of each node that it computes as an auxiliary output."""
     root, sizes = site.root, [symbols.value(extent) for extent in part.sizes]
     if part.differentiable:
         operands = _without_gradient(graph, root, part, operands)
     arguments = (operands, sizes, part.spec.to_json(), emitter)
-    size_fakes, written = list(map(nodes.value, sizes)), dict[Node, Node]()
+    size_fakes, written = list(map(nodes.fake, sizes)), dict[Node, Node]()
     if part.uses:
         every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
         call = graph.call_function(operator.getitem, (every, 0))
         written = {
             use.node: materialize_aux_output(
-                graph, use, further, graph.call_function(operator.getitem, (every, 2 + k)), symbols,
+                graph, use, aux, graph.call_function(operator.getitem, (every, 2 + k)), symbols,
                 site.bounds | {J: site.attentions[0].keys}, marks.requires_grad(root),
             )
-            for k, (use, further) in enumerate(zip(part.uses, part.spec.further, strict=True))
+            for k, (use, aux) in enumerate(zip(part.uses, part.spec.aux_outputs, strict=True))
         }  # fmt: skip
     elif part.differentiable:  # the second result only the gradient reads
         both = graph.call_function(torch.ops.fusion.attention_forward.default, arguments)
@@ -163,5 +170,5 @@ def _call(
     else:
         call = graph.call_function(torch.ops.fusion.attention.default, arguments)
     nodes.copy_provenance(root, call)
-    call.meta["val"] = empty_result(part.spec, 0, nodes.value(root), size_fakes)
+    call.meta["val"] = empty_result(part.spec, 0, nodes.fake(root), size_fakes)
     return with_merged_heads(graph, root, call, part.spec), written

@@ -65,7 +65,7 @@ LONGEST = (
     "test_code_blocks.py",
     "peers/test_wrong_elsewhere.py",
     "fusion/test_training.py",
-    "codegen/test_further_outputs.py",
+    "codegen/test_aux_outputs.py",
     "passes/test_find.py",
     "passes/test_pointwise.py",
     "fusion/test_dtensor.py",

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from fusion.codegen.triton import module
+from fusion.codegen.triton.aux_outputs import aux_kernels, aux_tiles
 from fusion.codegen.triton.backward import Queries, backward_kernels, may_join
 from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward
-from fusion.codegen.triton.further import further_kernels, tiles_of_further
 from fusion.codegen.triton.kernel import KernelText
 from fusion.codegen.triton.launch import forward_kernels, list_tile, order_of
 from fusion.codegen.triton.tile_lists import KeyLists, RowLists, TileLists
@@ -124,14 +124,14 @@ def facts_of(
     planner = GpuPlanner(spec, of_target(target))
     tile = replace(planner.tile_for(n, n, d, d_v, HEADS), **changed)
     kernels = forward_kernels(spec, d, d_v, training, order_of(tile, split=False, shared=shares_values(spec), packed=1))
-    tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **tiles_of_further(planner.backward(d, d_v))}
+    tiles = {Forward.name: tile, TileLists.name: list_tile(tile), **aux_tiles(planner.backward(d, d_v))}
     if training:
         needs = tuple(o.torch_dtype.is_floating_point and o.dtype not in FLOAT8 for o in spec.operands)
         tiles |= (chosen := planner.backward(d, d_v, not apart and may_join(spec, needs)))
         listed = {KeyLists.name: Queries.name, RowLists.name: owner_of_keys(chosen)}  # by who visits the tiles
         tiles |= {name: list_tile(tiles[user]) for name, user in listed.items() if user in tiles}
         kernels += backward_kernels(spec, d, d_v, needs, by_keys=chosen.keys())
-    kernels += further_kernels(spec, d, d_v)
+    kernels += aux_kernels(spec, d, d_v)
     return compile_offline(spec, kernels, d, d_v, tiles, target)
 
 
@@ -229,10 +229,10 @@ def _signature(
     results = {"out": spec.out_dtype, "dout": spec.out_dtype}
     results |= dict.fromkeys(("dead", "tile_list", "tile_counts"), "int32")
     results |= {f"d{'qkv'[n]}": spec.operands[n].dtype for n in range(3)}
-    results |= {f"further{k}": further.dtype for k, further in enumerate(spec.further)}
+    results |= {f"aux{k}": aux.dtype for k, aux in enumerate(spec.aux_outputs)}
     inner = {f"{writer.operand(n)}_stride_{operand.rank - 1}" for n, operand in enumerate(spec.operands)}
     inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}
-    inner |= {f"further{k}_stride_{len(further.dims) - 1}" for k, further in enumerate(spec.further)}
+    inner |= {f"aux{k}_stride_{len(aux.dims) - 1}" for k, aux in enumerate(spec.aux_outputs)}
     given = {**tile.constants(), "PRECISION": "ieee", "UNIT_TANH": "tanh" in of_target(target).isa}
     described = {
         name: f"tensordesc<{_POINTERS[box.dtype(spec)][1:]}{block}>"

@@ -19,7 +19,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
 from fusion.planning.register_tiles import PLANES, target_of, tilings_for
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 
 from .. import emitter
 from .compile import unavailable
@@ -36,14 +36,14 @@ __all__ = ["Kernel", "compile", "compile_training", "supports", "unavailable"]
 def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
     """Why this spec has no CPU kernel, or None."""
     if (reason := unavailable()) is not None:
-        return Refusal(Ground.NOT_INSTALLED, reason)
+        return Refusal(Reason.NOT_INSTALLED, reason)
     if machine.kind != "cpu":
-        return Refusal(Ground.OTHER_MACHINE, f"{machine.name} is not a CPU")
+        return Refusal(Reason.OTHER_MACHINE, f"{machine.name} is not a CPU")
     if (refusal := emitter.unread(spec, MEMORY_TYPE, PLANES)) is not None:
         return refusal
     written = ("float32", "bfloat16", "float16")
     if spec.out_dtype not in written:
-        return Refusal(Ground.DTYPE, f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}")
+        return Refusal(Reason.DTYPE, f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}")
     return None
 
 

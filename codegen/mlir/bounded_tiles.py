@@ -31,7 +31,7 @@ def bounded_scores(tiles: Tiles) -> BoundedScores | None:
     with several planes) or rows need their true maximum."""
     spec, programs = tiles.spec, tiles.programs
     gains = isinstance(tiles.products, Amx) and tiles.tiling.planes == 1 and spec.out_dtype != "float32"
-    true_maximum = tiles.weight is not None or keeps_ends(spec) or spec.further
+    true_maximum = tiles.weight is not None or keeps_ends(spec) or spec.aux_outputs
     if not gains or true_maximum or spec.normalizer is Normalizer.NONE:
         return None
     known = [program for program in (programs.masked, programs.full) if program is not None]

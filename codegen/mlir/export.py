@@ -104,7 +104,7 @@ def attention_function(
 def attention_module(spec: AttentionSpec, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
     """A module of one attention: its public function is `attention`. Raises MlirExportError where it returns more than
     its output."""
-    if spec.further:
+    if spec.aux_outputs:
         raise MlirExportError("an attention whose weights are used elsewhere returns more than one tensor")
     function = attention_function("attention", spec, shapes, sizes, public=True)
     return f"module {{\n{DECLARATIONS}{function.text}}}\n"

@@ -40,7 +40,7 @@ def emit(
     spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
 ) -> KernelText:
     """The kernel of a spec whose Q and K have d columns and V d_v. with_statistics: that of training, which also writes
-    the statistics of each row (`further.TrainingStatistics`)."""
+    the statistics of each row (`aux_outputs.TrainingStatistics`)."""
     return AttentionKernel(spec, tiling, target, d, d_v, with_statistics).text()
 
 
@@ -60,8 +60,8 @@ class AttentionKernel(KernelFunction):
         with_statistics: bool = False,
         selective: Callable[[Tiles], InTurn] | None = None,
     ):
-        degree = 5 if spec.out_dtype == "float32" or spec.further else {1: 3, 2: 4}.get(tiling.planes, 5)
-        flush = tiling.planes > 0 and not spec.further
+        degree = 5 if spec.out_dtype == "float32" or spec.aux_outputs else {1: 3, 2: 4}.get(tiling.planes, 5)
+        flush = tiling.planes > 0 and not spec.aux_outputs
         super().__init__(spec, target, d, d_v, degree, flush, may_flag=tiling.planes > 1)
         self.tiling, self.tiles = tiling, Tiles(self, tiling, with_statistics)
         self.products = p = self.tiles.products
@@ -74,7 +74,7 @@ class AttentionKernel(KernelFunction):
         near = bounded_scores(self.tiles) if self.looks_ahead and self.selection is None else None
         self.bounded = None if near is None else BoundedTiles(self.tiles, near)
         self.stream = self.selection or (Overlapped if p.overlaps else InTurn)(self.tiles)
-        b, further, fixed = self.b, self.tiles.further, self.workspace_bytes
+        b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
         self.step_bytes = p.key_bytes() + p.value_bytes() + (self.bounded.step_bytes if self.bounded else 0)
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
@@ -85,17 +85,17 @@ class AttentionKernel(KernelFunction):
             if self.bounded is not None:
                 self.bounded.notes = behind
                 behind = b.row(behind, steps, self.bounded.step_bytes, "i8", "kept")
-            if further is not None:
-                further.lie_at(behind, steps)
+            if aux is not None:
+                aux.lie_at(behind, steps)
 
     def text(self) -> KernelText:
-        top, further = self._top(), self.tiles.further
+        top, aux = self._top(), self.tiles.aux_outputs
         self.tiles.enter()
         with self._watching():
             self.packed.clear()
             with self._items() as item:
                 self._item(top, item)
-        kept, beyond = (0, 0) if further is None else (further.step_bytes, further.fixed_bytes)
+        kept, beyond = (0, 0) if aux is None else (aux.step_bytes, aux.fixed_bytes)
         return self.kernel_text(
             beyond, rows=self.tiling.groups * self.lanes, key_step=self.products.key_step,
             step_bytes=self.step_bytes + kept, part_bytes=0 if self.parts is None else self.parts.record_bytes,
@@ -218,8 +218,8 @@ class AttentionKernel(KernelFunction):
         if tiles.statistics is not None:
             tiles.statistics.clear(item.padded_groups)
         skips = self.spec.mask is not None and self.spec.mask.skips
-        if tiles.further is not None and tiles.further.keeps and skips:
-            tiles.further.clear(item.padded_groups)
+        if tiles.aux_outputs is not None and tiles.aux_outputs.keeps and skips:
+            tiles.aux_outputs.clear(item.padded_groups)
         self._pack(item.readers, keys.low, keys.high)
         if self.bounded is None:
             tiles.clear(item, float("-inf"))
@@ -231,13 +231,13 @@ class AttentionKernel(KernelFunction):
 
     def _end(self, item: Item) -> None:
         """Write the rows of an item, and what else is asked of them."""
-        further = self.tiles.further
-        if further is not None:
-            further.begin()
+        aux = self.tiles.aux_outputs
+        if aux is not None:
+            aux.begin()
         with self.b.loop(0, item.groups, hint="g") as g:
             self._finish(item, g)
-        if further is not None:
-            further.end(item)
+        if aux is not None:
+            aux.end(item)
 
     def _finish(self, item: Item, g: Value) -> None:
         """Scale, transpose and write one group."""
@@ -250,8 +250,8 @@ class AttentionKernel(KernelFunction):
             factor = self._row_factor(rows, m, total)
             if tiles.statistics is not None:
                 tiles.statistics.write(rows, g, m, factor)
-        if tiles.further is not None:
-            tiles.further.finish(item, g, rows, factor)
+        if tiles.aux_outputs is not None:
+            tiles.aux_outputs.finish(item, g, rows, factor)
         first = b.add(item.first, b.mul(g, lanes))
         count = b.least(b.sub(item.count, b.mul(g, lanes)), lanes)
         change = (lambda cell: cell) if factor is None else (lambda cell: self._scaled(cell, factor))

@@ -291,7 +291,7 @@ class Kernel(ForwardKernel):
             raise RefusedChoiceError(
                 f"{choice.schedule} in {choice} cannot run: CPU kernels take whole multiples of {rows} x {keys}"
             )
-        if choice.splits > 1 and self.spec.further:
+        if choice.splits > 1 and self.spec.aux_outputs:
             raise RefusedChoiceError(
                 f"{choice.schedule} in {choice} cannot run: CPU kernels do not cut keys into parts where more than the "
                 "output is wanted"

@@ -47,7 +47,7 @@ class Lanes:
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """State that every scope of a kernel shares. ranges: what is known of leaves; exact: see `decided`."""
+    """State that every scope of a kernel shares. ranges: what is known of leaves; exact: see `feeding_comparisons`."""
 
     b: Builder
     params: Params

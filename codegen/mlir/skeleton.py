@@ -13,7 +13,7 @@ from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
-from fusion.lowering.numbers import decided, shares
+from fusion.lowering.numbers import feeding_comparisons, shares
 from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.register_tiles import Target
@@ -51,12 +51,12 @@ class KernelFunction(ThreadFunction):
             b=self.b,
             params=self.params,
             math=VectorMath(
-                self.b, target.avx512, degree, flushes=flush, bfloat16=target.bfloat16, denormals=bool(spec.further)
+                self.b, target.avx512, degree, flushes=flush, bfloat16=target.bfloat16, denormals=bool(spec.aux_outputs)
             ),
             operands=spec.operands,
             lanes=self.lanes,
             ranges=shares(spec),
-            exact=decided(*spec.expressions()),
+            exact=feeding_comparisons(*spec.expressions()),
         )
         self.programs: ScorePrograms = score_programs(spec, folded=True)
         self.exponent = Exponent(self.context, self.programs.scale)

@@ -40,7 +40,7 @@ Weigh = Callable[[Value, Value, Value, Value], Value]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Memory of one group of queries. kept, scored: the weights of all keys so far in the same units, and what they are
-    exponentials of, [key][L], where further outputs are made of them."""
+    exponentials of, [key][L], where auxiliary outputs are made of them."""
 
     scores: Value  # [key][L]
     factors: Value | None  # of the weight program, [key][L], or None

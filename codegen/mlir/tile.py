@@ -25,9 +25,9 @@ from fusion.ir.spec import Normalizer
 from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Tiling
 
 from .amx import products_of
+from .aux_outputs import AuxOutputs, TrainingStatistics
 from .builder import Value
 from .dense import DenseLoad, DistanceTable
-from .further import FurtherOutputs, TrainingStatistics
 from .products import InterleavedWork
 from .rows import RowReader
 from .scope import Lanes, Scope
@@ -92,7 +92,7 @@ class Tiles:
         )
         groups, keys, row = tiling.groups, tiling.keys, 4 * self.lanes
         self.statistics = TrainingStatistics(kernel, groups) if with_statistics else None
-        self.further = FurtherOutputs(kernel, p.key_step, groups) if self.spec.further else None
+        self.aux_outputs = AuxOutputs(kernel, p.key_step, groups) if self.spec.aux_outputs else None
         self.queries = kernel.array(groups, p.query_bytes(), "queries")
         # Scores and weights of a few groups at a time: they stay in the first-level cache.
         together = self.together = tiling.together or p.nr
@@ -122,7 +122,7 @@ class Tiles:
 
     def group(self, g: Value, member: Value | int = 0, weights: Array | None = None) -> Group:
         """Memory of group g, number `member` of those that are worked on together; weights: where theirs lie."""
-        output, further = self.output[g], self.further
+        output, aux = self.output[g], self.aux_outputs
         return Group(
             scores=self.scores[member],
             factors=None if self.factors is None else self.factors[member],
@@ -131,8 +131,8 @@ class Tiles:
             maximum=self.max_of[g],
             total=self.b.at(output, self.products.e_padded * self.lanes, "f32"),
             rows=self.sum_rows,
-            kept=further.kept_rows(g) if further is not None and further.keeps else None,
-            scored=further.scored_rows(g) if further is not None and further.keeps_scores else None,
+            kept=aux.kept_rows(g) if aux is not None and aux.keeps else None,
+            scored=aux.scored_rows(g) if aux is not None and aux.keeps_scores else None,
         )
 
     def clear(self, item: Item, maximum: float) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fusion.caching import BoundedCache, OncePerKey
-from fusion.ir.results import REDUCE, further_shape, packed_strides, size_of, statistics_shape
-from fusion.ir.spec import AttentionSpec, FurtherOutput
-from fusion.lowering import further_gradients
+from fusion.ir.results import REDUCE, aux_shape, packed_strides, size_of, statistics_shape
+from fusion.ir.spec import AttentionSpec, AuxOutput
+from fusion.lowering import aux_gradients
 from fusion.lowering.backward_plan import BackwardPlan, backward_plan
 from fusion.lowering.gradients import hides_nan, left_to_reference
 from fusion.planning.choice import Choice, query_stationary
@@ -24,12 +24,12 @@ from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, T
 
 from .. import reference
 from ..emitter import Backward, Edges, Proof
+from .aux_outputs import IDENTITY
 from .backward.call import BackwardCall
 from .backward.kernel import BackwardKernel
 from .backward.lanes import FUSED
 from .backward.tile import Kind, Problem
 from .calling import CompiledKernel, address, check_sizes, empty_strided, in_huge_pages
-from .further import IDENTITY
 from .kernel import emit
 from .launch import ForwardKernel, Prepared
 
@@ -52,7 +52,9 @@ class TrainingKernel(ForwardKernel):
         self.derived, self._compiled, self._plans = BoundedCache(), OncePerKey(), OncePerKey()
         self.fused: bool | None = None  # whether one kernel is to have all gradients; None: as is planned
         self._hides_nan = functools.cache(functools.partial(hides_nan, spec))
-        self._with = functools.cache(lambda places: replace(spec, further=tuple(spec.further[n] for n in places)))
+        self._with = functools.cache(
+            lambda places: replace(spec, aux_outputs=tuple(spec.aux_outputs[n] for n in places))
+        )
         self._unsupported = functools.cache(self._without_kernels)
 
     def proved(self, proof: Proof) -> Self:
@@ -76,7 +78,7 @@ class TrainingKernel(ForwardKernel):
             kind: call.compiled(kind, choice) for kind, of_choice in call.derived.launchers if of_choice == choice
         }
         text = "\n".join(kernel.text.source for kernel in kernels.values())
-        places = tuple(n for n, further in enumerate(self.spec.further) if further in call.spec.further)
+        places = tuple(n for n, aux in enumerate(self.spec.aux_outputs) if aux in call.spec.aux_outputs)
         key = call.needs, places, text
         if key not in self._right:
             only = self._only(self._summed(self.tilings[choice], call.sizes))
@@ -99,69 +101,69 @@ class TrainingKernel(ForwardKernel):
         return replace(tiling, chain=SHORT_CHAIN) if self.extents(sizes)[-4] <= FEW_QUERIES else tiling
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """[output, what the backward needs of each row (see `TrainingStatistics`), *further outputs]."""
+        """[output, what the backward needs of each row (see `TrainingStatistics`), *auxiliary outputs]."""
         key = (torch.get_num_threads(), *sizes, *map(Tensor.stride, operands))
         if (found := self._calls.get(key)) is None:
             shape = statistics_shape(self.spec, sizes)
             if not math.prod(self.extents(sizes)):
-                out, *further = reference.run_all(self.spec, operands, sizes)
-                return [out, torch.empty(shape, dtype=torch.float32), *further]
+                out, *aux_outputs = reference.run_all(self.spec, operands, sizes)
+                return [out, torch.empty(shape, dtype=torch.float32), *aux_outputs]
             found = self._calls.store(key, (self._prepare_forward(operands, sizes, self._tiling(sizes)), shape))
         prepared, shape = found
         out = empty_strided(prepared.shape, prepared.strides, self._out_dtype)
         statistics = torch.empty(shape, dtype=torch.float32)
-        copies = [self._copies(further, sizes) for further in self.spec.further]
+        copies = [self._copies(aux, sizes) for aux in self.spec.aux_outputs]
         addresses = [*map(address, operands), *map(address, (out, statistics, *copies))]
         if not prepared.launch(addresses):
             done = self._prepare_forward(operands, sizes, self._summed(self.tilings[-1], sizes)).launch(addresses)
             assert done, "multiply-add kernels raise no flag"
-        return [out, statistics, *map(_combined, self.spec.further, copies)]
+        return [out, statistics, *map(_combined, self.spec.aux_outputs, copies)]
 
     def _prepare_forward(self, operands: Sequence[Tensor], sizes: Sequence[int], tiling: Tiling) -> Prepared:
         *batch, n_q, _, _, _ = self.extents(sizes)
         values, given = {("statistics_rows",): math.prod(batch) * n_q}, [("ptr", "statistics")]
-        for k, further in enumerate(self.spec.further):
-            given.append(("ptr", "further", k))
-            shape = further_shape(self.spec, further, sizes)
-            values["further_elements", k] = math.prod(shape)
-            for name, n in zip(further.dims, packed_strides(shape, range(len(shape))), strict=True):
-                values["further_stride", k, name] = n
+        for k, aux in enumerate(self.spec.aux_outputs):
+            given.append(("ptr", "aux", k))
+            shape = aux_shape(self.spec, aux, sizes)
+            values["aux_elements", k] = math.prod(shape)
+            for name, n in zip(aux.dims, packed_strides(shape, range(len(shape))), strict=True):
+                values["aux_stride", k, name] = n
         return self._prepare_call(operands, sizes, tiling, more=values, given=given)
 
     def choices(self) -> range:
         """The tilings to try, in the forward and the backward alike: weights that are made anew of other scores are off
         by what these differ by. Products on AMX tiles are made beside other work, which keeps no weights."""
         count = len(self.tilings)
-        return range(count - 1 if self.spec.further and self.target.amx else 0, count)
+        return range(count - 1 if self.spec.aux_outputs and self.target.amx else 0, count)
 
-    def _copies(self, further: FurtherOutput, sizes: Sequence[int]) -> Tensor:
-        """Memory for a further output, [1 or threads, ..]: threads collect sums over queries in copies of their own."""
-        shape = further_shape(self.spec, further, sizes)
-        dtype = getattr(torch, further.dtype)
-        if further.over == "i":
-            return torch.full((torch.get_num_threads(), *shape), IDENTITY[further.reduction], dtype=dtype)
+    def _copies(self, aux: AuxOutput, sizes: Sequence[int]) -> Tensor:
+        """Memory for an auxiliary output, [1 or threads, ..]: each thread collects sums over queries in a copy."""
+        shape = aux_shape(self.spec, aux, sizes)
+        dtype = getattr(torch, aux.dtype)
+        if aux.over == "i":
+            return torch.full((torch.get_num_threads(), *shape), IDENTITY[aux.reduction], dtype=dtype)
         made = torch.empty((1, *shape), dtype=dtype)
         in_huge_pages(made)
         return made
 
     def backward(self, *given: Any) -> list[Tensor]:
         """The gradients of the operands that are wanted. given: the fields of `Backward`."""
-        grad, out, statistics, operands, sizes, needs, further = Backward(*given)
+        grad, out, statistics, operands, sizes, needs, aux = Backward(*given)
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
-        arriving = [g for g in further if g is not None]
-        places = tuple(place for place, g in enumerate(further) if g is not None)
+        arriving = [g for g in aux if g is not None]
+        places = tuple(place for place, g in enumerate(aux) if g is not None)
         spec, reason = self._with(places), self._unsupported(places, needs)
         if reason is not None:
             log.debug("the gradient of %s is the reference interpreter's: %s", self.spec, reason)
         if reason is not None or 0 in (*batch, n_q, n_k, d, d_v):
-            return reference.backward(spec, grad, operands, sizes, needs, further=arriving)
+            return reference.backward(spec, grad, operands, sizes, needs, aux_outputs=arriving)
         check_sizes(*batch, n_q, n_k, d, d_v, *sizes)
         plan = self._plan(places, self._sees_hidden_keys(spec, needs, arriving))
         return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
 
     def _without_kernels(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> str | None:
-        """Why gradients, where some arrive at these of the further outputs, are left to the reference interpreter."""
-        return left_to_reference(self.spec) or further_gradients.unsupported(self._with(places), needs)
+        """Why gradients, where some arrive at these of the auxiliary outputs, are left to the reference interpreter."""
+        return left_to_reference(self.spec) or aux_gradients.unsupported(self._with(places), needs)
 
     def _sees_hidden_keys(self, spec: AttentionSpec, needs: tuple[bool, ...], arriving: Sequence[Tensor]) -> bool:
         """Whether a backward visits the keys that the mask hides, as they make gradients NaN."""
@@ -171,7 +173,7 @@ class TrainingKernel(ForwardKernel):
         return skips and not all(math.isfinite(size_of(g)) for g in arriving)
 
     def _plan(self, places: tuple[int, ...], everywhere: bool) -> BackwardPlan:
-        """For gradients that arrive at these of the further outputs."""
+        """For gradients that arrive at these of the auxiliary outputs."""
         return self._plans.get_or_make((places, everywhere), lambda: backward_plan(self._with(places), everywhere))
 
     def backward_kernel(
@@ -186,14 +188,14 @@ class TrainingKernel(ForwardKernel):
             problem = Problem(spec=plan.spec, plan=plan, tiling=tiling, target=self.target, d=d, d_v=d_v)
             return CompiledKernel(BackwardKernel(kind, problem, needs).text())
 
-        key = (kind, plan.spec.further, plan.everywhere, needs, d, d_v, choice, tiling.chain)
+        key = (kind, plan.spec.aux_outputs, plan.everywhere, needs, d, d_v, choice, tiling.chain)
         return self._compiled.get_or_make(key, make)
 
 
-def _combined(further: FurtherOutput, copies: Tensor) -> Tensor:
-    if further.over != "i":
+def _combined(aux: AuxOutput, copies: Tensor) -> Tensor:
+    if aux.over != "i":
         return copies[0]
-    return REDUCE[further.reduction](copies, 0)
+    return REDUCE[aux.reduction](copies, 0)
 
 
 def backward_tiling(tiling: Tiling, target: Target) -> Tiling:

@@ -27,16 +27,18 @@ def backward(
     sizes: Sequence[int],
     needs: Sequence[bool],
     dtype: torch.dtype | None = None,
-    further: Sequence[torch.Tensor | None] = (),
+    aux_outputs: Sequence[torch.Tensor | None] = (),
 ) -> list[torch.Tensor]:
     """Gradients of the operands that `needs` marks, in order, each of its operand's shape and in the computation's
     dtype.
 
-    grad: of the output, with dimensions `spec.output.dims`. further: of each of the auxiliary outputs, None where none
+    grad: of the output, with dimensions `spec.output.dims`. aux_outputs: of each auxiliary output, None where none
     arrives; () where none arrives at any.
     """
-    arriving = [g for g in further if g is not None]
-    spec = replace(spec, further=tuple(f for f, g in zip(spec.further, further, strict=False) if g is not None))
+    arriving = [g for g in aux_outputs if g is not None]
+    spec = replace(
+        spec, aux_outputs=tuple(f for f, g in zip(spec.aux_outputs, aux_outputs, strict=False) if g is not None)
+    )
     with torch.enable_grad(), recording():
         given = [o.detach().requires_grad_(needed) for o, needed in zip(operands, needs, strict=True)]
         wanted = [t for t, n in zip(given, needs, strict=True) if n]

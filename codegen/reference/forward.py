@@ -11,7 +11,7 @@ from fusion.ir.expr import HEAD, LOG_WEIGHT, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C,
 from fusion.ir.ops import evaluate
 from fusion.ir.results import REDUCE, result_names
 from fusion.ir.sizes import leaves, size_value
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Reduction
+from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Reduction
 from fusion.lowering.row_gradients import LOG_SUM, depends_on_maximum, row_scale
 
 
@@ -28,8 +28,8 @@ def run_all(
 ) -> list[torch.Tensor]:
     """Result of `run`, followed by the auxiliary outputs of the spec."""
     execution = Execution(spec, operands, sizes, dtype)
-    out, *further = execution.results(0, execution.n_q, *execution.gathered())
-    made = [x.to(getattr(torch, f.dtype)) for f, x in zip(spec.further, further, strict=True)]
+    out, *aux_outputs = execution.results(0, execution.n_q, *execution.gathered())
+    made = [x.to(getattr(torch, f.dtype)) for f, x in zip(spec.aux_outputs, aux_outputs, strict=True)]
     return [execution.store(out), *(execution.as_given(k, x).contiguous() for k, x in enumerate(made, 1))]
 
 
@@ -73,12 +73,12 @@ class Rows:
         p = p[..., : self.n_k] * scale
         return (torch.where(dead if safe else p.isnan(), 0.0, p) if safe or zero else p) * weight
 
-    def of_further(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> dict[Expr, torch.Tensor]:
+    def of_aux_output(self, x: torch.Tensor, positions: dict[Expr, torch.Tensor]) -> dict[Expr, torch.Tensor]:
         """Leaves of auxiliary outputs: WEIGHT, LOG_WEIGHT, ROW_MAX and ROW_SUM."""
         if self.spec.normalizer is Normalizer.NONE:
             return {WEIGHT: x}
         known = {WEIGHT: self.softmax(x, positions, torch.ones((), dtype=self.dtype, device=x.device))}
-        made_of = {*walk(*(f.value for f in self.spec.further))}
+        made_of = {*walk(*(f.value for f in self.spec.aux_outputs))}
         if LOG_WEIGHT in made_of:
             known[LOG_WEIGHT] = self.columns(x, positions).log_softmax(-1)[..., : x.shape[-1]]
         if {ROW_MAX, ROW_SUM} & made_of:
@@ -194,25 +194,25 @@ class Execution(Rows):
             mixed = self.mixed(weights, mixing.weights) + (weights if mixing.own_weight else 0.0)
             weights = self.value(mixing.weighted, positions | {WEIGHT: mixed}).to(self.dtype)
         found = [weights @ v]
-        if self.spec.further:
-            known = positions | self.of_further(x, positions)
-            found += [self.further(f, known) for f in self.spec.further]
+        if self.spec.aux_outputs:
+            known = positions | self.of_aux_output(x, positions)
+            found += [self.aux_output(f, known) for f in self.spec.aux_outputs]
         return found
 
-    def further(self, further: FurtherOutput, known: dict[Expr, torch.Tensor]) -> torch.Tensor:
+    def aux_output(self, aux: AuxOutput, known: dict[Expr, torch.Tensor]) -> torch.Tensor:
         """One auxiliary output over the rows of the block, its coordinates in the order b.., i, j."""
-        value, over = self.value(further.value, known).to(self.dtype), further.over
-        rows, columns = known[I].shape[-2], self.n_k if "j" in (*further.dims, over) else 1
+        value, over = self.value(aux.value, known).to(self.dtype), aux.over
+        rows, columns = known[I].shape[-2], self.n_k if "j" in (*aux.dims, over) else 1
         value = value.expand(*self.batch, rows, columns)
         if not over:
-            return value if "j" in further.dims else value.squeeze(-1)
+            return value if "j" in aux.dims else value.squeeze(-1)
         axis = -1 if over == "j" else -2
-        return REDUCE[further.reduction](value, axis)
+        return REDUCE[aux.reduction](value, axis)
 
     def blocks(self, elements: int) -> list[tuple[int, int]]:
         """(first row, number of rows) of blocks of at most so many scores; all rows are one where an auxiliary output
         is an extremum over them."""
-        if any(f.over == "i" and f.reduction is not Reduction.SUM for f in self.spec.further):
+        if any(f.over == "i" and f.reduction is not Reduction.SUM for f in self.spec.aux_outputs):
             return [(0, self.n_q)]
         rows = max(1, elements // max(1, math.prod(self.batch) * self.n_k))
         return [(first, min(rows, self.n_q - first)) for first in range(0, self.n_q, rows)] or [(0, 0)]
@@ -238,7 +238,7 @@ class Execution(Rows):
 
     def has_rows(self, number: int) -> bool:
         """Whether a result (number 0: the output, then auxiliary ones) has elements for each row; else it is a sum."""
-        return not number or "i" in self.spec.further[number - 1].dims
+        return not number or "i" in self.spec.aux_outputs[number - 1].dims
 
     def cut(self, number: int, tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """Contribution of some rows to a result, or its gradient, as computed."""
@@ -255,8 +255,8 @@ class Execution(Rows):
         return tensor.permute([names.index(name) for name in dims])
 
     def _names(self, number: int) -> tuple[list[str], tuple[str, ...]]:
-        further = self.spec.further[number - 1] if number else None
-        return result_names(self.spec, further), (further or self.spec.output).dims
+        aux = self.spec.aux_outputs[number - 1] if number else None
+        return result_names(self.spec, aux), (aux or self.spec.output).dims
 
     def store(self, out: torch.Tensor) -> torch.Tensor:
         """Output, from [b.., i, e] to the dimensions and memory order that the spec asks for."""

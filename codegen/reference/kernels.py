@@ -46,13 +46,15 @@ class ReferenceGradient(ReferenceKernel):
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, zeros, *auxiliary outputs]."""
-        out, *further = run_all(self.spec, operands, sizes) if self.spec.further else [self.kernel(operands, sizes)]
-        return [out, no_statistics(self.spec, operands, sizes), *further]
+        out, *aux_outputs = (
+            run_all(self.spec, operands, sizes) if self.spec.aux_outputs else [self.kernel(operands, sizes)]
+        )
+        return [out, no_statistics(self.spec, operands, sizes), *aux_outputs]
 
     def backward(self, *given: Any) -> list[Tensor]:
         """Gradients of the operands that are wanted. given: the fields of `Backward`."""
         call = Backward(*given)
-        return backward(self.spec, call.grad, call.operands, call.sizes, call.needs, further=call.further)
+        return backward(self.spec, call.grad, call.operands, call.sizes, call.needs, aux_outputs=call.aux_outputs)
 
 
 def supports(spec: AttentionSpec, machine: Machine) -> str | None:

@@ -20,7 +20,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_model import tile_clocks
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 
 from .. import emitter
 from .autotune import Tuner
@@ -44,18 +44,18 @@ def unavailable() -> str | None:
 def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | None:
     """Reason why this spec has no GPU kernel, or None; the same on every machine."""
     if (reason := unavailable()) is not None:
-        return Refusal(Ground.NOT_INSTALLED, reason)
+        return Refusal(Reason.NOT_INSTALLED, reason)
     if (refusal := emitter.unread(spec, sorted(_LOADED), PRODUCTS)) is not None:
         return refusal
     if spec.mixing is not None:
-        return Refusal(Ground.HEADS_MIXED, "heads are mixed, and kernels for GPUs compute them one by one")
-    written = (("a further output has", further.dtype) for further in spec.further)
+        return Refusal(Reason.HEADS_MIXED, "heads are mixed, and kernels for GPUs compute them one by one")
+    written = (("an auxiliary output has", aux.dtype) for aux in spec.aux_outputs)
     for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype), *written):
         if dtype not in DTYPES:
-            return Refusal(Ground.DTYPE, f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}")
+            return Refusal(Reason.DTYPE, f"{what} dtype {dtype}; kernels take {', '.join(DTYPES)}")
     for index in (index for number in (0, 1, 2) for part in loads(spec.element(number)) for index in part.args):
         if any(contains(part, C) or contains(part, E) for part in loads(index)):
-            return Refusal(Ground.INDIRECT_COLUMN, f"a column of Q, K or V is itself read from a tensor: {index}")
+            return Refusal(Reason.INDIRECT_COLUMN, f"a column of Q, K or V is itself read from a tensor: {index}")
     return None
 
 

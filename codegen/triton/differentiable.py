@@ -31,6 +31,7 @@ from ..reference import gradients as pulled
 from . import autotune
 from .apart import Request
 from .autotune import Call, Stage, Tuner
+from .aux_outputs import AuxByKeys, aux_kernels, aux_tiles
 from .backward import (
     WRITTEN,
     Joint,
@@ -41,10 +42,9 @@ from .backward import (
 )
 from .candidates import candidates
 from .expressions import Writer
-from .further import FurtherByKeys, further_kernels, tiles_of_further
 from .gradients import (
     arriving,
-    delta_of_further,
+    delta_of_aux,
     gradients_of,
     unsupported_gradient,
     with_arriving,
@@ -76,7 +76,7 @@ class Differentiable:
         plan: Callable[[Machine], GpuPlanner] | None = None,
         arriving: bool = False,
     ):
-        self.spec, self.trained = spec, spec if arriving else replace(spec, further=())
+        self.spec, self.trained = spec, spec if arriving else replace(spec, aux_outputs=())
         self.tuner = tuner if tile is None else None
         self.plan = plan = plan if tile is None else functools.partial(GpuPlanner, spec, tile=tile)
         own = plan and (lambda machine: plan(machine).for_training())
@@ -92,28 +92,28 @@ class Differentiable:
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, statistics, *auxiliary outputs]."""
-        if self.spec.further and 0 in self.kernel.extents(sizes):
-            out, *further = reference.run_all(self.spec, operands, sizes)
-            return [out, no_statistics(self.spec, operands, sizes), *further]
+        if self.spec.aux_outputs and 0 in self.kernel.extents(sizes):
+            out, *aux_outputs = reference.run_all(self.spec, operands, sizes)
+            return [out, no_statistics(self.spec, operands, sizes), *aux_outputs]
         out, statistics = self.kernel.forward(operands, sizes)
         assert statistics is not None
-        return [out, statistics, *(self._further(operands, sizes, statistics) if self.spec.further else ())]
+        return [out, statistics, *(self._aux_outputs(operands, sizes, statistics) if self.spec.aux_outputs else ())]
 
-    def _further(self, operands: Sequence[Tensor], sizes: Sequence[int], statistics: Tensor) -> list[Tensor]:
+    def _aux_outputs(self, operands: Sequence[Tensor], sizes: Sequence[int], statistics: Tensor) -> list[Tensor]:
         extents, device = self.kernel.extents(sizes), operands[0].device
         d, d_v = extents[-2:]
-        made = [empty_result(self.spec, k + 1, operands[0], sizes) for k in range(len(self.spec.further))]
-        results = {"statistics": statistics} | {f"further{k}": tensor for k, tensor in enumerate(made)}
+        made = [empty_result(self.spec, k + 1, operands[0], sizes) for k in range(len(self.spec.aux_outputs))]
+        results = {"statistics": statistics} | {f"aux{k}": tensor for k, tensor in enumerate(made)}
         variant = self._made.get_or_make(
-            (d, d_v, device.type == "cpu", "further"),
-            lambda: Variant(self.spec, further_kernels(self.spec, d, d_v), d, d_v, device.type == "cpu"),
+            (d, d_v, device.type == "cpu", "aux"),
+            lambda: Variant(self.spec, aux_kernels(self.spec, d, d_v), d, d_v, device.type == "cpu"),
         )
-        tiles = tiles_of_further(self.kernel.planner(device).backward(d, d_v))
+        tiles = aux_tiles(self.kernel.planner(device).backward(d, d_v))
         launches, call = Launches(self.spec, operands, sizes, results, extents), Call(device=device, sizes=sizes)
         for name in variant.kernels:
 
             def launch(tile: Tile, name: str = name) -> None:
-                blocks = launches.blocks(tile)[name == FurtherByKeys.name]
+                blocks = launches.blocks(tile)[name == AuxByKeys.name]
                 launches.run(variant, name, launches.heads * blocks, tile)
 
             autotune.launch(Stage(kernel=name, variant=variant, tile=tiles[name], launch=launch, others=None), call)
@@ -122,12 +122,12 @@ class Differentiable:
     def backward(self, *given: Any) -> list[Tensor]:
         """Gradients, in order, of each wanted operand's shape. given: the fields of `Backward`."""
         call = Backward(*given)
-        places = tuple(place for place, g in enumerate(call.further) if g is not None)
-        kernels, found = self._with(places) if places else self, [g for g in call.further if g is not None]
+        places = tuple(place for place, g in enumerate(call.aux_outputs) if g is not None)
+        kernels, found = self._with(places) if places else self, [g for g in call.aux_outputs if g is not None]
         of_read = (*call.needs, *(False for _ in found))
         reason = kernels.without_kernels(of_read)
         if self.spec.mask is not None and not all(math.isfinite(size_of(g)) for g in found):
-            reason = "what arrives at a further output is not finite, where a mask may hide it"
+            reason = "what arrives at an auxiliary output is not finite, where a mask may hide it"
         if reason is None:
             return kernels._gradients(call._replace(operands=(*call.operands, *found), needs=of_read))
         log.debug("gradients of %s by the reference: %s", self.spec, reason)
@@ -135,7 +135,7 @@ class Differentiable:
 
     @staticmethod
     def _by_reference(spec: AttentionSpec, call: Backward) -> list[Tensor]:
-        return reference.backward(spec, call.grad, call.operands, call.sizes, call.needs, further=call.further)
+        return reference.backward(spec, call.grad, call.operands, call.sizes, call.needs, aux_outputs=call.aux_outputs)
 
     def _with(self, places: tuple[int, ...]) -> Differentiable:
         """Training kernels for gradients that arrive at these of the auxiliary outputs."""
@@ -155,10 +155,10 @@ class Differentiable:
         extents = self.kernel.extents(given.sizes)
         check_sizes(extents)
         if 0 in extents:
-            count = len(operands) - len(self.trained.further)
+            count = len(operands) - len(self.trained.aux_outputs)
             spec = replace(self.trained, operands=self.trained.operands[:count])
             return self._by_reference(
-                spec, given._replace(operands=operands[:count], needs=needs[:count], further=operands[count:])
+                spec, given._replace(operands=operands[:count], needs=needs[:count], aux_outputs=operands[count:])
             )
         joint = not torch.are_deterministic_algorithms_enabled() and self._joins(needs)
         tiles = self.kernel.planner(operands[0].device).backward(*extents[-2:], joint)
@@ -240,9 +240,9 @@ class Differentiable:
             results["statistics"] = torch.stack([row_max, scale, slope, 1 - lost])
         found = arriving(self.trained)
         if found.weight is not ZERO and self.trained.normalizer is not Normalizer.NONE:
-            spec = delta_of_further(self.trained)
+            spec = delta_of_aux(self.trained)
             kernels = self._made.get_or_make(("lacked",), lambda: Differentiable(spec, plan=self.plan))
-            results["lacked"] = kernels._further(operands, sizes, statistics)[0]
+            results["lacked"] = kernels._aux_outputs(operands, sizes, statistics)[0]
         if found.log_sum is not ZERO:
             off = pulled.value(self.trained, operands, sizes, found.log_sum).squeeze(-1)
             off = off * lost_logarithms(*statistics[:2])

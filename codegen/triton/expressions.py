@@ -26,7 +26,7 @@ from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coord, coordinates, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec
-from fusion.lowering.numbers import decided, magnitude
+from fusion.lowering.numbers import feeding_comparisons, magnitude
 
 from .dtypes import FLOAT8, cast
 
@@ -72,7 +72,7 @@ RESERVED = frozenset(
         "dv_1_at number every meets visit_keys differentiate_keys differentiate_rows weigh_rows "
         "full_count partial_count tile_place list_at tiles_across apart dead_start dead_stop live_start missing met "
         "lost programs worker workers turn turns final q_tiles k_tiles v_tiles do_tiles q_1_tiles k_1_tiles v_1_tiles "
-        "do_1_tiles nothing dfurther lacked off"
+        "do_1_tiles nothing daux lacked off"
     ).split()
 )
 
@@ -198,7 +198,7 @@ class Writer:
 
     def _operation(self, expr: Expr, level: Level) -> tuple[str, int]:
         op = expr.op
-        exact = op in ("div", "to_float") and expr in decided(*self.spec.expressions())
+        exact = op in ("div", "to_float") and expr in feeding_comparisons(*self.spec.expressions())
         args = [self._text(arg, level) for arg in expr.args]
         if op in ("add", "mul") and magnitude(expr) >= 2**31:
             args = [

@@ -6,7 +6,7 @@ With P the weights before the weight program, y = P's softmax, dW = dO V^T and d
 
 Where rows have another scale than one over their sum, y is the scaled weight, and delta has a factor
 (`fusion.lowering.row_gradients`). Gradients of auxiliary outputs add to weight * dW and to delta
-(`fusion.lowering.further_gradients`); `with_arriving` makes them operands of the spec. The score program's derivative
+(`fusion.lowering.aux_gradients`); `with_arriving` makes them operands of the spec. The score program's derivative
 takes dx to dS and to the tensors that the program reads; dQ = dS K, dK = dS^T Q, dV = W^T dO.
 
 dK and dV are computed by programs that each own some keys. Where query heads share a key head, the program visits all
@@ -29,9 +29,9 @@ from fusion.ir.expr import (
     loads,
 )
 from fusion.ir.ops import apply
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Operand, Reduction
-from fusion.lowering import further_gradients, row_gradients
-from fusion.lowering.further_gradients import FurtherGradients
+from fusion.ir.spec import AttentionSpec, AuxOutput, Operand, Reduction
+from fusion.lowering import aux_gradients, row_gradients
+from fusion.lowering.aux_gradients import AuxGradients
 from fusion.lowering.gradients import (
     Axes,
     hides_nan,
@@ -69,7 +69,7 @@ class Gradients:
     full: Expr | None
     captured: tuple[Captured, ...]  # of the loads that need a gradient
     groups: tuple[Expr, ...]  # how many values of each batch coordinate share an element of K and V (1: none)
-    further: FurtherGradients  # what arrives at further outputs
+    aux_outputs: AuxGradients  # what arrives at auxiliary outputs
 
 
 def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
@@ -92,39 +92,37 @@ def gradients_of(spec: AttentionSpec, needs: tuple[bool, ...]) -> Gradients:
     kept = tuple(item for item in captured if item.gradient is not ZERO)
     full = None if program is None else simpler[SCORE]
     return Gradients(
-        score=found[SCORE], program=program, full=full, captured=kept, groups=keys.groups, further=arriving(spec)
+        score=found[SCORE], program=program, full=full, captured=kept, groups=keys.groups, aux_outputs=arriving(spec)
     )
 
 
 def with_arriving(spec: AttentionSpec, places: Sequence[int]) -> AttentionSpec:
     """Spec with only these of its auxiliary outputs, whose gradients are its last operands. It skips no tile where
     scores without a weight have a gradient."""
-    further = tuple(spec.further[place] for place in places)
-    added = (
-        Operand(dtype=f.dtype, rank=len(f.dims), name=f"arriving{n}") for n, f in zip(places, further, strict=True)
-    )
-    made = replace(spec, operands=(*spec.operands, *added), further=further)
+    aux = tuple(spec.aux_outputs[place] for place in places)
+    added = (Operand(dtype=f.dtype, rank=len(f.dims), name=f"arriving{n}") for n, f in zip(places, aux, strict=True))
+    made = replace(spec, operands=(*spec.operands, *added), aux_outputs=aux)
     return replace(made, mask=None) if arriving(made).everywhere else made
 
 
-def arriving(spec: AttentionSpec) -> FurtherGradients:
+def arriving(spec: AttentionSpec) -> AuxGradients:
     """Gradients that arrive at the auxiliary outputs of such a spec."""
-    return further_gradients.further_gradients(spec, len(spec.operands) - len(spec.further))
+    return aux_gradients.aux_gradients(spec, len(spec.operands) - len(spec.aux_outputs))
 
 
-def delta_of_further(spec: AttentionSpec) -> AttentionSpec:
+def delta_of_aux(spec: AttentionSpec) -> AttentionSpec:
     """Such a spec, with one auxiliary output that delta lacks: the sum over the keys of the weight times the gradient
     that arrives at it."""
     dims = (*(axis.name for axis in spec.axes), "i")
     value = apply("fmul", WEIGHT, arriving(spec).weight)
-    lacked = FurtherOutput(value=value, dims=dims, dtype="float32", reduction=Reduction.SUM, over="j")
-    return replace(spec, further=(lacked,))
+    lacked = AuxOutput(value=value, dims=dims, dtype="float32", reduction=Reduction.SUM, over="j")
+    return replace(spec, aux_outputs=(lacked,))
 
 
 def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | None:
     """Reason why the gradients are not computed by kernels, or None."""
     reason = left_to_reference(spec) or row_gradients.unsupported(spec, needs)
-    if (reason := reason or further_gradients.unsupported(spec, needs)) is not None:
+    if (reason := reason or aux_gradients.unsupported(spec, needs)) is not None:
         return reason
     if rounds(spec):
         return "a gradient is rounded to a coarser dtype on its way through a cast"
@@ -132,7 +130,7 @@ def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | 
         return "a gradient is NaN at keys that the mask hides"
     if magnifies_rounding(spec, needs):
         return "a gradient is multiplied by a fill, and with it the rounding of the outputs"
-    if any(load.kind is Kind.FLOAT and needs[load.operand] for f in spec.further for load in loads(f.value)):
+    if any(load.kind is Kind.FLOAT and needs[load.operand] for f in spec.aux_outputs for load in loads(f.value)):
         return "a tensor beside the weights needs a gradient"
     read = [load for e in (spec.score, spec.weight, *spec.sinks) for load in loads(e)]
     if any(load.operand < 3 and needs[load.operand] for load in read):

@@ -68,7 +68,7 @@ None."""
 def plain(spec: AttentionSpec) -> bool:
     """Whether a spec is nothing but softmax(program) @ V of two batch coordinates, in one dtype."""
     dtypes = {spec.dtype, spec.out_dtype, *(operand.dtype for operand in spec.operands[:3])}
-    others = (*spec.sinks, *spec.further, spec.row_scale, spec.mixing, spec.k_value, spec.v_value)
+    others = (*spec.sinks, *spec.aux_outputs, spec.row_scale, spec.mixing, spec.k_value, spec.v_value)
     usual = spec.normalizer in (Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX) and spec.weight is const(1.0)
     return usual and not any(other is not None for other in others) and len(dtypes) == 1 and len(spec.batch) == 2
 

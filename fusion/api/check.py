@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion.exactness import Errors, errors, is_float, widened
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from fusion.report.report import collect_reports
 
 Function = Callable[..., Tensor]
@@ -85,7 +85,7 @@ def check(
     return Outcome(
         errors=by_name,
         refusal=next(iter(reasons), None),
-        defect=any(site.refusal is not None and site.refusal.kind is Ground.DEFECT for site in sites),
+        defect=any(site.refusal is not None and site.refusal.kind is Reason.DEFECT for site in sites),
         validated=next((site.validated for site in sites), None),
     )
 

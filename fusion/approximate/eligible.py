@@ -27,7 +27,7 @@ def plain(spec: AttentionSpec) -> Plain | str:
     """Plain form of a spec, or the reason why it has none."""
     if spec.mixing is not None:
         return "heads are mixed"
-    if spec.further:
+    if spec.aux_outputs:
         return "its weights are used elsewhere, and must be those of exact attention"
     if spec.normalizer is Normalizer.NONE:
         return "the weights have no softmax"

@@ -8,9 +8,17 @@ its mask, `mixing` the mixing of its heads.
 from fusion.ir.expr import Expr, Kind
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.mixing import Mixing
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Operand, Output, Reduction
+from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Operand, Output, Reduction
 
 __all__ = [
-    "AttentionSpec", "Expr", "FurtherOutput", "Kind", "MaskFacts", "Mixing", "Normalizer", "Operand", "Output",
+    "AttentionSpec",
+    "AuxOutput",
+    "Expr",
+    "Kind",
+    "MaskFacts",
+    "Mixing",
+    "Normalizer",
+    "Operand",
+    "Output",
     "Reduction",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ def batched(spec: AttentionSpec) -> AttentionSpec:
         k=_index(spec.k),
         v=_index(spec.v),
         output=Output(dims=_names(spec.output.dims), order=_names(spec.output.order)),
-        further=tuple(replace(f, value=_moved(f.value), dims=_names(f.dims)) for f in spec.further),
+        aux_outputs=tuple(replace(f, value=_moved(f.value), dims=_names(f.dims)) for f in spec.aux_outputs),
     )
 
 

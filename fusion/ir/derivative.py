@@ -19,8 +19,8 @@ UPSTREAM = node("upstream", (), Kind.FLOAT)
 WEIGHT_UPSTREAM = node("upstream", (), Kind.FLOAT, "weight")
 """Likewise for the weight program."""
 
-FURTHER_UPSTREAM = node("upstream", (), Kind.FLOAT, "further")
-"""What the gradients of further outputs are multiplied by: one, or zero where they are to be left out."""
+AUX_UPSTREAM = node("upstream", (), Kind.FLOAT, "auxiliary")
+"""What the gradients of auxiliary outputs are multiplied by: one, or zero where they are to be left out."""
 
 SINK_UPSTREAM = node("upstream", (), Kind.FLOAT, "row")
 """Likewise for a sink."""

@@ -156,7 +156,7 @@ ROW_SUM = node("row_sum", (), Kind.FLOAT)
 """The sum over all keys (and sinks) of exp(score program - ROW_MAX)."""
 
 WEIGHT = node("weight", (), Kind.FLOAT)
-"""The normalised score of query row `i` and key `j`, before the weight program: what `FurtherOutput` is made of."""
+"""The normalised score of query row `i` and key `j`, before the weight program: what `AuxOutput` is made of."""
 
 LOG_WEIGHT = node("weight", (), Kind.FLOAT, "log")
 """(score program - ROW_MAX) - log(ROW_SUM): the logarithm of WEIGHT, a number also where that is too small for one."""

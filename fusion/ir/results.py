@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, walk
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Operand, Reduction
+from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Operand, Reduction
 
 REDUCE = {Reduction.SUM: torch.sum, Reduction.MAX: torch.amax, Reduction.MIN: torch.amin}
-"""Reductions of further outputs over a dimension."""
+"""Reductions of auxiliary outputs over a dimension."""
 
 
 def coordinate_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int | torch.SymInt]:
@@ -35,19 +35,19 @@ def keeps_ends(spec: AttentionSpec) -> bool:
     """Whether the program reads maximum or sum of rows beside their weights: where rows are scaled in another way, or
     in auxiliary outputs. Kernels then store both, and may not subtract another number than the maximum."""
     made_of = {ROW_MAX, ROW_SUM, LOG_WEIGHT}
-    return spec.row_scale is not None or not made_of.isdisjoint(walk(*(f.value for f in spec.further)))
+    return spec.row_scale is not None or not made_of.isdisjoint(walk(*(f.value for f in spec.aux_outputs)))
 
 
-def further_shape(spec: AttentionSpec, further: FurtherOutput, sizes: Sequence[int]) -> list[int | torch.SymInt]:
+def aux_shape(spec: AttentionSpec, aux: AuxOutput, sizes: Sequence[int]) -> list[int | torch.SymInt]:
     """Shape of an auxiliary output, in the order of its dimensions."""
     extents = coordinate_extents(spec, sizes)
-    return [extents[name] for name in further.dims]
+    return [extents[name] for name in aux.dims]
 
 
-def result_names(spec: AttentionSpec, further: FurtherOutput | None = None) -> list[str]:
+def result_names(spec: AttentionSpec, aux: AuxOutput | None = None) -> list[str]:
     """Coordinates of the output in the order b.., i, e, or of an auxiliary output in the order b.., i, j."""
     names = [*(f"b{axis}" for axis in range(len(spec.batch))), "i"]
-    return [*names, "e"] if further is None else [name for name in (*names, "j") if name in further.dims]
+    return [*names, "e"] if aux is None else [name for name in (*names, "j") if name in aux.dims]
 
 
 def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:
@@ -58,8 +58,8 @@ def statistics_dtype(operands: Sequence[Tensor]) -> torch.dtype:
 def empty_result(spec: AttentionSpec, number: int, like: Tensor, sizes: Sequence[int]) -> Tensor:
     """Empty tensor for the output (number 0) or an auxiliary output of an attention."""
     if number:
-        further = spec.further[number - 1]
-        return like.new_empty(further_shape(spec, further, sizes), dtype=getattr(torch, further.dtype))
+        aux = spec.aux_outputs[number - 1]
+        return like.new_empty(aux_shape(spec, aux, sizes), dtype=getattr(torch, aux.dtype))
     extents, order = coordinate_extents(spec, sizes), spec.output.order
     packed = like.new_empty([extents[d] for d in order], dtype=getattr(torch, spec.out_dtype))
     return packed.permute([order.index(d) for d in spec.output.dims])

@@ -101,7 +101,7 @@ class Output:
 
 
 class Reduction(enum.Enum):
-    """Reduction of the values of a `FurtherOutput` along a coordinate."""
+    """Reduction of the values of a `AuxOutput` along a coordinate."""
 
     NONE = "none"
     SUM = "sum"
@@ -110,7 +110,7 @@ class Reduction(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FurtherOutput:
+class AuxOutput:
     """An auxiliary output: the weights themselves, or a statistic of rows or keys that is computed from them.
 
     value: an expression in WEIGHT, LOG_WEIGHT, b.., i, j and captured tensors, or in ROW_MAX, ROW_SUM, b.. and i. It
@@ -129,7 +129,7 @@ class FurtherOutput:
 
     def __post_init__(self) -> None:
         if self.over in self.dims or self.dims[-1] != ("j" if "j" in self.dims else "i"):
-            raise ValueError(f"a further output over {self.over!r} with dimensions {self.dims}")
+            raise ValueError(f"an auxiliary output over {self.over!r} with dimensions {self.dims}")
         if not {"i", "j"} <= {*self.dims} and self.dtype not in ("float32", "float64"):
             raise ValueError(f"a statistic of weights in {self.dtype}; float32 is what kernels write")
 
@@ -148,8 +148,8 @@ class AttentionSpec:
         in the same coordinates, whose loads are of K (V) and of scales, zero points, tables. None: the element itself.
     score, weight, sinks, row_scale: see above; `row_scale` is an expression in ROW_MAX, ROW_SUM, b.. and i.
     mixing: the sums over heads; None without them.
-    among: the number of keys from which the n_k of a row are selected, where the last batch coordinate is the query and
-        each query has a separate set, through which k and v are read; None elsewhere. No kernel needs it.
+    n_k_total: the number of keys from which the n_k of a row are selected, where the last batch coordinate is the query
+        and each query has a separate set, through which k and v are read; None elsewhere. No kernel needs it.
     dtype: dtype of the products in the model ("float32", "bfloat16", "float16").
     """
 
@@ -174,9 +174,9 @@ class AttentionSpec:
     sinks: tuple[Expr, ...] = ()
     row_scale: Expr | None = None
     mask: MaskFacts | None = None
-    further: tuple[FurtherOutput, ...] = ()
+    aux_outputs: tuple[AuxOutput, ...] = ()
     mixing: Mixing | None = None
-    among: Expr | None = None
+    n_k_total: Expr | None = None
 
     def __post_init__(self) -> None:
         made = [(value,) if value is not None else () for value in self.values]
@@ -234,7 +234,7 @@ class AttentionSpec:
     def needs_all_keys(self) -> bool:
         """Whether no key may be skipped, whatever the mask says: other heads see its score, or its weight's logarithm
         is a number."""
-        return self.mixing is not None or LOG_WEIGHT in walk(*(f.value for f in self.further))
+        return self.mixing is not None or LOG_WEIGHT in walk(*(f.value for f in self.aux_outputs))
 
     @property
     def values(self) -> tuple[Expr | None, Expr | None, Expr | None]:
@@ -275,12 +275,12 @@ class AttentionSpec:
 
         return to_text(expr, names or self.names)
 
-    def describe_further(self, further: FurtherOutput, names: Mapping[int, str] | None = None) -> str:
+    def describe_aux(self, aux: AuxOutput, names: Mapping[int, str] | None = None) -> str:
         """Text of an auxiliary output, e.g. "sum over keys of w * w"."""
-        value = self.describe(further.value, names)
-        if not further.over:
-            return f"{value} per row" if "j" not in further.dims else value
-        return f"{further.reduction.value} over {'keys' if further.over == 'j' else 'queries'} of {value}"
+        value = self.describe(aux.value, names)
+        if not aux.over:
+            return f"{value} per row" if "j" not in aux.dims else value
+        return f"{aux.reduction.value} over {'keys' if aux.over == 'j' else 'queries'} of {value}"
 
     def heads_per_key(self, heads: int, axis: int = -1) -> int:
         """The group size of grouped queries: the number of values of a batch coordinate (the last) that share keys."""

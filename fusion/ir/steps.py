@@ -62,7 +62,7 @@ def marked(items: Sequence[Item], marks: Marks) -> list[Item]:
 def signature(spec: AttentionSpec, steps: Sequence[Step]) -> tuple[list[Place], list[Place]]:
     """(meanings of the inputs of a derivative, meanings of its results)."""
     inputs = [Place(True, number) for number in range(len(spec.operands))]
-    results = [Place(False, number) for number in range(1 + len(spec.further))]
+    results = [Place(False, number) for number in range(1 + len(spec.aux_outputs))]
     for step in steps:
         if isinstance(step, Tangents):
             inputs = inputs + marked(inputs, step.inputs)

@@ -43,7 +43,7 @@ def settings(module: GraphModule, when: When) -> dict[str, Any]:
 def _may_hold_products(module: GraphModule) -> bool:
     """Whether a graph reads a matrix that is not small. Where it does not, nothing is measured."""
     reads = (node for node in module.graph.nodes if node.op in ("placeholder", "get_attr"))
-    return any(is_large(nodes.value(node)) for node in reads)
+    return any(is_large(nodes.fake(node)) for node in reads)
 
 
 @functools.lru_cache(maxsize=64)

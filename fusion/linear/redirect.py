@@ -88,7 +88,7 @@ def _product(node: Node) -> _Product | None:
     *added, left, right = arguments
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
-    x, w = nodes.value(left), nodes.value(right)
+    x, w = nodes.fake(left), nodes.fake(right)
     if not _is_float32(x) or not _is_float32(w):
         return None
     if x.dim() == 3:
@@ -115,7 +115,7 @@ def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
         return made
 
     left, right, bias, value = product.left, product.right, product.added, node.meta["val"]
-    further = None if bias is None or _is_bias(nodes.value(bias), product.w.shape[0]) else bias
+    further = None if bias is None or _is_bias(nodes.fake(bias), product.w.shape[0]) else bias
     batched = node.target is aten.bmm.default
     with graph.inserting_before(node):
         if batched:

@@ -11,7 +11,7 @@ Where each batch element belongs to one thread, one kernel, whose lanes are keys
 With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient of
 every load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP. Where rows have another scale than
 one over their sum, P is the scaled weight, and D has a factor (`fusion.lowering.row_gradients`). Gradients of auxiliary
-outputs add F to w dP, and its mean to D (`fusion.lowering.further_gradients`).
+outputs add F to w dP, and its mean to D (`fusion.lowering.aux_gradients`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusion.ir.ops import apply
 from fusion.ir.reads import key_dimension
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering import row_gradients
-from fusion.lowering.further_gradients import further_gradients
+from fusion.lowering.aux_gradients import aux_gradients
 from fusion.lowering.gradients import Axes, adds_up_to_zero, of_score, of_weight, rounds, summed_over
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 
@@ -105,13 +105,13 @@ class BackwardPlan:
     """Facts that the kernels of a spec share. elements: the index maps of Q, K and V, None where they are gathered or
     computed."""
 
-    spec: AttentionSpec  # its further outputs are those at which a gradient arrives
+    spec: AttentionSpec  # its auxiliary outputs are those at which a gradient arrives
     programs: ScorePrograms
     variants: tuple[TileProgram, ...]  # with the mask, and, where that is simpler, for tiles that need none
     loads: tuple[LoadGradient, ...]  # gradients of what the programs read
     inner: tuple[int, ...]  # batch coordinates over which dense gradients are summed, by one thread in turn
     elements: tuple[Elements | None, ...]
-    at_weight: Expr | None  # gradient of the weight through further outputs
+    at_weight: Expr | None  # gradient of the weight through auxiliary outputs
     at_log_sum: Expr | None  # the same of the log-sum-exp of a row
     everywhere: bool  # whether scores without a weight have gradients, too, so that no tile is skipped
     adds_mean: bool  # whether what centred keys lack in the gradient of Q is not 0: see `centring`
@@ -171,12 +171,12 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
     """Plan of a spec, whose auxiliary outputs are those at which a gradient arrives; the gradients of all float loads
     are in it, whether needed or not. everywhere: keys that the mask hides are visited, too."""
     programs = score_programs(spec, folded=True)
-    further = further_gradients(spec, len(spec.operands) + 1)  # they are read after operands and dO
-    read = loads(spec.score, spec.weight, *(f.value for f in spec.further))
+    aux = aux_gradients(spec, len(spec.operands) + 1)  # they are read after operands and dO
+    read = loads(spec.score, spec.weight, *(f.value for f in spec.aux_outputs))
     wanted = {load: None for load in read if load.kind is Kind.FLOAT}
     scores = (program for program in (programs.masked, programs.full) if program is not None)
     variants = tuple(TileProgram(score, _gradients(score, programs.scale, spec, list(wanted))) for score in scores)
-    for (_, gradients), (load, term) in itertools.product(variants, further.loads.items()):
+    for (_, gradients), (load, term) in itertools.product(variants, aux.loads.items()):
         gradients[load] = _sum(gradients[load], term)
     found = [load for load in wanted if any(variant.gradients[load] is not ZERO for variant in variants)]
     collected = _one_form_per_operand([LoadGradient(load=load, form=_form(load)) for load in found])
@@ -187,9 +187,9 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
         loads=tuple(collected),
         inner=_inner(spec, collected),
         elements=tuple(elements(spec, n) if value is None else None for n, value in enumerate(spec.values)),
-        at_weight=None if further.weight is ZERO else further.weight,
-        at_log_sum=None if further.log_sum is ZERO else further.log_sum,
-        everywhere=everywhere or further.everywhere,
+        at_weight=None if aux.weight is ZERO else aux.weight,
+        at_log_sum=None if aux.log_sum is ZERO else aux.log_sum,
+        everywhere=everywhere or aux.everywhere,
         adds_mean=normalized(spec) and not adds_up_to_zero(spec),
     )
 

@@ -58,7 +58,7 @@ def adds_up_to_zero(spec: AttentionSpec) -> bool:
     """Whether the gradients of a row's raw scores add up to zero in exact arithmetic. Those of its weights' exponents
     do, where the weights add up to one. A score's is that times a number of the row, or 0 where its weight is 0
     whatever the others are: a fill of any other value than -inf may have one."""
-    if spec.normalizer is Normalizer.NONE or spec.sinks or spec.further or spec.mixing is not None:
+    if spec.normalizer is Normalizer.NONE or spec.sinks or spec.aux_outputs or spec.mixing is not None:
         return False
     programs = score_programs(spec, folded=True)
     variants = [program for program in (programs.masked, programs.full) if program is not None]
@@ -87,7 +87,7 @@ def rounds(spec: AttentionSpec) -> bool:
     wide = torch.finfo(getattr(torch, spec.dtype)).eps
     coarser = {name for dtype, name in ROUNDED.items() if torch.finfo(dtype).eps > wide}
     programs = (spec.score, spec.weight, *spec.sinks)
-    inside = (f.value.args[0] if f.value.op in coarser and not f.over else f.value for f in spec.further)
+    inside = (f.value.args[0] if f.value.op in coarser and not f.over else f.value for f in spec.aux_outputs)
     rounded = (part for part in reached(*programs, *inside) if part.op in coarser)
     return any(inner in (SCORE, WEIGHT, ROW_MAX, ROW_SUM) for part in rounded for inner in walk(part))
 

@@ -33,7 +33,7 @@ def is_moderate(scale: float) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def decided(*exprs: Expr | None) -> frozenset[Expr]:
+def feeding_comparisons(*exprs: Expr | None) -> frozenset[Expr]:
     """Floats that decide something: those below a comparison, a rounding to integers, or a rounding of positions and
     masks to a narrower dtype, where a unit in the last place changes everything that follows. They are computed as
     written."""

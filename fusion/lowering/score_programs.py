@@ -14,7 +14,7 @@ from fusion.ir import ops, primitives
 from fusion.ir.expr import SCORE, Expr, Kind, const, contains, coordinates, rebuild, walk
 from fusion.ir.fills import LARGEST, in_units, is_dead
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.numbers import HUGE, decided, in_float32
+from fusion.lowering.numbers import HUGE, feeding_comparisons, in_float32
 
 _MOST, _LEAST = 1e6, 1e-6  # factors beyond these stay in the program
 
@@ -43,7 +43,7 @@ def score_programs(spec: AttentionSpec, folded: bool = False) -> ScorePrograms:
     only that of the score: rounds differently from the original in the last place."""
     score, full = spec.score, None if spec.mask is None else spec.mask.full
     if folded:
-        kept = decided(score, full)
+        kept = feeding_comparisons(score, full)
         score, full = _folded(score, kept), None if full is None else _folded(full, kept)
     if spec.normalizer is Normalizer.NONE:
         return ScorePrograms(masked=score, full=full)

@@ -79,7 +79,7 @@ class CpuPlanner:
         *batch, n_q, n_k, _, _ = self._extents(sizes)
         heads, most = math.prod(batch), MOST_PIECES * self.machine.cores
         largest = ROW_COUNTS[-1] * self.register_tile[0]
-        if self.spec.further or n_k < 2 * LEAST_PART or 2 * heads * -(-n_q // largest) > most:
+        if self.spec.aux_outputs or n_k < 2 * LEAST_PART or 2 * heads * -(-n_q // largest) > most:
             return whole, 1
         problem = problem_of(self.spec, sizes)
         tiles = [

@@ -67,7 +67,9 @@ def row_time(machine: Machine, problem: Problem, splits: np.ndarray, *, ragged: 
     lost = 0.0 if cores == 1 else 1 - 1 / cores if ragged else BEGUN_APART
     share = (pieces / cores if ragged else rounds) / pieces + lost / pieces
     moved = items * elements * problem.key_bytes
-    reach = problem.among * (problem.d + problem.d_v) * problem.key_bytes or moved  # rows take turns at a head's keys
+    reach = (
+        problem.n_k_total * (problem.d + problem.d_v) * problem.key_bytes or moved
+    )  # rows take turns at a head's keys
     level = next((level for level in machine.levels if reach <= level.capacity), machine.levels[-1])
     resources = {
         "vectors": _cycles(machine, problem) / (machine.clock or 2.5e9) * share,
@@ -86,7 +88,7 @@ def _cycles(machine: Machine, problem: Problem) -> float:
     kv_heads, rows, items = _items(problem)
     keys = max(1, problem.n_k) * problem.live_share(1) / machine.lanes()
     width = problem.d + problem.d_v
-    stored = problem.dtype == "bfloat16" and problem.key_bytes == problem.element_bytes and not problem.among
+    stored = problem.dtype == "bfloat16" and problem.key_bytes == problem.element_bytes and not problem.n_k_total
     target, paired = target_of(machine), stored and problem.d % PAIRED == problem.d_v % PAIRED == 0
     if paired and target.amx:
         return keys * (items * width * TILED + kv_heads * rows * TILED_SCORES)

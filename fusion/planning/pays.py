@@ -21,7 +21,7 @@ from fusion.machine import Machine, with_cores
 from fusion.machine import machine as find_machine
 from fusion.planning.plan import plan, planner_for
 from fusion.planning.problem import Problem, problem_of
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 
 # Training on CPUs, in float32. Kernels compute scores again in the backward, and where a bias is trained write as many
 # gradients as the inner compiler's code does, which stores the scores: for little, where they are few. Measured:
@@ -99,7 +99,7 @@ def left_on_cpu(
             f"heads are mixed, for which kernels are predicted to pay from {ROWS_OF_MIXED_HEADS} rows on, and there "
             f"are {n_q}"
         )
-        return Refusal(Ground.HEADS_MIXED, message)
+        return Refusal(Reason.HEADS_MIXED, message)
     if not fixed:
         return None
     if trained:
@@ -111,7 +111,7 @@ def left_on_cpu(
         f"for one query over {n_k} keys, {elements} elements of K and V are predicted to be read faster by code "
         f"that is compiled together with what stands around it; a kernel of its own pays from about {ONE_QUERY} on"
     )
-    return Refusal(Ground.ONE_QUERY, message)
+    return Refusal(Reason.ONE_QUERY, message)
 
 
 def _is_float32(spec: AttentionSpec) -> bool:
@@ -126,7 +126,7 @@ def _left_in_training(spec: AttentionSpec, n_q: int, n_k: int, machine: Machine)
             "gradients of heads that are mixed come from the reference interpreter, in float32, which is predicted to "
             "take longer than storing scores in half precision"
         )
-        return None if spec.mixing is None else Refusal(Ground.SHORT_TRAINING, message)
+        return None if spec.mixing is None else Refusal(Reason.SHORT_TRAINING, message)
     pairs = (load for load in loads(spec.score) if {"i", "j"} <= coordinates(load))
     biases = [load for load in pairs if spec.operands[load.operand].order]  # what has a gradient states its order
     by_distance = biases and all(map(is_shift_free, biases))
@@ -137,7 +137,7 @@ def _left_in_training(spec: AttentionSpec, n_q: int, n_k: int, machine: Machine)
         f"in training, storing {n_q} x {n_k} scores is predicted to take less than computing them again, which pays "
         f"from about {least} x {least} on"
     )
-    return Refusal(Ground.SHORT_TRAINING, message)
+    return Refusal(Reason.SHORT_TRAINING, message)
 
 
 def left_in_derivatives(problems: Iterable[Problem], by_kernels: bool) -> Refusal | None:
@@ -152,7 +152,7 @@ def left_in_derivatives(problems: Iterable[Problem], by_kernels: bool) -> Refusa
         f"tangents or second derivatives are asked for, and {scores} bytes of scores are too few for their "
         "computation to pay"
     )
-    return Refusal(Ground.DERIVATIVES, message)
+    return Refusal(Reason.DERIVATIVES, message)
 
 
 def cascade_pays(tables: Iterable[int], column: bool) -> bool:

@@ -326,13 +326,13 @@ def lower_bound(problem: Problem, capacity: float) -> float:
     that the mask hides from all queries."""
     n_q, n_k, d, d_v = (max(1, size) for size in (problem.n_q, problem.n_k, problem.d, problem.d_v))
     batch = max(1, problem.batch)
-    if problem.among:
+    if problem.n_k_total:
         # Where every query has keys of its own, all queries and the keys of all sets are one problem, of whose scores a
         # share is wanted. Each key is read once at least, and a set holds no key twice.
-        queries, keys = problem.heads * n_q, min(problem.among, problem.heads * n_k)
+        queries, keys = problem.heads * n_q, min(problem.n_k_total, problem.heads * n_k)
         compulsory = (queries + keys) * (problem.d + problem.d_v)
-        share = min(1.0, n_k / problem.among)
-        return batch * max(compulsory, share * _products_bound(queries, problem.among, d, capacity))
+        share = min(1.0, n_k / problem.n_k_total)
+        return batch * max(compulsory, share * _products_bound(queries, problem.n_k_total, d, capacity))
     rows, keys = problem.needed()
     compulsory = problem.problems * (rows * problem.d + n_q * problem.d_v)
     compulsory += batch * max(1, problem.heads_kv) * keys * (problem.d + problem.d_v)

@@ -71,7 +71,7 @@ class Problem:
     dense: tensors of an element for each score that the score program reads (biases, masks).
     stored_bytes: bytes of an element of k and v in memory (their mean) where that is not `dtype`, else 0.
     together: query heads whose rows lie side by side, in one head: row r is row r // together of each of them.
-    among: of how many keys the n_k are, where `heads` are queries with a set each (`AttentionSpec.among`); else 0.
+    n_k_total: number of keys that the n_k are selected from, where `heads` are queries with a set each; else 0.
 
     Sizes of 0 are planned as 1 (an empty call runs no kernel, but its caller wants a plan).
     """
@@ -93,7 +93,7 @@ class Problem:
     dense: int = 0
     stored_bytes: float = 0
     together: int = 1
-    among: int = 0
+    n_k_total: int = 0
 
     def __post_init__(self) -> None:
         for name in ("n_q", "n_k", "d", "d_v", "batch", "heads", "heads_kv", "score_flops"):
@@ -188,7 +188,7 @@ class Problem:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         mask = " causal" * self.causal + f" window {self.window}" * (self.window is not None)
         mask += " masked" * (self.ranges is not None)
-        mask += f" density {self.density:g}" * (self.density < 1) + f" of {self.among} keys" * (self.among > 0)
+        mask += f" density {self.density:g}" * (self.density < 1) + f" of {self.n_k_total} keys" * (self.n_k_total > 0)
         head_dim = f"d={self.d}" + (f" d_v={self.d_v}" if self.d_v != self.d else "")
         return f"B={self.batch} H={heads} N_q={self.n_q} N_k={self.n_k} {head_dim} {self.dtype}{mask}"
 
@@ -217,7 +217,7 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         dtype=spec.dtype,
         ranges=key_ranges(spec, values) if n_q and n_k else None,
         stored_bytes=_stored_bytes(spec, d, d_v, n_k, values),
-        among=0 if spec.among is None else size_value(spec.among, values),
+        n_k_total=0 if spec.n_k_total is None else size_value(spec.n_k_total, values),
         score_flops=score_flops,
         dense=dense,
     )

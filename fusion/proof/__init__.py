@@ -68,8 +68,8 @@ class Proof:
         def ours(operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
             if not hasattr(kernel, "outputs"):
                 return [kernel(operands, sizes)]
-            out, _, *further = kernel.outputs(operands, sizes)
-            return [out, *further]
+            out, _, *aux_outputs = kernel.outputs(operands, sizes)
+            return [out, *aux_outputs]
 
         run = functools.partial(_results, self.spec, ours)
         self._judged(f"results\n{text}", functools.partial(self._problem, run, sizes, edges))
@@ -164,9 +164,11 @@ def _outputs(
     spec: AttentionSpec, ours: Sequence[Tensor], operands: Sequence[Tensor], sizes: Sequence[int]
 ) -> dict[str, dict[str, Tensor]]:
     eager = run_all(spec, operands, sizes, getattr(torch, spec.dtype))
-    wide = [replace(further, dtype="float64") for further in spec.further]
-    exact = run_all(replace(spec, out_dtype="float64", further=tuple(wide)), _widened(operands), sizes, torch.float64)
-    names = ["the result", *(f"further output {n}" for n in range(len(spec.further)))]
+    wide = [replace(aux, dtype="float64") for aux in spec.aux_outputs]
+    exact = run_all(
+        replace(spec, out_dtype="float64", aux_outputs=tuple(wide)), _widened(operands), sizes, torch.float64
+    )
+    names = ["the result", *(f"auxiliary output {n}" for n in range(len(spec.aux_outputs)))]
     return {
         way: dict(zip(names, found, strict=True))
         for way, found in zip(("ours", "eager", "exact"), (ours, eager, exact), strict=True)
@@ -186,12 +188,12 @@ def _gradients(
         out, statistics, *outputs = kernel.outputs(operands, sizes)
     draw = torch.Generator().manual_seed(seed)
     arriving = [torch.randn(x.shape, generator=draw, dtype=torch.float32).to(x) for x in (out, *outputs)]
-    grad, further = arriving[0], [g if n in places else None for n, g in enumerate(arriving[1:])]
+    grad, aux = arriving[0], [g if n in places else None for n, g in enumerate(arriving[1:])]
     with _by_kernel():
-        found = kernel.backward(grad, out, statistics, operands, sizes, needs, further if places else ())
+        found = kernel.backward(grad, out, statistics, operands, sizes, needs, aux if places else ())
     dtype = getattr(torch, spec.dtype)
-    eager = backward(spec, grad, operands, sizes, needs, dtype, further)
-    wide = [g if g is None else g.double() for g in further]
+    eager = backward(spec, grad, operands, sizes, needs, dtype, aux)
+    wide = [g if g is None else g.double() for g in aux]
     exact = backward(spec, grad.double(), _widened(operands), sizes, needs, torch.float64, wide)
     wanted = [(o, x) for o, x, needed in zip(spec.operands, operands, needs, strict=True) if needed]
     names = [f"the gradient of {number} ({o.name})" for number, (o, _) in enumerate(wanted)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SITE = {"location": "at", "verdict": "verdict", "reason": "reason", "stopped": "stopped", "advice": "to fuse",
         "validated": "checked", "same_as": "kernel"}  # fmt: skip
 ATTENTION = {"part": "part", "program": "program", "operands": "where", "stored": "reads", "mask": "mask",
-             "keys": "keys", "further": "also", "gradients": "gradient", "schedule": "plan", "runs": "runs",
+             "keys": "keys", "aux_outputs": "also", "gradients": "gradient", "schedule": "plan", "runs": "runs",
              "approximation": "approx", "kernel": "kernel"}  # fmt: skip
 """Entries of a site and of an attention that are text, in order, with the labels that text and page give them."""
 _TRAFFIC = ("cache", "keys", "L2", "HBM")
@@ -129,7 +129,7 @@ def _attention(attention: AttentionReport, source: str) -> dict[str, Any]:
         "stored": ", ".join(f"{operand.name} in {operand.dtype}" for operand in spec.stored) or None,
         "mask": None if spec.mask is None else mask_text(spec, names, plan),
         "keys": attention.keys or None,
-        "further": "; ".join(spec.describe_further(further, names) for further in spec.further) or None,
+        "aux_outputs": "; ".join(spec.describe_aux(aux, names) for aux in spec.aux_outputs) or None,
         "gradients": attention.gradients or None,
         "schedule": plan.explain(),
         "runs": plan.runs or None,

@@ -39,9 +39,9 @@ class Function:
 def of_attention(arguments: Sequence[Any]) -> Function:
     """`fusion::attention`, `attention_forward` and `attention_outputs`, whose second result has no derivative."""
     operands, sizes, spec, emitter = arguments
-    further = range(2, 2 + len(AttentionSpec.from_json(spec).further))
+    aux_outputs = range(2, 2 + len(AttentionSpec.from_json(spec).aux_outputs))
     inputs = tuple(range(len(operands)))
-    return Function(inputs=inputs, results=(0, *further), sizes=sizes, spec=spec, emitter=emitter, steps=())
+    return Function(inputs=inputs, results=(0, *aux_outputs), sizes=sizes, spec=spec, emitter=emitter, steps=())
 
 
 def of_backward(arguments: Sequence[Any]) -> Function:
@@ -53,11 +53,11 @@ def of_backward(arguments: Sequence[Any]) -> Function:
 
 def of_outputs_backward(arguments: Sequence[Any]) -> Function:
     """`fusion::attention_outputs_backward`."""
-    _, further, _, _, operands, sizes, spec, emitter, needs = arguments
-    first, count = 1 + len(further) + 2, len(operands)
-    given = [k <= len(further) for k in range(1 + len(AttentionSpec.from_json(spec).further))]
+    _, aux_outputs, _, _, operands, sizes, spec, emitter, needs = arguments
+    first, count = 1 + len(aux_outputs) + 2, len(operands)
+    given = [k <= len(aux_outputs) for k in range(1 + len(AttentionSpec.from_json(spec).aux_outputs))]
     return Function(
-        inputs=(*range(first, first + count), *range(1 + len(further))),
+        inputs=(*range(first, first + count), *range(1 + len(aux_outputs))),
         results=tuple(range(sum(needs))),
         sizes=sizes,
         spec=spec,
@@ -106,10 +106,10 @@ def _call(function: Function, step: Step, inputs: list[Tensor], given: Sequence[
 def execute(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str, steps: str) -> list[Tensor]:
     """`fusion::attention_derivative`."""
     parsed, promised = AttentionSpec.from_json(spec), fake(inputs, sizes, spec, emitter, steps)
-    (first, *further), device, found = from_text(steps), inputs[0].device.type, None
-    if isinstance(first, Tangents) and not further and have_kernels(parsed, first.inputs, emitter, device):
+    (first, *aux_outputs), device, found = from_text(steps), inputs[0].device.type, None
+    if isinstance(first, Tangents) and not aux_outputs and have_kernels(parsed, first.inputs, emitter, device):
         found = tangent(parsed, first, inputs, sizes, emitter)
-    every = derivative(parsed, (first, *further), inputs, sizes) if found is None else [found]
+    every = derivative(parsed, (first, *aux_outputs), inputs, sizes) if found is None else [found]
     return [memory.copy_(value) for memory, value in zip(promised, every, strict=True)]
 
 

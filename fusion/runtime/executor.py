@@ -40,13 +40,13 @@ def outputs_of(reason: str, spec: str, device: str, request: str) -> Run:
 
 
 def backward_of(spec: str, device: str, request: str) -> Run:
-    """(grad, out, statistics, operands, sizes, needs, further) -> the gradients of the operands that are needed, in
-    order in memory. further: see `fusion.codegen.emitter.Backward`."""
+    """(grad, out, statistics, operands, sizes, needs, aux_outputs) -> the gradients of the operands that are needed, in
+    order in memory. aux_outputs: see `fusion.codegen.emitter.Backward`."""
     kernels, described = differentiable(spec, device, request), AttentionSpec.from_json(spec).operands
 
     def backward(*given: Any) -> list[Tensor]:
-        grad, out, statistics, operands, sizes, needs, *further = given
-        found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs), *further)
+        grad, out, statistics, operands, sizes, needs, *aux_outputs = given
+        found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs), *aux_outputs)
         wanted = [(t, o) for t, o, needed in zip(operands, described, needs, strict=True) if needed]
         return [laid_out(gradient, *place) for gradient, place in zip(found, wanted, strict=True)]
 
@@ -54,12 +54,12 @@ def backward_of(spec: str, device: str, request: str) -> Run:
 
 
 def outputs_backward_of(spec: str, device: str, request: str) -> Run:
-    """(grad, further, out, statistics, operands, sizes, needs) -> as `backward_of`. Gradients that are all zero cost
-    one check."""
+    """(grad, aux_outputs, out, statistics, operands, sizes, needs) -> as `backward_of`. Gradients that are all zero
+    cost one check."""
     run = backward_of(spec, device, request)
 
-    def backward(grad: Tensor, further: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-        arriving = [None if is_zero(g) else g for g in further]
+    def backward(grad: Tensor, aux_outputs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+        arriving = [None if is_zero(g) else g for g in aux_outputs]
         return run(grad, *rest, arriving) if any(g is not None for g in arriving) else run(grad, *rest)
 
     return backward

@@ -23,7 +23,7 @@ from fusion.machine import Machine
 from fusion.machine import machine as find_machine
 from fusion.planning.plan import planner_for
 from fusion.proof import Proof
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel, GuardedTraining
 
 log = logging.getLogger(__name__)
@@ -78,15 +78,15 @@ def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> R
     """Reason why there is no kernel for this spec on a type of device, or None. Raises EmitterError for an unfit
     emitter."""
     if (found := emitter.find(request.emitter, device)) is None:
-        return Refusal(Ground.NO_EMITTER, f"there is no emitter for device {device!r}")
-    if spec.further and not found.further_outputs:
+        return Refusal(Reason.NO_EMITTER, f"there is no emitter for device {device!r}")
+    if spec.aux_outputs and not found.aux_outputs:
         return Refusal(
-            Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere, and {found.name} writes none"
+            Reason.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere, and {found.name} writes none"
         )
     try:
         return found.load().supports(spec, found.machine(device))
     except UnknownMachineError as problem:
-        return Refusal(Ground.OTHER_MACHINE, str(problem))
+        return Refusal(Reason.OTHER_MACHINE, str(problem))
 
 
 def reads(dtype: torch.dtype, device: torch.device, request: Request = PLAIN) -> bool:
@@ -104,9 +104,9 @@ def machine_of(device: str, request: Request = PLAIN) -> Machine:
 def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool = False) -> Kernel | TrainingKernel:
     """Kernel of a spec's forward. trained: gradients are needed, for which it writes statistics of its rows."""
     exact = str(replace(request, approximation=None))
-    if trained or spec.further:
+    if trained or spec.aux_outputs:
         kernel = differentiable(spec.to_json(), device, exact).kernel
-        if spec.further or not isinstance(kernel, reference.ReferenceGradient):
+        if spec.aux_outputs or not isinstance(kernel, reference.ReferenceGradient):
             return kernel
     found = executor(spec.to_json(), device, exact)
     assert isinstance(found, GuardedKernel)
@@ -122,10 +122,10 @@ def prepare(
     try:
         kernel_of(spec, device.type, request, trained).prepare(sizes)
     except KernelProofError as problem:
-        return Refusal(Ground.DEFECT, f"{problem} (a defect of fusion)")
+        return Refusal(Reason.DEFECT, f"{problem} (a defect of fusion)")
     except Exception as problem:
         log.warning("no kernel for %s", spec, exc_info=True)
-        return Refusal(Ground.DEFECT, f"its kernel could not be built ({type(problem).__name__}: {problem})")
+        return Refusal(Reason.DEFECT, f"its kernel could not be built ({type(problem).__name__}: {problem})")
     return None
 
 

@@ -63,8 +63,8 @@ def _fake_forward(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, e
 
 def _fake_outputs(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> list[Tensor]:
     parsed = AttentionSpec.from_json(spec)
-    further = (results.empty_result(parsed, 1 + k, operands[0], sizes) for k in range(len(parsed.further)))
-    return [*_fake_forward(operands, sizes, spec, emitter), *further]
+    aux_outputs = (results.empty_result(parsed, 1 + k, operands[0], sizes) for k in range(len(parsed.aux_outputs)))
+    return [*_fake_forward(operands, sizes, spec, emitter), *aux_outputs]
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
@@ -75,20 +75,20 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
 
 def _save_outputs(ctx: Any, arguments: Sequence[Any], result: Sequence[Tensor]) -> None:
     operands, *ctx.described = arguments
-    out, statistics, *further = result
-    ctx.further = [(f.shape, f.dtype) for f in further]
+    out, statistics, *aux_outputs = result
+    ctx.aux_outputs = [(f.shape, f.dtype) for f in aux_outputs]
     ctx.save_for_backward(out, statistics, *operands)
     ctx.mark_non_differentiable(statistics)
 
 
-def _differentiate_outputs(ctx: Any, grad: Tensor | None, _: Tensor | None, *further: Tensor | None) -> list[Any]:
+def _differentiate_outputs(ctx: Any, grad: Tensor | None, _: Tensor | None, *aux_outputs: Tensor | None) -> list[Any]:
     out, statistics, *operands = ctx.saved_tensors
-    if all(g is None for g in further):
+    if all(g is None for g in aux_outputs):
         return _gradients(ctx, grad, out, statistics, operands)
     grad = torch.zeros_like(out) if grad is None else grad
     filled = [
         out.new_zeros((), dtype=dtype).expand(shape) if g is None else g
-        for g, (shape, dtype) in zip(further, ctx.further, strict=True)
+        for g, (shape, dtype) in zip(aux_outputs, ctx.aux_outputs, strict=True)
     ]
     needs = _needs(ctx, operands)
     given = grad, filled, out, statistics, operands, *ctx.described, needs
@@ -153,8 +153,8 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "attention_outputs": (f"{_ATTENTION} -> Tensor[]", _fake_outputs),
     "attention_outputs_backward": (
-        "(Tensor grad, Tensor[] further, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, str spec, "
-        "str emitter, bool[] needs) -> Tensor[]",
+        "(Tensor grad, Tensor[] aux_outputs, Tensor out, Tensor statistics, Tensor[] operands, SymInt[] sizes, "
+        "str spec, str emitter, bool[] needs) -> Tensor[]",
         _fake_backward,
     ),
     "attention_derivative": (

@@ -108,6 +108,6 @@ def _between(spec: AttentionSpec, computed: torch.dtype, d: int, d_v: int) -> st
     plain = tuple(Operand(dtype=dtype, rank=len(names), name=name) for name in "qkv")
     return replace(
         spec, operands=(*plain, *spec.operands[3:]), q=(*batch, I, C), k=(*batch, J, C), v=(*batch, J, E),
-        d=const(d), d_v=const(d_v), k_value=None, v_value=None, among=None,
+        d=const(d), d_v=const(d_v), k_value=None, v_value=None, n_k_total=None,
         dtype=dtype, out_dtype="float32", output=Output(dims=names, order=names),
     ).to_json()  # fmt: skip

@@ -40,8 +40,8 @@ def register(library: torch.library.Library, name: str, describe: Callable[[str]
         result = op(*given)
         if name not in _WITH_STATISTICS:
             return result, 0
-        _, statistics, *further = result
-        every = 0, 1 if statistics.dim() > 1 else None, *(0 for _ in further)
+        _, statistics, *aux_outputs = result
+        every = 0, 1 if statistics.dim() > 1 else None, *(0 for _ in aux_outputs)
         return result, every if isinstance(result, tuple) else [*every]
 
     torch.library.register_vmap(f"fusion::{name}", rule, lib=library)

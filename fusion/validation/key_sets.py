@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.codegen import reference
-from fusion.passes.specify.specify import Specified
+from fusion.passes.specify.specify import AttentionCall
 from fusion.process import outside_compilation
 from fusion.proof.operands import Operands
 
 _SMALL = {"Nq": 5, "Nk": 13, "Nset": 6}
 
 
-def contradiction(gathered: Specified, hints: Mapping[str, int]) -> str | None:
+def contradiction(call: AttentionCall, hints: Mapping[str, int]) -> str | None:
     """Difference between an attention over sets of keys and its original with a mask, or None."""
-    assert gathered.by_rows is not None
+    assert call.gathered is not None
     with outside_compilation(), torch.no_grad():
-        operands = _operands(gathered, hints)
-        expected, result = (_result(part, operands, hints) for part in (gathered.by_rows.dense, gathered))
-    if gathered.spec.among is not None:
-        place = gathered.spec.output.dims.index("i")
+        operands = _operands(call, hints)
+        expected, result = (_result(part, operands, hints) for part in (call.gathered.dense, call))
+    if call.spec.n_k_total is not None:
+        place = call.spec.output.dims.index("i")
         result = result.flatten(place - 1, place)
     if expected.shape != result.shape:
         return f"the result has the shape {list(result.shape)} where it had {list(expected.shape)}"
@@ -40,18 +40,18 @@ def contradiction(gathered: Specified, hints: Mapping[str, int]) -> str | None:
     return None
 
 
-def _small_sizes(part: Specified, hints: Mapping[str, int]) -> dict[str, int]:
+def _small_sizes(part: AttentionCall, hints: Mapping[str, int]) -> dict[str, int]:
     """Few queries and keys; the last coordinate of the batch in full, because its heads may differ by number."""
     values = part.example_sizes(hints)
-    last = f"B{len(part.spec.batch) - 1 - (part.spec.among is not None)}"
+    last = f"B{len(part.spec.batch) - 1 - (part.spec.n_k_total is not None)}"
     few = {name: min(value, 2) for name, value in values.items() if name.startswith("B") and name != last}
     return values | few | {name: small for name, small in _SMALL.items() if name in values}
 
 
-def _operands(gathered: Specified, hints: Mapping[str, int]) -> dict[Node, Tensor]:
+def _operands(call: AttentionCall, hints: Mapping[str, int]) -> dict[Node, Tensor]:
     """Operands of both forms, by node: positions that differ from each other, and masks computed from them."""
-    assert gathered.by_rows is not None
-    dense, positions = gathered.by_rows.dense, gathered.operands[gathered.by_rows.table]
+    assert call.gathered is not None
+    dense, positions = call.gathered.dense, call.operands[call.gathered.table]
     drawn = Operands(dense.spec, _small_sizes(dense, hints), seed=7).tensors()
     values: dict[Node, Tensor] = {}
     for node, tensor in zip(dense.operands, drawn, strict=True):  # a tensor may be several operands
@@ -73,7 +73,7 @@ def _as_large(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor
 
 
-def _result(part: Specified, operands: Mapping[Node, Tensor], hints: Mapping[str, int]) -> Tensor:
+def _result(part: AttentionCall, operands: Mapping[Node, Tensor], hints: Mapping[str, int]) -> Tensor:
     """The attention in float64."""
     sizes = _small_sizes(part, hints)
     spec = replace(part.spec, out_dtype="float64")

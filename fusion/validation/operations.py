@@ -178,7 +178,7 @@ def _run_along(replay: Replay, node: Node, columns: list[Tensor]) -> Tensor:
         own[name] = ([-1] if listed else -1) if name == "dim" else False if name == "keepdim" else replay.plain(value)
     result = node.target(joined, **own)  # type: ignore[operator]
     result = result[0] if isinstance(result, tuple) else result
-    held = nodes.value(node)
+    held = nodes.fake(node)
     return result.to(replay.dtype((held[0] if isinstance(held, tuple) else held).dtype))
 
 

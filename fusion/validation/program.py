@@ -20,7 +20,7 @@ from fusion.ir.mixing import Mixing
 from fusion.ir.ops import evaluate
 from fusion.ir.sizes import leaves, size_value
 from fusion.ir.spec import Normalizer
-from fusion.passes.specify.specify import Specified
+from fusion.passes.specify.specify import AttentionCall
 from fusion.validation.replay import Replay, within
 
 
@@ -33,7 +33,7 @@ class Program(Rows):
     [samples, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`. places: the
     coordinate of every dimension of the result, [samples, 1] ("e": [samples, columns]). sizes: of the spec."""
 
-    def __init__(self, part: Specified, places: Mapping[str, Tensor], sizes: dict[str, int], replay: Replay):
+    def __init__(self, part: AttentionCall, places: Mapping[str, Tensor], sizes: dict[str, int], replay: Replay):
         self.spec, self.part, self.replay, self.sizes = part.spec, part, replay, sizes
         wide = any(operand.dtype == "float64" for operand in part.spec.operands)
         self.dtype, self.device = torch.float64 if wide else torch.float32, torch.device("cpu")
@@ -123,9 +123,9 @@ class Program(Rows):
         found = evaluate(entry, leaves({**self.replay.region.hints}, self.known, self._load), self.dtype)
         return found.expand(len(self.replay.region.keys), 1, self.n_k)
 
-    def further_value(self, expr: Expr) -> Tensor:
+    def aux_value(self, expr: Expr) -> Tensor:
         """Value of an auxiliary output's expression, [samples, 1, keys]."""
-        return self.value(expr, self.positions | self.of_further(self.x, self.positions)).to(self.dtype)
+        return self.value(expr, self.positions | self.of_aux_output(self.x, self.positions)).to(self.dtype)
 
     def surrogate(self, grad: Tensor) -> Tensor:
         """A scalar whose gradient at the leaves is that of `out` for the gradient `grad`."""

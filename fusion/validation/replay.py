@@ -185,7 +185,7 @@ class Replay:
             return torch.device("cpu")
         if isinstance(value, torch.dtype):
             return self.dtype(value)
-        held = nodes.value(value)
+        held = nodes.fake(value)
         if isinstance(held, torch.SymInt):
             return size_value(nodes.size_expr(held), self.region.hints)
         if isinstance(held, (torch.SymFloat, torch.SymBool)):

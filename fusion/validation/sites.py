@@ -19,7 +19,7 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.passes import nodes
 from fusion.passes.pullback.contractions import is_contraction
 from fusion.passes.recognize.find import Site
-from fusion.passes.specify.specify import Specified
+from fusion.passes.specify.specify import AttentionCall
 from fusion.process import outside_compilation
 from fusion.validation import mask_check
 from fusion.validation.program import OutOfBounds, Program
@@ -60,7 +60,7 @@ class Verdict:
 _verdicts = BoundedCache()
 
 
-def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
+def validate(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, int]) -> Verdict:
     """Compare a site with the specs that are to replace it. hints: example values of symbolic sizes. Sites of equal
     structure are compared once per process."""
     started = time.perf_counter()
@@ -76,7 +76,7 @@ def validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -
     return _verdicts.store(key, replace(found, seconds=time.perf_counter() - started))
 
 
-def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> Verdict:
+def _validate(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, int]) -> Verdict:
     try:
         sizes = [part.example_sizes(hints) for part in parts]
         shape = tuple(size_value(extent, hints) for extent in nodes.shape(site.root))
@@ -93,7 +93,7 @@ def _validate(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) 
         return Verdict(wrong=str(problem))
 
 
-def _extents(site: Site, parts: Sequence[Specified], sizes: Sequence[Mapping[str, int]], shape) -> str | None:
+def _extents(site: Site, parts: Sequence[AttentionCall], sizes: Sequence[Mapping[str, int]], shape) -> str | None:
     """Whether the spec's sizes are those of the result."""
     for part, values in zip(parts, sizes, strict=True):
         spec = part.spec
@@ -114,7 +114,7 @@ def _extents(site: Site, parts: Sequence[Specified], sizes: Sequence[Mapping[str
 
 
 class _Comparison:
-    def __init__(self, site: Site, parts: Sequence[Specified], sizes, shape: tuple[int, ...], n_k: int, hints):
+    def __init__(self, site: Site, parts: Sequence[AttentionCall], sizes, shape: tuple[int, ...], n_k: int, hints):
         self.site, self.parts, self.sizes = site, parts, sizes
         spec: AttentionSpec = parts[0].spec
         self.dims = spec.output.dims
@@ -164,7 +164,7 @@ class _Comparison:
         values = [replay.value(self.site.root, index, 2) for replay in replays]
         ours = sum((p.out for p in programs[1:]), programs[0].out)
         self.spoiled, self.kinds = self._kinds(values[0], programs)
-        problem = self._results(values, ours) or self._further(replays, programs)
+        problem = self._results(values, ours) or self._aux_outputs(replays, programs)
         if problem is None and any(part.differentiable for part in self.parts):
             return self._gradients(replays, values, programs)
         return problem
@@ -186,17 +186,17 @@ class _Comparison:
                     kinds = torch.where(beyond, EAGER_OVERFLOW, kinds)
         return spoiled, kinds
 
-    def _further(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
+    def _aux_outputs(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
         """Text of a disagreement in auxiliary outputs. One NaN makes the whole row NaN where it is a reduction over the
         keys, or where a score is +inf; an infinite log-sum is as good as NaN there."""
         spoiled = self.spoiled.view(-1, 1, 1)
         for program in programs:
-            for use, further in zip(program.part.uses, program.spec.further, strict=True):
+            for use, aux in zip(program.part.uses, program.spec.aux_outputs, strict=True):
                 index = tuple(program.index(entry) for entry in use.at)
                 found = [replay.value(use.of, index, 3) for replay in replays]
-                found.append(program.further_value(further.value))
+                found.append(program.aux_value(aux.value))
                 found = [torch.where(spoiled & t.isinf(), torch.nan, t) for t in found]
-                whole = spoiled | (further.over == "j")
+                whole = spoiled | (aux.over == "j")
                 *found, ours = [torch.where(whole & t.isnan().any(-1, keepdim=True), torch.nan, t) for t in found]
                 if problem := self._results(found, ours, use.node.name):
                     return problem
@@ -250,7 +250,7 @@ class _Comparison:
         return largest
 
 
-def _roles(site: Site, parts: Sequence[Specified]) -> dict[Node, Role]:
+def _roles(site: Site, parts: Sequence[AttentionCall]) -> dict[Node, Role]:
     """Roles of the leaves. Q, K, V and other factors of matrix products are factors; other factors and divisors are
     scales. An added tensor that is a product, the same for all queries and keys, or ignored as the same for all keys,
     is no mask, but finite."""

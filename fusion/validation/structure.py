@@ -14,21 +14,21 @@ from fusion.ir.sizes import size_value
 from fusion.passes import marks, nodes
 from fusion.passes.pullback.folding import known
 from fusion.passes.recognize.find import Site
-from fusion.passes.specify.specify import Specified
+from fusion.passes.specify.specify import AttentionCall
 from fusion.validation.replay import literal, rule_of
 
 _MARKS = (marks.requires_grad, marks.stop_gradient, marks.mutations, marks.is_seed)
 
 
-def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]) -> str:
+def fingerprint(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, int]) -> str:
     """A digest that is equal for sites that validation cannot tell apart."""
     operands = [operand for part in parts for operand in part.operands]
     ends = set(operands) - site.interior
     numbers: dict[Node, int] = {}
     inside: set[Node] = set()
     lines: list[object] = []
-    further = [(use.of, use) for part in parts for use in part.uses]
-    stack = [site.root, *(node for node, _ in further)]
+    aux = [(use.of, use) for part in parts for use in part.uses]
+    stack = [site.root, *(node for node, _ in aux)]
     while stack:
         here = stack.pop()
         if here in numbers:
@@ -43,7 +43,7 @@ def fingerprint(site: Site, parts: Sequence[Specified], hints: Mapping[str, int]
         made = str(here.target) if here in inside else _constant(here)
         lines.append((made, str(call), _described(here, hints)))
     specs = tuple((p.spec.to_json(), tuple(size_value(n, hints) for n in p.sizes), p.differentiable) for p in parts)
-    specs = (*specs, *((numbers[node], tuple(map(str, use.at))) for node, use in further))
+    specs = (*specs, *((numbers[node], tuple(map(str, use.at))) for node, use in aux))
     whole = specs, [numbers.get(o, -1) for o in operands], numbers[site.anchor], site.dims, lines
     return hashlib.sha256(repr(whole).encode()).hexdigest()
 
@@ -58,7 +58,7 @@ def _constant(here: Node) -> object:
 
 
 def _described(here: Node, hints: Mapping[str, int]) -> Any:
-    held = nodes.value(here)
+    held = nodes.fake(here)
     marked = tuple(bool(mark(here)) for mark in _MARKS)
     if isinstance(held, torch.Tensor):
         try:

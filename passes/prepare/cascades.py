@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusion.ir.sizes import size_value
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..building import Symbols, derived
@@ -35,8 +35,8 @@ from ..recognize.find import Site
 from .trials import Change, Promise
 
 aten = torch.ops.aten
-_GROUNDS = (
-    Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER, Ground.NOT_POINTWISE, Ground.WEIGHTS_ADDED, Ground.NOT_LINEAR,
+_REASONS = (
+    Reason.FURTHER_REDUCTION, Reason.OTHER_NORMALISER, Reason.NOT_POINTWISE, Reason.WEIGHTS_ADDED, Reason.NOT_LINEAR,
 )  # fmt: skip
 Strategy = Callable[[list[Node]], list[Node]]
 MOST = 6
@@ -79,7 +79,7 @@ def _may_be_cascade(site: Site) -> bool:
     if marks.requires_grad(site.anchor) or not is_contraction(site.anchor):
         return False
     if site.refusal is not None:
-        return site.refusal.kind in _GROUNDS
+        return site.refusal.kind in _REASONS
     walks = [found.pullback for found in site.attentions]
     products = {product.node for walk in walks for product in walk.products}
     return any(products & products_above(node) for walk in walks for node in walk.loaded)
@@ -143,7 +143,7 @@ class _Builder:
 
     def times_ones(self, x: Node) -> Node:
         """Sums over the last dimension, which stays with 1 element, as a product with ones."""
-        like = nodes.value(x)
+        like = nodes.fake(x)
         with self.graph.inserting_before(self.node):
             length = Symbols(self.graph).value(shape(x)[-1])
             how = {"dtype": like.dtype, "device": like.device}

@@ -62,7 +62,7 @@ def _positions(node: Node) -> Node | None:
     elif packet(node) is aten.index:
         indices = [index for index in arguments(node)["indices"] if index is not None]
         positions = indices[0] if len(indices) == 1 else None
-    if positions is None or nodes.value(positions).ndim < 2 or nodes.dtype(positions) not in (torch.int64, torch.int32):
+    if positions is None or nodes.fake(positions).ndim < 2 or nodes.dtype(positions) not in (torch.int64, torch.int32):
         return None
     return positions if positions.op == "call_function" else None
 
@@ -103,7 +103,7 @@ class _Line:
         """Line of a read of a table of one dimension at such positions. It is read at each call, since its values may
         change."""
         positions = _positions(here)
-        if positions is None or nodes.value(here.args[0]).ndim != 1 or any(map(marks.mutations, here.all_input_nodes)):
+        if positions is None or nodes.fake(here.args[0]).ndim != 1 or any(map(marks.mutations, here.all_input_nodes)):
             return None
         if (line := self._of(positions)) is None:
             return None
@@ -122,7 +122,7 @@ class _Line:
             return None
         lines = {}
         for parent in here.all_input_nodes:
-            fake = nodes.value(parent)
+            fake = nodes.fake(parent)
             if isinstance(fake, torch.Tensor) and fake.ndim:
                 if (line := self._of(parent)) is None:
                     return None
@@ -133,7 +133,7 @@ class _Line:
         return self._call(target, args, **kwargs)
 
     def _has_pairs(self, here: Node) -> bool:
-        *outer, rows, keys = shape(here) if nodes.value(here).ndim > 1 else (ONE, ONE)
+        *outer, rows, keys = shape(here) if nodes.fake(here).ndim > 1 else (ONE, ONE)
         several = not any(extent.is_const and extent.integer < 2 for extent in (rows, keys))
         pairs = here.op == "call_function" and (rows, keys) == (self.n_q, self.n_k)
         return pairs and several and all(extent is ONE for extent in outer)
@@ -146,7 +146,7 @@ class _Line:
         last = integers.sub(self.n_q, 1)
         start = integers.sub(slope[1], integers.mul(slope[0], last))
         end = integers.add(start, integers.mul(slope[0], integers.add(last, self.n_k)))
-        fake = nodes.value(here)
+        fake = nodes.fake(here)
         bounds = (self.symbols.value(start), self.symbols.value(end), slope[0])
         return self._call(aten.arange.start_step, bounds, dtype=fake.dtype, device=fake.device)
 
@@ -154,7 +154,7 @@ class _Line:
         """Element at query and key as an expression of these and sizes."""
         if nodes.dtype(here) not in (torch.int64, torch.int32):
             return None
-        expr = self.walk.value(here, (*[integers.integer(0)] * (nodes.value(here).ndim - 2), I, J))
+        expr = self.walk.value(here, (*[integers.integer(0)] * (nodes.fake(here).ndim - 2), I, J))
         return None if expr.kind is not Kind.INT or loads(expr) else expr
 
     def _spread(self, line: Node) -> Node:
@@ -177,13 +177,13 @@ class _Line:
 
     def _distances(self) -> Node:
         """j - i + n_q - 1, [n_q, n_k]."""
-        device, last = nodes.value(self.positions).device, self.symbols.value(integers.sub(self.n_q, 1))
+        device, last = nodes.fake(self.positions).device, self.symbols.value(integers.sub(self.n_q, 1))
         keys = self._call(aten.arange.default, (self.symbols.value(self.n_k),), device=device)
         from_last = self._call(aten.arange.start_step, (last, -1, -1), device=device)
         return self._call(aten.add.Tensor, (self._call(aten.unsqueeze.default, (from_last, 1)), keys))
 
     def _call(self, target: Any, args: Any, **kwargs: Any) -> Node:
-        mode = detect_fake_mode(nodes.value(self.node))
+        mode = detect_fake_mode(nodes.fake(self.node))
         assert mode is not None
         with mode, torch.no_grad(), enable_python_dispatcher():
             return derived(self.graph, self.node, target, args, **kwargs)

@@ -27,7 +27,7 @@ from fusion.ir.integers import Bounds
 from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED, is_bounded
 from fusion.ir.spec import Normalizer
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..building import Symbols, derived
@@ -42,7 +42,7 @@ from ..specify.aux_outputs import order_of
 from .trials import Change, Promise
 
 aten = torch.ops.aten
-_GROUNDS = (Ground.FURTHER_REDUCTION, Ground.OTHER_NORMALISER)
+_REASONS = (Reason.FURTHER_REDUCTION, Reason.OTHER_NORMALISER)
 _SCALINGS = (aten.dropout, aten.native_dropout, aten.to, aten._to_copy)
 """Operations that a factor of a row passes through, beside products and views."""
 
@@ -239,5 +239,5 @@ def _in_rows_of(product: Node, factor: Node, places: tuple[int, ...]) -> Node:
 
 
 MOVE_DIVISIONS = Change(
-    may_help=lambda site: site.refusal is not None and site.refusal.kind in _GROUNDS, apply=_move_divisions
+    may_help=lambda site: site.refusal is not None and site.refusal.kind in _REASONS, apply=_move_divisions
 )

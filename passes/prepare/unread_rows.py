@@ -102,7 +102,7 @@ def _is_returned(node: Node) -> bool:
 def _rewrite(graph: Graph, read: Mapping[Node, Rows | None], inputs: Mapping[Node, Inputs]) -> None:
     """Replace nodes by ones that compute only the rows that are read."""
     symbols, replacements = Symbols(graph), dict[Node, Node]()
-    mode = detect_fake_mode([nodes.value(node) for node in graph.nodes])
+    mode = detect_fake_mode([nodes.fake(node) for node in graph.nodes])
     assert mode is not None
     for node in list(graph.nodes):
         with graph.inserting_before(node), mode, torch.no_grad(), enable_python_dispatcher():
@@ -145,7 +145,7 @@ def _of_parts(graph: Graph, node: Node, rows: Rows, parts: Mapping[Node, Node], 
         given = arguments(node) | {"is_causal": False, "attn_mask": _causal(graph, node, rows)}
         args, kwargs = (), map_arg(given, lambda given: parts.get(given, given))
     call = graph.call_function(target, args, kwargs)
-    value = target(*map_arg(args, nodes.value), **map_arg(kwargs, nodes.value))
+    value = target(*map_arg(args, nodes.fake), **map_arg(kwargs, nodes.fake))
     call.meta = {**node.meta, "val": value}
     assert not nodes.is_tensor(node) or list(shape(call)) == rows.within(shape(node)), (node, rows)
     return call
@@ -156,7 +156,7 @@ def _select_all(node: Node, part: Node) -> None:
     dim = arguments(node)["dim"]
     node.args, node.kwargs = (part, dim, 0, END) if packet(node) is aten.slice else (part, dim, 0), {}
     target: Any = node.target
-    node.meta["val"] = target(*map_arg(node.args, nodes.value))
+    node.meta["val"] = target(*map_arg(node.args, nodes.fake))
 
 
 def _causal(graph: Graph, node: Node, rows: Rows) -> Node:
@@ -164,10 +164,10 @@ def _causal(graph: Graph, node: Node, rows: Rows) -> Node:
     query, key = (arguments(node)[name] for name in ("query", "key"))
 
     def positions(of: Node) -> Node:
-        count: Any = nodes.value(of).shape[-2]
+        count: Any = nodes.fake(of).shape[-2]
         if not isinstance(count, int):
             count = derived(graph, node, aten.sym_size.int, (of, -2))
-        return derived(graph, node, aten.arange.default, (count,), device=nodes.value(of).device)
+        return derived(graph, node, aten.arange.default, (count,), device=nodes.fake(of).device)
 
     queries = derived(graph, node, aten.slice.Tensor, (positions(query), 0, rows.start, rows.end))
     queries = derived(graph, node, aten.unsqueeze.default, (queries, 1))

@@ -12,7 +12,7 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import Expr
 from fusion.lowering.numbers import is_moderate
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, shape
@@ -202,7 +202,7 @@ class Equation:
 def _parsed(equation: str, ranks: tuple[int, ...], rank: int) -> Equation:
     """The letters of an einsum whose operands and result have these ranks; raises `Unsupported` for other forms."""
     if len(ranks) != 2:
-        raise Unsupported(Ground.PRODUCT_FORM, f"an einsum of {len(ranks)} operands")
+        raise Unsupported(Reason.PRODUCT_FORM, f"an einsum of {len(ranks)} operands")
     terms, arrow, output = equation.replace(" ", "").partition("->")
     inputs = tuple(_expand_ellipsis(term, own) for term, own in zip(terms.split(","), ranks, strict=True))
     if arrow:
@@ -214,7 +214,7 @@ def _parsed(equation: str, ranks: tuple[int, ...], rank: int) -> Equation:
     summed = set().union(*inputs) - set(output)
     if len(summed) != 1 or any(not summed <= set(term) or len(set(term)) != len(term) for term in inputs):
         message = f"the einsum {equation!r}, which does not sum over exactly one index of both operands"
-        raise Unsupported(Ground.PRODUCT_FORM, message)
+        raise Unsupported(Reason.PRODUCT_FORM, message)
     return Equation(inputs=inputs, output=output, summed=summed.pop())
 
 
@@ -239,7 +239,7 @@ def _einsum(node: Node, index: Index, contracted: Expr) -> Factors:
     )
     extent, other = (shape(t)[term.index(equation.summed)] for t, term in zip(tensors, equation.inputs, strict=True))
     if (extent is one) != (other is one):
-        raise Unsupported(Ground.PRODUCT_FORM, "an einsum that broadcasts the index that it sums over")
+        raise Unsupported(Reason.PRODUCT_FORM, "an einsum that broadcasts the index that it sums over")
     return Factors(left=tensors[0], left_index=left, right=tensors[1], right_index=right, extent=extent)
 
 

@@ -84,7 +84,7 @@ def _may_fold(here: Node) -> bool:
     """Whether a node computes a small tensor on the CPU, the same at every call, and changes nothing in place."""
     if here.op != "call_function" or not nodes.is_tensor(here) or not isinstance(here.target, OpOverload):
         return False
-    fake = nodes.value(here)
+    fake = nodes.fake(here)
     if any(isinstance(extent, torch.SymInt) for extent in fake.shape) or fake.numel() > LARGEST:
         return False
     changing = marks.mutations(here) or nodes.writes(here)

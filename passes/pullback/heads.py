@@ -20,7 +20,7 @@ from fusion.ir import integers
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, C, Expr, Kind, contains, coord, coordinates, node, rebuild, substitute
 from fusion.ir.ops import apply
 from fusion.ir.records import mapped
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import nodes
 from ..nodes import Unsupported, arguments, is_tensor, packet, shape
@@ -164,10 +164,10 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     """Element at an index of a node that mixes heads of scores or weights; None for any other node."""
     if (summed := head_sum(here)) is None:
         return None
-    for extent in (nodes.value(summed.mixed).shape[summed.dims.index(None)], nodes.value(here).shape[summed.to]):
+    for extent in (nodes.fake(summed.mixed).shape[summed.dims.index(None)], nodes.fake(here).shape[summed.to]):
         nodes.specialize(extent)
     if not (extent := summed.extent).is_const or not extent.integer <= MOST_HEADS:
-        raise Unsupported(Ground.HEADS_MIXED, f"{extent} heads are mixed; kernels mix up to {MOST_HEADS}", None, here)
+        raise Unsupported(Reason.HEADS_MIXED, f"{extent} heads are mixed; kernels mix up to {MOST_HEADS}", None, here)
     within = {name for entry in index for name in coordinates(entry) if name.startswith("h")}
     head = coord(f"h{len(within)}")
     pullback.bounds[head] = extent
@@ -176,7 +176,7 @@ def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     if not depends_on_product(value) or depends_on_product(matrix):
         return None
     if index[summed.to].op != "coord":
-        raise Unsupported(Ground.HEADS_MIXED, "the mixed dimension is not one of heads alone", None, here)
+        raise Unsupported(Reason.HEADS_MIXED, "the mixed dimension is not one of heads alone", None, here)
     own_value = pullback.value(summed.mixed, summed.mixed_index(index, index[summed.to]))
     result = node("mix", (matrix, value, index[summed.to], own_value), Kind.FLOAT, head.name)
     return result if summed.bias is None else result + pullback.value(summed.bias, (index[summed.to],))
@@ -190,7 +190,7 @@ def split_weights(weight: Expr) -> tuple[HeadMix, Expr] | None:
     matrix, value, to, _ = mix.args
     if has(then, "dot", "softmax", "scaled_softmax", "reduce", "mix") or not has(value, "softmax", "scaled_softmax"):
         message = "after their heads are mixed, weights must be used pointwise"
-        raise Unsupported(Ground.HEADS_MIXED, message, weight)
+        raise Unsupported(Reason.HEADS_MIXED, message, weight)
     return HeadMix(head=coord(str(mix.attr)), to=to, matrix=matrix, program=then, adds=adds), value
 
 
@@ -202,7 +202,7 @@ def split_scores(score: Expr) -> tuple[HeadMix, Expr] | None:
     matrix, value, to, _ = mix.args
     if has(then, "dot", "mix") or has(value, "mix"):
         message = "after their heads are mixed, scores must be used pointwise, and mixed no second time"
-        raise Unsupported(Ground.HEADS_MIXED, message, score)
+        raise Unsupported(Reason.HEADS_MIXED, message, score)
     return HeadMix(head=coord(str(mix.attr)), to=to, matrix=matrix, program=value, adds=adds), then
 
 
@@ -254,11 +254,11 @@ def named(
     apart = any(before.head is not behind.to for before, behind in itertools.pairwise(every))
     if apart or any(axis.name in coordinates(entry) for entry in inner) or not axis.name.startswith("b"):
         raise Unsupported(
-            Ground.HEADS_MIXED,
+            Reason.HEADS_MIXED,
             "the heads that are mixed are not single heads, or not the same before and after the softmax",
         )
     if any(bounds[mixed.head] is not bounds[axis] for mixed in every):
-        raise Unsupported(Ground.HEADS_MIXED, "mixing changes the number of heads")
+        raise Unsupported(Reason.HEADS_MIXED, "mixing changes the number of heads")
     renaming = dict.fromkeys([mixed.head for mixed in every], axis)
 
     def of_head(expr: Expr) -> Expr:

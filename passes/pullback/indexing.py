@@ -273,7 +273,7 @@ def created(here: Node, index: Index) -> Expr | None:
     if kind in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
         fill = args.get("fill_value", args.get("s"))
         if isinstance(fill, Node):
-            fill = nodes.value(fill)
+            fill = nodes.fake(fill)
         if not isinstance(fill, (bool, int, float)):
             return None
         return casts.cast(const(fill), nodes.dtype(here))

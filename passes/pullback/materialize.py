@@ -16,7 +16,7 @@ from torch.fx import Node
 from fusion.ir.expr import Expr, Kind, coordinates, walk
 from fusion.ir.ops import rounded
 from fusion.ir.primitives import cost
-from fusion.lowering.numbers import decided
+from fusion.lowering.numbers import feeding_comparisons
 
 from .. import nodes
 
@@ -56,7 +56,7 @@ def decided_otherwise(here: Node, value: Expr, pulled: Set[Node], loaded: Sequen
         return False
     wide = torch.float64 if anchor is not None and nodes.dtype(anchor) is torch.float64 else torch.float32
     others = {dtype for dtype in _dtypes(here, pulled) if dtype is not wide}
-    return any(not _is_exact(part, dtype, loaded) for dtype in others for part in decided(value))
+    return any(not _is_exact(part, dtype, loaded) for dtype in others for part in feeding_comparisons(value))
 
 
 def _is_exact(part: Expr, dtype: torch.dtype, loaded: Sequence[Node]) -> bool:

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from fusion.ir.expr import ONE, C, Expr, const, coordinates
 from fusion.ir.spec import Normalizer
 from fusion.lowering.numbers import is_moderate
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported
@@ -53,7 +53,7 @@ def mark_stored(graph: Graph, reads: Callable[[torch.dtype, torch.device], bool]
     can. Tensors with a gradient are left out: it would be that of the widened copy, rounded."""
     for node in graph.nodes:
         if nodes.is_tensor(node) and nodes.dtype(node) in _STORED and not marks.requires_grad(node):
-            marks.stored.set(node, reads(nodes.dtype(node), nodes.value(node).device))
+            marks.stored.set(node, reads(nodes.dtype(node), nodes.fake(node).device))
 
 
 def locate(
@@ -92,7 +92,7 @@ def locate(
         here, index = moved
     if access is None:
         raise Unsupported(
-            Ground.LAYOUT, "an operand of the product is indexed in a way that is not linear in its row and column"
+            Reason.LAYOUT, "an operand of the product is indexed in a way that is not linear in its row and column"
         )
     return access, const(access_scale)
 

@@ -28,7 +28,7 @@ from fusion.ir.expr import C, Expr, I, J, Kind, const, coordinates, load, node
 from fusion.ir.ops import apply, as_float, where
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.ranges import interval, is_exact, within
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, producer, shape
@@ -121,25 +121,25 @@ class PullBack:
         node = self.suspect(problem)
         if problem.expr is None and node is not None and is_distance(node):
             message = "the scores are distances, and no products of queries and keys"
-            return Unsupported(Ground.DISTANCES, message, None, node)
+            return Unsupported(Reason.DISTANCES, message, None, node)
         if problem.expr is None and node is not None and (part := described(producer(node))) is not None:
             message = f"the operations between the two products are hidden in {part}"
-            return Unsupported(Ground.OPAQUE, message, None, node)
-        if problem.refusal.kind is not Ground.NOT_POINTWISE:
+            return Unsupported(Reason.OPAQUE, message, None, node)
+        if problem.refusal.kind is not Reason.NOT_POINTWISE:
             return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
         if self.limit is None and node is not None:
             node = blocking_op(node, products_above(node)) or node
             if reductions.is_reduction(node) and {*reductions.extents(node)} & {self.keys, self.bounds.get(I)}:
                 message = f"the weights depend on {node.target} of whole rows or columns of scores"
-                return Unsupported(Ground.FURTHER_REDUCTION, message, problem.expr, node)
+                return Unsupported(Reason.FURTHER_REDUCTION, message, problem.expr, node)
         if self.limit is None:
             message = problem.refusal.message
             if node is not None and is_contraction(node):
                 places = (index for here, index in self._memo if here is node)
                 message = f"{message}: this one is read at [{', '.join(map(str, next(places, ())))}]"
-            return Unsupported(Ground.NOT_POINTWISE, message, problem.expr, node)
+            return Unsupported(Reason.NOT_POINTWISE, message, problem.expr, node)
         message = f"{problem.refusal.message}, as far as the analysis went, which stops at its limit: {self.limit}"
-        return Unsupported(Ground.LIMIT, message, problem.expr, node)
+        return Unsupported(Reason.LIMIT, message, problem.expr, node)
 
     def suspect(self, problem: Unsupported) -> Node | None:
         """Node at fault for a problem with a value of this walk: that of the expression in question, or else the last
@@ -210,21 +210,21 @@ class PullBack:
         """A load of an element of a tensor that the graph computes, from the view's origin where it is one."""
         kind = casts.kind_of(nodes.dtype(here))
         if kind is None:
-            raise Unsupported(Ground.DTYPE, f"values of dtype {nodes.dtype(here)}")
+            raise Unsupported(Reason.DTYPE, f"values of dtype {nodes.dtype(here)}")
         return load(self.number(here), index, kind)
 
     def argument(self, value: Any, index: Index, extents: Sequence[Expr]) -> Any:
         """An argument of a pointwise call at `index` of its result of shape `extents`."""
         if not isinstance(value, Node):
             return value
-        fake = nodes.value(value)
+        fake = nodes.fake(value)
         if isinstance(fake, torch.Tensor):
             return self.value(value, broadcast_index(extents, shape(value), index))
         if isinstance(fake, (torch.SymInt, int)):
             return nodes.size_expr(fake)
         if (number := nodes.scalar(value)) is not None:
             return number
-        raise Unsupported(Ground.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({value.name})")
+        raise Unsupported(Reason.RUN_TIME_SCALAR, f"a scalar that is computed at run time ({value.name})")
 
     def _computed(self, here: Node, index: Index) -> Expr | None:
         """The element as an expression, or None where it is to be loaded."""
@@ -247,7 +247,7 @@ class PullBack:
         extents = shape(here)
         if any(nodes.is_tensor(arg) and len(shape(arg)) > len(extents) for arg in here.all_input_nodes):
             return None  # a reduction of the same name: max()
-        common = casts.common_integer([nodes.value(x) for x in here.all_input_nodes if nodes.is_tensor(x)])
+        common = casts.common_integer([nodes.fake(x) for x in here.all_input_nodes if nodes.is_tensor(x)])
 
         def held(given: Any) -> Any:
             found = self.argument(given, index, extents)
@@ -317,7 +317,7 @@ class PullBack:
         that all but a few instructions are done once per row."""
         if (drawn_from := marks.seed(here)) is None or not isinstance(p, (int, float)):
             message = "dropout of a kind, or with a probability, that is not known at compile time"
-            raise Unsupported(Ground.DROPOUT, message)
+            raise Unsupported(Reason.DROPOUT, message)
         if p >= 1:
             return const(0.0)
         seed = self.load(drawn_from, (integers.integer(0),))
@@ -352,7 +352,7 @@ class PullBack:
             return None
         if {query.dtype, key.dtype} != {nodes.dtype(here)}:
             return None
-        nodes.specialize(nodes.value(parts.left).shape[parts.left_index.index(C)])
+        nodes.specialize(nodes.fake(parts.left).shape[parts.left_index.index(C)])
         scale, added = query_scale * key_scale, False
         if packet(here) in ADDING:
             args = arguments(here)

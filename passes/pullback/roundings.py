@@ -14,7 +14,7 @@ from torch.fx import Node
 from fusion.ir.expr import Expr, walk
 from fusion.ir.ops import apply, where
 from fusion.ir.primitives import ROUNDED
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import marks, nodes
 from .reductions import depends_on_product
@@ -51,7 +51,7 @@ def narrowed_to(value: Expr, dtype: torch.dtype, precision: torch.dtype, held: H
     """Float rounded to a coarser dtype; None where no primitive rounds to that. Raises Unsupported for scores of
     float64: no kernel rounds them, and scores of -1e9 that differ are equal after that."""
     if precision is torch.float64 and depends_on_product(value):
-        raise nodes.Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {dtype}", value)
+        raise nodes.Unsupported(Reason.DTYPE, f"scores of float64 are rounded to {dtype}", value)
     return _rounded(value, dtype, held)
 
 

@@ -13,7 +13,7 @@ from fusion.ir import integers
 from fusion.ir.expr import C, E, Expr, I, J, Kind, const, walk
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, shape
@@ -52,13 +52,13 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr], reads_m
     """Attention of an SDPA call at `index` of its result. reads_mask: the mask is loaded as the graph computes it."""
     args = arguments(anchor)
     query, key, value = args["query"], args["key"], args["value"]
-    nodes.specialize(nodes.value(query).shape[-1])
+    nodes.specialize(nodes.fake(query).shape[-1])
     keys, d = shape(key)[-2], shape(query)[-1]
     pullback = PullBack(bounds | {J: keys}, keys, anchor)
     heads = shape(query)[-3] if len(shape(query)) > 2 else None
     if args["enable_gqa"]:  # the group size is part of the kernel
         for tensor in (query, key):
-            nodes.specialize(nodes.value(tensor).shape[-3])
+            nodes.specialize(nodes.fake(tensor).shape[-3])
 
     def access(tensor: Node, row: Expr, column: Expr, extent: Expr, *accept) -> tuple[Access, Expr]:
         batch = _batch_index(tensor, index[:-2], shape(anchor)[:-2], args["enable_gqa"], heads, bounds)
@@ -89,7 +89,7 @@ def _scale(scale: Any, d: Expr) -> Expr:
     if scale is not None and (number := nodes.scalar(scale)) is not None:
         return casts.operand(number, Kind.FLOAT)
     if scale is not None or not d.is_const:
-        raise Unsupported(Ground.RUN_TIME_SCALAR, "a scale or head dimension that is computed at run time")
+        raise Unsupported(Reason.RUN_TIME_SCALAR, "a scale or head dimension that is computed at run time")
     return const(1 / math.sqrt(d.integer) if d.integer else 1.0)
 
 

@@ -106,7 +106,7 @@ def _position(pullback: PullBack, here: Node, tensor: Node, at: Index, dim: int)
     position = pullback.value(tensor, at)
     if integers.is_below(position, extent, pullback.bounds):
         return position
-    if not pullback.reads_tables or nodes.value(tensor).device != nodes.value(origin).device:
+    if not pullback.reads_tables or nodes.fake(tensor).device != nodes.fake(origin).device:
         return None
     while packet(tensor) in _WHOLE and (moved := pullback.step(tensor, at, pullback.bounds)) is not None:
         tensor, at = moved

@@ -25,7 +25,7 @@ from torch import Tensor
 from fusion.ir.derivative import UPSTREAM, adjoints
 from fusion.ir.expr import Expr, Kind, const, node, walk
 from fusion.ir.ops import apply, evaluate, where
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from ..nodes import Unsupported
 from .casts import Builder, Call
@@ -86,7 +86,7 @@ def as_torch_differentiates(packet: Any, call: Call, builders: Sequence[Builder]
         return composed
     rule = _rule(form, tuple(builders))
     if isinstance(rule, str):
-        raise Unsupported(Ground.DEFECT, rule)
+        raise Unsupported(Reason.DEFECT, rule)
     composed = composed if rule.chosen == 0 else builders[rule.chosen](call)
     for point, value, slope in rule.corrections:
         (x,) = (arg for arg in call.args if isinstance(arg, Expr))

@@ -17,7 +17,7 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import Expr
 from fusion.ir.ops import apply
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, normalize_dim, packet, shape
@@ -62,7 +62,7 @@ def is_view(node: Node) -> bool:
 def _concrete(value: Any) -> int:
     if isinstance(value, int):
         return value
-    raise Unsupported(Ground.LAYOUT, "a dimension or step that is not a constant")
+    raise Unsupported(Reason.LAYOUT, "a dimension or step that is not a constant")
 
 
 @_rule(aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh_copy, aten.lift_fresh)
@@ -73,7 +73,7 @@ def _identity(node: Node, args: dict[str, Any], index: Index, bounds: integers.B
 @_rule(*CASTS)
 def _conversion(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bounds) -> Index | None:
     origin = args["self"]
-    if nodes.dtype(origin) != nodes.dtype(node) or nodes.value(origin).device != nodes.value(node).device:
+    if nodes.dtype(origin) != nodes.dtype(node) or nodes.fake(origin).device != nodes.fake(node).device:
         return None
     return index
 
@@ -90,7 +90,7 @@ def reshape_index(new: Sequence[Expr], old: Sequence[Expr], index: Index, bounds
     equal products are resolved separately, so that only dimensions that are really merged or split see a division."""
     if integers.integer(0) in old:
         raise Unsupported(
-            Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}, of empty tensors"
+            Reason.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}, of empty tensors"
         )
     result: list[Expr] = []
     a, b = 0, 0
@@ -133,7 +133,7 @@ def _group(new: Sequence[Expr], old: Sequence[Expr], a0: int, b0: int) -> tuple[
         if left is right and (a > a0 or a0 == len(new)) and (b > b0 or b0 == len(old)):
             break
     if left is not right:
-        raise Unsupported(Ground.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}")
+        raise Unsupported(Reason.LAYOUT, f"a reshape from {list(map(str, old))} to {list(map(str, new))}")
     return a, b
 
 
@@ -228,7 +228,7 @@ def _slice(node: Node, args: dict[str, Any], index: Index, bounds: integers.Boun
         else:
             start = apply("imax", integers.add(extent, start), integers.integer(0))
     elif not start.is_const and not integers.is_nonnegative(start):
-        raise Unsupported(Ground.LAYOUT, "a slice whose start may be negative")
+        raise Unsupported(Reason.LAYOUT, "a slice whose start may be negative")
     return (*index[:dim], integers.add(start, integers.mul(step, index[dim])), *index[dim + 1 :])
 
 
@@ -239,7 +239,7 @@ def _select(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bou
     if at.is_const and at.integer < 0:
         at = integers.add(at, shape(args["self"])[dim])
     elif not at.is_const and not integers.is_nonnegative(at):
-        raise Unsupported(Ground.LAYOUT, "an index that may be negative")
+        raise Unsupported(Reason.LAYOUT, "an index that may be negative")
     return (*index[:dim], at, *index[dim:])
 
 
@@ -276,7 +276,7 @@ def _roll(node: Node, args: dict[str, Any], index: Index, bounds: integers.Bound
     extents, moved = shape(node), list(index)
     for shift, d in zip(shifts, dims, strict=True):
         if not extents[d].is_const:
-            raise Unsupported(Ground.LAYOUT, "a roll over a dimension of unknown size")
+            raise Unsupported(Reason.LAYOUT, "a roll over a dimension of unknown size")
         extent = extents[d].integer
         moved[d] = integers.mod(integers.add(moved[d], (-shift) % max(extent, 1)), extents[d], bounds)
     return tuple(moved)
@@ -299,9 +299,9 @@ def _from_getitem(node: Node, index: Index) -> tuple[Node, Index] | None:
         return None
     args = arguments(origin)
     tensor = args["self"]
-    pieces = nodes.value(origin)
+    pieces = nodes.fake(origin)
     item = normalize_dim(item, len(pieces))
-    dim = normalize_dim(args.get("dim", 0), nodes.value(tensor).dim())
+    dim = normalize_dim(args.get("dim", 0), nodes.fake(tensor).dim())
     if kind is aten.unbind:
         return tensor, (*index[:dim], integers.integer(item), *index[dim:])
     start = integers.add(0, *(nodes.size_expr(piece.shape[dim]) for piece in pieces[:item]))

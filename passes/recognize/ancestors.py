@@ -78,7 +78,7 @@ class AncestorKinds:
 
     def _of(self, node: Node) -> AncestorKind:
         kind = packet(node)
-        if nodes.is_tensor(node) and _holds_integers(nodes.value(node)):
+        if nodes.is_tensor(node) and _holds_integers(nodes.fake(node)):
             return _NOTHING  # positions, of the largest weights perhaps, and no weights
         kinds = self.inputs(node)
         if AncestorKind.PRODUCT in kinds and head_sum(node) is not None:
@@ -91,7 +91,7 @@ class AncestorKinds:
             return _NOTHING  # heads may be normalised after they were mixed
         if extended_factors(node):  # what was normalised before is a factor, unless it is attention weights
             kinds = kinds | AncestorKind.PRODUCT if looks_like_attention(kinds) else AncestorKind.PRODUCT
-        if kind in SOFTMAXES | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.value(node).shape) >= 2:
+        if kind in SOFTMAXES | {aten.exp, aten.exp2} and nodes.is_tensor(node) and len(nodes.fake(node).shape) >= 2:
             kinds |= AncestorKind.SOFTMAX if kind in SOFTMAXES else AncestorKind.EXP
         if is_statistic(node):
             kinds |= AncestorKind.STATISTIC | (AncestorKind.SUM if kind in _SUMS else _NOTHING)

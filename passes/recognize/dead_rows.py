@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node, rebuild, walk
 from fusion.ir.ops import apply, conjuncts, remake
 from fusion.ir.primitives import ROUNDED, is_bounded, is_tame
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from ..nodes import Unsupported
 
@@ -53,14 +53,14 @@ def as_exponents(columns: tuple[Expr, ...], shift: Expr) -> tuple[Expr, ...]:
     reduced = (column for part in walk(shift) if part.op == "reduce" for column in part.args)
     if any(map(may_be_high, reduced)):
         message = "exponentials less a maximum that a mask's fill takes far above the scores"
-        raise Unsupported(Ground.SOFTMAX_BY_HAND, message)
+        raise Unsupported(Reason.SOFTMAX_BY_HAND, message)
     if shift is ROW_MAX or not any(map(may_be_lowest, columns)):
         return columns
     if any(may_be_lowest(part) for part in walk(shift, *columns) if part.op in ("load", "reduce")):
-        raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand whose fully masked rows depend on a mask tensor")
+        raise Unsupported(Reason.SOFTMAX_BY_HAND, "a softmax by hand whose fully masked rows depend on a mask tensor")
     exponents = tuple(_with_vanishing_fills(column, shift, 1.0) for column in columns)
     if any(map(may_be_lowest, exponents)):
-        raise Unsupported(Ground.SOFTMAX_BY_HAND, "a softmax by hand under a mask whose fill value cannot be followed")
+        raise Unsupported(Reason.SOFTMAX_BY_HAND, "a softmax by hand under a mask whose fill value cannot be followed")
     return exponents
 
 
@@ -80,7 +80,7 @@ def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
     distance = fill - there
     if distance.is_const and distance.value >= _VANISHES or (there is not shift and not there.is_const):
         raise Unsupported(
-            Ground.SOFTMAX_BY_HAND,
+            Reason.SOFTMAX_BY_HAND,
             "a softmax by hand that subtracts a value which depends on a mask's finite fill",
             column,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from fusion.errors import FusionError
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 
 log = logging.getLogger(__name__)
 
@@ -16,4 +16,4 @@ def defect(problem: Exception) -> Refusal:
         raise problem
     log.error("a defect of fusion: an attention stays as it was", exc_info=problem)
     first, *_ = str(problem).strip().splitlines() or [""]
-    return Refusal(Ground.DEFECT, f"its analysis failed ({type(problem).__name__}: {first})")
+    return Refusal(Reason.DEFECT, f"its analysis failed ({type(problem).__name__}: {first})")

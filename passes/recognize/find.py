@@ -21,7 +21,7 @@ from fusion.ir import integers
 from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute, walk
 from fusion.ir.ops import apply
 from fusion.ir.spec import Normalizer
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 
 from .. import marks, nodes
 from ..assumptions import Assumptions
@@ -42,7 +42,7 @@ from .listed import is_listed, scales_rows
 from .recognize import attentions
 
 if TYPE_CHECKING:
-    from ..specify.specify import Specified
+    from ..specify.specify import AttentionCall
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ class Site:
     bounds: dict[Expr, Expr] = field(default_factory=dict)
     attentions: list[Attention] = field(default_factory=list)
     assumed: Assumptions = field(default_factory=Assumptions)
-    calls: list[Specified] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
     place: Node | None = None
     refusal: Refusal | None = None
     blame: Node | None = None
@@ -186,7 +186,7 @@ def _examine(anchor: Node, kinds: AncestorKinds) -> Site | None:
         if not is_listed(anchor, kinds):
             return None
         message = f"the product with V is written as {packet(anchor)}, which is not supported"
-        return Site(anchor=anchor, root=anchor, refusal=Refusal(Ground.PRODUCT_FORM, message), blame=anchor)
+        return Site(anchor=anchor, root=anchor, refusal=Refusal(Reason.PRODUCT_FORM, message), blame=anchor)
     if not nodes.dtype(anchor).is_floating_point:
         return None
     refused: Site | None = None
@@ -208,7 +208,7 @@ def _specializing(anchor: Node, root: Node, kinds: AncestorKinds, apart: bool) -
             site = _at_root(anchor, root, kinds, apart)
             if site is not None:
                 site.assumed = assumed
-                nodes.specialize(nodes.value(root).shape[site.dims.index("e")])
+                nodes.specialize(nodes.fake(root).shape[site.dims.index("e")])
             return site
 
 
@@ -230,7 +230,7 @@ def _chain(anchor: Node, kinds: AncestorKinds) -> list[Node]:
             break  # which no kernel writes
         if nodes.dtype(user) is not narrowed and is_coarser(narrowed, nodes.dtype(anchor)):
             break  # the model rounds to that, and a kernel only what it writes
-        same_device = nodes.value(user).device == nodes.value(anchor).device
+        same_device = nodes.fake(user).device == nodes.fake(anchor).device
         widened = nodes.dtype(user) is torch.float64 is not nodes.dtype(anchor)  # which kernels do not write
         if user.args[0] is not chain[-1] or not nodes.dtype(user).is_floating_point or not same_device or widened:
             break
@@ -282,7 +282,7 @@ def _at_root(anchor: Node, root: Node, kinds: AncestorKinds, apart: bool) -> Sit
         return None
     index, after = walked
     if packet(anchor) is aten.matmul and any(len(shape(x)) < 2 for x in anchor.all_input_nodes):
-        raise Unsupported(Ground.PRODUCT_FORM, "a product with a vector", node=anchor)
+        raise Unsupported(Reason.PRODUCT_FORM, "a product with a vector", node=anchor)
     row, column = (index[-2], index[-1]) if is_sdpa(anchor) else _roles(anchor, index, kinds, apart)
     if row not in atoms or column not in atoms or row is column or (is_sdpa(anchor) and (after or apart)):
         return None
@@ -379,7 +379,7 @@ def _factor_of_sum(anchor: Node) -> float:
     args = nodes.arguments(anchor)
     if args["beta"] != 0 or not isinstance(args["alpha"], (int, float)):
         message = f"the product with V is added to another tensor by the same operation ({packet(anchor)})"
-        raise Unsupported(Ground.ADDED_TO_PRODUCT, message)
+        raise Unsupported(Reason.ADDED_TO_PRODUCT, message)
     return float(args["alpha"])
 
 

@@ -28,7 +28,7 @@ from fusion.ir.expr import (
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.spec import Normalizer
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from ..nodes import Unsupported
 from ..pullback.heads import split_scores, split_weights
@@ -45,12 +45,12 @@ def attentions(weight: Expr) -> list[NormalizedScores]:
     weight = _fold_softmax(weight)
     if not has(weight, "dot"):
         message = "the weights do not come from a product of queries and keys by pointwise operations"
-        raise Unsupported(Ground.NOT_POINTWISE, message)
+        raise Unsupported(Reason.NOT_POINTWISE, message)
     if (outer := split_weights(weight)) is not None:
         mixed, inner = outer
         (core, *others) = attentions(inner)
         if others or core.mixed_weights is not None or core.normalizer is Normalizer.NONE:
-            raise Unsupported(Ground.HEADS_MIXED, "the mixed heads are not the weights of one softmax", weight)
+            raise Unsupported(Reason.HEADS_MIXED, "the mixed heads are not the weights of one softmax", weight)
         return [replace(core, mixed_weights=mixed)]
     if not has(weight, "softmax", "scaled_softmax"):
         return [_pointwise_core(weight)]
@@ -118,7 +118,7 @@ def _from_logsumexp(expr: Expr) -> Expr | None:
     columns = sums[0].args
     if shift.op in ROUNDED.values():
         message = "a log-sum-exp that is rounded to a narrow dtype, under a mask with a finite fill"
-        raise Unsupported(Ground.SOFTMAX_BY_HAND, message, shift)
+        raise Unsupported(Reason.SOFTMAX_BY_HAND, message, shift)
     if shift is not sums[0]:
         shift = substitute(shift, {**_statistics(columns, shift), sums[0]: _LOG_SUM})
         scale = apply("exp", ROW_MAX - shift)
@@ -246,7 +246,7 @@ def _exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
         return None
     if pair[1] is ZERO and may_be_high(pair[0]):
         message = "exponentials of a mask's fill far above the scores, which may be infinite times 0"
-        raise Unsupported(Ground.SOFTMAX_BY_HAND, message, value)
+        raise Unsupported(Reason.SOFTMAX_BY_HAND, message, value)
     condition, factor, _ = indicator.args
     dead = pair[0] + -math.inf
     arms = (dead, pair[0]) if is_number(factor, 0.0) else (pair[0], dead)
@@ -295,7 +295,7 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         for arg in expr.args:
             if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
                 message = f"values that do not depend on the softmax are added to the weights: {arg}"
-                raise Unsupported(Ground.WEIGHTS_ADDED, message, expr)
+                raise Unsupported(Reason.WEIGHTS_ADDED, message, expr)
         left, right = (_terms(arg) for arg in expr.args)
         return left + (right if expr.op == "fadd" else [(-c, core) for c, core in right])
     if expr.op == "neg":
@@ -313,14 +313,14 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         for arg in (then, otherwise):
             if not is_number(arg, 0.0) and not has(arg, "softmax", "scaled_softmax"):
                 message = f"weights are replaced by values that do not depend on the softmax: {arg}"
-                raise Unsupported(Ground.WEIGHTS_REPLACED, message, expr)
+                raise Unsupported(Reason.WEIGHTS_REPLACED, message, expr)
         inverse = apply("not", condition)
         terms = [(where(condition, c, ZERO), _selected(core, condition)) for c, core in _terms(then)]
         return terms + [(where(condition, ZERO, c), _selected(core, inverse)) for c, core in _terms(otherwise)]
     if expr.op == "where" and (terms := _without_dead_rows(*expr.args)) is not None:
         return terms
     message = f"the softmax is followed by an operation that is not linear in it ({expr.op})"
-    raise Unsupported(Ground.NOT_LINEAR, message, expr)
+    raise Unsupported(Reason.NOT_LINEAR, message, expr)
 
 
 def _without_dead_rows(condition: Expr, then: Expr, otherwise: Expr) -> list[tuple[Expr, Expr]] | None:
@@ -346,7 +346,7 @@ def _selected(core: Expr, condition: Expr) -> Expr:
     score, *sinks = without_shift(core.args)
     if core.op != "softmax" or not free_of_keys(condition) or not filled_by_selection(score):
         message = "the weights are masked after the softmax otherwise than the scores before it"
-        raise Unsupported(Ground.MASKED_AFTER, message, core)
+        raise Unsupported(Reason.MASKED_AFTER, message, core)
     return node("softmax", (where(condition, score, ZERO), *sinks), Kind.FLOAT, core.attr)
 
 
@@ -359,7 +359,7 @@ def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
     columns = tuple(columns)
     factor = substitute(factor, _statistics(columns, factor, log_sum=_LOG_SUM))
     if core.attr != "softmax" or has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
-        raise Unsupported(Ground.FURTHER_REDUCTION, "the result is scaled by another reduction over the keys", factor)
+        raise Unsupported(Reason.FURTHER_REDUCTION, "the result is scaled by another reduction over the keys", factor)
     return node("scaled_softmax", (apply(op, scale, factor), *columns), Kind.FLOAT, core.attr)
 
 
@@ -368,13 +368,13 @@ def _core(coefficient: Expr, core: Expr) -> NormalizedScores:
     score, *sinks = without_shift(core.args) if scale is None else core.args[1:]
     if not has(score, "dot"):
         message = "the softmax is not of a pointwise function of a product of queries and keys"
-        raise Unsupported(Ground.NOT_POINTWISE, message)
+        raise Unsupported(Reason.NOT_POINTWISE, message)
     if inner := next((part for part in walk(score) if part.op in ("softmax", "scaled_softmax", "reduce")), None):
         message = "the scores of the softmax contain another reduction over the keys"
-        raise Unsupported(Ground.FURTHER_REDUCTION, message, inner)
+        raise Unsupported(Reason.FURTHER_REDUCTION, message, inner)
     mixed, score = split_scores(score) or (None, score)
     if column := next((sink for sink in sinks if not free_of_keys(sink)), None):
-        raise Unsupported(Ground.COLUMN_OF_SCORES, "a column concatenated to the scores depends on scores", column)
+        raise Unsupported(Reason.COLUMN_OF_SCORES, "a column concatenated to the scores depends on scores", column)
     return NormalizedScores(
         score=score, normalizer=Normalizer(core.attr), weight=coefficient, sinks=tuple(sinks), row_scale=scale,
         mixed_scores=mixed, origin=core,
@@ -384,12 +384,12 @@ def _core(coefficient: Expr, core: Expr) -> NormalizedScores:
 def _pointwise_core(weight: Expr) -> NormalizedScores:
     """Weights that are a pointwise function of the score, with no normaliser."""
     if has(weight, "mix"):
-        raise Unsupported(Ground.HEADS_MIXED, "the mixed heads are of weights without a softmax", weight)
+        raise Unsupported(Reason.HEADS_MIXED, "the mixed heads are of weights without a softmax", weight)
     if inner := next((part for part in walk(weight) if part.op == "reduce"), None):
         message = "the weights are normalised in a way that is not a softmax over the keys"
-        raise Unsupported(Ground.OTHER_NORMALISER, message, inner)
+        raise Unsupported(Reason.OTHER_NORMALISER, message, inner)
     linear = ("dot", "fmul", "div", "fadd", "fsub", "neg", "where")
     if not any(part.op not in linear and has(part, "dot") for part in walk(weight)):
         message = "there is no normaliser, and nothing but linear operations, between the two products"
-        raise Unsupported(Ground.NO_NORMALISER, message)
+        raise Unsupported(Reason.NO_NORMALISER, message)
     return NormalizedScores(score=weight, normalizer=Normalizer.NONE, weight=const(1.0), origin=weight)

@@ -42,7 +42,7 @@ _REDUCTIONS = {aten.sum: Reduction.SUM, aten.mean: Reduction.SUM, aten.amax: Red
 class AuxUse:
     """A node that an auxiliary output replaces.
 
-    value: as in `FurtherOutput`, in terms of the walk; it is the element `of[at]`.
+    value: as in `AuxOutput`, in terms of the walk; it is the element `of[at]`.
     reduction, over, dims: likewise.
     order: the coordinates of the node's elements, row-major.
     divisor: of the reduction, or None.

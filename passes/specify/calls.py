@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph
 
 from fusion.ir.expr import walk
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 
 from .. import marks, nodes
 from ..building import Symbols
@@ -16,7 +16,7 @@ from ..nodes import Unsupported
 from ..recognize.defects import defect
 from ..recognize.find import Site, pending
 from .aux_outputs import AuxUse
-from .specify import Specified, specify
+from .specify import AttentionCall, specify
 
 
 def specify_sites(graph: Graph, sites: Iterable[Site]) -> None:
@@ -32,7 +32,7 @@ def specify_sites(graph: Graph, sites: Iterable[Site]) -> None:
             site.refuse(defect(problem), site.anchor)
 
 
-def respecify(site: Site, uses: Sequence[AuxUse], symbols: Symbols) -> Specified:
+def respecify(site: Site, uses: Sequence[AuxUse], symbols: Symbols) -> AttentionCall:
     """Call of a site with one attention, with auxiliary outputs. Raises `Unsupported`."""
     return _specified(site, 0, symbols, uses)
 
@@ -46,7 +46,7 @@ def refuse(sites: Iterable[Site], reason: Callable[[Site], Refusal | None]) -> N
             site.refuse(refusal)
 
 
-def _specified(site: Site, number: int, symbols: Symbols, uses: Sequence[AuxUse] = ()) -> Specified:
+def _specified(site: Site, number: int, symbols: Symbols, uses: Sequence[AuxUse] = ()) -> AttentionCall:
     with site.assumed.hold():
         call = specify(site, site.attentions[number], uses)
     _refuse_distributed_dropout(call)
@@ -56,20 +56,20 @@ def _specified(site: Site, number: int, symbols: Symbols, uses: Sequence[AuxUse]
     return call
 
 
-def _refuse_distributed_dropout(call: Specified) -> None:
+def _refuse_distributed_dropout(call: AttentionCall) -> None:
     """Refuse dropout of DTensors: processes that compute the same weights would drop different ones, by different
     seeds."""
     random = any(part.op == "hash" for part in walk(*call.spec.expressions()))
     if random and (operand := next((o for o in call.operands if marks.dtensor(o)), None)) is not None:
         message = f"dropout on the weights of DTensors ({operand.name} is one), whose processes share no random numbers"
-        raise Unsupported(Ground.DISTRIBUTED_DROPOUT, message)
+        raise Unsupported(Reason.DISTRIBUTED_DROPOUT, message)
 
 
-def _refuse_narrowed(site: Site, call: Specified) -> None:
+def _refuse_narrowed(site: Site, call: AttentionCall) -> None:
     """Refuse float64 programs with roundings: kernels leave them out, and scores of -1e9 are equal after them."""
     for node in site.scores if call.spec.dtype == "float64" else ():
         if nodes.dtype(node).is_floating_point and nodes.dtype(node) is not torch.float64:
-            raise Unsupported(Ground.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}", None, node)
+            raise Unsupported(Reason.DTYPE, f"scores of float64 are rounded to {nodes.dtype(node)}", None, node)
 
 
 def _refuse_reordered_reads(site: Site) -> None:
@@ -80,4 +80,4 @@ def _refuse_reordered_reads(site: Site) -> None:
                 if node < mutation < site.root:
                     where = nodes.source_line(mutation) or mutation.name
                     message = f"a tensor that the attention reads is changed in place before it ends ({where})"
-                    raise Unsupported(Ground.CHANGED_IN_PLACE, message, None, mutation)
+                    raise Unsupported(Reason.CHANGED_IN_PLACE, message, None, mutation)

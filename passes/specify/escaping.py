@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 
 from .. import marks, nodes
 from ..building import Symbols, same_grad_mode_point
@@ -20,7 +20,7 @@ from ..recognize.defects import defect
 from ..recognize.find import Site, pending
 from .aux_outputs import uses
 from .calls import respecify
-from .specify import Specified
+from .specify import AttentionCall
 
 
 def impurity() -> Callable[[Node], bool]:
@@ -87,7 +87,7 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
     if own_scores and (blocking := blocking_op(min(own_scores), site.products)) is not None:
         message = f"the attention reads the result of {nodes.producer(blocking).target} on its own scores"
         reduces = is_reduction(blocking) and packet(blocking) not in SOFTMAXES
-        site.refuse(Refusal(Ground.FURTHER_REDUCTION if reduces else Ground.NOT_POINTWISE, message), blocking)
+        site.refuse(Refusal(Reason.FURTHER_REDUCTION if reduces else Reason.NOT_POINTWISE, message), blocking)
         return
     outside = _outside(site, live, needs)
     node, user = next(((n, u) for n in escaping for u in n.users if outside(u)), (escaping[0], None))
@@ -99,7 +99,7 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
     else:
         where = nodes.source_line(user)
         use = ("they are returned" if user.op == "output" else f"by {user.target}") + (f", at {where}" if where else "")
-    site.refuse(Refusal(Ground.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})"), blame)
+    site.refuse(Refusal(Reason.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})"), blame)
 
 
 def _outside(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> Callable[[Node], bool]:
@@ -109,7 +109,7 @@ def _outside(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> C
 
 def _with_auxiliary_outputs(
     site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]], symbols: Symbols
-) -> Specified | None:
+) -> AttentionCall | None:
     """Call of a site with auxiliary outputs for the escaping weights; None where there is none."""
     outside = _outside(site, live, needs)
     if (result := uses(site, escaping, outside)) is None:

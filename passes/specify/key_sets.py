@@ -1,8 +1,7 @@
 """Sets of keys that an indexer leaves to each row: a constant scattered at the positions that `topk` chose.
 
 `ones(bool).scatter(-1, scores.topk(k).indices, False)` is a mask of N_q x N_k whose live keys are known without it: row
-i has those at `indices[.., i, :]`. This module recognises such a mask; `by_rows` rewrites the attention to its set of
-keys.
+i has those at `indices[.., i, :]`. This module recognises such a mask; `gathered_keys` rewrites the attention.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class KeySet:
 
 
 def scattered(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> None:
-    """Record the `KeySet` of a mask made by `scatter`. The mask stays a load; `by_rows` may replace it later."""
+    """Record the `KeySet` of a mask made by `scatter`. The mask stays a load; `gathered_keys` may replace it later."""
     if (key_set := _key_set(pullback, here, args, index)) is not None:
         pullback.key_sets[here] = key_set
 

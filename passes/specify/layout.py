@@ -20,15 +20,15 @@ from fusion.ir.sizes import size_value
 
 from .. import marks, nodes
 from ..building import derived
-from .specify import Specified
+from .specify import AttentionCall
 
 aten = torch.ops.aten
 Order = tuple[int, ...]
 
 
 def with_keys_innermost(
-    graph: Graph, part: Specified, operands: Sequence[Node], hints: Mapping[str, int]
-) -> tuple[Specified, list[Node]]:
+    graph: Graph, part: AttentionCall, operands: Sequence[Node], hints: Mapping[str, int]
+) -> tuple[AttentionCall, list[Node]]:
     """A part and its operands with copies, made at the graph's insertion point, where these pay: of what more than one
     batch element reads, or what is made in the graph and not trained."""
     laid_out, described = list(operands), list(part.spec.operands)
@@ -39,7 +39,7 @@ def with_keys_innermost(
     return replace(part, spec=replace(part.spec, operands=tuple(described))), laid_out
 
 
-def _wanted(part: Specified, operands: Sequence[Node], hints: Mapping[str, int]) -> dict[int, Order]:
+def _wanted(part: AttentionCall, operands: Sequence[Node], hints: Mapping[str, int]) -> dict[int, Order]:
     """Orders of dimensions in memory, slowest first, of the operands that are copied."""
     sizes, orders_by_operand = part.example_sizes(hints), dict[int, set[Order | None]]()
     extents = {axis.name: size_value(size, sizes) for axis, size in zip(part.spec.axes, part.spec.batch, strict=True)}
@@ -58,7 +58,7 @@ def _order(read: Expr, node: Node) -> Order | None:
     """Order with keys innermost, rows beside them; None where it is so already, or keys are not one dimension in
     memory."""
     column, order = key_dimension(read), nodes.memory_order(node)
-    if column is None or order[-1] == column or 0 in nodes.value(node).stride():
+    if column is None or order[-1] == column or 0 in nodes.fake(node).stride():
         return None
     rest = [dim for dim in order if dim != column]
     return (*sorted(rest, key=lambda dim: "i" in coordinates(read.args[dim])), column)

@@ -23,7 +23,7 @@ HARD = -1e4
 """Fills above this are treated as ordinary biases: a score could come near them."""
 
 
-def decided(expr: Expr, bounds: integers.Bounds) -> Expr:
+def fold_comparisons(expr: Expr, bounds: integers.Bounds) -> Expr:
     """`expr` with the outcome of every integer comparison that the bounds of the coordinates decide."""
 
     def leaf(part: Expr) -> Expr | None:

@@ -13,9 +13,9 @@ from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, coord, load, r
 from fusion.ir.mixing import Mixing
 from fusion.ir.records import mapped
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import FurtherOutput, Normalizer
+from fusion.ir.spec import AuxOutput, Normalizer
 from fusion.lowering.row_gradients import depends_on_maximum
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported
@@ -28,22 +28,22 @@ from ..recognize.dead_rows import filled_by_selection
 from ..recognize.find import Attention, Site
 from .aux_outputs import AuxUse
 from .key_sets import KeySet
-from .masks import decided, understand
+from .masks import fold_comparisons, understand
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ByRows:
+class GatheredKeys:
     """An attention over a set of keys, which are read through a table. table: the number of the operand that holds the
     positions. dense: the same attention with a mask of all keys."""
 
     table: int
-    dense: Specified
+    dense: AttentionCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Specified:
+class AttentionCall:
     """A spec and the arguments of its call.
 
     device: the type of the device that it runs on.
@@ -52,8 +52,8 @@ class Specified:
     uses: the nodes that the auxiliary outputs replace.
     reached: numbers of the operands that autograd reaches, be it with a gradient of zero, as through `sign`.
     key_sets: `KeySet` of operands that are masks computed from positions, by number.
-    by_rows: how its keys became sets of rows, where they did.
-    mask_kept: the reason why they did not, though they could.
+    gathered: how its keys became sets of rows, where they did.
+    dense_reason: the reason why they did not, though they could.
     """
 
     spec: AttentionSpec
@@ -65,8 +65,8 @@ class Specified:
     uses: tuple[AuxUse, ...] = ()
     reached: frozenset[int] = frozenset()
     key_sets: tuple[tuple[int, KeySet], ...] = ()
-    by_rows: ByRows | None = None
-    mask_kept: str = ""
+    gathered: GatheredKeys | None = None
+    dense_reason: str = ""
 
     def has_fixed_lengths(self) -> bool:
         """Whether the numbers of queries and keys are the same in every call."""
@@ -79,13 +79,13 @@ class Specified:
         return {name: size_value(extent, hints) for name, extent in zip(self.spec.sizes, self.sizes, strict=True)}
 
 
-def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> Specified:
+def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> AttentionCall:
     """The spec of one attention, with outputs for `uses`; raises `Unsupported`."""
     core = _with_scaled_values(attention, marks.requires_grad(site.root))
     products = attention.pullback.products
     if core.row_scale is not None and attention.pullback.partly_detached:
         message = "the normaliser depends on the row's maximum, through which only a part of the gradient flows"
-        raise Unsupported(Ground.DETACHED_MAXIMUM, message)
+        raise Unsupported(Reason.DETACHED_MAXIMUM, message)
     main = products[_main_product(core, products)]
     accesses = (main.query, main.key, attention.value)
     _require_float(accesses)
@@ -94,7 +94,7 @@ def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> Sp
     accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
     core = _resolved(core, site, attention, resolve)
     core, accesses, head = heads.named(core, accesses, attention.pullback.bounds)
-    further = tuple(decided(resolve(use.value), site.bounds | {J: attention.keys}) for use in uses)
+    aux = tuple(fold_comparisons(resolve(use.value), site.bounds | {J: attention.keys}) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
     if differentiable:
         core = _with_gradients(core, head is not None)
@@ -102,15 +102,15 @@ def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> Sp
     rename = _Sizes(batch, site.bounds[I], attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename, differentiable)
-    spec = replace(spec, further=tuple(_further(spec, u, rename(e)) for u, e in zip(uses, further, strict=True)))
+    spec = replace(spec, aux_outputs=tuple(_aux_outputs(spec, u, rename(e)) for u, e in zip(uses, aux, strict=True)))
     spec = _with_mixed_heads(spec, core, head, rename)
     _require_shared_maximum(spec, attention, differentiable)
     names, values = rename.table(spec)
-    return Specified(
+    return AttentionCall(
         spec=replace(spec, sizes=names),
         uses=tuple(uses),
         reached=_reached(site, uses, operands) if differentiable else frozenset(),
-        device=nodes.value(site.root).device.type,
+        device=nodes.fake(site.root).device.type,
         operands=tuple(operands),
         sizes=values,
         differentiable=differentiable,
@@ -122,7 +122,7 @@ def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> Sp
 def _require_shared_maximum(spec: AttentionSpec, attention: Attention, differentiable: bool) -> None:
     if differentiable and attention.pullback.takes_first and spec.row_scale and depends_on_maximum(spec):
         message = "the normaliser depends on the row's maximum, whose gradient goes to the first of equal scores"
-        raise Unsupported(Ground.FIRST_MAXIMUM, message)
+        raise Unsupported(Reason.FIRST_MAXIMUM, message)
 
 
 def _reached(site: Site, uses: Sequence[AuxUse], operands: Sequence[Node]) -> frozenset[int]:
@@ -144,26 +144,28 @@ def _with_gradients(core: NormalizedScores, heads_mixed: bool) -> NormalizedScor
         if filled_by_selection(core.score):
             return _with_gradients(replace(core, normalizer=Normalizer.SAFE_SOFTMAX), heads_mixed)
         message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
-        raise Unsupported(Ground.NAN_GRADIENT, message)
+        raise Unsupported(Reason.NAN_GRADIENT, message)
     if SCORE in walk(core.weight):
-        raise Unsupported(Ground.NOT_LINEAR, "weights are multiplied by a function of their scores, in training")
+        raise Unsupported(Reason.NOT_LINEAR, "weights are multiplied by a function of their scores, in training")
     if heads_mixed and core.row_scale is not None:
         message = "in training, heads are mixed whose weights are normalised by another function of the row's sum"
-        raise Unsupported(Ground.HEADS_MIXED, message)
+        raise Unsupported(Reason.HEADS_MIXED, message)
     return core
 
 
-def _further(spec: AttentionSpec, use: AuxUse, value: Expr) -> FurtherOutput:
+def _aux_outputs(spec: AttentionSpec, use: AuxUse, value: Expr) -> AuxOutput:
     wide = "float64" if any(o.dtype == "float64" for o in spec.operands) else "float32"
     dtype = str(nodes.dtype(use.node)).removeprefix("torch.") if use.is_whole else wide
-    return FurtherOutput(value=value, dims=use.dims, dtype=dtype, reduction=use.reduction, over=use.over)
+    return AuxOutput(value=value, dims=use.dims, dtype=dtype, reduction=use.reduction, over=use.over)
 
 
 def _resolved(core: NormalizedScores, site: Site, attention: Attention, resolve: _Resolver) -> NormalizedScores:
     """Core in terms of the spec's operands, with the comparisons that the bounds decide replaced by their outcome."""
     bounds = site.bounds | {J: attention.keys}
     resolved = mapped(replace(core, origin=None), resolve)
-    return replace(resolved, score=decided(resolved.score, bounds), weight=decided(resolved.weight, bounds))
+    return replace(
+        resolved, score=fold_comparisons(resolved.score, bounds), weight=fold_comparisons(resolved.weight, bounds)
+    )
 
 
 def _with_mixed_heads(spec: AttentionSpec, core: NormalizedScores, head: Expr | None, rename: _Sizes) -> AttentionSpec:
@@ -248,7 +250,7 @@ def _with_scaled_values(attention: Attention, trained: bool) -> NormalizedScores
 def _require_float(accesses: Sequence[Access]) -> None:
     for access in accesses:
         if access.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise Unsupported(Ground.DTYPE, f"attention over {str(access.dtype).removeprefix('torch.')} tensors")
+            raise Unsupported(Reason.DTYPE, f"attention over {str(access.dtype).removeprefix('torch.')} tensors")
 
 
 class _Resolver:
@@ -269,10 +271,10 @@ class _Resolver:
             if product == self.main:
                 return SCORE * self(product.scale)
             if product.node is self.main.node:
-                raise Unsupported(Ground.TWO_ELEMENTS, "two different elements of one product enter the same score")
+                raise Unsupported(Reason.TWO_ELEMENTS, "two different elements of one product enter the same score")
             if not product.held:
                 raise Unsupported(
-                    Ground.ADDED_TO_PRODUCT, "two products to which something is added by the same operation (baddbmm)"
+                    Reason.ADDED_TO_PRODUCT, "two products to which something is added by the same operation (baddbmm)"
                 )
             return load(self.number(product.node), product.index, Kind.FLOAT)
         if part.op == "load":
@@ -331,9 +333,9 @@ class _Sizes:
 
 def _static(extent: Expr, what: str) -> Expr:
     if not extent.is_const:
-        raise Unsupported(Ground.RUN_TIME_SCALAR, f"a {what} that is known only at run time")
+        raise Unsupported(Reason.RUN_TIME_SCALAR, f"a {what} that is known only at run time")
     if extent.integer == 0:
-        raise Unsupported(Ground.LIMIT, f"a {what} of 0")
+        raise Unsupported(Reason.LIMIT, f"a {what} of 0")
     return extent
 
 

@@ -31,7 +31,7 @@ from ..building import Symbols
 from ..recognize.find import Site, pending
 from .masks import HARD as ORDINARY
 from .masks import full_range, holding
-from .specify import Specified
+from .specify import AttentionCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def map_tiles(graph: Graph, sites: Iterable[Site], pays: Pays, hints: Mapping[st
     symbols, users = Symbols(graph), dict[Mapped, list[tuple[Site, int]]]()
     for site in pending(sites):
         for number, call in enumerate(site.calls):
-            if call.by_rows is None and (wanted := mapped(call)) is not None:
+            if call.gathered is None and (wanted := mapped(call)) is not None:
                 users.setdefault(wanted, []).append((site, number))
     for wanted, places in users.items():
         calls = [site.calls[number] for site, number in places]
@@ -96,12 +96,12 @@ def _map_before(graph: Graph, place: Node, root: Node, wanted: Mapped, symbols: 
         arguments = (list(wanted.operands), sizes, wanted.spec.to_json())
         node = graph.call_function(torch.ops.fusion.tile_map.default, arguments)
     nodes.copy_provenance(root, node)
-    shape = wanted.spec.shape(dict(zip(wanted.spec.sizes, map(nodes.value, sizes), strict=True)))
-    node.meta["val"] = nodes.value(root).new_empty(shape, dtype=torch.int32)
+    shape = wanted.spec.shape(dict(zip(wanted.spec.sizes, map(nodes.fake, sizes), strict=True)))
+    node.meta["val"] = nodes.fake(root).new_empty(shape, dtype=torch.int32)
     return node
 
 
-def mapped(found: Specified) -> Mapped | None:
+def mapped(found: AttentionCall) -> Mapped | None:
     """Map that an attention could use, or None where its mask is not data."""
     data = _data(found)
     if data is None or found.spec.needs_all_keys:
@@ -112,7 +112,7 @@ def mapped(found: Specified) -> Mapped | None:
     if not numbers and any(marks.dtensor(node) for node in found.operands):
         return None  # parts of it would have to be made from nothing
     operands = tuple(found.operands[number] for number in numbers) or (_on_device(found),)
-    if any(marks.mutations(node) or nodes.value(node).device.type != found.device for node in operands):
+    if any(marks.mutations(node) or nodes.fake(node).device.type != found.device for node in operands):
         return None
     names = _batch_axes(data)
     live, full = (_renumbered(expr, names, numbers) for expr in (data.live, data.full))
@@ -137,7 +137,7 @@ def _renumbered(expr: Expr, names: Sequence[str], numbers: Sequence[int]) -> Exp
     return renumbered(moved, numbers.index)
 
 
-def with_map(found: Specified, made: Node) -> Specified:
+def with_map(found: AttentionCall, made: Node) -> AttentionCall:
     """Attention with the map as an additional operand, and with mask facts that refer to it."""
     data, spec = _data(found), found.spec
     assert data is not None
@@ -165,7 +165,7 @@ def _all(predicates: list[Expr]) -> Expr:
     return functools.reduce(functools.partial(apply, "and"), predicates, TRUE)
 
 
-def _data(found: Specified) -> _Data | None:
+def _data(found: AttentionCall) -> _Data | None:
     """Contents of a map for this attention, or None if there are none."""
     spec = found.spec
     known = conjuncts(spec.mask.live) if spec.mask is not None else []
@@ -183,10 +183,10 @@ def _alternatives(predicate: Expr) -> bool:
     return predicate.op == "or" and {"i", "j"} <= coordinates(predicate)
 
 
-def _on_device(found: Specified) -> Node:
+def _on_device(found: AttentionCall) -> Node:
     """Tensor on the device where a map is computed, the same for all attentions of a graph."""
     inputs = found.operands[0].graph.find_nodes(op="placeholder")
-    candidates = ((node, nodes.value(node)) for node in inputs if not (marks.mutations(node) or marks.dtensor(node)))
+    candidates = ((node, nodes.fake(node)) for node in inputs if not (marks.mutations(node) or marks.dtensor(node)))
     alike = (node for node, value in candidates if isinstance(value, Tensor) and value.device.type == found.device)
     return next(alike, found.operands[0])
 
@@ -208,7 +208,7 @@ def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
     return []
 
 
-def _may_be_hard(found: Specified, bias: Expr) -> bool:
+def _may_be_hard(found: AttentionCall, bias: Expr) -> bool:
     """Whether a tensor may be a mask: the same for all features, and without parameters."""
     node = found.operands[bias.operand]
     if found.differentiable and marks.requires_grad(node):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from fusion.torch_private import tracing
 from fusion.torch_private.fake import FakeTensor, remember_item
 from fusion.torch_private.tensors import shares_storage
@@ -39,7 +39,7 @@ def bodies(module: GraphModule) -> dict[str, Body]:
     for node, around in autocast.regions(module.graph):
         if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
             name = str(node.args[0].target)  # type: ignore[union-attr]
-            values = list(map(nodes.value, node.args[1:]))
+            values = list(map(nodes.fake, node.args[1:]))
             known = bodies_by_name.setdefault(
                 name, Body(graph=module.get_submodule(name), values=values, around=around)
             )  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class RetraceInterpreter(Interpreter):
                 self._regions.pop().__exit__(None, None, None)
 
     def run_node(self, n: Node) -> Any:
-        fake = nodes.value(n)
+        fake = nodes.fake(n)
         is_item = n.op.startswith("call") and n.target in ("item", torch.ops.aten.item.default)
         if is_item and isinstance(fake, (torch.SymFloat, torch.SymInt)):
             (tensor,), _ = self.fetch_args_kwargs_from_env(n)
@@ -115,7 +115,7 @@ class Checkpoints:
         body: GraphModule = self.fused.get(id(body), body)
         tracer = tracing.current_tracer()
         if tracer is None:
-            raise nodes.Unsupported(Ground.DEFECT, "a checkpointed part outside of a trace")
+            raise nodes.Unsupported(Reason.DEFECT, "a checkpointed part outside of a trace")
         seeds = [p.meta["val"] for p in filter(marks.is_seed, body.graph.find_nodes(op="placeholder"))]
         inputs += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
         with tracing.disable_proxy_modes_tracing():

@@ -70,7 +70,7 @@ def runs(module: GraphModule) -> list[Run]:
     inside = {node for part in parts(module.graph) if transforms(part) for node in part}
     all_runs: list[Run] = []
     members: list[Node] = []
-    inputs = map(nodes.value, module.graph.find_nodes(op="placeholder"))
+    inputs = map(nodes.fake, module.graph.find_nodes(op="placeholder"))
     outside = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in inputs)
     levels = {"jvp": 0, "grad": int(outside), "trained": int(outside and _trains_tangents(module.graph))}
     around: autocast.Regions = ()
@@ -120,13 +120,13 @@ def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, l
     kind."""
     graph, copies = Graph(), dict[Node, Node]()
     inputs, outputs = ends(members)
-    mode = detect_fake_mode([*map(nodes.value, module.graph.find_nodes(op="placeholder"))])
+    mode = detect_fake_mode([*map(nodes.fake, module.graph.find_nodes(op="placeholder"))])
     values = list[Any]()
     for source in inputs:
         if source.op == "get_attr" and not nodes.is_tensor(source):
             copies[source] = graph.node_copy(source)
             continue
-        value = nodes.value(source)
+        value = nodes.fake(source)
         if mode is None or not isinstance(value, _VALUES) or is_traceable_wrapper_subclass(value):
             return []
         with mode:

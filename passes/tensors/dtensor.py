@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from fusion.torch_private import tracing
 from fusion.torch_private.fake import mode_of, real_object
 from fusion.torch_private.trees import tree_map
@@ -60,7 +60,7 @@ def convert(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Record a conversion as one call, without its collectives."""
     tracer = tracing.current_tracer()
     if tracer is None:
-        raise Unsupported(Ground.DEFECT, "a conversion of a DTensor outside of a trace")
+        raise Unsupported(Reason.DEFECT, "a conversion of a DTensor outside of a trace")
     with tracing.disable_proxy_modes_tracing():
         result = function(*tree_map(real_object, args), **tree_map(real_object, kwargs))
     return tracing.track(result, tracing.written(tracer, "call_function", function, args, kwargs), tracer)
@@ -69,15 +69,15 @@ def convert(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def refuse_absent(module: GraphModule) -> None:
     """Raise `Unsupported` where this process holds no part of a DTensor."""
     for node in module.graph.find_nodes(op="placeholder"):
-        fake = nodes.value(node)
+        fake = nodes.fake(node)
         if is_dtensor(fake) and real_object(fake.device_mesh).get_coordinate() is None:
-            raise Unsupported(Ground.OTHER_PROCESSES, f"{node.name} is a DTensor of other processes than this one")
+            raise Unsupported(Reason.OTHER_PROCESSES, f"{node.name} is a DTensor of other processes than this one")
 
 
 def mark(graph: torch.fx.Graph) -> None:
     """Replace meta["val"] of each DTensor by its global tensor, and set `marks.dtensor`."""
     for node in graph.nodes:
-        fake = nodes.value(node)
+        fake = nodes.fake(node)
         if is_dtensor(fake):
             mode = mode_of(fake.to_local())
             assert mode is not None, "tensors of a graph have no data"

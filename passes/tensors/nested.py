@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from fusion.torch_private import tensors, tracing
 from fusion.torch_private.fake import FakeTensorMode, shape_environment, without_guards
 from fusion.torch_private.operators import HigherOrderOperator
@@ -108,7 +108,7 @@ def touches_nested(node: Node) -> bool:
 
 
 def _has_nested(node: Node) -> bool:
-    values = [nodes.value(node), *(nodes.value(argument) for argument in node.all_input_nodes)]
+    values = [nodes.fake(node), *(nodes.fake(argument) for argument in node.all_input_nodes)]
     return any(map(nodes.is_nested, tree_leaves(values)))
 
 
@@ -121,7 +121,7 @@ def _recorded(target: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a call on nested tensors unchanged, without tracing into it."""
     tracer = tracing.current_tracer()
     if tracer is None:
-        raise nodes.Unsupported(Ground.DEFECT, "a call on nested tensors outside of a trace")
+        raise nodes.Unsupported(Reason.DEFECT, "a call on nested tensors outside of a trace")
     kind = "call_method" if isinstance(target, str) else "call_function"
     call = tracing.written(tracer, kind, target, args, kwargs)
     # What a call asks of sizes is not asked of later calls: Dynamo has asked it, and a nested tensor that is made in
@@ -134,15 +134,15 @@ def refuse_unknown(module: GraphModule) -> None:
     """Raise `Unsupported` where nested tensors are used outside of attention, or in a way that cannot be recorded: with
     holes, changed in place while component tensors are in use, or passed to a subgraph."""
     for node in module.graph.nodes:
-        nested_values = [value for value in tree_leaves(nodes.value(node)) if nodes.is_nested(value)]
+        nested_values = [value for value in tree_leaves(nodes.fake(node)) if nodes.is_nested(value)]
         if nested_values and not has_nested_sdpa(module):
-            raise nodes.Unsupported(Ground.NESTED, f"the graph has nested tensors ({node.name})")
+            raise nodes.Unsupported(Reason.NESTED, f"the graph has nested tensors ({node.name})")
         if any(value.lengths() is not None for value in nested_values):
-            raise nodes.Unsupported(Ground.NESTED, f"a nested tensor has holes between its sequences ({node.name})")
+            raise nodes.Unsupported(Reason.NESTED, f"a nested tensor has holes between its sequences ({node.name})")
         if node.op in ("placeholder", "output") or not _has_nested(node):
             continue
         if outline.writes(node, set()):
-            raise nodes.Unsupported(Ground.NESTED, f"a nested tensor is changed in place ({node.name})")
+            raise nodes.Unsupported(Reason.NESTED, f"a nested tensor is changed in place ({node.name})")
         if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
             message = f"nested tensors are passed to a part of the graph that is not analysed ({node.name})"
-            raise nodes.Unsupported(Ground.NESTED, message)
+            raise nodes.Unsupported(Reason.NESTED, message)

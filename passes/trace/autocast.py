@@ -59,7 +59,7 @@ def inside(around: Regions) -> Iterator[None]:
 
 def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:
     """The dtype that autocast computes this operation in, or None where it changes nothing."""
-    fake = nodes.value(node)
+    fake = nodes.fake(node)
     if not isinstance(node.target, operators.OpOverload) or nodes.writes(node) or not isinstance(fake, torch.Tensor):
         return None
     if not states.get(fake.device.type) or fake.dtype not in _NARROWED:
@@ -79,7 +79,7 @@ def _cast_arguments(graph: Graph, node: Node, dtype: torch.dtype, made: dict[tup
         if (value, dtype) not in made:
             with graph.inserting_before(node):
                 converted = graph.call_function(aten.to.dtype, (value, dtype))
-            converted.meta["val"] = nodes.value(value).to(dtype)
+            converted.meta["val"] = nodes.fake(value).to(dtype)
             nodes.copy_provenance(node, converted)
             made[value, dtype] = converted
         return made[value, dtype]

@@ -43,7 +43,7 @@ def _of_indices(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
     indices, number = args["indices"], args["values"]
     listed = [k for k, index in enumerate(indices) if index is not None]
     masks = any(nodes.dtype(indices[k]) in (torch.bool, torch.uint8) for k in listed)
-    if args.get("accumulate") or masks or nodes.value(number).dim() or not _is_float(node):
+    if args.get("accumulate") or masks or nodes.fake(number).dim() or not _is_float(node):
         return None
     nothing = _no_mask(symbols, node, listed)
     mask = derived(symbols.graph, node, aten.index_put.default, (nothing, indices, _yes(symbols, node)))
@@ -97,8 +97,8 @@ def _yes(symbols: Symbols, node: Node) -> Node:
 
 def _made(graph: Graph, origin: Node, target: Any, size: Any, dtype: torch.dtype) -> Node:
     """Node of a tensor that is created from its size."""
-    like = nodes.value(origin)
+    like = nodes.fake(origin)
     node = graph.call_function(target, (size,), {"dtype": dtype, "device": like.device})
     nodes.copy_provenance(origin, node)
-    node.meta["val"] = like.new_empty(torch.fx.node.map_arg(size, nodes.value), dtype=dtype)
+    node.meta["val"] = like.new_empty(torch.fx.node.map_arg(size, nodes.fake), dtype=dtype)
     return node

@@ -28,12 +28,12 @@ def read_floats(graph: Graph) -> None:
         x, number = node.args
         if isinstance(x, Node) and isinstance(number, Node) and nodes.is_given_float(number) and _takes(x):
             with graph.inserting_before(node):
-                node.args = (x, _tensor(graph, number, nodes.value(x)))
+                node.args = (x, _tensor(graph, number, nodes.fake(x)))
 
 
 def _takes(x: Node) -> bool:
     """Whether a tensor without dimensions acts on this one as a number does: it changes no dtype."""
-    return nodes.is_tensor(x) and nodes.dtype(x).is_floating_point and nodes.value(x).dim() > 0
+    return nodes.is_tensor(x) and nodes.dtype(x).is_floating_point and nodes.fake(x).dim() > 0
 
 
 def _tensor(graph: Graph, number: Node, beside: torch.Tensor) -> Node:
@@ -47,5 +47,5 @@ def _tensor(graph: Graph, number: Node, beside: torch.Tensor) -> Node:
 
 def _call(graph: Graph, target: Any, args: tuple[Any, ...], **kwargs: Any) -> Node:
     node = graph.call_function(target, args, kwargs)
-    node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.value), **kwargs)
+    node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.fake), **kwargs)
     return node

@@ -135,10 +135,10 @@ def _computed(node: Node, function: OpOverload, of_part: bool) -> torch.Tensor |
             if not (same and nodes.shape(node)):
                 return None
             function, args = aten.slice_scatter.default, (node.args[0], source)  # its gradient is zero then, not None
-    written = nodes.value(node)
+    written = nodes.fake(node)
     try:
         with torch.no_grad(), enable_python_dispatcher():
-            fake = function(*torch.fx.node.map_arg(args, nodes.value), **torch.fx.node.map_arg(kwargs, nodes.value))
+            fake = function(*torch.fx.node.map_arg(args, nodes.fake), **torch.fx.node.map_arg(kwargs, nodes.fake))
     except (RuntimeError, TypeError):
         return None
     rounds = node.target in _ROUNDING and fake.is_floating_point()
@@ -152,7 +152,7 @@ def _computed(node: Node, function: OpOverload, of_part: bool) -> torch.Tensor |
 
 def _rounded(node: Node, computed: torch.Tensor, position: dict[Node, float]) -> Node:
     """Result of an operation that became functional, in the dtype of the tensor that it wrote to."""
-    written = nodes.value(node)
+    written = nodes.fake(node)
     if computed.dtype is written.dtype:
         return node
     with node.graph.inserting_after(node):
@@ -186,7 +186,7 @@ def _after(node: Node, target: Any, args: Any, kwargs: Any, like: Any, position:
     """Call right after a node, with the fake value of another."""
     with node.graph.inserting_after(node):
         call = node.graph.call_function(target, args, kwargs)
-    call.meta = {**node.meta, "val": nodes.value(like)}
+    call.meta = {**node.meta, "val": nodes.fake(like)}
     position[call] = position[node] + 2**-20
     return call
 

@@ -23,7 +23,7 @@ def write_products(graph: Graph) -> None:
             continue
         with graph.inserting_before(node):
             turned = graph.call_function(aten.t.default, (weight,))
-        turned.meta = {**weight.meta, "val": nodes.value(weight).t()}
+        turned.meta = {**weight.meta, "val": nodes.fake(weight).t()}
         node.target, node.args, node.kwargs = aten.matmul.default, (args["input"], turned), {}
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.fx.traceback
 from torch.fx import GraphModule, Node
 
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from fusion.torch_private import autograd
 from fusion.torch_private.fake import FakeTensor, FakeTensorMode
 from fusion.torch_private.functorch import of_vmap
@@ -121,7 +121,7 @@ class _Retrace(RetraceInterpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(target, HigherOrderOperator) and target.name() == "register_hook":  # the trace would not keep it
             message = "a gradient hook is registered on a tensor, and such graphs are not analysed"
-            raise nodes.Unsupported(Ground.HOOK, message)
+            raise nodes.Unsupported(Reason.HOOK, message)
         if (level := of_vmap(target)) is not None:
             return level(*args)
         if target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -164,7 +164,7 @@ def _refuse_fake_constants(traced: GraphModule) -> None:
     for node in traced.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(traced, str(node.target), None), FakeTensor):
             raise nodes.Unsupported(
-                Ground.LOST_TENSOR,
+                Reason.LOST_TENSOR,
                 f"the trace lost sight of a tensor used by {next(iter(node.users), node).format_node()}",
             )
 
@@ -192,7 +192,7 @@ def drop_settled_assertions(graph: torch.fx.Graph) -> None:
         if node.op != "call_function" or nodes.packet(node) is not aten._assert_tensor_metadata:
             continue
         args = nodes.arguments(node)
-        fake = nodes.value(args["a"])
+        fake = nodes.fake(args["a"])
         stated = [(args[name], getattr(fake, name)) for name in ("dtype", "device", "layout")]
         if args["size"] is None and args["stride"] is None and all(a is None or a == b for a, b in stated):
             graph.erase_node(node)
@@ -225,7 +225,7 @@ def seed_dropout(graph: torch.fx.Graph) -> None:
     for node in list(graph.nodes):
         if not nodes.is_active_dropout(node):
             continue
-        fake = nodes.value(node)
+        fake = nodes.fake(node)
         with graph.inserting_before(node):
             limits = {"dtype": torch.int64, "device": fake.device}
             seed = graph.call_function(aten.randint.low, (0, 2**31 - 1, [1]), limits)
@@ -243,7 +243,7 @@ def drop_seeds(graph: torch.fx.Graph) -> None:
 
 def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
     """Set `marks.requires_grad` on every node: the trace itself records values detached from autograd."""
-    values = map(nodes.value, origin.graph.find_nodes(op="placeholder"))
+    values = map(nodes.fake, origin.graph.find_nodes(op="placeholder"))
     for node, enabled in nodes.with_gradients(traced.graph):
         if node.op == "placeholder":
             marks.requires_grad.set(node, bool(getattr(next(values), "requires_grad", False)))
@@ -251,7 +251,7 @@ def _mark_gradients(origin: GraphModule, traced: GraphModule) -> None:
             origins = [parent for parent in node.all_input_nodes if marks.requires_grad(parent)]
             origins = origins if enabled or not origins else _returned(node)
             detached = nodes.packet(node) in (aten.detach, aten.detach_)
-            fake = nodes.value(node)
+            fake = nodes.fake(node)
             integral = isinstance(fake, torch.Tensor) and not (fake.is_floating_point() or fake.is_complex())
             marks.requires_grad.set(node, not detached and not integral and any(map(marks.requires_grad, origins)))
 
@@ -266,9 +266,9 @@ def _returned(node: Node) -> list[Node]:
         return [first]
     if not nodes.is_tensor(node) or nodes.packet(node) not in _MAY_DO_NOTHING:
         return []
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), nodes.value)
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), nodes.fake)
     with torch.no_grad():
-        return [first] if node.target(*args, **kwargs) is nodes.value(first) else []
+        return [first] if node.target(*args, **kwargs) is nodes.fake(first) else []
 
 
 _MAY_DO_NOTHING = (aten.to, aten.type_as, aten.contiguous, aten.flatten, aten.positive, aten.real, aten.conj,
@@ -283,6 +283,6 @@ def _mark_stops(traced: GraphModule) -> None:
         feeds[node] = any(marks.requires_grad(user) or feeds[user] for user in node.users)
         if node.op != "call_function" or marks.requires_grad(node) or not feeds[node]:
             continue
-        fake = nodes.value(node)
+        fake = nodes.fake(node)
         if isinstance(fake, torch.Tensor) and fake.is_floating_point():
             marks.stop_gradient.set(node, any(marks.requires_grad(parent) for parent in node.all_input_nodes))

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from fusion.torch_private import functorch, tracing
 from fusion.torch_private.operators import HigherOrderOperator
 from fusion.torch_private.tensors import is_traceable_wrapper_subclass
@@ -52,7 +52,7 @@ def outline(module: GraphModule) -> GraphModule:
             bodies.setdefault(name, body)
             call = graph.call_module(name, tuple(made[source] for source in inputs))
             provenance = {key: last[node][0].meta.get(key) for key in ("nn_module_stack", "stack_trace")}
-            call.meta = provenance | {"val": tuple(map(nodes.value, outputs))}
+            call.meta = provenance | {"val": tuple(map(nodes.fake, outputs))}
             made |= {out: graph.call_function(operator.getitem, (call, k)) for k, out in enumerate(outputs)}
     return tracing.lazy_module(attributes(graph, bodies, module), graph)
 
@@ -126,9 +126,9 @@ def transforms(part: list[Node]) -> bool:
 
 def _unwraps(node: Node) -> bool:
     """Whether a node unwraps a tensor that wraps others, as quantised weights do, unknown to the trace."""
-    if node.op in ("placeholder", "get_attr", "output") or not any(map(_wraps, map(nodes.value, node.all_input_nodes))):
+    if node.op in ("placeholder", "get_attr", "output") or not any(map(_wraps, map(nodes.fake, node.all_input_nodes))):
         return False
-    return not any(map(_wraps, tree_leaves(nodes.value(node))))
+    return not any(map(_wraps, tree_leaves(nodes.fake(node))))
 
 
 def _wraps(held: Any) -> bool:
@@ -144,7 +144,7 @@ def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node
         copies[source] = body.node_copy(source) if is_attribute else body.placeholder(source.name)
     for node in part:
         if writes(node, inside):
-            raise Unsupported(Ground.TRANSFORM, "a function transform of torch.func changes a tensor in place")
+            raise Unsupported(Reason.TRANSFORM, "a function transform of torch.func changes a tensor in place")
         copies[node] = body.node_copy(node, copies.__getitem__)
     body.output(tuple(copies[node] for node in outputs))
     return tracing.lazy_module(module, body), [source for source in inputs if source.op != "get_attr"], outputs
@@ -230,10 +230,10 @@ def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
     """Record the call of an outlined part in the traced graph; its results are the fake values that Dynamo recorded."""
     tracer = tracing.current_tracer()
     if tracer is None:
-        raise Unsupported(Ground.DEFECT, "an outlined part outside of a trace")
+        raise Unsupported(Reason.DEFECT, "an outlined part outside of a trace")
     (outputs,) = body.graph.output_node().args
     with tracing.disable_proxy_modes_tracing():
-        results = tree_map_only(torch.Tensor, nodes.empty_like, tuple(map(nodes.value, outputs)))
+        results = tree_map_only(torch.Tensor, nodes.empty_like, tuple(map(nodes.fake, outputs)))
     sealed = _Sealed(body)
     tracer.root.register_module(tracer.get_fresh_qualname("outlined"), sealed)
     call = tracing.written(tracer, "call_function", torch.ops.higher_order.wrap, (sealed, *args), {})

@@ -129,7 +129,7 @@ class Repeats:
                 before = self._met.get(key)
             except (_Unknown, TypeError):  # TypeError: a target without a hash
                 return None
-            recorded = None if call.target is operator.setitem else nodes.value(call)
+            recorded = None if call.target is operator.setitem else nodes.fake(call)
             # Of a tensor that is changed later, Dynamo has recorded what it is after that.
             if before is None or _form_of_result(recorded) != before.form or _versions(recorded) != before.versions:
                 self._key, self._last = None if key in self._met else key, _last(self._tracer.graph)

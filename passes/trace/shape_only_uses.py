@@ -31,7 +31,7 @@ def make_by_size(graph: Graph) -> None:
         target, is_view = _OF_SIZES.get(packet(node)), packet(node) in _VIEWS
         if not (_takes_shape_of_scores(node) if is_view else target is not None and _is_plain(node)):
             continue
-        symbols, fake = symbols or Symbols(graph), nodes.value(node)
+        symbols, fake = symbols or Symbols(graph), nodes.fake(node)
         with graph.inserting_before(node), contextlib.suppress(Unsupported):  # sizes that are data
             extents = [symbols.value(extent) for extent in shape(node)]
             node.args = (node.args[0], extents) if is_view else (extents, *node.args[1:])
@@ -45,7 +45,7 @@ def _takes_shape_of_scores(node: Node) -> bool:
 
 
 def _is_plain(node: Node) -> bool:
-    like, fake = node.args[0], nodes.value(node)
+    like, fake = node.args[0], nodes.fake(node)
     if not isinstance(like, Node) or marks.dtensor(node) or not products_above(like):
         return False
     return fake.layout is torch.strided and fake.is_contiguous() and not node.kwargs.get("pin_memory")

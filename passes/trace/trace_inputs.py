@@ -48,7 +48,7 @@ class LazyInput:
 
 def fake_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Any], FakeTensorMode]:
     """Fake values of the inputs of Dynamo's graph, recorded or made from the examples, and their fake mode."""
-    recorded = [nodes.value(node) for node in module.graph.find_nodes(op="placeholder")]
+    recorded = [nodes.fake(node) for node in module.graph.find_nodes(op="placeholder")]
     mode = detect_fake_mode([*recorded, *example_inputs]) or FakeTensorMode(allow_non_fake_inputs=True)
     fakes = []
     for recording, example in zip(recorded, example_inputs, strict=True):

@@ -11,7 +11,7 @@ import torch
 import fusion
 from fusion.ir.expr import I, J, const
 from fusion.ir.ops import apply, where
-from fusion.lowering.numbers import decided, width
+from fusion.lowering.numbers import feeding_comparisons, width
 from tests.emitters import interpreted
 from tests.numerics import assert_as_exact_as_eager
 
@@ -97,9 +97,9 @@ def test_what_is_decided_and_what_is_not() -> None:
     quotient = apply("div", apply("to_float", I), const(7.0))
     smooth = apply("fmul", apply("div", apply("to_float", J), const(3.0)), const(0.1))
     chosen = where(apply("flt", quotient, const(2.0)), smooth, const(0.0))
-    assert quotient in decided(chosen) and smooth not in decided(chosen)
-    assert decided(apply("detach", smooth)) == frozenset()
-    assert smooth in decided(apply("floor", smooth))
+    assert quotient in feeding_comparisons(chosen) and smooth not in feeding_comparisons(chosen)
+    assert feeding_comparisons(apply("detach", smooth)) == frozenset()
+    assert smooth in feeding_comparisons(apply("floor", smooth))
 
 
 def test_a_remainder_is_as_wide_as_what_it_is_of() -> None:

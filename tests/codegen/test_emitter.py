@@ -16,7 +16,7 @@ from fusion.ir.request import Approximation, Request
 from fusion.machine import Machine, machine
 from fusion.options import Options
 from fusion.planning.choice import Choice, Tile
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 from fusion.runtime import kernels
 from fusion.runtime.guards import GuardedKernel, GuardedTraining, failures_raised
 from fusion.torch_private.tensors import is_out_of_memory
@@ -51,7 +51,7 @@ class Loops:
         self.made: list[Loop] = []
 
     def supports(self, spec: AttentionSpec, machine: Machine) -> Refusal | None:
-        return None if spec.dtype == "float32" else Refusal(Ground.DTYPE, f"loops know float32, not {spec.dtype}")
+        return None if spec.dtype == "float32" else Refusal(Reason.DTYPE, f"loops know float32, not {spec.dtype}")
 
     def reads(self, dtype: torch.dtype, machine: Machine) -> bool:
         return False

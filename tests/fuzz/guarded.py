@@ -139,9 +139,9 @@ class Guarded:
             return self.kernel.outputs(given, sizes)
 
     def backward(
-        self, grad: Any, out: Any, statistics: Any, operands: Any, sizes: Any, needs: Any, further: Any = ()
+        self, grad: Any, out: Any, statistics: Any, operands: Any, sizes: Any, needs: Any, aux_outputs: Any = ()
     ) -> list[torch.Tensor]:
-        given = [*self._given([grad, out, statistics]), self._given(operands), sizes, needs, self._given(further)]
+        given = [*self._given([grad, out, statistics]), self._given(operands), sizes, needs, self._given(aux_outputs)]
         with guarded():
             return self.kernel.backward(*given)
 

@@ -52,8 +52,8 @@ def drawn(seed: int) -> Drawn:
 
 def way(found: Drawn, rng: random.Random) -> specs_run.Way:
     """How it is run: on kernels for CPUs."""
-    trained = rng.random() < (TRAINED if not found.spec.further else specs_run.TRAINED_FURTHER)
-    rows = rng.random() < BY_ROWS and not trained and not found.spec.further
+    trained = rng.random() < (TRAINED if not found.spec.aux_outputs else specs_run.TRAINED_AUX)
+    rows = rng.random() < BY_ROWS and not trained and not found.spec.aux_outputs
     plan = None if rng.random() < AS_FOR_USERS else quick.plan(found.spec, rng, by_rows=rows, targets=TARGETS)
     return specs_run.Way(emitter="mlir", trained=trained, plan=plan)
 

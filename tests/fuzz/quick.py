@@ -91,7 +91,7 @@ def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool, targets: Map
     tiling = None if by_rows else Tiling(groups=groups, together=together, keys=keys, planes=planes)
     span, optimised = rng.choice([48, 96, 512]), rng.random() < OPTIMISED
     chosen = Plan(target=target, tiling=tiling, schedule=query_stationary(spec), span=span, optimised=optimised)
-    return replace(chosen, cuts=not spec.further and rng.random() < CUT)
+    return replace(chosen, cuts=not spec.aux_outputs and rng.random() < CUT)
 
 
 def kernel(spec: AttentionSpec, chosen: Plan, trained: bool) -> Kernel | TrainingKernel | None:

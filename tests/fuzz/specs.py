@@ -16,7 +16,7 @@ import torch
 from fusion.ir import AttentionSpec, Expr, Kind, Normalizer, Operand, Output, integers
 from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, I, J, const, coord, load, size
 from fusion.ir.ops import apply, where
-from fusion.ir.spec import FurtherOutput, Reduction
+from fusion.ir.spec import AuxOutput, Reduction
 from fusion.passes.specify.masks import understand
 
 SIZES = ("B", "H", "Nq", "Nk")
@@ -136,20 +136,20 @@ class Draw:
         value = apply("to_float", load(number, index, Kind.INT))
         return index, apply("fmul", value if dtype == "int8" else value - const(128.0), scale)
 
-    def further(self, normalizer: Normalizer) -> FurtherOutput:
+    def aux_output(self, normalizer: Normalizer) -> AuxOutput:
         """Weights, a reduction of them, or what is made of a row's maximum and sum."""
         left = self.rng.sample(["b0", "b1"], 2)
         kind = self.rng.choice(["table", "rows", "keys"] + ["row"] * (normalizer is not Normalizer.NONE))
         if kind == "row":
             infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
             log_sum = where(infinite, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
-            return FurtherOutput(value=self.rng.choice([ROW_MAX, ROW_SUM, log_sum]), dims=(*left, "i"), dtype="float32")
+            return AuxOutput(value=self.rng.choice([ROW_MAX, ROW_SUM, log_sum]), dims=(*left, "i"), dtype="float32")
         value = self.of_weight()
         if kind == "table":
-            return FurtherOutput(value=value, dims=(*self.rng.sample([*left, "i"], 3), "j"), dtype=self.dtype)
+            return AuxOutput(value=value, dims=(*self.rng.sample([*left, "i"], 3), "j"), dtype=self.dtype)
         over, kept = ("j", "i") if kind == "rows" else ("i", "j")
         reduction = self.rng.choice([Reduction.SUM, Reduction.SUM, Reduction.MAX, Reduction.MIN])
-        return FurtherOutput(value=value, dims=(*left, kept), dtype="float32", reduction=reduction, over=over)
+        return AuxOutput(value=value, dims=(*left, kept), dtype="float32", reduction=reduction, over=over)
 
     def of_weight(self) -> Expr:
         """An expression of one weight, its position and what is read."""
@@ -193,9 +193,9 @@ def drawn(seed: int | str) -> Drawn:
         fields["row_scale"] = draw.row_scale()
     if rng.random() < 0.15:
         fields["weight"] = draw.captured()
-    draw.rng = further = random.Random(f"further {seed}")
-    if further.random() < FURTHER:
-        fields["further"] = tuple(draw.further(normalizer) for _ in range(further.randint(1, 3)))
+    draw.rng = aux = random.Random(f"further {seed}")
+    if aux.random() < FURTHER:
+        fields["aux_outputs"] = tuple(draw.aux_output(normalizer) for _ in range(aux.randint(1, 3)))
     draw.rng = random.Random(f"gates {seed}")
     if draw.rng.random() < GATED and normalizer is not Normalizer.NONE:
         gate = apply(draw.rng.choice(["sigmoid", "tanh"]), draw.rng.choice([SCORE, score]))

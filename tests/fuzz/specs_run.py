@@ -13,7 +13,7 @@ import torch
 
 from fusion.codegen import mlir, reference, triton
 from fusion.ir.expr import Kind, loads, walk
-from fusion.lowering.further_gradients import unsupported
+from fusion.lowering.aux_gradients import unsupported
 from tests.fuzz import quick
 from tests.fuzz.campaign import BAD, NOTED, Record
 from tests.fuzz.check import DRAWS, Result, Tensors, Verdict, allowing_overflow, magnitude
@@ -22,8 +22,8 @@ from tests.fuzz.specs import Drawn, drawn, tensors
 SHARES = {"triton": 0.01, "as for users": 0.01, "trained": 0.08, "by rows": 0.25}
 """Of the specs: in Triton's interpreter; with the kernels that users get, where others have random targets and tiles
 (`quick`); with gradients; with the kernel that goes row by row."""
-TRAINED_FURTHER = 0.5
-"""Of those with further outputs, with gradients."""
+TRAINED_AUX = 0.5
+"""Of those with auxiliary outputs, with gradients."""
 CALLS = {"quick": 5, "as for users": 24, "triton": 2}
 """Calls of a compiled kernel, each of other lengths, layouts and values. Those in Triton's interpreter take a thousand
 times as long."""
@@ -47,9 +47,9 @@ class Way:
 def way(found: Drawn, rng: random.Random) -> Way:
     """One at random."""
     drawn = {name: rng.random() < share for name, share in SHARES.items()}
-    if found.spec.further:  # written by kernels that keep statistics
+    if found.spec.aux_outputs:  # written by kernels that keep statistics
         drawn["by rows"] = False
-        drawn["trained"] = rng.random() < TRAINED_FURTHER
+        drawn["trained"] = rng.random() < TRAINED_AUX
     fast = not drawn["triton"] and not drawn["as for users"]
     plan = quick.plan(found.spec, rng, by_rows=drawn["by rows"] and not drawn["trained"]) if fast else None
     return Way(emitter="triton" if drawn["triton"] else "mlir", trained=drawn["trained"], plan=plan)
@@ -79,7 +79,7 @@ SEVERITY = [Verdict.INVALID, Verdict.RIGHT, Verdict.LUCK, Verdict.OVERFLOW, Verd
 
 def kernel(found: Drawn, how: Way) -> Any:
     """What runs the spec; None where the emitter has no kernel for it."""
-    statistics = how.trained or bool(found.spec.further)
+    statistics = how.trained or bool(found.spec.aux_outputs)
     if how.plan is not None:
         return quick.kernel(found.spec, how.plan, statistics)
     if how.emitter == "triton":
@@ -172,7 +172,7 @@ def values_of(
     wide = [o.double() if o.is_floating_point() else o for o in operands]
     eager, *more = reference.run_all(spec, operands, sizes, dtype)
     exact, *true = reference.run_all(spec, wide, sizes, torch.float64)
-    if not (trained or spec.further):
+    if not (trained or spec.aux_outputs):
         return [{"out": kernel(operands, sizes)}, {"out": eager}, {"out": exact}]
     ours, statistics, *found = kernel.outputs(operands, sizes)
     results = [
@@ -182,14 +182,14 @@ def values_of(
     if not trained:
         return results
     needs = tuple(o.is_floating_point() for o in operands)
-    grad, *further = (torch.randn(result.shape).to(result.dtype) for result in (ours, *found))
-    of_kernels = (unsupported(replace(spec, further=(f,))) is None for f in spec.further)
-    further = [g if has_gradient else None for g, has_gradient in zip(further, of_kernels, strict=True)]
-    wider = [g if g is None else g.double() for g in further]
+    grad, *aux_outputs = (torch.randn(result.shape).to(result.dtype) for result in (ours, *found))
+    of_kernels = (unsupported(replace(spec, aux_outputs=(f,))) is None for f in spec.aux_outputs)
+    aux_outputs = [g if has_gradient else None for g, has_gradient in zip(aux_outputs, of_kernels, strict=True)]
+    wider = [g if g is None else g.double() for g in aux_outputs]
     ways = (
-        kernel.backward(grad, ours, statistics, operands, sizes, needs, further),
-        reference.backward(spec, grad, operands, sizes, needs, dtype, further),
-        reference.backward(spec, grad.double(), wide, sizes, needs, further=wider),
+        kernel.backward(grad, ours, statistics, operands, sizes, needs, aux_outputs),
+        reference.backward(spec, grad, operands, sizes, needs, dtype, aux_outputs),
+        reference.backward(spec, grad.double(), wide, sizes, needs, aux_outputs=wider),
     )
     values = [o for o in operands if o.is_floating_point()]
     for result, found, is_exact in zip(results, ways, (False, False, True), strict=True):

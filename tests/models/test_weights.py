@@ -46,5 +46,5 @@ def test_weights_that_are_returned(name: str):
         exact = results(copy.deepcopy(model).double(), **wide)
     sites = [site for report in reports for site in report.sites]
     assert len(sites) == len(eager[1]) and all(site.fused for site in sites), [site.reason for site in sites]
-    assert all(len(site.spec.further) == 1 for site in sites)
+    assert all(len(site.spec.aux_outputs) == 1 for site in sites)
     assert_as_exact_as_eager(actual, eager, exact, torch.float32, check_strides=True)

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fusion.codegen import reference
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 from fusion.runtime import kernels
 from tests.numerics import assert_runs_as_exact_as_eager
 
@@ -62,7 +62,7 @@ def test_numbers_of_a_refused_attention_stay_dynamic():
 @pytest.mark.parametrize("function", [plain, sdpa])
 def test_nor_does_one_that_no_kernel_is_made_for(function):
     refusing = SimpleNamespace(**vars(reference))
-    refusing.supports = lambda spec, machine: Refusal(Ground.DTYPE, "no kernel, for this test")
+    refusing.supports = lambda spec, machine: Refusal(Reason.DTYPE, "no kernel, for this test")
     with kernels.emitting("refusing", ("cpu",), lambda: refusing):
         assert graphs(function, WIDTHS, emitter="refusing") == (1, 0)
 

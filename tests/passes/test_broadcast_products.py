@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from tests.passes.exactness import EMITTERS, as_exact_as_eager, padded
 
 LENGTH = 23
@@ -105,7 +105,7 @@ DISTANCES = [cdist, squared_cdist, squared_differences, norms_of_differences, su
 @pytest.mark.parametrize("function", DISTANCES, ids=lambda f: f.__name__)
 def test_distances_are_listed(function):
     (site,) = as_exact_as_eager(function, padded(torch.float32, LENGTH))
-    assert site.refusal.kind is Ground.DISTANCES
+    assert site.refusal.kind is Reason.DISTANCES
 
 
 def with_a_distance(q, k, v, pad):
@@ -135,7 +135,7 @@ def one_query_with_values_by_matmul(q, k, v):
 def test_products_with_one_query_are_listed(function):
     q, k, v, _ = padded(torch.float32, LENGTH)
     (site,) = as_exact_as_eager(function, [q[..., :1, :], k, v])
-    assert not site.fused and site.refusal.kind in (Ground.PRODUCT_FORM, Ground.NOT_POINTWISE)
+    assert not site.fused and site.refusal.kind in (Reason.PRODUCT_FORM, Reason.NOT_POINTWISE)
 
 
 def masked_again(q, k, v, pad):
@@ -146,7 +146,7 @@ def masked_again(q, k, v, pad):
 
 def test_sums_of_masked_weights_are_not_listed():
     (site,) = as_exact_as_eager(masked_again, padded(torch.float32, LENGTH))
-    assert site.refusal is None or site.refusal.kind is not Ground.PRODUCT_FORM
+    assert site.refusal is None or site.refusal.kind is not Reason.PRODUCT_FORM
 
 
 def test_sums_of_elements_are_no_products():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from tests.passes.exactness import WAYS, as_exact_as_eager, padded
 
 LENGTH = 37
@@ -149,4 +149,4 @@ LEFT = [first_of_the_largest_in_the_normaliser, partly_detached_largest_in_the_n
 @pytest.mark.parametrize("function", LEFT, ids=lambda f: f.__name__)
 def test_is_left_alone_where_the_gradient_would_differ(function):
     (site,) = as_exact_as_eager(function, padded(torch.float32, LENGTH), gradients=True)
-    assert not site.fused and site.refusal.kind is not Ground.DEFECT
+    assert not site.fused and site.refusal.kind is not Reason.DEFECT

@@ -119,7 +119,9 @@ def fused(function, *, given=tensors, gradients=False, dtype=None, **options):
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_is_fused(form, emitter):
     (site,) = fused(form, emitter=emitter)
-    assert site.fused and [(f.reduction.value, f.over) for f in site.specs[0].further] == [("sum", "j")], site.reason
+    assert site.fused and [(f.reduction.value, f.over) for f in site.specs[0].aux_outputs] == [("sum", "j")], (
+        site.reason
+    )
     assert site.validated.startswith("values")
 
 

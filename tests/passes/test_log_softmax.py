@@ -95,7 +95,7 @@ def check(function, n, emitter="auto", gradients=False, dtype=torch.float32):
 def test_values(use, fill, emitter, n):
     site = check(masked(use, FILLS[fill]), n, emitter)
     assert site.fused, site.reason
-    assert LOG_WEIGHT in walk(*(further.value for further in site.spec.further))
+    assert LOG_WEIGHT in walk(*(aux.value for aux in site.spec.aux_outputs))
 
 
 @pytest.mark.parametrize("emitter", ["reference", "auto"])
@@ -111,7 +111,7 @@ def test_gradients(use, fill, emitter):
 def test_weights_that_vanish(use):
     """Weights of exp(-200) are 0 in float32; their logarithms are numbers."""
     site = check(masked(use, 0.0, scale=60.0), 70)
-    assert site.fused and LOG_WEIGHT in walk(*(further.value for further in site.spec.further))
+    assert site.fused and LOG_WEIGHT in walk(*(aux.value for aux in site.spec.aux_outputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,7 +11,7 @@ import fusion
 from fusion.ir import integers
 from fusion.ir.expr import SCORE, TRUE, I, J, const, coord, walk
 from fusion.ir.ops import apply, evaluate
-from fusion.passes.specify.masks import decided, understand
+from fusion.passes.specify.masks import fold_comparisons, understand
 from tests.numerics import assert_as_exact_as_eager
 from tests.passes.exactness import EMITTERS, as_exact_as_eager, padded
 
@@ -209,7 +209,7 @@ def test_random_affine_predicates_bound_their_keys(terms, divisor, divide):
         value = integers.add(integers.mul(a, row), integers.mul(b, column), c)
         live = apply("and", live, apply(op, value, const(0)))
     bounds = {I: integers.integer(N), J: integers.integer(N)}
-    simple = decided(live, bounds)
+    simple = fold_comparisons(live, bounds)
     score = apply("where", simple, SCORE, const(-math.inf))
     mask = understand(score)
     i, j = torch.meshgrid(torch.arange(N), torch.arange(N), indexing="ij")
@@ -229,7 +229,9 @@ def test_random_extrema_bound_their_keys(one, other, rest, extremum, factor, str
     """rest + factor * max(one, other) compared with 0, each affine in i and j."""
     one, other, rest = (integers.add(integers.mul(a, I), integers.mul(b, J), c) for a, b, c in (one, other, rest))
     value = integers.add(rest, integers.mul(factor, apply(extremum, one, other)))
-    live = decided(apply("ilt" if strict else "ile", value, const(0)), {I: integers.integer(N), J: integers.integer(N)})
+    live = fold_comparisons(
+        apply("ilt" if strict else "ile", value, const(0)), {I: integers.integer(N), J: integers.integer(N)}
+    )
     score = apply("where", live, SCORE, const(-math.inf))
     mask = understand(score)
     if mask is not None and mask.live.op != "const":
@@ -246,7 +248,7 @@ def test_random_extrema_bound_their_keys(one, other, rest, extremum, factor, str
 def test_tiles_of_random_affine_predicates_are_those_of_brute_force(a, b, c, op):
     """a * i + b * j + c <= 0. Where only the row counts nothing can be skipped: rows without a live key need all."""
     value = integers.add(integers.mul(a, I), integers.mul(b, J), c)
-    live = decided(apply(op, value, const(0)), {I: integers.integer(N), J: integers.integer(N)})
+    live = fold_comparisons(apply(op, value, const(0)), {I: integers.integer(N), J: integers.integer(N)})
     mask = understand(apply("where", live, SCORE, const(-math.inf)))
     if mask is not None and mask.live.op != "const":
         _check_tiles(mask, lambda i, j: a * i + b * j + c < (op == "ile"))
@@ -260,7 +262,7 @@ def test_tiles_of_random_bands_are_those_of_brute_force(shift, width, divided):
     shift, width = (shift // 4, width // 4) if divided else (shift, width)
     low = apply("ile", integers.add(column, shift), row)
     high = apply("ile", row, integers.add(column, shift + width))
-    live = decided(apply("and", low, high), {I: integers.integer(N), J: integers.integer(N)})
+    live = fold_comparisons(apply("and", low, high), {I: integers.integer(N), J: integers.integer(N)})
     mask = understand(apply("where", live, SCORE, const(-math.inf)))
     if mask is not None and mask.live.op != "const":
         size = 4 if divided else 1

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import fusion
 from fusion.passes.pullback.heads import MOST_HEADS
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from tests.emitters import interpreted
 from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eager
 
@@ -309,7 +309,7 @@ def test_the_reference_and_other_emitters():
         with interpreted():
             torch._dynamo.reset()
             (site,) = fusion.explain(as_cait, *inputs).sites
-    assert site.refusal.kind is Ground.HEADS_MIXED and "kernels for GPUs compute them one by one" in site.reason
+    assert site.refusal.kind is Reason.HEADS_MIXED and "kernels for GPUs compute them one by one" in site.reason
 
 
 # --- what is another computation ----------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ def test_others_stay(function):
 
 def test_too_many_heads():
     (site,) = fusion.explain(as_cait, *drawn(h=MOST_HEADS + 1, n_q=5, n_k=5)).sites
-    assert site.refusal.kind is Ground.HEADS_MIXED and "33 heads are mixed; kernels mix up to 32" in site.reason
+    assert site.refusal.kind is Reason.HEADS_MIXED and "33 heads are mixed; kernels mix up to 32" in site.reason
 
 
 def test_few_rows_stay():

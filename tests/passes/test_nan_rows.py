@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from tests.numerics import assert_as_exact_as_eager
 from tests.passes.exactness import WAYS, as_exact_as_eager, padded
 
@@ -124,7 +124,7 @@ def test_in_training_it_is_left_alone():
     with fusion.collect_reports() as reports:
         out = torch.compile(added_mask, backend="fusion", options={"inner": "eager"})(q, k, v, pad)
     (site,) = reports[0].sites
-    assert site.refusal.kind is Ground.NAN_GRADIENT
+    assert site.refusal.kind is Reason.NAN_GRADIENT
     eager = added_mask(q, k, v, pad)
     ours, theirs = (torch.autograd.grad(x.sum(), leaves) for x in (out, eager))
     exact = torch.autograd.grad(added_mask(*(x.double() for x in leaves), pad).sum(), leaves)

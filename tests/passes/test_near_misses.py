@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from tests.numerics import assert_as_exact_as_eager, assert_same
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,20 +97,20 @@ def over_rows(q, k, v):
 
 
 CASES = {
-    sorted_scores: (Ground.NOT_POINTWISE, "do not come from a product", "aten.sort"),
-    highest_scores: (Ground.NOT_POINTWISE, "on its own scores", "aten.topk"),
-    contextual_positions: (Ground.NOT_POINTWISE, "on its own scores", "aten.cumsum"),
-    over_rows_and_keys: (Ground.NOT_POINTWISE, "on its own scores", "aten.softmax"),
-    over_rows: (Ground.FURTHER_REDUCTION, "whole rows or columns of scores", "aten.softmax"),
-    tanh_of_weights: (Ground.NOT_LINEAR, "not linear in it", "aten.tanh"),
-    other_axis: (Ground.NOT_POINTWISE, "do not come from a product", "aten.softmax"),
-    running_sum: (Ground.NOT_POINTWISE, "do not come from a product", "aten.cumsum"),
-    also_averaged: (Ground.WEIGHTS_NEEDED, "needed elsewhere .by aten.mean", "aten.mean"),
-    returned: (Ground.WEIGHTS_NEEDED, "they are returned", "aten.matmul"),
-    constant_added: (Ground.WEIGHTS_ADDED, "added to the weights", "aten.add"),
-    constant_put_in: (Ground.WEIGHTS_REPLACED, "weights are replaced", "aten.masked_fill"),
-    softmax_twice: (Ground.FURTHER_REDUCTION, "another reduction", "aten.softmax"),
-    written_to: (Ground.CHANGED_IN_PLACE, "changed in place", "aten.add_"),
+    sorted_scores: (Reason.NOT_POINTWISE, "do not come from a product", "aten.sort"),
+    highest_scores: (Reason.NOT_POINTWISE, "on its own scores", "aten.topk"),
+    contextual_positions: (Reason.NOT_POINTWISE, "on its own scores", "aten.cumsum"),
+    over_rows_and_keys: (Reason.NOT_POINTWISE, "on its own scores", "aten.softmax"),
+    over_rows: (Reason.FURTHER_REDUCTION, "whole rows or columns of scores", "aten.softmax"),
+    tanh_of_weights: (Reason.NOT_LINEAR, "not linear in it", "aten.tanh"),
+    other_axis: (Reason.NOT_POINTWISE, "do not come from a product", "aten.softmax"),
+    running_sum: (Reason.NOT_POINTWISE, "do not come from a product", "aten.cumsum"),
+    also_averaged: (Reason.WEIGHTS_NEEDED, "needed elsewhere .by aten.mean", "aten.mean"),
+    returned: (Reason.WEIGHTS_NEEDED, "they are returned", "aten.matmul"),
+    constant_added: (Reason.WEIGHTS_ADDED, "added to the weights", "aten.add"),
+    constant_put_in: (Reason.WEIGHTS_REPLACED, "weights are replaced", "aten.masked_fill"),
+    softmax_twice: (Reason.FURTHER_REDUCTION, "another reduction", "aten.softmax"),
+    written_to: (Reason.CHANGED_IN_PLACE, "changed in place", "aten.add_"),
 }
 
 
@@ -202,18 +202,18 @@ def rolled_scores(q, k, v):
 
 
 UNSEEN = {
-    rolled_scores: (Ground.NOT_POINTWISE, r"this one is read at .*, \(j \+ 16\) % 17\]"),
-    one_value_for_all_keys: (Ground.PRODUCT_FORM, "broadcasts the index that it sums over"),
-    renormalised_beside_a_sink: (Ground.FURTHER_REDUCTION, "scaled by another reduction"),
-    block_by_block: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
-    without_columns: (Ground.LIMIT, "a head dimension of 0"),
-    normalised_squares: (Ground.OTHER_NORMALISER, "not a softmax over the keys"),
-    running_sum_less_its_logarithm: (Ground.NOT_POINTWISE, "do not come from a product"),
-    running_sum_divided_late: (Ground.NOT_POINTWISE, "do not come from a product"),
-    mixed_heads_normalised: (Ground.NOT_POINTWISE, "do not come from a product"),
-    with_a_vector: (Ground.PRODUCT_FORM, "aten.mv|a product with a vector"),
-    many_sinks: (Ground.LIMIT, "5 columns of the softmax beside the keys, more than 4"),
-    far_away: (Ground.LIMIT, "more than 64 operations one after the other"),
+    rolled_scores: (Reason.NOT_POINTWISE, r"this one is read at .*, \(j \+ 16\) % 17\]"),
+    one_value_for_all_keys: (Reason.PRODUCT_FORM, "broadcasts the index that it sums over"),
+    renormalised_beside_a_sink: (Reason.FURTHER_REDUCTION, "scaled by another reduction"),
+    block_by_block: (Reason.OTHER_NORMALISER, "not a softmax over the keys"),
+    without_columns: (Reason.LIMIT, "a head dimension of 0"),
+    normalised_squares: (Reason.OTHER_NORMALISER, "not a softmax over the keys"),
+    running_sum_less_its_logarithm: (Reason.NOT_POINTWISE, "do not come from a product"),
+    running_sum_divided_late: (Reason.NOT_POINTWISE, "do not come from a product"),
+    mixed_heads_normalised: (Reason.NOT_POINTWISE, "do not come from a product"),
+    with_a_vector: (Reason.PRODUCT_FORM, "aten.mv|a product with a vector"),
+    many_sinks: (Reason.LIMIT, "5 columns of the softmax beside the keys, more than 4"),
+    far_away: (Reason.LIMIT, "more than 64 operations one after the other"),
 }
 
 
@@ -273,7 +273,7 @@ def test_what_a_backward_of_its_own_hides_is_named(rounded: str):
         return (torch.softmax(s, -1) if rounded == "scores" else s) @ v
 
     (site,) = fusion.explain(function, *(torch.randn(2, 3, 17, 16, requires_grad=True) for _ in range(3))).sites
-    assert site.refusal.kind is Ground.OPAQUE and site.stopped_by == "torch.autograd.Function"
+    assert site.refusal.kind is Reason.OPAQUE and site.stopped_by == "torch.autograd.Function"
     assert site.stopped_at.endswith("# here")
 
 
@@ -362,8 +362,8 @@ def test_a_fused_site_has_no_advice():
     assert site.fused and site.advice is None and site.stopped_by is None
 
 
-def grounds_of(file: Path) -> list[ast.expr]:
-    """The ground of every refusal that a file makes."""
+def reasons_of(file: Path) -> list[ast.expr]:
+    """The reason of every refusal that a file makes."""
     made = []
     for call in ast.walk(ast.parse(file.read_text())):
         if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) in NAMES:
@@ -379,12 +379,12 @@ def test_every_refusal_has_a_ground_and_every_ground_advice():
     used = set()
     for top in ("passes", "codegen", "fusion"):
         for file in sorted((ROOT / top).rglob("*.py")):
-            for ground in grounds_of(file):
-                text = ast.unparse(ground)
-                assert text.startswith("Ground.") or (file.name, text) in PASSED_ON, f"{file}: {text}"
-                used.add(text.removeprefix("Ground."))
-    assert {ground.name for ground in Ground} <= used
-    assert len({ground.value for ground in Ground}) == len(Ground)
+            for reason in reasons_of(file):
+                text = ast.unparse(reason)
+                assert text.startswith("Reason.") or (file.name, text) in PASSED_ON, f"{file}: {text}"
+                used.add(text.removeprefix("Reason."))
+    assert {reason.name for reason in Reason} <= used
+    assert len({reason.value for reason in Reason}) == len(Reason)
 
 
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
@@ -400,5 +400,5 @@ def test_scores_of_float64_that_are_rounded_on_the_way(narrow):
     with fusion.collect_reports() as reports:
         actual = torch.compile(function, backend="fusion", options=options)(*inputs)
     (site,) = reports[0].sites
-    assert site.refusal.kind is Ground.DTYPE and "rounded" in site.reason
+    assert site.refusal.kind is Reason.DTYPE and "rounded" in site.reason
     assert_same(actual, function(*inputs))

@@ -14,7 +14,7 @@ from fusion.passes.specify.calls import refuse, specify_sites
 from fusion.passes.specify.escaping import resolve_escaping
 from fusion.passes.specify.specify import specify
 from fusion.passes.trace.normalize import normalize
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 from fusion.runtime import op  # noqa: F401  (registers the operators)
 from tests.numerics import assert_as_exact_as_eager, assert_same, wide
 from tests.passes.graphs import captured, ordered
@@ -92,7 +92,7 @@ def test_what_no_kernel_serves_keeps_its_graph():
     given = inputs()
     run, graph, sites = found(attend, *given)
     before = graph.code
-    assert not rewrite(graph, sites, lambda _: Refusal(Ground.DTYPE, "no such kernel"))
+    assert not rewrite(graph, sites, lambda _: Refusal(Reason.DTYPE, "no such kernel"))
     assert sites[0].refusal is not None and graph.code == before
     assert_same(run(*given)[0], attend(*given))
 

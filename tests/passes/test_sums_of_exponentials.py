@@ -7,7 +7,7 @@ import torch
 from fusion.runtime.guards import failures_raised
 from tests.emitters import interpreted
 from tests.numerics import assert_as_exact_over_draws
-from tests.passes.test_further_outputs import gradients
+from tests.passes.test_aux_outputs import gradients
 
 
 def parts(q, k):

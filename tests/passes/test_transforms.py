@@ -9,7 +9,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusion
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from fusion.runtime.guards import failures_raised
 from tests.numerics import assert_as_exact_as_eager, leaves
 
@@ -305,7 +305,7 @@ def test_derivatives_that_kernels_do_not_compute_are_left_where_scores_are_few(m
     q, k, v = (torch.randn(2, 11, 8) for _ in range(3))
     moved = lambda *x: jvp(lambda *y: capped(*y, torch.zeros(())), x, x)
     (site,) = fused_by_default(moved, q, k, v)
-    assert site.refusal.kind is Ground.DERIVATIVES and "too few" in site.reason and not site.attentions
+    assert site.refusal.kind is Reason.DERIVATIVES and "too few" in site.reason and not site.attentions
     assert "transforms" in site.advice
     monkeypatch.setattr("fusion.planning.pays.DERIVATIVES", 4 * 2 * 11 * 11)
     assert [site.fused for site in fused_by_default(moved, q, k, v)] == [True]
@@ -336,5 +336,5 @@ def test_a_first_gradient_is_fused_unless_it_is_differentiated_again():
     sloped = lambda q, k, v: grad(lambda y: plain(y, k, v, None).sin().sum())(q)
     assert [site.fused for site in fused_by_default(sloped, *inputs)] == [True]
     (site,) = fused_by_default(sloped, inputs[0].clone().requires_grad_(), *inputs[1:])
-    assert site.refusal.kind is Ground.DERIVATIVES
+    assert site.refusal.kind is Reason.DERIVATIVES
     assert not fused_by_default(sloped, *inputs, transforms="never")

@@ -33,7 +33,7 @@ from ..values import round_up
 from .delta import DELTA_ERRORS, DELTAS
 from .derived import Derived, Step, result
 from .kernel import SMALL_TABLE
-from .lanes import FURTHER_SUMS, FUSED, KEYS, QUERIES
+from .lanes import AUX_SUMS, FUSED, KEYS, QUERIES
 from .tile import Kind
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ NOTHING: Mapping[tuple, Tensor] = {}
 
 class BackwardCall:
     """One call of the backward kernels; the arguments are those of `TrainingKernel.backward`. arriving: the gradients
-    of the output and of the further outputs of the plan."""
+    of the output and of the auxiliary outputs of the plan."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class BackwardCall:
         """False where a kernel met values that its products cannot take."""
         if self.derived.simple:
             return self._launch(DELTAS, choice)
-        return self._add_further(choice) and self._make_exact(choice)
+        return self._add_aux_sums(choice) and self._make_exact(choice)
 
     def _steps(self, choice: int) -> list[Step]:
         """The kernels that give the gradients: one, where there is one and every batch element is one thread's."""
@@ -164,15 +164,15 @@ class BackwardCall:
             if plan.of(kind.forms, needs) or any(needs[n] for n in kind.gradients)
         ]
 
-    def _add_further(self, choice: int) -> bool:
-        """Put what further outputs give into delta, once; False where the kernel met values that its products cannot
+    def _add_aux_sums(self, choice: int) -> bool:
+        """Put what auxiliary outputs give into delta, once; False where the kernel met values that its products cannot
         take. From then on sums of dx are `off`, the gradient of the log-sum-exp, in place of 0."""
         nothing = self.plan.at_weight is None and self.off is None
         if nothing or not self._wants_delta() or self.complete:
             return True
         delta = self.delta
         if self.plan.at_weight is not None:
-            if (found := self._row_sums(FURTHER_SUMS, choice)) is None:
+            if (found := self._row_sums(AUX_SUMS, choice)) is None:
                 return False
             sums = found[0]
             delta += sums if self.spec.row_scale is None else sums * self.slope

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fusion.ir.derivative import FURTHER_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
+from fusion.ir.derivative import AUX_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import SCORE, WEIGHT
 from fusion.ir.reads import dense_loads
 from fusion.lowering.backward_plan import SUM_OF_DX, Form, TileProgram
@@ -102,15 +102,15 @@ class GroupElements:
         if known is not None:
             weight = b.mul(kernel.context.math.exp2(b.fma(x, known["unit"], known["shift"])), known["factor"], "p")
         row.known[WEIGHT] = weight
-        further = None if plan.at_weight is None else row.vector(plan.at_weight)
+        aux = None if plan.at_weight is None else row.vector(plan.at_weight)
         if self.dp is None:
-            assert further is not None
-            return weight, weight, [b.fma(weight, further, sums[0], "sum")]
+            assert aux is not None
+            return weight, weight, [b.fma(weight, aux, sums[0], "sum")]
         dp = b.load(b.at(self.dp, at, "f32"), kernel.vector, "dp", align=align)
         factor = None if kernel.weight is None else row.vector(kernel.weight)
         scaled = dp if factor is None else b.mul(dp, factor)
-        if further is not None:
-            scaled = b.add(scaled, further, "dw")
+        if aux is not None:
+            scaled = b.add(scaled, aux, "dw")
         upstream = scaled if known is None else b.mul(weight, b.sub(scaled, known["delta"]), "dx")
         through = None if factor is None else b.mul(dp, weight, "dw")
         gradients = self._scope(row, upstream, through)
@@ -118,7 +118,7 @@ class GroupElements:
             if entry.form in (Form.DENSE, Form.SCATTERED):
                 sink.add(gradients, gradients.vector(self.variant.gradients[entry.load]))
         no_weight = None if through is None else b.constant(0.0, kernel.vector)
-        shares = self._scope(row, weight, no_weight, further=0)
+        shares = self._scope(row, weight, no_weight, aux=0)
         missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
         collected = self._add_up(sums, gradients, shares, missing)
         ds = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_ds else upstream
@@ -126,10 +126,10 @@ class GroupElements:
             ds = b.select(self.scope.lanes.valid, ds, b.constant(0.0, kernel.vector), "ds")
         return weight if factor is None else b.mul(weight, factor), ds, collected
 
-    def _scope(self, row: Scope, upstream: Value, through: Value | None, further: int = 1) -> Scope:
+    def _scope(self, row: Scope, upstream: Value, through: Value | None, aux: int = 1) -> Scope:
         known = {UPSTREAM: upstream}
-        if self.kernel.spec.further:
-            known[FURTHER_UPSTREAM] = self.b.constant(float(further), self.kernel.vector)
+        if self.kernel.spec.aux_outputs:
+            known[AUX_UPSTREAM] = self.b.constant(float(aux), self.kernel.vector)
         if through is not None:
             known[WEIGHT_UPSTREAM] = through
         return row.inner(known)

@@ -64,7 +64,7 @@ class BackwardKernel(KernelFunction):
         self.sums = self.plan.sums(kind.forms, needs) if kind.gradients else (SUM_OF_DX,)
         self.lane_sums = tuple(entry for entry in self.sums if entry.axis is self.axis)
         grad = Operand(dtype=spec.out_dtype, rank=len(spec.output.dims), name="grad")
-        arriving = (Operand(dtype=f.dtype, rank=len(f.dims), name="arriving") for f in spec.further)
+        arriving = (Operand(dtype=f.dtype, rank=len(f.dims), name="arriving") for f in spec.aux_outputs)
         self.context.operands = (*spec.operands, grad, *arriving, replace(grad, name="out"))
         self.skips = spec.mask is not None and spec.mask.skips and not self.plan.everywhere
         self.read = (self.programs.masked, self.programs.full, self.weight, self.plan.at_weight)

@@ -158,5 +158,5 @@ KEYS = Kind(name="keys", lanes=KeyLanes, axis=LaneAxis.KEYS, gradients=(1, 2), f
 """dK += dS^T Q, dV += P^T dO, and gradients of all other loads."""
 FUSED = Kind(name="fused", lanes=KeyLanes, axis=LaneAxis.KEYS, gradients=(0, 1, 2), forms=tuple(Form), fused=True)
 """All of these."""
-FURTHER_SUMS = Kind(name="further sums", lanes=QueryLanes, axis=LaneAxis.QUERIES, at_weight=True)
-"""Sums over the keys of P times what further outputs give: their part of delta."""
+AUX_SUMS = Kind(name="auxiliary sums", lanes=QueryLanes, axis=LaneAxis.QUERIES, at_weight=True)
+"""Sums over the keys of P times what auxiliary outputs give: their part of delta."""

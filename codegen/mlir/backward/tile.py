@@ -46,8 +46,8 @@ class Problem:
 class Kind:
     """A backward kernel. lanes: makes what its vector lanes are. gradients: which of Q, K and V (0, 1, 2) have theirs
     written, where these are needed; forms: in which those of loads are collected. fused: dQ beside dK and dV.
-    at_weight: all that is wanted are the sums of P times what further outputs give, so that there is no second product
-    pair. deltas: the sums go into the statistics of rows. uneven: batch elements differ in what there is to do."""
+    at_weight: only sums of P times what auxiliary outputs give are wanted, so that there is no second product pair.
+    deltas: the sums go into the statistics of rows. uneven: batch elements differ in what there is to do."""
 
     name: str
     lanes: Callable[[BackwardKernel], Lanes]

@@ -11,7 +11,7 @@ from .role import Role, any_dead
 
 
 class Prepare(Role):
-    """delta of one block of ROWS query rows: the row sums of dO * O, with what further outputs add; the logarithm of
+    """delta of one block of ROWS query rows: the row sums of dO * O, with what auxiliary outputs add; the logarithm of
     1 / row_sum; and whether one of the rows met no live key.
 
     That is for the kernel of dK and dV, whose ROWS must be the same; where tiles are listed, for all heads that share
@@ -28,12 +28,12 @@ class Prepare(Role):
             *self.rows_of_output("o", "i", "out", "tl.float32"),
             f"row_place = tl.cast({self.place()}, tl.int64) * {self.n_q} + i",
         ]
-        if self.gradients.further.weight is not ZERO:
+        if self.gradients.aux_outputs.weight is not ZERO:
             delta = f"{delta} + tl.load(lacked_ptr + row_place)"
         if self.spec.row_scale is not None:
             lines.append(self.plane("slope", 2))
             delta = f"({delta}) * slope"
-        if self.gradients.further.log_sum is not ZERO:
+        if self.gradients.aux_outputs.log_sum is not ZERO:
             delta = f"{delta} - tl.load(off_ptr + row_place)"
         lines += [f"tl.store(delta_ptr + row_place, {delta}, mask=rows_ok)", *self._log_share()]
         if self.skips:

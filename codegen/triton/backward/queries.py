@@ -115,7 +115,7 @@ class Queries(Role):
         if corrections := self._corrections():
             if weights := " + ".join(self._weight_of(sink) for sink in self.spec.sinks):
                 lines.append(f"missing -= tl.reshape(({weights}) * delta, [ROWS])")
-            if self.gradients.further.log_sum is not ZERO:
+            if self.gradients.aux_outputs.log_sum is not ZERO:
                 lines.append("missing -= tl.reshape(tl.load(off_ptr + row_place), [ROWS])")
             if self.spec.row_scale is not None:
                 lines += [self.plane("slope", 2), self.plane("kept", 3)]

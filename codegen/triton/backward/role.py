@@ -53,7 +53,7 @@ class Role(Tiles):
         self.ranges = w.apart(self.known | {I0: "i0", I1: "i1"}, outer="i", inner="j")
         captured = [part for item in grads.captured for part in {item.gradient, item.full}]
         w.known[WEIGHT] = "y"
-        w.count(spec.score, spec.weight, grads.further.weight, grads.score, grads.program, grads.full, *captured)
+        w.count(spec.score, spec.weight, grads.aux_outputs.weight, grads.score, grads.program, grads.full, *captured)
 
     def stages(self, visit: Visit, before: bool) -> list[str]:
         """Calls of the loop's function: for tiles that need no mask, and for the others; before: also before the
@@ -133,7 +133,7 @@ class Role(Tiles):
         whole = [] if self.gradients.program is None else [self._variant(True)]
         programs, gradients = zip(self._variant(False), *whole, strict=True)
         weight = self.weight_of("x") if self.softmax else "x"
-        of_weight, further = self._further()
+        of_weight, aux = self._aux_outputs()
         # y is 0 there, and the row may be NaN. Rows beyond the last repeat it, and are as NaN as that.
         only_existing = f"if MASKED:\n    dx = tl.where({self.visited}, dx, 0.0)"
         weights = source.block(
@@ -150,21 +150,21 @@ class Role(Tiles):
             weights,
             f"dp = {upstream}",
             of_weight,
-            f"dx = y * (dp{times}{further} - delta)" if self.softmax else f"dx = dp{times}{further}",
-            "" if self.softmax and not further and self.inner == "i" else only_existing,
+            f"dx = y * (dp{times}{aux} - delta)" if self.softmax else f"dx = dp{times}{aux}",
+            "" if self.softmax and not aux and self.inner == "i" else only_existing,
             "dw = y * dp",
             source.by_mask(*gradients),
         )
 
-    def _further(self) -> tuple[str, str]:
+    def _aux_outputs(self) -> tuple[str, str]:
         """Statements of the terms that auxiliary outputs add to the gradient of a weight, and the text that adds
         them."""
-        w, value = self.writer, self.gradients.further.weight
+        w, value = self.writer, self.gradients.aux_outputs.weight
         if value is ZERO:
             return "", ""
-        outside, statement = set(w.known), self.statement("dfurther", value)
+        outside, statement = set(w.known), self.statement("daux", value)
         self._forget_tile(outside)
-        return statement, " + dfurther"
+        return statement, " + daux"
 
     def _variant(self, full: bool) -> tuple[str, str]:
         """(from s to x and w, from dx and dw to ds and the sums), with the mask or, full, without."""

@@ -23,7 +23,7 @@ from fusion.codegen.mlir.approximate.moments import Moments
 from fusion.codegen.mlir.approximate.sparse import emit_sparse
 from fusion.codegen.mlir.backward.delta import DELTA_ERRORS, DELTAS
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
-from fusion.codegen.mlir.backward.lanes import FURTHER_SUMS, FUSED, KEYS, QUERIES
+from fusion.codegen.mlir.backward.lanes import AUX_SUMS, FUSED, KEYS, QUERIES
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.kernel import emit
 from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
@@ -35,9 +35,9 @@ from fusion.ir.expr import HEAD as MIXED_HEAD
 from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, C, E, I, J, const, load
 from fusion.ir.mixing import Mixing
 from fusion.ir.ops import apply, where
-from fusion.ir.spec import FurtherOutput, Reduction
+from fusion.ir.spec import AuxOutput, Reduction
 from fusion.ir.tile_map import lookup
-from fusion.lowering import further_gradients
+from fusion.lowering import aux_gradients
 from fusion.lowering.backward_plan import backward_plan, unsupported
 from fusion.passes.specify.masks import understand
 from fusion.planning.register_tiles import Target, tilings_for
@@ -71,8 +71,8 @@ def specs() -> Iterator[tuple[str, AttentionSpec]]:
             yield f"{name} {how}", case(name, dtype, 24, **{how: True}).spec
     wide = case("causal", "bfloat16", 160, 128, order=("b0", "i", "b1", "e"), out_dtype="float32").spec
     yield "wide", wide
-    yield "auxiliary outputs", replace(case("left_padded", "bfloat16").spec, further=auxiliary_outputs())
-    yield "auxiliary sums", replace(case("causal").spec, further=auxiliary_outputs()[2:])
+    yield "auxiliary outputs", replace(case("left_padded", "bfloat16").spec, aux_outputs=auxiliary_outputs())
+    yield "auxiliary sums", replace(case("causal").spec, aux_outputs=auxiliary_outputs()[2:])
     yield from more_specs()
 
 
@@ -81,17 +81,17 @@ def understood(spec: AttentionSpec) -> AttentionSpec:
     return replace(spec, mask=understand(spec.score, spec.normalizer) or spec.mask)
 
 
-def auxiliary_outputs() -> tuple[FurtherOutput, ...]:
+def auxiliary_outputs() -> tuple[AuxOutput, ...]:
     """Weights, reductions over keys and queries, statistics of rows."""
     infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
     log_sum = where(infinite, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
     square = apply("fmul", WEIGHT, WEIGHT)
     reduced = ((WEIGHT, "i", "j", Reduction.MAX), (square, "i", "j", Reduction.SUM), (square, "j", "i", Reduction.SUM))
     return (
-        FurtherOutput(value=WEIGHT, dims=("i", "b0", "b1", "j"), dtype="bfloat16"),
-        *(FurtherOutput(value=value, dims=("b1", "b0", left), dtype="float32", reduction=how, over=over)
+        AuxOutput(value=WEIGHT, dims=("i", "b0", "b1", "j"), dtype="bfloat16"),
+        *(AuxOutput(value=value, dims=("b1", "b0", left), dtype="float32", reduction=how, over=over)
           for value, left, over, how in reduced),
-        FurtherOutput(value=log_sum, dims=("b0", "b1", "i"), dtype="float32"),
+        AuxOutput(value=log_sum, dims=("b0", "b1", "i"), dtype="float32"),
     )  # fmt: skip
 
 
@@ -169,15 +169,15 @@ def texts_of(name: str, spec: AttentionSpec, target: Target) -> Iterator[Text]:
     if spec.mixing is not None:
         yield "mixed heads", emit_mixed_heads(spec, target, d, d_v).source
         return
-    whole = bool(name in WHOLE or spec.further)
-    if not spec.further:
+    whole = bool(name in WHOLE or spec.aux_outputs)
+    if not spec.aux_outputs:
         for together in (1, 4) if whole else (4,):
             yield "rows", emit_rows(spec, target, d, d_v, together=together).source
     tilings = tilings_for(spec, target)
     for tiling in tilings if whole else tilings[:1]:
-        if not spec.further:
+        if not spec.aux_outputs:
             yield "forward", emit(spec, tiling, target, d, d_v).source
-        if whole and not spec.further:
+        if whole and not spec.aux_outputs:
             yield "forward in parts", emit(spec, replace(tiling, cut=True), target, d, d_v).source
         if name in ("plain", "causal", "plain bfloat16", "causal bfloat16"):
             yield "sparse", emit_sparse(spec, tiling, target, d, d_v).source
@@ -194,7 +194,7 @@ def backward_texts(problem: Problem, whole: bool) -> Iterator[Text]:
     """The kernels of all gradients, or one of them with all in it."""
     spec = problem.spec
     needs = tuple(o.torch_dtype.is_floating_point and o.dtype[:6] != "float8" for o in spec.operands)
-    if any(value is not None for value in spec.values) or further_gradients.unsupported(spec, needs) is not None:
+    if any(value is not None for value in spec.values) or aux_gradients.unsupported(spec, needs) is not None:
         return
     yield "backward fused", BackwardKernel(FUSED, problem, needs).text().source
     if not whole:
@@ -205,7 +205,7 @@ def backward_texts(problem: Problem, whole: bool) -> Iterator[Text]:
         yield "backward keys", BackwardKernel(KEYS, one, needs).text().source
     yield "backward keys", BackwardKernel(KEYS, problem, (False, True, False, *needs[3:])).text().source
     if problem.plan.at_weight is not None:
-        yield "backward queries", BackwardKernel(FURTHER_SUMS, problem, needs).text().source
+        yield "backward queries", BackwardKernel(AUX_SUMS, problem, needs).text().source
     if spec.normalizer is not Normalizer.NONE:
         for kind in (DELTAS, DELTA_ERRORS):
             yield "backward delta", BackwardKernel(kind, problem, (False,) * len(needs)).text().source
@@ -227,7 +227,7 @@ def texts() -> Iterator[tuple[str, str, str, str]]:
     yield from (("approximate", *text) for text in approximate_texts())
     for name, spec in specs():
         for target_name, target in TARGETS.items():
-            if name in WHOLE or spec.further or spec.mixing or target_name in ("avx2", "amx"):
+            if name in WHOLE or spec.aux_outputs or spec.mixing or target_name in ("avx2", "amx"):
                 yield from ((name, target_name, *text) for text in texts_of(name, spec, target))
 
 

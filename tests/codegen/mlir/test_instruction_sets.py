@@ -18,7 +18,7 @@ from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.ir.expr import ROW_MAX
-from fusion.ir.spec import FurtherOutput
+from fusion.ir.spec import AuxOutput
 from fusion.planning.choice import query_stationary
 from fusion.planning.register_tiles import Target, tilings_for
 from fusion.runtime import kernels
@@ -160,14 +160,14 @@ def test_gradients(target: str, dtype: str) -> None:
     check_gradients(c, plan(c, SETS[target]), SIZES)
 
 
-@pytest.mark.parametrize("further", [False, True])
+@pytest.mark.parametrize("aux", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("target", SETS)
-def test_the_backward_makes_the_weights_of_the_forward(target: str, dtype: str, further: bool) -> None:
+def test_the_backward_makes_the_weights_of_the_forward(target: str, dtype: str, aux: bool) -> None:
     """With a single key each is 1, however large its score, so that the gradient of V is what arrives."""
     c = case("plain", dtype, 40, 24)
-    largest = FurtherOutput(value=ROW_MAX, dims=("b0", "b1", "i"), dtype="float32")
-    c = replace(c, spec=replace(c.spec, further=(largest,) if further else ()))
+    largest = AuxOutput(value=ROW_MAX, dims=("b0", "b1", "i"), dtype="float32")
+    c = replace(c, spec=replace(c.spec, aux_outputs=(largest,) if aux else ()))
     chosen = plan(c, SETS[target])
     with quick.compiling_for(chosen):
         run = quick.kernel(c.spec, chosen, trained=True)

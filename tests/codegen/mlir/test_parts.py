@@ -12,7 +12,7 @@ from fusion.codegen.mlir.launch import Kernel
 from fusion.errors import RefusedChoiceError
 from fusion.ir import Normalizer
 from fusion.ir.expr import ROW_SUM
-from fusion.ir.spec import FurtherOutput
+from fusion.ir.spec import AuxOutput
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu_planner import CpuPlanner, rows_choice
@@ -236,8 +236,8 @@ def test_blocks_that_do_not_fit_the_cache_are_not_weighed() -> None:
 
 def test_further_outputs_keep_whole_keys() -> None:
     c = case("plain")
-    sums = FurtherOutput(value=ROW_SUM, dims=("b0", "b1", "i"), dtype="float32")
-    spec = replace(c.spec, further=(sums,))
+    sums = AuxOutput(value=ROW_SUM, dims=("b0", "b1", "i"), dtype="float32")
+    spec = replace(c.spec, aux_outputs=(sums,))
     machine = replace(Machine.detect(), cores=2)
     assert CpuPlanner(spec, machine).choose((1, 1, 40, 16384)).splits == 1
     with pytest.raises(RefusedChoiceError, match="more than the output is wanted"):

@@ -18,7 +18,7 @@ from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import combining_tile, forward_kernels, order_of, split_kernels
 from fusion.ir import integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM
-from fusion.ir.spec import FurtherOutput
+from fusion.ir.spec import AuxOutput
 from fusion.machine import of_target
 from fusion.planning import gpu_layout
 from fusion.planning.choice import Tile
@@ -47,11 +47,11 @@ def test_forward_on_every_target(target: str) -> None:
 @pytest.mark.parametrize("target", MATRIX)
 def test_statistics_of_a_cascade_on_every_target(target: str) -> None:
     """With a column of ones in the place of V: its rows' maxima and sums."""
-    rows = (FurtherOutput(value=value, dims=("b0", "b1", "i"), dtype="float32") for value in (ROW_MAX, ROW_SUM))
-    spec = replace(case("causal", "bfloat16", 64).spec, d_v=integers.integer(1), further=tuple(rows))
-    forward, further = facts_of(spec, target)
+    rows = (AuxOutput(value=value, dims=("b0", "b1", "i"), dtype="float32") for value in (ROW_MAX, ROW_SUM))
+    spec = replace(case("causal", "bfloat16", 64).spec, d_v=integers.integer(1), aux_outputs=tuple(rows))
+    forward, aux = facts_of(spec, target)
     check([forward])
-    assert further.fits and not further.lost and not further.warnings
+    assert aux.fits and not aux.lost and not aux.warnings
 
 
 def test_float32_does_not_spill_on_hopper() -> None:

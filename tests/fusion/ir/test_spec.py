@@ -10,7 +10,7 @@ from fusion.ir import AttentionSpec, Output, integers
 from fusion.ir.expr import FALSE, SCORE, TRUE, WEIGHT, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply, as_float, evaluate
 from fusion.ir.primitives import PRIMITIVES
-from fusion.ir.spec import FurtherOutput, Reduction
+from fusion.ir.spec import AuxOutput, Reduction
 from fusion.passes.pullback.casts import swallows
 from tests.numerics import assert_same_in_float64
 
@@ -56,10 +56,10 @@ def test_an_output_names_the_same_dimensions_twice():
 
 
 def test_a_further_output_has_the_dimensions_that_are_left():
-    with pytest.raises(ValueError, match="a further output over 'j' with dimensions"):
-        FurtherOutput(value=WEIGHT, dims=("b0", "i", "j"), dtype="float32", reduction=Reduction.SUM, over="j")
+    with pytest.raises(ValueError, match="an auxiliary output over 'j' with dimensions"):
+        AuxOutput(value=WEIGHT, dims=("b0", "i", "j"), dtype="float32", reduction=Reduction.SUM, over="j")
     with pytest.raises(ValueError, match="a statistic of weights in bfloat16; float32 is what kernels write"):
-        FurtherOutput(value=WEIGHT, dims=("b0", "i"), dtype="bfloat16", reduction=Reduction.SUM, over="j")
+        AuxOutput(value=WEIGHT, dims=("b0", "i"), dtype="bfloat16", reduction=Reduction.SUM, over="j")
 
 
 @pytest.mark.parametrize("name", sorted(set(PRIMITIVES) - {"add", "mul", "floordiv", "mod"}))

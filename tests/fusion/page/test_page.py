@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2Model
 
 import fusion
 from fusion.ir import AttentionSpec
-from fusion.refusals import Ground, Refusal
+from fusion.refusals import Reason, Refusal
 from fusion.report.page import drawings
 from fusion.report.page.maths import spec_to_mathml
 from fusion.report.page.page import to_html
@@ -145,7 +145,7 @@ def test_kernels_beyond_the_budget_are_cut_and_say_so(report, monkeypatch):
 
 
 def test_text_of_the_user_is_escaped(report, monkeypatch):
-    refusal = Refusal(Ground.DEFECT, "<script>alert(1)</script> & co")
+    refusal = Refusal(Reason.DEFECT, "<script>alert(1)</script> & co")
     monkeypatch.setattr(report.sites[1], "refusal", refusal)
     checked = Checker(to_html(report))
     assert not checked.all("script") and "<script>alert(1)</script> & co" in checked.words

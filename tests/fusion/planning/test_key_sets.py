@@ -66,7 +66,7 @@ def test_the_bound_counts_keys_once(monkeypatch):
     for shared, rows in ((False, 1), (True, 4)):
         sets, _ = forms(monkeypatch, shared)
         problem = problem_of(sets, sizes(sets, n, keys))
-        assert (problem.among, problem.n_k, problem.n_q, problem.heads) == (n, keys, rows, n)
+        assert (problem.n_k_total, problem.n_k, problem.n_q, problem.heads) == (n, keys, rows, n)
         heads = 4 // rows
         trivial = heads * (n * rows + n) * 2 * D
         assert lower_bound(problem, 1 << 20) == trivial

@@ -5,7 +5,7 @@ import torch
 
 import fusion
 from fusion.planning import pays
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 
 TRAINING, ONE_QUERY = pays.TRAINING, pays.ONE_QUERY
 
@@ -49,7 +49,7 @@ def _rule(monkeypatch):
 @pytest.mark.parametrize(("function", "least"), [(plain, 20), (causal, 20), (biased, 40), (by_distance, 30)])
 def test_few_scores_are_left_and_more_are_fused(function, least):
     site = trained(function, least - 1)
-    assert not site.fused and site.refusal.kind is Ground.SHORT_TRAINING
+    assert not site.fused and site.refusal.kind is Reason.SHORT_TRAINING
     assert f"{least - 1} x {least - 1} scores" in site.reason and f"from about {least} x {least}" in site.reason
     assert trained(function, least).fused
 
@@ -97,7 +97,7 @@ def _one_query(monkeypatch):
 @pytest.mark.usefixtures("_one_query")
 def test_one_query_over_few_keys_is_left():
     site = inferred()
-    assert not site.fused and site.refusal.kind is Ground.ONE_QUERY
+    assert not site.fused and site.refusal.kind is Reason.ONE_QUERY
     assert "one query over 24 keys, 24576 elements" in site.reason and "emitter" in site.advice
     assert inferred(keys=ONE_QUERY // (8 * 128)).fused
 

@@ -13,12 +13,12 @@ import torch
 
 from fusion import disk_cache, proof
 from fusion.codegen.mlir import kernel, launch, scope, skeleton, tile, vectormath
+from fusion.codegen.mlir.aux_outputs import AuxOutputs, TrainingStatistics
 from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.derived import Sum
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.lanes import KeyLanes
 from fusion.codegen.mlir.dense import DenseLoad, DistanceTable
-from fusion.codegen.mlir.further import FurtherOutputs, TrainingStatistics
 from fusion.codegen.mlir.packing import PackedRows
 from fusion.codegen.mlir.row_kernel import _RowKernel
 from fusion.codegen.mlir.rows import RowReader
@@ -32,7 +32,7 @@ from fusion.errors import KernelProofError
 from fusion.ir import AttentionSpec, Kind, Normalizer, Operand, integers
 from fusion.ir.expr import ONE, ROW_SUM, WEIGHT, ZERO, C, I, J, const, coord, load
 from fusion.ir.ops import apply, where
-from fusion.ir.spec import FurtherOutput, Reduction
+from fusion.ir.spec import AuxOutput, Reduction
 from fusion.lowering import backward_plan as backward
 from fusion.lowering import rows
 from fusion.passes.specify.masks import understand
@@ -40,7 +40,7 @@ from fusion.planning.choice import query_stationary
 from fusion.planning.register_tiles import Target, Tiling
 from fusion.proof import Proof
 from tests.codegen.mlir.cases import NK, case
-from tests.codegen.test_further_outputs import ENTROPY, FAR, LOG_SUM
+from tests.codegen.test_aux_outputs import ENTROPY, FAR, LOG_SUM
 from tests.fuzz import quick
 
 SMALL = Target(lanes=4, tile_rows=2, tile_groups=1)
@@ -74,12 +74,12 @@ def function(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[], 
     return lambda: mock.patch.object(owner, name, functools.partial(change, right))
 
 
-def further(value: Any, dims: str = "b0 b1 i", reduction: Reduction = Reduction.NONE, over: str = "") -> FurtherOutput:
-    return FurtherOutput(value=value, dims=tuple(dims.split()), dtype="float32", reduction=reduction, over=over)
+def aux(value: Any, dims: str = "b0 b1 i", reduction: Reduction = Reduction.NONE, over: str = "") -> AuxOutput:
+    return AuxOutput(value=value, dims=tuple(dims.split()), dtype="float32", reduction=reduction, over=over)
 
 
-def spec(name: str = "plain", *outputs: FurtherOutput, d: int = 8, **how: Any) -> AttentionSpec:
-    return replace(case(name, d=d, **how).spec, further=outputs)
+def spec(name: str = "plain", *outputs: AuxOutput, d: int = 8, **how: Any) -> AttentionSpec:
+    return replace(case(name, d=d, **how).spec, aux_outputs=outputs)
 
 
 def dropped() -> AttentionSpec:
@@ -173,15 +173,15 @@ def zeros(right: Callable, *given: Any) -> Any:
 SINKS = spec("causal", sinks=True)
 CAUSAL = replace(spec("causal"), mask=understand(spec("causal").score, Normalizer.SOFTMAX))
 """With a program for whole tiles."""
-TABLE = further(WEIGHT, "b0 b1 i j")
-OF_KEYS = further(FAR, "b0 b1 j", Reduction.SUM, "i")
-OF_ROWS = further(ENTROPY, "b0 b1 i", Reduction.SUM, "j")
+TABLE = aux(WEIGHT, "b0 b1 i j")
+OF_KEYS = aux(FAR, "b0 b1 j", Reduction.SUM, "i")
+OF_ROWS = aux(ENTROPY, "b0 b1 i", Reduction.SUM, "j")
 
 FAULTS = {
     # Softmax
     "sums before a new maximum are not rescaled": Fault(put=method(Exponent, "change", one), spec=spec()),
     "a maximum is stale where the sum is seen": Fault(
-        put=lambda: mock.patch.object(tile, "keeps_ends", lambda spec: False), spec=spec("plain", further(ROW_SUM))
+        put=lambda: mock.patch.object(tile, "keeps_ends", lambda spec: False), spec=spec("plain", aux(ROW_SUM))
     ),
     "keys beyond the last count": Fault(put=method(GroupSoftmax, "fill_beyond", nothing), spec=spec()),
     "maxima are those of the first keys": Fault(
@@ -273,15 +273,15 @@ FAULTS = {
     "the last key of a row is left out": Fault(
         put=method(_RowKernel, "_key_range", one_key_less), spec=spec("causal_last_key"), by_rows=True
     ),
-    # Further outputs
+    # auxiliary outputs
     "kept weights are not rescaled": Fault(put=method(GroupSoftmax, "rescale", not_kept), spec=spec("plain", TABLE)),
     "weights are written undivided": Fault(
-        put=method(FurtherOutputs, "_values",
+        put=method(AuxOutputs, "_values",
                    lambda right, self, found, kept, scored, key, _: right(self, found, kept, scored, key, None)),
         spec=spec("plain", TABLE),
     ),
     "sums over queries begin with what was there": Fault(
-        put=method(FurtherOutputs, "begin", nothing), spec=spec("plain", OF_KEYS)
+        put=method(AuxOutputs, "begin", nothing), spec=spec("plain", OF_KEYS)
     ),
     # Gradients
     "gradients of scores are halves": Fault(
@@ -314,13 +314,13 @@ FAULTS = {
         put=lambda: mock.patch.object(of_rows, "slope", lambda spec: ONE * 2.0),
         spec=spec(off_by_one=True), trained=True,
     ),
-    "gradients at further outputs are lost": Fault(
-        put=function(backward, "further_gradients", lambda right, *given: replace(right(*given), weight=ZERO)),
+    "gradients at auxiliary outputs are lost": Fault(
+        put=function(backward, "aux_gradients", lambda right, *given: replace(right(*given), weight=ZERO)),
         spec=spec("plain", OF_ROWS), trained=True,
     ),
     "gradients at a log-sum-exp are lost": Fault(
-        put=function(backward, "further_gradients", lambda right, *given: replace(right(*given), log_sum=ZERO)),
-        spec=spec("plain", further(LOG_SUM)), trained=True,
+        put=function(backward, "aux_gradients", lambda right, *given: replace(right(*given), log_sum=ZERO)),
+        spec=spec("plain", aux(LOG_SUM)), trained=True,
     ),
 }  # fmt: skip
 
@@ -341,7 +341,7 @@ def run(found: AttentionSpec, by_rows: bool, trained: bool) -> None:
     )
     sizes = [*(SIZES | ({"Nq": 1} if by_rows else {})).values()]
     with quick.compiling_for(chosen):
-        made = quick.kernel(found, chosen, trained or bool(found.further))
+        made = quick.kernel(found, chosen, trained or bool(found.aux_outputs))
         assert made is not None
         made = made.proved(Proof(spec=found))
         made.prepare(sizes)

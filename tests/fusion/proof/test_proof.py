@@ -23,7 +23,7 @@ from fusion.torch_private.dynamo import counters
 from tests.codegen.mlir.cases import assert_as_exact_as_eager as assert_right
 from tests.codegen.mlir.cases import case, draw
 from tests.numerics import assert_as_exact_as_eager
-from tests.passes.test_further_outputs import gradients
+from tests.passes.test_aux_outputs import gradients
 
 SIZES = (2, 4, 50, 60)
 

@@ -8,7 +8,7 @@ import torch
 import fusion
 from fusion.ir import integers
 from fusion.ir.expr import J, coord, load, substitute
-from fusion.passes.specify import by_rows
+from fusion.passes.specify import gathered_keys
 
 B, H, N, K, D = 2, 4, 24, 5, 16
 
@@ -37,11 +37,11 @@ def heads_in_another_order(spec, axis, group, heads):
 def biases_of_slots(found):
     """The score program still at the key's number in the set, not at its position."""
     made = right_end(found)
-    score = substitute(made.spec.score, dict.fromkeys(by_rows.loads(made.spec.score), J))
+    score = substitute(made.spec.score, dict.fromkeys(gathered_keys.loads(made.spec.score), J))
     return dataclasses.replace(made, spec=dataclasses.replace(made.spec, score=score))
 
 
-right_heads, right_end = by_rows._heads_as_rows, by_rows._without_unused
+right_heads, right_end = gathered_keys._heads_as_rows, gathered_keys._without_unused
 FAULTS = {
     "load": one_position_for_all,
     "load ": of_other_rows,
@@ -58,6 +58,6 @@ def test_a_wrong_form_is_found(name, monkeypatch):
     with torch.no_grad():
         assert "for each query" in fusion.explain(attention, *inputs).sites[0].attentions[0].keys
         torch._dynamo.reset()
-        monkeypatch.setattr(by_rows, name.strip(), FAULTS[name])
+        monkeypatch.setattr(gathered_keys, name.strip(), FAULTS[name])
         found = fusion.explain(attention, *inputs).sites[0].attentions[0]
-    assert "a defect of fusion" in found.keys and found.spec.among is None
+    assert "a defect of fusion" in found.keys and found.spec.n_k_total is None

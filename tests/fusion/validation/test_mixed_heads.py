@@ -5,7 +5,7 @@ import torch
 
 import fusion
 from fusion.passes.pullback import heads
-from fusion.refusals import Ground
+from fusion.refusals import Reason
 from fusion.validation.replay import Replay
 from fusion.validation.samples import ALL_KEYS, SAMPLES
 from tests.passes.test_mixed_heads import as_cait, drawn, scores_alone, weights_alone
@@ -28,7 +28,7 @@ def test_a_wrong_matrix_is_found(function, monkeypatch):
     monkeypatch.setattr(heads, "named", turned)
     with torch.no_grad():
         (site,) = fusion.explain(function, *drawn()).sites
-    assert site.refusal.kind is Ground.DEFECT, str(site)
+    assert site.refusal.kind is Reason.DEFECT, str(site)
 
 
 def test_lines_within_lines_do_not_multiply_what_is_read(monkeypatch):

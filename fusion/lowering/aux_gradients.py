@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fusion.ir.derivative import FURTHER_UPSTREAM, adjoints
+from fusion.ir.derivative import AUX_UPSTREAM, adjoints
 from fusion.ir.expr import (
     FALSE,
     LOG_WEIGHT,
@@ -35,19 +35,19 @@ from fusion.ir.expr import (
 )
 from fusion.ir.ops import apply
 from fusion.ir.primitives import is_tame
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Normalizer, Reduction
+from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Reduction
 from fusion.lowering.row_gradients import LOG_SUM, in_log_sums
 
 _INFINITE = apply("feq", apply("abs", ROW_MAX), const(math.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FurtherGradients:
+class AuxGradients:
     """Expressions in WEIGHT, positions, loads of tensors, and the gradients that arrive.
 
     weight: F.
     log_sum: G, which is free of the key.
-    loads: the gradient of each load, times FURTHER_UPSTREAM.
+    loads: the gradient of each load, times AUX_UPSTREAM.
     everywhere: whether keys without a weight may count, too, so that none can be skipped.
     """
 
@@ -57,22 +57,22 @@ class FurtherGradients:
     everywhere: bool
 
 
-def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
+def aux_gradients(spec: AttentionSpec, first: int) -> AuxGradients:
     """Gradients of all auxiliary outputs, none of which is `unsupported`. Operands `first`, `first` + 1, ... are the
     gradients that arrive at them."""
     totals: dict[Expr, Expr] = {}
-    for number, further in enumerate(spec.further, first):
-        arriving = load(number, tuple(map(coord, further.dims)), Kind.FLOAT)
-        reads = [part for part in loads(further.value) if part.kind is Kind.FLOAT]
-        for target, term in adjoints(_value(further), arriving, [WEIGHT, LOG_SUM, *reads]).items():
+    for number, aux in enumerate(spec.aux_outputs, first):
+        arriving = load(number, tuple(map(coord, aux.dims)), Kind.FLOAT)
+        reads = [part for part in loads(aux.value) if part.kind is Kind.FLOAT]
+        for target, term in adjoints(_value(aux), arriving, [WEIGHT, LOG_SUM, *reads]).items():
             totals[target] = totals[target] + term if target in totals else term
     weight, log_sum = (totals.pop(target, ZERO) for target in (WEIGHT, LOG_SUM))
     nonzero = {target: term for target, term in totals.items() if term is not ZERO}
     unseen = [substitute(term, {WEIGHT: ZERO}) for term in (weight, *nonzero.values())]
-    return FurtherGradients(
+    return AuxGradients(
         weight=weight,
         log_sum=log_sum,
-        loads={target: FURTHER_UPSTREAM * term for target, term in nonzero.items()},
+        loads={target: AUX_UPSTREAM * term for target, term in nonzero.items()},
         everywhere=not _is_finite(unseen[0], first) or any(term is not ZERO for term in unseen[1:]),
     )
 
@@ -80,10 +80,10 @@ def further_gradients(spec: AttentionSpec, first: int) -> FurtherGradients:
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
     """Reason why kernels have no gradient of auxiliary outputs for the operands that `needs` marks (None: any), or
     None."""
-    for further in spec.further:
-        value = _value(further)
-        if further.reduction not in (Reduction.NONE, Reduction.SUM):
-            return f"the position of the {further.reduction.value} is not recorded"
+    for aux in spec.aux_outputs:
+        value = _value(aux)
+        if aux.reduction not in (Reduction.NONE, Reduction.SUM):
+            return f"the position of the {aux.reduction.value} is not recorded"
         if LOG_WEIGHT in walk(value):
             return "the gradient of a weight's logarithm is no multiple of the weight"
         if {ROW_MAX, ROW_SUM} & {*walk(value)}:
@@ -99,15 +99,17 @@ def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str
     return None
 
 
-def left_out(spec: AttentionSpec) -> list[tuple[FurtherOutput, str]]:
+def left_out(spec: AttentionSpec) -> list[tuple[AuxOutput, str]]:
     """Auxiliary outputs whose gradients are left to the reference interpreter, with the reason."""
-    reasons = ((f, unsupported(replace(spec, further=(f,)), (False,) * len(spec.operands))) for f in spec.further)
-    return [(further, reason) for further, reason in reasons if reason is not None]
+    reasons = (
+        (f, unsupported(replace(spec, aux_outputs=(f,)), (False,) * len(spec.operands))) for f in spec.aux_outputs
+    )
+    return [(aux, reason) for aux, reason in reasons if reason is not None]
 
 
-def _value(further: FurtherOutput) -> Expr:
+def _value(aux: AuxOutput) -> Expr:
     """Value in log-sum-exps. Where these are infinite weights are NaN or zero, whatever is subtracted from delta."""
-    return substitute(in_log_sums(further.value), {_INFINITE: FALSE})
+    return substitute(in_log_sums(aux.value), {_INFINITE: FALSE})
 
 
 def _is_finite(expr: Expr, first: int) -> bool:

@@ -27,18 +27,18 @@ from ..building import derived
 from ..recognize.find import Site, pending
 from .key_sets import KeySet
 from .masks import understand
-from .specify import ByRows, Specified
+from .specify import AttentionCall, GatheredKeys
 
 COUNT = "Nset"
 """The size that is the number of keys of a set."""
 
 
-Pays = Callable[[Specified, Specified, Mapping[str, int]], str | None]
+Pays = Callable[[AttentionCall, AttentionCall, Mapping[str, int]], str | None]
 """(over sets, with a mask of all keys, example sizes) -> why the mask is to be kept, or None."""
 
 
 def read_sets(sites: Iterable[Site], pays: Pays, hints: Mapping[str, int]) -> None:
-    """Let attentions read only the keys of their sets, where possible and profitable; else `mask_kept` holds the
+    """Let attentions read only the keys of their sets, where possible and profitable; else `dense_reason` holds the
     reason."""
     for site in pending(sites):
         for place, call in enumerate(site.calls):
@@ -48,24 +48,24 @@ def read_sets(sites: Iterable[Site], pays: Pays, hints: Mapping[str, int]) -> No
                 gathered = _with_table(call, *chosen)
                 reason = pays(gathered, call, hints)
                 call = call if reason else gathered
-            site.calls[place] = replace(call, mask_kept=reason or "")
+            site.calls[place] = replace(call, dense_reason=reason or "")
 
 
 def with_merged_heads(graph: Graph, root: Node, call: Node, spec: AttentionSpec) -> Node:
     """Result with the dimensions of `root`: in that of the call, heads that share keys have a separate dimension."""
-    if spec.among is None:
+    if spec.n_k_total is None:
         return call
     place = spec.output.dims.index("i")
     return derived(graph, root, torch.ops.aten.flatten.using_ints, (call, place - 1, place))
 
 
-def _obstacle(found: Specified) -> str | None:
+def _obstacle(found: AttentionCall) -> str | None:
     """Reason why an attention with sets of keys needs a mask of all keys; None where it does not."""
     spec = found.spec
     assert spec.mask is not None
     if found.differentiable:
         return "gradients are asked for"
-    if spec.further:
+    if spec.aux_outputs:
         return "the weights of all keys are asked for"
     if spec.normalizer is not Normalizer.NONE and spec.mask.fill != float("-inf"):
         return f"keys that are not selected are filled with {spec.mask.fill:g}, and count in rows without a live key"
@@ -74,7 +74,7 @@ def _obstacle(found: Specified) -> str | None:
     return None
 
 
-def _membership(found: Specified) -> tuple[Expr, KeySet] | None:
+def _membership(found: AttentionCall) -> tuple[Expr, KeySet] | None:
     """Load of a mask that is true of every live key exactly in a set, and the set."""
     extent = dict(zip(found.spec.sizes, found.sizes, strict=True)).get("Nk")
     known = {number: keys for number, keys in found.key_sets if keys.extent is extent}
@@ -88,7 +88,7 @@ def _membership(found: Specified) -> tuple[Expr, KeySet] | None:
     return None
 
 
-def _with_table(found: Specified, member: Expr, keys: KeySet) -> Specified:
+def _with_table(found: AttentionCall, member: Expr, keys: KeySet) -> AttentionCall:
     """Attention that reads K and V at the positions of the set."""
     spec, number, axes = found.spec, len(found.spec.operands), len(found.spec.batch)
     grouped = "i" in coordinates(member)
@@ -102,14 +102,14 @@ def _with_table(found: Specified, member: Expr, keys: KeySet) -> Specified:
     sizes = (*found.sizes, keys.count)
     if grouped:
         batch = (*spec.batch, spec.n_q)
-        described |= {"batch": batch, "n_q": integers.integer(1), "output": _output(spec), "among": spec.n_k}
+        described |= {"batch": batch, "n_q": integers.integer(1), "output": _output(spec), "n_k_total": spec.n_k}
     inside = spec.mapped(lambda expr: substitute(expr, values), mask=None, **described)
     if grouped and (heads := _last_extent(found)) and (group := inside.heads_per_key(heads, axes - 1)) > 1:
         inside = _heads_as_rows(inside, axes - 1, group, heads)
     inside = replace(inside, mask=understand(inside.score, inside.normalizer))
-    by_rows = ByRows(table=number, dense=found)
+    gathered = GatheredKeys(table=number, dense=found)
     operands = (*found.operands, keys.positions)
-    return _without_unused(replace(found, spec=inside, operands=operands, sizes=sizes, key_sets=(), by_rows=by_rows))
+    return _without_unused(replace(found, spec=inside, operands=operands, sizes=sizes, key_sets=(), gathered=gathered))
 
 
 def _output(spec: AttentionSpec) -> Output:
@@ -124,7 +124,7 @@ def _output(spec: AttentionSpec) -> Output:
     return Output(dims=renamed(spec.output.dims), order=renamed(spec.output.order))
 
 
-def _last_extent(found: Specified) -> int:
+def _last_extent(found: AttentionCall) -> int:
     """Size of the last batch coordinate; 0 where it is not known at compile time."""
     values = dict(zip(found.spec.sizes, found.sizes, strict=True))
     last = found.spec.batch[-1] if found.spec.batch else None
@@ -142,10 +142,10 @@ def _heads_as_rows(spec: AttentionSpec, axis: int, group: int, heads: int) -> At
     return spec.mapped(lambda expr: substitute(expr, per_row), lambda expr: substitute(expr, first), **fields)
 
 
-def _without_unused(found: Specified) -> Specified:
+def _without_unused(found: AttentionCall) -> AttentionCall:
     """Spec without operands that are no longer read, the mask above all, and without their sizes."""
-    spec, by_rows = found.spec, found.by_rows
-    assert by_rows is not None
+    spec, gathered = found.spec, found.gathered
+    assert gathered is not None
     every = spec.expressions()
     read = {part.operand for part in loads(*every)} | {0, 1, 2}
     number = {old: new for new, old in enumerate(sorted(read))}
@@ -161,5 +161,5 @@ def _without_unused(found: Specified) -> Specified:
         operands=tuple(found.operands[old] for old in sorted(read)),
         sizes=tuple(values[name] for name in changed.sizes),
         tables=tuple((number[old], known) for old, known in found.tables if old in number),
-        by_rows=replace(by_rows, table=number[by_rows.table]),
+        gathered=replace(gathered, table=number[gathered.table]),
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.numerics import assert_as_exact_as_eager
-from tests.passes.test_further_outputs import CASES, gradients, returned, run, tensors
+from tests.passes.test_aux_outputs import CASES, gradients, returned, run, tensors
 
 
 @pytest.mark.parametrize("function", CASES, ids=lambda f: f.__name__)

@@ -7,7 +7,7 @@ import torch
 import fusion
 from fusion.runtime.guards import failures_raised
 from tests.numerics import assert_as_exact_as_eager
-from tests.passes.test_further_outputs import gradients, run, scores, tensors, weights
+from tests.passes.test_aux_outputs import gradients, run, scores, tensors, weights
 
 
 def without_gradient(q, k, v):
@@ -123,7 +123,7 @@ def masked_far_below_the_largest(q, k, v):
 
 
 def test_what_a_site_reads_is_not_split():
-    """The largest of all scores is a scalar to the attention, and no further output."""
+    """The largest of all scores is a scalar to the attention, and no auxiliary output."""
     inputs = tensors()
     ours, report = run(masked_far_below_the_largest, inputs)
     assert not report.notes and "the result of aten.max.default on its own scores" in report.sites[0].reason
@@ -192,5 +192,5 @@ def test_one_of_two_attentions_that_need_each_others_scores_writes_the_weights()
     ours, report = run(relative_positions, inputs)
     assert report.fused == 1
     assert "by another attention, at " in next(site.reason for site in report.sites if not site.fused)
-    assert [len(spec.further) for site in report.sites for spec in site.specs] == [1]
+    assert [len(spec.aux_outputs) for site in report.sites for spec in site.specs] == [1]
     assert_as_exact_as_eager(ours, relative_positions(*inputs), relative_positions(*(x.double() for x in inputs)))

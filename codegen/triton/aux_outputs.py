@@ -1,7 +1,7 @@
 """Auxiliary outputs: kernels that follow the forward, and recompute the weights of each tile from its statistics.
 
-    FurtherByRows    outputs per row, or per row and key, and reductions over the keys
-    FurtherByKeys    reductions over the queries
+    AuxByRows    outputs per row, or per row and key, and reductions over the keys
+    AuxByKeys    reductions over the queries
 
 For weights as outputs this reads little beside the written bytes, and each element has one writer. All tiles are
 visited: where a weight is zero, a function of it need not be.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, substitute
-from fusion.ir.spec import AttentionSpec, FurtherOutput, Reduction
+from fusion.ir.spec import AttentionSpec, AuxOutput, Reduction
 from fusion.lowering.rows import log_weight, weight
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_model import owner_of_keys
@@ -34,12 +34,12 @@ _COMBINED = {Reduction.SUM: "{} + {}", Reduction.MAX: "tl.maximum({}, {})", Redu
 _EXISTS = {"i": "rows_ok", "j": "j_ok"}
 
 
-class _Further(Tiles):
+class _AuxOutputs(Tiles):
     """Common part of both kernels: values of a tile, their reductions and stores."""
 
     def __init__(self, spec: AttentionSpec, d: int, d_v: int):
         super().__init__(spec, d, d_v, {ROW_MAX: "row_max", ROW_SUM: "row_sum"})
-        self.outputs = {k: f for k, f in enumerate(spec.further) if (f.over == "i") == (self.outer == "j")}
+        self.outputs = {k: f for k, f in enumerate(spec.aux_outputs) if (f.over == "i") == (self.outer == "j")}
         made = {WEIGHT: weight(spec), LOG_WEIGHT: log_weight(spec.score)}
         self.value_of = {k: substitute(f.value, made) for k, f in self.outputs.items()}
         self.writer.count(*self.value_of.values())
@@ -68,11 +68,11 @@ class _Further(Tiles):
                 parts += [self.statement(f"value_{k}", self.value_of[k]), self.store(k, f"value_{k}")]
         return source.block(*parts)
 
-    def _reduced(self, k: int, further: FurtherOutput) -> str:
-        term = f"tl.where({self.visited}, value_{k}, {_IDENTITY[further.reduction]})"
-        total = _COMBINED[further.reduction].format(f"total_{k}", f"{_REDUCED[further.reduction]}({term}, 1)")
+    def _reduced(self, k: int, aux: AuxOutput) -> str:
+        term = f"tl.where({self.visited}, value_{k}, {_IDENTITY[aux.reduction]})"
+        total = _COMBINED[aux.reduction].format(f"total_{k}", f"{_REDUCED[aux.reduction]}({term}, 1)")
         lines = [f"total_{k} = {total}"]
-        if further.reduction is not Reduction.SUM:
+        if aux.reduction is not Reduction.SUM:
             unordered = f"tl.where({self.visited}, value_{k} != value_{k}, False).to(tl.int32)"
             lines.append(f"unordered_{k} = tl.maximum(unordered_{k}, tl.max({unordered}, 1))")
         return source.block(*lines)
@@ -89,13 +89,13 @@ class _Further(Tiles):
     def store(self, k: int, value: str) -> str:
         """The statement that writes elements of an output, those that exist."""
         dims = self.outputs[k].dims
-        places = (f"tl.cast({name}, tl.int64) * further{k}_stride_{n}" for n, name in enumerate(dims))
+        places = (f"tl.cast({name}, tl.int64) * aux{k}_stride_{n}" for n, name in enumerate(dims))
         limits = " & ".join(_EXISTS[name] for name in dims if name in _EXISTS)
         dtype = DTYPES[self.outputs[k].dtype]
-        return f"tl.store({sum_of(f'further{k}_ptr', *places)}, {value}.to({dtype}), mask={limits})"
+        return f"tl.store({sum_of(f'aux{k}_ptr', *places)}, {value}.to({dtype}), mask={limits})"
 
 
-class FurtherByRows(_Further):
+class AuxByRows(_AuxOutputs):
     """Auxiliary outputs of one block of ROWS query rows of one head, and reductions over its keys."""
 
     name = "attention_further_rows"
@@ -118,7 +118,7 @@ class FurtherByRows(_Further):
         return [], source.block(*self.query_block(), source.with_used(kept, source.block(*of_rows, later)))
 
 
-class FurtherByKeys(_Further):
+class AuxByKeys(_AuxOutputs):
     """Auxiliary outputs of one block of KEYS keys of one head: reductions over the queries."""
 
     name = "attention_further_keys"
@@ -152,14 +152,14 @@ class FurtherByKeys(_Further):
         return [], source.block(*position, self.of_block(later))
 
 
-def tiles_of_further(tiles: Mapping[str, Tile]) -> dict[str, Tile]:
+def aux_tiles(tiles: Mapping[str, Tile]) -> dict[str, Tile]:
     """Tile of each kernel by its name: those of the backward, which hold more of each, so that they fit; but no wider
     than most keys whose weights a program writes without spilling."""
     rows = tiles[Queries.name]
     by_rows = replace(rows, keys=min(rows.keys, MOST_WRITTEN))
-    return {FurtherByRows.name: by_rows, FurtherByKeys.name: tiles[owner_of_keys(tiles)]}
+    return {AuxByRows.name: by_rows, AuxByKeys.name: tiles[owner_of_keys(tiles)]}
 
 
-def further_kernels(spec: AttentionSpec, d: int, d_v: int) -> list[KernelText]:
+def aux_kernels(spec: AttentionSpec, d: int, d_v: int) -> list[KernelText]:
     """Kernels that write the auxiliary outputs of a spec."""
-    return [kernel.text() for kernel in (FurtherByRows(spec, d, d_v), FurtherByKeys(spec, d, d_v)) if kernel.outputs]
+    return [kernel.text() for kernel in (AuxByRows(spec, d, d_v), AuxByKeys(spec, d, d_v)) if kernel.outputs]

@@ -1,4 +1,4 @@
-"""Specs with further outputs on both emitters: weights and statistics of every score program and normaliser."""
+"""Specs with auxiliary outputs on both emitters: weights and statistics of every score program and normaliser."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.offline.facts import compile_offline
 from fusion.codegen import mlir, reference, triton
-from fusion.codegen.triton.further import further_kernels, tiles_of_further
+from fusion.codegen.triton.aux_outputs import aux_kernels, aux_tiles
 from fusion.ir import AttentionSpec, Kind, Normalizer, integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, C, I, J, const, load
 from fusion.ir.ops import apply, where
-from fusion.ir.spec import FurtherOutput, Reduction
+from fusion.ir.spec import AuxOutput, Reduction
 from fusion.machine import of_target
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
@@ -29,16 +29,16 @@ LOG_SUM = where(INFINITE, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM))
 SHAPES = ({"B": 2, "H": 1, "Nq": 40, "Nk": 75}, {"B": 1, "H": 2, "Nq": 33, "Nk": 33})
 
 
-def outputs(dtype: str, normalized: bool) -> tuple[FurtherOutput, ...]:
+def outputs(dtype: str, normalized: bool) -> tuple[AuxOutput, ...]:
     """One of each kind, in several orders of their dimensions."""
     found = [
-        FurtherOutput(value=WEIGHT, dims=("b1", "b0", "i", "j"), dtype=dtype),
-        FurtherOutput(value=ENTROPY, dims=("b0", "b1", "i"), dtype="float32", reduction=Reduction.SUM, over="j"),
-        FurtherOutput(value=WEIGHT, dims=("b0", "b1", "i"), dtype="float32", reduction=Reduction.MAX, over="j"),
-        FurtherOutput(value=FAR, dims=("b1", "b0", "j"), dtype="float32", reduction=Reduction.SUM, over="i"),
-        FurtherOutput(value=FAR, dims=("b0", "b1", "j"), dtype="float32", reduction=Reduction.MIN, over="i"),
+        AuxOutput(value=WEIGHT, dims=("b1", "b0", "i", "j"), dtype=dtype),
+        AuxOutput(value=ENTROPY, dims=("b0", "b1", "i"), dtype="float32", reduction=Reduction.SUM, over="j"),
+        AuxOutput(value=WEIGHT, dims=("b0", "b1", "i"), dtype="float32", reduction=Reduction.MAX, over="j"),
+        AuxOutput(value=FAR, dims=("b1", "b0", "j"), dtype="float32", reduction=Reduction.SUM, over="i"),
+        AuxOutput(value=FAR, dims=("b0", "b1", "j"), dtype="float32", reduction=Reduction.MIN, over="i"),
     ]
-    of_rows = [FurtherOutput(value=value, dims=("b1", "b0", "i"), dtype="float32") for value in (ROW_MAX, LOG_SUM)]
+    of_rows = [AuxOutput(value=value, dims=("b1", "b0", "i"), dtype="float32") for value in (ROW_MAX, LOG_SUM)]
     return (*found, *(of_rows if normalized else ()))
 
 
@@ -49,7 +49,7 @@ def kernel(spec: AttentionSpec, name: str):
 
 
 def check(c: Case, name: str, layout: str = "packed") -> None:
-    spec = replace(c.spec, further=outputs(c.spec.dtype, c.spec.normalizer is not Normalizer.NONE))
+    spec = replace(c.spec, aux_outputs=outputs(c.spec.dtype, c.spec.normalizer is not Normalizer.NONE))
     run = kernel(spec, name)
     for shape in SHAPES:
         compare(run, spec, *draw(c, shape, layout))
@@ -58,10 +58,10 @@ def check(c: Case, name: str, layout: str = "packed") -> None:
 def compare(run, spec: AttentionSpec, operands: list[torch.Tensor], sizes: list[int]) -> None:
     """With the reference interpreter in the spec's dtype, and in float64."""
     wide = [o.double() if o.is_floating_point() else o for o in operands]
-    out, _, *further = run.outputs(operands, sizes)
+    out, _, *aux_outputs = run.outputs(operands, sizes)
     eager = reference.run_all(spec, operands, sizes, getattr(torch, spec.dtype))
     exact = reference.run_all(spec, wide, sizes, torch.float64)
-    assert_as_exact_as_eager([out, *further], eager, exact, check_strides=True)
+    assert_as_exact_as_eager([out, *aux_outputs], eager, exact, check_strides=True)
 
 
 emitters = pytest.mark.parametrize("name", ["mlir", "triton"])
@@ -96,7 +96,7 @@ def test_rows_without_a_live_key(name: str, normalizer: Normalizer, program: str
 def test_scores_that_are_no_numbers(name: str) -> None:
     """Maxima of rows with a NaN are NaN, others infinite where a score is."""
     c = case("plain", d=16)
-    spec = replace(c.spec, further=outputs("float32", True))
+    spec = replace(c.spec, aux_outputs=outputs("float32", True))
     operands, sizes = draw(c, SHAPES[0])
     operands[0][0, 0, 3, 0], operands[0][0, 0, 9, 0], operands[1][1, 0, 11, 0] = math.nan, math.inf, math.nan
     operands[0][1, :, 9, 0] = math.inf
@@ -109,8 +109,8 @@ def test_the_sum_of_rows_of_large_fills(name: str, fill: float) -> None:
     """It counts their keys, however the kernel's unit rounds its largest score; where that is infinite it is NaN."""
     c = case("plain", d=16)
     filled = where(apply("ilt", I, const(7)), const(fill), c.spec.score)
-    sums = FurtherOutput(value=ROW_SUM, dims=("b0", "b1", "i"), dtype="float32")
-    spec = replace(c.spec, score=filled, further=(sums, replace(sums, value=LOG_SUM)))
+    sums = AuxOutput(value=ROW_SUM, dims=("b0", "b1", "i"), dtype="float32")
+    spec = replace(c.spec, score=filled, aux_outputs=(sums, replace(sums, value=LOG_SUM)))
     compare(kernel(spec, name), spec, *draw(c, SHAPES[1]))
 
 
@@ -147,7 +147,7 @@ def test_a_quantised_cache(name: str) -> None:
     stored = replace(c.spec.operands[1], dtype="int8")
     value = apply("fmul", apply("to_float", load(1, (BATCH, HEAD, J, C), Kind.INT)), const(0.02))
     spec = replace(c.spec, operands=(c.spec.operands[0], stored, *c.spec.operands[2:]), k_value=value)
-    spec = replace(spec, further=outputs("float32", True))
+    spec = replace(spec, aux_outputs=outputs("float32", True))
     (q, _, v), sizes = draw(c, SHAPES[0])
     operands = [q, torch.randint(-128, 128, v.shape, dtype=torch.int8), v]
     compare(kernel(spec, name), spec, operands, sizes)
@@ -155,10 +155,10 @@ def test_a_quantised_cache(name: str) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_kernels_compile_ahead_of_time(target: str) -> None:
-    spec = replace(case("causal", "bfloat16", d=64).spec, further=outputs("bfloat16", True))
-    kernels = further_kernels(spec, 64, 64)
+    spec = replace(case("causal", "bfloat16", d=64).spec, aux_outputs=outputs("bfloat16", True))
+    kernels = aux_kernels(spec, 64, 64)
     planned = GpuPlanner(spec, of_target(target)).backward(64, 64)
-    tiles = tiles_of_further(planned)
+    tiles = aux_tiles(planned)
     found = compile_offline(spec, kernels, 64, 64, tiles, target)
     assert len(found) == 2 and not any(facts.spills or facts.lost for facts in found)
 
@@ -166,7 +166,7 @@ def test_kernels_compile_ahead_of_time(target: str) -> None:
 @emitters
 def test_nothing_to_attend_to(name: str) -> None:
     c = case("plain", d=16)
-    spec = replace(c.spec, further=outputs("float32", True)[:1])
+    spec = replace(c.spec, aux_outputs=outputs("float32", True)[:1])
     for shape in ({"B": 2, "H": 1, "Nq": 0, "Nk": 5}, {"B": 0, "H": 1, "Nq": 3, "Nk": 5}):
         operands, sizes = draw(c, shape)
         compare(kernel(spec, name), spec, operands, sizes)

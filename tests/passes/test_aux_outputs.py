@@ -213,8 +213,8 @@ def test_results_are_eagers(function, emitter):
     ours, report = run(function, inputs, emitter)
     assert report.fused == len(report.sites) and not report.notes, [s.reason for s in report.sites]
     assert_as_exact_as_eager(ours, function(*inputs), function(*(x.double() for x in inputs)), check_strides=True)
-    found = [further for site in report.sites for spec in site.specs for further in spec.further]
-    told = sorted(f"{further.reduction.value} {further.over}".strip() for further in found)
+    found = [aux for site in report.sites for spec in site.specs for aux in spec.aux_outputs]
+    told = sorted(f"{aux.reduction.value} {aux.over}".strip() for aux in found)
     assert told == CASES[function]
     assert all(site.validated.startswith("values") for site in report.sites)
 
@@ -222,8 +222,8 @@ def test_results_are_eagers(function, emitter):
 @pytest.mark.parametrize("function", [entropy, key_sums, masked_statistics, logits, used_before])
 def test_statistics_write_no_weights(function):
     _, report = run(function, tensors(), "reference")
-    for further in (f for site in report.sites for spec in site.specs for f in spec.further):
-        assert not {"i", "j"} <= {*further.dims}
+    for aux in (f for site in report.sites for spec in site.specs for f in spec.aux_outputs):
+        assert not {"i", "j"} <= {*aux.dims}
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ IN_KERNELS = [returned_masked, sigmoid, entropy, key_sums, weighed, merged_parts
 
 @pytest.mark.parametrize("function", IN_KERNELS)
 def test_gradients_are_the_kernels(function, monkeypatch):
-    def unused(*arguments, **further):
+    def unused(*arguments, **aux_outputs):
         raise AssertionError("the reference interpreter has the gradient")
 
     monkeypatch.setattr("fusion.codegen.reference.backward", unused)
@@ -270,7 +270,7 @@ def test_a_gradient_that_is_not_asked_for_takes_the_kernels(monkeypatch):
     run = GuardedTraining.backward
 
     def without(self, *arguments):
-        assert not Backward(*arguments).further, "no gradient arrives at the weights"
+        assert not Backward(*arguments).aux_outputs, "no gradient arrives at the weights"
         return run(self, *arguments)
 
     monkeypatch.setattr(GuardedTraining, "backward", without)
@@ -434,5 +434,5 @@ def test_an_operand_made_from_the_weights_is_refused():
 def test_the_spec_says_what_is_written():
     _, report = run(masked_statistics, tensors(), "reference")
     spec = report.sites[0].specs[0]
-    assert {f.reduction for f in spec.further} == {Reduction.SUM, Reduction.MAX}
+    assert {f.reduction for f in spec.aux_outputs} == {Reduction.SUM, Reduction.MAX}
     assert type(spec).from_json(spec.to_json()) == spec

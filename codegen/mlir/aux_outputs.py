@@ -2,7 +2,7 @@
 
 The exponentials of an item's rows are kept as they are made, [group][key][L], relative to the maximum in use, and
 scaled with the output where that rises. When a group of rows is done, its final factor is known while they are still
-in the cache: each becomes a weight, and that the values of all further outputs.
+in the cache: each becomes a weight, and that the values of all auxiliary outputs.
 
     of queries and keys        transposed, and written row by row
     reduced over the keys      in registers; so are those of rows alone
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fusion.ir.expr import LOG_WEIGHT, WEIGHT, J, Kind, coord, node, substitute, walk
-from fusion.ir.spec import FurtherOutput, Reduction
+from fusion.ir.spec import AuxOutput, Reduction
 from fusion.lowering.rows import log_weight
 
 from .builder import Value, vector_of
@@ -49,14 +49,14 @@ IDENTITY = {Reduction.SUM: 0.0, Reduction.MAX: -math.inf, Reduction.MIN: math.in
 _COMBINE = {Reduction.SUM: "arith.addf", Reduction.MAX: "arith.maximumf", Reduction.MIN: "arith.minimumf"}
 
 
-class FurtherOutputs:
+class AuxOutputs:
     """Writes them for one kernel. keeps, keeps_scores: whether weights and their exponents are kept, which statistics
     of rows need not."""
 
     def __init__(self, kernel: KernelFunction, key_step: int, groups: int):
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
         self.step = key_step
-        numbered = list(enumerate(kernel.spec.further))
+        numbered = list(enumerate(kernel.spec.aux_outputs))
         self.whole = [(k, f) for k, f in numbered if {"i", "j"} <= {*f.dims}]
         self.of_rows = [(k, f) for k, f in numbered if "j" not in f.dims]
         self.of_keys = [(k, f) for k, f in numbered if f.over == "i"]
@@ -103,8 +103,8 @@ class FurtherOutputs:
 
     def begin(self) -> None:
         """Before the first group of an item is finished."""
-        for (_, further), sums in zip(self.of_keys, self.sums, strict=True):
-            self.b.fill(sums, self.keys, self.b.constant(IDENTITY[further.reduction], self.vector), hint="j")
+        for (_, aux), sums in zip(self.of_keys, self.sums, strict=True):
+            self.b.fill(sums, self.keys, self.b.constant(IDENTITY[aux.reduction], self.vector), hint="j")
 
     def finish(self, item: Item, g: Value, rows: Scope, factor: Value | None) -> None:
         """Write the outputs of a group whose lanes and statistics `rows` knows. factor: of its weights; None without a
@@ -138,8 +138,8 @@ class FurtherOutputs:
                 )
                 parts.yields(*self._take(part, keys, values, rows, list(so_far)))
             lines.yields(*parts.results)
-            for (k, further), line in zip(self.whole, self.lines, strict=True):
-                self._write(k, further, line, item, g, first, count)
+            for (k, aux), line in zip(self.whole, self.lines, strict=True):
+                self._write(k, aux, line, item, g, first, count)
         return list(lines.results)[: len(start)]
 
     def _values(self, rows: Scope, kept: Value, scored: Value, key: Value, factor: Value | None) -> list[Value]:
@@ -161,25 +161,23 @@ class FurtherOutputs:
             for r, cells in enumerate(transpose(b, [value[k] for value in values])):
                 b.store(cells, b.at(line, b.add(part, r * LINE), "f32"))
         inside = [b.compare("slt", b.add(keys, n), self.kernel.n_k, "inside") for n in range(self.lanes)]
-        for position, (k, further) in enumerate(self.of_rows):
-            if further.over:
-                nothing = b.constant(IDENTITY[further.reduction], self.vector)
+        for position, (k, aux) in enumerate(self.of_rows):
+            if aux.over:
+                nothing = b.constant(IDENTITY[aux.reduction], self.vector)
                 terms = [b.select(there, value[k], nothing) for there, value in zip(inside, values, strict=True)]
                 while len(terms) > 1:  # by twos: a long sum of equal terms, one after the other, drifts
                     pairs = zip(terms[::2], terms[1::2], strict=True)
-                    terms = [b.binary(_COMBINE[further.reduction], x, y, "total") for x, y in pairs]
-                totals[position] = b.binary(_COMBINE[further.reduction], totals[position], terms[0], "total")
+                    terms = [b.binary(_COMBINE[aux.reduction], x, y, "total") for x, y in pairs]
+                totals[position] = b.binary(_COMBINE[aux.reduction], totals[position], terms[0], "total")
         for n, value in enumerate(values):
-            for (k, further), sums in zip(self.of_keys, self.sums, strict=True):
-                term = b.select(rows.lanes.valid, value[k], b.constant(IDENTITY[further.reduction], self.vector))
+            for (k, aux), sums in zip(self.of_keys, self.sums, strict=True):
+                term = b.select(rows.lanes.valid, value[k], b.constant(IDENTITY[aux.reduction], self.vector))
                 place = self._row(sums, b.add(keys, n))
-                b.store(b.binary(_COMBINE[further.reduction], b.load(place, self.vector, "of_key"), term), place)
+                b.store(b.binary(_COMBINE[aux.reduction], b.load(place, self.vector, "of_key"), term), place)
         return totals
 
-    def _write(
-        self, k: int, further: FurtherOutput, lines: Value, item: Item, g: Value, first: Value, count: Value
-    ) -> None:
-        b, lanes, memory = self.b, self.lanes, MEMORY_TYPE[further.dtype]
+    def _write(self, k: int, aux: AuxOutput, lines: Value, item: Item, g: Value, first: Value, count: Value) -> None:
+        b, lanes, memory = self.b, self.lanes, MEMORY_TYPE[aux.dtype]
         base, row = self._base(k, item.scope), b.add(item.first, b.mul(g, lanes))
         vectors = b.floor_to(count, lanes)
         with b.loop(0, b.least(b.sub(item.count, b.mul(g, lanes)), lanes), hint="r") as r:
@@ -197,8 +195,8 @@ class FurtherOutputs:
     def end(self, item: Item) -> None:
         """After the last group of an item: its part of what is reduced over queries."""
         b, lanes, n_k = self.b, self.lanes, self.kernel.n_k
-        for (k, further), sums in zip(self.of_keys, self.sums, strict=True):
-            combine = functools.partial(b.binary, _COMBINE[further.reduction])
+        for (k, aux), sums in zip(self.of_keys, self.sums, strict=True):
+            combine = functools.partial(b.binary, _COMBINE[aux.reduction])
             copy = b.row(self._base(k, item.scope), self.kernel.thread, self._param("elements", k))
             with b.loop(0, n_k, lanes, hint="j") as j:
                 columns = transpose(b, [b.load(self._row(sums, b.add(j, n)), self.vector) for n in range(lanes)])
@@ -210,16 +208,16 @@ class FurtherOutputs:
         return self.b.row(base, key, self.lanes)
 
     def _param(self, what: str, *which: int | str) -> Value:
-        return self.kernel.params[(f"further_{what}", *which)]
+        return self.kernel.params[(f"aux_{what}", *which)]
 
     def _offset(self, k: int, name: str, position: Value | int) -> Value:
         return self.b.mul(position, self._param("stride", k, name))
 
     def _base(self, k: int, scope: Scope) -> Value:
         """Address of an output's part for a batch element."""
-        offset = self.kernel._batch_offset(scope, ("further_stride", k), self.b.constant(0, "i64"))
-        memory = MEMORY_TYPE[self.kernel.spec.further[k].dtype]
-        return self.b.at(self.kernel.params[("ptr", "further", k)], offset, memory)
+        offset = self.kernel._batch_offset(scope, ("aux_stride", k), self.b.constant(0, "i64"))
+        memory = MEMORY_TYPE[self.kernel.spec.aux_outputs[k].dtype]
+        return self.b.at(self.kernel.params[("ptr", "aux", k)], offset, memory)
 
 
 def concentrated(spec: AttentionSpec) -> float:

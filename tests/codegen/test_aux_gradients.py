@@ -1,4 +1,4 @@
-"""Gradients that arrive at further outputs: in the backward kernels, of every score program and normaliser."""
+"""Gradients that arrive at auxiliary outputs: in the backward kernels, of every score program and normaliser."""
 
 from __future__ import annotations
 
@@ -17,33 +17,31 @@ from fusion.codegen.triton.gradients import with_arriving
 from fusion.ir import AttentionSpec, Kind, Normalizer, Operand
 from fusion.ir.expr import ROW_MAX, WEIGHT, Expr, I, J, const, load
 from fusion.ir.ops import apply
-from fusion.ir.spec import FurtherOutput, Reduction
-from fusion.lowering import further_gradients
+from fusion.ir.spec import AuxOutput, Reduction
+from fusion.lowering import aux_gradients
 from fusion.machine import of_target
 from fusion.planning.gpu import GpuPlanner
 from tests.codegen.mlir.cases import HEAD, PROGRAMS, Case, case, draw
-from tests.codegen.test_further_outputs import ENTROPY, FAR, LOG_SUM, SHAPES, kernel
+from tests.codegen.test_aux_outputs import ENTROPY, FAR, LOG_SUM, SHAPES, kernel
 from tests.numerics import assert_as_exact_as_eager
 
 SQUARE = apply("fmul", WEIGHT, WEIGHT)
 
 
-def over(coordinate: str, value: Expr) -> FurtherOutput:
+def over(coordinate: str, value: Expr) -> AuxOutput:
     """A sum over keys ("j") or queries ("i")."""
     left = {"i": "j", "j": "i"}[coordinate]
-    return FurtherOutput(
-        value=value, dims=("b1", "b0", left), dtype="float32", reduction=Reduction.SUM, over=coordinate
-    )
+    return AuxOutput(value=value, dims=("b1", "b0", left), dtype="float32", reduction=Reduction.SUM, over=coordinate)
 
 
-def table(value: Expr, dtype: str = "float32") -> FurtherOutput:
-    return FurtherOutput(value=value, dims=("i", "b0", "b1", "j"), dtype=dtype)
+def table(value: Expr, dtype: str = "float32") -> AuxOutput:
+    return AuxOutput(value=value, dims=("i", "b0", "b1", "j"), dtype=dtype)
 
 
-LOG_SUMS = FurtherOutput(value=LOG_SUM, dims=("b1", "b0", "i"), dtype="float32")
+LOG_SUMS = AuxOutput(value=LOG_SUM, dims=("b1", "b0", "i"), dtype="float32")
 
 
-def outputs(dtype: str, with_log_sum: bool) -> tuple[FurtherOutput, ...]:
+def outputs(dtype: str, with_log_sum: bool) -> tuple[AuxOutput, ...]:
     """One of each kind, in several orders of their dimensions."""
     found = (over("j", ENTROPY), over("i", FAR), table(WEIGHT, dtype), over("j", SQUARE))
     return (*found, LOG_SUMS) if with_log_sum else found
@@ -53,13 +51,13 @@ emitters = pytest.mark.parametrize("name", ["mlir", "triton"])
 first_mlir = pytest.mark.parametrize("name", ["mlir", pytest.param("triton", marks=pytest.mark.long)])
 
 
-def check(c: Case, name: str, further: Sequence[FurtherOutput] | None = None, layout: str = "packed") -> None:
-    """further: all kinds by default."""
-    if further is None:
-        further = outputs(c.spec.dtype, c.spec.normalizer is Normalizer.SOFTMAX)
-    spec = replace(c.spec, further=tuple(further))
+def check(c: Case, name: str, aux_outputs: Sequence[AuxOutput] | None = None, layout: str = "packed") -> None:
+    """aux_outputs: all kinds by default."""
+    if aux_outputs is None:
+        aux_outputs = outputs(c.spec.dtype, c.spec.normalizer is Normalizer.SOFTMAX)
+    spec = replace(c.spec, aux_outputs=tuple(aux_outputs))
     run = kernel(spec, name)
-    assert further_gradients.unsupported(spec) is None
+    assert aux_gradients.unsupported(spec) is None
     found = [
         gradients(run, spec, *draw(c, shape, layout), seed)
         for seed, shape in enumerate(SHAPES * 2 if name == "mlir" else SHAPES)
@@ -84,14 +82,14 @@ def gradients(
         tensor.copy_(torch.randn(tensor.shape))
     needs = tuple(o.is_floating_point() for o in operands)
     wide = [o.double() if o.is_floating_point() else o for o in operands]
-    out, statistics, *further = run.outputs(operands, sizes)
-    grad, *more = (torch.randn(result.shape).to(result.dtype) for result in (out, *further))
+    out, statistics, *aux_outputs = run.outputs(operands, sizes)
+    grad, *more = (torch.randn(result.shape).to(result.dtype) for result in (out, *aux_outputs))
     grad *= at_output
     with mock.patch.object(reference, "backward", wraps=reference.backward) as interpreter:
         ours = run.backward(grad, out, statistics, operands, sizes, needs, more)
     assert interpreter.called is (by == "reference")
     eager = reference.backward(spec, grad, operands, sizes, needs, getattr(torch, spec.dtype), more)
-    exact = reference.backward(spec, grad.double(), wide, sizes, needs, further=[g.double() for g in more])
+    exact = reference.backward(spec, grad.double(), wide, sizes, needs, aux_outputs=[g.double() for g in more])
     dtypes = [o.dtype for o in operands if o.is_floating_point()]
     cast = ([g.to(dtype).flatten() for g, dtype in zip(found, dtypes, strict=True)] for found in (ours, eager))
     return *cast, [g.flatten() for g in exact]
@@ -127,16 +125,16 @@ def test_log_sums_of_huge_scores(name: str, size: float) -> None:
     c = case("plain", d=16)
     operand = Operand(dtype="float32", rank=1, name="factor")
     score = apply("fmul", c.spec.score, load(3, (J,), Kind.FLOAT))
-    spec = replace(c.spec, score=score, operands=(*c.spec.operands, operand), further=(LOG_SUMS,))
+    spec = replace(c.spec, score=score, operands=(*c.spec.operands, operand), aux_outputs=(LOG_SUMS,))
     operands, sizes = draw(c, SHAPES[0])
     factor = torch.randn(75, generator=torch.Generator().manual_seed(0)) * size
     assert_as_exact_as_eager(*gradients(kernel(spec, name), spec, [*operands, factor], sizes, 0, at_output=0.0))
 
 
 @emitters
-@pytest.mark.parametrize("further", outputs("float32", True), ids=["rows", "keys", "table", "squares", "log-sum-exp"])
-def test_each_alone(name: str, further: FurtherOutput) -> None:
-    check(case("causal", d=16), name, [further])
+@pytest.mark.parametrize("aux", outputs("float32", True), ids=["rows", "keys", "table", "squares", "log-sum-exp"])
+def test_each_alone(name: str, aux: AuxOutput) -> None:
+    check(case("causal", d=16), name, [aux])
 
 
 @first_mlir
@@ -151,7 +149,7 @@ def test_rows_of_another_scale(name: str) -> None:
     """exp(x) / (1 + the sum), of whose log-sum-exp kernels have no gradient."""
     c = case("causal", d=16, off_by_one=True)
     check(c, name, outputs("float32", False))
-    reason = further_gradients.unsupported(replace(c.spec, further=(LOG_SUMS,)))
+    reason = aux_gradients.unsupported(replace(c.spec, aux_outputs=(LOG_SUMS,)))
     assert reason is not None and "scaled by something else" in reason
 
 
@@ -168,8 +166,8 @@ def test_tensors_beside_the_weights_have_gradients(name: str, other: str) -> Non
     c = case("causal", d=16)
     spec, factor = with_factor(c)
     value = apply("fmul", factor, WEIGHT if other == "weight" else factor)
-    for further in (over("j", value), table(value)):
-        run = kernel(replace(spec, further=(further,)), name)
+    for aux in (over("j", value), table(value)):
+        run = kernel(replace(spec, aux_outputs=(aux,)), name)
         operands, sizes = draw(c, SHAPES[1])
         by = "kernels" if name == "mlir" else "reference"
         found = gradients(run, run.spec, [*operands, torch.randn(2, 33, 33)], sizes, 0, by)
@@ -183,16 +181,16 @@ def test_tensors_beside_the_weights_have_gradients(name: str, other: str) -> Non
 def test_what_arrives_is_no_number(name: str, what: float, place: tuple[int, int]) -> None:
     """A masked weight has no part in its row, but where its gradient is none either."""
     c = case("causal", d=16)
-    run = kernel(replace(c.spec, further=(table(WEIGHT),)), name)
+    run = kernel(replace(c.spec, aux_outputs=(table(WEIGHT),)), name)
     operands, sizes = draw(c, SHAPES[1])
     out, statistics, weights = run.outputs(operands, sizes)
     grad, more = torch.randn_like(out), torch.randn_like(weights)
     more[place[0], 0, 0, place[1]] = what
     needs = (True, True, True)
     ours = run.backward(grad, out, statistics, operands, sizes, needs, [more])
-    eager = reference.backward(run.spec, grad, operands, sizes, needs, further=[more])
+    eager = reference.backward(run.spec, grad, operands, sizes, needs, aux_outputs=[more])
     wide = reference.backward(
-        run.spec, grad.double(), [o.double() for o in operands], sizes, needs, further=[more.double()]
+        run.spec, grad.double(), [o.double() for o in operands], sizes, needs, aux_outputs=[more.double()]
     )
     assert not bool(eager[0].isfinite().all())
     assert_as_exact_as_eager(ours, eager, wide)
@@ -202,8 +200,8 @@ def test_what_arrives_is_no_number(name: str, what: float, place: tuple[int, int
 def test_a_derivative_that_is_infinite_without_a_weight(name: str) -> None:
     """w log(w) has none at 0: rows of a causal mask are NaN, but for the last."""
     c = case("causal", d=16)
-    further = over("j", apply("fmul", WEIGHT, apply("log", WEIGHT)))
-    run = kernel(replace(c.spec, further=(further,)), name)
+    aux = over("j", apply("fmul", WEIGHT, apply("log", WEIGHT)))
+    run = kernel(replace(c.spec, aux_outputs=(aux,)), name)
     found = gradients(run, run.spec, *draw(c, SHAPES[1]), 0)
     assert bool(found[1][0].isnan().any()) and not bool(found[1][0].isnan().all())
     assert_as_exact_as_eager(*found)
@@ -219,7 +217,7 @@ def test_whether_tiles_without_a_weight_count() -> None:
         (apply("fmul", WEIGHT, factor), True),
         (apply("sqrt", WEIGHT), True),
     ):
-        found = further_gradients.further_gradients(replace(spec, further=(over("j", value),)), 5)
+        found = aux_gradients.aux_gradients(replace(spec, aux_outputs=(over("j", value),)), 5)
         assert found.everywhere is everywhere, str(value)
 
 
@@ -227,18 +225,18 @@ def test_whether_tiles_without_a_weight_count() -> None:
 def test_what_is_left_to_the_reference_interpreter(name: str) -> None:
     c = case("causal", d=16)
     largest = replace(over("j", WEIGHT), reduction=Reduction.MAX)
-    logit = FurtherOutput(value=ROW_MAX, dims=("b1", "b0", "i"), dtype="float32")
+    logit = AuxOutput(value=ROW_MAX, dims=("b1", "b0", "i"), dtype="float32")
     spec, factor = with_factor(c)
     beside = replace(LOG_SUMS, value=apply("fmul", LOG_SUM, load(3, (HEAD, I, I), Kind.FLOAT)))
     safe = replace(c.spec, normalizer=Normalizer.SAFE_SOFTMAX)
-    for given, further, word in (
+    for given, aux, word in (
         (safe, LOG_SUMS, "without a live key"),
         (c.spec, largest, "the position of the max"),
         (c.spec, logit, "largest logit"),
         (spec, beside, "a tensor beside"),
     ):
-        given = replace(given, further=(further, over("j", ENTROPY)))
-        assert word in str(further_gradients.unsupported(given))
+        given = replace(given, aux_outputs=(aux, over("j", ENTROPY)))
+        assert word in str(aux_gradients.unsupported(given))
         run = kernel(given, name)
         operands, sizes = draw(c, SHAPES[1])
         if given.operands is spec.operands:
@@ -266,7 +264,9 @@ def test_variants(name: str, c: Case) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90", *(pytest.param(t, marks=pytest.mark.long) for t in ("sm_80", "gfx942"))])
 def test_kernels_compile_ahead_of_time(target: str) -> None:
-    spec = with_arriving(replace(case("causal", "bfloat16", d=64).spec, further=(over("j", ENTROPY), LOG_SUMS)), (0, 1))
+    spec = with_arriving(
+        replace(case("causal", "bfloat16", d=64).spec, aux_outputs=(over("j", ENTROPY), LOG_SUMS)), (0, 1)
+    )
     kernels = backward_kernels(spec, 64, 64, (True, True, True, False, False))
     tiles = GpuPlanner(spec, of_target(target)).backward(64, 64)
     found = compile_offline(spec, kernels, 64, 64, tiles, target)
