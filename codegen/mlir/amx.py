@@ -1,6 +1,6 @@
 """Matrix products on AMX tiles of bf16 planes. See `products` for the layout shared by all strategies.
 
-Two by two C tiles share two A and two B tiles (`x86.TileUnit`), so that loading does not bound the rate.
+Two by two C tiles share two A and two B tiles (`micro_kernel.AmxTiles`), so that loading does not bound the rate.
 
     K step (32 keys)     A tiles [key half][d chunk of 32][plane][16 keys][32]
     V step (32 keys)     A tiles [e block of 16][plane][16 e][32 keys]
@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from fusion.planning.register_tiles import Target, Tiling
 
 from .builder import Builder, Value
+from .micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from .products import InterleavedWork, MultiplyAdd, vector_products
 from .rows import RowReader, Rows, load_f32, load_line
 from .transpose import sum_rows, transpose
 from .values import Array, round_up
-from .x86 import BF16, F32, WORDS, Avx512, TileUnit, joined
-
-TILE_ELEMENTS = 512  # bf16 elements in a tile
+from .x86 import BF16, F32, WORDS, Avx512, joined
 
 
 class Amx:
@@ -45,9 +44,9 @@ class Amx:
         exact_pairs: bool,
         mirrored: bool,
     ):
-        self.exact_pairs, self.mirrored = exact_pairs, mirrored
+        self.exact_pairs = exact_pairs
         self.b, self.d, self.e, self.planes, self.max_abs = b, d, e, planes, max_abs
-        self.unit = TileUnit(b)
+        self.kernel = AmxTiles(b, planes, mirrored)
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
         self.score_parts, self.value_parts = 2 * self.chunks, max(self.e_blocks // 2, 1)
@@ -201,11 +200,6 @@ class Amx:
             total = b.fma(x, x, total, "squares")
         return total
 
-    def planes_at(self, base: Value, tile: Value | int, stride: int = TILE_ELEMENTS) -> list[Value]:
-        """Addresses of the planes of a tile: `tile` in elements after base, planes `stride` elements apart."""
-        address = self.b.at(base, tile, "bf16")
-        return [self.b.at(address, plane * stride, "bf16") for plane in range(self.planes)]
-
     def scores(
         self,
         keys: Value,
@@ -215,18 +209,16 @@ class Amx:
         beside: InterleavedWork | None = None,
     ) -> None:
         """S^T of 32 keys and two groups; step: the number of the key step, for `beside`."""
-        b, size = self.b, TILE_ELEMENTS * self.planes
+        b, kernel, size = self.b, self.kernel, TILE_ELEMENTS * self.planes
         with b.loop(0, 2, hint="half") as half:
             first = b.mul(half, self.chunks)
-            start = [self.unit.zero() for _ in queries]
-            with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, sums):
-                part = b.add(chunk, first)
-                left = [self.planes_at(keys, b.mul(part, size))]
-                right = [self.planes_at(q, b.mul(chunk, size)) for q in queries]
-                pieces = () if beside is None or step is None else beside(step, part, 2 * self.chunks)
-                loop.yields(*self.unit.multiply(sums, left, right, self.planes, self.mirrored, pieces))
-            for tile, place in zip(loop.results, target, strict=True):
-                self.unit.store(tile, b.row(place, half, 256))
+            left = MatrixOperand(bases=[b.row(keys, first, size, "bf16")], step=size)
+            right = MatrixOperand(bases=queries, step=size)
+            work = None
+            if beside is not None and step is not None:
+                work = lambda chunk, step=step, work=beside: work(step, b.add(chunk, first), 2 * self.chunks)
+            sums = kernel.gemm(kernel.zeros(len(queries)), left, right, 0, self.chunks, beside=work)
+            kernel.store(sums, [b.row(place, half, 256) for place in target])
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group, as pairs."""
@@ -316,17 +308,12 @@ class Amx:
         beside: Callable[[Value], Sequence[Callable[[], None]]] | None = None,
     ) -> None:
         """`count` blocks of 16 value columns from `block` on."""
-        b, size = self.b, TILE_ELEMENTS * self.planes
+        b, kernel, size = self.b, AmxTiles(self.b, self.planes), TILE_ELEMENTS * self.planes
         cells = [b.at(b.row(o, block, 256), 256 * a, "f32") for a in range(count) for o in output]
         base = b.row(values, block, size, "bf16")
-        with b.carry(*steps, 1, [self.unit.load(cell, "o") for cell in cells], hint="step") as (loop, step, sums):
-            column = b.row(base, step, self.e_blocks * size, "bf16")
-            left = [self.planes_at(column, a * size) for a in range(count)]
-            right = [self.planes_at(w, b.mul(step, TILE_ELEMENTS), self.key_capacity * 16) for w in weights]
-            pieces = () if beside is None else beside(step)
-            loop.yields(*self.unit.multiply(sums, left, right, self.planes, pieces=pieces))
-        for cell, tile in zip(cells, loop.results, strict=True):
-            self.unit.store(tile, cell)
+        left = MatrixOperand(bases=[base], step=self.e_blocks * size, count=count, part=size)
+        right = MatrixOperand(bases=weights, step=TILE_ELEMENTS, plane=self.key_capacity * 16)
+        kernel.store(kernel.gemm(kernel.load(cells), left, right, *steps, beside=beside), cells)
 
 
 Products = Amx | MultiplyAdd

@@ -26,6 +26,7 @@ from fusion.planning.register_tiles import KEY_SPAN, Target, planes_of
 
 from .builder import Value
 from .dense import DenseLoad
+from .micro_kernel import FmaVectors, MatrixOperand
 from .packing import STATE_BYTES, PackedRows
 from .products import vector_products
 from .scope import Lanes, Scope
@@ -166,22 +167,17 @@ class MixedHeadsKernel(KernelFunction):
         """Sums over heads. of: (head, key) -> the vector that is mixed. put: takes (head, first of some keys, the
         vectors of these). own: how often what is mixed of a head is added to its sum."""
         b, heads, width, count = self.b, self.heads, self.heads_at_once, self.keys_at_once
+        kernel = FmaVectors(b, self.lanes)
+        right = MatrixOperand(bases=[self.mixed], step=count * self.lanes, count=count, part=self.lanes)
         with b.loop(0, self.padded, count, hint="j") as j:
             with b.loop(0, heads, hint="of") as head:
                 for u in range(count):
                     b.store(of(head, b.add(j, u)), self._key(self.mixed, b.add(b.mul(head, count), u)))
             with b.loop(0, heads, width, hint="to") as to:
-                block, zero = b.row(matrix, to, heads), b.constant(0.0, self.vector)
-                with b.carry(0, heads, 1, [zero] * (width * count), hint="of") as (loop, head, sums):
-                    x = [b.load(self._key(self.mixed, b.add(b.mul(head, count), u)), self.vector) for u in range(count)]
-                    new = []
-                    for r in range(width):
-                        factor = b.load(b.at(block, b.add(b.mul(head, width), r), "f32"), "f32", "factor")
-                        factor = b.broadcast(factor, self.lanes)
-                        new += [b.fma(factor, x[u], sums[r * count + u]) for u in range(count)]
-                    loop.yields(*new)
+                left = MatrixOperand(bases=[b.row(matrix, to, heads)], step=width, count=width, part=1)
+                sums = kernel.gemm(kernel.zeros(width * count), left, right, 0, heads)
                 for r in range(width):
-                    head, result = b.add(to, r), loop.results[r * count : (r + 1) * count]
+                    head, result = b.add(to, r), sums[r * count : (r + 1) * count]
                     there = b.compare("slt", b.as_value(head, "i64"), heads) if heads % width else b.constant(1, "i1")
                     with b.when(there):
                         put(head, j, result if not own else self._with_own(head, result, own))

@@ -9,31 +9,30 @@ several groups.
     output      O^T [group][e][L]       += V^T P^T
 
 Both products have the same shape: a left operand whose elements (or 16 x 32 tiles) are used for many lanes, and a right
-operand with lanes innermost. The strategies differ in how operands are packed and in the register tile, whose
-sizes have the names of BLIS: `mr` rows are broadcast, against `nr` vectors (groups of queries), `kr` elements along the
-reduction at a time.
+operand with lanes innermost. The strategies differ in how operands are packed for their micro-kernel (`micro_kernel`),
+and in the register tile, whose sizes have the names of BLIS: `mr` rows are broadcast, against `nr` vectors (groups of
+queries), `kr` elements along the reduction at a time.
 
 - `MultiplyAdd`: float32. Left operands K [key][d] and V in panels of as many columns as a register tile has,
   [e / rows][key][rows]: one scalar at a time is broadcast. (From rows of V parts of lines of the cache would be read,
   several times, from places whose distance is a power of two.)
 - `Bf16Dot`: bfloat16, in pairs along the reduction, in the place of scalars: K [key][pair of d],
   V [e / rows][pair of keys][rows].
-- `Amx`: left operands in 16 x 32 tiles of bf16, right operands in pairs along the reduction. A float32 is the exact sum
-  of three bf16 values (planes), a float16 of two; of the products of planes 6 of 9 are accumulated for float32 (what is
-  left out is below 2**-24), 3 of 4 for float16, one for bfloat16.
+- `Amx`: left operands in 16 x 32 tiles of bf16 planes, right operands in pairs along the reduction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from fusion.planning.register_tiles import Target
 
-from .builder import Builder, Value, shape_of, vector_of
+from .builder import Builder, Value, shape_of
+from .micro_kernel import Bf16Vectors, FmaVectors, MatrixOperand
 from .rows import RowReader, Rows, load_f32, load_line
 from .transpose import transpose
 from .values import Array, round_up
-from .x86 import BF16, LANES, WORDS, Avx512
+from .x86 import BF16, WORDS
 
 LONGEST_CHAIN = 128
 """Words of a product that are summed one after the other: rounding grows with a chain's length. Sums of chains are
@@ -49,17 +48,16 @@ class MultiplyAdd:
     """float32 vectors. One key step is `mr` keys (a multiple of 2)."""
 
     overlaps = False  # whether products run beside vector work, on a unit of their own; only then is a `beside` taken
-    word = "f32"  # what stands for so many (`kr`) elements along the reduction: 4 bytes
-    kr = 1
     element = "f32"
 
-    def __init__(self, b: Builder, lanes: int, d: int, e: int, tile_rows: int, tile_groups: int):
-        self.b, self.lanes, self.d, self.e = b, lanes, d, e
-        self.mr, self.nr = tile_rows, tile_groups
+    def __init__(self, kernel: FmaVectors, d: int, e: int, tile_rows: int, tile_groups: int):
+        self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
+        self.word, self.kr = kernel.word, kernel.kr  # a word, 4 bytes, stands for `kr` elements along the reduction
+        self.d, self.e, self.mr, self.nr = d, e, tile_rows, tile_groups
         self.key_step = tile_rows
-        self.d_padded = round_up(d, lanes * self.kr)
-        self.e_padded = round_up(e, lanes)
-        self.vector, self.chain = vector_of("f32", lanes), LONGEST_CHAIN
+        self.d_padded = round_up(d, self.lanes * self.kr)
+        self.e_padded = round_up(e, self.lanes)
+        self.chain = LONGEST_CHAIN
         # Words of a column in a trip of the second product's loop: 24 multiply-adds outweigh its overhead, and a loop
         # of many more does not fit where processors keep one decoded.
         self.words_at_once = 1 if tile_rows * tile_groups >= 24 else self.words_of_step
@@ -141,52 +139,16 @@ class MultiplyAdd:
         beside: InterleavedWork | None = None,
     ) -> None:
         """S^T of one key step and `nr` groups; target: where the step's first row of each group goes."""
-        b, depth = self.b, -(-self.d // self.kr)
-        whole, align = min(depth, self.chain), 4 * self.lanes
-        for number, total in enumerate(self._chains(keys, queries, 0, whole)):
-            b.store(total, self._cell(target, number), align=align)
+        b, kernel, depth = self.b, self.kernel, -(-self.d // self.kr)
+        left = MatrixOperand(bases=[keys], step=1, count=self.mr, part=self.d_padded // self.kr)
+        right = MatrixOperand(bases=queries, step=self.lanes)
+        cells = [b.at(place, row * self.lanes, "f32") for row in range(self.mr) for place in target]
+        whole, nothing = min(depth, self.chain), kernel.zeros(len(cells))
+        kernel.store(kernel.gemm(nothing, left, right, 0, whole), cells)
         if whole < depth:
             with b.loop(whole, depth, self.chain, hint="chain") as first:
                 last = b.least(b.add(first, self.chain), depth)
-                for number, total in enumerate(self._chains(keys, queries, first, last)):
-                    cell = self._cell(target, number)
-                    b.store(b.add(b.load(cell, self.vector, "s", align=align), total, "s"), cell, align=align)
-
-    def _cell(self, target: Sequence[Value], number: int) -> Value:
-        """Address of the scores of a key and a group of queries, counted as `_chains` does."""
-        row, group = divmod(number, len(target))
-        return self.b.at(target[group], row * self.lanes, "f32")
-
-    def _chains(self, keys: Value, queries: Sequence[Value], first: Value | int, last: Value | int) -> list[Value]:
-        """[row * groups + group]: the products of words first..last-1, each chain summed one after the other."""
-        b, rows, groups = self.b, range(self.mr), range(len(queries))
-        words, start = self.d_padded // self.kr, [b.constant(0.0, self.vector)] * (len(rows) * len(groups))
-        with b.carry(first, last, 1, start, hint="c") as (loop, c, sums):
-            right = [self.load(b.row(queries[g], c, self.lanes, self.word), "q") for g in groups]
-            left = (b.at(keys, b.add(c, r * words), self.word) for r in rows)
-            loop.yields(*self.rank_one(left, right, sums, "k", "s"))
-        return list(loop.results)
-
-    def rank_one(
-        self, left: Iterable[Value], right: Sequence[Value], sums: Sequence[Value], hint: str, product: str
-    ) -> list[Value]:
-        """[row * len(right) + n]: the sums with a word of each row, at these addresses, times the n-th vector."""
-        totals, new = iter(sums), []
-        for address in left:
-            word = self.broadcast(address, hint)
-            new += [self.multiply(word, x, next(totals), product) for x in right]
-        return new
-
-    def load(self, address: Value, hint: str) -> Value:
-        """A word for each lane."""
-        return self.b.load(address, self.vector, hint, align=4 * self.lanes)
-
-    def broadcast(self, address: Value, hint: str) -> Value:
-        """One word for all lanes."""
-        return self.b.broadcast(self.b.load(address, "f32", hint), self.lanes)
-
-    def multiply(self, left: Value, right: Value, total: Value, hint: str) -> Value:
-        return self.b.fma(left, right, total, hint)
+                kernel.add(kernel.gemm(nothing, left, right, first, last), cells)
 
     def store_weights(self, target: Value, key: Value, first: Value, second: Value) -> None:
         """Weights of keys `key` (even) and `key` + 1 of one group."""
@@ -209,45 +171,21 @@ class MultiplyAdd:
 
     def _accumulate(self, column: Value, words: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
         """`mr` columns of V from `column` on, against one set of groups."""
-        b, rows, groups, lanes = self.b, range(self.mr), range(len(weights)), self.lanes
-        cells = [b.at(output[g], r * lanes, "f32") for r in rows for g in groups]
-        sums = [b.load(cell, self.vector, "o", align=4 * lanes) for cell in cells]
-        with b.carry(0, words, self.words_at_once, sums, hint="j") as (loop, j, sums):
-            for n in range(self.words_at_once):
-                sums = self._add_word(column, b.add(j, n), weights, sums)
-            loop.yields(*sums)
-        for cell, result in zip(cells, loop.results, strict=True):
-            b.store(result, cell, align=4 * lanes)
-
-    def _add_word(self, column: Value, j: Value, weights: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
-        """The sums with the products of word j of `mr` columns."""
-        b = self.b
-        right = [self.load(b.row(weight, j, self.lanes, self.word), "p") for weight in weights]
-        base = b.row(column, j, self.mr, self.word)
-        left = (b.at(base, r, self.word) for r in range(self.mr))
-        return self.rank_one(left, right, sums, "v", "o")
+        b, kernel, unroll = self.b, self.kernel, self.words_at_once
+        left = MatrixOperand(bases=[column], step=self.mr, count=self.mr, part=1)
+        right = MatrixOperand(bases=weights, step=self.lanes)
+        cells = [b.at(group, row * self.lanes, "f32") for row in range(self.mr) for group in output]
+        kernel.store(kernel.gemm(kernel.load(cells), left, right, 0, words, unroll, stride=unroll), cells)
 
 
 class Bf16Dot(MultiplyAdd):
-    """Vectors of bfloat16 pairs (`x86.Avx512.add_pair_products`); others are rounded to them. Weights are rounded, as
-    eager mode's are."""
+    """Pairs of bfloat16; others are rounded to them. Weights are rounded, as eager mode's are."""
 
-    word = "i32"
-    kr = 2
     element = "bf16"
 
-    def __init__(self, b: Builder, d: int, e: int, tile_rows: int, tile_groups: int):
-        super().__init__(b, LANES, d, e, tile_rows, tile_groups)
-        self.unit = Avx512(b)
-
-    def load(self, address: Value, hint: str) -> Value:
-        return self.b.load(address, BF16, hint, align=4 * self.lanes)
-
-    def broadcast(self, address: Value, hint: str) -> Value:
-        return self.b.bitcast(self.b.broadcast(self.b.load(address, "i32", hint), self.lanes), BF16)
-
-    def multiply(self, left: Value, right: Value, total: Value, hint: str) -> Value:
-        return self.unit.add_pair_products(total, left, right)
+    def __init__(self, kernel: Bf16Vectors, d: int, e: int, tile_rows: int, tile_groups: int):
+        super().__init__(kernel, d, e, tile_rows, tile_groups)
+        self.unit = kernel.unit
 
     def elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
         b = self.b
@@ -277,5 +215,5 @@ def vector_products(b: Builder, target: Target, pairs: bool, d: int, e: int) -> 
     """The products of a target that has no tiles, or does not use them. pairs: of bfloat16."""
     tile = target.tile_rows, target.tile_groups
     if pairs:
-        return Bf16Dot(b, d, e, *tile)
-    return MultiplyAdd(b, target.lanes, d, e, *tile)
+        return Bf16Dot(Bf16Vectors(b), d, e, *tile)
+    return MultiplyAdd(FmaVectors(b, target.lanes), d, e, *tile)

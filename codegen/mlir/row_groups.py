@@ -160,12 +160,9 @@ class GroupedRows(VectorRows):
         self, sums: list[Value], pairs: Iterator[list[Value]], few: Stretch, first: Value, j0: Value
     ) -> list[Value]:
         """With the keys from j0 on added, two at a time."""
-        b, unit = self.b, Avx512(self.b)
+        b = self.b
         for n, vectors in enumerate(pairs):
             place = b.sub(b.add(j0, 2 * n), few.start)
-            for r in range(self.together):
-                p = b.load(b.at(self.weights(b.add(first, r)), place, "bf16"), "i32", "p")
-                p = b.bitcast(b.broadcast(p, self.lanes), BF16)
-                for k, pair in enumerate(vectors, r * len(vectors)):
-                    sums[k] = unit.add_pair_products(sums[k], pair, p)
+            weights = (b.at(self.weights(b.add(first, r)), place, "bf16") for r in range(self.together))
+            sums = self.values.kernel.rank_one(weights, vectors, sums)
         return sums

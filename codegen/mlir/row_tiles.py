@@ -25,14 +25,14 @@ from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_rows import MOST_ROWS, PAIRED
 from fusion.planning.register_tiles import Target, planes_of
 
-from .amx import TILE_ELEMENTS
 from .builder import Builder, Value
+from .micro_kernel import TILE_ELEMENTS, AmxTiles, FmaVectors, MatrixOperand
 from .row_groups import GroupedRows
 from .row_products import STEP, RowProducts, Source, Stretch, Turns, Widths
 from .row_vectors import ValueProducts, VectorRows
 from .rows import Rows, load_line
 from .transpose import transpose
-from .x86 import BF16, F32, LANES, WORDS, TileUnit
+from .x86 import BF16, F32, LANES, WORDS
 
 TILE = 256  # float32 in a tile
 STRETCH = 128  # keys: what is made of them stays in the first-level cache
@@ -59,7 +59,7 @@ class TileRows(RowProducts):
 
     def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
         super().__init__(b, spec, target, widths, area)
-        self.unit, self.values = TileUnit(b), ValueProducts(b, LANES, widths, self.staging, pairs=True)
+        self.kernel, self.values = AmxTiles(b), ValueProducts(FmaVectors(b, LANES), widths, self.staging, pairs=True)
         self.in_order = self.values.in_order
         self.chunks, self.blocks = widths.d // PAIRED, widths.d_v // PAIRED
         self.sets = 2 if 2 * self.blocks <= SUMS else 1
@@ -90,14 +90,11 @@ class TileRows(RowProducts):
         with b.loop(every.first, every.high, STEP, hint="key") as key:
             rows = keys.rows(key, STEP, every.high, self.widths.d, self.widths.d, self.staging)
             place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
-            with b.carry(0, self.chunks, 1, [self.unit.zero() for _ in range(2)], hint="chunk") as (loop, chunk, sums):
-                right = self.unit.load(b.row(self.queries, chunk, TILE_ELEMENTS, "bf16"), "q")
-                column = b.row(rows.pointer, chunk, PAIRED, "bf16")
-                lines = [b.row(column, rows.stride, n, "bf16") for n in (0, LANES)]
-                left = [self.unit.load(line, "k", pitch) for line in lines]
-                loop.yields(*(self.unit.product(k, right, sum_) for k, sum_ in zip(left, sums, strict=True)))
-            for n, tile in enumerate(loop.results):
-                self.unit.store(tile, b.row(self.products, b.add(place, LANES * n), LANES))
+            lines = [b.row(rows.pointer, rows.stride, n, "bf16") for n in (0, LANES)]
+            left = MatrixOperand(bases=lines, step=PAIRED, pitch=pitch)
+            right = MatrixOperand(bases=[self.queries], step=TILE_ELEMENTS)
+            sums = self.kernel.gemm(self.kernel.zeros(2), left, right, 0, self.chunks)
+            self.kernel.store(sums, [b.row(self.products, b.add(place, LANES * n), LANES) for n in range(2)])
         with b.loop(b.sub(every.first, every.start), b.sub(every.high, every.start), LANES, hint="place") as place:
             self._transpose(place)
 
@@ -148,8 +145,8 @@ class TileRows(RowProducts):
 
     def _accumulate(self, values: Source, every: Stretch, block: Value | int, count: int) -> None:
         """The outputs of `count` blocks of 32 columns."""
-        b, unit, d_v, sets = self.b, self.unit, self.widths.d_v, self.sets
-        start = [unit.zero() for _ in range(sets * count)]
+        b, unit, d_v, sets = self.b, self.kernel.unit, self.widths.d_v, self.sets
+        start = self.kernel.zeros(sets * count)
         with b.carry(every.first, every.high, STEP, start, hint="key") as (loop, key, sums):
             rows, sums = values.rows(key, STEP, every.high, d_v, d_v, self.staging), list(sums)
             for half in (0, 1):

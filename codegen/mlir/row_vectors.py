@@ -21,6 +21,7 @@ from fusion.planning.cpu_rows import MOST_ROWS
 from fusion.planning.register_tiles import Target, planes_of
 
 from .builder import Builder, Value, vector_of
+from .micro_kernel import Bf16Vectors, FmaVectors
 from .row_products import STEP, Ask, Columns, RowProducts, Source, Stretch, Turns, Widths
 from .rows import Rows, SharedRows, load_f32, load_line, load_pair
 from .transpose import sum_rows
@@ -46,10 +47,12 @@ class VectorRows(RowProducts):
         q, k, v = (spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
         double, whole = 2 * target.lanes, target.pairs and planes_of(spec, target) == 1
         key_pairs, value_pairs = q and k and widths.d_padded % double == 0, v and widths.e_padded % double == 0
-        keys = PairKeyProducts if whole and key_pairs else KeyProducts
-        values = PairValueProducts if whole and value_pairs else ValueProducts
-        self.keys = keys(b, target.lanes, widths.d_padded, key_pairs)
-        self.values = values(b, target.lanes, widths, self.staging, value_pairs)
+        kernel = FmaVectors(b, target.lanes)
+        self.keys = KeyProducts(Bf16Vectors(b) if whole and key_pairs else kernel, widths.d_padded, key_pairs)
+        if whole and value_pairs:
+            self.values = PairValueProducts(Bf16Vectors(b), widths, self.staging, pairs=True)
+        else:
+            self.values = ValueProducts(kernel, widths, self.staging, value_pairs)
         self.in_order = self.values.in_order
         self.queries = area(4 * MOST_ROWS * widths.d_padded, "queries")
         self.outputs = area(4 * MOST_ROWS * widths.e_padded, "outputs")
@@ -145,54 +148,49 @@ def _columns(
 
 
 class KeyProducts:
-    """K q of L keys. pairs: elements are bfloat16 and taken two by two."""
+    """K q of L keys. pairs: elements are bfloat16 and taken two by two: widened, or multiplied as they are by a
+    micro-kernel of pairs."""
 
-    def __init__(self, b: Builder, lanes: int, d_padded: int, pairs: bool):
-        self.b, self.lanes, self.d_padded, self.pairs = b, lanes, d_padded, pairs
-        self.count = 2 if pairs else 1
-        self.vector = vector_of("f32", lanes)
+    def __init__(self, kernel: FmaVectors, d_padded: int, pairs: bool):
+        self.kernel, self.b, self.lanes, self.d_padded, self.pairs = kernel, kernel.b, kernel.lanes, d_padded, pairs
+        self.whole = kernel.kr > 1
+        self.element, self.vector = ("bf16", BF16) if self.whole else ("f32", kernel.vector)
+        self.columns = (2 if pairs else 1) * self.lanes
+        # Sums of more keys, with elements that are being widened, do not fit into registers.
+        self.keys_at_once = self.lanes if self.whole else min(CHAINS, self.lanes)
+
+    def _vectors(self, rows: Rows, row: Value | int, column: Value) -> list[Value]:
+        """The elements of some columns of a row."""
+        if self.whole:
+            return [load_line(self.b, rows, row, column, BF16)]
+        return _columns(self.b, rows, row, column, self.lanes, self.columns // self.lanes, self.pairs)
+
+    def _query(self, query: Value, column: Value) -> list[Value]:
+        """Addresses of the same elements of a query."""
+        start = self.b.at(query, column, self.element)
+        return [self.b.at(start, n, "f32") for n in range(0, self.lanes if self.whole else self.columns, self.lanes)]
 
     def store_query(self, source: Rows, query: Value) -> None:
         """Row 0 of `source` as `dot_products` reads it."""
-        b, lanes = self.b, self.lanes
-        with b.loop(0, self.d_padded, self.count * lanes, hint="c") as c:
-            for n, x in enumerate(_columns(b, source, 0, c, lanes, self.count, self.pairs)):
-                b.store(x, b.at(b.at(query, c, "f32"), n * lanes, "f32"))
+        with self.b.loop(0, self.d_padded, self.columns, hint="c") as c:
+            for x, place in zip(self._vectors(source, 0, c), self._query(query, c), strict=True):
+                self.b.store(x, place)
 
     def dot_products(self, rows: Rows, query: Value) -> list[Value]:
-        """For each of L keys the products with the query, summed within lanes only. A few keys at a time: sums of more,
-        with elements that are being widened, do not fit into registers."""
-        b, lanes, count, found = self.b, self.lanes, self.count, []
-        together = min(CHAINS, lanes)
-        for first in range(0, lanes, together):
-            start = [b.constant(0.0, self.vector)] * together
-            with b.carry(0, self.d_padded, count * lanes, start, hint="c") as (loop, c, sums):
-                at, sums = b.at(query, c, "f32"), list(sums)
-                q = [b.load(b.at(at, n * lanes, "f32"), self.vector, "q") for n in range(count)]
-                for r in range(together):
-                    for part, x in zip(q, _columns(b, rows, first + r, c, lanes, count, self.pairs), strict=True):
-                        sums[r] = b.fma(x, part, sums[r], "s")
-                loop.yields(*sums)
+        """For each of L keys the products with the query, summed within lanes only."""
+        b, count, found = self.b, self.keys_at_once, []
+        for first in range(0, self.lanes, count):
+            with b.carry(0, self.d_padded, self.columns, self.kernel.zeros(count), hint="c") as (loop, c, sums):
+                q = [b.load(place, self.vector, "q") for place in self._query(query, c)]
+                keys = (self._vectors(rows, first + r, c) for r in range(count))
+                loop.yields(*(self._product(key, q, total) for key, total in zip(keys, sums, strict=True)))
             found += loop.results
         return found
 
-
-class PairKeyProducts(KeyProducts):
-    """Products with K, two in an instruction."""
-
-    def store_query(self, source: Rows, query: Value) -> None:
-        b = self.b
-        with b.loop(0, self.d_padded, 2 * self.lanes, hint="c") as c:
-            b.store(load_line(b, source, 0, c, BF16), b.at(query, c, "bf16"))
-
-    def dot_products(self, rows: Rows, query: Value) -> list[Value]:
-        b, lanes, unit = self.b, self.lanes, Avx512(self.b)
-        zero = b.constant(0.0, self.vector)
-        with b.carry(0, self.d_padded, 2 * lanes, [zero] * lanes, hint="c") as (loop, c, sums):
-            q = b.load(b.at(query, c, "bf16"), BF16, "q")
-            keys = [load_line(b, rows, r, c, BF16) for r in range(lanes)]
-            loop.yields(*(unit.add_pair_products(s, key, q) for s, key in zip(sums, keys, strict=True)))
-        return loop.results
+    def _product(self, key: list[Value], query: list[Value], total: Value) -> Value:
+        for x, y in zip(key, query, strict=True):
+            total = self.kernel.multiply(x, y, total)
+        return total
 
 
 class ValueProducts:
@@ -201,8 +199,9 @@ class ValueProducts:
 
     stored: ClassVar[str] = "f32"
 
-    def __init__(self, b: Builder, lanes: int, widths: Widths, staging: Value, pairs: bool):
-        self.b, self.lanes, self.widths, self.staging, self.pairs = b, lanes, widths, staging, pairs
+    def __init__(self, kernel: FmaVectors, widths: Widths, staging: Value, pairs: bool):
+        self.kernel, self.b, self.lanes, self.widths = kernel, kernel.b, kernel.lanes, widths
+        self.staging, self.pairs = staging, pairs
 
     def prepare(self, weights: Value, low: Value, high: Value) -> None:
         """Bring weights number `low` to `high` - 1 (float32; behind them there is room for another vector) into the
@@ -244,12 +243,20 @@ class ValueProducts:
     def add(self, sums: list[Value], rows: Rows, number: int, weights: Value, columns: Columns) -> None:
         """Add some vectors of columns of `number` rows, times their weights. There are several sets of sums, so that
         additions to one do not wait for each other."""
-        b, (e, count) = self.b, columns
-        for r in range(number):
-            p = b.broadcast(b.load(b.at(weights, r, "f32"), "f32", "p"), self.lanes)
-            for n, x in enumerate(_columns(b, rows, r, e, self.lanes, count, self.pairs)):
-                place = (r * count + n) % len(sums)
-                sums[place] = b.fma(x, p, sums[place], "o")
+        kernel, count = self.kernel, columns[1]
+        for word in range(-(-number // kernel.kr)):
+            first = word * count % len(sums)
+            weight = self.weight(self.b.at(weights, word * kernel.kr, self.stored), number)
+            for n, x in enumerate(self.vectors(rows, word, number, columns), first):
+                sums[n] = kernel.multiply(weight, x, sums[n])
+
+    def weight(self, address: Value, number: int) -> Value:
+        """The weights of a word of some of `number` rows, for all lanes."""
+        return self.kernel.broadcast(address)
+
+    def vectors(self, rows: Rows, word: int, number: int, columns: Columns) -> list[Value]:
+        """Vectors of columns of a word of `number` rows."""
+        return _columns(self.b, rows, word, columns[0], self.lanes, columns[1], self.pairs)
 
     def in_order(self, found: Sequence[Value]) -> list[Value]:
         """The sums of one set as their columns stand in a row."""
@@ -276,19 +283,17 @@ class PairValueProducts(ValueProducts):
             halves = [b.load(b.at(b.at(weights, j, "f32"), n, "f32"), vector, "p") for n in (0, self.lanes)]
             b.store(Avx512(b).narrow(*halves), b.at(weights, j, "bf16"))
 
-    def add(self, sums: list[Value], rows: Rows, number: int, weights: Value, columns: Columns) -> None:
-        b, unit, count = self.b, Avx512(self.b), columns[1]
-        for r in range(0, number, 2):
-            if number > 1:
-                p = b.load(b.at(weights, r, "bf16"), "i32", "p")
-            else:
-                p = b.convert("arith.extui", b.load(weights, "i16", "p"), "i32")
-            p = b.bitcast(b.broadcast(p, self.lanes), BF16)
-            lines = [self.lines(rows, r + k, columns) for k in range(min(2, number))]
-            lines += [[b.constant(0.0, BF16)] * (count // 2)] * (2 - len(lines))
-            for n, pairs in enumerate(self.paired(lines)):
-                place = (r // 2 * count + n) % len(sums)
-                sums[place] = unit.add_pair_products(sums[place], pairs, p)
+    def weight(self, address: Value, number: int) -> Value:
+        if number > 1:
+            return super().weight(address, number)
+        b = self.b
+        alone = b.convert("arith.extui", b.load(address, "i16", "p"), "i32")
+        return b.bitcast(b.broadcast(alone, self.lanes), BF16)
+
+    def vectors(self, rows: Rows, word: int, number: int, columns: Columns) -> list[Value]:
+        lines = [self.lines(rows, 2 * word + k, columns) for k in range(min(2, number))]
+        lines += [[self.b.constant(0.0, BF16)] * (columns[1] // 2)] * (2 - len(lines))
+        return self.paired(lines)
 
     def lines(self, rows: Rows, r: int, columns: Columns) -> list[Value]:
         """A row's vectors of columns, in bfloat16: half as many."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from .builder import Builder, Value, shape_of
 from .values import TILE
@@ -18,10 +18,6 @@ MANTISSA, BIAS = 128, 127
 #: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag
 #: instead.
 LARGE_BITS = (127 + 120) << 23
-
-#: Plane pairs (left, right) that are multiplied, by number of planes, ordered so that each step loads one new pair of
-#: tiles. Left out are products below 2**-24 of the whole (three planes) or 2**-16 (two).
-PLANE_PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0)), 3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2))}
 
 
 @functools.cache
@@ -140,36 +136,3 @@ class TileUnit:
         return self.b.intrinsic(
             "x86.tdpbf16ps.internal", rows, columns, columns, sum_, left, right, type_=TILE, hint="sum"
         )
-
-    def multiply(
-        self,
-        sums: Sequence[Value],
-        left: Sequence[Sequence[Value]],
-        right: Sequence[Sequence[Value]],
-        planes: int,
-        mirrored: bool = False,
-        pieces: Sequence[Callable[[], None]] = (),
-    ) -> list[Value]:
-        """sums[a][g] (flattened) += left[a] x right[g], all plane pairs; left[a][plane] and right[g][plane] are
-        addresses. mirrored: in the order of right x left. `pieces` are written evenly between: a processor looks ahead
-        by a few hundred instructions, and so close vector work must stand to the 16 cycles of each tile product."""
-        held: dict[str, tuple[int, list[Value]]] = {}
-
-        def tiles(side: str, addresses: Sequence[Sequence[Value]], plane: int) -> list[Value]:
-            if side not in held or held[side][0] != plane:
-                held[side] = plane, [self.load(a[plane], side) for a in addresses]
-            return held[side][1]
-
-        pairs, sums = PLANE_PAIRS[planes], list(sums)
-        places = [(a, g) for a in range(len(left)) for g in range(len(right))]
-        total, done, written = len(pairs) * len(places), 0, 0
-        for pair in pairs:
-            left_plane, right_plane = pair[::-1] if mirrored else pair
-            rows, columns = tiles("a", left, left_plane), tiles("b", right, right_plane)
-            for n, (a, g) in enumerate(places):
-                sums[n] = self.product(rows[a], columns[g], sums[n])
-                done += 1
-                while written < len(pieces) * done // total:
-                    pieces[written]()
-                    written += 1
-        return sums

@@ -31,10 +31,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..builder import Value
+from ..micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from ..thread_function import KernelText, ThreadFunction
 from ..transpose import transpose
 from ..values import round_up
-from ..x86 import F32, WORDS, Avx512, TileUnit, joined
+from ..x86 import F32, WORDS, Avx512, joined
 
 BLOCK = 128  # keys or queries whose parents are in the cache at a time
 QUERY_BLOCK = 64
@@ -76,7 +77,7 @@ class FeaturesKernel(ThreadFunction):
     def __init__(self, shape: FeatureShape, block: int, stage: int):
         super().__init__()
         self.shape, self.block = shape, block
-        self.wide, self.unit = Avx512(self.b), TileUnit(self.b)
+        self.wide = Avx512(self.b)
         self.parents_area = self.area(shape.low * block * 4, "parents_area")
         self.x = self.area((shape.width + 2) * block * 4, "x")
         self.stage = self.area(stage, "stage")
@@ -150,6 +151,10 @@ class FeaturesKernel(ThreadFunction):
                 low, high = rest
         return found
 
+    def _tiles(self, base: Value, step: int, count: int) -> MatrixOperand:
+        """`count` of the tiles from an address on, in two planes, of which a step of the reduction has `step`."""
+        return MatrixOperand(bases=[base], step=step * 2 * TILE_ELEMENTS, count=count, part=2 * TILE_ELEMENTS)
+
     def by_planes(self, chunk: Value, body) -> None:
         """`body(planes)` for the planes of a chunk (or of the chunks from it on)."""
         b = self.b
@@ -209,7 +214,7 @@ class State(FeaturesKernel):
                     b.store(words, b.at(place, column // 16 * 1024 + plane * 512, "bf16"), align=64)
 
     def _chunk(self, head: Value, chunk: Value, planes: int) -> None:
-        b, steps = self.b, self.block // 32
+        b, kernel, steps = self.b, AmxTiles(self.b, planes), self.block // 32
         with b.loop(0, CHUNK, hint="f") as f:
             rows = self._source(b.add(b.mul(chunk, CHUNK), f))
             place = b.row(self.stage, f, 32, "bf16")
@@ -223,16 +228,9 @@ class State(FeaturesKernel):
         for column in range(0, tiles, 2):
             count = min(2, tiles - column)
             cells = [b.at(state, 16 * half * e + 16 * (column + t), "f32") for half in (0, 1) for t in range(count)]
-            start = [self.unit.load(cell, "s", 4 * e) for cell in cells]
-            with b.carry(0, steps, 1, start, hint="step") as (loop, step, sums):
-                stage = b.row(self.stage, step, 2 * CHUNK * 32, "bf16")
-                left = [[b.at(stage, plane * CHUNK * 32 + half * 512, "bf16") for plane in (0, 1)] for half in (0, 1)]
-                base = b.row(self.packed, step, tiles * 1024, "bf16")
-                right = [[b.at(base, (column + t) * 1024 + plane * 512, "bf16") for plane in (0, 1)]
-                         for t in range(count)]  # fmt: skip
-                loop.yields(*self.unit.multiply(sums, left, right, planes))
-            for cell, tile in zip(cells, loop.results, strict=True):
-                self.unit.store(tile, cell, 4 * e)
+            left = MatrixOperand(bases=[self.stage], step=2 * CHUNK * 32, count=2, part=TILE_ELEMENTS, plane=CHUNK * 32)
+            right = self._tiles(b.at(self.packed, column * 1024, "bf16"), tiles, count)
+            kernel.store(kernel.gemm(kernel.load(cells, 4 * e), left, right, 0, steps), cells, 4 * e)
 
 
 class Readout(FeaturesKernel):
@@ -300,15 +298,9 @@ class Readout(FeaturesKernel):
                 self._accumulate(state, g, column, width, count, planes)
 
     def _accumulate(self, state: Value, g: Value, column: int, width: int, count: Value, planes: int):
-        b, tiles, stride = self.b, self.shape.e // 16, 4 * self.block
+        b, kernel, tiles, stride = self.b, AmxTiles(self.b, planes), self.shape.e // 16, 4 * self.block
         corner = b.row(self.sums, g, 16)
         cells = [b.at(corner, 16 * (column + t) * self.block + 16 * k, "f32") for t in range(width) for k in (0, 1)]
-        stage = b.row(self.stage, g, 1024, "bf16")
-        with b.carry(0, count, 1, [self.unit.load(cell, "o", stride) for cell in cells], hint="c") as (loop, c, sums):
-            base = b.row(state, c, tiles * 1024, "bf16")
-            left = [[b.at(base, (column + t) * 1024 + plane * 512, "bf16") for plane in (0, 1)] for t in range(width)]
-            here = b.row(stage, c, self.block // 16 * 1024, "bf16")
-            right = [[b.at(here, k * 1024 + plane * 512, "bf16") for plane in (0, 1)] for k in (0, 1)]
-            loop.yields(*self.unit.multiply(sums, left, right, planes))
-        for cell, tile in zip(cells, loop.results, strict=True):
-            self.unit.store(tile, cell, stride)
+        left = self._tiles(b.at(state, column * 1024, "bf16"), tiles, width)
+        right = self._tiles(b.row(self.stage, g, 1024, "bf16"), self.block // 16, 2)
+        kernel.store(kernel.gemm(kernel.load(cells, stride), left, right, 0, count), cells, stride)

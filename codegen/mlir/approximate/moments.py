@@ -18,13 +18,14 @@ same kernel looks at all rows or, by larger strides, at a few.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..builder import Value
 from ..calling import float_bits
+from ..micro_kernel import FmaVectors, MatrixOperand
 from ..values import round_up
 from ..x86 import F32, LANES
 from .row_statistics import BLOCK, Rows, RowStatisticsCall, RowStatisticsKernel, code
@@ -35,6 +36,7 @@ class Moments(RowStatisticsKernel):
 
     def __init__(self, d: int, scalar: str):
         super().__init__(d, scalar)
+        self.kernel = FmaVectors(self.b, LANES)
         self.gram = self.area(4 * self.width * self.width, "gram")
         self.sums = self.area(4 * self.width, "sums")
         self.largest = self.area(4 * 4 * LANES, "largest")
@@ -170,43 +172,33 @@ class Moments(RowStatisticsKernel):
 
     def _accumulate(self) -> None:
         """Add a staged block to G and s: some rows of G at a time, in registers over the block."""
-        b, zero, together = self.b, self.b.constant(0.0, F32), self.together
-        with b.loop(0, self.d, together, hint="c") as c:
-            with b.carry(0, BLOCK, 1, [zero] * (together * self.vectors), hint="r") as (loop, r, sums):
-                row = b.row(self.stage, r, self.width)
-                line, corner = [*self._line(row, "x")], b.at(row, c, "f32")
-                loop.yields(*self._added(sums, (b.at(corner, k, "f32") for k in range(together)), line))
-            self._add(b.row(self.gram, c, self.width), loop.results)
+        b, zero, kernel, right = self.b, self.b.constant(0.0, F32), self.kernel, self._vectors(self.stage)
+        with b.loop(0, self.d, self.together, hint="c") as c:
+            corner = b.at(self.stage, c, "f32")
+            left = MatrixOperand(bases=[corner], step=self.width, count=self.together, part=1)
+            sums = kernel.gemm(kernel.zeros(self.together * self.vectors), left, right, 0, BLOCK)
+            self._add(b.row(self.gram, c, self.width), sums)
         with b.carry(0, BLOCK, 1, [zero] * self.vectors, hint="r") as (loop, r, sums):
             row = b.row(self.stage, r, self.width)
             loop.yields(*(b.add(x, b.load(b.at(row, LANES * v, "f32"), F32)) for v, x in enumerate(sums)))
         self._add(self.sums, loop.results)
 
-    def _added(self, sums: Sequence[Value], numbers: Iterable[Value], line: Sequence[Value]) -> list[Value]:
-        """To the sums of each of some numbers, given by their addresses, its products with the vectors of a line."""
-        b, found, left = self.b, [], iter(sums)
-        for address in numbers:
-            one = b.broadcast(b.load(address, "f32", "x"), LANES)
-            found += [b.fma(one, x, next(left)) for x in line]
-        return found
+    def _vectors(self, rows: Value) -> MatrixOperand:
+        """The rows of `width` elements from an address on, as right operand."""
+        return MatrixOperand(bases=[rows], step=self.width, count=self.vectors, part=LANES)
 
     def _add(self, target: Value, values: Sequence[Value]) -> None:
-        b = self.b
-        for number, value in enumerate(values):
-            at = b.at(target, LANES * number, "f32")
-            b.store(b.add(b.load(at, F32), value), at)
+        self.kernel.add(values, [self.b.at(target, LANES * number, "f32") for number in range(len(values))])
 
     def _squares(self) -> None:
         """Into `partial`, 16 numbers for each row of the staged block that add up to q^T G q."""
-        b, zero, together = self.b, self.b.constant(0.0, F32), self.together
+        b, together, kernel, right = self.b, self.together, self.kernel, self._vectors(self.gram)
         with b.loop(0, BLOCK, together, hint="r") as r:
             rows = b.row(self.stage, r, self.width)
-            with b.carry(0, self.d, 1, [zero] * (together * self.vectors), hint="c") as (loop, c, sums):
-                line = [*self._line(b.row(self.gram, c, self.width), "g")]
-                corner = b.at(rows, c, "f32")
-                loop.yields(*self._added(sums, (b.at(corner, k * self.width, "f32") for k in range(together)), line))
+            left = MatrixOperand(bases=[rows], step=1, count=together, part=self.width)
+            sums = kernel.gemm(kernel.zeros(together * self.vectors), left, right, 0, self.d)
             for k in range(together):
-                products = loop.results[k * self.vectors : (k + 1) * self.vectors]
+                products = sums[k * self.vectors : (k + 1) * self.vectors]
                 row = b.add(r, k)
                 self._write_product(row, self._line(b.at(rows, k * self.width, "f32")), products)
 

@@ -25,14 +25,16 @@ Pairs of bfloat16 are along the keys here and along the queries in the product f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion.ir.expr import I
 from fusion.lowering.backward_plan import LaneAxis
 from fusion.planning.register_tiles import KEY_SPAN
 
-from ..amx import TILE_ELEMENTS, Amx, Products
+from ..amx import Amx, Products
 from ..builder import Builder, Value
+from ..micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from ..products import MultiplyAdd
 from ..rows import RowReader, load_f32
 from ..scope import Scope
@@ -93,20 +95,15 @@ class TiledQueryGradient:
                 self._accumulate(ds, keys, sums, step, self.blocks - 1, 1)
 
     def _accumulate(self, ds: Value, keys: Value, sums: Value, step: Value, block: Value | int, count: int) -> None:
-        b, p = self.b, self.product
-        lines = [b.add(b.mul(step, 2), a) for a in (0, 1)]
-        cells = [
-            b.row(sums, b.add(b.add(b.mul(line, self.blocks), block), c), 256) for line in lines for c in range(count)
-        ]
-        tiles = [p.unit.load(cell, "dq") for cell in cells]
-        for pair in range(self.pairs):
-            left = [p.planes_at(ds, b.mul(b.add(b.mul(line, self.pairs), pair), self.tile)) for line in lines]
-            right = [
-                p.planes_at(keys, b.mul(b.add(b.add(block, c), pair * self.blocks), self.tile)) for c in range(count)
-            ]
-            tiles = p.unit.multiply(tiles, left, right, p.planes)
-        for cell, tile in zip(cells, tiles, strict=True):
-            p.unit.store(tile, cell)
+        b, kernel, line = self.b, AmxTiles(self.b, self.planes), self.pairs * self.tile
+        corner = b.row(sums, b.add(b.mul(step, 2 * self.blocks), block), 256)
+        cells = [b.at(corner, 256 * (self.blocks * a + c), "f32") for a in (0, 1) for c in range(count)]
+        left = MatrixOperand(bases=[ds], step=2 * line, unrolled=self.tile, count=2, part=line)
+        right = MatrixOperand(
+            bases=[b.row(keys, block, self.tile, "bf16")], unrolled=self.blocks * self.tile, count=count,
+            part=self.tile,
+        )  # fmt: skip
+        kernel.store(kernel.unrolled(kernel.load(cells), left, right, step, self.pairs), cells)
 
     def line(self, sums: Value, row: Value) -> Sequence[Value]:
         """The vectors of one query's gradient."""
@@ -159,29 +156,17 @@ class VectorQueryGradient:
     def _add_block(self, ds: Value, keys: Value, sums: Value, step: Value, count: Value, length: int) -> None:
         """`length` vectors of the sums of one key step of queries, over the block's keys. The block is summed up by
         itself first: so short sums lose no digits."""
-        b, p, lanes, words, rows = self.b, self.product, self.lanes, self.words, self.product.key_step
-        first = b.row(ds, step, rows * words, p.word)
-
-        def add_word(sums: Sequence[Value], left: Value, g: Value, word: Value | int) -> list[Value]:
-            line = b.row(keys, b.add(b.mul(g, words), word), self.width, p.word)
-            right = [p.load(b.at(line, n * lanes, p.word), "k") for n in range(length)]
-            rows_of_ds = (b.at(left, b.add(word, r * words), p.word) for r in range(rows))
-            return p.rank_one(rows_of_ds, right, sums, "ds", "dq")
-
-        start, whole = [b.constant(0.0, self.vector)] * (rows * length), b.div(count, lanes)
-        with b.carry(0, whole, 1, start, hint="g") as (loop, g, total):
-            left = b.row(first, g, self.rows * words, p.word)
-            for word in range(words):
-                total = add_word(total, left, g, word)
-            loop.yields(*total)
-        left = b.row(first, whole, self.rows * words, p.word)
-        last = b.ceil_div(b.rem(count, lanes), p.kr)  # what a pair lacks is 0
-        with b.carry(0, last, 1, loop.results, hint="word") as (rest, word, total):
-            rest.yields(*add_word(total, left, whole, word))
-        for number, total in enumerate(rest.results):
-            row, n = divmod(number, length)
-            cell = b.at(sums, b.add(b.mul(step, rows * self.width), row * self.width + n * lanes), "f32")
-            b.store(b.add(b.load(cell, self.vector, "dq", align=4 * lanes), total), cell, align=4 * lanes)
+        b, p, kernel, lanes, words = self.b, self.product, self.product.kernel, self.lanes, self.words
+        rows, whole, group = p.key_step, b.div(count, lanes), self.rows * words
+        left = MatrixOperand(
+            bases=[b.row(ds, step, rows * words, p.word)], step=group, unrolled=1, count=rows, part=words
+        )
+        right = MatrixOperand(bases=[keys], step=words * self.width, unrolled=self.width, count=length, part=lanes)
+        total = kernel.gemm(kernel.zeros(rows * length), left, right, 0, whole, unroll=words)
+        left, right = (replace(x.at_step(b, whole, p.word), step=x.unrolled) for x in (left, right))
+        total = kernel.gemm(total, left, right, 0, b.ceil_div(b.rem(count, lanes), p.kr))  # what a pair lacks is 0
+        corner = b.row(sums, step, rows * self.width)
+        kernel.add(total, [b.at(corner, r * self.width + n * lanes, "f32") for r in range(rows) for n in range(length)])
 
     def line(self, sums: Value, row: Value) -> Sequence[Value]:
         """The vectors of one query's gradient."""
