@@ -201,7 +201,8 @@ def _facts(
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     started = time.perf_counter()
     try:
-        made = triton.compile(source, target=gpu_target(target), options={"num_warps": size[0], "num_stages": size[1]})
+        options = {"num_warps": size[0], "num_stages": size[1], **module.EXACT}
+        made = triton.compile(source, target=gpu_target(target), options=options)
     except Exception as error:
         raise OfflineCompilationError(f"{name} of {what} does not compile for {target}: {error}") from error
     seconds = time.perf_counter() - started

@@ -283,9 +283,7 @@ class KeyLoop:
         else:
             lines.append(f"shift = m_new * {unit}")
             units = unit
-        # Both shifts are rounded, as they are in p. The minimum changes nothing, and keeps a compiler from contracting
-        # product and difference.
-        lines.append(f"alpha = tl.exp2(tl.minimum(m * {unit}, shift) - shift)")
+        lines.append(f"alpha = tl.exp2(m * {unit} - shift)")  # both are rounded, as they are in p (`module.EXACT`)
         lines.append(f"p = tl.exp2(tl.fma(x, {units}, -shift[:, None]))")
         lines.append("l = l * alpha + tl.sum(p, 1)")
         lines += ["m = m_new"] if self.order.rotated else [*self._scaled(), "m = m_new"]

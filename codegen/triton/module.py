@@ -26,6 +26,11 @@ from .mathematics import HELPERS
 
 log = logging.getLogger(__name__)
 
+EXACT = {"enable_fp_fusion": False}
+"""Options of Triton's compilation of every kernel: no product is contracted with a sum but where the text says
+`tl.fma`. A product that is rounded in one place and contracted in another would move a row's sum at each tile, or all
+weights of a row against its sum."""
+
 GLOSSARY = """
     q, k, v        tiles of the operands, [ROWS, d], [KEYS, d], [KEYS, d_v]
     s, x, p        raw scores, score program, weights, [ROWS, KEYS], float32
@@ -120,4 +125,4 @@ def run(
             kernel[(programs,)](*arguments, **constants)
     else:
         with torch.cuda.device(device):
-            kernel[(programs,)](*arguments, **constants, **options)
+            kernel[(programs,)](*arguments, **constants, **EXACT, **options)

@@ -80,8 +80,7 @@ def sparse_forward(
             v = tl.load(v_at, mask=inside[:, None]{e_inside}, other=0.0)
             m_new = tl.maximum(m, highest)
             shift = tl.where(m_new == float("-inf"), 0.0, m_new * unit)
-            # The minimum changes nothing, and keeps a compiler from contracting product and difference.
-            alpha = tl.exp2(tl.minimum(m * unit, shift) - shift)
+            alpha = tl.exp2(m * unit - shift)
             p = tl.exp2(tl.fma(s, unit, -shift[:, None]))
             l = l * alpha + tl.sum(p, 1)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")

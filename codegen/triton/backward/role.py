@@ -124,7 +124,7 @@ class Role(Tiles):
         row as the rest does for ten scores. It stays apart from the maximum, beside which it could be lost."""
         if self.spec.row_scale is not None:
             return f"tl.exp2(({score} - row_max) * {LOG2E}) * share"
-        return f"tl.exp2(({score} - row_max) * {LOG2E} + log_share)"
+        return f"tl.exp2(tl.fma({score} - row_max, {LOG2E}, log_share))"
 
     def tile(self, score: str, upstream: str, with_p: str = "") -> str:
         """Statements from s to ds and to the sums, or to p where only that is wanted. score, upstream: products of the
