@@ -205,18 +205,20 @@ def of_target(target: str) -> Machine:
 
 
 def of_device(index: int | None = None) -> Machine:
-    """Machine of a CUDA or ROCm device: a named one by its driver's name, with its number of cores, or one from its
+    """Machine of a CUDA or ROCm device: a named one by its driver's name, with its cores and L2 cache, or one from its
     properties. Raises UnknownMachineError where there is no device."""
     import torch
 
     if not torch.cuda.is_available():
         raise UnknownMachineError(f"there is no GPU here; machines by name: {', '.join(NAMED)}")
     found = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
-    called = found.name.lower()
-    for name, machine in NAMED.items():
-        if name in called:
-            return with_cores(machine, found.multi_processor_count)
     target = found.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{found.major}{found.minor}"
+    for name in re.findall(r"\w+", found.name.lower()):
+        if name in NAMED and NAMED[name].architecture == target:  # an "RTX A1000" is no A100
+            known = with_cores(NAMED[name], found.multi_processor_count)
+            l2 = known.level("L2").capacity if torch.version.hip else found.L2_cache_size
+            levels = (replace(level, capacity=l2) if level.name == "L2" else level for level in known.levels)
+            return replace(known, levels=tuple(levels))
     machine = of_architecture(
         target,
         cores=found.multi_processor_count,

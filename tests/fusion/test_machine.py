@@ -51,13 +51,15 @@ def test_unknown_machine_lists_the_known():
         machine("h200").level("L4")
 
 
-def _device(monkeypatch, called: str, cores: int = 132, capability: tuple[int, int] = (9, 0)) -> None:
+def _device(
+    monkeypatch, called: str, cores: int = 132, capability: tuple[int, int] = (9, 0), l2: int = 50 << 20
+) -> None:
     """One GPU, as its driver describes it: clocks in kHz."""
     import torch
 
     properties = SimpleNamespace(
         name=called, major=capability[0], minor=capability[1], multi_processor_count=cores, clock_rate=1_500_000,
-        memory_clock_rate=8_000_000, memory_bus_width=256, L2_cache_size=64 << 20, total_memory=24 << 30,
+        memory_clock_rate=8_000_000, memory_bus_width=256, L2_cache_size=l2, total_memory=24 << 30,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -65,11 +67,32 @@ def _device(monkeypatch, called: str, cores: int = 132, capability: tuple[int, i
 
 
 @pytest.mark.parametrize(
-    ("called", "cores", "name"), [("NVIDIA H200", 132, "h200"), ("NVIDIA A100-SXM4-80GB", 108, "a100")]
+    ("called", "cores", "name", "capability", "l2"),
+    [
+        ("NVIDIA H200", 132, "h200", (9, 0), 50 << 20),
+        ("NVIDIA H100 80GB HBM3", 132, "h100", (9, 0), 50 << 20),
+        ("NVIDIA A100-SXM4-80GB", 108, "a100", (8, 0), 40 << 20),
+    ],
 )
-def test_the_gpu_of_this_computer_by_its_name(monkeypatch, called, cores, name):
-    _device(monkeypatch, called, cores)
-    assert machine("cuda") is machine("cuda:0") is NAMED[name]
+def test_the_gpu_of_this_computer_by_its_name(monkeypatch, called, cores, name, capability, l2):
+    _device(monkeypatch, called, cores, capability, l2)
+    assert machine("cuda") == machine("cuda:0") == NAMED[name]
+
+
+@pytest.mark.parametrize(
+    ("called", "capability"),
+    [("NVIDIA RTX A1000 Laptop GPU", (8, 6)), ("NVIDIA GH200 480GB", (9, 0)), ("NVIDIA A100X", (8, 0))],
+)
+def test_names_that_contain_another(monkeypatch, called, capability):
+    """A smaller device, or one with other memory: it is what its driver says."""
+    _device(monkeypatch, called, 16, capability)
+    found = machine("cuda")
+    assert (found.name, found.architecture, found.cores) == (called, f"sm_{capability[0]}{capability[1]}", 16)
+
+
+def test_a_named_gpu_has_the_cache_that_its_driver_says(monkeypatch):
+    _device(monkeypatch, "NVIDIA H200", l2=60 << 20)
+    assert machine("cuda").level("L2").capacity == 60 << 20
 
 
 def test_a_part_of_a_named_gpu_has_the_cores_that_it_has(monkeypatch):
