@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusion.approximate import dispatch
@@ -55,14 +56,18 @@ def backward_of(spec: str, device: str, request: str) -> Run:
 
 def outputs_backward_of(spec: str, device: str, request: str) -> Run:
     """(grad, aux_outputs, out, statistics, operands, sizes, needs) -> as `backward_of`. Gradients that are all zero
-    cost one check."""
+    cost one check, but while a CUDA graph is captured, when the host may not wait for the device."""
     run = backward_of(spec, device, request)
 
     def backward(grad: Tensor, aux_outputs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-        arriving = [None if is_zero(g) else g for g in aux_outputs]
+        arriving = [g if _captured(g) or not is_zero(g) else None for g in aux_outputs]
         return run(grad, *rest, arriving) if any(g is not None for g in arriving) else run(grad, *rest)
 
     return backward
+
+
+def _captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 OF_OPERATORS: dict[str, tuple[Callable[[str, str, str], Run], int]] = {

@@ -177,7 +177,8 @@ _RUN = {
 
 _library = torch.library.Library("fusion", "DEF")
 for _name, (_schema, _shapes) in _OPERATORS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
+    _waits = (torch.Tag.cudagraph_unsafe,) if _name == "attention_outputs_backward" else ()  # `executor`: are they zero
+    _library.define(_name + _schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag, *_waits))
     register_fake(_library, f"fusion::{_name}", _shapes, __file__)
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _RUN[_name], _key)

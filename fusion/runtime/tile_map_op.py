@@ -70,7 +70,7 @@ class Cells:
 
     def codes(self) -> Tensor:
         """[b.., rows of cells, columns of cells, 2]: whether each cell is live, and whether it needs the mask."""
-        live, full = self.interval(self.spec.live).high, ~self.interval(self.spec.full).low
+        live, full = self.interval(self.spec.live).high, self.interval(self.spec.full).low.logical_not()
         return torch.stack(torch.broadcast_tensors(live, full), -1)
 
     def _axis(self, name: str) -> int:
@@ -93,13 +93,14 @@ class Cells:
         if part.op == "coord":
             return self._coordinate(part.name, self.device)
         if part.op == "size":
-            return torch.tensor(self.sizes[part.name])
+            return self._constant(self.sizes[part.name], torch.int64)
         tensor = self.operands[part.operand]
-        return lambda *index: _widened(tensor[tuple(map(self._waitless, index))])
+        # Not `tensor[index]`: for an index without dimensions the host would wait for the device.
+        return lambda *index: _widened(torch.ops.aten.index.Tensor(tensor, index))
 
-    def _waitless(self, index: Tensor) -> Tensor:
-        """Index with at least one dimension: the host would read one without, and wait for the device to compute it."""
-        return index if index.dim() or index.device.type == "cpu" else index.reshape([1] * self.rank)
+    def _constant(self, value: float, dtype: torch.dtype) -> Tensor:
+        """Number where the data is: one on the host that gets dimensions combines with no tensor of another device."""
+        return torch.full((), value, dtype=dtype, device=self.device)
 
     def _on_host(self, part: Expr) -> Tensor:
         """Value of an index that loads nothing, on the host."""
@@ -122,7 +123,7 @@ class Cells:
 
     def _interval(self, expr: Expr) -> Range:
         if not {"i", "j"} <= coordinates(expr):
-            values = evaluate(expr, self._leaf, torch.float64)
+            values = evaluate(expr, self._leaf, torch.float64, self._constant)
             values = values.reshape([1] * (self.rank - values.dim()) + list(values.shape))
             return Range(self._pooled(values, False), self._pooled(values, True))
         if expr.op == "load":
@@ -166,8 +167,12 @@ class Cells:
             if len(at) == 1 or bool((at[1:] - at[:-1] == 1).all()):
                 tensor = tensor.narrow(dim, int(at[0]), len(at))
             else:  # computed there again: nothing is copied from the host
-                there = at if self.device.type == "cpu" else evaluate(index, self._leaf).flatten()[::stride]
-                tensor = tensor.index_select(dim, there)
+                there = (
+                    at
+                    if self.device.type == "cpu"
+                    else evaluate(index, self._leaf, constant=self._constant).flatten()[::stride]
+                )
+                tensor = tensor.index_select(dim, at)
             axes.append(self._axis(name))
         order = sorted(range(len(axes)), key=axes.__getitem__)
         tensor = tensor.permute(order)
