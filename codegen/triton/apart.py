@@ -24,6 +24,7 @@ from fusion import disk_cache
 from fusion.planning.choice import Tile
 
 from . import supervise
+from .dtypes import allows_tf32
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def measure(request: Request) -> None:
 
 def _measure(request: Request, folder: Path) -> None:
     state, waiting = folder / "state.json", {"current": None, "patience": STARTING}
-    device, tf32 = str(request.operands[0].device), torch.backends.cuda.matmul.allow_tf32
+    device, tf32 = str(request.operands[0].device), allows_tf32()
     _write(state, waiting | {"lost": {}, "device": device, "tf32": tf32})
     save(request, folder / "request.pt")
 

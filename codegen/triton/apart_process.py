@@ -25,7 +25,7 @@ def main() -> None:
     device = torch.device(state["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.backends.cuda.matmul.allow_tf32 = state["tf32"]
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if state["tf32"] else "ieee"
     request = apart.load(folder / "request.pt", device)
     spec = AttentionSpec.from_json(request.spec)
     clock = by_events if device.type == "cuda" else _by_clock

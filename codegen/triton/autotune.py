@@ -29,6 +29,7 @@ from fusion.torch_private.devices import keep_busy
 from . import apart
 from .apart import Request
 from .candidates import smaller
+from .dtypes import allows_tf32
 from .remembered import remember, remembered
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ class Tuner:
 def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two results of [.., n] differ by no more than rounding: by row, relative to the row and to all of them.
     Values that are not finite must be equal."""
-    eps = max(torch.finfo(found.dtype).eps, 2**-10 if torch.backends.cuda.matmul.allow_tf32 else 2**-12)
+    eps = max(torch.finfo(found.dtype).eps, 2**-10 if allows_tf32() else 2**-12)
     same = (found == expected) | (found.isnan() & expected.isnan())
     difference = torch.where(same, 0.0, found.float() - expected.float()).norm(dim=-1)
     size = torch.where(expected.isfinite(), expected.float(), 0.0).norm(dim=-1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 DTYPES = {"float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.bfloat16"}
 """Dtypes of products, as they are written in kernels."""
 
@@ -10,6 +12,12 @@ FLOAT8 = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
 
 PRODUCTS = (*DTYPES, *FLOAT8, "int8", "uint8")
 """Dtypes of tensors whose elements are multiplied, widened where they are narrower than the products."""
+
+
+def allows_tf32() -> bool:
+    """Whether torch multiplies float32 as tf32 on NVIDIA's devices, by any of its settings: `allow_tf32` raises where
+    one of the newer ones was used."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def cast(stored: str, dtype: str) -> str:

@@ -27,6 +27,7 @@ from .apart import Request
 from .autotune import Call, Stage, Tuner, call_of
 from .candidates import candidates, residents
 from .descriptors import boxes, descriptors
+from .dtypes import allows_tf32
 from .forward import Forward
 from .kernel import KernelText
 from .key_loop import PLAIN, Order
@@ -333,7 +334,7 @@ def fixed_constants(dtype: str, device: torch.device) -> dict[str, object]:
 
 def precision(dtype: str) -> str:
     """Precision of products: that of torch's own setting for float32."""
-    return "tf32" if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if dtype == "float32" and allows_tf32() else "ieee"
 
 
 @functools.lru_cache(maxsize=64)
