@@ -20,6 +20,7 @@ from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
 from fusion.passes.building import split_extrema
 from fusion.passes.prepare.distances import read_by_distance
+from fusion.passes.prepare.expanded_casts import cast_before_expansions
 from fusion.passes.prepare.trials import find_attention
 from fusion.passes.prepare.unread_rows import skip_unread_rows
 from fusion.passes.recognize.ancestors import escaping_weights
@@ -140,6 +141,7 @@ def _fuse_graph(
     bodies, checkpointed = fuse_checkpointed(module, inner)
 
     graph = normalize(module, example_inputs, bodies)  # 1. one form: pre-dispatch ATen
+    cast_before_expansions(graph.graph)
     notes: list[str] = []
     notes += skip_unread_rows(graph.graph)
     read_by_distance(graph.graph)

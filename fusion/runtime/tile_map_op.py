@@ -167,11 +167,8 @@ class Cells:
             if len(at) == 1 or bool((at[1:] - at[:-1] == 1).all()):
                 tensor = tensor.narrow(dim, int(at[0]), len(at))
             else:  # computed there again: nothing is copied from the host
-                there = (
-                    at
-                    if self.device.type == "cpu"
-                    else evaluate(index, self._leaf, constant=self._constant).flatten()[::stride]
-                )
+                if self.device.type != "cpu":
+                    at = evaluate(index, self._leaf, constant=self._constant).flatten()[::stride]
                 tensor = tensor.index_select(dim, at)
             axes.append(self._axis(name))
         order = sorted(range(len(axes)), key=axes.__getitem__)
