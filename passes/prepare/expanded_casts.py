@@ -7,6 +7,8 @@ rounded, each as before, and the heads that share keys are seen.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -64,7 +66,8 @@ def _move(graph: Graph, cast: Node, views: list[Node]) -> None:
             source, last = view.all_input_nodes[0], moved
             moved = graph.node_copy(view, lambda n, source=source, last=last: last if n is source else n)
             args, kwargs = map_arg((moved.args, moved.kwargs), nodes.value)
-            moved.meta["val"] = view.target(*args, **kwargs)
+            call: Any = view.target
+            moved.meta["val"] = call(*args, **kwargs)
     strides = zip(nodes.value(cast).stride(), nodes.value(moved).stride(), strict=True)
     if all(statically_known_true(a == b) for a, b in strides) or _only_multiplied(cast):
         cast.replace_all_uses_with(moved)
