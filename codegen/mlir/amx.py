@@ -10,17 +10,17 @@ Two by two C tiles share two A and two B tiles (`micro_kernel.AmxTiles`), so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fusion.planning.register_tiles import Target, Tiling
 
 from .builder import Builder, Value
 from .micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from .products import InterleavedWork, MultiplyAdd, vector_products
-from .rows import RowReader, Rows, load_f32, load_line
+from .rows import RowReader, Rows, load_f32, load_line, widen_pairs
 from .transpose import sum_rows, transpose
 from .values import Array, round_up
-from .x86 import BF16, F32, WORDS, Avx512, joined
+from .x86 import BF16, F32, WORDS, Avx512, split_pairs
 
 
 class Amx:
@@ -57,9 +57,6 @@ class Amx:
 
     def key_bytes(self) -> int:
         return 2 * self.query_bytes()
-
-    def note_key_steps(self, count: Value) -> None:
-        """Packed values lie step by step."""
 
     def values_of(self, values: Value, step: Value) -> Value:
         return self.b.row(values, step, self.value_bytes(), "i8")
@@ -193,11 +190,8 @@ class Amx:
 
     def _add_squares(self, address: Value, total: Value) -> Value:
         """`total` plus the squares of the two bf16 in each lane."""
-        b = self.b
-        bits = b.load(address, WORDS, "pair")
-        for half in (b.binary("arith.shli", bits, 16), b.and_(bits, -0x10000)):
-            x = b.bitcast(half, F32)
-            total = b.fma(x, x, total, "squares")
+        for x in widen_pairs(self.b, self.b.load(address, WORDS, "pair")):
+            total = self.b.fma(x, x, total, "squares")
         return total
 
     def scores(
@@ -227,23 +221,8 @@ class Amx:
             self.b.store(pair, self.b.at(base, plane * self.key_capacity * 16, "bf16"), align=64)
 
     def pairs(self, first: Value, second: Value) -> list[Value]:
-        """The planes of two float32 vectors, in pairs as words, `first` in their lower halves."""
-        b, found = self.b, []
-        for _ in range(self.planes - 1):
-            # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of the
-            # last place added first halves what remains, and with it the products that are left out.
-            low, high = (self._upper(x) for x in (first, second))
-            found.append(joined(b, low, high))
-            first, second = b.sub(first, b.bitcast(low, F32), "rest"), b.sub(second, b.bitcast(high, F32), "rest")
-        if self.exact_pairs:
-            return [*found, b.bitcast(Avx512(b).pairs(first, second), WORDS, "pair")]
-        # Rounded half up. A NaN may come out as a number here; the row's sum is NaN then, and so is the result.
-        return [*found, joined(b, self._upper(first), self._upper(second))]
-
-    def _upper(self, x: Value) -> Value:
-        """x rounded to a bf16, half up, in the upper half of a word."""
-        near = self.b.add(self.b.bitcast(x, WORDS), 0x8000, "near")
-        return self.b.and_(near, -0x10000, "upper")
+        """See `x86.split_pairs`."""
+        return split_pairs(self.b, first, second, self.planes, self.exact_pairs)
 
     def store_powers(
         self, target: Value, key: Value, first: Value, second: Value, total: Value, ordinary: bool
@@ -265,37 +244,30 @@ class Amx:
         beside: InterleavedWork | None = None,
     ) -> None:
         """O^T += V^T P^T over key steps first..steps-1, for two groups."""
-        parts = self.value_parts
-
-        def body(block: Value | int, count: int) -> None:
-            odd = isinstance(block, int) and self.e_blocks > 1  # the block that is left over has nothing beside it
-            part = self.b.div(block, 2)
-            call = None if beside is None or odd else lambda step, work=beside: work(step, part, parts)
-            self._accumulate(values, (first, steps), weights, output, block, count, call)
-
-        self._for_blocks(body)
+        b, parts = self.b, self.value_parts
+        for block, count in self.column_blocks():
+            work, part = None, b.div(block, 2)
+            if beside is not None and (count > 1 or self.e_blocks == 1):  # nothing beside a block that is left over
+                work = lambda step, part=part, work=beside: work(step, part, parts)
+            self._accumulate(values, (first, steps), weights, output, block, count, work)
 
     def accumulate_sets(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
         """Products of weights and V for `sets` pairs of groups. Columns of V are outermost, so that their tiles are
         read from the first-level cache by all but the first pair."""
         b = self.b
-
-        def for_pairs(block: Value | int, count: int) -> None:
+        for block, count in self.column_blocks():
             with b.loop(0, sets, hint="pair") as pair:
                 members = [b.add(b.mul(pair, 2), k) for k in (0, 1)]
                 sources, cells = ([side[m] for m in members] for side in (weights, output))
                 self._accumulate(values, (0, steps), sources, cells, block, count)
 
-        self._for_blocks(for_pairs)
-
-    def _for_blocks(self, body: Callable[[Value | int, int], None]) -> None:
-        """`body(first block, number of blocks)` for all blocks of 16 value columns, two at a time."""
-        b, pairs = self.b, self.e_blocks // 2
-        if pairs:
-            with b.loop(0, pairs, hint="block") as block:
-                body(b.mul(block, 2), 2)
+    def column_blocks(self) -> Iterator[tuple[Value | int, int]]:
+        """First block and number of blocks, of all blocks of 16 value columns, two at a time."""
+        if pairs := self.e_blocks // 2:
+            with self.b.loop(0, pairs, hint="block") as block:
+                yield self.b.mul(block, 2), 2
         if self.e_blocks % 2:
-            body(self.e_blocks - 1, 1)
+            yield self.e_blocks - 1, 1
 
     def _accumulate(
         self,
@@ -320,11 +292,13 @@ Products = Amx | MultiplyAdd
 
 
 def products_of(
-    b: Builder, target: Target, tiling: Tiling, d: int, e: int, max_abs: Value | None, exact_pairs: bool, mirrored: bool
-) -> Products:
-    """The products of a tiling with d columns of Q and K and e of V. max_abs, exact_pairs, mirrored: see `Amx`."""
+    b: Builder, target: Target, tiling: Tiling, d: int, e: int, key_steps: Value, max_abs: Value | None,
+    exact_pairs: bool, mirrored: bool,
+) -> Products:  # fmt: skip
+    """The products of a tiling with d columns of Q and K and e of V. key_steps: see `MultiplyAdd`; max_abs,
+    exact_pairs, mirrored: see `Amx`."""
     if tiling.planes and target.amx:
         return Amx(b, d, e, tiling.planes, tiling.keys, max_abs, exact_pairs, mirrored)
-    made = vector_products(b, target, tiling.planes > 0, d, e)
+    made = vector_products(b, target, tiling.planes > 0, d, e, key_steps)
     made.chain = tiling.chain or made.chain
     return made

@@ -8,14 +8,16 @@ gathers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 from fusion.ir.expr import Expr, I, J, Kind
 
-from .builder import SIZE, Value, shape_of, vector_of
-from .rows import LINE, linear_strides
+from .builder import SIZE, Builder, Value, shape_of, vector_of
+from .rows import LINE, linear_strides, widen_pairs
 from .scope import MEMORY_TYPE, Context, Lanes, Scope, widen
 from .transpose import transpose
+from .values import is_float
 
 PREFETCH_KEYS = 128  # how far ahead, in keys
 UNIT = 4  # words of a row in a unit
@@ -97,8 +99,7 @@ class DenseLoad:
     def _parts(self, word: Value) -> list[Value]:
         b = self.b
         if self.dtype == "bfloat16":
-            halves = b.binary("arith.shli", word, 16), b.and_(word, -0x10000)
-            return [b.bitcast(half, self.vector) for half in halves]
+            return [*widen_pairs(b, word)]
         return [b.and_(b.binary("arith.shrui", word, 8 * k), 0xFF) for k in range(PER_WORD["bool"])]
 
     def _gather(self, scope: Scope, start: Value, stride: Value | int, numbers: Value | None = None) -> Value:
@@ -111,10 +112,8 @@ class DenseLoad:
 
     def read(self, target: Value, key: Value) -> Value:
         """The value (FLOAT or BOOL) of a key of the block."""
-        b = self.b
-        at = b.row(target, key, self.context.lanes, self.scalar)
-        value = b.load(at, self.vector, "bias", align=4 * self.context.lanes)
-        return b.compare("ne", value, 0) if self.scalar == "i32" else value
+        at = self.b.row(target, key, self.context.lanes, self.scalar)
+        return _staged(self.b, at, self.vector, 4 * self.context.lanes)
 
 
 class DistanceTable:
@@ -139,8 +138,24 @@ class DistanceTable:
 
     def read(self, row: Value, key: Value) -> Value:
         """The values of L rows from `row` on, at a key; `row` counted from the tile's first, `key` from its last."""
-        b = self.b
-        value = b.load(
-            b.at(self.area, b.sub(row, key), self.scalar), vector_of(self.scalar, self.context.lanes), "by_distance"
-        )
-        return b.compare("ne", value, 0) if self.scalar == "i32" else value
+        at = self.b.at(self.area, self.b.sub(row, key), self.scalar)
+        return _staged(self.b, at, vector_of(self.scalar, self.context.lanes))
+
+
+def _staged(b: Builder, address: Value, type_: str, align: int | None = None) -> Value:
+    """Staged values: float32, or bool in words."""
+    value = b.load(address, type_, "staged", align=align)
+    return value if is_float(type_) else b.compare("ne", value, 0)
+
+
+Staged = Sequence[tuple[Expr, Callable[[Value], Value]]]
+"""Loads that are staged, and functions that read their values, of a key (or row) of the block."""
+
+
+def stage_loads(loads: Iterable[tuple[DenseLoad, Value]], scope: Scope, first: Value, count: Value) -> Staged:
+    """Stage loads, each in an area, for the lanes of a scope and `count` keys (or rows) from `first` on."""
+    staged: list[tuple[Expr, Callable[[Value], Value]]] = []
+    for load, area in loads:
+        load.stage(scope, first, count, area)
+        staged.append((load.expr, functools.partial(load.read, area)))
+    return staged

@@ -26,9 +26,8 @@ from fusion.planning.register_tiles import Target, Tiling
 from .bounded_tiles import BoundedTiles, bounded_scores
 from .builder import Value
 from .dense import DenseLoad
-from .packing import STATE_BYTES, PackedRows
 from .parts import TileParts
-from .rows import RowReader
+from .rows import STATE_BYTES, PackedRows, RowReader
 from .scope import Scope
 from .skeleton import KernelFunction
 from .stream import InTurn, Overlapped
@@ -79,7 +78,6 @@ class AttentionKernel(KernelFunction):
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
             steps = self.params[("key_steps",)]
-            p.note_key_steps(steps)
             self.packed_values = b.row(self.packed_keys, steps, p.key_bytes(), "i8", "packed_values")
             behind = b.row(self.packed_values, steps, p.value_bytes(), "i8", "notes")
             if self.bounded is not None:

@@ -25,10 +25,10 @@ from fusion.lowering.score_programs import plain_scale
 from fusion.planning.register_tiles import KEY_SPAN, Target, planes_of
 
 from .builder import Value
-from .dense import DenseLoad
+from .dense import DenseLoad, stage_loads
 from .micro_kernel import FmaVectors, MatrixOperand
-from .packing import STATE_BYTES, PackedRows
 from .products import vector_products
+from .rows import STATE_BYTES, PackedRows
 from .scope import Lanes, Scope
 from .skeleton import KernelFunction
 from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram
@@ -52,7 +52,8 @@ class MixedHeadsKernel(KernelFunction):
         assert spec.mixing is not None
         self.mixing, self.axis = spec.mixing, spec.mixing.head
         self.heads = spec.batch[spec.mixing.axis].integer
-        self.products = p = vector_products(self.b, target, planes_of(spec, target) == 1 and target.bfloat16, d, d_v)
+        pairs, self.steps = planes_of(spec, target) == 1 and target.bfloat16, self.params[("key_steps",)]
+        self.products = p = vector_products(self.b, target, pairs, d, d_v, self.steps)
         self.groups, self.row = p.nr, 4 * self.lanes
         # Sums over heads take half of the registers.
         self.heads_at_once = 4 if target.tile_rows * target.tile_groups > 12 else 2
@@ -81,8 +82,6 @@ class MixedHeadsKernel(KernelFunction):
         self.output, self.part = (self.area(self.groups * self.output_bytes, name) for name in ("output", "part"))
         b, fixed = self.b, self.workspace_bytes
         with b.at_entry():
-            self.steps = self.params[("key_steps",)]
-            p.note_key_steps(self.steps)
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
             self.packed_values = b.row(self.packed_keys, self.steps, heads * p.key_bytes(), "i8", "packed_values")
             after = b.row(self.packed_values, self.steps, heads * p.value_bytes(), "i8", "scores")
@@ -280,12 +279,9 @@ class MixedHeadsKernel(KernelFunction):
 
     def _apply(self, scope: Scope, head: Value, g: Value, program: Expr, weight: Expr | None) -> Value:
         """A program on a head's rows of scores, in place; their maxima."""
-        wanted, staged = dense_loads(program, weight), []
-        for expr, area in zip(self.dense, self.staged, strict=False):
-            if expr in wanted:
-                load = DenseLoad(self.context, scope, expr)
-                load.stage(scope, self.b.constant(0, "i64"), self.n_k, area)
-                staged.append((expr, lambda key, load=load, area=area: load.read(area, key)))
+        wanted, areas = dense_loads(program, weight), zip(self.dense, self.staged, strict=False)
+        loads = ((DenseLoad(self.context, scope, expr), area) for expr, area in areas if expr in wanted)
+        staged = stage_loads(loads, scope, self.b.constant(0, "i64"), self.n_k)
         scope.prepare(program, weight, bound=self.batch_names | {"i"})
         rows = RowProgram(program=program, weight=weight, scope=scope, staged=staged)
         return self._softmax(head, g).apply(rows, 0, self.n_k, self.b.constant(float("-inf"), self.vector))

@@ -27,12 +27,12 @@ from collections.abc import Callable, Sequence
 
 from fusion.planning.register_tiles import Target
 
-from .builder import Builder, Value, shape_of
+from .builder import Builder, Value, shape_of, vector_of
 from .micro_kernel import Bf16Vectors, FmaVectors, MatrixOperand
 from .rows import RowReader, Rows, load_f32, load_line
 from .transpose import transpose
 from .values import Array, round_up
-from .x86 import BF16, WORDS
+from .x86 import BF16
 
 LONGEST_CHAIN = 128
 """Words of a product that are summed one after the other: rounding grows with a chain's length. Sums of chains are
@@ -50,7 +50,8 @@ class MultiplyAdd:
     overlaps = False  # whether products run beside vector work, on a unit of their own; only then is a `beside` taken
     element = "f32"
 
-    def __init__(self, kernel: FmaVectors, d: int, e: int, tile_rows: int, tile_groups: int):
+    def __init__(self, kernel: FmaVectors, d: int, e: int, tile_rows: int, tile_groups: int, key_steps: Value):
+        """key_steps: of a head's packed operands."""
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
         self.word, self.kr = kernel.word, kernel.kr  # a word, 4 bytes, stands for `kr` elements along the reduction
         self.d, self.e, self.mr, self.nr = d, e, tile_rows, tile_groups
@@ -61,15 +62,13 @@ class MultiplyAdd:
         # Words of a column in a trip of the second product's loop: 24 multiply-adds outweigh its overhead, and a loop
         # of many more does not fit where processors keep one decoded.
         self.words_at_once = 1 if tile_rows * tile_groups >= 24 else self.words_of_step
+        with self.b.at_entry():
+            self.column_words = self.b.mul(key_steps, self.words_of_step)
 
     @property
     def words_of_step(self) -> int:
         """Words of a column of V in a key step."""
         return self.key_step // self.kr
-
-    def note_key_steps(self, count: Value) -> None:
-        """Note the number of key steps of a head's packed operands, before any of its values is packed."""
-        self.column_words = self.b.mul(count, self.words_of_step)
 
     def values_of(self, values: Value, step: Value) -> Value:
         """Address of a key step in a head's packed values."""
@@ -93,13 +92,14 @@ class MultiplyAdd:
         return max(self.lanes, self.key_step) * max(self.d_padded, self.e_padded)
 
     def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        """One group: Q^T [d][L]."""
-        b, lanes = self.b, self.lanes
+        """One group: words of Q^T [d / kr][L]."""
+        b, lanes, words = self.b, self.lanes, vector_of(self.word, self.lanes)
         rows = reader.rows(first, lanes, limit, self.d, self.d_padded, staging)
-        with b.loop(0, self.d_padded, lanes, hint="c") as c:
-            columns = transpose(b, [load_f32(b, rows, r, c, lanes) for r in range(lanes)])
+        with b.loop(0, self.d_padded, self.kr * lanes, hint="c") as c:
+            columns = transpose(b, [b.bitcast(self.elements(rows, r, c), words) for r in range(lanes)])
+            start = b.row(target, b.div(c, self.kr), lanes, self.word)
             for r, column in enumerate(columns):
-                b.store(column, b.row(target, b.add(c, r), lanes))
+                b.store(column, b.at(start, r * lanes, self.word))
 
     def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         b, padded = self.b, self.d_padded
@@ -158,24 +158,19 @@ class MultiplyAdd:
 
     def accumulate_sets(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
         """O^T += V^T P^T over `steps` key steps, for `sets` times `nr` groups."""
-        b, size = self.b, self.nr
+        b, kernel, size, unroll = self.b, self.kernel, self.nr, self.words_at_once
+        words = b.mul(steps, self.words_of_step)
         with b.loop(0, self.e_padded, self.mr, hint="e") as e, b.loop(0, sets, hint="set") as number:
             members = [b.add(b.mul(number, size), k) for k in range(size)]
-            sources = [weights[m] for m in members]
-            cells = [b.row(output[m], e, self.lanes) for m in members]
-            self._accumulate(self._column(values, e), b.mul(steps, self.words_of_step), sources, cells)
+            left = MatrixOperand(bases=[self._column(values, e)], step=self.mr, count=self.mr, part=1)
+            right = MatrixOperand(bases=[weights[m] for m in members], step=self.lanes)
+            corners = [b.row(output[m], e, self.lanes) for m in members]
+            cells = [b.at(corner, row * self.lanes, "f32") for row in range(self.mr) for corner in corners]
+            kernel.store(kernel.gemm(kernel.load(cells), left, right, 0, words, unroll, stride=unroll), cells)
 
     def _column(self, values: Value, e: Value) -> Value:
         """Address of the words of a column of V, the first of a panel."""
         return self.b.row(values, self.column_words, e, self.word)
-
-    def _accumulate(self, column: Value, words: Value, weights: Sequence[Value], output: Sequence[Value]) -> None:
-        """`mr` columns of V from `column` on, against one set of groups."""
-        b, kernel, unroll = self.b, self.kernel, self.words_at_once
-        left = MatrixOperand(bases=[column], step=self.mr, count=self.mr, part=1)
-        right = MatrixOperand(bases=weights, step=self.lanes)
-        cells = [b.at(group, row * self.lanes, "f32") for row in range(self.mr) for group in output]
-        kernel.store(kernel.gemm(kernel.load(cells), left, right, 0, words, unroll, stride=unroll), cells)
 
 
 class Bf16Dot(MultiplyAdd):
@@ -183,8 +178,8 @@ class Bf16Dot(MultiplyAdd):
 
     element = "bf16"
 
-    def __init__(self, kernel: Bf16Vectors, d: int, e: int, tile_rows: int, tile_groups: int):
-        super().__init__(kernel, d, e, tile_rows, tile_groups)
+    def __init__(self, kernel: Bf16Vectors, d: int, e: int, tile_rows: int, tile_groups: int, key_steps: Value):
+        super().__init__(kernel, d, e, tile_rows, tile_groups, key_steps)
         self.unit = kernel.unit
 
     def elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
@@ -192,16 +187,6 @@ class Bf16Dot(MultiplyAdd):
         if rows.memory == "bf16":
             return load_line(b, rows, row, column, BF16)
         return self.unit.narrow(*(load_f32(b, rows, row, b.add(column, n), self.lanes) for n in (0, self.lanes)))
-
-    def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
-        """One group: pairs of Q^T [d / 2][L]."""
-        b, lanes = self.b, self.lanes
-        rows = reader.rows(first, lanes, limit, self.d, self.d_padded, staging)
-        with b.loop(0, self.d_padded, 2 * lanes, hint="c") as c:
-            columns = transpose(b, [b.bitcast(self.elements(rows, r, c), WORDS) for r in range(lanes)])
-            start = b.row(target, b.div(c, 2), lanes, "i32")
-            for r, column in enumerate(columns):
-                b.store(column, b.at(start, r * lanes, "i32"))
 
     def value_word(self, rows: Rows, word: int, column: Value) -> Value:
         return self.unit.pairs(*(load_f32(self.b, rows, 2 * word + n, column, self.lanes) for n in (0, 1)))
@@ -211,9 +196,7 @@ class Bf16Dot(MultiplyAdd):
         self.b.store(self.unit.pairs(first, second), address, align=4 * self.lanes)
 
 
-def vector_products(b: Builder, target: Target, pairs: bool, d: int, e: int) -> MultiplyAdd:
+def vector_products(b: Builder, target: Target, pairs: bool, d: int, e: int, key_steps: Value) -> MultiplyAdd:
     """The products of a target that has no tiles, or does not use them. pairs: of bfloat16."""
-    tile = target.tile_rows, target.tile_groups
-    if pairs:
-        return Bf16Dot(Bf16Vectors(b), d, e, *tile)
-    return MultiplyAdd(FmaVectors(b, target.lanes), d, e, *tile)
+    sizes = d, e, target.tile_rows, target.tile_groups, key_steps
+    return Bf16Dot(Bf16Vectors(b), *sizes) if pairs else MultiplyAdd(FmaVectors(b, target.lanes), *sizes)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fusion.errors import KernelCompilationError
 from fusion.ir import integers
 from fusion.ir.expr import Expr, Kind, coordinates, load
 from fusion.lowering.addresses import runs
@@ -22,6 +24,8 @@ from .elements import Elements
 from .scope import MEMORY_TYPE, Context, Scope, widen
 
 LINE = 64  # bytes of a line of the caches
+SLOTS = 64  # numbers that tell which rows are packed
+STATE_BYTES = 8 * SLOTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,14 +267,63 @@ class SharedRows:
     gather_rows = rows
 
 
+class PackedRows:
+    """Rows [low, high) of what some readers read are packed. state: `STATE_BYTES` of the thread's memory, which hold
+    low, high and the identity of what is read."""
+
+    def __init__(self, b: Builder, state: Value):
+        self.b, self.low, self.state = b, state, state
+        self.high = b.at(state, 1, "i64")
+
+    def clear(self) -> None:
+        """At the start of the kernel: nothing is packed."""
+        self.b.store(self.b.constant(-1, "i64"), self.low)
+
+    def note(self, readers: Sequence[RowReader], part: Value | None = None) -> None:
+        """Forget what is packed where other rows are read from here on than before, or another part of them."""
+        b, own = self.b, [] if part is None else [part]
+        values = [*(b.as_value(v, "i64") for reader in readers for v in reader.identity()), *own]
+        if len(values) + 2 > SLOTS:
+            raise KernelCompilationError(
+                f"keys and values that {len(values)} numbers tell apart; a kernel has room for {SLOTS - 2}: give them "
+                "fewer batch dimensions"
+            )
+        changed: Value = b.compare("slt", b.load(self.low, "i64"), 0, "nothing")
+        for slot, value in enumerate(values, start=2):
+            old = b.load(b.at(self.state, slot, "i64"), "i64", "seen")
+            changed = b.or_(changed, b.compare("ne", old, value), "changed")
+        zero = b.constant(0, "i64")
+        with b.when(changed):
+            for slot, value in enumerate([zero, zero, *values]):
+                b.store(value, b.at(self.state, slot, "i64"))
+
+    def extend(self, low: Value | int, high: Value, step: int, pack: Callable[[Value], None]) -> None:
+        """Make sure that rows [low, high) are packed (low on a step), and what lies between them and those that are:
+        `pack(row)` packs a step from that row on."""
+        b = self.b
+        have_low, have_high = b.load(self.low, "i64", "have_lo"), b.load(self.high, "i64", "have_hi")
+        end = b.mul(b.ceil_div(high, step), step, "end")
+        low = b.as_value(low, "i64")
+        empty = b.compare("sge", have_low, have_high, "empty")
+        have_low, have_high = b.select(empty, low, have_low), b.select(empty, low, have_high)
+        before, behind = b.most(b.sub(have_low, low), 0, "before"), b.most(b.sub(end, have_high), 0, "behind")
+        with b.loop(0, b.add(before, behind), step, hint="r") as r:
+            start = b.select(b.compare("slt", r, before), low, b.sub(have_high, before), "start")
+            pack(b.add(start, r, "row"))
+        b.store(b.least(low, have_low), self.low)
+        b.store(b.most(end, have_high), self.high)
+
+
 def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> tuple[Value, Value]:
     """2 `lanes` consecutive elements of a row in bfloat16 as float32, those at even places and those at odd ones: one
     operation for each, where elements in order take two."""
-    words = f"vector<{lanes}xi32>"
-    both = b.load(_address(b, rows, row, column), words, "x", align=2)
-    even = b.binary("arith.shli", both, b.constant(16, words), "even")
-    odd = b.and_(both, b.constant(-65536, words), "odd")
-    return b.convert("arith.bitcast", even, "f32"), b.convert("arith.bitcast", odd, "f32")
+    return widen_pairs(b, b.load(_address(b, rows, row, column), f"vector<{lanes}xi32>", "x", align=2))
+
+
+def widen_pairs(b: Builder, words: Value) -> tuple[Value, Value]:
+    """The bfloat16 in the lower and in the upper halves of a vector's words, as float32."""
+    low, high = b.binary("arith.shli", words, 16, "low"), b.and_(words, -0x10000, "high")
+    return b.convert("arith.bitcast", low, "f32"), b.convert("arith.bitcast", high, "f32")
 
 
 def load_line(b: Builder, rows: Rows, row: Value | int, column: Value | int, type_: str) -> Value:

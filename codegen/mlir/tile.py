@@ -88,8 +88,9 @@ class Tiles:
         self.dense = dense_loads(*whole, but=self.by_distance)
         exact_pairs = self.plain or self.weight is not None
         self.products = p = products_of(
-            self.b, kernel.target, tiling, kernel.d, kernel.d_v, kernel.max_abs, exact_pairs, mirrored=False
-        )
+            self.b, kernel.target, tiling, kernel.d, kernel.d_v, kernel.params[("key_steps",)], kernel.max_abs,
+            exact_pairs, mirrored=False,
+        )  # fmt: skip
         groups, keys, row = tiling.groups, tiling.keys, 4 * self.lanes
         self.statistics = TrainingStatistics(kernel, groups) if with_statistics else None
         self.aux_outputs = AuxOutputs(kernel, p.key_step, groups) if self.spec.aux_outputs else None

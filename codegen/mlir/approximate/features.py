@@ -35,7 +35,7 @@ from ..micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from ..thread_function import KernelText, ThreadFunction
 from ..transpose import transpose
 from ..values import round_up
-from ..x86 import F32, WORDS, Avx512, joined
+from ..x86 import F32, Avx512, split_pairs
 
 BLOCK = 128  # keys or queries whose parents are in the cache at a time
 QUERY_BLOCK = 64
@@ -126,16 +126,6 @@ class FeaturesKernel(ThreadFunction):
     def _product(self, rows: tuple[Value, Value], lane: Value | int) -> Value:
         return self.b.mul(*(self.b.load(self.b.at(row, lane, "f32"), F32, "x", align=64) for row in rows))
 
-    def split(self, x: Value, planes: int) -> list[Value]:
-        """float32 values whose upper halves are the planes of x, each rounded to nearest (halves away from zero)."""
-        b, found = self.b, []
-        for plane in range(planes):
-            rounded = b.and_(b.add(b.bitcast(x, WORDS), 0x8000), -0x10000, "plane")
-            found.append(rounded)
-            if plane + 1 < planes:
-                x = b.sub(x, b.bitcast(rounded, F32), "rest")
-        return found
-
     def lines(self, low: Value, high: Value, planes: int) -> list[Value]:
         """32 values side by side in bf16, one vector per plane, rounded to nearest even."""
         b, found = self.b, []
@@ -208,9 +198,7 @@ class State(FeaturesKernel):
                 read = [b.load(b.at(line, column, "f32"), F32, "v") for line in lines] if column < width else [one, one]
                 if d_v - d_v % 16 == column < width:
                     read = [b.add(x, one) for x in read]  # on a zero
-                even, odd = (self.split(x, 2) for x in read)
-                for plane in (0, 1):
-                    words = joined(b, even[plane], odd[plane])
+                for plane, words in enumerate(split_pairs(b, *read, planes=2)):
                     b.store(words, b.at(place, column // 16 * 1024 + plane * 512, "bf16"), align=64)
 
     def _chunk(self, head: Value, chunk: Value, planes: int) -> None:
@@ -284,9 +272,8 @@ class Readout(FeaturesKernel):
             place = b.add(b.mul(b.div(pair, 16), chunk_elements), b.mul(b.rem(pair, 16), 32))
             place = b.at(self.stage, place, "bf16")
             for group in range(groups):
-                even, odd = (self.split(self._product(rows, 16 * group), planes) for rows in sources)
-                for plane in range(planes):
-                    words = joined(b, even[plane], odd[plane])
+                pair = [self._product(rows, 16 * group) for rows in sources]
+                for plane, words in enumerate(split_pairs(b, *pair, planes=planes)):
                     b.store(words, b.at(place, (group * 2 + plane) * 512, "bf16"), align=64)
         tiles = self.shape.e // 16
         chunks = self.params[("chunks",)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from fusion.ir.reads import dense_loads
 from fusion.lowering.backward_plan import SUM_OF_DX, Form, TileProgram
 
 from ..builder import Value
+from ..dense import stage_loads
 from ..scope import Scope, staged_leaf
 
 if TYPE_CHECKING:
@@ -71,12 +71,9 @@ class GroupElements:
         collected = (variant.gradients[target] for target in (SCORE, *(entry.load for entry in kernel.collected)))
         exprs = (variant.program, kernel.weight, kernel.plan.at_weight, *collected)
         self.scope.prepare(*exprs, bound=kernel.batch_names | {kernel.axis.lane.name})
-        wanted, self.staged = dense_loads(*exprs), []
-        for load, areas in zip(kernel.side.loads, tiles.staged, strict=True):
-            if load.expr in wanted:
-                area = areas[member]
-                load.stage(self.scope, rows.first, rows.count, area)
-                self.staged.append((load.expr, functools.partial(load.read, area)))
+        wanted, areas = dense_loads(*exprs), zip(kernel.side.loads, tiles.staged, strict=True)
+        loads = ((load, area[member]) for load, area in areas if load.expr in wanted)
+        self.staged = stage_loads(loads, self.scope, rows.first, rows.count)
         self.statistics = kernel.side.statistics(self.scope)
         self.scores, *dp = (half.tile[g] for half in tiles.halves)
         self.dp = dp[0] if dp else None

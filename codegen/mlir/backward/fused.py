@@ -85,14 +85,11 @@ class TiledQueryGradient:
         for plane, words in enumerate(self.product.pairs(*pair)):
             b.store(words, b.at(base, plane * TILE_ELEMENTS, "bf16"), align=64)
 
-    def accumulate(self, ds: Value, keys: Value, sums: Value, steps: Value, count: Value) -> None:
+    def accumulate(self, ds: Value, keys: Value, sums: Value, steps: Value, _: Value) -> None:
         """sums (of the first of these queries) += dS K over `steps` steps of 32 queries and the block's keys."""
-        b = self.b
-        with b.loop(0, steps, hint="step") as step:
-            with b.loop(0, self.blocks // 2, hint="block") as block:
-                self._accumulate(ds, keys, sums, step, b.mul(block, 2), 2)
-            if self.blocks % 2:
-                self._accumulate(ds, keys, sums, step, self.blocks - 1, 1)
+        with self.b.loop(0, steps, hint="step") as step:
+            for block, count in self.product.column_blocks():
+                self._accumulate(ds, keys, sums, step, block, count)
 
     def _accumulate(self, ds: Value, keys: Value, sums: Value, step: Value, block: Value | int, count: int) -> None:
         b, kernel, line = self.b, AmxTiles(self.b, self.planes), self.pairs * self.tile

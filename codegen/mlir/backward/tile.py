@@ -18,8 +18,7 @@ from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target, Tili
 
 from ..amx import Products, products_of
 from ..builder import Value
-from ..packing import STATE_BYTES, PackedRows
-from ..rows import RowReader
+from ..rows import STATE_BYTES, PackedRows, RowReader
 from ..scope import Scope
 from ..values import Array
 from .centring import CentredKeys
@@ -128,7 +127,7 @@ class BackwardTiles:
         self.centred = CentredKeys(kernel) if normalized(spec) and 0 in kernel.results else None
         more = (kernel.query_gradients or kernel.side).reserve(products)
         sizes = [size for p in products for size in (p.key_bytes(), p.value_bytes())]
-        keys_a, values_a, keys_b, values_b, *self.more = self._packed_areas(products, [*sizes, *more])
+        keys_a, values_a, keys_b, values_b, *self.more = self._packed_areas([*sizes, *more])
         numbers, scales, widths = kernel.side.operands, (kernel.programs.scale, 1.0), (kernel.d, kernel.d_v)
         packed = (keys_a, values_a.first), (keys_b, values_b.first)
         self.halves = tuple(
@@ -144,18 +143,16 @@ class BackwardTiles:
 
     def _products(self) -> list[Products]:
         kernel = self.kernel
-        mirrored, made = kernel.axis is LaneAxis.KEYS, (self.b, kernel.target, kernel.tiling)
-        return [products_of(*made, n, n, kernel.max_abs, True, mirrored) for n in (kernel.d, kernel.d_v)]
+        more = kernel.params[("key_steps",)], kernel.max_abs, True, kernel.axis is LaneAxis.KEYS
+        return [products_of(self.b, kernel.target, kernel.tiling, n, n, *more) for n in (kernel.d, kernel.d_v)]
 
-    def _packed_areas(self, products: list[Products], sizes: list[int]) -> list[Array]:
+    def _packed_areas(self, sizes: list[int]) -> list[Array]:
         """Areas behind the fixed ones, whose lengths follow the number of rows, with so many bytes a key step: C and D,
         each packed in two ways, and what the lanes ask for."""
         b, steps, fixed = self.b, self.kernel.params[("key_steps",)], self.kernel.workspace_bytes
         self.step_bytes, packed = sum(sizes), []
         with b.at_entry():
             here = b.at(self.kernel.base, fixed, "i8", "packed")
-            for product in products:
-                product.note_key_steps(steps)
             for size in sizes:
                 packed.append(Array(b, here, size))
                 here = b.row(here, steps, size, "i8", "packed")

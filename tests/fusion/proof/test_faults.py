@@ -19,9 +19,8 @@ from fusion.codegen.mlir.backward.derived import Sum
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.lanes import KeyLanes
 from fusion.codegen.mlir.dense import DenseLoad, DistanceTable
-from fusion.codegen.mlir.packing import PackedRows
 from fusion.codegen.mlir.row_kernel import _RowKernel
-from fusion.codegen.mlir.rows import RowReader
+from fusion.codegen.mlir.rows import PackedRows, RowReader
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Exponent, GroupSoftmax
 from fusion.codegen.mlir.stream import InTurn
