@@ -38,7 +38,7 @@ def _views(cast: Node) -> list[Node]:
     origin, views, expanded = cast.all_input_nodes[0], [], 0
     if not nodes.is_tensor(origin) or not all(nodes.dtype(n).is_floating_point for n in (origin, cast)):
         return []
-    if nodes.dtype(origin) is nodes.dtype(cast) or nodes.value(origin).device != nodes.value(cast).device:
+    if nodes.dtype(origin) is nodes.dtype(cast) or nodes.fake(origin).device != nodes.fake(cast).device:
         return []
     while _moves_elements(origin):
         views.append(origin)
@@ -65,10 +65,10 @@ def _move(graph: Graph, cast: Node, views: list[Node]) -> None:
         for view in views:
             source, last = view.all_input_nodes[0], moved
             moved = graph.node_copy(view, lambda n, source=source, last=last: last if n is source else n)
-            args, kwargs = map_arg((moved.args, moved.kwargs), nodes.value)
+            args, kwargs = map_arg((moved.args, moved.kwargs), nodes.fake)
             call: Any = view.target
             moved.meta["val"] = call(*args, **kwargs)
-    strides = zip(nodes.value(cast).stride(), nodes.value(moved).stride(), strict=True)
+    strides = zip(nodes.fake(cast).stride(), nodes.fake(moved).stride(), strict=True)
     if all(statically_known_true(a == b) for a, b in strides) or _only_multiplied(cast):
         cast.replace_all_uses_with(moved)
 

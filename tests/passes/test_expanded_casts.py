@@ -52,6 +52,7 @@ def test_keys_are_shared_under_autocast(repeat, attend) -> None:
     with fusion.collect_reports() as reports, torch.autocast("cpu", torch.bfloat16):
         fused = torch.compile(run, backend="fusion", options={"inner": "eager"})(*given)
         eager = run(*given)
+    assert reports[0].sites, reports[0]
     (site,) = reports[0].sites
     assert site.fused, site.reason
     spec = site.specs[0]
