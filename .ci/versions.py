@@ -1,6 +1,6 @@
 """The wheel in new environments with other versions of Python and torch, and the table of docs/versions.md.
 
-    python .ci/versions.py build/dist/fusion-*.whl                    every combination below whose Python is found
+    python .ci/versions.py build/dist/*.whl                           every combination below whose Python is found
     python .ci/versions.py WHEEL --only 3.10:2.11.0                   one; the table keeps the rows of the others
     python .ci/versions.py WHEEL --only 3.12:2.12.1 --tests tests/passes/test_rewrite.py   tests of the checkout, too
 

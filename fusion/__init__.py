@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         metadata = import_module("importlib.metadata")
         try:
-            return metadata.version("fusion")
+            return metadata.version("fusion-attention")
         except metadata.PackageNotFoundError:
             return "0 (a checkout that is not installed)"
     if name not in _EXPORTS:

@@ -99,7 +99,9 @@ def untested_torch(version: str) -> str | None:
     """Log line for a version of torch; None for one that this package's metadata admits, which are those that its tests
     were run with (docs/versions.md)."""
     try:
-        wanted = next((w for w in importlib.metadata.requires("fusion") or () if re.match(r"torch\b(?!-)", w)), "")
+        wanted = next(
+            (w for w in importlib.metadata.requires("fusion-attention") or () if re.match(r"torch\b(?!-)", w)), ""
+        )
     except importlib.metadata.PackageNotFoundError:  # a checkout that was not installed says nothing
         return None
     bounds = dict(re.findall(r"(>=|<)([\d.]+)", wanted))

@@ -61,8 +61,8 @@ def space(tmp_path: Path, monkeypatch) -> Iterator[dict]:
     yield {"torch": torch, "fusion": fusion, "model": model, "inputs": inputs, "pipeline": lambda text: model(*inputs)}
 
 
-ELSEWHERE = ("integrations.md",)
-"""Pages whose blocks need models of their own: tests/integrations/ runs them."""
+ELSEWHERE = ("README.md", "integrations.md")
+"""Pages whose blocks run elsewhere: tests/test_readme.py, and tests/integrations/, which has models for them."""
 
 
 @pytest.mark.parametrize(
@@ -117,31 +117,3 @@ def test_the_near_miss_of_the_page_is_what_is_printed(space: dict, tmp_path: Pat
     shown = page.read_text().split("and what to do:\n\n")[1].split("\n\n")[0]
     for line in shown.splitlines():
         assert line.removeprefix("    ") in printed, line
-
-
-ESSENCE = {
-    "program": r"softmax\(tanh\(s \* .* / 50\) \* 50 if .* else .* - finfo\.max\)",
-    "mask": r"rows i0\.\.i1 visit keys",
-    "at": r"modeling_gemma2\.py:\d+ in eager_attention_forward: attn_output",
-}
-
-
-def test_the_excerpt_of_the_readme_is_what_such_a_model_prints() -> None:
-    """Every kind of line that the README shows, for the model that it names (smaller)."""
-    from transformers import Gemma2Config, Gemma2Model
-
-    sizes = {"hidden_size": 32, "head_dim": 256, "intermediate_size": 32, "vocab_size": 50, "sliding_window": 64}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Gemma2Config(**sizes, **heads, attn_implementation="eager")
-    config.layer_types = ["sliding_attention"]
-    tokens, mask = torch.randint(0, 50, (1, 128)), torch.ones(1, 128, dtype=torch.long)
-    with torch.no_grad():
-        text = str(fusion.explain(Gemma2Model(config).eval(), tokens, attention_mask=mask, use_cache=False))
-    found = re.search(r"^    \[0\] fused.*?\n\n", (ROOT / "README.md").read_text(), flags=re.M | re.S)
-    assert found is not None
-    excerpt = found[0]
-    for label in ESSENCE:
-        line = next(line for line in excerpt.splitlines() if line.split()[0] == label)
-        essence = ESSENCE[label]
-        assert re.search(essence, line), line
-        assert re.search(rf"{label} +.*{essence}", text), text

@@ -209,7 +209,7 @@ def _widened(operands: Sequence[Tensor]) -> list[Tensor]:
 @functools.cache
 def _versions() -> list[str]:
     try:
-        own = importlib.metadata.version("fusion")
+        own = importlib.metadata.version("fusion-attention")
     except importlib.metadata.PackageNotFoundError:
         own = ""
     return [own, torch.__version__]
