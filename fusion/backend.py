@@ -32,8 +32,7 @@ from fusion.passes.specify.gathered_keys import read_sets
 from fusion.passes.specify.tile_maps import map_tiles
 from fusion.passes.subgraphs.transforms import Asked
 from fusion.passes.trace.normalize import normalize
-from fusion.passes.trace.outline import sealed_softmaxes
-from fusion.passes.trace.regions import without_regions
+from fusion.passes.trace.outline import sealed_softmaxes, without_regions
 from fusion.report.dump import Dump
 from fusion.report.report import NO_ATTENTION, Report, graph_break, publish
 from fusion.runtime import kernels, op  # noqa: F401  (op registers torch.ops.fusion.attention)

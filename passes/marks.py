@@ -52,7 +52,7 @@ statistic_of = Mark[Node | None]("statistic_of", None)
 """The product with V whose attention writes the node as an auxiliary output: to others it is a tensor."""
 
 of_float = Mark[bool]("of_float", False)
-"""Whether the node is the tensor of a float that is known at run time only (`fusion.passes.trace.floats`)."""
+"""Whether the node is the tensor of a float that is known at run time only (`trace.rewrites.read_floats`)."""
 
 stored = Mark[bool]("stored", False)
 """Whether attentions may read the tensor in its narrow dtype."""

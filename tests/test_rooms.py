@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "rows that nothing reads": (["passes/prepare/unread_rows.py", "passes/prepare/row_wise.py"], "skip_unread_rows"),
+    "rows that nothing reads": (["passes/prepare/unread_rows.py"], "skip_unread_rows"),
     "tables by distance": (["passes/prepare/distances.py"], "read_by_distance"),
     "divisions behind the product": (["passes/prepare/late_division.py"], "MOVE_DIVISIONS"),
     "cascades": (["passes/prepare/cascades.py"], "cascades"),

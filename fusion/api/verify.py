@@ -19,11 +19,11 @@ from fusion import decide, dynamo
 from fusion.api import check
 from fusion.api.compare import Measured, compare_results
 from fusion.exactness import copied, is_float
-from fusion.passes.cut_out import CutOut, cut_out
+from fusion.passes.graph_excerpt import CutOut, cut_out
 from fusion.passes.prepare.trials import find_attention
 from fusion.passes.recognize.find import Site, may_hold_attention
 from fusion.passes.trace.normalize import normalize
-from fusion.passes.trace.regions import without_regions
+from fusion.passes.trace.outline import without_regions
 from fusion.report import scripts
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.trees import tree_map

@@ -24,7 +24,7 @@ import torch
 from torch.fx import GraphModule
 
 from fusion.passes import marks
-from fusion.passes.cut_out import cut_out
+from fusion.passes.graph_excerpt import cut_out
 from fusion.passes.recognize.find import Site
 from fusion.report import scripts
 from fusion.report.report import Report

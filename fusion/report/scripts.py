@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from fusion.exactness import is_float
 from fusion.passes import nodes
-from fusion.passes.cut_out import CutOut
+from fusion.passes.graph_excerpt import CutOut
 from fusion.passes.recognize.find import Site
 from fusion.torch_private import tensors
 

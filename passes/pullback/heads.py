@@ -25,7 +25,7 @@ from fusion.refusals import Reason
 from .. import nodes
 from ..nodes import Unsupported, arguments, is_tensor, packet, shape
 from ..recognize.core import HeadMix, NormalizedScores
-from ..recognize.shifts import has
+from ..recognize.softmaxes import has
 from .contractions import einsum_letters, factors, is_contraction
 from .reductions import depends_on_product
 from .views import Index, source

@@ -3,7 +3,7 @@
 This table is the one place to extend when a model uses a pointwise operation that the pull-back does not know: a new
 entry composes primitives of `fusion.ir.primitives`, so no emitter changes.
 
-Arithmetic, comparisons, logic and selections are built here, functions of one float in `passes.pullback.elementary`.
+Arithmetic, comparisons, logic and selections are built here, functions of one float in `passes.pullback.functions`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from fusion.torch_private.operators import OpOverload, schema
 
 from ..nodes import packet
 from .casts import FILL, Builder, Call, float_arithmetic, float_function, kind_of, operand, round_constants
-from .elementary import ELEMENTARY, INFINITY
-from .special_functions import SPECIAL
+from .functions import ELEMENTARY, INFINITY, SPECIAL
 from .ties import as_torch_differentiates
 from .views import CASTS
 

@@ -32,7 +32,6 @@ from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, producer, shape
-from ..recognize.blame import blocking_op
 from ..specify.key_sets import KeySet, scattered
 from ..trace.inplace import changes, may_copy
 from ..trace.outline import described
@@ -42,9 +41,8 @@ from .folding import folded
 from .heads import mixed
 from .materialize import decided_otherwise, too_heavy
 from .operands import Access, is_float8, locate
-from .overflow import Narrow
-from .reductions import depends_on_product
-from .roundings import is_coarser, narrowed_to, rounded_at
+from .reductions import blocking_op, depends_on_product
+from .roundings import Narrow, is_coarser, narrowed_to, rounded_at
 from .tables import Numbers
 from .views import Index, broadcast_index, number_of, source
 

@@ -21,7 +21,9 @@ from fusion.ir.primitives import ROUNDED
 from .. import nodes
 from ..nodes import arguments, packet, shape
 from .casts import FILL
-from .views import Index
+from .contractions import is_contraction, products_above
+from .pointwise import is_pointwise
+from .views import Index, is_view
 
 if TYPE_CHECKING:
     from .pullback import PullBack
@@ -179,6 +181,19 @@ OPERATIONS: dict[Any, Callable[[PullBack, Node, dict[str, Any], Index], Expr | N
 def is_reduction(node: Node) -> bool:
     """Whether a node reduces whole rows or columns of scores, or is a softmax over these."""
     return packet(node) in OPERATIONS and min(nodes.dims_of(node)) >= len(shape(arguments(node)["self"])) - 2
+
+
+def blocking_op(node: Node, products: set[Node]) -> Node | None:
+    """First operation from products down to a node, that included, which reads more than one element. An operation
+    without any rule is preferred to softmaxes and sums over keys, which may have been followed."""
+
+    def parents(here: Node) -> list[Node]:
+        inputs = [] if is_contraction(here) else here.all_input_nodes
+        return [parent for parent in inputs if products & products_above(parent)]
+
+    way = nodes.walk_up([node], parents)
+    taken = [here for here in way if not (is_pointwise(here) or is_view(here) or is_contraction(here))]
+    return min(taken, key=lambda here: (is_reduction(here), here), default=None)
 
 
 def extents(node: Node) -> list[Expr]:

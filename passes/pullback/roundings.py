@@ -1,22 +1,33 @@
-"""Roundings that a model asks for, by a cast to a dtype with fewer digits than that of the product of weights and V.
+"""Roundings to narrow dtypes that are part of a program: kernels compute in float32, and leave out all others.
 
-Other narrow dtypes are those that the model computes in, and kernels are more exact. These roundings are part of the
-program: `x.to(torch.float8_e4m3fn).to(x.dtype)` everywhere, `x.bfloat16().float()` in float32 and float16.
+First, those that a model asks for, by a cast to a dtype with fewer digits than that of the product of weights and V:
+`x.to(torch.float8_e4m3fn).to(x.dtype)` everywhere, `x.bfloat16().float()` in float32 and float16. Other narrow dtypes
+are those that the model computes in, and kernels are more exact.
+
+Second, overflow (`Narrow`). A program that adds a mask of finfo.min to another one, or scales it, reaches the end of
+the range of float16 or bfloat16, whose neighbour is infinity. In float32 twice bfloat16's lowest value is a number, and
+so is float32's lowest value that was cast to bfloat16; both are -inf in the model. Rows without a live key show it. So
+an expression whose values may lie outside of the range is rounded as the model rounds it. Only fills of masks are that
+large: constants, and tensors that differ between rows or keys and are not computed from parameters alone. Scores and
+scalars count as ordinary, so that programs without fills stay as they are.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 
 import torch
 from torch.fx import Node
 
-from fusion.ir.expr import Expr, walk
+from fusion.ir.expr import Expr, Kind, coordinates, walk
 from fusion.ir.ops import apply, where
-from fusion.ir.primitives import ROUNDED
+from fusion.ir.primitives import PRIMITIVES, ROUNDED
 from fusion.refusals import Reason
 
 from .. import marks, nodes
+from .casts import FILL
 from .reductions import depends_on_product
 
 Held = Callable[[Expr], torch.dtype]
@@ -62,3 +73,115 @@ def _rounded(value: Expr, dtype: torch.dtype, held: Held) -> Expr | None:
         arms = [_rounded(arm, dtype, held) for arm in value.args[1:]]
         return None if None in arms else where(value.args[0], *arms)  # type: ignore[arg-type]
     return apply(ROUNDED[dtype], value) if dtype in ROUNDED else None
+
+
+Span = tuple[float, float]
+"""The least and the largest finite value."""
+
+ORDINARY, INDICATOR = (-1.0, 1.0), (0.0, 1.0)
+ROOM = 2.0**15
+"""A sum that comes this close to the end of a range may be taken beyond it by the score in it."""
+MAX_STEPS = 32
+"""How far up a tensor is looked at."""
+_SELECTIONS = ("where", "minimum", "maximum")
+_DTYPES = {name: dtype for dtype, name in ROUNDED.items()}
+
+
+def first_infinite(dtype: torch.dtype) -> float:
+    """Smallest number that rounds to infinity."""
+    limits = torch.finfo(dtype)
+    return math.ldexp(1 - limits.eps / 4, math.frexp(limits.max)[1])
+
+
+class Narrow:
+    """Rounding of expressions to one narrow dtype. integers: the range of an INT expression. tensor: the tensor of a
+    load."""
+
+    def __init__(self, dtype: torch.dtype, integers: Callable[[Expr], tuple[int, int]], tensor: Callable[[Expr], Node]):
+        self.dtype, self._integers, self._tensor = dtype, integers, tensor
+        self._end = first_infinite(dtype)
+        self._spans: dict[Expr, Span | None] = {}
+
+    def __call__(self, value: Expr) -> Expr:
+        """The value, rounded where it may be infinite in the dtype and is not in float32."""
+        if value.op == "where":
+            return where(value.args[0], *map(self, value.args[1:]))
+        span = self._span(value)
+        if span is None:
+            return value
+        room = ROOM if value.op in ("fadd", "fsub") else 0.0
+        return apply(ROUNDED[self.dtype], value) if max(-span[0], span[1]) >= self._end - room else value
+
+    def _span(self, value: Expr) -> Span | None:
+        """Range of the finite values of an expression; None for weights, and for shifts that `recognize` removes."""
+        if value not in self._spans:
+            for part in walk(value):
+                if part.kind is Kind.FLOAT and part not in self._spans:
+                    self._spans[part] = self._of(part)
+        return self._spans[value]
+
+    def _of(self, part: Expr) -> Span | None:
+        if part.op == "const":
+            return (part.value, part.value) if math.isfinite(part.value) else (0.0, 0.0)
+        if part.op == "to_float":
+            integer = part.args[0]
+            if any(p.op == "load" for p in walk(integer)):
+                return INDICATOR
+            low, high = self._integers(integer)
+            return float(low), float(high)
+        if part.op == "load":
+            return self._of_load(part)
+        if part.op in ("reduce", "softmax", "log_softmax"):
+            return None
+        if part.op not in PRIMITIVES:
+            return ORDINARY
+        spans = [self._spans[arg] for arg in part.args if arg.kind is Kind.FLOAT]
+        if None in spans:
+            return None
+        return _result(part.op, spans)  # type: ignore[arg-type]
+
+    def _of_load(self, part: Expr) -> Span:
+        """Range of a loaded value. bfloat16 ends where float32 does, but for the last 0.2 %: a value beyond one is
+        beyond both."""
+        tensor = self._tensor(part)
+        tensor_dtype = nodes.dtype(tensor)
+        bare = not coordinates(part) & {"i", "j"} or is_learned(tensor)
+        if bare or tensor_dtype is self.dtype is torch.bfloat16:
+            return ORDINARY
+        largest = min(torch.finfo(tensor_dtype).max, torch.finfo(torch.float32).max)
+        return -largest, largest
+
+
+def is_learned(node: Node) -> bool:
+    """Whether a tensor is computed from parameters alone, as a relative position bias is, without the fill of a
+    mask."""
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in seen or not nodes.is_tensor(current) or not nodes.dtype(current).is_floating_point:
+            continue
+        seen.add(current)
+        numbers = [arg for arg in (*current.args, *current.kwargs.values()) if isinstance(arg, (int, float))]
+        if len(seen) > MAX_STEPS or any(number <= FILL for number in numbers):
+            return False
+        tensors = [parent for parent in current.all_input_nodes if nodes.is_tensor(parent)]
+        if not tensors and not isinstance(current.meta.get("example_value"), torch.nn.Parameter):
+            return False
+        stack += tensors
+    return bool(seen)
+
+
+def _result(op: str, spans: list[Span]) -> Span:
+    """Span of a result: of its values at the ends of the arguments' spans, where every primitive has its extrema."""
+    if op in _SELECTIONS:  # an infinity hides in a span of zeros, and leaves the other argument
+        return min(low for low, _ in spans), max(high for _, high in spans)
+    if op in _DTYPES:
+        limits = torch.finfo(_DTYPES[op])
+        return max(spans[0][0], limits.min), min(spans[0][1], limits.max)
+    if not spans:
+        return INDICATOR
+    corners = torch.tensor(list(itertools.product(*spans)), dtype=torch.float64).unbind(1)
+    values = PRIMITIVES[op].evaluate(*corners)
+    values = values[values.isfinite()].tolist() or [0.0]
+    return min(values), max(values)

@@ -1,6 +1,9 @@
 """Kinds of operations above every node of a graph, up to products and linear layers: one forward pass over the graph.
 
-They show which products may be those of attention weights with V, before anything is pulled back.
+They show which products may be those of attention weights with V, before anything is pulled back, and which of the
+refused products the report lists: those that a person would call attention. Weights that select one of their operands
+(greedy decoding, experts of a router), and those of a linear layer and a softmax (a classifier's probabilities, an
+expectation over classes), are not listed.
 """
 
 from __future__ import annotations
@@ -16,19 +19,30 @@ from fusion.ir import integers
 from fusion.ir.expr import Expr
 
 from .. import nodes
-from ..nodes import packet
-from ..pullback.contractions import Factors, extended_factors, is_contraction, is_distance
-from ..pullback.heads import head_sum
+from ..nodes import packet, shape
+from ..pullback.contractions import (
+    MOVES,
+    Factors,
+    behind_moves,
+    extended_factors,
+    is_contraction,
+    is_distance,
+    is_parameter,
+    products_above,
+)
+from ..pullback.heads import head_sum, is_batch
 from ..pullback.sdpa import is_sdpa
 
 aten = torch.ops.aten
+
+
 SOFTMAXES = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.log_softmax, aten._log_softmax}
 _GATES = {aten.sigmoid, aten.relu, aten.tanh, aten.silu, aten.softplus, aten.gelu, aten.elu, aten.square, aten.sin,
           aten.pow, aten.abs, aten.special_expit, aten.erf, aten.cos, aten.leaky_relu, aten.clamp}  # fmt: skip
 _SUMS = {aten.sum, aten.linalg_vector_norm, aten.logsumexp, aten.special_logsumexp}
 _STATISTICS = {aten.amax, aten.max} | _SUMS
 LINEAR = (aten.linear, aten.addmm)
-FURTHER_PRODUCTS = (aten.linear, aten.mv, aten.addmv, aten.addbmm, aten.dot, aten.inner, aten.tensordot,
+_OTHER_PRODUCTS = (aten.linear, aten.mv, aten.addmv, aten.addbmm, aten.dot, aten.inner, aten.tensordot,
                      aten.linalg_vecdot)  # fmt: skip
 """Products that the analysis does not take apart. What they make of attention weights is listed all the same."""
 
@@ -71,6 +85,18 @@ class AncestorKinds:
         if looks_like_attention(left) != looks_like_attention(right):
             return looks_like_attention(left)
         return bool(left & NORMALISED) or not right & NORMALISED
+
+    def may_be_product_with_values(self, node: Node) -> bool:
+        """Whether a node may be the product with V: one operand was normalised since the last product."""
+        if is_sdpa(node):
+            return True
+        if node.op != "call_function" or (AncestorKind.MIXED_HEADS in self[node] and head_sum(node) is not None):
+            return False
+        if is_contraction(node):
+            one = packet(node) is aten.einsum and len(nodes.arguments(node)["tensors"]) == 1  # a trace, for one
+            return not one and bool(self.inputs(node) & NORMALISED)
+        unknown_form = packet(node) in _OTHER_PRODUCTS and looks_like_attention(self.inputs(node))
+        return unknown_form or self.is_hidden_product_with_values(node)
 
     def is_hidden_product_with_values(self, node: Node) -> bool:
         """Whether a node multiplies attention weights of one query with V, by a product and a sum."""
@@ -140,3 +166,65 @@ def escaping_weights(graph: Graph) -> list[Node]:
         return any(are_weights(node) and count(node) is count(out) for node in nodes.walk_up([out], whole))
 
     return [out for out in graph.output_node().all_input_nodes if looks_like_attention(kinds[out]) and holds(out)]
+
+
+def is_listed(anchor: Node, kinds: AncestorKinds) -> bool:
+    """Whether a person would call a refused product attention: a function of a product, normalised before or after
+    it."""
+    if is_sdpa(anchor):
+        return True
+    weights = [parent for parent in anchor.all_input_nodes if looks_like_attention(kinds[parent])]
+    if weights:
+        return not all(_is_of_classes(parent, kinds) for parent in weights)
+    above = kinds.inputs(anchor)
+    normalised = (
+        AncestorKind.PRODUCT | AncestorKind.GATE | AncestorKind.SUM in above
+        or AncestorKind.PRODUCT | AncestorKind.EXP | AncestorKind.STATISTIC in above
+    )
+    if normalised and not any(map(is_parameter, anchor.all_input_nodes)):
+        return True
+    users = list(anchor.users)
+    while len(users) == 1 and packet(users[0]) in MOVES:
+        users = list(users[0].users)
+    return AncestorKind.PRODUCT | AncestorKind.EXP in above and any(scales_rows(user, kinds) for user in users)
+
+
+def scales_rows(node: Node, kinds: AncestorKinds) -> bool:
+    """Whether a node multiplies or divides a product by statistics of the scores, as in `(e @ v) / e.sum(-1)`."""
+    if packet(node) not in (aten.mul, aten.div) or node.kwargs or len(node.args) != 2:
+        return False
+    product, factor = node.args
+    if not (isinstance(product, Node) and isinstance(factor, Node) and nodes.is_tensor(factor)):
+        return False
+    return shape(product) == shape(node) and AncestorKind.STATISTIC | AncestorKind.PRODUCT in kinds[factor]
+
+
+def _is_of_classes(weights: Node, kinds: AncestorKinds) -> bool:
+    """Whether weights are softmaxes over the last dimension of outputs of linear layers alone. Products with one query
+    and sums over heads are none."""
+
+    def parents(here: Node) -> list[Node]:
+        return [] if is_contraction(here) else here.all_input_nodes
+
+    above, products = list(nodes.walk_up([weights], parents)), products_above(weights)
+    normalised = [here for here in above if packet(here) in SOFTMAXES]
+    return (
+        bool(normalised)
+        and bool(products)
+        and AncestorKind.MIXED_HEADS not in kinds[weights]
+        and not any(map(extended_factors, above))
+        and all(nodes.dims_of(here) == [len(shape(here)) - 1] for here in normalised)
+        and all(map(_is_linear_layer, products))
+    )
+
+
+def _is_linear_layer(product: Node) -> bool:
+    """Whether a product's last factor is one matrix for the whole batch, which is an input of the graph."""
+    tensors = [x for x in product.all_input_nodes if nodes.is_tensor(x)]
+    matrix = tensors[-1]
+    if is_batch(tensors[0], len(shape(tensors[0])) - 1):
+        return False  # heads of scores are mixed
+    if is_parameter(matrix):
+        return True
+    shared = len(shape(matrix)) == 2 < max(len(shape(x)) for x in tensors)
+    return shared and behind_moves(matrix).op == "placeholder"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fusion.errors import FusionError
 from fusion.ir import integers
 from fusion.ir.expr import E, Expr, J, coord, coordinates, substitute, walk
 from fusion.ir.ops import apply
@@ -28,23 +30,27 @@ from ..assumptions import Assumptions
 from ..nodes import Unsupported, packet, shape
 from ..pullback.contractions import ADDING, MOVES, behind_moves, factors, is_contraction, is_parameter
 from ..pullback.folding import forget
-from ..pullback.heads import head_sum
 from ..pullback.operands import is_float8, locate, mark_stored, scale_of_values
 from ..pullback.pullback import PullBack
 from ..pullback.roundings import is_coarser
 from ..pullback.sdpa import Attention, is_sdpa, pull_back_sdpa
 from ..pullback.views import Index, broadcast_index, source
 from ..subgraphs.checkpointing import bodies
-from ..trace.regions import regions
-from .ancestors import FURTHER_PRODUCTS, NORMALISED, AncestorKind, AncestorKinds, is_statistic, looks_like_attention
-from .defects import defect
-from .listed import is_listed, scales_rows
+from ..trace.outline import regions
+from .ancestors import (
+    AncestorKind,
+    AncestorKinds,
+    is_listed,
+    is_statistic,
+    scales_rows,
+)
 from .recognize import attentions
 
 if TYPE_CHECKING:
     from ..specify.specify import AttentionCall
 
 aten = torch.ops.aten
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -110,6 +116,15 @@ class Site:
         yield node
 
 
+def defect(problem: Exception) -> Refusal:
+    """Refusal of a site at which a pass failed; raises errors that are meant for the user."""
+    if isinstance(problem, FusionError):
+        raise problem
+    log.error("a defect of fusion: an attention stays as it was", exc_info=problem)
+    first, *_ = str(problem).strip().splitlines() or [""]
+    return Refusal(Reason.DEFECT, f"its analysis failed ({type(problem).__name__}: {first})")
+
+
 def pending(sites: Iterable[Site]) -> list[Site]:
     """Sites that are not refused."""
     return [site for site in sites if site.refusal is None]
@@ -129,25 +144,12 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
     with Assumptions().hold():  # where to look follows from no site's
         kinds = AncestorKinds(graph)
         for node in graph.nodes:
-            if _is_candidate(node, kinds) and (site := _confined(node, kinds)) is not None:
+            if kinds.may_be_product_with_values(node) and (site := _confined(node, kinds)) is not None:
                 sites.append(site)
                 _ = site.scores  # the region as it is now: walks for auxiliary outputs go further
                 marks.attention_root.set(site.root, site.refusal is None)
     forget(graph)
     return sites
-
-
-def _is_candidate(node: Node, kinds: AncestorKinds) -> bool:
-    """Whether a node may be the product with V: one operand was normalised since the last product."""
-    if is_sdpa(node):
-        return True
-    if node.op != "call_function" or (AncestorKind.MIXED_HEADS in kinds[node] and head_sum(node) is not None):
-        return False
-    if is_contraction(node):
-        one = packet(node) is aten.einsum and len(nodes.arguments(node)["tensors"]) == 1  # a trace, for one
-        return not one and bool(kinds.inputs(node) & NORMALISED)
-    further = packet(node) in FURTHER_PRODUCTS and looks_like_attention(kinds.inputs(node))
-    return further or kinds.is_hidden_product_with_values(node)
 
 
 _PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")

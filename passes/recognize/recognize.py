@@ -33,8 +33,20 @@ from fusion.refusals import Reason
 from ..nodes import Unsupported
 from ..pullback.heads import split_scores, split_weights
 from .core import NormalizedScores
-from .dead_rows import as_exponents, filled_by_selection, may_be_far, may_be_high, quotient_kind, selected, stays_finite
-from .shifts import free_of_keys, has, is_maximum, strip_shift, without_shift
+from .softmaxes import (
+    as_exponents,
+    filled_by_selection,
+    free_of_keys,
+    has,
+    is_maximum,
+    may_be_far,
+    may_be_high,
+    quotient_kind,
+    selected,
+    stays_finite,
+    strip_shift,
+    without_shift,
+)
 
 _DETACHED = apply("detach", ROW_MAX)
 _LOG_SUM = ROW_MAX + apply("log", ROW_SUM)

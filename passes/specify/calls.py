@@ -13,8 +13,7 @@ from fusion.refusals import Reason, Refusal
 from .. import marks, nodes
 from ..building import Symbols
 from ..nodes import Unsupported
-from ..recognize.defects import defect
-from ..recognize.find import Site, pending
+from ..recognize.find import Site, defect, pending
 from .aux_outputs import AuxUse
 from .specify import AttentionCall, specify
 

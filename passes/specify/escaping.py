@@ -13,11 +13,9 @@ from .. import marks, nodes
 from ..building import Symbols, same_grad_mode_point
 from ..nodes import Unsupported, packet
 from ..pullback.contractions import products_above
-from ..pullback.reductions import is_reduction
+from ..pullback.reductions import blocking_op, is_reduction
 from ..recognize.ancestors import SOFTMAXES
-from ..recognize.blame import blocking_op
-from ..recognize.defects import defect
-from ..recognize.find import Site, pending
+from ..recognize.find import Site, defect, pending
 from .aux_outputs import uses
 from .calls import respecify
 from .specify import AttentionCall

@@ -24,8 +24,8 @@ from ..pullback.operands import Access, scales_rows
 from ..pullback.pullback import Product, PullBack
 from ..pullback.tables import Numbers, Table
 from ..recognize.core import NormalizedScores
-from ..recognize.dead_rows import filled_by_selection
 from ..recognize.find import Attention, Site
+from ..recognize.softmaxes import filled_by_selection
 from .aux_outputs import AuxUse
 from .key_sets import KeySet
 from .masks import fold_comparisons, understand

@@ -25,22 +25,18 @@ from fusion.torch_private.tracing import current_node, make_fx
 from .. import marks, nodes
 from ..subgraphs.checkpointing import Checkpoints, RetraceInterpreter
 from ..tensors import dtensor, nested
-from . import einsums, encoder, varlen, vmap
 from .autocast import write_casts
-from .decompositions import MADE_OF_OTHERS
-from .fills_by_mask import fill_by_masks
-from .floats import read_floats
+from .decompositions import EINSUMS, ENCODER, MADE_OF_OTHERS, VARLEN
 from .inplace import make_functional, mark_mutations, write_to_the_whole
-from .linear_layers import write_products
-from .outline import is_outlined, outline, record, traces_through
+from .outline import Untraceable, is_outlined, outline, record, trace_through_vmap, traces_through
 from .repeats import DeferredResult, Repeats, part_of
-from .shape_only_uses import make_by_size
+from .rewrites import fill_by_masks, make_by_size, read_floats, write_products
 from .trace_inputs import LazyInput, carry_placeholders, fake_inputs, placed
 
 aten = torch.ops.aten
 
 _EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
-_DECOMPOSITIONS = encoder.DECOMPOSITIONS | einsums.DECOMPOSITIONS | varlen.DECOMPOSITIONS
+_DECOMPOSITIONS = ENCODER | EINSUMS | VARLEN
 _DECOMPOSITIONS[autograd.GET_DATA] = torch.Tensor.detach  # `x.data`, which no trace follows
 
 
@@ -57,7 +53,7 @@ def normalize(
     nested.refuse_unknown(outlined)
     try:
         traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {})
-    except vmap.Untraceable:
+    except Untraceable:
         traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {}, sealed=True)
     _refuse_fake_constants(traced)
     carry_placeholders(module, traced)
@@ -140,7 +136,7 @@ class _Retrace(RetraceInterpreter):
             body = self.fetch_attr(target)
             if self.sealed or not traces_through(body.graph):
                 return record(body, args)
-            result = vmap.trace_through_vmap(_Retrace(body, self.checkpoints, self.sealed), args)
+            result = trace_through_vmap(_Retrace(body, self.checkpoints, self.sealed), args)
             self.repeats.note(result)
             return result
         return super().call_module(target, args, kwargs)

@@ -1,9 +1,19 @@
-"""Parts of Dynamo's graph that cannot be traced again: each becomes one call of a separate graph, and stays unchanged.
+"""Calls of subgraphs in Dynamo's graph, inlined, and parts that cannot be traced again, which become calls.
 
-Such parts are function transforms of `torch.func` (`grad`, `jvp`), whose levels live outside of the graph, calls of
-`torch.autograd.Function`, which bring a backward of their own, and operations on tensors that wrap others (quantised
-weights). The attentions around them are fused as usual. A `vmap` is a part too, but one that is traced through where
-that is possible (`fusion.passes.trace.vmap`).
+Regions that are compiled once for all their calls (`torch.compiler.nested_compile_region`) are inlined, as if the user
+had marked nothing. Equal calls are copied when the graph is traced again (`passes.trace.repeats`). Inductor compiles
+the layers one by one then; a region that it compiles once has, in torch 2.13, wrong gradients of all calls but the
+first.
+
+Parts that cannot be traced again become one call of a separate graph each, and stay unchanged: function transforms of
+`torch.func` (`grad`, `jvp`), whose levels live outside of the graph, calls of `torch.autograd.Function`, which bring a
+backward of their own, and operations on tensors that wrap others (quantised weights). The attentions around them are
+fused as usual.
+
+A `vmap` is traced through where it contains none of these. The batching rules of torch.func replace each operation by
+one on tensors with one more dimension, below the level at which the rest is traced, so composite operations arrive in
+pieces (a `matmul` as views and a `bmm`). Masks written as nested `vmap`s over positions are read this way. Dynamo has
+run the same rules on the same shapes before, so a failure of them is not expected.
 """
 
 from __future__ import annotations
@@ -13,8 +23,9 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusion.refusals import Reason
 from fusion.torch_private import functorch, tracing
@@ -25,7 +36,32 @@ from fusion.torch_private.trees import tree_leaves, tree_map_only
 from .. import nodes
 from ..nodes import Unsupported
 from ..tensors import dtensor
-from . import vmap
+
+
+def is_outermost(graph: Graph) -> bool:
+    """Whether the first call of a graph enters a `vmap`."""
+    calls = (node for node in graph.nodes if node.op.startswith("call"))
+    return functorch.enters(next(calls).target, "vmap")
+
+
+class Untraceable(Exception):
+    """An operation inside a `vmap` cannot be traced. The traced part of the `vmap` is still in the graph."""
+
+
+def trace_through_vmap(body: Interpreter, args: tuple[Any, ...]) -> Any:
+    """Run a part of Dynamo's graph that enters and leaves levels of `vmap`, and trace the resulting operations."""
+    tracer = tracing.current_tracer()
+    assert tracer is not None
+    try:
+        # SDPA's own kernels have no batching rule on CPUs: each would be a loop over the batch.
+        with (
+            functorch.closed_on_error(), tracing.disable_proxy_modes_tracing(), tracing.with_tracer(tracer),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # fmt: skip
+            return body.run(*args)
+    except (RuntimeError, NotImplementedError) as error:
+        raise Untraceable from error
+
 
 _PREFIX = "outlined_"
 _OPEN = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.invoke_subgraph)
@@ -186,7 +222,7 @@ def _asks_for_it(node: Node) -> bool:
 
 def traces_through(body: Graph) -> bool:
     """Whether an outlined part is a `vmap` that contains none of the other kinds."""
-    if not vmap.is_outermost(body):
+    if not is_outermost(body):
         return False
     kinds = "grad", "jvp", "dual"
     others = (functorch.enters(n.target, *kinds) or functorch.forbids_hooks(n.target) for n in body.nodes)
@@ -238,3 +274,51 @@ def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
     tracer.root.register_module(tracer.get_fresh_qualname("outlined"), sealed)
     call = tracing.written(tracer, "call_function", torch.ops.higher_order.wrap, (sealed, *args), {})
     return tracing.track(results, call, tracer)
+
+
+def without_regions(module: GraphModule) -> GraphModule:
+    """Graph with all calls of regions inlined; the module itself where there are none."""
+    if not regions(module):
+        return module
+    graph, copies = Graph(), dict[Node, Any]()
+    attribute_values: dict[str, Any] = {}
+    for node in module.graph.nodes:
+        if (body := _region(module, node)) is not None:
+            body = without_regions(body)
+            inputs = body.graph.find_nodes(op="placeholder")
+            inside = dict(zip(inputs, (copies.get(argument, argument) for argument in node.args[2:]), strict=True))
+            copies[node] = _copied(body, graph, inside, attribute_values)
+        elif node.target is operator.getitem and isinstance(items := map_arg(node.args[0], copies.get), tuple):
+            copies[node] = items[node.args[1]]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+    result = GraphModule(attributes(graph, attribute_values, module), graph)
+    result.meta |= module.meta
+    return result
+
+
+def regions(module: GraphModule) -> list[GraphModule]:
+    """The graphs of all calls."""
+    return [body for node in module.graph.nodes if (body := _region(module, node)) is not None]
+
+
+def _region(module: GraphModule, node: Node) -> GraphModule | None:
+    """The graph that a node calls, if it is a region's."""
+    if node.op != "call_function" or node.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    return operator.attrgetter(str(node.args[0].target))(module)  # type: ignore[union-attr]
+
+
+def _copied(body: GraphModule, graph: Graph, made: dict[Node, Any], held: dict[str, Any]) -> tuple[Any, ...]:
+    """Results of a graph whose operations are appended to `graph`. made: new nodes, its inputs included. held: the
+    attributes of such graphs, to which new ones are added."""
+    for node in body.graph.nodes:
+        if node.op == "output":
+            return tuple(made.get(result, result) for result in node.args[0])
+        if node not in made:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        if node.op in ("get_attr", "call_module"):
+            made[node].target = f"region_{len(held)}"
+            held[made[node].target] = operator.attrgetter(str(node.target))(body)
+    raise AssertionError("a graph ends with its results")

@@ -22,7 +22,7 @@ from fusion.ir.expr import ONE, I, J, const, coord, node, rebuild, substitute, w
 from fusion.ir.ops import apply
 from fusion.passes import marks
 from fusion.passes.pullback import casts, pointwise, pullback, views
-from fusion.passes.recognize import shifts
+from fusion.passes.recognize import softmaxes
 from fusion.passes.specify import calls
 from fusion.passes.trace import inplace
 from tests.fuzz import kernel_faults
@@ -210,7 +210,7 @@ FAULTS["gradients flow through detach"] = lambda: mock.patch.object(
     lambda self, node: False if self is marks.stop_gradient else node.meta.get(self.key, self.default),
 )  # fmt: skip
 FAULTS["any shift is ignored by the softmax"] = lambda: mock.patch.object(
-    shifts, "_is_ignored", lambda shift, columns: True
+    softmaxes, "_is_ignored", lambda shift, columns: True
 )
 FAULTS["softmax over any dimension"] = lambda: mock.patch.object(
     pullback.nodes, "normalize_dim", lambda dim, rank: rank - 1

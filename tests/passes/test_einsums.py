@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion.passes.trace.einsums import decomposed
+from fusion.passes.trace.decompositions import decomposed_einsum
 from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes.exactness import EMITTERS, as_exact_as_eager
 
@@ -20,9 +20,9 @@ from tests.passes.exactness import EMITTERS, as_exact_as_eager
         ("ab,ab->ab", [(2, 3), (1, 3)]),
     ],
 )
-def test_einsums_decomposed(equation, shapes):
+def test_einsums_decomposed_einsum(equation, shapes):
     operands = [torch.randn(shape) for shape in shapes]
-    found, eager = decomposed(equation, *operands), torch.einsum(equation, *operands)
+    found, eager = decomposed_einsum(equation, *operands), torch.einsum(equation, *operands)
     assert_same(found, eager)
     assert found.stride() == eager.stride()
 
@@ -37,7 +37,7 @@ def test_einsums_decomposed(equation, shapes):
     ],
 )  # fmt: skip
 def test_others_stay(equation, shapes):
-    assert decomposed(equation, *(torch.randn(shape) for shape in shapes)) is NotImplemented
+    assert decomposed_einsum(equation, *(torch.randn(shape) for shape in shapes)) is NotImplemented
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_others_stay(equation, shapes):
 )
 def test_with_fewer_dimensions(equation, shapes):
     operands = [torch.randn(shape) for shape in shapes]
-    found, eager = decomposed(equation, *operands), torch.einsum(equation, *operands)
+    found, eager = decomposed_einsum(equation, *operands), torch.einsum(equation, *operands)
     assert_as_exact_as_eager(found, eager, torch.einsum(equation, *(x.double() for x in operands)))
     assert found.stride() == eager.stride()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.passes.trace.encoder import DECOMPOSITIONS, multi_head_attention, transformer_encoder_layer
+from fusion.passes.trace.decompositions import ENCODER, multi_head_attention, transformer_encoder_layer
 from tests.numerics import assert_as_exact_as_eager, wide
 
 E, HEADS, N = 16, 4, 7
@@ -55,7 +55,7 @@ def test_what_is_not_covered_is_left_to_torch():
 
 
 def test_both_names_of_an_operation_are_known():
-    assert len(DECOMPOSITIONS) == 4 and set(DECOMPOSITIONS.values()) == {
+    assert len(ENCODER) == 4 and set(ENCODER.values()) == {
         multi_head_attention,
         transformer_encoder_layer,
     }

@@ -11,7 +11,7 @@ from fusion.ir import integers
 from fusion.ir.expr import ROW_MAX, SCORE, Kind, coord, load, walk
 from fusion.ir.ops import apply, where
 from fusion.ir.primitives import ROUNDED
-from fusion.passes.pullback.overflow import Narrow, first_infinite
+from fusion.passes.pullback.roundings import Narrow, first_infinite
 from tests.passes.exactness import as_exact_as_eager, padded
 
 LENGTH = 37

@@ -12,7 +12,7 @@ from fusion.ir.ops import apply, where
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.spec import Normalizer
 from fusion.passes.pullback import casts, pointwise, pullback, views
-from fusion.passes.recognize import shifts
+from fusion.passes.recognize import softmaxes
 from fusion.passes.specify import calls
 from fusion.passes.specify.masks import understand
 
@@ -325,7 +325,7 @@ FOUND = {
     "an addition taken for a selection": (dead_rows, (keep(),), True, spec_fault(_selected)),
     "0 * inf of an arm not taken": (rooted, (), True, _leaking),
     "a shift taken off that overflows": (shifted, (keep(), torch.tensor(2.0)), False,
-        attribute_fault(shifts, "may_be_far", lambda right: lambda value: False)),
+        attribute_fault(softmaxes, "may_be_far", lambda right: lambda value: False)),
     "narrow integers that do not wrap": (wrapping, (keep().to(torch.uint8),), False,
         attribute_fault(pullback, "within", lambda right: lambda value, dtype, limits: value)),
     "one formula of lerp for two": (lerped, (torch.randn(LENGTH, LENGTH), keep()), False,
