@@ -159,7 +159,9 @@ class Symbols:
             return self._symbol(expr.name)
         result = self.value(expr.args[0])
         for arg in expr.args[1:]:
-            result = self._combine(_OPERATORS[expr.op], result, self.value(arg))
+            operands, function = (result, self.value(arg)), _OPERATORS[expr.op]
+            result = self.graph.call_function(function, operands)
+            result.meta["val"] = function(*map(nodes.fake, operands))
         return result
 
     def _symbol(self, name: str) -> Node:
@@ -169,11 +171,6 @@ class Symbols:
         extent = self.graph.call_function(aten.sym_size.int, (node, dim))
         extent.meta["val"] = nodes.fake(node).shape[dim]
         return extent
-
-    def _combine(self, function: Any, left: int | Node, right: int | Node) -> Node:
-        node = self.graph.call_function(function, (left, right))
-        node.meta["val"] = function(*map(nodes.fake, (left, right)))
-        return node
 
 
 _OPERATORS = {"add": operator.add, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod,

@@ -15,7 +15,7 @@ than the passes over a table of scores that other compilers make.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -65,12 +65,8 @@ def _cut_for(way: Strategy, pays: Pays, graph: Graph, products: Mapping[Node, Si
     for product, reductions in asked.items():
         if reductions:
             needed = {product.name, *(cut and cut.name for cut in map(cuts.get, reductions))}
-            promises[product.name] = partial(_are_attentions, needed)
+            promises[product.name] = lambda attentions, needed=needed: needed <= attentions.keys()
     return promises
-
-
-def _are_attentions(names: Set[str | None], attentions: Mapping[str, Site]) -> bool:
-    return names <= attentions.keys()
 
 
 def _may_be_cascade(site: Site) -> bool:

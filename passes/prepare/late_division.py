@@ -37,7 +37,7 @@ from ..pullback.reductions import depends_on_product
 from ..pullback.roundings import is_coarser
 from ..pullback.views import Index, broadcast_index, source
 from ..recognize.ancestors import SOFTMAXES, AncestorKind, AncestorKinds, is_statistic
-from ..recognize.find import Attention, Site
+from ..recognize.find import Site
 from ..specify.aux_outputs import order_of
 from .trials import Change, Promise
 
@@ -47,25 +47,17 @@ _SCALINGS = (aten.dropout, aten.native_dropout, aten.to, aten._to_copy)
 """Operations that a factor of a row passes through, beside products and views."""
 
 
-def _move_divisions(graph: Graph, products: Iterable[Node]) -> dict[str, Promise]:
-    kinds = AncestorKinds(graph)
-    return {product.name: promise for product in products if (promise := _moved(product, kinds)) is not None}
-
-
 def _is_wanted(site: Site, risky: bool) -> bool:
-    """Whether the product of a moved division is to stay. risky: a NaN in its gradient must not reach the scores."""
-    return all(map(_is_moderate, site.attentions)) and (not risky or all(map(_selects_likewise, site.attentions)))
-
-
-def _is_moderate(found: Attention) -> bool:
-    """Whether weights grow at most as fast as scores."""
-    return found.core.normalizer is not Normalizer.NONE or _grows_slowly(found.core.score)
-
-
-def _selects_likewise(found: Attention) -> bool:
-    """Whether the weights that are set to 0 are exactly those whose scores are a mask's fill."""
-    live = {_selected_by(found.core.score), _selected_by(found.core.weight)}
-    return len(live) == 1 and None not in live
+    """Whether the product of a moved division is to stay: weights grow at most as fast as scores. risky: a NaN in its
+    gradient must not reach the scores, so that exactly the weights whose scores are a mask's fill have to be set to
+    0."""
+    for core in (attention.core for attention in site.attentions):
+        live = {_selected_by(core.score), _selected_by(core.weight)}
+        if core.normalizer is Normalizer.NONE and not _grows_slowly(core.score):
+            return False
+        if risky and (len(live) > 1 or None in live):
+            return False
+    return True
 
 
 def _selected_by(value: Expr) -> Expr | None:
@@ -236,6 +228,11 @@ def _in_rows_of(product: Node, factor: Node, places: tuple[int, ...]) -> Node:
         order = [places.index(place) for place in sorted(places)]
         rows = derived(graph, factor, aten.permute.default, (rows, order))
     return reshaped(rows, [extent if place in places else one for place, extent in enumerate(extents)])
+
+
+def _move_divisions(graph: Graph, products: Iterable[Node]) -> dict[str, Promise]:
+    kinds = AncestorKinds(graph)
+    return {product.name: promise for product in products if (promise := _moved(product, kinds)) is not None}
 
 
 MOVE_DIVISIONS = Change(

@@ -139,7 +139,8 @@ class _Source:
     def pays(self) -> bool:
         """Whether kernels can read it, and fewer bytes are read than from a copy."""
         sources = [self._node(read) for read in loads(self.element)]
-        if not {self.row.name, self.column.name} <= coordinates(self.element) or not all(map(_is_readable, sources)):
+        readable = all(marks.stored(node) or nodes.dtype(node) in _READ for node in sources)  # by every kernel
+        if not readable or not {self.row.name, self.column.name} <= coordinates(self.element):
             return False
         trained = self.inner.anchor is not None and marks.requires_grad(self.inner.anchor)
         if self.plain is not None:
@@ -160,11 +161,6 @@ class _Source:
 
     def _itemsize(self, number: int) -> int:
         return nodes.dtype(self.inner.loaded[number]).itemsize
-
-
-def _is_readable(node: Node) -> bool:
-    """Whether every kernel reads tensors of its dtype."""
-    return marks.stored(node) or nodes.dtype(node) in _READ
 
 
 def _unrounded(part: Expr, dtype: torch.dtype) -> Expr | None:

@@ -93,7 +93,9 @@ def round_constants(value: Expr, dtype: torch.dtype) -> Expr:
     for term, mask in (value.args, value.args[::-1]):  # a fill that only this dtype is too coarse for
         if (masked := _add_hard_mask(term, mask, dtype)) is not None:
             return masked
-    coarse = any(arg.is_const and _is_coarse(arg.value, dtype) for arg in value.args)
+    # A sum with a fill may have another value in the dtype than in float32.
+    fills = [arg.value for arg in value.args if arg.is_const and -arg.value < _EXACT_FILL]
+    coarse = dtype in ROUNDED and any(swallows(fill, dtype) for fill in fills)
     return apply(ROUNDED[dtype], value) if coarse else value
 
 
@@ -101,11 +103,6 @@ FILL = -1e3
 """Numbers up to this may be fills of masks."""
 _EXACT_FILL = 2.0**64
 """A sum with a fill beyond this is the fill, or overflows, in float32 as in any narrower dtype."""
-
-
-def _is_coarse(fill: float, dtype: torch.dtype) -> bool:
-    """Whether a sum with a fill has another value in `dtype` than in float32."""
-    return dtype in ROUNDED and swallows(fill, dtype) and -fill < _EXACT_FILL
 
 
 def float_arithmetic(name: str, left: Expr, right: Expr, dtype: torch.dtype) -> Expr:

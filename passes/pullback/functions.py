@@ -60,10 +60,6 @@ def _softshrink(x: Expr, call: Call) -> Expr:
     return where(apply("flt", limit, x), x - limit, where(apply("flt", x, -limit), x + limit, rest))
 
 
-def _leaky_relu(x: Expr, call: Call) -> Expr:
-    return where(apply("flt", ZERO, x), x, x * _given(call, 1, "negative_slope", 0.01))
-
-
 def _softplus(x: Expr, call: Call) -> Expr:
     beta, threshold = _given(call, 1, "beta", 1.0), _given(call, 2, "threshold", 20.0)
     scaled = x * beta
@@ -89,10 +85,6 @@ def _elu(x: Expr, call: Call) -> Expr:
 def not_above_zero(x: Expr) -> Expr:
     """x, or 0 where x is above 0. A branch that a selection drops must not overflow: its gradient would be 0 * inf."""
     return where(apply("flt", ZERO, x), ZERO, x)
-
-
-def _sign(x: Expr, call: Call) -> Expr:
-    return where(apply("flt", ZERO, x), ONE, where(apply("flt", x, ZERO), -ONE, ZERO))
 
 
 def _hardtanh(x: Expr, call: Call) -> Expr:
@@ -182,9 +174,12 @@ def _is(value: float) -> Builder:
 
 _FLOAT_FUNCTIONS: dict[Any, Callable[[Expr, Call], Expr | None]] = {
     aten.celu: _celu, aten.elu: _elu, aten.selu: _selu, aten.gelu: _gelu, aten.softplus: _softplus,
-    aten.leaky_relu: _leaky_relu, aten.threshold: _threshold, aten.hardshrink: _hardshrink,
+    aten.leaky_relu: lambda x, call: where(apply("flt", ZERO, x), x, x * _given(call, 1, "negative_slope", 0.01)),
+    aten.threshold: _threshold, aten.hardshrink: _hardshrink,
     aten.softshrink: _softshrink, aten.hardtanh: _hardtanh, aten.sinh: _sinh, aten.cosh: _cosh, aten.asinh: _asinh,
-    aten.acos: _acos, aten.asin: _asin, aten.sign: _sign, aten.nan_to_num: _nan_to_num,
+    aten.acos: _acos, aten.asin: _asin,
+    aten.sign: lambda x, call: where(apply("flt", ZERO, x), ONE, where(apply("flt", x, ZERO), -ONE, ZERO)),
+    aten.nan_to_num: _nan_to_num,
     aten.atanh: lambda x, call: (apply("log1p", x) - apply("log1p", -x)) * 0.5,
     aten.frac: lambda x, call: x - apply("trunc", x),
     aten.erfc: lambda x, call: 1.0 - apply("erf", x),
@@ -223,10 +218,6 @@ def _logit(x: Expr, call: Call) -> Expr:
         low, high = const(float(eps)), const(1.0 - float(eps))
         x = where(apply("flt", x, low), low, where(apply("flt", high, x), high, x))
     return apply("log", x) - apply("log1p", -x)
-
-
-def _prelu(x: Expr, slope: Expr, call: Call) -> Expr:
-    return where(apply("flt", ZERO, x), x, slope * not_above_zero(x))
 
 
 def _extremum_of_numbers(order: Callable[[Expr, Expr], Expr]) -> Callable[[Expr, Expr, Call], Expr]:
@@ -281,19 +272,12 @@ def _copysign(x: Expr, sign: Expr, call: Call) -> Expr:
     """x times the quotient of the result and x, as which torch takes the gradient: at 0 it is 0, at infinities NaN."""
     zero, infinite = apply("feq", x, ZERO), apply("feq", apply("abs", x), INFINITY)
     negative = _is_negative(sign)
-    turned = apply("or", apply("and", negative, apply("fle", ZERO, x)), _neither(negative, apply("fle", ZERO, x)))
+    at_least_zero = apply("fle", ZERO, x)
+    turned = apply("or", apply("and", negative, at_least_zero), apply("not", apply("or", negative, at_least_zero)))
     factor = where(turned, -ONE, ONE)
     endless = where(infinite, x, ONE)
     result = where(infinite, endless * (factor + ZERO * (ONE / endless)), x * factor)
     return where(zero, where(negative, const(-0.0), ZERO), result)
-
-
-def _neither(a: Expr, b: Expr) -> Expr:
-    return apply("not", apply("or", a, b))
-
-
-def _ndtr(x: Expr, call: Call) -> Expr:
-    return (apply("erf", x * math.sqrt(0.5)) + 1.0) * 0.5
 
 
 def _hypot(x: Expr, y: Expr, call: Call) -> Expr:
@@ -317,7 +301,9 @@ def _hypot(x: Expr, y: Expr, call: Call) -> Expr:
 SPECIAL: dict[Any, Builder] = {
     aten.acosh: float_function(_acosh), aten.arccosh: float_function(_acosh),
     aten.logit: float_function(_logit), aten.special_logit: float_function(_logit),
-    aten._prelu_kernel: float_function(_prelu, 2),
+    aten._prelu_kernel: float_function(
+        lambda x, slope, call: where(apply("flt", ZERO, x), x, slope * not_above_zero(x)), 2
+    ),
     aten.fmax: float_function(_extremum_of_numbers(lambda a, b: apply("fle", a, b)), 2),
     aten.fmin: float_function(_extremum_of_numbers(lambda a, b: apply("fle", b, a)), 2),
     aten.logaddexp2: float_function(_log_add_exp_2, 2),
@@ -325,7 +311,7 @@ SPECIAL: dict[Any, Builder] = {
     aten.sinc: float_function(_sinc), aten.special_sinc: float_function(_sinc),
     aten.signbit: _sign_bit,
     aten.copysign: float_function(_copysign, 2),
-    aten.special_ndtr: float_function(_ndtr),
+    aten.special_ndtr: float_function(lambda x, call: (apply("erf", x * math.sqrt(0.5)) + 1.0) * 0.5),
     aten.hypot: float_function(_hypot, 2),
     aten.ldexp: float_function(lambda x, power, call: x * apply("pow", const(2.0), power), 2),
     aten.rad2deg: float_function(lambda x, call: x * (180 / math.pi)),

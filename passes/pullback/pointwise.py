@@ -67,17 +67,12 @@ def _divide(call: Call) -> Expr | None:
     return quotient if mode is None else apply(mode, quotient)
 
 
-def _is_power_of_two(value: Expr) -> bool:
-    """Whether a value is a constant that can be divided by without rounding."""
-    return value.is_const and math.isfinite(value.value) and abs(math.frexp(value.value)[0]) == 0.5
-
-
 def _remainder(call: Call) -> Expr | None:
     kind = Kind.INT if kind_of(call.dtype) is Kind.INT else Kind.FLOAT
     left, right = (operand(arg, kind) for arg in call.args[:2])
     if kind is Kind.INT:
         return integers.mod(left, right) if right.is_const and right.integer > 0 else None
-    if not _is_power_of_two(right):
+    if not (right.is_const and math.isfinite(right.value) and abs(math.frexp(right.value)[0]) == 0.5):  # a power of two
         return None  # a rounded quotient can be off by one, or by any number where it is large
     return left - right * apply("floor", left / right)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, Kind, const, coordinates, node, rebuild, walk
+from fusion.ir.expr import ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, coordinates, is_number, node, rebuild, walk
 from fusion.ir.ops import apply, conjuncts, remake, where
 from fusion.ir.primitives import ROUNDED, is_bounded, is_tame
 from fusion.refusals import Reason
@@ -312,3 +312,68 @@ def _undone(scale: float, column: Expr) -> Expr | None:
     if math.frexp(down)[0] != 0.5 or not 1 < scale <= 1 / down:
         return None
     return column.args[0] * (down * scale)
+
+
+def exponent_and_shift(value: Expr) -> tuple[Expr, Expr | None] | None:
+    """(x, r) with value = exp(x - r), r free of keys (ZERO where nothing is subtracted); r is None if any r will do. A
+    weight masked after the exponential, exp(x) * mask, is exp(x if mask else x - inf): the gradient of a product is NaN
+    where that of the weight is."""
+    if value.op == "exp":
+        exponent = value.args[0]
+        if exponent.op == "where":
+            condition, *arms = exponent.args
+            return _selected_exponent(condition, *(apply("exp", arm) for arm in arms)) or (exponent, ZERO)
+        if (shifted := _shifted(exponent)) is not None:
+            return shifted
+        for x, added in (exponent.args, exponent.args[::-1]) if exponent.op == "fadd" else ():
+            if has(added, "reduce") and free_of_keys(added):
+                return x, -added
+        return exponent, ZERO
+    if is_number(value, 0.0):
+        return const(-math.inf), None
+    if value.op == "where":
+        return _selected_exponent(*value.args)
+    if value.op != "fmul" or not any(map(_is_indicator, value.args)):
+        return None
+    indicator, other = value.args if _is_indicator(value.args[0]) else value.args[::-1]
+    if (pair := exponent_and_shift(other)) is None:
+        return None
+    if pair[1] is ZERO and may_be_high(pair[0]):
+        message = "exponentials of a mask's fill far above the scores, which may be infinite times 0"
+        raise Unsupported(Reason.SOFTMAX_BY_HAND, message, value)
+    condition, factor, _ = indicator.args
+    dead = pair[0] + -math.inf
+    arms = (dead, pair[0]) if is_number(factor, 0.0) else (pair[0], dead)
+    return where(condition, *arms), pair[1]
+
+
+def _shifted(exponent: Expr) -> tuple[Expr, Expr] | None:
+    """(x, r) with exponent = x - r, or c * x - c * r of c * (x - r), as exp2 has it; None where nothing is subtracted.
+    A c > 1 could take a finite fill of x to -inf, and the row's weights from a mean to NaN: then x stays as it is."""
+    if exponent.op == "fsub" and free_of_keys(exponent.args[1]):
+        return exponent.args[0], exponent.args[1]
+    if exponent.op != "fmul":
+        return None
+    inner, factor = sorted(exponent.args, key=lambda arg: arg.is_const)
+    if not factor.is_const or not 0 < factor.value < math.inf or (inner_pair := _shifted(inner)) is None:
+        return None
+    x, shift = inner_pair
+    if factor.value > 1 and may_be_far(x):
+        return None
+    if shift.op == "reduce" and shift.attr in ("max", "detached max"):  # rounding is monotone: the largest stays it
+        columns = tuple(column * factor for column in shift.args)
+        return x * factor, node("reduce", columns, Kind.FLOAT, shift.attr)
+    return x * factor, shift * factor
+
+
+def _selected_exponent(condition: Expr, then: Expr, otherwise: Expr) -> tuple[Expr, Expr | None] | None:
+    """`exponent_and_shift` of (then if condition else otherwise)."""
+    left, right = exponent_and_shift(then), exponent_and_shift(otherwise)
+    if left is None or right is None or (left[1] is not right[1] and None not in (left[1], right[1])):
+        return None
+    return where(condition, left[0], right[0]), left[1] if left[1] is not None else right[1]
+
+
+def _is_indicator(value: Expr) -> bool:
+    """Whether a value is 1 where a predicate holds and 0 elsewhere, or the reverse."""
+    return value.op == "where" and {arg.attr for arg in value.args[1:] if arg.is_const} == {0.0, 1.0}

@@ -24,16 +24,11 @@ def specify_sites(graph: Graph, sites: Iterable[Site]) -> None:
     for site in pending(sites):
         try:
             _refuse_reordered_reads(site)
-            site.calls = [_specified(site, number, symbols) for number in range(len(site.attentions))]
+            site.calls = [call_of(site, number, symbols) for number in range(len(site.attentions))]
         except Unsupported as problem:
             site.refuse(problem.refusal, problem.node)
         except Exception as problem:  # no other attention is lost for it
             site.refuse(defect(problem), site.anchor)
-
-
-def respecify(site: Site, uses: Sequence[AuxUse], symbols: Symbols) -> AttentionCall:
-    """Call of a site with one attention, with auxiliary outputs. Raises `Unsupported`."""
-    return _specified(site, 0, symbols, uses)
 
 
 def refuse(sites: Iterable[Site], reason: Callable[[Site], Refusal | None]) -> None:
@@ -45,7 +40,8 @@ def refuse(sites: Iterable[Site], reason: Callable[[Site], Refusal | None]) -> N
             site.refuse(refusal)
 
 
-def _specified(site: Site, number: int, symbols: Symbols, uses: Sequence[AuxUse] = ()) -> AttentionCall:
+def call_of(site: Site, number: int, symbols: Symbols, uses: Sequence[AuxUse] = ()) -> AttentionCall:
+    """Call of a site's attention of that number, with auxiliary outputs for `uses`. Raises `Unsupported`."""
     with site.assumed.hold():
         call = specify(site, site.attentions[number], uses)
     _refuse_distributed_dropout(call)

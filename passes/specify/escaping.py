@@ -17,7 +17,7 @@ from ..pullback.reductions import blocking_op, is_reduction
 from ..recognize.ancestors import SOFTMAXES
 from ..recognize.find import Site, defect, pending
 from .aux_outputs import uses
-from .calls import respecify
+from .calls import call_of
 from .specify import AttentionCall
 
 
@@ -116,7 +116,7 @@ def _with_auxiliary_outputs(
     if not aux_uses or (any(marks.requires_grad(use.node) for use in aux_uses) and not marks.requires_grad(site.root)):
         return None
     try:
-        part = respecify(site, aux_uses, symbols)
+        part = call_of(site, 0, symbols, aux_uses)
     except Unsupported:
         return None
     users = {user for use in aux_uses for user in use.node.users if outside(user)}

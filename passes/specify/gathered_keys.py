@@ -59,26 +59,26 @@ def with_merged_heads(graph: Graph, root: Node, call: Node, spec: AttentionSpec)
     return derived(graph, root, torch.ops.aten.flatten.using_ints, (call, place - 1, place))
 
 
-def _obstacle(found: AttentionCall) -> str | None:
+def _obstacle(call: AttentionCall) -> str | None:
     """Reason why an attention with sets of keys needs a mask of all keys; None where it does not."""
-    spec = found.spec
+    spec = call.spec
     assert spec.mask is not None
-    if found.differentiable:
+    if call.differentiable:
         return "gradients are asked for"
     if spec.aux_outputs:
         return "the weights of all keys are asked for"
     if spec.normalizer is not Normalizer.NONE and spec.mask.fill != float("-inf"):
         return f"keys that are not selected are filled with {spec.mask.fill:g}, and count in rows without a live key"
-    if any(marks.dtensor(node) for node in found.operands):
+    if any(marks.dtensor(node) for node in call.operands):
         return "operands are DTensors"
     return None
 
 
-def _membership(found: AttentionCall) -> tuple[Expr, KeySet] | None:
+def _membership(call: AttentionCall) -> tuple[Expr, KeySet] | None:
     """Load of a mask that is true of every live key exactly in a set, and the set."""
-    extent = dict(zip(found.spec.sizes, found.sizes, strict=True)).get("Nk")
-    known = {number: keys for number, keys in found.key_sets if keys.extent is extent}
-    for part in conjuncts(found.spec.mask.live) if found.spec.mask is not None else ():
+    extent = dict(zip(call.spec.sizes, call.sizes, strict=True)).get("Nk")
+    known = {number: keys for number, keys in call.key_sets if keys.extent is extent}
+    for part in conjuncts(call.spec.mask.live) if call.spec.mask is not None else ():
         for member in loads(part):
             if (keys := known.get(member.operand)) is None or member.args[-1] is not J:
                 continue
@@ -88,9 +88,9 @@ def _membership(found: AttentionCall) -> tuple[Expr, KeySet] | None:
     return None
 
 
-def _with_table(found: AttentionCall, member: Expr, keys: KeySet) -> AttentionCall:
+def _with_table(call: AttentionCall, member: Expr, keys: KeySet) -> AttentionCall:
     """Attention that reads K and V at the positions of the set."""
-    spec, number, axes = found.spec, len(found.spec.operands), len(found.spec.batch)
+    spec, number, axes = call.spec, len(call.spec.operands), len(call.spec.batch)
     grouped = "i" in coordinates(member)
     query = {I: coord(f"b{axes}")} if grouped else {}
     position = substitute(load(number, (*member.args[:-1], J), Kind.INT), query)
@@ -99,17 +99,17 @@ def _with_table(found: AttentionCall, member: Expr, keys: KeySet) -> AttentionCa
         dtype=str(nodes.dtype(keys.positions)).removeprefix("torch."), rank=len(position.args), name="table"
     )
     described = {"operands": (*spec.operands, table), "sizes": (*spec.sizes, COUNT), "n_k": size(COUNT)}
-    sizes = (*found.sizes, keys.count)
+    sizes = (*call.sizes, keys.count)
     if grouped:
         batch = (*spec.batch, spec.n_q)
         described |= {"batch": batch, "n_q": integers.integer(1), "output": _output(spec), "n_k_total": spec.n_k}
     inside = spec.mapped(lambda expr: substitute(expr, values), mask=None, **described)
-    if grouped and (heads := _last_extent(found)) and (group := inside.heads_per_key(heads, axes - 1)) > 1:
+    if grouped and (heads := _last_extent(call)) and (group := inside.heads_per_key(heads, axes - 1)) > 1:
         inside = _heads_as_rows(inside, axes - 1, group, heads)
     inside = replace(inside, mask=understand(inside.score, inside.normalizer))
-    gathered = GatheredKeys(table=number, dense=found)
-    operands = (*found.operands, keys.positions)
-    return _without_unused(replace(found, spec=inside, operands=operands, sizes=sizes, key_sets=(), gathered=gathered))
+    gathered = GatheredKeys(table=number, dense=call)
+    operands = (*call.operands, keys.positions)
+    return _without_unused(replace(call, spec=inside, operands=operands, sizes=sizes, key_sets=(), gathered=gathered))
 
 
 def _output(spec: AttentionSpec) -> Output:
@@ -124,10 +124,10 @@ def _output(spec: AttentionSpec) -> Output:
     return Output(dims=renamed(spec.output.dims), order=renamed(spec.output.order))
 
 
-def _last_extent(found: AttentionCall) -> int:
+def _last_extent(call: AttentionCall) -> int:
     """Size of the last batch coordinate; 0 where it is not known at compile time."""
-    values = dict(zip(found.spec.sizes, found.sizes, strict=True))
-    last = found.spec.batch[-1] if found.spec.batch else None
+    values = dict(zip(call.spec.sizes, call.sizes, strict=True))
+    last = call.spec.batch[-1] if call.spec.batch else None
     extent = None if last is None or last.op != "size" else values.get(last.name)
     return extent.integer if extent is not None and extent.is_const else 0
 
@@ -142,9 +142,9 @@ def _heads_as_rows(spec: AttentionSpec, axis: int, group: int, heads: int) -> At
     return spec.mapped(lambda expr: substitute(expr, per_row), lambda expr: substitute(expr, first), **fields)
 
 
-def _without_unused(found: AttentionCall) -> AttentionCall:
+def _without_unused(call: AttentionCall) -> AttentionCall:
     """Spec without operands that are no longer read, the mask above all, and without their sizes."""
-    spec, gathered = found.spec, found.gathered
+    spec, gathered = call.spec, call.gathered
     assert gathered is not None
     every = spec.expressions()
     read = {part.operand for part in loads(*every)} | {0, 1, 2}
@@ -154,12 +154,12 @@ def _without_unused(found: AttentionCall) -> AttentionCall:
         operands=tuple(spec.operands[old] for old in sorted(read)),
         sizes=tuple(name for name in spec.sizes if size(name) in set(walk(*every))),
     )
-    values = dict(zip(spec.sizes, found.sizes, strict=True))
+    values = dict(zip(spec.sizes, call.sizes, strict=True))
     return replace(
-        found,
+        call,
         spec=changed,
-        operands=tuple(found.operands[old] for old in sorted(read)),
+        operands=tuple(call.operands[old] for old in sorted(read)),
         sizes=tuple(values[name] for name in changed.sizes),
-        tables=tuple((number[old], known) for old, known in found.tables if old in number),
+        tables=tuple((number[old], known) for old, known in call.tables if old in number),
         gathered=replace(gathered, table=number[gathered.table]),
     )

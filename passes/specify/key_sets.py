@@ -42,24 +42,21 @@ class KeySet:
 
 def scattered(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> None:
     """Record the `KeySet` of a mask made by `scatter`. The mask stays a load; `gathered_keys` may replace it later."""
-    if (key_set := _key_set(pullback, here, args, index)) is not None:
-        pullback.key_sets[here] = key_set
-
-
-def _key_set(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> KeySet | None:
     written, positions = args.get("value"), args["index"]
     if nodes.dtype(here) is not torch.bool or not isinstance(written, (bool, int, float)) or args.get("reduce"):
-        return None
+        return
     rank = len(index)
     if not rank or nodes.normalize_dim(args["dim"], rank) != rank - 1 or len(shape(positions)) != rank:
-        return None
+        return
     if shape(positions)[:-1] != shape(here)[:-1] or not _are_distinct(pullback, positions, shape(here)):
-        return None
+        return
     outside, inside = pullback.value(args["self"], index), const(bool(written))
     count = shape(positions)[-1]
     if not outside.is_const or outside is inside or not count.is_const or not count.integer:
-        return None  # without any position all keys are dead, which is more than no keys
-    return KeySet(positions=positions, count=count, extent=shape(here)[-1], inside=inside, outside=outside)
+        return  # without any position all keys are dead, which is more than no keys
+    pullback.key_sets[here] = KeySet(
+        positions=positions, count=count, extent=shape(here)[-1], inside=inside, outside=outside
+    )
 
 
 def _are_distinct(pullback: PullBack, positions: Node, extents: Index) -> bool:

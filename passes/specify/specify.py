@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import AttentionSpec, Operand, Output
-from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, coord, load, rebuild, renumbered, size, walk
+from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, coord, load, rebuild, size, walk
 from fusion.ir.mixing import Mixing
 from fusion.ir.records import mapped
 from fusion.ir.sizes import size_value
@@ -295,10 +295,6 @@ class _Resolver:
         resolved = replace(access, index=tuple(map(self, access.index)), value=value)
         self.of_elements |= set(range(before, len(self.operands)))
         return resolved
-
-    def renumbered(self, expr: Expr, held: list[Node]) -> Expr:
-        """Expression whose loads are numbered by their position in `held`, in the spec's numbers."""
-        return renumbered(expr, lambda number: self.number(held[number]))
 
     def key_sets(self) -> tuple[tuple[int, KeySet], ...]:
         """`KeySet` of the operands that are masks, by number."""

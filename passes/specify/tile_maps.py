@@ -101,24 +101,24 @@ def _map_before(graph: Graph, place: Node, root: Node, wanted: Mapped, symbols: 
     return node
 
 
-def mapped(found: AttentionCall) -> Mapped | None:
+def mapped(call: AttentionCall) -> Mapped | None:
     """Map that an attention could use, or None where its mask is not data."""
-    data = _data(found)
-    if data is None or found.spec.needs_all_keys:
+    data = _data(call)
+    if data is None or call.spec.needs_all_keys:
         return None
-    spec = found.spec
+    spec = call.spec
     read = [part.operand for part in loads(data.live, data.full)]
     numbers = sorted(set(read))
-    if not numbers and any(marks.dtensor(node) for node in found.operands):
+    if not numbers and any(marks.dtensor(node) for node in call.operands):
         return None  # parts of it would have to be made from nothing
-    operands = tuple(found.operands[number] for number in numbers) or (_on_device(found),)
-    if any(marks.mutations(node) or nodes.fake(node).device.type != found.device for node in operands):
+    operands = tuple(call.operands[number] for number in numbers) or (_on_device(call),)
+    if any(marks.mutations(node) or nodes.fake(node).device.type != call.device for node in operands):
         return None
     names = _batch_axes(data)
     live, full = (_renumbered(expr, names, numbers) for expr in (data.live, data.full))
     batch = tuple(spec.batch[int(name[1:])] for name in names)
     used = {part.attr for part in walk(live, full, spec.n_q, spec.n_k, *batch) if part.op == "size"}
-    sizes = [(name, value) for name, value in zip(spec.sizes, found.sizes, strict=True) if name in used]
+    sizes = [(name, value) for name, value in zip(spec.sizes, call.sizes, strict=True) if name in used]
     map_spec = MapSpec(
         sizes=tuple(name for name, _ in sizes), batch=batch, n_q=spec.n_q, n_k=spec.n_k, live=live, full=full,
         rows="i" in coordinates(live),
@@ -137,9 +137,9 @@ def _renumbered(expr: Expr, names: Sequence[str], numbers: Sequence[int]) -> Exp
     return renumbered(moved, numbers.index)
 
 
-def with_map(found: AttentionCall, made: Node) -> AttentionCall:
+def with_map(call: AttentionCall, made: Node) -> AttentionCall:
     """Attention with the map as an additional operand, and with mask facts that refer to it."""
-    data, spec = _data(found), found.spec
+    data, spec = _data(call), call.spec
     assert data is not None
     batch = tuple(map(coord, _batch_axes(data)))
     tile_live, tile_mixed = lookup(len(spec.operands), batch, "i" in coordinates(data.live))
@@ -158,37 +158,34 @@ def with_map(found: AttentionCall, made: Node) -> AttentionCall:
     )
     operand = Operand(dtype="int32", rank=len(batch) + 3, name="tiles")
     spec = replace(spec, operands=(*spec.operands, operand), mask=facts)
-    return replace(found, spec=spec, operands=(*found.operands, made))
+    return replace(call, spec=spec, operands=(*call.operands, made))
 
 
 def _all(predicates: list[Expr]) -> Expr:
     return functools.reduce(functools.partial(apply, "and"), predicates, TRUE)
 
 
-def _data(found: AttentionCall) -> _Data | None:
+def _data(call: AttentionCall) -> _Data | None:
     """Contents of a map for this attention, or None if there are none."""
-    spec = found.spec
+    spec = call.spec
     known = conjuncts(spec.mask.live) if spec.mask is not None else []
-    predicates = [p for p in known if depends_on_key(p) and (loads(p) or _alternatives(p)) and mappable(p)]
+    # Loads, or alternatives that leave keys alive in several places.
+    data = [p for p in known if loads(p) or p.op == "or" and {"i", "j"} <= coordinates(p)]
+    predicates = [p for p in data if depends_on_key(p) and mappable(p)]
     added = _addends(spec.score, 1.0) if spec.normalizer is not Normalizer.NONE else []
-    fills = {bias: HARD * factor for bias, factor in added if _may_be_hard(found, bias)}
+    fills = {bias: HARD * factor for bias, factor in added if _may_be_hard(call, bias)}
     fills = {bias: fill for bias, fill in fills.items() if fill <= 100 * ORDINARY}
     if not predicates and not fills:
         return None
     return _Data(predicates=tuple(predicates), biases=tuple(fills), fill=max(fills.values(), default=-math.inf))
 
 
-def _alternatives(predicate: Expr) -> bool:
-    """Whether a predicate of positions leaves keys alive in several places."""
-    return predicate.op == "or" and {"i", "j"} <= coordinates(predicate)
-
-
-def _on_device(found: AttentionCall) -> Node:
+def _on_device(call: AttentionCall) -> Node:
     """Tensor on the device where a map is computed, the same for all attentions of a graph."""
-    inputs = found.operands[0].graph.find_nodes(op="placeholder")
+    inputs = call.operands[0].graph.find_nodes(op="placeholder")
     candidates = ((node, nodes.fake(node)) for node in inputs if not (marks.mutations(node) or marks.dtensor(node)))
-    alike = (node for node, value in candidates if isinstance(value, Tensor) and value.device.type == found.device)
-    return next(alike, found.operands[0])
+    alike = (node for node, value in candidates if isinstance(value, Tensor) and value.device.type == call.device)
+    return next(alike, call.operands[0])
 
 
 def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
@@ -208,9 +205,9 @@ def _addends(score: Expr, factor: float) -> list[tuple[Expr, float]]:
     return []
 
 
-def _may_be_hard(found: AttentionCall, bias: Expr) -> bool:
+def _may_be_hard(call: AttentionCall, bias: Expr) -> bool:
     """Whether a tensor may be a mask: the same for all features, and without parameters."""
-    node = found.operands[bias.operand]
-    if found.differentiable and marks.requires_grad(node):
+    node = call.operands[bias.operand]
+    if call.differentiable and marks.requires_grad(node):
         return False
     return bias.kind is Kind.FLOAT and depends_on_key(bias) and is_dense(bias)

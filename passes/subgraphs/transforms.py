@@ -95,13 +95,9 @@ def _trains_tangents(graph: Graph) -> bool:
             recording = node.args[0]
         elif node.target is operator.getitem and node.args[1] == 1 and functorch.unpacks_dual(node.args[0].target):
             reached.add(node)
-        elif node.op == "output" or recording and not _detaches(node):
+        elif node.op == "output" or recording and "detach" not in (node.target, getattr(node.target, "__name__", "")):
             reached.update([node] if not reached.isdisjoint(node.all_input_nodes) else [])
     return any(node.op == "output" for node in reached)
-
-
-def _detaches(node: Node) -> bool:
-    return "detach" in (node.target, getattr(node.target, "__name__", ""))
 
 
 def _asked(levels: Mapping[str, int]) -> Asked:

@@ -38,12 +38,6 @@ from ..nodes import Unsupported
 from ..tensors import dtensor
 
 
-def is_outermost(graph: Graph) -> bool:
-    """Whether the first call of a graph enters a `vmap`."""
-    calls = (node for node in graph.nodes if node.op.startswith("call"))
-    return functorch.enters(next(calls).target, "vmap")
-
-
 class Untraceable(Exception):
     """An operation inside a `vmap` cannot be traced. The traced part of the `vmap` is still in the graph."""
 
@@ -222,7 +216,8 @@ def _asks_for_it(node: Node) -> bool:
 
 def traces_through(body: Graph) -> bool:
     """Whether an outlined part is a `vmap` that contains none of the other kinds."""
-    if not is_outermost(body):
+    calls = (node for node in body.nodes if node.op.startswith("call"))
+    if not functorch.enters(next(calls).target, "vmap"):
         return False
     kinds = "grad", "jvp", "dual"
     others = (functorch.enters(n.target, *kinds) or functorch.forbids_hooks(n.target) for n in body.nodes)

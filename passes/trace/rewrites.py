@@ -19,7 +19,8 @@ aten = torch.ops.aten
 
 
 def fill_by_masks(graph: Graph) -> None:
-    """Rewrite such operations on tensors that depend on a product."""
+    """Rewrite fills of scores at listed positions (`s[:, :, i, i] = -inf`, `index_fill`, a diagonal) as fills by a
+    mask. The graph computes it by the same operation, over only the dimensions that the positions are in."""
     symbols: Symbols | None = None
     for node in list(graph.nodes):
         mask_of = _MASKS.get(packet(node))
@@ -34,11 +35,11 @@ def fill_by_masks(graph: Graph) -> None:
             node.target, node.args, node.kwargs = overload, (node.args[0], mask, number), {}
 
 
-Found = tuple[Node, Any] | None
+Fill = tuple[Node, Any] | None
 """A mask, and the number that is put where it holds; None where each place has a number of its own."""
 
 
-def _of_indices(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
+def _of_indices(symbols: Symbols, node: Node, args: dict[str, Any]) -> Fill:
     """Mask and number of an `index_put` with integer indices."""
     indices, number = args["indices"], args["values"]
     listed = [k for k, index in enumerate(indices) if index is not None]
@@ -46,11 +47,12 @@ def _of_indices(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
     if args.get("accumulate") or masks or nodes.fake(number).dim() or not _is_float(node):
         return None
     nothing = _no_mask(symbols, node, listed)
-    mask = derived(symbols.graph, node, aten.index_put.default, (nothing, indices, _yes(symbols, node)))
+    everywhere = _made(symbols.graph, node, aten.ones.default, [], torch.bool)
+    mask = derived(symbols.graph, node, aten.index_put.default, (nothing, indices, everywhere))
     return mask, number
 
 
-def _of_positions(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
+def _of_positions(symbols: Symbols, node: Node, args: dict[str, Any]) -> Fill:
     """Mask and number of an `index_fill`."""
     dim = nodes.normalize_dim(args["dim"], len(shape(node)))
     if not _is_float(node):
@@ -59,7 +61,7 @@ def _of_positions(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
     return derived(symbols.graph, node, aten.index_fill.int_Scalar, arguments), args["value"]
 
 
-def _of_diagonal(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
+def _of_diagonal(symbols: Symbols, node: Node, args: dict[str, Any]) -> Fill:
     """Mask and number of a `diagonal_scatter` of one number: true where row plus offset equals the column."""
     source, rank = args["src"], len(shape(node))
     if packet(source) is not aten.fill or not _is_float(node):
@@ -76,7 +78,7 @@ def _of_diagonal(symbols: Symbols, node: Node, args: dict[str, Any]) -> Found:
     return derived(graph, node, aten.eq.Tensor, (moved, positions[1])), nodes.arguments(source)["value"]
 
 
-_MASKS: dict[Any, Callable[[Symbols, Node, dict[str, Any]], Found]] = {
+_MASKS: dict[Any, Callable[[Symbols, Node, dict[str, Any]], Fill]] = {
     aten.index_put: _of_indices, aten.index_fill: _of_positions, aten.diagonal_scatter: _of_diagonal,
 }  # fmt: skip
 
@@ -89,10 +91,6 @@ def _no_mask(symbols: Symbols, node: Node, dims: list[int]) -> Node:
     """False everywhere, in the shape of a node with all dimensions but these set to 1."""
     sizes = [symbols.value(extent) if dim in dims else 1 for dim, extent in enumerate(shape(node))]
     return _made(symbols.graph, node, aten.zeros.default, sizes, torch.bool)
-
-
-def _yes(symbols: Symbols, node: Node) -> Node:
-    return _made(symbols.graph, node, aten.ones.default, [], torch.bool)
 
 
 def _made(graph: Graph, origin: Node, target: Any, size: Any, dtype: torch.dtype) -> Node:
@@ -114,29 +112,28 @@ _VIEWS: dict[Any, Any] = {
 
 
 def make_by_size(graph: Graph) -> None:
-    """Rewrite such calls where the result is contiguous, as that of a call by sizes is."""
+    """Rewrite uses of scores for their shape alone, as in `torch.rand_like(scores)` or `prior.expand_as(weights)`, with
+    sizes: then they do not need the scores. Results have to be contiguous, as those of calls by sizes are."""
     symbols: Symbols | None = None
     for node in list(graph.nodes):
-        target, is_view = _OF_SIZES.get(packet(node)), packet(node) in _VIEWS
-        if not (_takes_shape_of_scores(node) if is_view else target is not None and _is_plain(node)):
+        is_view = packet(node) in _VIEWS
+        target = (_VIEWS if is_view else _OF_SIZES).get(packet(node))
+        if target is None or not _takes_shape_of_scores(node, is_view):
             continue
         symbols, fake = symbols or Symbols(graph), nodes.fake(node)
         with graph.inserting_before(node), contextlib.suppress(Unsupported):  # sizes that are data
             extents = [symbols.value(extent) for extent in shape(node)]
             node.args = (node.args[0], extents) if is_view else (extents, *node.args[1:])
             node.kwargs = {} if is_view else {"dtype": fake.dtype, "device": fake.device}
-            node.target = _VIEWS[packet(node)] if is_view else target
+            node.target = target
 
 
-def _takes_shape_of_scores(node: Node) -> bool:
-    like = nodes.arguments(node)["other"]
-    return isinstance(like, Node) and not marks.dtensor(node) and bool(products_above(like))
-
-
-def _is_plain(node: Node) -> bool:
-    like, fake = node.args[0], nodes.fake(node)
+def _takes_shape_of_scores(node: Node, is_view: bool) -> bool:
+    like, fake = nodes.arguments(node)["other"] if is_view else node.args[0], nodes.fake(node)
     if not isinstance(like, Node) or marks.dtensor(node) or not products_above(like):
         return False
+    if is_view:
+        return True
     return fake.layout is torch.strided and fake.is_contiguous() and not node.kwargs.get("pin_memory")
 
 
@@ -145,7 +142,12 @@ _OF_TENSORS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tenso
 
 
 def read_floats(graph: Graph) -> None:
-    """Rewrite arithmetic of tensors and floats that are symbols, and do not follow from sizes, as that of tensors."""
+    """Rewrite arithmetic of tensors and floats that are symbols as that of tensors, so that another value compiles
+    nothing again; floats that follow from sizes stay.
+
+    A float that has had two values (the temperature of a call, a scale that differs between layers) arrives as a tensor
+    whose `item()` is a symbol. A symbol in a kernel is compiled in: torch guards on its value. A tensor without
+    dimensions, one times the symbol, is read by kernels as any other, and torch takes the symbol out of the product."""
     for node in list(graph.nodes):
         if node.target not in _OF_TENSORS or len(node.args) != 2 or node.kwargs:
             continue
@@ -163,16 +165,10 @@ def _takes(x: Node) -> bool:
 def _tensor(graph: Graph, number: Node, beside: torch.Tensor) -> Node:
     """Float in the dtype that a tensor is computed in."""
     dtype = torch.float64 if beside.dtype is torch.float64 else torch.float32
-    one = _call(graph, aten.full.default, ([], 1.0), dtype=dtype, device=beside.device)
-    scaled = _call(graph, aten.mul.Tensor, (one, number))
+    one = derived(graph, number, aten.full.default, ([], 1.0), dtype=dtype, device=beside.device)
+    scaled = derived(graph, number, aten.mul.Tensor, (one, number))
     marks.of_float.set(scaled, True)
     return scaled
-
-
-def _call(graph: Graph, target: Any, args: tuple[Any, ...], **kwargs: Any) -> Node:
-    node = graph.call_function(target, args, kwargs)
-    node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.fake), **kwargs)
-    return node
 
 
 def write_products(graph: Graph) -> None:
