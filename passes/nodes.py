@@ -59,14 +59,14 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(fake(node), torch.Tensor)
 
 
-def is_nested(held: Any) -> bool:
+def is_nested(tensor: Any) -> bool:
     """Whether a value is a nested tensor. Dynamo supports jagged ones only."""
-    return isinstance(held, torch.Tensor) and held.is_nested
+    return isinstance(tensor, torch.Tensor) and tensor.is_nested
 
 
-def empty_like(held: torch.Tensor) -> torch.Tensor:
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """Tensor of the same shape and dtype in the current fake mode; of a DTensor the global tensor."""
-    return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def walk_up(starts: Iterable[Node], parents: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
@@ -124,8 +124,8 @@ def is_given_float(argument: Any) -> bool:
     return isinstance(recorded, torch.SymFloat) and recorded.node.has_hint() and not _follows_from_sizes(recorded)
 
 
-def _follows_from_sizes(held: torch.SymFloat) -> bool:
-    symbols = held.node.expr.free_symbols
+def _follows_from_sizes(value: torch.SymFloat) -> bool:
+    symbols = value.node.expr.free_symbols
     return bool(symbols) and all(symbol.is_integer for symbol in symbols)
 
 
@@ -392,9 +392,9 @@ def size_hints(graph: Graph) -> dict[str, int]:
     return hints
 
 
-def _extents(held: torch.Tensor) -> tuple[Any, ...]:
+def _extents(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Sizes of a tensor; of a nested tensor those of its components, since its own size is no list of integers."""
-    if not is_nested(held):
-        return tuple(held.shape)
-    values, offsets = tensors.nested_parts(held)
+    if not is_nested(tensor):
+        return tuple(tensor.shape)
+    values, offsets = tensors.nested_parts(tensor)
     return (*values.shape, *offsets.shape)

@@ -76,7 +76,7 @@ def _may_be_cascade(site: Site) -> bool:
         return False
     if site.refusal is not None:
         return site.refusal.kind in _REASONS
-    walks = [found.pullback for found in site.attentions]
+    walks = [attention.pullback for attention in site.attentions]
     products = {product.node for walk in walks for product in walk.products}
     return any(products & products_above(node) for walk in walks for node in walk.loaded)
 
@@ -103,10 +103,10 @@ def _softmaxes(reductions: list[Node]) -> list[Node]:
     return [node for node in reductions if packet(node) in SOFTMAXES]
 
 
-def _wanted(site: Site, found: list[Node], way: Strategy, hints: Mapping[str, int], pays: Pays) -> list[Node]:
+def _wanted(site: Site, above: list[Node], way: Strategy, hints: Mapping[str, int], pays: Pays) -> list[Node]:
     """Reductions above a site that are to be extracted: none where that does not pay, and no softmax of an
     attention."""
-    reductions = way(found)
+    reductions = way(above)
     if len(reductions) > MOST or (site.refusal is None and any(packet(node) in SOFTMAXES for node in reductions)):
         return []
     try:
@@ -115,7 +115,7 @@ def _wanted(site: Site, found: list[Node], way: Strategy, hints: Mapping[str, in
         return []
     if any(min(table[-2:]) <= FEW for table in tables):
         return []
-    column = len(found) == 1 and packet(found[0]) in SOFTMAXES
+    column = len(above) == 1 and packet(above[0]) in SOFTMAXES
     return reductions if pays(map(math.prod, tables), column) else []
 
 

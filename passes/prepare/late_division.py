@@ -187,29 +187,29 @@ def _division(product: Node, kinds: AncestorKinds) -> _Division | None:
     return None
 
 
-def _places(found: _Division) -> tuple[int, ...] | None:
+def _places(division: _Division) -> tuple[int, ...] | None:
     """Dimension of the product that each dimension of a factor corresponds to; None where the factor depends on the
     key."""
-    names = order_of(found.index, shape(found.factor), found.bounds)
+    names = order_of(division.index, shape(division.factor), division.bounds)
     return None if names is None or J.name in names else tuple(int(name[1:]) for name in names)
 
 
-def _sink(found: _Division, product: Node, kinds: AncestorKinds) -> Node:
+def _sink(division: _Division, product: Node, kinds: AncestorKinds) -> Node:
     """Move the nodes between a statistic and its divisions behind the product, where the call that writes it stands.
     Returns the last node that the quotient must follow."""
-    if found.node.users:
+    if division.node.users:
         return product
-    chain, todo = {found.node}, [found.factor]
+    chain, todo = {division.node}, [division.factor]
     while todo:
         here = todo.pop()
         made = AncestorKind.STATISTIC in kinds[here] and not is_statistic(here) and not marks.stop_gradient(here)
         if made and chain.issuperset(here.users) and not any(map(marks.mutations, (here, *here.all_input_nodes))):
             chain.add(here)
             todo += here.all_input_nodes
-    product.append(found.node)
-    sunk = sorted(chain - {found.node})
+    product.append(division.node)
+    sunk = sorted(chain - {division.node})
     for node in sunk:
-        found.node.prepend(node)
+        division.node.prepend(node)
     return sunk[-1] if sunk else product
 
 

@@ -79,12 +79,12 @@ def _summed(node: Node, ops: tuple[Any, ...] = (aten.mul,)) -> _Summed | None:
     if not all(nodes.is_tensor(x) and nodes.dtype(x) is nodes.dtype(node) for x in operands):
         return None
     left, right = operands
-    found = _broadcast(shape(left), shape(right))
-    if found is None or (dim := nodes.one_dim(dims, len(found))) is None:
+    extents = _broadcast(shape(left), shape(right))
+    if extents is None or (dim := nodes.one_dim(dims, len(extents))) is None:
         return None
-    if any(len(x) < len(found) - dim or x[dim - len(found)] is not found[dim] for x in map(shape, operands)):
+    if any(len(x) < len(extents) - dim or x[dim - len(extents)] is not extents[dim] for x in map(shape, operands)):
         return None
-    return _Summed(op=op, left=left, right=right, extents=found, dim=dim, keepdim=keepdim)
+    return _Summed(op=op, left=left, right=right, extents=extents, dim=dim, keepdim=keepdim)
 
 
 _SUMS = {aten.sum, aten.linalg_vector_norm, aten.norm}

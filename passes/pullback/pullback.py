@@ -182,8 +182,8 @@ class PullBack:
 
     def _limits(self, value: Expr) -> tuple[int, int]:
         def of_load(part: Expr) -> tuple[int, int]:
-            held = torch.iinfo(nodes.dtype(self.loaded[part.operand]))
-            return held.min, held.max
+            limits = torch.iinfo(nodes.dtype(self.loaded[part.operand]))
+            return limits.min, limits.max
 
         return interval(value, self.bounds, of_load)
 

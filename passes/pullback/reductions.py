@@ -161,8 +161,8 @@ def _norm(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) ->
 
 def _all(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
     """Whether a predicate holds for all scores of a row."""
-    found = reduction(pullback, "all", here, index)
-    return None if found is None else node("reduce", found.args, Kind.BOOL, "all")
+    reduced = reduction(pullback, "all", here, index)
+    return None if reduced is None else node("reduce", reduced.args, Kind.BOOL, "all")
 
 
 def _reduce(name: str) -> Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]:

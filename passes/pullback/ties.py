@@ -141,7 +141,7 @@ def _found(form: _Form, builders: Sequence[Builder]) -> _Rule | str:
     given = [x if leaf.value is None else const(leaf.value) for x, leaf in zip(stand_ins, leaves, strict=True)]
     args, kwargs = form.filled(given)
     call = Call(args=args, kwargs=kwargs, dtype=form.dtype)
-    composed = [made for builder in builders if (made := builder(call)) is not None]
+    composed = [composition for builder in builders if (composition := builder(call)) is not None]
     if not composed or not any(part.op in _KINKED for part in walk(composed[0])):
         return _Rule(0)
     columns = _columns(form, leaves, composed)
@@ -151,8 +151,8 @@ def _found(form: _Form, builders: Sequence[Builder]) -> _Rule | str:
     moving = [x for x, leaf in zip(stand_ins, leaves, strict=True) if leaf.moves and leaf.value is None]
     known = dict(zip(stand_ins, columns, strict=True))
     differs = []
-    for made in composed:
-        differs.append(_differs(theirs, _by_expression(made, moving, known)))
+    for composition in composed:
+        differs.append(_differs(theirs, _by_expression(composition, moving, known)))
         if not differs[-1].any():
             return _Rule(len(differs) - 1)
     message = f"torch {torch.__version__} differentiates {form.function} in a way that fusion does not know"

@@ -311,20 +311,20 @@ def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr])
     """Index of the product for an element of the root, and the factors from the product on; None where a view has no
     rule."""
     here: Any = root
-    found: list[_Factor] = []
+    scalings: list[_Factor] = []
     while here is not anchor:
         if packet(here) in (aten.mul, aten.div):
             op = "fmul" if packet(here) is aten.mul else "div"
             here, factor = here.args
             at = broadcast_index(shape(here), shape(factor), index)
-            found.insert(0, _Factor(op=op, node=factor, index=at))
+            scalings.insert(0, _Factor(op=op, node=factor, index=at))
         elif packet(here) in (aten.to, aten._to_copy):
             here = here.args[0]
         elif (moved := source(here, index, bounds)) is not None:
             here, index = moved
         else:
             return None
-    return index, found
+    return index, scalings
 
 
 def _roles(anchor: Node, index: Index, kinds: AncestorKinds, apart: bool) -> tuple[Expr | None, Expr | None]:
