@@ -83,7 +83,8 @@ class repro:
     HELP = """Writes one attention of a model as a Python script that compares it with float64.
 
 The script is one file with the operations, the tensors that the attention reads in the model, and the comparison. Its
-exit code is 1 where fusion is wrong. Without --site it is the attention that comes nearest to its bound."""
+exit code is 1 where fusion is wrong. Without --site it is the attention whose error is largest relative
+to what is allowed."""
     EXAMPLES = """examples:
   fusion repro model.py:Model                          writes repro.py
   fusion repro model.py:Model --site 2 --random        your tensors stay with you, but for masks and integers

@@ -37,9 +37,9 @@ _INTRODUCTION = """# Compatibility
 What `torch.compile(model, backend="fusion")` makes of architectures as their packages ship them. Each is built small,
 with random weights, and runs three times: in eager mode, in float64 and compiled. Its results must be as exact as eager
 mode's (at most twice eager's error against float64, and NaN and infinities where eager has them). A **site** is one
-attention in the model: a softmax, or a fused call, between two matrix products. Sites are counted in the graph by a
-program that knows nothing of the compiler's passes, so that what the compiler overlooks counts against it; where the
-compiler itself met more, those count. A site that is not fused runs as PyTorch runs it.
+attention in the model: a softmax, or a fused call, between two matrix products. Sites are counted independently, by a
+program that knows nothing of the compiler's passes, and we take the larger of that count and the compiler's own. A site
+that is not fused runs as PyTorch runs it.
 
 A model's name stands for the smallest version that the survey's rules make of it; other versions may have other sites.
 Of transformers, diffusers and timm all architectures were tried, on 2026-11-28. (Of timm with bare names in the place
