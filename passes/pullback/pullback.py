@@ -32,7 +32,6 @@ from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, producer, shape
-from ..specify.key_sets import KeySet, scattered
 from ..trace.inplace import changes, may_copy
 from ..trace.outline import described
 from . import casts, indexing, pointwise, reductions
@@ -43,7 +42,7 @@ from .materialize import decided_otherwise, too_heavy
 from .operands import Access, is_float8, locate
 from .reductions import blocking_op, depends_on_product
 from .roundings import Narrow, is_coarser, narrowed_to, rounded_at
-from .tables import Numbers
+from .tables import KeySet, Numbers, scattered
 from .views import Index, broadcast_index, number_of, source
 
 aten = torch.ops.aten

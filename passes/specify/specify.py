@@ -22,12 +22,11 @@ from ..nodes import Unsupported
 from ..pullback import heads
 from ..pullback.operands import Access, scales_rows
 from ..pullback.pullback import Product, PullBack
-from ..pullback.tables import Numbers, Table
+from ..pullback.tables import KeySet, Numbers, Table
 from ..recognize.core import NormalizedScores
 from ..recognize.find import Attention, Site
 from ..recognize.softmaxes import filled_by_selection
 from .aux_outputs import AuxUse
-from .key_sets import KeySet
 from .masks import fold_comparisons, understand
 
 aten = torch.ops.aten
