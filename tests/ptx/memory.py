@@ -1,0 +1,75 @@
+"""Global memory of an emulated GPU: the storages of CPU tensors, by address."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+Storage = tuple[int, int, np.ndarray]  # first address, end, bytes
+
+
+class Fault(Exception):
+    """An access or a state that a device would trap on, or whose result it does not define."""
+
+
+class Memory:
+    """The storages of a launch's tensors. An access outside of them, or one that is not aligned, is a fault."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.storages: list[Storage] = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            start, size = storage.data_ptr(), storage.nbytes()
+            if size and not any(first <= start and start + size <= end for first, end, _ in self.storages):
+                data = np.frombuffer((ctypes.c_uint8 * size).from_address(start), dtype=np.uint8)
+                self.storages.append((start, start + size, data))
+
+    def _storage_at(self, address: int, size: int, line: str) -> Storage:
+        for start, end, data in self.storages:
+            if start <= address and address + size <= end:
+                return start, end, data
+        nearest = min(self.storages, key=lambda s: min(abs(address - s[0]), abs(address - s[1])), default=None)
+        where = "" if nearest is None else f", {address - nearest[0]} from the first of {nearest[1] - nearest[0]} bytes"
+        raise Fault(f"an access of {size} bytes outside of all tensors{where}: {line}")
+
+    def _by_storage(
+        self, addresses: np.ndarray, size: int, line: str
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """(positions among the addresses, their offsets, the storage's bytes) for each storage."""
+        if (addresses % size).any():
+            raise Fault(f"an access of {size} bytes that is not aligned: {line}")
+        left = np.arange(len(addresses))
+        while len(left):
+            start, end, data = self._storage_at(int(addresses[left[0]]), size, line)
+            inside = (addresses[left] >= start) & (addresses[left] + size <= end)
+            yield left[inside], (addresses[left[inside]] - start).astype(np.int64), data
+            left = left[~inside]
+
+    def load(self, addresses: np.ndarray, size: int, line: str) -> np.ndarray:
+        """Bytes [n, size] at n addresses."""
+        out = np.zeros((len(addresses), size), np.uint8)
+        for which, offsets, data in self._by_storage(addresses, size, line):
+            out[which] = data[offsets[:, None] + np.arange(size)]
+        return out
+
+    def store(self, addresses: np.ndarray, values: np.ndarray, line: str) -> None:
+        """Write bytes [n, size] to n addresses."""
+        size = values.shape[1]
+        for which, offsets, data in self._by_storage(addresses, size, line):
+            data[offsets[:, None] + np.arange(size)] = values[which]
+
+    def add(self, addresses: np.ndarray, values: np.ndarray, line: str) -> np.ndarray:
+        """Add float32 [n, k] one by one; returns what was there before."""
+        size = values.shape[1] * 4
+        before = self.load(addresses, size, line).view(np.float32).copy()
+        for which, offsets, data in self._by_storage(addresses, size, line):
+            for k in range(values.shape[1]):
+                places = offsets + 4 * k
+                cells = np.unique(places)
+                sums = data[cells[:, None] + np.arange(4)].view(np.float32)[:, 0].copy()
+                np.add.at(sums, np.searchsorted(cells, places), values[which, k])
+                data[cells[:, None] + np.arange(4)] = sums[:, None].view(np.uint8).reshape(-1, 4)
+        return before

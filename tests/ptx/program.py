@@ -1,0 +1,110 @@
+"""PTX text as instructions: opcodes, operands, predicates and branches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tests.ptx.block import Block
+
+Run = Callable[["Block", "np.ndarray | None"], Any]
+"""Execution of an instruction by the threads of a block; mask: those that take part, None for all."""
+Maker = Callable[[list[str], list[str], str], Run]
+"""(parts of the opcode, operands, the line) -> the instruction's execution."""
+OPCODES: dict[str, Maker] = {}
+
+
+def opcode(*names: str) -> Callable[[Maker], Maker]:
+    """Decorator that registers the maker of opcodes with these first parts."""
+
+    def register(maker: Maker) -> Maker:
+        OPCODES.update(dict.fromkeys(names, maker))
+        return maker
+
+    return register
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """predicate: the register that selects threads. run: None of a branch, whose target is the number of an
+    instruction."""
+
+    line: str
+    predicate: str | None
+    negated: bool
+    run: Run | None
+    target: int
+
+
+def operands_of(text: str) -> list[str]:
+    """Operands at commas outside of brackets."""
+    parts, depth, start = [], 0, 0
+    for at, char in enumerate(text):
+        depth += (char in "{[(") - (char in "}])")
+        if char == "," and not depth:
+            parts.append(text[start:at].strip())
+            start = at + 1
+    last = text[start:].strip()
+    return [*parts, last] if last else parts
+
+
+def list_of(operand: str) -> list[str]:
+    """Registers of a vector operand, `{%r1, %r2}`."""
+    return [part.strip() for part in operand.strip("{} ").split(",")]
+
+
+class Program:
+    """The kernel of a PTX module. params: (type, name) of its parameters, in order."""
+
+    def __init__(self, ptx: str):
+        entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)", ptx, re.S)
+        assert entry is not None, "no kernel in the PTX"
+        self.params = re.findall(r"\.param \.(\w+)(?: \.ptr)?[^,]*?(\w+_param_\d+)", entry.group(2))
+        texts, self.labels = list[str](), dict[str, int]()
+        for line in _statements(ptx[entry.end() :]):
+            if label := re.fullmatch(r"([$\w]+):", line):
+                self.labels[label.group(1)] = len(texts)
+            else:
+                texts += filter(None, (part.strip() for part in line.split(";")))
+        self.code = [self._instruction(text, len(texts)) for text in texts]
+
+    def _instruction(self, line: str, end: int) -> Instruction:
+        predicate = re.match(r"@(!?)(%\w+)\s+", line)
+        name, _, rest = re.sub(r"\s+", " ", line[predicate.end() :] if predicate else line).partition(" ")
+        parts, operands = name.split("."), operands_of(rest)
+        branch = parts[0] in ("bra", "ret", "exit")
+        if not branch and parts[0] not in OPCODES:
+            raise NotImplementedError(f"the emulator has no {name}: {line}")
+        return Instruction(
+            line=line,
+            predicate=predicate.group(2) if predicate else None,
+            negated=bool(predicate and predicate.group(1)),
+            run=None if branch else OPCODES[parts[0]](parts, operands, line),
+            target=self.labels[operands[0]] if parts[0] == "bra" else end,
+        )
+
+
+def _statements(body: str) -> list[str]:
+    """Lines of a kernel without comments, declarations and the braces of its scopes."""
+    statements, begun, depth = [], False, 0
+    for raw in body.splitlines():
+        line = raw.split("//")[0].strip()
+        if not begun:
+            begun = line == "{"
+            continue
+        if line in ("{", "}"):
+            depth += (line == "{") - (line == "}")
+            if depth < 0:
+                break
+            continue
+        if line.count("{") != line.count("}"):  # inline assembly has a scope of its own
+            depth += line.startswith("{") - line.endswith("}")
+            line = line.removeprefix("{").removesuffix("}").strip()
+        if line and not line.startswith("."):
+            statements.append(line)
+    return statements

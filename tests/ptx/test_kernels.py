@@ -1,0 +1,57 @@
+"""GPU kernels as Triton compiles them, executed as PTX: within the house rule, and without a fault of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels need triton")
+
+from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.launch import Kernel
+from fusion.planning.choice import Tile
+from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
+from tests.ptx.emulated import emulated
+
+TILE = Tile(rows=16, keys=16, warps=4, stages=1)
+HALF = Tile(rows=64, keys=32, warps=4, stages=2)
+SIZES = {"B": 1, "H": 1, "Nq": 16, "Nk": 1024}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_sharp_rows_in_float32(target: str, splits: int) -> None:
+    """A factor of what was summed before that is not 1 where the maximum stays would move the sums at each tile."""
+    c = case("plain", "float32", 16)
+    operands, sizes = draw(c, SIZES)
+    operands[0].mul_(40)
+    operands[1][..., 0, :] = operands[0][..., 0, :] / operands[0][..., 0, :].norm() * 9
+    with emulated(target) as emulation:
+        out = Kernel(c.spec, TILE, splits=splits)(operands, sizes)
+    assert emulation.names == (["attention_forward"] if splits == 1 else ["attention_split", "attention_combine"])
+    assert_as_exact_as_eager(out, c, operands)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
+def test_causal_in_bfloat16(target: str) -> None:
+    c = case("causal", "bfloat16", 64)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 100, "Nk": 100})
+    with emulated(target) as emulation:
+        out = Kernel(c.spec, HALF)(operands, sizes)
+    assert emulation.names == ["attention_forward"]
+    assert ("wgmma" if target == "sm_90" else "mma.sync") in emulation.kernels[0].asm["ptx"]
+    assert_as_exact_as_eager(out, c, operands)
+
+
+@pytest.mark.parametrize(("target", "dtype", "size"), [("sm_80", "bfloat16", 1), ("sm_90", "float32", 40)])
+def test_gradients(target: str, dtype: str, size: int) -> None:
+    c = case("causal", dtype, 32)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 70, "Nk": 70})
+    operands[0].mul_(size)
+    run, needs = Differentiable(c.spec, HALF if dtype == "bfloat16" else TILE), (True,) * len(operands)
+    with emulated(target) as emulation:
+        out, statistics = run.outputs(operands, sizes)
+        grad = torch.randn(out.shape).to(out.dtype)
+        gradients = run.backward(grad, out, statistics, operands, sizes, needs)
+    assert {"attention_forward", "attention_backward_prepare"} < set(emulation.names)
+    assert_gradients_as_exact_as_eager(gradients, c, operands, grad, needs)

@@ -1,0 +1,124 @@
+"""Single opcodes against numpy, and faults of memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ptx import arithmetic, conversions, matrices, movement  # noqa: F401  (they register opcodes)
+from tests.ptx.block import Block
+from tests.ptx.memory import Fault, Memory
+from tests.ptx.program import Program
+
+LANES = np.arange(32)
+F = np.random.default_rng(0).standard_normal(32).astype(np.float32)
+G = np.random.default_rng(1).standard_normal(32).astype(np.float32)
+INTEGERS = np.random.default_rng(2).integers(-(2**31), 2**31, 32).astype(np.int32)
+
+
+def executed(body: str, tensors=(), shared: int = 256, **registers: np.ndarray) -> Block:
+    """A block of 32 threads after these statements."""
+    program = Program(f".visible .entry kernel(\n)\n{{\n{body}\nret;\n}}\n")
+    block = Block(program, 0, 1, 32, shared, Memory(list(tensors)), {})
+    for name, value in registers.items():
+        block.put(f"%{name}", value, None)
+    with np.errstate(all="ignore"):
+        block.run()
+    return block
+
+
+NAN = np.where(LANES % 3 == 0, np.float32("nan"), F)
+
+
+@pytest.mark.parametrize(
+    ("line", "a", "b", "expected"),
+    [
+        ("add.f32 %r9, %r1, %r2;", F, G, F + G),
+        ("fma.rn.f32 %r9, %r1, %r2, %r2;", F, G, (F.astype(np.float64) * G + G).astype(np.float32)),
+        ("max.f32 %r9, %r1, %r2;", NAN, G, np.fmax(NAN, G)),
+        ("max.NaN.f32 %r9, %r1, %r2;", NAN, G, np.maximum(NAN, G)),
+        ("min.f32 %r9, %r1, %r2;", NAN, G, np.fmin(NAN, G)),
+        ("ex2.approx.f32 %r9, %r1;", F, G, np.exp2(F.astype(np.float64)).astype(np.float32)),
+        ("ex2.approx.ftz.f32 %r9, %r1;", np.full(32, np.float32(-140)), G, np.zeros(32, np.float32)),
+        ("mul.lo.s32 %r9, %r1, %r2;", INTEGERS, INTEGERS, INTEGERS * INTEGERS),
+        ("mul.hi.u32 %r9, %r1, %r2;", INTEGERS.view(np.uint32), LANES.astype(np.uint32),
+         (INTEGERS.view(np.uint32).astype(np.uint64) * LANES.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)),
+        ("div.s32 %r9, %r1, 7;", INTEGERS, INTEGERS, np.trunc(INTEGERS / 7).astype(np.int32)),
+        ("rem.s32 %r9, %r1, 7;", INTEGERS, INTEGERS, np.fmod(INTEGERS, 7)),
+        ("shr.s32 %r9, %r1, 40;", INTEGERS, INTEGERS, INTEGERS >> 31),
+        ("shl.b32 %r9, %r1, 3;", INTEGERS, INTEGERS, INTEGERS << 3),
+        ("bfe.s32 %r9, %r1, 4, 8;", INTEGERS, INTEGERS, (INTEGERS << 20) >> 24),
+        ("lop3.b32 %r9, %r1, %r2, %r1, 0x96;", INTEGERS, INTEGERS[::-1].copy(), INTEGERS[::-1]),
+        ("prmt.b32 %r9, %r1, %r2, 0x0123;", INTEGERS, INTEGERS, INTEGERS.byteswap()),
+        ("selp.b32 %r9, %r1, %r2, 1;", INTEGERS, -INTEGERS, INTEGERS),
+        ("cvt.rzi.s32.f32 %r9, %r1;", 100 * F, G, (100 * F).astype(np.int32)),
+        ("shfl.sync.bfly.b32 %r9, %r1, 5, 31, -1;", INTEGERS, INTEGERS, INTEGERS[LANES ^ 5]),
+        ("shfl.sync.idx.b32 %r9, %r1, 3, 31, -1;", INTEGERS, INTEGERS, np.repeat(INTEGERS[3], 32)),
+        ("redux.sync.max.s32 %r9, %r1, -1;", INTEGERS, INTEGERS, np.repeat(INTEGERS.max(), 32)),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_results(line: str, a: np.ndarray, b: np.ndarray, expected: np.ndarray) -> None:
+    block = executed(line, r1=a, r2=b)
+    np.testing.assert_array_equal(block.registers["%r9"].view(np.asarray(expected).dtype), expected)
+
+
+def test_bfloat16_rounds_to_the_nearest_even() -> None:
+    block = executed("cvt.rn.bf16x2.f32 %r9, %r1, %r2;", r1=F, r2=G)
+    pairs = torch.from_numpy(np.stack([G, F], 1)).to(torch.bfloat16).view(torch.int32)[:, 0].numpy()
+    np.testing.assert_array_equal(block.registers["%r9"].view(np.int32), pairs)
+
+
+def test_threads_diverge_and_meet() -> None:
+    body = "setp.lt.s32 %p1, %r1, 10;\n@%p1 bra $L1;\nmov.b32 %r9, 1;\nbra.uni $L2;\n$L1:\nmov.b32 %r9, 2;\n$L2:\n"
+    block = executed(body + "add.s32 %r9, %r9, 1;", r1=LANES.astype(np.int32))
+    np.testing.assert_array_equal(block.registers["%r9"], np.where(LANES < 10, 3, 2))
+
+
+def test_a_product_of_a_warp() -> None:
+    """m16n8k16: elements of the factors lie as the manual's figures say."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(16, 16, generator=generator).half(), torch.randn(16, 8, generator=generator).half()
+    row, column = LANES >> 2, 2 * (LANES & 3)
+    pair = lambda low, high: np.stack([low.numpy(), high.numpy()], 1).view(np.uint32)[:, 0]
+    left = [
+        pair(a[row + 8 * (r & 1), column + 8 * (r >> 1)], a[row + 8 * (r & 1), column + 1 + 8 * (r >> 1)])
+        for r in range(4)
+    ]
+    right = [pair(b[column + 8 * r, row], b[column + 1 + 8 * r, row]) for r in range(2)]
+    registers = {f"r{n}": value for n, value in enumerate([*left, *right])} | {"r6": np.zeros(32, np.float32)}
+    line = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r10, %r11, %r12, %r13}, {%r0, %r1, %r2, %r3}, "
+    block = executed(line + "{%r4, %r5}, {%r6, %r6, %r6, %r6};", **registers)
+    product = (a.double() @ b.double()).float().numpy()
+    for r in range(4):
+        found = block.registers[f"%r{10 + r}"].view(np.float32)
+        np.testing.assert_array_equal(found, product[row + 8 * (r >> 1), column + (r & 1)])
+
+
+def test_copies_are_not_there_before_they_are_waited_for() -> None:
+    source = torch.arange(128, dtype=torch.int32)
+    address = (source.data_ptr() + 16 * LANES).astype(np.uint64)
+    copy = "cp.async.cg.shared.global [%r1], [%rd1], 16;\ncp.async.commit_group;\n"
+    places = {"r1": (16 * LANES).astype(np.uint32), "rd1": address}
+    early = executed(copy + "ld.shared.b32 %r9, [%r1];", [source], 512, **places)
+    late = executed(copy + "cp.async.wait_group 0;\nld.shared.b32 %r9, [%r1];", [source], 512, **places)
+    assert (early.registers["%r9"] == 0xFFFFFFFF).all()
+    np.testing.assert_array_equal(late.registers["%r9"], 4 * LANES)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("ld.global.b32 %r9, [%rd1 + 4];", "outside of all tensors"),
+        ("ld.global.b32 %r9, [%rd1 + 2];", "not aligned"),
+        ("ld.shared.b32 %r9, [%r1 + 256];", "outside of shared memory"),
+        ("add.s32 %r9, %r8, 1;", "read before it is written"),
+        ("setp.lt.s32 %p1, %r1, 10;\n@%p1 bar.sync 0;", "barrier in divergent code"),
+    ],
+)
+def test_faults(body: str, message: str) -> None:
+    tensor = torch.zeros(32, dtype=torch.int32)
+    addresses = (tensor.data_ptr() + 4 * LANES).astype(np.uint64)
+    with pytest.raises(Fault, match=message):
+        executed(body, [tensor], rd1=addresses, r1=(4 * LANES).astype(np.uint32))

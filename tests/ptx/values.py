@@ -1,0 +1,38 @@
+"""Numbers of PTX in numpy: types, bfloat16, flushed denormals, division of integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+DTYPES: dict[str, Any] = {
+    "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
+    "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
+    "f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "pred": np.bool_,
+}  # fmt: skip
+"""By PTX's names; numpy has no bfloat16, whose bits are integers here."""
+LEAST_NORMAL = np.float32(2.0**-126)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Bits of the nearest bfloat16, the even one of two."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    """Values with zeros in the place of denormals."""
+    return np.where(np.abs(x) < LEAST_NORMAL, np.copysign(np.float32(0), x), x)
+
+
+def quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Quotient of integers, towards zero."""
+    a, b = a.astype(np.int64), b.astype(np.int64)
+    divisor = np.where(b == 0, 1, b)
+    return np.sign(a) * np.sign(divisor) * (np.abs(a) // np.abs(divisor))
