@@ -1,10 +1,10 @@
 """CPU kernels: an `AttentionSpec` becomes one function in MLIR, compiled in process by torch-mlir, run on torch's
 OpenMP threads.
 
-It is an emitter (`fusion.codegen.emitter`). How the kernel works is told in `kernel` (loops), `products` and `amx`
-(matrix products), `softmax` (score program and statistics), `scope` (expressions), `dense` and `rows` (reading tensors
-of any strides), `launch` and `calling` (the call); of training in `training` and `backward`. Nothing of torch-mlir is
-imported before a kernel is compiled.
+It is an emitter (`fusion.codegen.emitter`). `kernel` has the loops of the kernel, `micro_kernel` the loop of every
+matrix product, `products` and `amx` what is packed for it, `softmax` the score program and statistics, `scope`
+expressions, `dense` and `rows` the reading of tensors of any strides, `launch` and `calling` the call; `training` and
+`backward` are for training. Nothing of torch-mlir is imported before a kernel is compiled.
 """
 
 from __future__ import annotations

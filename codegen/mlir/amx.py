@@ -299,6 +299,6 @@ def products_of(
     exact_pairs, mirrored: see `Amx`."""
     if tiling.planes and target.amx:
         return Amx(b, d, e, tiling.planes, tiling.keys, max_abs, exact_pairs, mirrored)
-    made = vector_products(b, target, tiling.planes > 0, d, e, key_steps)
-    made.chain = tiling.chain or made.chain
-    return made
+    result = vector_products(b, target, tiling.planes > 0, d, e, key_steps)
+    result.chain = tiling.chain or result.chain
+    return result

@@ -16,30 +16,20 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fusion.ir.expr import LOG_WEIGHT, WEIGHT, J, Kind, coord, node, substitute, walk
-from fusion.ir.spec import AuxOutput, Reduction
+from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, J, Kind, coord, node, substitute, walk
+from fusion.ir.results import keeps_ends
+from fusion.ir.spec import AttentionSpec, AuxOutput, Reduction
+from fusion.lowering.numbers import LOG2E
 from fusion.lowering.rows import log_weight
 
 from .builder import Value, vector_of
 from .scope import MEMORY_TYPE, Scope
+from .softmax import GroupSoftmax
 from .transpose import transpose
 
 if TYPE_CHECKING:
-    from .tile import Item
-
-
-from typing import TYPE_CHECKING
-
-from fusion.ir.expr import ROW_MAX, ROW_SUM
-from fusion.ir.results import keeps_ends
-from fusion.ir.spec import AttentionSpec
-from fusion.lowering.numbers import LOG2E
-
-from .softmax import GroupSoftmax
-
-if TYPE_CHECKING:
     from .skeleton import KernelFunction
-
+    from .tile import Item
 
 _EXPONENT = node("score", (), Kind.FLOAT, "program")
 """Logarithm of a weight before it is divided, less the row's maximum: the score program's value."""
@@ -126,8 +116,8 @@ class AuxOutputs:
     ) -> list[Value]:
         """All keys of a group, a line at a time; returns the rows' statistics."""
         b, n_k, kept, scored = self.b, self.kernel.n_k, self.kept_rows(g), self.scored_rows(g)
-        held = [*start] or [b.constant(0.0, self.vector)]
-        with b.carry(0, n_k, LINE, held, hint="line") as (lines, first, totals):
+        state = [*start] or [b.constant(0.0, self.vector)]
+        with b.carry(0, n_k, LINE, state, hint="line") as (lines, first, totals):
             count = b.least(b.sub(n_k, first), LINE)
             values: list[list[Value]] = []
             with b.carry(0, count, self.lanes, totals, hint="part") as (parts, part, so_far):

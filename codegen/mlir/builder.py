@@ -83,19 +83,19 @@ class Builder:
     def constant(self, value: float, type_: str) -> Value:
         lanes, scalar = shape_of(type_)
         text = f"dense<{literal(value, scalar)}>" if lanes else literal(value, scalar)
-        if (found := self._constants.get((text, type_))) is None:
+        if (result := self._constants.get((text, type_))) is None:
             plain = "".join(c if c.isalnum() else "_" for c in f"{value:g}".replace("-", "m").replace("+", ""))
-            found = Value(self.name(f"c{plain}_{'v' if lanes else ''}{scalar}"), type_)
-            self._constants[(text, type_)] = found
-        return found
+            result = Value(self.name(f"c{plain}_{'v' if lanes else ''}{scalar}"), type_)
+            self._constants[(text, type_)] = result
+        return result
 
     def dense(self, values: Sequence[float], type_: str, hint: str) -> Value:
         """A vector constant with these elements."""
         scalar = shape_of(type_)[1]
         text = f"dense<[{', '.join(literal(v, scalar) for v in values)}]>"
-        if (found := self._constants.get((text, type_))) is None:
-            found = self._constants[(text, type_)] = Value(self.name(hint), type_)
-        return found
+        if (result := self._constants.get((text, type_))) is None:
+            result = self._constants[(text, type_)] = Value(self.name(hint), type_)
+        return result
 
     def op(self, text: str, type_: str, hint: str = "t") -> Value:
         """Append `%hint = text` and return the result."""
@@ -277,8 +277,8 @@ class Builder:
         moved = type_.replace("bf16", "i16")
         text = f"{address}, {mask}, {self.constant(0, moved)} {{alignment = {SIZE[shape_of(moved)[1]]} : i32}}"
         types = f"({address.type}, {mask.type}, {moved}) -> {moved}"
-        found = self.op(f"llvm.intr.masked.{read} {text} : {types}", moved, hint)
-        return found if moved == type_ else self.bitcast(found, type_, hint)
+        result = self.op(f"llvm.intr.masked.{read} {text} : {types}", moved, hint)
+        return result if moved == type_ else self.bitcast(result, type_, hint)
 
     def masked_store(self, value: Value, address: Value, mask: Value) -> None:
         """The lanes of a vector that the mask holds."""
@@ -334,10 +334,10 @@ class Builder:
             self.store(self.add(*(self.load(place, type_, "o") for place in places)), places[1])
             self.store(self.constant(0.0, type_), places[0])
 
-    def any(self, count: Operand, step: int, found: Callable[[Value], Value], hint: str) -> Value:
-        """Whether `found(n)` (i1) holds for one of the numbers below `count`; all are asked."""
+    def any(self, count: Operand, step: int, holds: Callable[[Value], Value], hint: str) -> Value:
+        """Whether `holds(n)` (i1) for one of the numbers below `count`; all are tried."""
         with self.carry(0, count, step, [self.constant(0, "i1")], hint=hint) as (loop, number, (before,)):
-            loop.yields(self.or_(before, found(number)))
+            loop.yields(self.or_(before, holds(number)))
         return loop.results[0]
 
     @contextlib.contextmanager
@@ -363,8 +363,8 @@ class Builder:
         """A loop over what `take()` returns before each turn, which ends with the first that is not below `count`."""
         taken = Value(self.name(hint), "i64")
         with self._body("scf.while : () -> i64 {", "} do {"):
-            found = take()
-            self.line(f"scf.condition({self.compare('slt', found, count)}) {found} : i64")
+            number = take()
+            self.line(f"scf.condition({self.compare('slt', number, count)}) {number} : i64")
         with self._body(f"^bb0({taken}: i64):"):
             yield taken
             self.line("scf.yield")
@@ -385,9 +385,9 @@ class Builder:
 
     def either(self, condition: Value, then: Callable[[], Value], otherwise: Callable[[], Value], type_: str) -> Value:
         """Result of `then` where the condition (i1) holds, else of `otherwise`."""
-        found = Value(self.name("either"), type_)
-        with self._body(f"{found} = scf.if {condition} -> ({type_}) {{"):
+        result = Value(self.name("either"), type_)
+        with self._body(f"{result} = scf.if {condition} -> ({type_}) {{"):
             self.line(f"scf.yield {then()} : {type_}")
         with self.otherwise():
             self.line(f"scf.yield {otherwise()} : {type_}")
-        return found
+        return result

@@ -159,8 +159,8 @@ def _from_object(content: bytes, entry: str) -> MachineCode:
 def _function(name: str) -> int:
     """The address of a function of the C library."""
     for library in (None, "libm.so.6"):
-        if (found := getattr(ctypes.CDLL(library), name, None)) is not None:
-            return ctypes.cast(found, ctypes.c_void_p).value or 0
+        if (result := getattr(ctypes.CDLL(library), name, None)) is not None:
+            return ctypes.cast(result, ctypes.c_void_p).value or 0
     raise ObjectFileError(f"an object that calls {name}, which is in no library")
 
 

@@ -86,21 +86,21 @@ class Elements:
             stride = self.context.params[("stride", expr.operand, dim)]
             offset = b.add(offset, b.mul(here.integer(pattern[0] if dim == dims[0] else index), stride))
         address = b.at(self.context.params[("ptr", expr.operand)], offset, memory)
-        found = b.load(address, vector_of(memory, span), "x", align=1)
+        result = b.load(address, vector_of(memory, span), "x", align=1)
         places = [place - low for place in pattern[1]]
         if places != list(range(self.lanes)):
-            found = b.shuffle(found, found, places, "spread")
+            result = b.shuffle(result, result, places, "spread")
         if expr.kind is Kind.INT and memory in ("i8", "i16"):
-            return b.convert("arith.extui" if dtype == "uint8" else "arith.extsi", found, "i32")
-        return found if memory == "i32" else widen(b, found, expr.kind, dtype)
+            return b.convert("arith.extui" if dtype == "uint8" else "arith.extsi", result, "i32")
+        return result if memory == "i32" else widen(b, result, expr.kind, dtype)
 
     def _is_word(self, expr: Expr) -> bool:
         """Whether an integer, and all that it is made of, has 32 bits."""
 
         def of_load(part: Expr) -> tuple[int, int]:
-            held = self.context.operands[part.operand]
-            bits = 8 * held.torch_dtype.itemsize
-            return (0, 2**bits - 1) if held.dtype == "uint8" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+            state = self.context.operands[part.operand]
+            bits = 8 * state.torch_dtype.itemsize
+            return (0, 2**bits - 1) if state.dtype == "uint8" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
         bounds = {LANE: integers.integer(self.lanes)}
         inner = [arg for arg in expr.args if arg.kind is Kind.INT] if expr.op != "load" else []
@@ -114,9 +114,9 @@ class Elements:
         if coordinates(expr) <= {LANE.name} and not loads(expr):
             return b.dense(lane_values(expr, self.lanes), type_, "known")
         if expr.op == "load" or LANE.name not in coordinates(expr):
-            found = here.value(expr)
-            found = found if found.type.startswith("vector") else b.broadcast(found, self.lanes)
-            return found if found.type == type_ else b.convert("arith.trunci", found, "i32")
+            result = here.value(expr)
+            result = result if result.type.startswith("vector") else b.broadcast(result, self.lanes)
+            return result if result.type == type_ else b.convert("arith.trunci", result, "i32")
         if expr.op == "iwhere":
             return b.select(here.vector(expr.args[0]), *(self._word(here, arg) for arg in expr.args[1:]))
         values = [self._word(here, arg) for arg in expr.args]

@@ -189,27 +189,27 @@ class ForwardKernel:
 
     def proved(self, proof: Proof) -> Self:
         """This kernel, whose texts prove themselves before their first use."""
-        found = copy.copy(self)
-        found.proof, found._calls, found._right = proof, BoundedCache(), set()
-        return found
+        result = copy.copy(self)
+        result.proof, result._calls, result._right = proof, BoundedCache(), set()
+        return result
 
     def _proven(self, sizes: Sequence[int], tiling: Tiling | ByRows | AllHeads) -> Variant:
         """The variant for a call. Raises KernelProofError where it is to be proved and is wrong."""
         *_, d, d_v = self.extents(sizes)
-        found = self.variant(d, d_v, tiling)
+        result = self.variant(d, d_v, tiling)
         if self.proof is not None and (d, d_v, tiling) not in self._right:
-            self.proof.results(self._only(tiling), sizes, self._edges(found, tiling), found.text.source)
+            self.proof.results(self._only(tiling), sizes, self._edges(result, tiling), result.text.source)
             self._right.add((d, d_v, tiling))
-        return found
+        return result
 
     def _only(self, tiling: Tiling | ByRows | AllHeads) -> Self:
         """This kernel, unproved, with this tiling for calls of all sizes, whose keys are cut where they can be."""
-        found = copy.copy(self)
+        result = copy.copy(self)
         cut = isinstance(tiling, ByRows) or isinstance(tiling, Tiling) and tiling.cut
         chosen = Choice(schedule="", tile=Tile(rows=1, keys=1), keys=0, splits=3 if cut else 1)
-        found.proof, found._calls = None, BoundedCache()
-        found._tiling, found.choice = lambda sizes: tiling, lambda sizes: chosen  # type: ignore[method-assign]
-        return found
+        result.proof, result._calls = None, BoundedCache()
+        result._tiling, result.choice = lambda sizes: tiling, lambda sizes: chosen  # type: ignore[method-assign]
+        return result
 
     def _edges(self, variant: Variant, tiling: Tiling | ByRows | AllHeads) -> Edges:
         """Edges of its blocks and of the spans after which sums begin anew."""
@@ -268,9 +268,9 @@ class Kernel(ForwardKernel):
         """The choices whose kernels exist for a call with these sizes."""
         *_, d, d_v = self.extents(sizes)
         planes, schedule = self.tilings[0].planes, query_stationary(self.spec)
-        made = [tiling for *widths, tiling in list(self._variants) if widths == [d, d_v]]
-        tilings = [tiling for tiling in made if isinstance(tiling, Tiling) and tiling.planes == planes]
-        rows = [rows_choice(schedule, self.target.lanes, 0)] if self._by_rows(sizes) in made else []
+        results = [tiling for *widths, tiling in list(self._variants) if widths == [d, d_v]]
+        tilings = [tiling for tiling in results if isinstance(tiling, Tiling) and tiling.planes == planes]
+        rows = [rows_choice(schedule, self.target.lanes, 0)] if self._by_rows(sizes) in results else []
         tiles = [(self._tile(tiling), 2 if tiling.cut else 1) for tiling in tilings]
         return [*rows, *(Choice(schedule=schedule, tile=tile, keys=0, splits=parts) for tile, parts in tiles)]
 

@@ -265,8 +265,8 @@ class MixedHeadsKernel(KernelFunction):
         """The program behind the sums; 0 where there is no key."""
         b = self.b
         known = {WEIGHT: value, J: b.least(key, b.sub(self.n_k, 1))}
-        found = scope.inner(known).vector(self.mixing.weighted)
-        return b.select(b.broadcast(b.compare("slt", key, self.n_k), self.lanes), found, 0.0, "w")
+        result = scope.inner(known).vector(self.mixing.weighted)
+        return b.select(b.broadcast(b.compare("slt", key, self.n_k), self.lanes), result, 0.0, "w")
 
     def _softmax(self, head: Value, g: Value) -> GroupSoftmax:
         rows = self._rows(head, g)

@@ -104,10 +104,10 @@ def _sections(content: bytes) -> list[_Section]:
 
 
 def _bytes(content: bytes, section: _Section) -> bytes:
-    found = content[section.offset : section.offset + section.size]
-    if len(found) != section.size:
+    result = content[section.offset : section.offset + section.size]
+    if len(result) != section.size:
         raise ObjectFileError("an object that is cut off")
-    return found
+    return result
 
 
 def _symbols(content: bytes, sections: Sequence[_Section]) -> Iterator[_Symbol]:

@@ -21,7 +21,7 @@ import torch
 def parallel() -> Callable[..., None] | None:
     """`GOMP_parallel(function, argument, threads, flags)`, which every OpenMP runtime for Linux and macOS has; None
     where torch has none."""
-    function = next((found for library in _libraries() if (found := getattr(library, "GOMP_parallel", None))), None)
+    function = next((result for library in _libraries() if (result := getattr(library, "GOMP_parallel", None))), None)
     if function is not None:
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         function.restype = None

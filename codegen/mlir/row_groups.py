@@ -147,14 +147,14 @@ class GroupedRows(VectorRows):
                     ask(b.add(j0, n), 2)
                 yield self.values.paired([self.values.lines(rows, n + k, columns) for k in (0, 1)])
             return
-        found = []
+        results = []
         for k in (0, 1):
             key = b.add(j0, k)
             there = b.least(b.most(key, few.low), b.sub(few.high, 1))
             lines = self.values.lines(values.gather_rows(there, 1, n_k, width, padded, self.staging), 0, columns)
             inside = b.compare("eq", key, there, "inside")
-            found.append([b.select(inside, line, b.constant(0.0, BF16)) for line in lines])
-        yield self.values.paired(found)
+            results.append([b.select(inside, line, b.constant(0.0, BF16)) for line in lines])
+        yield self.values.paired(results)
 
     def _weighed(
         self, sums: list[Value], pairs: Iterator[list[Value]], few: Stretch, first: Value, j0: Value

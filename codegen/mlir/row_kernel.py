@@ -178,8 +178,8 @@ class _RowKernel(KernelFunction):
                 at = start(low, high)
                 lane = Lanes(coord=J, first=at, count=lanes, valid=self._valid(b.sub(high, at)))
                 here = scope.inner(lanes=lane).vector(live)
-                found = b.reduce("or", b.and_(here, lane.valid), "alive")
-                return b.convert("arith.extui", found, "i64")
+                result = b.reduce("or", b.and_(here, lane.valid), "alive")
+                return b.convert("arith.extui", result, "i64")
 
             return b.either(b.compare("slt", low, high), alive, lambda: b.constant(1, "i64"), "i64")
 
@@ -237,12 +237,12 @@ class _RowKernel(KernelFunction):
 
     def _sources(self, scope: Scope) -> list[Source]:
         """K and V."""
-        found: list[Source] = []
+        results: list[Source] = []
         columns = (self.d, self.d_padded), (self.d_v, self.e_padded)
         for reader, area, widths in zip(self._readers(scope)[1:], self.shared, columns, strict=True):
             sizes, memory = (self.stretch, STEP, *widths), self.products.memory or reader.memory
-            found.append(reader if area is None else SharedRows(reader, area, sizes, memory))
-        return found
+            results.append(reader if area is None else SharedRows(reader, area, sizes, memory))
+        return results
 
     @contextlib.contextmanager
     def _turns(self, every: Stretch) -> Iterator[tuple[Value, Stretch]]:
@@ -278,8 +278,8 @@ class _RowKernel(KernelFunction):
         step = lanes if self.e_padded % (2 * lanes) else 2 * lanes
         with b.loop(0, self.e_padded, step, hint="e") as e:
             places = [b.at(b.at(output, e, "f32"), n, "f32") for n in range(0, step, lanes)]
-            found = self.products.in_order([b.load(at, self.vector, "o") for at in places])
-            for x, at in zip(found, places, strict=True):
+            result = self.products.in_order([b.load(at, self.vector, "o") for at in places])
+            for x, at in zip(result, places, strict=True):
                 b.store(x if factor is None else self._scaled(x, factor), at)
         self._write_row(output, self._row_address(batch, i))
 

@@ -77,7 +77,7 @@ class RowProducts:
     end(sources, every, turns)      the outputs of all rows, after all have their weights
     add_output(values, mine, r, target)
                                     add row r's weighted sum of V, e_padded float32 in an order of its own
-    in_order(found)                 vectors of an output, two or all, as their columns stand in a row
+    in_order(results)               vectors of an output, two or all, as their columns stand in a row
 
     area: makes memory of so many bytes
     memory: MLIR's type of elements of K and V that are multiplied, where it is always the same

@@ -178,14 +178,14 @@ class KeyProducts:
 
     def dot_products(self, rows: Rows, query: Value) -> list[Value]:
         """For each of L keys the products with the query, summed within lanes only."""
-        b, count, found = self.b, self.keys_at_once, []
+        b, count, results = self.b, self.keys_at_once, []
         for first in range(0, self.lanes, count):
             with b.carry(0, self.d_padded, self.columns, self.kernel.zeros(count), hint="c") as (loop, c, sums):
                 q = [b.load(place, self.vector, "q") for place in self._query(query, c)]
                 keys = (self._vectors(rows, first + r, c) for r in range(count))
                 loop.yields(*(self._product(key, q, total) for key, total in zip(keys, sums, strict=True)))
-            found += loop.results
-        return found
+            results += loop.results
+        return results
 
     def _product(self, key: list[Value], query: list[Value], total: Value) -> Value:
         for x, y in zip(key, query, strict=True):
@@ -258,11 +258,11 @@ class ValueProducts:
         """Vectors of columns of a word of `number` rows."""
         return _columns(self.b, rows, word, columns[0], self.lanes, columns[1], self.pairs)
 
-    def in_order(self, found: Sequence[Value]) -> list[Value]:
+    def in_order(self, results: Sequence[Value]) -> list[Value]:
         """The sums of one set as their columns stand in a row."""
         if not self.pairs:
-            return list(found)
-        pairs, half = zip(found[::2], found[1::2], strict=True), self.lanes // 2
+            return list(results)
+        pairs, half = zip(results[::2], results[1::2], strict=True), self.lanes // 2
         orders = [[place + first for place in self.order()] for first in (0, half)]
         return [self.b.shuffle(*pair, order, "o") for pair in pairs for order in orders]
 

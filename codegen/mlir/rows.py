@@ -146,8 +146,8 @@ class RowReader:
         in runs, the number of the first is a multiple of `count`."""
         b, run = self.context.b, math.gcd(self.run, count)
         positions = [b.least(b.add(first, r), b.sub(limit, 1)) for r in range(0, count, run)]
-        found = [self._line(position) for position in positions] if self.base is None and self.made is None else []
-        stride = found[0][1] if found else None
+        places = [self._line(position) for position in positions] if self.base is None and self.made is None else []
+        stride = places[0][1] if places else None
         if stride is None or padded != width:
             return self.rows(first, count, limit, width, padded, staging)
         whole = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
@@ -156,7 +156,7 @@ class RowReader:
             self._stage(first, count, limit, width, padded, staging)
         lines = [
             b.select(direct, line, b.at(staging, r * run * padded, self.memory), "line")
-            for r, (line, _) in enumerate(found)
+            for r, (line, _) in enumerate(places)
         ]
         stride = b.select(direct, b.as_value(self.run_stride, "i64"), b.constant(padded, "i64"), "stride")
         lines = [b.row(line, stride, r, self.memory) for line in lines for r in range(run)]

@@ -60,14 +60,14 @@ class Context:
 
 def staged_leaf(staged: Sequence[tuple[Expr, Callable[[Value], Value]]], row: Value) -> Callable[[Expr], Value | None]:
     """A `Scope.leaf` that finds loads in what has been staged of them for a tile: (load, function of the row)."""
-    found: dict[Expr, Value] = {}
+    results: dict[Expr, Value] = {}
 
     def leaf(expr: Expr) -> Value | None:
         for load, read in staged:
             if load is expr:
-                if expr not in found:
-                    found[expr] = read(row)
-                return found[expr]
+                if expr not in results:
+                    results[expr] = read(row)
+                return results[expr]
         return None
 
     return leaf
@@ -129,8 +129,8 @@ class Scope:
         while scope is not None:
             if expr in scope.known:
                 return scope.known[expr]
-            if (found := scope.leaf(expr)) is not None:
-                return found
+            if (result := scope.leaf(expr)) is not None:
+                return result
             scope = scope.parent
         made = self._make(expr)
         self.known[expr] = made
@@ -358,12 +358,12 @@ class Scope:
         base, type_, valid = b.at(pointer, scalar, memory), vector_of(memory, lanes), self.lanes.valid
         addresses = b.addresses(base, total, memory)
         if (first := self._first_of_run(expr.args)) is None:
-            found = b.gather(addresses, valid, type_)
+            result = b.gather(addresses, valid, type_)
         else:
             line, adjacent = b.at(base, first[0], memory), b.compare("eq", strides[first[1]], 1)
             adjacent = b.and_(adjacent, b.reduce("and", valid, "whole"), "adjacent")
-            found = b.either(adjacent, lambda: b.load(line, type_), lambda: b.gather(addresses, valid, type_), type_)
-        return widen(b, found, expr.kind, self.context.operands[expr.operand].dtype)
+            result = b.either(adjacent, lambda: b.load(line, type_), lambda: b.gather(addresses, valid, type_), type_)
+        return widen(b, result, expr.kind, self.context.operands[expr.operand].dtype)
 
     def _first_of_run(self, index: Sequence[Expr]) -> tuple[Value | int, int] | None:
         """(index in lane 0, dimension) where lanes are keys and read elements that follow each other along a dimension,

@@ -58,17 +58,17 @@ class TrainingKernel(ForwardKernel):
         self._unsupported = functools.cache(self._without_kernels)
 
     def proved(self, proof: Proof) -> Self:
-        found = super().proved(proof)
-        found.derived = BoundedCache()
-        return found
+        result = super().proved(proof)
+        result.derived = BoundedCache()
+        return result
 
     def _only(self, tiling: Tiling | ByRows | AllHeads) -> Self:
-        found = super()._only(tiling)
-        found.choices = lambda: range(place, place + 1)  # type: ignore[method-assign]
+        result = super()._only(tiling)
+        result.choices = lambda: range(place, place + 1)  # type: ignore[method-assign]
         assert isinstance(tiling, Tiling)
         place = self.tilings.index(replace(tiling, chain=0))
-        found._summed = lambda given, sizes: replace(given, chain=tiling.chain)  # type: ignore[method-assign]
-        return found
+        result._summed = lambda given, sizes: replace(given, chain=tiling.chain)  # type: ignore[method-assign]
+        return result
 
     def prove_gradients(self, call: BackwardCall, choice: int) -> None:
         """Before the gradients of a call with what it derived are used for the first time. Raises KernelProofError."""
@@ -103,13 +103,13 @@ class TrainingKernel(ForwardKernel):
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, what the backward needs of each row (see `TrainingStatistics`), *auxiliary outputs]."""
         key = (torch.get_num_threads(), *sizes, *map(Tensor.stride, operands))
-        if (found := self._calls.get(key)) is None:
+        if (result := self._calls.get(key)) is None:
             shape = statistics_shape(self.spec, sizes)
             if not math.prod(self.extents(sizes)):
                 out, *aux_outputs = reference.run_all(self.spec, operands, sizes)
                 return [out, torch.empty(shape, dtype=torch.float32), *aux_outputs]
-            found = self._calls.store(key, (self._prepare_forward(operands, sizes, self._tiling(sizes)), shape))
-        prepared, shape = found
+            result = self._calls.store(key, (self._prepare_forward(operands, sizes, self._tiling(sizes)), shape))
+        prepared, shape = result
         out = empty_strided(prepared.shape, prepared.strides, self._out_dtype)
         statistics = torch.empty(shape, dtype=torch.float32)
         copies = [self._copies(aux, sizes) for aux in self.spec.aux_outputs]
@@ -142,9 +142,9 @@ class TrainingKernel(ForwardKernel):
         dtype = getattr(torch, aux.dtype)
         if aux.over == "i":
             return torch.full((torch.get_num_threads(), *shape), IDENTITY[aux.reduction], dtype=dtype)
-        made = torch.empty((1, *shape), dtype=dtype)
-        in_huge_pages(made)
-        return made
+        result = torch.empty((1, *shape), dtype=dtype)
+        in_huge_pages(result)
+        return result
 
     def backward(self, *given: Any) -> list[Tensor]:
         """The gradients of the operands that are wanted. given: the fields of `Backward`."""

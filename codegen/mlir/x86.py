@@ -42,17 +42,17 @@ def restore_mode(b: Builder, modes: Value) -> None:
 def split_pairs(b: Builder, first: Value, second: Value, planes: int, exact: bool = False) -> list[Value]:
     """bf16 planes of two float32 vectors, in pairs as words, `first` in their lower halves. exact: the last plane is
     rounded to nearest even, and NaN stays; else half up, where a NaN may come out as a number."""
-    found = []
+    results = []
     for plane in range(planes):
         if exact and plane == planes - 1:
-            return [*found, b.bitcast(Avx512(b).pairs(first, second), WORDS, "pair")]
+            return [*results, b.bitcast(Avx512(b).pairs(first, second), WORDS, "pair")]
         # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of the last
         # place added first halves what remains, and with it the products that are left out.
         low, high = (b.and_(b.add(b.bitcast(x, WORDS), 0x8000, "near"), -0x10000, "upper") for x in (first, second))
-        found.append(b.or_(b.binary("arith.shrui", low, 16), high, "pair"))
+        results.append(b.or_(b.binary("arith.shrui", low, 16), high, "pair"))
         if plane < planes - 1:
             first, second = (b.sub(x, b.bitcast(y, F32), "rest") for x, y in ((first, low), (second, high)))
-    return found
+    return results
 
 
 class Avx512:
@@ -97,8 +97,8 @@ class Avx512:
         size = 4 * LANES
         tables = [b.dense(excess_of_linear()[at : at + size], BYTES, "excess") for at in (0, size)]
         index = b.bitcast(linear, BYTES)
-        found = b.intrinsic("x86.avx512.vpermi2var.qi.512", tables[0], index, tables[1], type_=BYTES, hint="found")
-        excess = b.and_(b.bitcast(found, HALVES), 0xFF, "excess")
+        result = b.intrinsic("x86.avx512.vpermi2var.qi.512", tables[0], index, tables[1], type_=BYTES, hint="found")
+        excess = b.and_(b.bitcast(result, HALVES), 0xFF, "excess")
         return b.bitcast(b.sub(linear, excess), WORDS, "pair")
 
     def _nearest_integer(self, x: Value, ordinary: bool) -> Value:

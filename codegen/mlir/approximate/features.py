@@ -103,9 +103,9 @@ class FeaturesKernel(ThreadFunction):
         with b.loop(0, self.block, 16, hint="lane") as lane:
             for column in range(0, width, 16):
                 corner = b.at(rows, b.add(b.mul(lane, width), column), "f32")
-                found = [b.load(b.at(corner, width * r, "f32"), F32, "row") for r in range(16)]
+                results = [b.load(b.at(corner, width * r, "f32"), F32, "row") for r in range(16)]
                 target = b.at(self.x, b.add(lane, column * self.block), "f32")
-                for c, line in enumerate(transpose(b, found)):
+                for c, line in enumerate(transpose(b, results)):
                     b.store(line, b.at(target, c * self.block, "f32"), align=64)
             for row, value in ((width, 1.0), (width + 1, 0.0)):
                 b.store(b.constant(value, F32), b.at(self.x, b.add(lane, row * self.block), "f32"), align=64)
@@ -128,18 +128,18 @@ class FeaturesKernel(ThreadFunction):
 
     def lines(self, low: Value, high: Value, planes: int) -> list[Value]:
         """32 values side by side in bf16, one vector per plane, rounded to nearest even."""
-        b, found = self.b, []
+        b, results = self.b, []
         for plane in range(planes):
-            found.append(self.wide.narrow(low, high))
+            results.append(self.wide.narrow(low, high))
             if plane + 1 < planes:
-                bits = b.bitcast(found[-1], "vector<32xi16>")
+                bits = b.bitcast(results[-1], "vector<32xi16>")
                 rest = []
                 for x, half in ((low, 0), (high, 16)):
                     words = b.shuffle(bits, bits, range(half, half + 16))
                     wide = b.convert("arith.extui", words, "i32", "t")
                     rest.append(b.sub(x, b.bitcast(b.binary("arith.shli", wide, 16), F32), "rest"))
                 low, high = rest
-        return found
+        return results
 
     def _tiles(self, base: Value, step: int, count: int) -> MatrixOperand:
         """`count` of the tiles from an address on, in two planes, of which a step of the reduction has `step`."""

@@ -46,9 +46,9 @@ class KeyBlockBounds(RowStatisticsKernel):
             ruled_out = b.and_(seen, b.compare("ole", upper, limit), "ruled_out")
             one = b.constant(1.0, F32)
             loop.yields(*(b.add(x, b.select(c, one, none)) for x, c in ((out, ruled_out), (all_, seen))))
-        found = b.row(p[("ptr", "found")], item, 2, "f32", "found")
+        result = b.row(p[("ptr", "found")], item, 2, "f32", "found")
         for number, x in enumerate(loop.results):
-            b.store(b.reduce("add", x, "count"), b.at(found, number, "f32"))
+            b.store(b.reduce("add", x, "count"), b.at(result, number, "f32"))
 
     def _queries(self):
         """The staged queries, vector by vector."""

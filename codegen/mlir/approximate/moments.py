@@ -126,11 +126,11 @@ class Moments(RowStatisticsKernel):
 
     def _finish(self, item: Value) -> None:
         b, p = self.b, self.params
-        found = b.row(p[("ptr", "found")], item, 4, "f32", "found")
+        result = b.row(p[("ptr", "found")], item, 4, "f32", "found")
         for number in range(3):
-            b.store(self._most(number), b.at(found, number, "f32"))
+            b.store(self._most(number), b.at(result, number, "f32"))
         square = b.select(self._is_beyond(self._most(1)), float("inf"), self._most(3), "square")
-        b.store(square, b.at(found, 3, "f32"))
+        b.store(square, b.at(result, 3, "f32"))
         with b.when(b.compare("ne", p[("keep",)], 0, "kept")):
             means = b.row(p[("ptr", "means")], item, self.width, "f32", "means")
             for column in range(0, self.width, LANES):

@@ -84,9 +84,9 @@ class FeatureKernels:
 
     def weights(self, coefficients: torch.Tensor) -> torch.Tensor:
         """[.., padded features]: what each is worth in p(q.k), coefficients [.., degree + 1] times the multinomials."""
-        found = torch.zeros(*coefficients.shape[:-1], len(self.parents), dtype=torch.float32)
-        found[..., self.position] = (coefficients.double()[..., self.table.degrees] * self.table.multinomials).float()
-        return found
+        result = torch.zeros(*coefficients.shape[:-1], len(self.parents), dtype=torch.float32)
+        result[..., self.position] = (coefficients.double()[..., self.table.degrees] * self.table.multinomials).float()
+        return result
 
 
 def _padded_table(table: Monomials, shape: FeatureShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -61,7 +61,7 @@ class RowStatisticsKernel(ThreadFunction):
 
     def _row(self, address: Value) -> list[Value]:
         """A row in memory as vectors of float32, with zeros behind its end."""
-        b, found = self.b, []
+        b, results = self.b, []
         word = {"f32": "f32", "bf16": "i16", "f16": "f16"}[self.scalar]
         for column in range(0, self.width, LANES):
             at = b.at(address, column, self.scalar)
@@ -75,8 +75,8 @@ class RowStatisticsKernel(ThreadFunction):
             if word == "i16":
                 x = b.convert("arith.extui", x, "i32", "wide")
                 x = b.bitcast(b.binary("arith.shli", x, 16), F32)
-            found.append(b.convert("arith.extf", x, "f32"))
-        return found
+            results.append(b.convert("arith.extf", x, "f32"))
+        return results
 
     def _line(self, address: Value, hint: str = "v") -> Iterator[Value]:
         """The vectors of a row that was staged."""

@@ -112,12 +112,12 @@ class BackwardCall:
 
     def gradients(self) -> list[Tensor]:
         for choice in self.kernel.choices():
-            found = self._attempt(choice)
-            if found is not None:
+            result = self._attempt(choice)
+            if result is not None:
                 if choice not in self.derived.right:
                     self.kernel.prove_gradients(self, choice)
                     self.derived.right.add(choice)
-                return found
+                return result
         raise AssertionError("multiply-add kernels raise no flag")
 
     def _attempt(self, choice: int) -> list[Tensor] | None:
@@ -140,7 +140,7 @@ class BackwardCall:
             steps = self.derived.steps[choice] = self._steps(choice)
         for step in steps:
             sums = [self._row_sum(entry) for entry in step.sums]
-            if not self._launch(step.kind, choice, {("ptr", "sums", k): found for k, found in enumerate(sums)}):
+            if not self._launch(step.kind, choice, {("ptr", "sums", k): total for k, total in enumerate(sums)}):
                 return None
             self._correct(dict(zip(step.sums, sums, strict=True)))
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
@@ -172,9 +172,9 @@ class BackwardCall:
             return True
         delta = self.delta
         if self.plan.at_weight is not None:
-            if (found := self._row_sums(AUX_SUMS, choice)) is None:
+            if (result := self._row_sums(AUX_SUMS, choice)) is None:
                 return False
-            sums = found[0]
+            sums = result[0]
             delta += sums if self.spec.row_scale is None else sums * self.slope
         if self.off is not None:
             delta -= self.off
@@ -202,9 +202,9 @@ class BackwardCall:
         """
         if not self._wants_delta():
             return True
-        if (found := self._row_sums(DELTA_ERRORS, choice)) is None:
+        if (result := self._row_sums(DELTA_ERRORS, choice)) is None:
             return False
-        sums, seen = found
+        sums, seen = result
         self.delta.add_(torch.where(seen != 0, self._drift(sums), 0.0))
         return True
 
@@ -240,14 +240,14 @@ class BackwardCall:
             return False, min(threads, outer)
         return outer < 4 * threads and (uneven or outer % threads != 0), threads
 
-    def _correct(self, found: Mapping[RowSum, Tensor]) -> None:
+    def _correct(self, results: Mapping[RowSum, Tensor]) -> None:
         """Take over the sums of a kernel.
 
         They tell how far delta is off: put it right, and the sums made with it. Rows of NaN, which a mask keeps out of
         sums, stay out."""
-        of_loads = {entry: x for entry, x in found.items() if entry.of.op == "load"}
+        of_loads = {entry: x for entry, x in results.items() if entry.of.op == "load"}
         self.sums |= {entry.of: x for entry, x in of_loads.items() if not entry.share}
-        if (drift := found.get(SUM_OF_DX)) is None:
+        if (drift := results.get(SUM_OF_DX)) is None:
             return
         drift = self._drift(drift)
         self.delta.add_(drift)

@@ -156,12 +156,12 @@ class ListedQueries(QueryLanes):
         return block.scope.inner({lane: numbers}, lanes=Lanes(coord=lane, first=None, count=self.lanes, valid=valid))
 
     def statistics(self, scope: Scope) -> dict[str, Value]:
-        b, kernel, found = self.b, self.kernel, {}
+        b, kernel, results = self.b, self.kernel, {}
         for name in STATISTICS:
             first = kernel.statistic(name, b.constant(0, "i64"))
             addresses = b.addresses(first, scope.value(kernel.axis.lane), "f32")
-            found[name] = b.gather(addresses, scope.lanes.valid, self.vector)
-        return found
+            results[name] = b.gather(addresses, scope.lanes.valid, self.vector)
+        return results
 
     def finish(self, block: Block, g: Value) -> None:
         b, kernel, offset = self.b, self.kernel, self.b.mul(g, self.lanes)

@@ -29,8 +29,8 @@ class Memory(NamedTuple):
     covered: bool
 
     def make(self) -> Tensor:
-        made = empty_strided(self.shape, self.strides, self.dtype)
-        return made if self.covered else made.zero_()
+        result = empty_strided(self.shape, self.strides, self.dtype)
+        return result if self.covered else result.zero_()
 
 
 class Sum(NamedTuple):
@@ -45,10 +45,10 @@ class Sum(NamedTuple):
     first: int
 
     def of(self, x: Tensor) -> Tensor:
-        made = self.memory.make()
-        view = made.as_strided(self.shape, self.strides, self.first)
+        result = self.memory.make()
+        view = result.as_strided(self.shape, self.strides, self.first)
         view.copy_(x.view(self.split).sum(tuple(range(1, len(self.split), 2))))
-        return made
+        return result
 
 
 class Result(NamedTuple):
@@ -61,8 +61,8 @@ class Result(NamedTuple):
     by_name: dict[str, int]
     sum: Sum | None
 
-    def start(self, made: Tensor) -> Tensor:
-        return made.as_strided((), (), self.first) if self.first else made
+    def start(self, result: Tensor) -> Tensor:
+        return result.as_strided((), (), self.first) if self.first else result
 
 
 def result(plan: BackwardPlan, number: int, operand: Tensor, extents: Sequence[int], sizes: Sequence[int]) -> Result:

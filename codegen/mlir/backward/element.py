@@ -36,9 +36,9 @@ class Elements:
         """Rows r and r + 1 (or r alone); returns the sums, of one group after the other, with their contributions."""
         count = self.count
         parts = [sums[k * count : (k + 1) * count] for k in range(len(self.groups))]
-        found = [group.pair(r, part, both) for group, part in zip(self.groups, parts, strict=True)]
-        self.store(r, [weights for weights, _, _ in found], [ds for _, ds, _ in found])
-        return [total for *_, part in found for total in part]
+        results = [group.pair(r, part, both) for group, part in zip(self.groups, parts, strict=True)]
+        self.store(r, [weights for weights, _, _ in results], [ds for _, ds, _ in results])
+        return [total for *_, part in results for total in part]
 
     def store(self, r: Value, weights: Sequence[Pair], ds: Sequence[Pair]) -> None:
         """Rows r and r + 1 of each group to the right sides of the second products."""
@@ -134,14 +134,14 @@ class GroupElements:
     def _add_up(self, sums: Sequence[Value], gradients: Scope, shares: Scope, missing: Value) -> list[Value]:
         """`sums` of lanes with what this row adds, `missing` to `SUM_OF_DX`; sums of the row itself are added to in
         memory."""
-        b, kernel, found = self.b, self.kernel, list(sums)
+        b, kernel, result = self.b, self.kernel, list(sums)
         for number, entry in enumerate(kernel.sums):
             scope = shares if entry.share else gradients
             term = missing if entry == SUM_OF_DX else scope.vector(self.variant.gradients[entry.of])
             if entry in kernel.lane_sums:
                 place = kernel.lane_sums.index(entry)
-                found[place] = b.add(found[place], term, "sum")
+                result[place] = b.add(result[place], term, "sum")
             else:
                 assert kernel.query_gradients is not None
                 kernel.query_gradients.add_to_row(number, gradients, term)
-        return found
+        return result
