@@ -18,8 +18,8 @@ from .builder import Builder, Value
 from .micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from .products import InterleavedWork, MultiplyAdd, vector_products
 from .rows import RowReader, Rows, load_f32, load_line, widen_pairs
-from .transpose import sum_rows, transpose
 from .values import Array, round_up
+from .vectormath import sum_rows, transpose
 from .x86 import BF16, F32, WORDS, Avx512, split_pairs
 
 

@@ -25,7 +25,7 @@ from fusion.lowering.rows import log_weight
 from .builder import Value, vector_of
 from .scope import MEMORY_TYPE, Scope
 from .softmax import GroupSoftmax
-from .transpose import transpose
+from .vectormath import transpose
 
 if TYPE_CHECKING:
     from .skeleton import KernelFunction

@@ -16,8 +16,8 @@ from fusion.ir.expr import Expr, I, J, Kind
 from .builder import SIZE, Builder, Value, shape_of, vector_of
 from .rows import LINE, linear_strides, widen_pairs
 from .scope import MEMORY_TYPE, Context, Lanes, Scope, widen
-from .transpose import transpose
 from .values import is_float
+from .vectormath import transpose
 
 PREFETCH_KEYS = 128  # how far ahead, in keys
 UNIT = 4  # words of a row in a unit

@@ -30,8 +30,8 @@ from fusion.planning.register_tiles import Target
 from .builder import Builder, Value, shape_of, vector_of
 from .micro_kernel import Bf16Vectors, FmaVectors, MatrixOperand
 from .rows import RowReader, Rows, load_f32, load_line
-from .transpose import transpose
 from .values import Array, round_up
+from .vectormath import transpose
 from .x86 import BF16
 
 LONGEST_CHAIN = 128

@@ -18,7 +18,7 @@ from .builder import Builder, Value
 from .row_products import Columns, Source, Stretch, Turns, Widths
 from .row_vectors import PairValueProducts, VectorRows
 from .rows import Rows, load_line
-from .transpose import sum_rows, transpose
+from .vectormath import sum_rows, transpose
 from .x86 import BF16, F32, LANES, Avx512
 
 SUMS = 16  # vectors of outputs that are in registers

@@ -31,7 +31,7 @@ from .row_groups import GroupedRows
 from .row_products import STEP, RowProducts, Source, Stretch, Turns, Widths
 from .row_vectors import ValueProducts, VectorRows
 from .rows import Rows, load_line
-from .transpose import transpose
+from .vectormath import transpose
 from .x86 import BF16, F32, LANES, WORDS
 
 TILE = 256  # float32 in a tile

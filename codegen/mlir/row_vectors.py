@@ -24,7 +24,7 @@ from .builder import Builder, Value, vector_of
 from .micro_kernel import Bf16Vectors, FmaVectors
 from .row_products import STEP, Ask, Columns, RowProducts, Source, Stretch, Turns, Widths
 from .rows import Rows, SharedRows, load_f32, load_line, load_pair
-from .transpose import sum_rows
+from .vectormath import sum_rows
 from .x86 import BF16, LANES, Avx512
 
 RUN = 8  # rows of K in a page from which on finding them costs less than putting a copy of them in order

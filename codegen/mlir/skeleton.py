@@ -23,8 +23,7 @@ from .rows import Access, RowReader
 from .scope import MEMORY_TYPE, Context, Scope
 from .softmax import Exponent
 from .thread_function import KernelText, ThreadFunction
-from .transpose import transpose
-from .vectormath import LIBM, VectorMath
+from .vectormath import LIBM, VectorMath, transpose
 from .x86 import LARGE_BITS, WORDS, flush_denormals, restore_mode
 
 HEADER = "module {\n" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())

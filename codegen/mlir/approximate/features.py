@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from ..builder import Value
 from ..micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from ..thread_function import KernelText, ThreadFunction
-from ..transpose import transpose
 from ..values import round_up
+from ..vectormath import transpose
 from ..x86 import F32, Avx512, split_pairs
 
 BLOCK = 128  # keys or queries whose parents are in the cache at a time

@@ -16,7 +16,7 @@ import torch
 
 from ..builder import Value
 from ..calling import float_bits
-from ..transpose import sum_rows
+from ..vectormath import sum_rows
 from ..x86 import F32, LANES
 from .row_statistics import Rows, RowStatisticsCall, RowStatisticsKernel, code
 

@@ -21,8 +21,8 @@ from ..builder import Value
 from ..calling import CompiledKernel, Launch
 from ..scope import MEMORY_TYPE
 from ..thread_function import KernelText, ThreadFunction
-from ..transpose import sum_rows
 from ..values import round_up
+from ..vectormath import sum_rows
 from ..x86 import F32, LANES
 
 BLOCK = 64

@@ -12,7 +12,7 @@ from ..builder import Value, vector_of
 from ..rows import RowReader, load_f32
 from ..rows import Rows as RowsInMemory
 from ..scope import Lanes, Scope
-from ..transpose import sum_rows
+from ..vectormath import sum_rows
 from .lanes import OUTPUT, OUTPUT_GRADIENT, QueryLanes
 from .tile import Block, Kind, Span
 

@@ -38,8 +38,8 @@ from ..micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from ..products import MultiplyAdd
 from ..rows import RowReader, load_f32
 from ..scope import Scope
-from ..transpose import sum_rows
 from ..values import Array, round_up, vector_of
+from ..vectormath import sum_rows
 from ..x86 import F32
 from .element import PAIR, Pair
 
