@@ -17,8 +17,8 @@ _EXPORTS = {
     "explain": "fusion.api.explain",
     "export_mlir": "fusion.api.export",
     "FusionError": "fusion.errors",
-    "inductor_options": "fusion.api.install",
-    "install": "fusion.api.install",
+    "inductor_options": "fusion.api.rewrite",
+    "install": "fusion.api.rewrite",
     "Machine": "fusion.machine",
     "last_certificates": "fusion.approximate.certificates",
     "Options": "fusion.options",
@@ -26,7 +26,7 @@ _EXPORTS = {
     "Problem": "fusion.planning.problem",
     "Report": "fusion.report.report",
     "rewrite": "fusion.api.rewrite",
-    "uninstall": "fusion.api.install",
+    "uninstall": "fusion.api.rewrite",
     "verify": "fusion.api.verify",
 }
 __all__ = sorted(_EXPORTS)  # pyright: ignore[reportUnsupportedDunderAll]
@@ -44,7 +44,7 @@ def _register() -> None:
         return import_module("fusion.backend").fusion(module, example_inputs, **keywords)
 
     import_module("fusion.torch_private.dynamo").register_backend(fusion)
-    import_module("fusion.dynamo").register()  # nothing says when it is about to be used
+    import_module("fusion.integrations.nested_tensors").register()  # nothing says when it is about to be used
 
 
 _register()

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fusion import decide, dynamo, linear, process
+from fusion import decide, linear, process
 from fusion.approximate import certificates
-from fusion.dual_numbers import with_tangents
 from fusion.errors import EmitterError, StrictError
+from fusion.inner_compiler import with_tangents
+from fusion.integrations import nested_tensors
 from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
 from fusion.passes.building import split_extrema
@@ -35,11 +36,11 @@ from fusion.passes.trace.normalize import normalize
 from fusion.passes.trace.outline import sealed_softmaxes, without_regions
 from fusion.report.dump import Dump
 from fusion.report.report import NO_ATTENTION, Report, graph_break, publish
+from fusion.report.sites import report_of
 from fusion.runtime import kernels, op  # noqa: F401  (op registers torch.ops.fusion.attention)
-from fusion.site_reports import report_of
 from fusion.subgraphs import fuse_checkpointed, fuse_transformed
 from fusion.torch_private.dynamo import RestartAnalysis
-from fusion.torch_private.modes import without_function_modes
+from fusion.torch_private.tracing import without_function_modes
 from fusion.validation import calls
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def __getattr__(name: str) -> Any:
     extension of Dynamo is registered then, and not when this module is merely imported."""
     if name != "fusion":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    dynamo.register()
+    nested_tensors.register()
     return _fusion
 
 
@@ -101,7 +102,7 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
     with process.without_autograd_settings():
         process.initialize_mkl()
         graph, report = _fuse(module, example_inputs, options)
-    report.graph_breaks = [found] if (found := graph_break(module)) else []
+    report.graph_breaks = [broken] if (broken := graph_break(module)) else []
     if options.strict and (refused := [site for site in report.sites if not site.fused]):
         raise StrictError("\n".join(f"not fused: {s.location or s.module}: {s.reason}" for s in refused))
     return graph, report

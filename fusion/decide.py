@@ -27,7 +27,7 @@ from fusion.planning.problem import problem_of
 from fusion.refusals import Reason, Refusal
 from fusion.runtime import kernels, tangents
 from fusion.torch_private.dynamo import counters
-from fusion.validation import key_sets, validate
+from fusion.validation import mask_check, validate
 
 log = logging.getLogger(__name__)
 DEFAULTS = Options()
@@ -57,7 +57,7 @@ def keeps_dense_mask(
     request = options.request
     if (refusal := kernels.unsupported(gathered.spec, gathered.device, request)) is not None:
         return str(refusal)
-    if options.verify and (wrong := key_sets.contradiction(gathered, hints)) is not None:
+    if options.verify and (wrong := mask_check.key_set_contradiction(gathered, hints)) is not None:
         counters["fusion"]["invalid"] += 1
         log.error("a defect of fusion: an attention with sets of keys sees a mask of all keys: %s", wrong)
         return f"it would compute something else (a defect of fusion): {wrong}"

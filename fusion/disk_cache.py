@@ -107,14 +107,14 @@ def _opened_in(folder: int | None, name: str | Path, flags: int) -> Iterator[int
 def _check(handle: int, path: Path, sticky: bool = False) -> None:
     """Raise `Distrusted` where others may write. sticky: a directory in which nobody may replace another user's files.
     Others may write to it, since those files are checked, too."""
-    found = os.fstat(handle)
-    if found.st_uid not in (0, os.geteuid()):
-        _distrust(f"{path} belongs to user {found.st_uid}")
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+    info = os.fstat(handle)
+    if info.st_uid not in (0, os.geteuid()):
+        _distrust(f"{path} belongs to user {info.st_uid}")
+    if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
         _distrust(f"{path} is no file")
-    others = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_alone_in(found.st_gid, handle))
-    if others and not (sticky and found.st_mode & stat.S_ISVTX):
-        _distrust(f"others may write to {path} (mode {stat.S_IMODE(found.st_mode):o})")
+    others = info.st_mode & stat.S_IWOTH or (info.st_mode & stat.S_IWGRP and not _is_alone_in(info.st_gid, handle))
+    if others and not (sticky and info.st_mode & stat.S_ISVTX):
+        _distrust(f"others may write to {path} (mode {stat.S_IMODE(info.st_mode):o})")
 
 
 def _is_alone_in(group: int, handle: int) -> bool:
@@ -123,12 +123,12 @@ def _is_alone_in(group: int, handle: int) -> bool:
     import pwd
 
     try:
-        user, held = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
         listed = "system.posix_acl_access" in getattr(os, "listxattr", lambda _: ())(handle)
     except (KeyError, OSError):
         return False
-    own = held.gr_name == user.pw_name and user.pw_gid == group
-    return own and not {*held.gr_mem} - {user.pw_name} and not listed
+    own = entry.gr_name == user.pw_name and user.pw_gid == group
+    return own and not {*entry.gr_mem} - {user.pw_name} and not listed
 
 
 def _distrust(reason: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fusion.torch_private.trees import tree_leaves, tree_map
+from fusion.torch_private.tensors import tree_leaves, tree_map
 
 Number = TypeVar("Number", float, Tensor)
 

@@ -41,8 +41,8 @@ class RewritePass(inductor.CustomGraphPass):
         module = graph.owning_module
         if inductor.is_packaging() or module is None or any(value is None for value in values) or not _is_whole(graph):
             return
-        found = GraphModule(module, copy.deepcopy(graph))  # for the report, which keeps it
-        if (fused := self.rewrite(found, values, self.options)) is not None:
+        copied = GraphModule(module, copy.deepcopy(graph))  # for the report, which keeps it
+        if (fused := self.rewrite(copied, values, self.options)) is not None:
             _put_in_place(fused, module)
 
     def uuid(self) -> str:
@@ -70,17 +70,17 @@ def _source() -> str:
 def _put_in_place(fused: GraphModule, module: GraphModule) -> None:
     """Replace the graph of `module`, a graph in Inductor's hands, by that of `fused`. Its inputs and its output
     stay."""
-    inputs, made = (graph.find_nodes(op="placeholder") for graph in (module.graph, fused.graph))
+    inputs, placeholders = (graph.find_nodes(op="placeholder") for graph in (module.graph, fused.graph))
     output = module.graph.output_node()
     output.args = ((),)
     for node in reversed(module.graph.nodes):
         if node.op not in ("placeholder", "output"):
             module.graph.erase_node(node)
     _carry_attributes(fused, module)
-    for node, new in zip(inputs, made, strict=True):
+    for node, new in zip(inputs, placeholders, strict=True):
         node.meta = new.meta | node.meta
     with module.graph.inserting_before(output):
-        output.args = (module.graph.graph_copy(fused.graph, dict(zip(made, inputs, strict=True))),)
+        output.args = (module.graph.graph_copy(fused.graph, dict(zip(placeholders, inputs, strict=True))),)
 
 
 def _carry_attributes(fused: GraphModule, module: GraphModule) -> None:
@@ -149,7 +149,7 @@ def without_ours() -> dict[str, Any]:
     """Settings of Inductor without our passes; empty where there are none."""
     settings: dict[str, Any] = {}
     for name in ("pre_grad_custom_pass", "joint_custom_pre_pass"):
-        if len(others := _others(held := getattr(inductor.config, name))) < len(_listed(held)):
+        if len(others := _others(setting := getattr(inductor.config, name))) < len(_listed(setting)):
             settings[name] = _setting(others)
     early = any(entry.early for entry in _rewrites())
     return settings | ({"pre_grad_pass_timing": "default"} if early else {})

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx import GraphModule
 
 from fusion.options import Options
 from fusion.passes import marks, nodes
 from fusion.passes.tensors import dtensor
+from fusion.torch_private.autograd import is_within_dual_level
 
 
 def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Options, mode: Any) -> Callable[..., Any]:
@@ -31,3 +34,24 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.fake(node)) for node in module.graph.nodes)
     settings = (inductor.settings_of_mode(mode) if mode else {}) | inductor_passes.below_rewrite(has_dtensors)
     return inductor.compiled(module, example_inputs, settings | linear.settings(module, options.linear))
+
+
+def with_tangents(compiled: Callable[..., Any], graph: GraphModule) -> Callable[..., Any]:
+    """Compiled graph that runs the original graph, operation by operation, where an argument has a tangent.
+
+    The code of an inner compiler computes no tangents, without any error. The graph itself does: torch's operations
+    have theirs, and so have the fused attentions (`fusion.runtime.derivatives`).
+    """
+
+    def run(*arguments: Any) -> Any:
+        if is_within_dual_level() and any(map(_moves, arguments)):
+            return graph(*arguments)
+        return compiled(*arguments)
+
+    for name in ("named_parameters", "named_buffers", "zero_grad"):  # torch's minifier asks for them
+        setattr(run, name, getattr(graph, name))
+    return run
+
+
+def _moves(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None

@@ -20,9 +20,8 @@ from fusion.ir.ranges import LARGEST_SIZE
 from fusion.refusals import Reason, Refusal
 from fusion.torch_private import operators, tensors, tracing
 from fusion.torch_private.autograd import SET_GRAD_ENABLED
-from fusion.torch_private.fake import shape_environment
-from fusion.torch_private.sizes import free_unbacked_symbols, optimization_hint, statically_known_true
-from fusion.torch_private.sizes import functions as torch_sympy
+from fusion.torch_private.fake import free_unbacked_symbols, optimization_hint, shape_environment, statically_known_true
+from fusion.torch_private.fake import functions as torch_sympy
 
 from . import assumptions
 

@@ -18,10 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion.ir.derivative import reached
 from fusion.ir.expr import SCORE, WEIGHT, Expr, J, coordinates
-from fusion.ir.mixing import Mixing
 from fusion.ir.reads import dense_loads, key_dimension
 from fusion.ir.results import empty_result
 from fusion.ir.sizes import size_value
+from fusion.ir.spec import Mixing
 
 from . import marks, nodes
 from .building import Symbols, derived, materialize_aux_output

@@ -18,7 +18,7 @@ from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.cpu import PER_THREAD
-from fusion.planning.cpu_rows import FEW_QUERIES
+from fusion.planning.cpu_planner import FEW_QUERIES
 from fusion.planning.register_tiles import target_of, tilings_for
 
 from . import supports

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from fusion.ir.expr import I0, I1
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.dead_rows import dead_rows_need_keys
+from fusion.lowering.score_programs import dead_rows_need_keys
 from fusion.planning.register_tiles import Target, Tiling
 
 from .bounded_tiles import BoundedTiles, bounded_scores

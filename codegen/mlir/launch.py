@@ -19,8 +19,7 @@ from fusion.ir.sizes import extents_function
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu import one_by_one, portions
-from fusion.planning.cpu_planner import all_heads_choice, rows_choice
-from fusion.planning.cpu_rows import FEW_QUERIES, WORTH_WAKING
+from fusion.planning.cpu_planner import FEW_QUERIES, WORTH_WAKING, all_heads_choice, rows_choice
 from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
 
 from .. import reference

@@ -1,4 +1,4 @@
-"""The kernel for attention whose heads are mixed before or after the softmax (`fusion.ir.mixing.Mixing`).
+"""The kernel for attention whose heads are mixed before or after the softmax (`fusion.ir.spec.Mixing`).
 
 A work item is a block of query rows of all heads: scores of one head cannot become weights without those of the others.
 The scores of its rows stay whole, [head][group][key][L], until the weights are multiplied with V:

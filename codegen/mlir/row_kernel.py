@@ -24,8 +24,8 @@ from dataclasses import replace
 from fusion.ir.expr import SCORE, I, J, coord, coordinates, loads
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.addresses import runs
-from fusion.lowering.dead_rows import dead_rows_need_keys
-from fusion.planning.cpu_rows import MOST_ROWS
+from fusion.lowering.score_programs import dead_rows_need_keys
+from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.register_tiles import Target
 
 from .builder import Value

@@ -22,7 +22,7 @@ import functools
 from collections.abc import Callable
 
 from fusion.ir.spec import AttentionSpec
-from fusion.planning.cpu_rows import MOST_ROWS, PAIRED
+from fusion.planning.cpu_planner import MOST_ROWS, PAIRED
 from fusion.planning.register_tiles import Target, planes_of
 
 from .builder import Builder, Value

@@ -17,7 +17,7 @@ from typing import ClassVar
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.addresses import in_line, runs
-from fusion.planning.cpu_rows import MOST_ROWS
+from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.register_tiles import Target, planes_of
 
 from .builder import Builder, Value, vector_of

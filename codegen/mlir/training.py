@@ -19,7 +19,7 @@ from fusion.lowering import aux_gradients
 from fusion.lowering.backward_plan import BackwardPlan, backward_plan
 from fusion.lowering.gradients import hides_nan, left_to_reference
 from fusion.planning.choice import Choice, query_stationary
-from fusion.planning.cpu_rows import FEW_QUERIES
+from fusion.planning.cpu_planner import FEW_QUERIES
 from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
 
 from .. import reference

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fusion.ir.derivative import Gradients, Place, Step, Tangents, marked, signature
 from fusion.ir.spec import AttentionSpec
-from fusion.ir.steps import Gradients, Place, Step, Tangents, marked, signature
 from fusion.torch_private import autograd, functorch
 
 from .forward import Execution
@@ -34,7 +34,7 @@ def derivative(
     sizes: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Derivative of an attention by `steps`, at `inputs` (see `fusion.ir.steps`). Results are of the shape of the
+    """Derivative of an attention by `steps`, at `inputs` (see `fusion.ir.derivative`). Results are of the shape of the
     operand or result that they belong to, in the computation's dtype: by default float32, or float64 where an operand
     is."""
     run = Execution(spec, inputs[: len(spec.operands)], sizes, dtype)

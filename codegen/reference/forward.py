@@ -12,7 +12,7 @@ from fusion.ir.ops import evaluate
 from fusion.ir.results import REDUCE, result_names
 from fusion.ir.sizes import leaves, size_value
 from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Reduction
-from fusion.lowering.row_gradients import LOG_SUM, depends_on_maximum, row_scale
+from fusion.lowering.rows import LOG_SUM, depends_on_maximum, row_scale
 
 
 def run(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusion.ir.expr import ROW_MAX, ROW_SUM, Expr, I, J
 from fusion.ir.spec import AttentionSpec
-from fusion.lowering.row_gradients import LOG_SUM, row_scale, slope
+from fusion.lowering.rows import LOG_SUM, row_scale, slope
 
 from .backward import recording
 from .forward import Execution
@@ -44,7 +44,7 @@ def of_expression(
 def of_rows(
     spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int], row_max: Tensor, row_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale of rows with these maxima and sums, its slope (see `fusion.lowering.row_gradients`), and the part of the
+    """Scale of rows with these maxima and sums, its slope (see `fusion.lowering.rows`), and the part of the
     mean of dP over their weights that delta lacks. Float32 [b.., i]; computed in float64, since intermediate values may
     be beyond float32, except for the log-sum-exp, whose logarithm eager mode loses beside a huge fill."""
     known = {ROW_MAX: row_max, ROW_SUM: row_sum, LOG_SUM: row_max + row_sum.log()}

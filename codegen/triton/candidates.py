@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
-from fusion.lowering.dead_rows import dead_rows_matter
+from fusion.lowering.score_programs import dead_rows_matter
 from fusion.machine import Machine
 from fusion.planning import gpu_clocks, gpu_feasible
 from fusion.planning.choice import Tile

@@ -26,8 +26,7 @@ from fusion.ir.fills import LARGEST
 from fusion.ir.ops import apply, conjuncts, evaluate
 from fusion.ir.ranges import interval
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.dead_rows import rows_live
-from fusion.lowering.score_programs import is_tame, may_overflow, plain_scale
+from fusion.lowering.score_programs import is_tame, may_overflow, plain_scale, rows_live
 
 BLOCK = 128  # keys in a block of a mask, and queries; on compute capability 10 a block has twice as many queries
 

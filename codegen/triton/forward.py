@@ -16,10 +16,9 @@ from dataclasses import replace
 from fusion.ir.expr import I0, I1, ROW_MAX, ROW_SUM
 from fusion.ir.fills import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering.dead_rows import dead_rows_matter, first_key_lives
 from fusion.lowering.numbers import exponent_units, in_float32
 from fusion.lowering.rows import KEY_MAX, KEY_SUM, row_epilogue
-from fusion.lowering.score_programs import ScorePrograms, score_programs
+from fusion.lowering.score_programs import ScorePrograms, dead_rows_matter, first_key_lives, score_programs
 from fusion.planning.gpu_layout import panelled
 
 from . import source

@@ -5,7 +5,7 @@ With P the weights before the weight program, y = P's softmax, dW = dO V^T and d
     dx = y * (weight * dW - delta)        dweight = y * dW        dsink = -(sink's share of the row sum) * delta
 
 Where rows have another scale than one over their sum, y is the scaled weight, and delta has a factor
-(`fusion.lowering.row_gradients`). Gradients of auxiliary outputs add to weight * dW and to delta
+(`fusion.lowering.rows`). Gradients of auxiliary outputs add to weight * dW and to delta
 (`fusion.lowering.aux_gradients`); `with_arriving` makes them operands of the spec. The score program's derivative
 takes dx to dS and to the tensors that the program reads; dQ = dS K, dK = dS^T Q, dV = W^T dO.
 
@@ -30,7 +30,7 @@ from fusion.ir.expr import (
 )
 from fusion.ir.ops import apply
 from fusion.ir.spec import AttentionSpec, AuxOutput, Operand, Reduction
-from fusion.lowering import aux_gradients, row_gradients
+from fusion.lowering import aux_gradients, rows
 from fusion.lowering.aux_gradients import AuxGradients
 from fusion.lowering.gradients import (
     Axes,
@@ -121,7 +121,7 @@ def delta_of_aux(spec: AttentionSpec) -> AttentionSpec:
 
 def unsupported_gradient(spec: AttentionSpec, needs: tuple[bool, ...]) -> str | None:
     """Reason why the gradients are not computed by kernels, or None."""
-    reason = left_to_reference(spec) or row_gradients.unsupported(spec, needs)
+    reason = left_to_reference(spec) or rows.unsupported(spec, needs)
     if (reason := reason or aux_gradients.unsupported(spec, needs)) is not None:
         return reason
     if rounds(spec):

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.ir.spec import AttentionSpec
-from fusion.lowering.dead_rows import dead_rows_matter
 from fusion.lowering.numbers import LOG2E
+from fusion.lowering.score_programs import dead_rows_matter
 
 from . import source
 from .forward import Forward, in_own_units

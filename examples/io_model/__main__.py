@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from fusion.errors import FusionError
+from fusion.planning.plan import aligned, tile_text
 from fusion.planning.problem import Problem
-from fusion.planning.texts import aligned, tile_text
 
 from . import SCHEDULES, schedule
 from .bounds import BOUNDS

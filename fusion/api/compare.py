@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fusion.errors import ComparisonError
 from fusion.exactness import errors, floats, in_float64
-from fusion.planning.texts import aligned, bytes_text, seconds_text
+from fusion.planning.plan import aligned, bytes_text, seconds_text
 from fusion.report.data import number
 from fusion.torch_private.dynamo import original_of
-from fusion.torch_private.trees import tree_leaves
+from fusion.torch_private.tensors import tree_leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +195,8 @@ def _error(
     """(error, what the rule of `fusion.exactness` allows) of the tensor that is nearest to its bound."""
     if exact is None:
         return None, None
-    found = [errors(a, b, c) for a, b, c in zip(result, eager, exact, strict=True)]
-    return max(found, key=lambda item: item.share).figures if found else (0.0, 0.0)
+    compared = [errors(a, b, c) for a, b, c in zip(result, eager, exact, strict=True)]
+    return max(compared, key=lambda item: item.share).figures if compared else (0.0, 0.0)
 
 
 def peak_memory(call: Callable[[], Any]) -> int | None:
@@ -212,10 +212,10 @@ def peak_memory(call: Callable[[], Any]) -> int | None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         call()
-    held = peak = 0
+    current = peak = 0
     for change in _allocations(profiler):
-        held += change
-        peak = max(peak, held)
+        current += change
+        peak = max(peak, current)
     return peak
 
 
@@ -236,10 +236,10 @@ def _quiet() -> Iterator[None]:
 def _allocations(profiler: Any) -> Iterator[int]:
     """Changes of allocated bytes, in order of time; releases of what was allocated before the call do not count."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = 0
+    current = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        change = max(event.nbytes(), -held)
-        held += change
+        change = max(event.nbytes(), -current)
+        current += change
         yield change
 
 

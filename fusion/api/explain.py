@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from fusion import dynamo
 from fusion.backend import fuse
 from fusion.exactness import copied
+from fusion.integrations import nested_tensors
 from fusion.ir.expr import loads
 from fusion.options import Options
 from fusion.report.report import NO_ATTENTION, AttentionReport, Report
@@ -42,7 +42,7 @@ def explain(
         recorder = _RecordingInterpreter(graph, report)
         return recorder.run if recorder.wanted else graph.forward
 
-    dynamo.register()
+    nested_tensors.register()
     torch.compile(original, backend=backend)(*args, **kwargs)
     whole = merge(reports)
     if not reports:
@@ -77,7 +77,7 @@ def merge(reports: list[Report]) -> Report:
     for report in reports:
         whole.sites += report.sites
         whole.notes += [note for note in report.notes if note not in whole.notes]
-        whole.graph_breaks += [found for found in report.graph_breaks if found not in whole.graph_breaks]
+        whole.graph_breaks += [broken for broken in report.graph_breaks if broken not in whole.graph_breaks]
         if report.sites and whole.graph_before is None:
             whole.graph_before, whole.graph_after = report.graph_before, report.graph_after
     if whole.sites:

@@ -1,10 +1,11 @@
-"""`fusion.rewrite`: the rewrite as a plain pass, for graphs that something else runs, exports or stores."""
+"""`fusion.rewrite`: the rewrite as a plain pass, for graphs that something else runs, exports or stores.
+`fusion.install`: the same as a pass of Inductor's, for `torch.compile(model)` without our backend."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,13 +16,16 @@ from torch.export.graph_signature import TensorArgument
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from fusion import inductor_passes
 from fusion.backend import fuse
-from fusion.errors import RewriteError
+from fusion.errors import OptionError, RewriteError
 from fusion.options import Options
 from fusion.passes import nodes
 from fusion.report.report import publish
+from fusion.runtime.specialized import register_inductor_codegen
 from fusion.torch_private import fake, tracing
-from fusion.torch_private.trees import tree_leaves
+from fusion.torch_private.inductor import config
+from fusion.torch_private.tensors import tree_leaves
 
 Program = TypeVar("Program", GraphModule, ExportedProgram)
 
@@ -142,8 +146,8 @@ def require(value: Any, name: str, expected: Any, dtype: torch.dtype | None) -> 
     """Raise RewriteError unless a value is what its graph was rewritten for: (shape, dtype) of a tensor, or a value."""
     if (form := _form(value)) == (expected, dtype):
         return
-    wanted, found = (f"{dt} of shape {list(x)}" if dt is not None else repr(x) for x, dt in ((expected, dtype), form))
-    raise RewriteError(f"this graph was rewritten for {name} = {wanted} and got {found}; rewrite it again for that")
+    wanted, actual = (f"{dt} of shape {list(x)}" if dt is not None else repr(x) for x, dt in ((expected, dtype), form))
+    raise RewriteError(f"this graph was rewritten for {name} = {wanted} and got {actual}; rewrite it again for that")
 
 
 def _form(value: Any) -> tuple[Any, torch.dtype | None]:
@@ -218,3 +222,65 @@ def _signature(program: ExportedProgram, fused: GraphModule) -> Any:
         elif isinstance(result, Node):
             spec.arg.name = result.name
     return signature
+
+
+def install(options: Mapping[str, Any] | None = None) -> contextlib.AbstractContextManager[Any]:
+    """From now on `torch.compile(model)` fuses attentions: the rewrite becomes a pass of Inductor's, after those that
+    others have put there.
+
+    options: of our backend; they take the place of those of an earlier `install`. It holds for this thread, as all
+    settings of Inductor's do, and for what is compiled later: a function that is compiled already stays as it is until
+    `torch.compiler.reset()`. Models compiled with `backend="fusion"` go their own way.
+
+    Returns a context manager, which brings back what was installed before; `uninstall` takes the pass out, too. Raises
+    OptionError for options that do not exist, or that need the backend: `inner`, `verify="run"`, `approximate`.
+    """
+    chosen, previous = _parsed(options), inductor_passes.installed()
+    uninstall()
+    _put(_settings(chosen))
+    installed = contextlib.ExitStack()
+    if previous is not None:
+        installed.callback(lambda: _put(_settings(previous)))
+    installed.callback(uninstall)
+    return installed
+
+
+def uninstall() -> None:
+    """Take out what `install` put in. What others put there stays, and so does what is compiled."""
+    _put(inductor_passes.without_ours())
+
+
+def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings of Inductor that `install` makes, for one model: `torch.compile(model, options=...)`.
+
+    options: of our backend. Passes that stand in `torch._inductor.config` at this moment are part of the settings, and
+    run before ours. Raises OptionError as `install` does.
+    """
+    return _settings(_parsed(options))
+
+
+def _parsed(options: Mapping[str, Any] | None) -> Options:
+    chosen = Options.parse(options)
+    if chosen.inner == "inductor" and chosen.verify != "run" and chosen.approximate is None:
+        return chosen
+    raise OptionError(
+        "a pass of Inductor's was asked for with inner, verify='run' or approximate, which act around a compiled "
+        f"graph; use torch.compile(model, backend='fusion', options={dict(options or {})!r})."
+    )
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    register_inductor_codegen()
+    return inductor_passes.with_rewrite(options, _rewritten)
+
+
+def _rewritten(graph: GraphModule, inputs: Sequence[Any], options: Options) -> GraphModule | None:
+    """The graph with its attentions fused, None where there are none; its report goes to those who collect them."""
+    fused, report = fuse(graph, inputs, options)
+    publish(report)
+    return fused if report.fused else None
+
+
+def _put(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(config, name, value)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from fusion import decide, dynamo
+from fusion import decide
 from fusion.api import check
 from fusion.api.compare import Measured, compare_results
 from fusion.exactness import copied, is_float
+from fusion.integrations import nested_tensors
 from fusion.passes.graph_excerpt import CutOut, cut_out
 from fusion.passes.prepare.trials import find_attention
 from fusion.passes.recognize.find import Site, may_hold_attention
@@ -26,7 +27,7 @@ from fusion.passes.trace.normalize import normalize
 from fusion.passes.trace.outline import without_regions
 from fusion.report import scripts
 from fusion.torch_private.dynamo import original_of
-from fusion.torch_private.trees import tree_map
+from fusion.torch_private.tensors import tree_map
 
 RANDOM = "it draws random numbers, and is not the same twice"
 
@@ -126,7 +127,7 @@ def verify(
     """
     original, recorder = original_of(function), _Recorder(options=options or {}, gradients=gradients, wanted=site)
     arguments = tree_map(_differentiable, (args, kwargs)) if gradients else (args, kwargs)
-    dynamo.register()
+    nested_tensors.register()
     with torch.set_grad_enabled(gradients):
         torch.compile(original, backend=recorder.backend, dynamic=False)(*arguments[0], **arguments[1])
     compared = compare_results(original, args, kwargs, options)

@@ -49,10 +49,10 @@ class Summaries:
         """Summaries of some of the heads."""
         if len(heads) == len(self.mean):
             return self
-        found = copy.copy(self)
+        result = copy.copy(self)
         for name in ("whole", "mean", "boxes", "balls", "pairs"):
-            setattr(found, name, getattr(self, name)[[*heads]])
-        return found
+            setattr(result, name, getattr(self, name)[[*heads]])
+        return result
 
     def likely(self, tiles: Tensor, causal_from: Tensor | None, count: int) -> Tensor:
         """[h, t, at most `count`]: the full blocks whose means have the highest scores with the mean of each tile.

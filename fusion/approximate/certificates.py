@@ -100,14 +100,14 @@ def _made(kept: Iterable[Pending]) -> list[Certificate]:
 @contextlib.contextmanager
 def collect_certificates() -> Iterator[list[Certificate]]:
     """The certificates of every call that this thread makes inside the `with`, in order; filled when it ends."""
-    found: list[Certificate] = []
+    collected: list[Certificate] = []
     kept: list[Pending] = []
     _records.collectors.append(kept)
     try:
-        yield found
+        yield collected
     finally:
         _records.collectors = [other for other in _records.collectors if other is not kept]
-        found += _made(kept)
+        collected += _made(kept)
 
 
 def note_exact(allowed: Approximation, operands: Sequence[Tensor], reason: str) -> None:

@@ -22,9 +22,9 @@ WEIGHTS = "its weights are used elsewhere, and must be those of exact attention"
 
 def refusal(spec: AttentionSpec, device: str, request: Request) -> str | None:
     """Reason why this spec always runs exact, or None."""
-    found = plain(spec)
-    if isinstance(found, str):
-        return found
+    result = plain(spec)
+    if isinstance(result, str):
+        return result
     if device not in ("cpu", "cuda"):
         return f"there are no approximate kernels for device {device!r}"
     assert request.approximation is not None
@@ -32,7 +32,7 @@ def refusal(spec: AttentionSpec, device: str, request: Request) -> str | None:
         return None if device == "cpu" else _unsupported(spec)
     from fusion.approximate import sparse
 
-    return sparse.refusal(spec, found, device, request.emitter)
+    return sparse.refusal(spec, result, device, request.emitter)
 
 
 def _unsupported(spec: AttentionSpec) -> str | None:

@@ -36,7 +36,7 @@ def ieee_products() -> Iterator[None]:
     hold."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     before = [setting.fp32_precision for setting in settings]
-    if all(found in ("none", "ieee") for found in before):
+    if all(precision in ("none", "ieee") for precision in before):
         yield
         return
     for setting in settings:
@@ -44,8 +44,8 @@ def ieee_products() -> Iterator[None]:
     try:
         yield
     finally:
-        for setting, found in zip(settings, before, strict=True):
-            setting.fp32_precision = found
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
 
 
 class Extents(NamedTuple):
@@ -122,8 +122,8 @@ class Heads:
 
 @functools.lru_cache(maxsize=256)
 def _coordinates(heads: tuple[int, ...], batch: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    found = torch.unravel_index(torch.tensor(heads), batch) if batch else ()
-    return tuple(zip(*(axis.tolist() for axis in found), strict=True)) if batch else ((),)
+    result = torch.unravel_index(torch.tensor(heads), batch) if batch else ()
+    return tuple(zip(*(axis.tolist() for axis in result), strict=True)) if batch else ((),)
 
 
 class HeadSlices(NamedTuple):
@@ -207,26 +207,26 @@ class HeadPacker:
         # Owners are numbered in the order of the index, which must be that of the batch coordinates.
         if len(shared) == len(names) and [e for e in shared if e in names[:-2]] == [*names[:-2]]:
             if set(shared) == set(names):
-                found = operand.permute([shared.index(name) for name in names])
-                if found.shape[:-2].numel() == len(firsts) and found.shape[-2:] == (execution.n_k, width):
-                    return found
-        found = self._rows(execution, number, J, execution.n_k, columns, width)
+                result = operand.permute([shared.index(name) for name in names])
+                if result.shape[:-2].numel() == len(firsts) and result.shape[-2:] == (execution.n_k, width):
+                    return result
+        result = self._rows(execution, number, J, execution.n_k, columns, width)
         if len(firsts) == math.prod(execution.batch):
-            return found
-        return found[torch.unravel_index(firsts, execution.batch)]
+            return result
+        return result[torch.unravel_index(firsts, execution.batch)]
 
     def _rows(self, execution: Execution, number: int, rows: Expr, n: int, columns: Expr, width: int) -> Tensor:
         """[b.., n, width], a view where the index allows one, in the operand's own dtype."""
         index, operand = (self.spec.q, self.spec.k, self.spec.v)[number], execution.operands[number]
         shape, names = (*execution.batch, n, width), (*execution.axes, rows, columns)
         if len(index) == len(names) and set(index) == set(names):  # the usual case, without what the general one costs
-            found = operand.permute([index.index(name) for name in names])
-            if found.shape == shape:
-                return found
+            result = operand.permute([index.index(name) for name in names])
+            if result.shape == shape:
+                return result
         dtype, execution.dtype = execution.dtype, operand.dtype
-        found = execution.gather(number)
+        result = execution.gather(number)
         execution.dtype = dtype
-        return found
+        return result
 
 
 def _owners(execution: Execution, index: tuple[Expr, ...]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,10 @@
-"""A call of attention with polynomial features: heads with bounded scores are approximated, the others are exact."""
+"""A call of attention with polynomial features: heads with bounded scores are approximated, the others are exact.
+
+Causal attention with polynomial features on a CPU, by chunks: the state of the chunks before, exact inside of one.
+
+All chunks of all heads go together: one call of the exact kernel with every chunk as a head of its own, one of each
+feature kernel, and a running sum over the chunks' states in between.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fusion.approximate import cost
 from fusion.approximate.certificates import Certificate, is_captured, output_error, record
-from fusion.approximate.chunks import Chunks
 from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
 from fusion.approximate.eligible import Plain
@@ -32,7 +38,11 @@ from fusion.approximate.polynomials import feature_count
 from fusion.approximate.score_bounds import HeadBounds, Inspection
 from fusion.caching import BoundedCache
 from fusion.codegen.reference import polynomial as reference
-from fusion.ir.spec import AttentionSpec
+from fusion.errors import ApproximationError
+from fusion.ir import integers
+from fusion.ir.expr import SCORE, const
+from fusion.ir.ops import where
+from fusion.ir.spec import AttentionSpec, Normalizer, Operand
 from fusion.machine import Machine, with_cores
 from fusion.planning.problem import Problem
 
@@ -213,13 +223,13 @@ class PolynomialAttention:
 
     def _limit(self, extents: Extents) -> int:
         """The largest number of features of a degree that is predicted to pay."""
-        found = 0
+        result = 0
         for degree in range(1, 17):
             features = feature_count(extents.d, degree)
             if features > cost.MAX_FEATURES or not self._pays(extents, features, 1):
                 break
-            found = features
-        return found
+            result = features
+        return result
 
     def _run(self, heads: Heads, sizes: Sequence[int], figures: HeadBounds, groups) -> Tensor:
         data, out = self._centred(heads, figures), None
@@ -228,23 +238,23 @@ class PolynomialAttention:
             chosen = torch.tensor(list(choices))
             owner = heads.owner[chosen]
             if key is None:
-                found = self.some(heads.q[chosen], heads.k[owner], heads.v[owner], sizes).float()
+                result = self.some(heads.q[chosen], heads.k[owner], heads.v[owner], sizes).float()
                 bound = _known(max(figures.bounds[head] for head in choices))
                 reason = "no polynomial is certified and faster at this B"
                 record(heads.exact(METHOD, self.epsilon, chosen, reason, bound))
             elif len(groups) == 1:
-                found = self._attend(data.queries, data.keys, data.values, heads.owner, list(choices.values()), sizes)
+                result = self._attend(data.queries, data.keys, data.values, heads.owner, list(choices.values()), sizes)
             else:
                 used, owner = torch.unique(owner, return_inverse=True)
-                found = self._attend(
+                result = self._attend(
                     data.queries[chosen], data.keys[used], data.values[used], owner, list(choices.values()), sizes
                 )
             if key is not None:
                 self._certify(heads, figures, choices, largest)
             if len(groups) == 1:
-                return heads.store(found)
-            out = found.new_empty(len(heads.q), *found.shape[1:]) if out is None else out
-            out[chosen] = found
+                return heads.store(result)
+            out = result.new_empty(len(heads.q), *result.shape[1:]) if out is None else out
+            out[chosen] = result
         assert out is not None
         return heads.store(out)
 
@@ -304,3 +314,59 @@ def _known(bound: float) -> float | None:
 def _steps(x: float, steps: int) -> int:
     """n, such that 2**(n / steps) is x rounded up, and at least 2**-20."""
     return math.ceil(math.log2(max(x, 2.0**-20)) * steps)
+
+
+class Chunks:
+    """Chunked causal attention of a spec over heads as plain tensors (of `ExactHeads`)."""
+
+    def __init__(self, spec: AttentionSpec, machine: Machine):
+        from fusion.codegen import mlir
+
+        assert spec.mask is not None
+        length = integers.integer(CHUNK)
+        mask = dataclasses.replace(spec.mask, fill=-math.inf, full=SCORE)
+        inside = dataclasses.replace(
+            spec, n_q=length, n_k=length, dtype="float32", out_dtype="float32", normalizer=Normalizer.SOFTMAX,
+            row_scale=None, score=where(mask.live, SCORE, const(-math.inf)), mask=mask,
+            operands=tuple(Operand(dtype="float32", rank=3, name=o.name) for o in spec.operands),
+        )  # fmt: skip
+        kernel = mlir.compile_training(inside, machine)  # for the statistics of the rows
+        if kernel is None:
+            raise ApproximationError(f"there is no kernel with statistics for {inside}; ask for exact attention")
+        self._kernel = kernel
+
+    def inside(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Output of exact attention within chunks, [h, CHUNK, d_v], and its normaliser, [h, CHUNK], for [h, CHUNK, d]
+        operands."""
+        out, (_, shift, factor) = self._kernel.outputs([q, k, v], [*sizes, len(q)])
+        return out, 1 / (torch.exp2(shift) * factor.abs())  # a weight is 2**(unit * score + shift) * |factor|
+
+    def attend(
+        self, run, q: Tensor, k: Tensor, v: Tensor, owner: Tensor, weights: Tensor, sizes: Sequence[int]
+    ) -> Tensor:
+        """[h, N, d_v], for queries [h, N, d] and the keys [u, N, d] and values [u, N, d_v] of their owners.
+
+        run: the feature kernels.
+        weights: [h, features].
+        sizes: those of the call.
+        """
+        heads, n, _ = q.shape
+        q, k, v = (_in_chunks(x) for x in (q, k, v))
+        near_k, near_v = (x if len(x) == heads else x[owner] for x in (k, v))
+        out, normaliser = self.inside(q.flatten(0, 1), near_k.flatten(0, 1), near_v.flatten(0, 1), sizes)
+        out, normaliser = (x.view(heads, -1, CHUNK, x.shape[-1]) for x in (out, normaliser[..., None]))
+        if out.shape[1] > 1:
+            # Keys of zeros that fill the last chunk are in no state that is used.
+            state = run.state(k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, k.shape[:2])
+            before = state[:, :-1].cumsum(1)
+            before = (before if len(k) == heads else before[owner]) * weights[:, None, :, None]
+            far = run.readout(q[:, 1:].flatten(0, 1), before.flatten(0, 1)).unflatten(0, (heads, -1))
+            later, near = out[:, 1:], normaliser[:, 1:]
+            later.mul_(near).add_(far[..., :-1]).div_(near.add_(far[..., -1:]))
+        return out.flatten(1, 2)[:, :n]
+
+
+def _in_chunks(x: Tensor) -> Tensor:
+    """[h, N, d] as [h, chunks, CHUNK, d], with rows of zeros at the end."""
+    missing = -x.shape[1] % CHUNK
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()).unflatten(1, (-1, CHUNK))

@@ -65,16 +65,16 @@ def relative_error(coefficients: np.ndarray, bound: float, floor: float | None =
     powers = np.polynomial.polynomial
     p = powers.polyval(x, coefficients)
     decay = np.exp(-x)
-    found = np.abs(decay * p - 1)
+    result = np.abs(decay * p - 1)
     # Between two points of distance h the function leaves its chord by at most h^2/8 times its second derivative.
     first, second = (powers.polyval(x, powers.polyder(coefficients, k)) for k in (1, 2))
     curvature = float(np.abs(decay * (second - 2 * first + p)).max(initial=0.0))
     step = bound * math.pi / (GRID - 1)
-    found = np.maximum(found[1:], found[:-1]) + 2 * curvature * step**2 / 8 + 1e-15
+    result = np.maximum(result[1:], result[:-1]) + 2 * curvature * step**2 / 8 + 1e-15
     if floor is not None:
         nearest = np.where(x[1:] * x[:-1] > 0, np.minimum(np.abs(x[1:]), np.abs(x[:-1])), 0.0)
-        found /= floor + nearest**2 * np.minimum(decay[1:], decay[:-1])
-    return float(found.max(initial=0.0))
+        result /= floor + nearest**2 * np.minimum(decay[1:], decay[:-1])
+    return float(result.max(initial=0.0))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -90,9 +90,9 @@ def minimax(degree: int, bound: float, moment: float | None = None) -> Polynomia
     best: Polynomial | None = None
     for _ in range(30):
         solved = _levelled(nodes, bound, floor)
-        found = _polynomial(_unscaled(solved[:-1], bound), bound, floor)
-        if best is None or found.error < best.error:
-            best = found
+        candidate = _polynomial(_unscaled(solved[:-1], bound), bound, floor)
+        if best is None or candidate.error < best.error:
+            best = candidate
         residual = (weight * (basis @ solved[:-1]) - 1) / allowed
         if np.abs(residual).max() <= abs(solved[-1]) * (1 + TOLERANCE) + 1e-14:
             break

@@ -135,12 +135,12 @@ class Inspection:
                 counts = key_block_bounds.ruled_out(
                     heads.q, heads.k, heads.owner, sample, gap / self.scale, self.causal
                 )
-            found = counts.flatten().tolist()
+            totals = counts.flatten().tolist()
         elif (call := self._call(("boxes", sample, gap), operands, sizes, make)) is not None:
-            found = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)
+            totals = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)
         else:
             return []
-        return [found[n] / max(1.0, found[n + 1]) for n in range(0, len(found), 2)]
+        return [totals[n] / max(1.0, totals[n + 1]) for n in range(0, len(totals), 2)]
 
     def _call(self, what: tuple, operands: Sequence[Tensor], sizes: Sequence[int], make) -> Any:
         """Result of `make(columns, queries, keys)`, cached by sizes and strides; None where kernels cannot read the
@@ -159,15 +159,15 @@ class Inspection:
         return self._calls[key]
 
     def _figures(
-        self, causal: bool, found: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor
+        self, causal: bool, totals: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor
     ) -> HeadBounds:
-        """Bounds of the heads. found: for each head squares of norms, and the largest of `squares`."""
+        """Bounds of the heads. totals: for each head squares of norms, and the largest of `squares`."""
         scale, tiny = abs(self.scale), TINY * means.shape[-1]
         raw, keys, queries = (
-            [math.sqrt(x + tiny) * MARGIN if x < math.inf else math.inf for x in found[n::4]] for n in range(3)
+            [math.sqrt(x + tiny) * MARGIN if x < math.inf else math.inf for x in totals[n::4]] for n in range(3)
         )
         bounds = [scale * x * y for x, y in zip(keys, queries, strict=True)]
-        least, largest = [1.0] * len(bounds), found[3::4]
+        least, largest = [1.0] * len(bounds), totals[3::4]
         if causal:
             weight = (slants * self.scale).exp_().div_(MARGIN)
             least = [min(x, 1.0) for x in weight.amin(-1).nan_to_num(0.0).tolist()]

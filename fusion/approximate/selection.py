@@ -51,8 +51,8 @@ class Answers:
     def __init__(self, questions: Mapping[str, Callable[[], Tensor]], at_once: bool):
         self._questions, self._known = questions, {}
         if at_once:
-            found = torch.stack([ask().float() for ask in questions.values()]).tolist()
-            self._known = dict(zip(questions, found, strict=True))
+            answers = torch.stack([ask().float() for ask in questions.values()]).tolist()
+            self._known = dict(zip(questions, answers, strict=True))
 
     def __call__(self, question: str, head: int) -> float:
         if question not in self._known:

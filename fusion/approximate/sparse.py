@@ -30,7 +30,6 @@ from fusion.approximate.blocks import causal_tiles
 from fusion.approximate.certificates import Certificate, is_captured, output_error, record
 from fusion.approximate.eligible import Plain, canonical
 from fusion.approximate.head_batches import KEPT, ExactHeads, Executor, HeadPacker, Heads, ieee_products, problem_of
-from fusion.approximate.rounding import TwoPlanes
 from fusion.approximate.score_bounds import Inspection
 from fusion.approximate.selection import FEW, MARGIN, PROMISING, WORTHWHILE, Selection, chosen
 from fusion.caching import BoundedCache
@@ -58,8 +57,8 @@ def refusal(spec: AttentionSpec, plain: Plain, device: str, emitter: str) -> str
         return triton.unavailable() or sparse_call.supports(spec)
     from fusion.codegen import mlir
 
-    found = mlir.supports(spec, Machine.detect())
-    return None if found is None else found.message
+    result = mlir.supports(spec, Machine.detect())
+    return None if result is None else result.message
 
 
 class SparseKernel(Protocol):
@@ -224,21 +223,21 @@ class SparseAttention:
     def _run(self, heads: Heads, sizes: Sequence[int], parts: _Parts, reason: str) -> Tensor:
         every, out = torch.arange(len(heads.q)), None
         left = set(every.tolist())
-        if parts.marks and (found := self._select_tiles(heads, sizes, parts)) is not None:
+        if parts.marks and (result := self._select_tiles(heads, sizes, parts)) is not None:
             left -= parts.marks.keys()
             if not left:
-                return heads.store(found)
-            out = found.new_empty(len(every), *found.shape[1:])
-            out[[*parts.marks]] = found
+                return heads.store(result)
+            out = result.new_empty(len(every), *result.shape[1:])
+            out[[*parts.marks]] = result
         for some, runner in ((parts.rounded, self.rounding), (sorted(left.difference(parts.rounded)), None)):
             if not some:
                 continue
             q, k, v = (chosen(x, some) for x in parts.rows)
             if runner is not None and parts.rounding.means is not None:
                 k = k.float() - parts.rounding.means[some, None]
-            found = (self.some if runner is None else runner.some)(q, k, v, sizes)
-            out = found.new_empty(len(every), *found.shape[1:]) if out is None else out
-            out[some] = found
+            result = (self.some if runner is None else runner.some)(q, k, v, sizes)
+            out = result.new_empty(len(every), *result.shape[1:]) if out is None else out
+            out[some] = result
             if runner is None:
                 record(heads.exact(METHOD, self.epsilon, every[some], reason))
             else:
@@ -249,13 +248,13 @@ class SparseAttention:
     def _select_tiles(self, heads: Heads, sizes: Sequence[int], parts: _Parts) -> Tensor | None:
         """Output of the selective heads, or None where they turn out to need the exact kernel."""
         some = [*parts.marks]
-        marks, unseen = (torch.stack(found) for found in zip(*parts.marks.values(), strict=True))
+        marks, unseen = (torch.stack(result) for result in zip(*parts.marks.values(), strict=True))
         share = self.epsilon * MARGIN / 2 / heads.n_k
         q, k, v = (chosen(x, some) for x in parts.rows)
-        if (found := self.kernel(q, k, v, [*sizes, len(some)], marks.view(torch.uint8), share)) is None:
+        if (result := self.kernel(q, k, v, [*sizes, len(some)], marks.view(torch.uint8), share)) is None:
             return None
-        self._certify(heads, some, unseen + found[1] / MARGIN, found[2])
-        return found[0]
+        self._certify(heads, some, unseen + result[1] / MARGIN, result[2])
+        return result[0]
 
     def _certify(self, heads: Heads, some: Sequence[int], errors: Tensor, computed: Tensor | None = None) -> None:
         """Record the certificate of some heads. computed: tiles of each; None: they ran in two planes."""
@@ -281,3 +280,69 @@ class SparseAttention:
 
         for number, head in enumerate(some):
             record(functools.partial(certificate, number, heads.coordinates(torch.tensor([head]))))
+
+
+TWO_PLANES = 2.0**-15 * (1 + 2.0**-6)
+"""Error of a product of two float32 numbers in two planes each, relative to their sizes, second order included."""
+LARGE = 2.0**60
+"""Norms up to which the parts of numbers below 2**-126, which tiles take for 0, add up to nothing in a score."""
+
+
+def error_of(largest: float) -> float:
+    """A bound on sum over j |error of w_ij| / sum over j w_ij where |q_i| |k_j| scale is at most `largest`, including
+    the rounding of the products with V."""
+    return math.expm1(TWO_PLANES * largest) + TWO_PLANES if largest < 1e4 else math.inf
+
+
+class TwoPlanes:
+    """Exact kernel of a spec whose float32 products are computed in two bfloat16 planes instead of three: half of the
+    tile products. For specs that `admits` accepts.
+
+    Exact attention on AMX tiles splits a float32 number into three bf16 numbers, and multiplies six pairs of them. Two
+    represent a number to 2^-17 of itself, and of their four products three are computed; the fourth is at most 2^-16 of
+    the product. So
+
+        |error of a score| <= (2 * 2^-17 + 2^-16) * sum over c of |q_c k_c| <= TWO_PLANES * |q| |k|
+
+    A score that is off by t has a weight that is off by exp(t) - 1 of itself. The products of weights and values are
+    rounded in the same way, relative to their sum. All of this is known from the largest norms, before the kernel runs.
+    """
+
+    def __init__(self, spec: AttentionSpec, one_by_one: AttentionSpec, scale: float, machine: Machine):
+        """one_by_one: an equal attention over heads as plain tensors (of `ExactHeads`)."""
+        from fusion.codegen.mlir.launch import Kernel
+        from fusion.planning.cpu_planner import CpuPlanner
+        from fusion.planning.register_tiles import target_of, tilings_for
+
+        self.scale, target = scale, target_of(machine)
+
+        def kernel(spec: AttentionSpec) -> Kernel:
+            return Kernel(spec, tilings_for(spec, target, most_planes=2), target, CpuPlanner(spec, machine))
+
+        self._whole = functools.cache(lambda: kernel(spec))
+        self._some = functools.cache(lambda: kernel(one_by_one))
+
+    @staticmethod
+    def admits(spec: AttentionSpec, machine: Machine) -> bool:
+        """Whether products of this spec take three planes."""
+        from fusion.planning.register_tiles import target_of, tilings_for
+
+        return tilings_for(spec, target_of(machine))[0].planes == 3
+
+    def errors(self, queries: Sequence[float], keys: Sequence[float]) -> list[float]:
+        """`error_of` of heads with queries and keys up to these norms."""
+        scale, pairs = abs(self.scale), zip(queries, keys, strict=True)
+        return [error_of(q * k * scale) if max(q, k, scale) < LARGE else math.inf for q, k in pairs]
+
+    @staticmethod
+    def limit(epsilon: float) -> float:
+        """Scores up to which `error_of` may be at most epsilon."""
+        return math.log1p(epsilon) / TWO_PLANES
+
+    def whole(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """All heads of a call, in the layout of the spec."""
+        return self._whole()(operands, sizes)
+
+    def some(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[h, N_q, d], [h, N_k, d], [h, N_k, d_v] to [h, N_q, d_v]. sizes: those of the call."""
+        return self._some()([q, k, v], [*sizes, len(q)])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fusion.cli import target
+from fusion.cli import models
 from fusion.errors import ProblemError
 
 HELP = """Time, peak memory and error of eager, Inductor and fusion, in turns in one process.
@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    target.add_arguments(parser, optional=True)
+    models.add_arguments(parser, optional=True)
     parser.add_argument("--variant", choices=[*VARIANTS], action="append", help="only this one; may be given again")
     parser.add_argument("--N", type=int, default=1024, help="queries and keys (default %(default)s)")
     parser.add_argument("--d", type=int, default=64, help="head dimension (default %(default)s)")
@@ -51,19 +51,19 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(comparison["fusion"].wrong for comparison in results.values()))
 
 
-def _models(arguments: argparse.Namespace) -> Iterator[target.Target]:
+def _models(arguments: argparse.Namespace) -> Iterator[models.Target]:
     if arguments.target is not None:
-        yield target.load(arguments)
+        yield models.load(arguments)
         return
     for name in ("N", "d", "heads", "batch"):
         if getattr(arguments, name) < 1:
             raise ProblemError(f"--{name} {getattr(arguments, name)}: there is nothing to run; give a positive size")
     dtype, shape = getattr(torch, arguments.dtype), (arguments.batch, arguments.heads, arguments.N, arguments.d)
     qkv = tuple(torch.randn(shape, dtype=torch.float32, device=arguments.device).to(dtype) for _ in range(3))
-    size, chosen = "x".join(map(str, shape)), target.options(arguments)
+    size, chosen = "x".join(map(str, shape)), models.options(arguments)
     for variant in arguments.variant or VARIANTS:
         name = f"{variant} {size} {arguments.dtype}"
-        yield target.Target(name=name, function=VARIANTS[variant], args=qkv, kwargs={}, options=chosen)
+        yield models.Target(name=name, function=VARIANTS[variant], args=qkv, kwargs={}, options=chosen)
 
 
 def _positions(q: Tensor) -> tuple[Tensor, Tensor]:

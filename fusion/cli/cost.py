@@ -59,12 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(problem, name) < 1:
             raise ProblemError(f"{name}={getattr(problem, name)}: there is nothing to move; give a positive size")
     target = machine(arguments.machine)
-    found = plan(problem, target)
+    chosen = plan(problem, target)
     crossing = "" if arguments.bound is None else _crossing(problem, target, arguments.bound, arguments.epsilon)
     if arguments.json:
-        print(json.dumps({**found.to_dict(), "problem": str(problem), "runs": str(found.choice)}, indent=2))
+        print(json.dumps({**chosen.to_dict(), "problem": str(problem), "runs": str(chosen.choice)}, indent=2))
         return 0
-    print(f"{found.explain()}\nruns       {found.choice}")
+    print(f"{chosen.explain()}\nruns       {chosen.choice}")
     if crossing:
         print(f"polynomial {crossing}")
     return 0

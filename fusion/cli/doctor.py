@@ -69,20 +69,20 @@ _OF_VERSIONS = {"torch": process.untested_torch, "triton": process.unknown_trito
 
 
 def _packages() -> list[Finding]:
-    found = [Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
+    result = [Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
     for name, module, advice in _PACKAGES:
         try:
             importlib.import_module(module)
             version = importlib.metadata.version(name)
-            found.append(Finding(name, "ok", version, _OF_VERSIONS.get(name, lambda _: None)(version) or ""))
+            result.append(Finding(name, "ok", version, _OF_VERSIONS.get(name, lambda _: None)(version) or ""))
         except importlib.metadata.PackageNotFoundError:
-            found.append(Finding(name, "ok", "version unknown"))
+            result.append(Finding(name, "ok", "version unknown"))
         except ModuleNotFoundError:
-            found.append(Finding(name, "missing", "not installed", advice))
+            result.append(Finding(name, "missing", "not installed", advice))
         except Exception as problem:
             text = f"installed, but cannot be imported: {type(problem).__name__}: {problem}"
-            found.append(Finding(name, "broken", text, f"{advice}, in place of this one"))
-    return found
+            result.append(Finding(name, "broken", text, f"{advice}, in place of this one"))
+    return result
 
 
 def _entry_point() -> Finding:
@@ -118,11 +118,11 @@ def _cache() -> Finding:
         return Finding("cache", "missing", f"not used: {problem}", advice)
     except OSError as problem:
         return Finding("cache", "broken", str(problem), "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written")
-    found = f"{folder.parent}: {_count(folder.parent)}, of which {_count(folder)} in fusion/"
+    result = f"{folder.parent}: {_count(folder.parent)}, of which {_count(folder)} in fusion/"
     if disk_cache.enabled():
-        return Finding("cache", "ok", found)
+        return Finding("cache", "ok", result)
     advice = "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, to compile each kernel once and not in every process"
-    return Finding("cache", "missing", f"{found}; not used", advice)
+    return Finding("cache", "missing", f"{result}; not used", advice)
 
 
 def _count(folder: Path) -> str:

@@ -3,12 +3,188 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
+import importlib.util
+import inspect
 import json
+import operator
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
-from fusion.cli import target
+import torch
+
 from fusion.errors import TargetError
+from fusion.options import Options
+
+Result = TypeVar("Result")
+INPUT_NAMES = ("inputs", "example_inputs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A callable and the arguments of one call of it."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self, command: Callable[..., Result], **keywords: Any) -> Result:
+        """The result of a command on the callable and its arguments. Raises TargetError where it cannot be run."""
+        try:
+            return command(self.function, *self.args, options=self.options, **keywords, **self.kwargs)
+        except Exception as problem:
+            why = f"{type(problem).__name__}: {problem}"
+            raise TargetError(f"{self.name} cannot be run on these inputs: {why}") from problem
+
+
+def add_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """Declares the target and where its inputs come from."""
+    parser.add_argument(
+        "target",
+        metavar="FILE.py:NAME",
+        nargs="?" if optional else None,
+        help="a model or function, as FILE.py:NAME or package.module:NAME; a class, or a function without parameters, "
+        "is called to make the model",
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="NAME",
+        help="where the inputs are: a name in the same file, or FILE.py:NAME; a function is called. A tuple or list is "
+        f"the arguments, a dict the keyword arguments (default: {' or '.join(INPUT_NAMES)} in the same file)",
+    )
+    parser.add_argument(
+        "--tensor",
+        metavar="SHAPE[:DTYPE]",
+        action="append",
+        default=[],
+        help="a random tensor as the next argument, e.g. 2x8x1024x64 or 1x128:int64; may be given several times",
+    )
+    parser.add_argument("--device", default="cpu", help="device of the model and of --tensor (default %(default)s)")
+    parser.add_argument(
+        "--option",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an option of the backend, e.g. cascades=always; may be given several times",
+    )
+
+
+def options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the backend: numbers, True, False and None as in Python, all else text. Raises OptionError."""
+    chosen: dict[str, Any] = {}
+    for text in arguments.option:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise TargetError(f"--option {text!r} has no value; write NAME=VALUE, e.g. cascades=always")
+        try:
+            chosen[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            chosen[name] = value
+    Options.parse(chosen)
+    return chosen
+
+
+def load(arguments: argparse.Namespace) -> Target:
+    """The target of a command line. Raises TargetError."""
+    chosen = options(arguments)
+    module, name = _resolve(arguments.target)
+    function = _model(_attribute(module, name, arguments.target), arguments.target)
+    if isinstance(function, torch.nn.Module):
+        function = function.eval().to(arguments.device)
+    inputs: Any = [_tensor(text, arguments.device) for text in arguments.tensor]
+    inputs = inputs or _inputs(arguments.inputs, module, arguments.target)
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
+    return Target(name=arguments.target, function=function, args=args, kwargs=kwargs, options=chosen)
+
+
+def _resolve(text: str) -> tuple[ModuleType, str]:
+    """The module of FILE.py:NAME or package.module:NAME, imported, and the name."""
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise TargetError(f"{text!r} names no callable; write FILE.py:NAME or package.module:NAME")
+    path = Path(where).resolve()
+    is_file = where.endswith(".py")
+    if is_file and not path.is_file():
+        raise TargetError(f"there is no file {where!r}; give the path of a Python file, then a colon and a name in it")
+    folder = str(path.parent if is_file else Path.cwd())
+    if folder not in sys.path:  # a script finds its neighbours
+        sys.path.insert(0, folder)
+    try:
+        return (_load_file(path) if is_file else importlib.import_module(where)), name
+    except Exception as problem:
+        why = f"{type(problem).__name__}: {problem}"
+        if is_file:
+            raise TargetError(f"{path} cannot be run: {why}") from problem
+        raise TargetError(f"module {where!r} cannot be imported: {why}; give a file as FILE.py:NAME") from problem
+
+
+def _load_file(path: Path) -> ModuleType:
+    name = re.sub(r"\W", "_", path.stem)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, name: str, asked: str) -> Any:
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError:
+        names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        raise TargetError(f"{asked}: there is no {name!r}; callables there: {', '.join(names) or 'none'}") from None
+
+
+def _model(value: Any, asked: str) -> Callable[..., Any]:
+    """The callable to look at: classes and functions without parameters make it."""
+    if isinstance(value, type) or (inspect.isfunction(value) and not inspect.signature(value).parameters):
+        try:
+            value = value()
+        except Exception as problem:
+            raise TargetError(
+                f"{asked} was called to make the model, and raised {type(problem).__name__}: {problem}; name a "
+                "function without parameters that makes it"
+            ) from problem
+    if not callable(value):
+        raise TargetError(f"{asked} is a {type(value).__name__}, which cannot be called; name a model or a function")
+    return value
+
+
+def _inputs(name: str | None, module: ModuleType, asked: str) -> Any:
+    name = name or next((candidate for candidate in INPUT_NAMES if hasattr(module, candidate)), None)
+    if name is None:
+        names = " or ".join(INPUT_NAMES)
+        raise TargetError(f"{asked} has no inputs: define {names} in its file, or give --inputs NAME or --tensor SHAPE")
+    if ":" in name:
+        module, name = _resolve(name)
+    inputs = _attribute(module, name, name)
+    inputs = inputs() if callable(inputs) and not isinstance(inputs, torch.Tensor) else inputs
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    if not isinstance(inputs, (tuple, list, dict)):
+        raise TargetError(
+            f"inputs {name!r} are a {type(inputs).__name__}; make them a tuple of arguments or a dict of keyword ones"
+        )
+    return inputs
+
+
+def _tensor(text: str, device: str) -> torch.Tensor:
+    match = re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+))?", text)
+    dtype = getattr(torch, match[2] or "float32", None) if match else None
+    if match is None or not isinstance(dtype, torch.dtype):
+        raise TargetError(f"--tensor {text!r} is no tensor; write its shape and dtype, e.g. 2x8x1024x64:bfloat16")
+    shape = [int(extent) for extent in match[1].split("x")]
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
+    return torch.randint(0, 2, shape, device=device).to(dtype)  # small indices are in range everywhere
 
 
 class explain:
@@ -26,7 +202,7 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        target.add_arguments(parser)
+        add_arguments(parser)
         parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
         parser.add_argument("--compare", action="store_true", help="also measure eager, Inductor and fusion")
         parser.add_argument("--strict", action="store_true", help="exit code 1 unless every attention was fused")
@@ -37,7 +213,7 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
 
         from fusion.api.explain import explain
 
-        model = target.load(arguments)
+        model = load(arguments)
         with torch.no_grad():
             report = model.run(explain)
         report.command = arguments.command_line
@@ -63,7 +239,7 @@ exit codes: 0 right; 1 something is wrong (fusion repro writes a script that sho
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        target.add_arguments(parser)
+        add_arguments(parser)
         parser.add_argument("--gradients", action="store_true", help="compare gradients as well")
 
     @staticmethod
@@ -76,7 +252,7 @@ exit codes: 0 right; 1 something is wrong (fusion repro writes a script that sho
 def _verification(arguments: argparse.Namespace, **keywords: Any) -> Any:
     from fusion.api.verify import verify
 
-    return target.load(arguments).run(verify, gradients=arguments.gradients, **keywords)
+    return load(arguments).run(verify, gradients=arguments.gradients, **keywords)
 
 
 class repro:

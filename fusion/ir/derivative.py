@@ -4,14 +4,29 @@ of its tensors.
 `adjoints(program, seed, targets)` takes the gradient that arrives at the program's value (an expression, usually a
 leaf) and returns the gradient at each target. The derivative of each primitive stands in its entry of
 `fusion.ir.primitives`.
+
+Derivatives of an attention, described as functions.
+
+An attention takes operands to results: its output, and its auxiliary outputs. A derivative is built from it by steps,
+each of which turns one function into another:
+
+    Tangents    (inputs, a tangent for each marked input)       to    the tangent of every result
+    Gradients   (inputs, a gradient for each marked result)     to    the gradient of every marked input
+
+so derivatives of any order, forward and reverse in any mixture, are described alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple, TypeVar
 
 from fusion.ir.expr import ZERO, Expr, Kind, node, walk
 from fusion.ir.primitives import PRIMITIVES
+from fusion.ir.spec import AttentionSpec
 
 UPSTREAM = node("upstream", (), Kind.FLOAT)
 """The leaf that stands for the gradient arriving at a score program's value."""
@@ -54,3 +69,75 @@ def reached(*programs: Expr) -> set[Expr]:
         if expr.op != "detach":
             todo += expr.args
     return seen
+
+
+Marks = tuple[bool, ...]
+Item = TypeVar("Item")
+
+
+class Place(NamedTuple):
+    """Meaning of a tensor, or of the tensor that it is a tangent or gradient of: an operand, or a result (0: the
+    output)."""
+
+    is_operand: bool
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tangents:
+    """Tangent of every result. inputs: which inputs have one."""
+
+    inputs: Marks
+
+    def __str__(self) -> str:
+        return f"tangents {_text(self.inputs)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradient of each input that `inputs` marks. results: for which results a gradient is given."""
+
+    inputs: Marks
+    results: Marks
+
+    def __str__(self) -> str:
+        return f"gradients {_text(self.inputs)} {_text(self.results)}"
+
+
+Step = Tangents | Gradients
+
+
+def marked(items: Sequence[Item], marks: Marks) -> list[Item]:
+    return list(compress(items, marks))
+
+
+def signature(spec: AttentionSpec, steps: Sequence[Step]) -> tuple[list[Place], list[Place]]:
+    """(meanings of the inputs of a derivative, meanings of its results)."""
+    inputs = [Place(True, number) for number in range(len(spec.operands))]
+    results = [Place(False, number) for number in range(1 + len(spec.aux_outputs))]
+    for step in steps:
+        if isinstance(step, Tangents):
+            inputs = inputs + marked(inputs, step.inputs)
+        else:
+            inputs, results = inputs + marked(results, step.results), marked(inputs, step.inputs)
+    return inputs, results
+
+
+def to_text(steps: Sequence[Step]) -> str:
+    """Steps as text, for the operator."""
+    return "; ".join(map(str, steps))
+
+
+@lru_cache(maxsize=1024)
+def from_text(text: str) -> tuple[Step, ...]:
+    """The steps that `to_text` wrote."""
+    result: list[Step] = []
+    for part in filter(None, text.split("; ")):
+        name, *marks = part.split(" ")
+        read = [tuple(c == "1" for c in mark) for mark in marks]
+        result.append(Tangents(*read) if name == "tangents" else Gradients(*read))
+    return tuple(result)
+
+
+def _text(marks: Marks) -> str:
+    return "".join("01"[mark] for mark in marks)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from fusion.ir import integers
 from fusion.ir.expr import Expr, const, coordinates, substitute, walk
 from fusion.ir.sizes import size_value
@@ -128,3 +130,19 @@ def _is_multiple(product: Expr, of: Expr | None) -> bool:
     if len(mine) != 1 or len(theirs) != 1 or mine.keys() != theirs.keys():
         return False
     return 0 not in (_factor(product), *theirs.values()) and not _factor(product) % next(iter(theirs.values()))
+
+
+def is_strided(index: Sequence[Expr], variables: Sequence[Expr]) -> bool:
+    """Whether each part of an index is a sum of multiples of some of the variables and a constant."""
+    result = [monomial for part in index for monomial in integers.terms(part)]
+    return all(not monomial or len(monomial) == 1 and monomial[0] in variables for monomial in result)
+
+
+def strided(tensor: Tensor, index: Sequence[Expr], variables: Sequence[Expr], extents: Sequence[int]) -> Tensor:
+    """View [extents of the variables] of a tensor's elements at an index for which `is_strided` holds."""
+    parts = [integers.terms(part) for part in index]
+
+    def step(*monomial: Expr) -> int:
+        return sum(part.get(monomial, 0) * stride for part, stride in zip(parts, tensor.stride(), strict=True))
+
+    return tensor.as_strided(extents, [step(each) for each in variables], tensor.storage_offset() + step())

@@ -115,11 +115,11 @@ _interned: WeakValueDictionary[tuple, Expr] = WeakValueDictionary()
 def node(op: str, args: tuple[Expr, ...], kind: Kind, attr: float | int | bool | str | None = None) -> Expr:
     """The unique node with these fields. NaN and the sign of zero are distinguished by `repr`."""
     key = (op, tuple(map(id, args)), kind, repr(attr))
-    found = _interned.get(key)
-    if found is None:
-        found = Expr(op, args, kind, attr)
-        _interned[key] = found
-    return found
+    result = _interned.get(key)
+    if result is None:
+        result = Expr(op, args, kind, attr)
+        _interned[key] = result
+    return result
 
 
 def const(value: float | int | bool, kind: Kind | None = None) -> Expr:
@@ -164,7 +164,7 @@ LOG_WEIGHT = node("weight", (), Kind.FLOAT, "log")
 I, J, C, E = coord("i"), coord("j"), coord("c"), coord("e")
 I0, I1, J0, J1 = coord("i0"), coord("i1"), coord("j0"), coord("j1")  # first and last row and key of a tile
 HEAD = coord("h")
-"""The head whose scores or weights are added to those of others (`fusion.ir.mixing.Mixing`)."""
+"""The head whose scores or weights are added to those of others (`fusion.ir.spec.Mixing`)."""
 TRUE, FALSE = const(True), const(False)
 ZERO, ONE = const(0.0), const(1.0)
 

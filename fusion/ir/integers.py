@@ -158,8 +158,8 @@ def _split(value: Expr, divisor: Expr) -> tuple[Expr, Expr]:
 
 def quotient(value: Expr, divisor: Expr) -> Expr | None:
     """value / divisor where the divisor, positive, is a factor of every term; else None."""
-    found, rest = _split(value, divisor)
-    return found if rest is integer(0) else None
+    result, rest = _split(value, divisor)
+    return result if rest is integer(0) else None
 
 
 def floordiv(value: int | Expr, divisor: int | Expr, bounds: Bounds = _NO_BOUNDS) -> Expr:
@@ -228,10 +228,10 @@ def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
         return sub(quotient, 1) if rest is integer(0) else floordiv(top, atom.args[1])
     if atom.op in ("imin", "imax") and is_nonnegative(atom, bounds):
         tops = [extreme(arg, bounds, True) for arg in atom.args]
-        found = [top for top in tops if top is not None]
+        result = [top for top in tops if top is not None]
         if atom.op == "imax":
-            found = [top for top in found if all(t is not None and _is_at_most(t, top) for t in tops)]
-        return found[0] if found else None
+            result = [top for top in result if all(t is not None and _is_at_most(t, top) for t in tops)]
+        return result[0] if result else None
     return None
 
 

@@ -90,8 +90,8 @@ def is_tame(op: str) -> bool:
 
 def is_step(op: str) -> bool:
     """Whether an operation jumps with one of its arguments: comparisons of floats, and roundings to integers."""
-    found = PRIMITIVES.get(op) if op != "detach" else None
-    return found is not None and Kind.FLOAT in found.args and found.derivative is None
+    result = PRIMITIVES.get(op) if op != "detach" else None
+    return result is not None and Kind.FLOAT in result.args and result.derivative is None
 
 
 def cost(op: str) -> float:

@@ -1,6 +1,7 @@
 """Expressions as mathematics that a person can read, e.g. `s * 0.125 + slope[b1] * (j - i) if j ≤ i else -inf`.
 
-`printed` goes through an expression once, for every notation: text on one line, or MathML (`fusion.report.page.maths`).
+`printed` goes through an expression once, for every notation: text on one line, or MathML
+(`fusion.report.drawings`).
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def interval(expr: Expr, bounds: integers.Bounds, of_load: Callable[[Expr], Ends
             return Range(0, LARGEST_SIZE)
         return Range(*of_load(part)) if part.op == "load" and part.kind is Kind.INT else None
 
-    found = range_of(expr, leaf)
-    return found.low, found.high
+    span = range_of(expr, leaf)
+    return span.low, span.high
 
 
 def may_be_moved(left: Expr, right: Expr) -> bool:

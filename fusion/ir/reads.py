@@ -1,13 +1,19 @@
-"""Dependence of parts of a score program on row and key: on their distance alone, or as tensors with an element for
-each pair."""
+"""Loads of a score program: their dependence on row and key (on their distance alone, or as tensors with an element for
+each pair), and the bytes that they read, less than one per element where elements are packed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, I, J, Kind, const, coord, coordinates, load, loads, substitute, walk
+from fusion.ir.expr import C, E, Expr, I, J, Kind, const, coord, coordinates, load, loads, substitute, walk
+from fusion.ir.ops import evaluate
 from fusion.ir.primitives import cost
+from fusion.ir.spec import AttentionSpec
 
 _WORTH = 4
 """Operations that are worth a table where none of them costs more than an instruction."""
@@ -17,7 +23,7 @@ _COMPARISONS = ("ilt", "ile", "ieq", "ine")
 
 def distance_parts(*programs: Expr | None) -> list[Expr]:
     """Largest subexpressions (FLOAT or BOOL) that depend on i - j and batch coordinates only, and are worth a table."""
-    found: dict[Expr, None] = {}
+    parts: dict[Expr, None] = {}
     seen: set[Expr] = set()
 
     def visit(expr: Expr) -> None:
@@ -25,7 +31,7 @@ def distance_parts(*programs: Expr | None) -> list[Expr]:
             return
         seen.add(expr)
         if {"i", "j"} <= coordinates(expr) and expr.kind is not Kind.INT and _is_worth(expr) and is_shift_free(expr):
-            found[expr] = None
+            parts[expr] = None
             return
         for arg in expr.args:
             visit(arg)
@@ -33,7 +39,7 @@ def distance_parts(*programs: Expr | None) -> list[Expr]:
     for program in programs:
         if program is not None:
             visit(program)
-    return list(found)
+    return list(parts)
 
 
 def _is_worth(expr: Expr) -> bool:
@@ -72,8 +78,8 @@ def dense_loads(*programs: Expr | None, but: Sequence[Expr] = ()) -> list[Expr]:
     """Loads at indices linear in row and key; without integers, which are gathered, and loads that only `but`
     contains."""
     leaves = {part: load(-1 - number, (), part.kind) for number, part in enumerate(but)}  # which depend on nothing
-    found = {e: None for p in programs if p is not None for e in loads(substitute(p, leaves))}
-    return [e for e in found if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
+    result = {e: None for p in programs if p is not None for e in loads(substitute(p, leaves))}
+    return [e for e in result if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
 
 
 def key_dimension(expr: Expr) -> int | None:
@@ -92,3 +98,71 @@ def _is_dense(expr: Expr) -> bool:
         if any(part.op == "load" for part in (row[0], column[0])):
             return False
     return True
+
+
+ROWS = 256
+"""Keys that are looked at: scales are shared by no more of them, or cost next to nothing."""
+_ANY_SIZE = 1 << 12
+
+
+def bytes_of_rows(
+    reads: Sequence[Expr],
+    itemsize: Callable[[int], int],
+    widths: Mapping[Expr, int],
+    rows: int,
+    sizes: Mapping[str, int],
+) -> float:
+    """Bytes that have to be read for `rows` keys of one head, every stored element once.
+
+    itemsize: bytes of an element of an operand.
+    widths: extents of the columns.
+    sizes: of the call; unknown ones are arbitrary.
+    """
+    if not rows:
+        return 0.0
+    seen, known = min(rows, ROWS), tuple(sorted(sizes.items()))
+    result = (itemsize(r.operand) * _distinct(r, tuple(widths.items()), seen, known) for r in dict.fromkeys(reads))
+    return sum(result) * rows / seen
+
+
+@functools.lru_cache(maxsize=1024)
+def _distinct(part: Expr, widths: tuple[tuple[Expr, int], ...], rows: int, sizes: tuple[tuple[str, int], ...]) -> int:
+    """Number of elements that a load reads for so many columns of so many keys of one head."""
+    places = {column: torch.arange(width) for column, width in widths} | {J: torch.arange(rows)[:, None]}
+    known, zero = dict(sizes), torch.zeros((), dtype=torch.int64)
+
+    def leaf(expr: Expr):
+        if expr.op == "size":
+            return torch.tensor(known.get(expr.name, _ANY_SIZE))
+        if expr.op == "load":
+            return lambda *index: _mixed(index, expr.operand) if expr.kind is Kind.INT else zero.float()
+        return places.get(expr, zero)
+
+    index = [torch.as_tensor(evaluate(entry, leaf)) for entry in part.args]
+    return int(_mixed(index, part.operand).unique().numel())
+
+
+def _mixed(index: tuple[Tensor, ...] | list[Tensor], seed: int) -> Tensor:
+    """A number for an element's index that differs between indices."""
+    total = torch.tensor(seed + 1)
+    for entry in index:
+        total = (total * 1000003 + entry) % (1 << 40)
+    return total
+
+
+def bytes_per_element(element: Expr, itemsize: Callable[[int], int], column: Expr, width: int) -> float:
+    """Bytes read per element of K or V, over many keys."""
+    return bytes_of_rows(loads(element), itemsize, {column: width}, ROWS, {}) / (ROWS * width)
+
+
+def stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mapping[str, int]) -> float:
+    """Mean of the bytes read per element of K and V, with those read once per key included."""
+    if not (d + d_v) * n_k:
+        return 0.0
+    of_keys = [r for r in loads(spec.score, spec.weight) if "j" in coordinates(r) and "i" not in coordinates(r)]
+    of_elements = [*loads(spec.element(1)), *loads(spec.element(2))]
+
+    def total(reads: Sequence[Expr]) -> float:
+        return bytes_of_rows(reads, lambda n: spec.operands[n].torch_dtype.itemsize, {C: d, E: d_v}, n_k, sizes)
+
+    return (total(of_elements) + total(of_keys)) / (n_k * (d + d_v))

@@ -8,6 +8,64 @@ says that it is faster (docs/linear.md). Nothing is packed: operands are read in
     noting(notes)            notes for the report
 """
 
-from fusion.linear.door import noting, settings
+from __future__ import annotations
 
-__all__ = ["noting", "settings"]
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fusion.linear import products, speeds
+from fusion.linear.redirect import COUNTED, ProductsPass, is_large
+from fusion.options import When
+from fusion.passes import nodes
+from fusion.torch_private import devices
+from fusion.torch_private.dynamo import counters
+from fusion.torch_private.inductor import config
+
+log = logging.getLogger(__name__)
+
+
+def settings(module: GraphModule, when: When) -> dict[str, Any]:
+    """Inductor's settings under which products of this graph, and of its backward, go to the faster library; empty
+    where none do. `"always"`: all products that can go to oneDNN do."""
+    if when == "never" or (when == "auto" and not _may_hold_products(module)):
+        return {}
+    if reason := products.lacks():
+        _say_once(reason)
+        return {}
+    if not devices.onednn_may_run():
+        return {}
+    if when == "auto" and not speeds.of_threads(torch.get_num_threads()).ever_pays:
+        return {}
+    others = config.post_grad_custom_pre_pass
+    others = [] if others is None else others if isinstance(others, list) else [others]
+    ours = ProductsPass(when == "always")
+    return {"post_grad_custom_pre_pass": [*others, ours] if others else ours}
+
+
+def _may_hold_products(module: GraphModule) -> bool:
+    """Whether a graph reads a matrix that is not small. Where it does not, nothing is measured."""
+    reads = (node for node in module.graph.nodes if node.op in ("placeholder", "get_attr"))
+    return any(is_large(nodes.fake(node)) for node in reads)
+
+
+@functools.lru_cache(maxsize=64)
+def _say_once(reason: str) -> None:
+    log.info("products stay with torch's library: %s", reason)
+
+
+@contextlib.contextmanager
+def noting(notes: list[str]) -> Iterator[None]:
+    """Add to a report how many products of the graph that is compiled inside of the `with` are computed by oneDNN. They
+    are counted with Inductor's counters, which it restores where it finds a graph in its cache."""
+    before = counters["inductor"][COUNTED]
+    yield
+    if count := counters["inductor"][COUNTED] - before:
+        counters["fusion"]["products"] += count
+        measured = speeds.known.get(torch.get_num_threads())
+        notes.append(f"linear: {count} products by oneDNN" + (f" ({measured})" if measured else ""))

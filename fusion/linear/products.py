@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fusion.torch_private import onednn
+from fusion.torch_private import devices
 from fusion.torch_private.fake import unset_fake_temporarily
-from fusion.torch_private.modes import without_function_modes
+from fusion.torch_private.tracing import without_function_modes
 
 CHAIN = 430
 """Terms that may be added one to the other, on average over a sum. MKL adds up 192 and then such sums; chains of 512
@@ -25,7 +25,7 @@ def lacks() -> str:
     """Reason why no product of this torch may go to oneDNN; "" where they may."""
     if not torch.backends.mkl.is_available():
         return "torch is built without MKL, the library that oneDNN was compared with"
-    return onednn.lacks()
+    return devices.onednn_lacks()
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -34,12 +34,12 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
     if (part := width(x.shape[1])) == x.shape[1]:
-        return onednn.product(x, _dense(w), bias)
+        return devices.onednn_product(x, _dense(w), bias)
     parts = zip(x.split(part, 1), w.split(part, 1), strict=True)
     left, right = next(parts)
-    out = onednn.product(left, _dense(right), bias)
+    out = devices.onednn_product(left, _dense(right), bias)
     for left, right in parts:
-        out = onednn.product_and(left, _dense(right), out)
+        out = devices.onednn_product_and(left, _dense(right), out)
     return out
 
 
@@ -60,7 +60,7 @@ def _chain(depth: int) -> float:
     with plainly():
         x, w = torch.ones(2, 64, depth, dtype=torch.float32, device="cpu")
         w[:, 0] = 2.0**24
-        out = onednn.product(x, w, None)
+        out = devices.onednn_product(x, w, None)
         longest = depth - int((out - 2.0**24).min())
     rest = depth % longest
     return (depth - rest) / depth * longest + rest / depth * rest

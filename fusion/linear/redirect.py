@@ -1,4 +1,5 @@
-"""Pass that replaces products of a graph below autograd by `fusion::linear` where that pays."""
+"""Operator `fusion::linear`, and the pass that replaces products of a graph below autograd by `fusion::linear` where
+that pays."""
 
 from __future__ import annotations
 
@@ -9,11 +10,42 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fusion.linear import op, products, speeds
+from fusion.linear import products, speeds
 from fusion.passes import nodes
-from fusion.torch_private import onednn
+from fusion.torch_private import devices
 from fusion.torch_private.dynamo import counters
 from fusion.torch_private.inductor import CustomGraphPass, is_packaging
+from fusion.torch_private.operators import register_fake
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, chosen: bool) -> Tensor:
+    """`torch.ops.fusion.linear`, in graphs whose gradients are traced: `x: [m, k]` times `w: [n, k]`, transposed, plus
+    `bias: [n]`. chosen: oneDNN was chosen when the graph was compiled, as all sizes were known; otherwise the sizes of
+    the call decide."""
+    if x.shape[0] not in products.FEW and devices.onednn_may_run() and (chosen or _pays(x, w)):
+        return products.product(x, w, bias)
+    return torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
+
+
+def _pays(x: Tensor, w: Tensor) -> bool:
+    return speeds.onednn_pays(*x.shape, w.shape[0], products.copied(x, w), torch.get_num_threads())
+
+
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None, chosen: bool) -> Tensor:
+    return x.new_empty((x.shape[0], w.shape[0]))
+
+
+VERSION = 1
+"""To be raised with every change of what the op computes or of the pass: Inductor's caches are keyed by it."""
+
+_library = torch.library.Library("fusion", "FRAGMENT")
+_library.define(
+    "linear(Tensor x, Tensor w, Tensor? bias, bool chosen) -> Tensor",
+    tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag),
+)
+_library.impl("linear", linear, "CPU")
+register_fake(_library, "fusion::linear", _fake, __file__)
+
 
 aten = torch.ops.aten
 COUNTED = "fusion_products_by_onednn"
@@ -31,7 +63,7 @@ class ProductsPass(CustomGraphPass):
         self.always, self.threads = always, torch.get_num_threads()
 
     def __call__(self, graph: Graph) -> None:
-        if is_packaging() or not onednn.may_run():
+        if is_packaging() or not devices.onednn_may_run():
             return
         for target in (aten.mm.default, aten.addmm.default, aten.bmm.default):
             for node in graph.find_nodes(op="call_function", target=target):
@@ -42,7 +74,7 @@ class ProductsPass(CustomGraphPass):
     def uuid(self) -> str:
         """Key of everything but the graph that results depend on."""
         chosen = "always" if self.always else repr(speeds.of_threads(self.threads))
-        return f"fusion, products {op.VERSION}, {self.threads} threads: {chosen}"
+        return f"fusion, products {VERSION}, {self.threads} threads: {chosen}"
 
     def _goes(self, product: _Product) -> bool:
         (m, k), n = product.x.shape, product.w.shape[0]
@@ -110,9 +142,9 @@ def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
     fuses it with the operations that follow."""
 
     def call(value: Any, target: Any, *arguments: Any) -> Node:
-        made = graph.call_function(target, arguments)
-        made.meta = node.meta | {"val": value}
-        return made
+        result = graph.call_function(target, arguments)
+        result.meta = node.meta | {"val": value}
+        return result
 
     left, right, bias, value = product.left, product.right, product.added, node.meta["val"]
     further = None if bias is None or _is_bias(nodes.fake(bias), product.w.shape[0]) else bias
@@ -122,12 +154,12 @@ def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
             left, right = call(product.x, aten.select.int, left, 0, 0), call(product.w.mT, aten.select.int, right, 0, 0)
         turned = call(product.w, aten.permute.default, right, [1, 0])
         bias = None if bias is further else bias
-        made = call(value[0] if batched else value, torch.ops.fusion.linear.default, left, turned, bias, chosen)
+        result = call(value[0] if batched else value, torch.ops.fusion.linear.default, left, turned, bias, chosen)
         if batched:
-            made = call(value, aten.unsqueeze.default, made, 0)
+            result = call(value, aten.unsqueeze.default, result, 0)
         if further is not None:
-            made = call(value, aten.add.Tensor, made, further)
-    node.replace_all_uses_with(made)
+            result = call(value, aten.add.Tensor, result, further)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 

@@ -107,8 +107,8 @@ def of_threads(threads: int) -> Speeds:
 def _read_or_measured(threads: int) -> Speeds:
     name = _name(threads)
     if (content := disk_cache.stored(name)) is not None:
-        found = json.loads(content)
-        return Speeds(**found | {key: tuple(found[key]) for key in ("mkl", "onednn")})
+        result = json.loads(content)
+        return Speeds(**result | {key: tuple(result[key]) for key in ("mkl", "onednn")})
     started = time.perf_counter()
     speeds = measured(SECONDS / 2) or _measured_by_one_thread()
     if speeds is None:
@@ -136,8 +136,8 @@ _SWITCHES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_")
 def _name(threads: int) -> str:
     """File name of the speeds, with everything that they depend on."""
     switches = sorted(item for item in os.environ.items() if item[0].startswith(_SWITCHES))
-    found = machine()
-    facts = [cpu.identity(), found.name, sorted(found.isa), found.cores, threads, "float32", torch.__version__]
+    host = machine()
+    facts = [cpu.identity(), host.name, sorted(host.isa), host.cores, threads, "float32", torch.__version__]
     form = [field.name for field in fields(Speeds)], ROWS, SIZES, products.CHAIN
     key = json.dumps([*facts, switches, *form, disk_cache.tag()])
     return f"products_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -145,7 +145,7 @@ def _name(threads: int) -> str:
 
 def measured(seconds: float) -> Speeds | None:
     """Speeds measured now, with the threads of this thread; None where runs are disturbed all the time."""
-    found: list[tuple[float, float]] = []
+    measured: list[tuple[float, float]] = []
     deadline, count = time.perf_counter() + seconds, len(ROWS) * len(SIZES)
     with products.plainly():
         x = _matrix(*SIZES[-1]).t()
@@ -154,8 +154,8 @@ def measured(seconds: float) -> Speeds | None:
             now = time.perf_counter()
             if (times := _shortest(pair, now + (deadline - now) / (count + 1 - number))) is None:
                 return None
-            found.append(times)
-    (copy, _), *times = found
+            measured.append(times)
+    (copy, _), *times = measured
     mkl, own = zip(*times, strict=True)
     return Speeds(mkl=mkl, onednn=own, copy=copy / x.numel(), threads=torch.get_num_threads())
 

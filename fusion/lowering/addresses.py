@@ -14,8 +14,8 @@ BLOCK, LANE = coord("c_block"), coord("c_lane")
 
 def in_line(index: tuple[Expr, ...], row: Expr) -> bool:
     """Whether rows are at one distance from each other, as far as is known before a call."""
-    found = [integers.linear(dim, row) for dim in index]
-    return all(part is not None and row.name not in coordinates(part[0]) for part in found)
+    result = [integers.linear(dim, row) for dim in index]
+    return all(part is not None and row.name not in coordinates(part[0]) for part in result)
 
 
 def runs(index: tuple[Expr, ...], row: Expr) -> tuple[int, tuple[Expr, ...]]:
@@ -26,8 +26,8 @@ def runs(index: tuple[Expr, ...], row: Expr) -> tuple[int, tuple[Expr, ...]]:
     if not divisions or not all(part.args[1].is_const for part in divisions):
         return 1, ()
     within = {part: page if part.op == "floordiv" else integers.add(page, own) for part in divisions}
-    found = [integers.linear(substitute(entry, within | {row: integers.add(page, own)}), own) for entry in index]
-    steps = tuple(part[0] for part in found if part is not None)
+    linear = [integers.linear(substitute(entry, within | {row: integers.add(page, own)}), own) for entry in index]
+    steps = tuple(part[0] for part in linear if part is not None)
     if len(steps) < len(index) or not all(name.startswith("b") for step in steps for name in coordinates(step)):
         return 1, ()
     return math.gcd(*(part.args[1].integer for part in divisions)), steps
@@ -46,8 +46,8 @@ def by_blocks(expr: Expr, column: Expr, lanes: int) -> Expr:
         division = integers.floordiv if part.op == "floordiv" else integers.mod
         blocks, rest = integers.floordiv(value, lanes, bounds), integers.mod(value, lanes, bounds)
         if divisor.is_const and divisor.integer % lanes == 0 and LANE.name not in coordinates(blocks):
-            found = division(blocks, divisor.integer // lanes, bounds)
-            return found if part.op == "floordiv" else integers.add(integers.mul(lanes, found), rest)
+            quotient = division(blocks, divisor.integer // lanes, bounds)
+            return quotient if part.op == "floordiv" else integers.add(integers.mul(lanes, quotient), rest)
         return division(value, divisor, bounds)
 
     return rebuild(expr, leaf)

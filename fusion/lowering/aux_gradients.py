@@ -36,7 +36,7 @@ from fusion.ir.expr import (
 from fusion.ir.ops import apply
 from fusion.ir.primitives import is_tame
 from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Reduction
-from fusion.lowering.row_gradients import LOG_SUM, in_log_sums
+from fusion.lowering.rows import LOG_SUM, in_log_sums
 
 _INFINITE = apply("feq", apply("abs", ROW_MAX), const(math.inf))
 

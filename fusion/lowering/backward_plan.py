@@ -10,7 +10,7 @@ Where each batch element belongs to one thread, one kernel, whose lanes are keys
 
 With x the score program, w the weight program, D = sum_e dO O:  dx = P (w dP - D), and dS, as well as the gradient of
 every load, follow from dx by `fusion.ir.derivative`. Without a normaliser dx = w dP. Where rows have another scale than
-one over their sum, P is the scaled weight, and D has a factor (`fusion.lowering.row_gradients`). Gradients of auxiliary
+one over their sum, P is the scaled weight, and D has a factor (`fusion.lowering.rows`). Gradients of auxiliary
 outputs add F to w dP, and its mean to D (`fusion.lowering.aux_gradients`).
 """
 
@@ -29,7 +29,7 @@ from fusion.ir.expr import SCORE, ZERO, Expr, I, J, Kind, const, coordinates, lo
 from fusion.ir.ops import apply
 from fusion.ir.reads import key_dimension
 from fusion.ir.spec import AttentionSpec, Normalizer
-from fusion.lowering import row_gradients
+from fusion.lowering import rows
 from fusion.lowering.aux_gradients import aux_gradients
 from fusion.lowering.gradients import Axes, adds_up_to_zero, of_score, of_weight, rounds, summed_over
 from fusion.lowering.score_programs import ScorePrograms, score_programs
@@ -118,8 +118,8 @@ class BackwardPlan:
 
     def writes(self, number: int) -> bool:
         """Whether kernels write the gradient of Q, K or V directly to its place: no element is read twice."""
-        found = self.elements[number]
-        return found is not None and found.apart
+        result = self.elements[number]
+        return result is not None and result.apart
 
     def corrects(self, needs: Sequence[bool]) -> bool:
         """Whether the rounding of D is corrected in sums over the keys: they are long, it would not average out."""
@@ -140,9 +140,9 @@ class BackwardPlan:
 
     def sums(self, forms: Collection[Form], needs: Sequence[bool]) -> tuple[RowSum, ...]:
         """Sums of a kernel that collects these forms, with those for the correction."""
-        found = {form: self.of({form} & set(forms), needs) for form in (Form.PER_QUERY, Form.PER_KEY)}
-        per_key = [RowSum(LaneAxis.KEYS, entry.load) for entry in found[Form.PER_KEY]]
-        per_query = [RowSum(LaneAxis.QUERIES, entry.load) for entry in found[Form.PER_QUERY]]
+        gradients = {form: self.of({form} & set(forms), needs) for form in (Form.PER_QUERY, Form.PER_KEY)}
+        per_key = [RowSum(LaneAxis.KEYS, entry.load) for entry in gradients[Form.PER_KEY]]
+        per_query = [RowSum(LaneAxis.QUERIES, entry.load) for entry in gradients[Form.PER_QUERY]]
         if self.adds_mean and needs[0] and Form.PER_QUERY in forms:
             per_query.append(SUM_OF_SLOPES)
         # A kernel that has no gradients of keys comes before one that has, and whose delta it puts right.
@@ -154,7 +154,7 @@ class BackwardPlan:
 
 def unsupported(spec: AttentionSpec) -> str | None:
     """Reason why there are no backward kernels for this spec, or None."""
-    if (reason := row_gradients.unsupported(spec)) is not None:
+    if (reason := rows.unsupported(spec)) is not None:
         return reason
     if rounds(spec):
         return "a gradient is rounded to a coarser dtype on its way through a cast"
@@ -178,8 +178,8 @@ def backward_plan(spec: AttentionSpec, everywhere: bool = False) -> BackwardPlan
     variants = tuple(TileProgram(score, _gradients(score, programs.scale, spec, list(wanted))) for score in scores)
     for (_, gradients), (load, term) in itertools.product(variants, aux.loads.items()):
         gradients[load] = _sum(gradients[load], term)
-    found = [load for load in wanted if any(variant.gradients[load] is not ZERO for variant in variants)]
-    collected = _one_form_per_operand([LoadGradient(load=load, form=_form(load)) for load in found])
+    needed = [load for load in wanted if any(variant.gradients[load] is not ZERO for variant in variants)]
+    collected = _one_form_per_operand([LoadGradient(load=load, form=_form(load)) for load in needed])
     return BackwardPlan(
         spec=spec,
         programs=programs,
@@ -201,11 +201,11 @@ def _sum(total: Expr, term: Expr) -> Expr:
 def _gradients(program: Expr, scale: float, spec: AttentionSpec, wanted: list[Expr]) -> dict[Expr, Expr]:
     """Gradients through the score program and, for loads, through the weight program. x is scale * program. The factor
     of the score's gradient is applied at the end of the sums that it enters."""
-    found = of_score(program, wanted)
+    result = of_score(program, wanted)
     if scale != 1.0:
-        found |= {load: apply("fmul", found[load], const(scale)) for load in wanted if found[load] is not ZERO}
-    through_weight = {load: _sum(found[load], term) for load, term in of_weight(spec.weight, wanted).items()}
-    return found | through_weight | {UPSTREAM: UPSTREAM}
+        result |= {load: apply("fmul", result[load], const(scale)) for load in wanted if result[load] is not ZERO}
+    through_weight = {load: _sum(result[load], term) for load, term in of_weight(spec.weight, wanted).items()}
+    return result | through_weight | {UPSTREAM: UPSTREAM}
 
 
 def _form(load: Expr) -> Form:
@@ -224,7 +224,7 @@ def _one_form_per_operand(gradients: list[LoadGradient]) -> list[LoadGradient]:
     for entry in gradients:
         if entry.form in (Form.DENSE, Form.SCATTERED):
             kinds.setdefault(entry.operand, set()).add((entry.form, column_dimension(entry.load)))
-    mixed = {operand for operand, found in kinds.items() if len(found) > 1}
+    mixed = {operand for operand, forms in kinds.items() if len(forms) > 1}
     return [replace(e, form=Form.SCATTERED) if e.operand in mixed and e.form is Form.DENSE else e for e in gradients]
 
 

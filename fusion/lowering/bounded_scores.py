@@ -68,23 +68,23 @@ class BoundedScores:
 def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float = 0.0) -> BoundedScores | None:
     """Bounded form of a spec; None where a program's range does not follow from that of the raw score. unit, bias: of
     the exponents."""
-    factor, limit, found = scale * LOG2E, LARGEST_SCORE, []
+    factor, limit, reaches = scale * LOG2E, LARGEST_SCORE, []
     for program in programs:
         arguments: list[MagnitudeBound] = []
         reach = _Reach(scale, arguments).of(program)
         if reach is None or math.isinf(reach.centre) or (reach.fill is not None and reach.fill * scale > FILL):
             return None
-        found.append(reach)
+        reaches.append(reach)
         radii = [(reach, EXPONENTS / factor), *((x, TANH_NEAR - abs(x.centre)) for x in arguments)]
         limit = min([limit, *(_largest(*pair) for pair in radii)])
-    centre = found[0].centre
-    if any(reach.centre != centre for reach in found) or limit <= 0 or abs(centre) * factor > LARGEST_CENTRE:
+    centre = reaches[0].centre
+    if any(reach.centre != centre for reach in reaches) or limit <= 0 or abs(centre) * factor > LARGEST_CENTRE:
         return None
     exponents = {program: _times(program, factor * unit, 1 / unit) for program in programs}
     if shift := (bias - centre * factor) * unit:
         exponents = {key: ops.apply("fadd", x, const(shift)) for key, x in exponents.items()}
-    filled = frozenset(x for x, reach in zip(exponents.values(), found, strict=True) if reach.fill is not None)
-    finite = any(reach.finite for reach in found)
+    filled = frozenset(x for x, reach in zip(exponents.values(), reaches, strict=True) if reach.fill is not None)
+    finite = any(reach.finite for reach in reaches)
     return BoundedScores(centre=centre, bound=limit, exponents=exponents, filled=filled, finite=finite)
 
 

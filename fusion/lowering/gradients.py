@@ -107,8 +107,8 @@ def hides_nan(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
     """Whether a gradient that `needs` marks is 0 * inf at keys that are skipped: `where(keep, s, -inf) * factor`."""
     if spec.mask is None or not spec.mask.skips:
         return False
-    found = of_score(spec.score, wanted_loads(needs, spec.score))
-    wanted = (gradient for target, gradient in found.items() if target is not SCORE or any(needs[:2]))
+    gradients = of_score(spec.score, wanted_loads(needs, spec.score))
+    wanted = (gradient for target, gradient in gradients.items() if target is not SCORE or any(needs[:2]))
     return any(_multiplies_by(gradient, math.isinf) for gradient in wanted)
 
 
@@ -117,8 +117,8 @@ def magnifies_rounding(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
     that of `t` in `where(keep, s, -1e4) * t`. The score's gradient must then be as exact as in eager mode, where it is
     0 in rows with a weight of 1."""
     targets = [load for load in wanted_loads(needs, spec.score) if summed_over(load) in (Axes.NEITHER, Axes.QUERIES)]
-    found = of_score(spec.score, targets)
-    return any(_multiplies_by(found[load], lambda value: FILL <= abs(value) < math.inf) for load in targets)
+    result = of_score(spec.score, targets)
+    return any(_multiplies_by(result[load], lambda value: FILL <= abs(value) < math.inf) for load in targets)
 
 
 def _multiplies_by(gradient: Expr, is_such: Callable[[float], bool]) -> bool:

@@ -68,8 +68,8 @@ def magnitude(expr: Expr) -> int:
 def is_ordinary(expr: Expr, known: Mapping[Expr, Range]) -> bool:
     """Whether a value is a positive number of float32, neither denormal nor infinite, or NaN. known: ranges of leaves;
     others are arbitrary."""
-    found = range_of(expr, known.get)
-    return found.low >= 2.0**-125 and found.high <= 2.0**127  # with room for the rounding of float32
+    result = range_of(expr, known.get)
+    return result.low >= 2.0**-125 and result.high <= 2.0**127  # with room for the rounding of float32
 
 
 def shares(spec: AttentionSpec) -> dict[Expr, Range]:

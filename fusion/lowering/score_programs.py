@@ -1,7 +1,8 @@
 """Score programs as kernels compute them: with a scale that costs nothing, a variant for full blocks, and guards.
 
 A constant positive factor around the score is not multiplied in but goes into the exponential, which multiplies by
-log2(e) anyway: `where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c.
+log2(e) anyway: `where(live, s * c, -inf)` is computed as `where(live, s, -inf)` in units of c. `dead_rows_matter` and
+its neighbours say whether a row may be without a live key among those that a kernel visits.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 
-from fusion.ir import ops, primitives
-from fusion.ir.expr import SCORE, Expr, Kind, const, contains, coordinates, rebuild, walk
+from fusion.ir import integers, ops, primitives
+from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, const, contains, coordinates, rebuild, substitute, walk
 from fusion.ir.fills import LARGEST, in_units, is_dead
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.numbers import HUGE, feeding_comparisons, in_float32
@@ -171,3 +172,35 @@ def _constants(score: Expr) -> set[float]:
     if score.op in ("where", "fadd"):
         return {value for arg in score.args for value in _constants(arg)}
     return {score.value} if score.is_const and score.kind is Kind.FLOAT and math.isfinite(score.value) else set()
+
+
+def dead_rows_matter(spec: AttentionSpec) -> bool:
+    """Whether a row may be without a live key, and then need the keys that its mask lets a kernel skip."""
+    return spec.mask is not None and spec.mask.skips and dead_rows_need_keys(spec) and not rows_live(spec)
+
+
+def dead_rows_need_keys(spec: AttentionSpec) -> bool:
+    """Whether a row without a live key needs its dead ones.
+
+    With a fill of -inf it does not: whether it sees them or not, its maximum is -inf and its sum 0. With a finite fill
+    eager averages over all keys.
+    """
+    return spec.mask is not None and spec.mask.fill != -math.inf and spec.normalizer is not Normalizer.NONE
+
+
+def rows_live(spec: AttentionSpec) -> bool:
+    """Whether each row is known to have a live key (key 0, or key i where there are as many queries as keys), with an
+    ordinary score, and the fill is far below all such scores: dead keys have no weight in any row."""
+    mask = spec.mask
+    if mask is None or mask.full is None or not mask.fill < -1e30:
+        return False
+    keys = [integers.integer(0)] + [I] * (spec.n_q is spec.n_k)
+    return is_tame(mask.full) and any(substitute(mask.live, {J: key}) is TRUE for key in keys)
+
+
+def first_key_lives(spec: AttentionSpec) -> bool:
+    """Whether each row has key 0, with an ordinary score, among the keys that a kernel visits first."""
+    mask = spec.mask
+    if mask is None or mask.full is None or mask.key_lo is not None or mask.tile_live is not None:
+        return False
+    return substitute(mask.live, {J: integers.integer(0)}) is TRUE and mask.fill == -math.inf and is_tame(mask.full)

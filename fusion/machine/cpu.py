@@ -112,8 +112,8 @@ def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
         flags.update(("neon", "fma"))
         flags |= {"bf16"} if fields.get("hw.optional.arm.FEAT_BF16") == "1" else set()
     keys = {"L1": "hw.perflevel0.l1dcachesize", "L2": "hw.perflevel0.l2cachesize", "L3": "hw.l3cachesize"}
-    found = {level: fields.get(key, fields.get(key.replace("perflevel0.", ""))) for level, key in keys.items()}
-    caches = {level: int(size) for level, size in found.items() if size and int(size)}
+    sizes = {level: fields.get(key, fields.get(key.replace("perflevel0.", ""))) for level, key in keys.items()}
+    caches = {level: int(size) for level, size in sizes.items() if size and int(size)}
     name, clock = fields.get("machdep.cpu.brand_string", platform.machine()), fields.get("hw.cpufrequency", 0)
     return name, flags, float(clock or 0), caches
 

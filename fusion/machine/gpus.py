@@ -100,10 +100,10 @@ def architecture(name: str) -> Architecture:
 
 def _number(name: str) -> int:
     """Position of an architecture among those of its maker: gfx numbers have a hexadecimal end."""
-    found = re.match(r"gfx(?P<gfx>[0-9a-f]+)|sm_(?P<sm>\d+)", name)
-    if found is None:
+    result = re.match(r"gfx(?P<gfx>[0-9a-f]+)|sm_(?P<sm>\d+)", name)
+    if result is None:
         return -1
-    return int(found["gfx"], 16) if found["gfx"] else int(found["sm"])
+    return int(result["gfx"], 16) if result["gfx"] else int(result["sm"])
 
 
 def _gpu(
@@ -200,7 +200,7 @@ def of_architecture(target: str, cores: int = 128, clock: float = 1.5e9, **known
 
 def of_target(target: str) -> Machine:
     """A machine with a compilation target ("sm_90", "gfx942"): a named one where there is one."""
-    named = {found.architecture: found for found in (_A100, _H200, _B200, _MI300X)}
+    named = {gpu.architecture: gpu for gpu in (_A100, _H200, _B200, _MI300X)}
     return named.get(target) or of_architecture(target)
 
 
@@ -211,20 +211,20 @@ def of_device(index: int | None = None) -> Machine:
 
     if not torch.cuda.is_available():
         raise UnknownMachineError(f"there is no GPU here; machines by name: {', '.join(NAMED)}")
-    found = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
-    target = found.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{found.major}{found.minor}"
-    for name in re.findall(r"\w+", found.name.lower()):
+    result = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    target = result.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{result.major}{result.minor}"
+    for name in re.findall(r"\w+", result.name.lower()):
         if name in NAMED and NAMED[name].architecture == target:  # an "RTX A1000" is no A100
-            known = with_cores(NAMED[name], found.multi_processor_count)
-            l2 = known.level("L2").capacity if torch.version.hip else found.L2_cache_size
+            known = with_cores(NAMED[name], result.multi_processor_count)
+            l2 = known.level("L2").capacity if torch.version.hip else result.L2_cache_size
             levels = (replace(level, capacity=l2) if level.name == "L2" else level for level in known.levels)
             return replace(known, levels=tuple(levels))
     machine = of_architecture(
         target,
-        cores=found.multi_processor_count,
-        clock=1e3 * found.clock_rate,
-        l2=found.L2_cache_size,
-        memory=found.total_memory,
-        bandwidth=2 * 1e3 * found.memory_clock_rate * found.memory_bus_width / 8,
+        cores=result.multi_processor_count,
+        clock=1e3 * result.clock_rate,
+        l2=result.L2_cache_size,
+        memory=result.total_memory,
+        bandwidth=2 * 1e3 * result.memory_clock_rate * result.memory_bus_width / 8,
     )
-    return replace(machine, name=found.name)
+    return replace(machine, name=result.name)

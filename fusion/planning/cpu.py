@@ -165,14 +165,14 @@ def cpu_time(
     out. multiples: the register tile (rows, keys)."""
     costs = asdict(COSTS[_kernel(problem, machine, multiples).unit]) | {"merged": MERGED}
     clock = machine.clock or 2.5e9
-    n_k, found = max(1, problem.n_k), []
+    n_k, per_length = max(1, problem.n_k), []
     for rows, keys, size in zip(tiles["B_r"], tiles["B_c"], tiles.get("B_s", [n_k] * len(tiles["B_r"])), strict=True):
         parts = -(-n_k // int(size))
         counts = cpu_counts(machine, problem, (int(rows), int(keys)), multiples, skip=skip, parts=parts)
         cycles = {name: count * costs[name] for name, count in counts.items()}
-        found.append({name: sum(cycles[cost] for cost in group) / clock for name, group in RESOURCES.items()})
-    resources = {name: np.array([each[name] for each in found]) for name in RESOURCES}
-    resources["launch"] = np.full(len(found), machine.launch)
+        per_length.append({name: sum(cycles[cost] for cost in group) / clock for name, group in RESOURCES.items()})
+    resources = {name: np.array([each[name] for each in per_length]) for name in RESOURCES}
+    resources["launch"] = np.full(len(per_length), machine.launch)
     return Times(total=sum(resources.values()), resources=resources)
 
 
@@ -215,21 +215,21 @@ def _item_counts(
     n_q, n_k, step, dims = max(1, problem.n_q), max(1, problem.n_k), kernel.row_step, kernel.d + kernel.e
     visited = problem if skip else replace(problem, causal=False, window=None)
     start, end = visited.key_ranges(step)
-    met = (end - start) * (problem.density if skip else 1.0)
-    sets = len(met)
+    visible = (end - start) * (problem.density if skip else 1.0)
+    sets = len(visible)
     item = np.arange(sets) // max(1, rows // step)
-    taken, blocks = _up(met, kernel.key_step), np.ceil(met / keys)
+    taken, blocks = _up(visible, kernel.key_step), np.ceil(visible / keys)
     here = np.full(sets, step)
     here[-1] = n_q - step * (sets - 1)
     widest = np.zeros(item[-1] + 1)
-    np.maximum.at(widest, item, met)
+    np.maximum.at(widest, item, visible)
 
     def per_item(values: np.ndarray) -> np.ndarray:
-        return np.bincount(item, np.broadcast_to(values, met.shape))
+        return np.bincount(item, np.broadcast_to(values, visible.shape))
 
     vectors = _up(here, lanes) / lanes * taken
     # With one plane a tile that is partly masked has its products and its softmax one after the other.
-    masked = np.minimum(keys, met) * (skip and kernel.unit == 1)
+    masked = np.minimum(keys, visible) * (skip and kernel.unit == 1)
     near, streamed, turned, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k / parts)
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {

@@ -307,8 +307,8 @@ def registers(work: Work, tile: Tile, machine: Machine) -> float:
     own = tile.rows * tile.keys * times / threads
     live = LIVE[work.kernel] + (1.0 if tile.rotated else 0.0) + PRESSURE[work.program]
     asynchronous = machine.isa & SYNCHRONOUS.keys() and rows >= GROUP_ROWS
-    held = 0.0 if asynchronous else HELD * rows * work.factors * work.size * times / (4 * threads)
-    return rows * work.sums / threads + held + own * live * (2 if work.size == 4 else 1)
+    staged = 0.0 if asynchronous else HELD * rows * work.factors * work.size * times / (4 * threads)
+    return rows * work.sums / threads + staged + own * live * (2 if work.size == 4 else 1)
 
 
 PRESSURE = {

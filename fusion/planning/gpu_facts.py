@@ -79,7 +79,7 @@ def read(version: str) -> dict[Cell, Facts]:
 
 def to_json(facts: Mapping[Cell, Facts]) -> str:
     """A file's text: a cell's names and widths in a row, then a row a tile, of its sizes and its facts."""
-    rows = [[*cell, [[*tile, *fact] for tile, fact in sorted(found.items())]] for cell, found in sorted(facts.items())]
+    rows = [[*cell, [[*tile, *fact] for tile, fact in sorted(cells.items())]] for cell, cells in sorted(facts.items())]
     lines = ",\n".join(json.dumps(row) for row in rows)
     return f"[\n{lines}\n]\n"
 

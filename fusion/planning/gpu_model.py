@@ -136,12 +136,12 @@ def best(work: Work, machine: Machine, extent: Extent, rotates: bool = False) ->
     """The cheapest feasible tile; where there is none the one that needs the least shared memory, which the launch
     makes smaller where it has to, on AMD's devices of those that compute scores least often: all spill alike there."""
     every = list(all_tiles(work, machine, extent, rotates))
-    found = [tile for tile in every if slowed(work, tile, machine) < math.inf]
-    if not found:
+    result = [tile for tile in every if slowed(work, tile, machine) < math.inf]
+    if not result:
         again = machine.architecture.startswith("gfx") and work.size == 2
         every = [tile for tile in every if fits(work, tile, machine)] or every
         return min(every, key=lambda t: (redundancy(work, t, machine) * again, shared_bytes(work, t)))
-    return in_order(work, machine, extent, found)[0]
+    return in_order(work, machine, extent, result)[0]
 
 
 def in_order(work: Work, machine: Machine, extent: Extent, tiles: Sequence[Tile]) -> list[Tile]:

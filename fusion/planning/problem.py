@@ -17,10 +17,9 @@ from fusion.ir.integers import add, floordiv, integer
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import apply, evaluate, where
 from fusion.ir.primitives import PRIMITIVES
-from fusion.ir.reads import dense_loads, distance_parts
+from fusion.ir.reads import dense_loads, distance_parts, stored_bytes
 from fusion.ir.sizes import leaves, size_value
 from fusion.ir.spec import AttentionSpec, Normalizer, Operand, Output
-from fusion.ir.traffic import stored_bytes
 from fusion.machine import dtype_bytes, dtype_name
 
 ARITHMETIC = frozenset({"const", "add", "mul", "floordiv", "mod", "imin", "imax"})

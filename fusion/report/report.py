@@ -166,7 +166,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, as notebooks show it."""
-        from fusion.report.page.page import to_html
+        from fusion.report.page import to_html
 
         return f'<iframe srcdoc="{escape(to_html(self))}" width="100%" height="600" style="border:0"></iframe>'
 
@@ -188,7 +188,7 @@ class Report:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one self-contained page, which needs no network and no script; returns the path."""
-        from fusion.report.page.page import to_html
+        from fusion.report.page import to_html
 
         target = Path(path)
         target.write_text(to_html(self), encoding="utf-8")

@@ -111,8 +111,8 @@ def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: 
         assert derivative is not None
         with ctx.call.in_modes():
             tensors = [autograd.unpack_dual(x)[0] for x in ctx.saved_tensors]
-            found = tangents(derivative(ctx.call.arguments_with(tensors)), tensors, moving)
-        return found[0] if ctx.results is None else tuple(map(found.get, range(ctx.results)))
+            tangent_of = tangents(derivative(ctx.call.arguments_with(tensors)), tensors, moving)
+        return tangent_of[0] if ctx.results is None else tuple(map(tangent_of.get, range(ctx.results)))
 
     parts = {"forward": forward, "backward": differentiate} | ({"jvp": move} if derivative else {})
     own = {key: staticmethod(part) for key, part in parts.items()}

@@ -2,7 +2,7 @@
 
     attention_derivative(Tensor[] inputs, SymInt[] sizes, str spec, str emitter, str steps) -> Tensor[]
 
-`steps` names the derivative of the attention (`fusion.ir.steps`). Kernels compute the tangents of most attentions
+`steps` names the derivative of the attention (`fusion.ir.derivative`). Kernels compute the tangents of most attentions
 (`fusion.runtime.tangents`), the reference interpreter the rest, a block of rows at a time. Every differentiable
 operator of fusion is itself such a derivative (the attention that of no steps, its backward that of one), so each
 derivative that autograd asks for adds one step, to any order.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusion.codegen.reference.derivatives import derivative
 from fusion.ir import AttentionSpec, results
-from fusion.ir.steps import Gradients, Place, Step, Tangents, from_text, signature, to_text
+from fusion.ir.derivative import Gradients, Place, Step, Tangents, from_text, signature, to_text
 from fusion.runtime.tangents import have_kernels, tangent
 
 
@@ -88,13 +88,13 @@ def gradients(
     """Gradient of each tensor of a call that needs one. arriving: the gradients of its results."""
     inputs, given = [tensors[k] for k in function.inputs], [arriving[k] for k in function.results]
     marks = tuple(needs[k] and tensors[k].is_floating_point() for k in function.inputs)
-    found: list[Tensor | None] = [None] * len(tensors)
+    result: list[Tensor | None] = [None] * len(tensors)
     if any(marks) and any(g is not None for g in given):
         step = Gradients(marks, tuple(g is not None for g in given))
         places = [k for k, mark in zip(function.inputs, marks, strict=True) if mark]
         for place, gradient in zip(places, _call(function, step, inputs, given), strict=True):
-            found[place] = gradient
-    return found
+            result[place] = gradient
+    return result
 
 
 def _call(function: Function, step: Step, inputs: list[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
@@ -106,10 +106,10 @@ def _call(function: Function, step: Step, inputs: list[Tensor], given: Sequence[
 def execute(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str, steps: str) -> list[Tensor]:
     """`fusion::attention_derivative`."""
     parsed, promised = AttentionSpec.from_json(spec), fake(inputs, sizes, spec, emitter, steps)
-    (first, *aux_outputs), device, found = from_text(steps), inputs[0].device.type, None
+    (first, *aux_outputs), device, fast = from_text(steps), inputs[0].device.type, None
     if isinstance(first, Tangents) and not aux_outputs and have_kernels(parsed, first.inputs, emitter, device):
-        found = tangent(parsed, first, inputs, sizes, emitter)
-    every = derivative(parsed, (first, *aux_outputs), inputs, sizes) if found is None else [found]
+        fast = tangent(parsed, first, inputs, sizes, emitter)
+    every = derivative(parsed, (first, *aux_outputs), inputs, sizes) if fast is None else [fast]
     return [memory.copy_(value) for memory, value in zip(promised, every, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """Sharding rule of fusion's ops on DTensors: every process computes its own batches or heads.
 
 For each dimension of the mesh, the batch coordinate along which Q (or else K, V, another operand) is sharded there is
-split between the processes (`fusion.ir.sharding`). Operands that can be cut along with it are; all others are
+split between the processes (`fusion.runtime.dtensor`). Operands that can be cut along with it are; all others are
 replicated over that dimension, as are operands whose placement fits no batch coordinate (rows of a sequence, columns of
 a head, partial sums). The gradient of a replicated operand then is the sum over the processes (`Partial`), as for
 DTensor's own products. Where nothing can be split, every process computes everything: slower, and right.
@@ -12,7 +12,7 @@ Importing this module registers the rule; it is imported once DTensors exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fusion.errors import ShardingError
-from fusion.ir import AttentionSpec, results
-from fusion.ir.expr import coordinates
-from fusion.ir.sharding import Extent, accesses, one_part, size_of_batch, split_dims
+from fusion.ir import AttentionSpec, integers, results
+from fusion.ir.expr import Expr, coord, coordinates, load, loads, rebuild, size, substitute, walk
 from fusion.runtime import op
 from fusion.torch_private.operators import schema
 
@@ -135,8 +134,8 @@ class _Call:
             for operand, dims in zip(operands, used, strict=True)
         )
         sharded = tuple(_sharded(operand, mesh.ndim) for operand in operands)
-        found = layout(spec, lengths, shapes, sharded, tuple(mesh.size(n) for n in range(mesh.ndim)))
-        return cls(mesh=mesh, layout=found, spec=parsed, sizes=sizes, operands=operands, emitter=emitter)
+        result = layout(spec, lengths, shapes, sharded, tuple(mesh.size(n) for n in range(mesh.ndim)))
+        return cls(mesh=mesh, layout=result, spec=parsed, sizes=sizes, operands=operands, emitter=emitter)
 
     def arguments(self) -> tuple[list[Tensor], list[int], str, str]:
         """Arguments of the op for this process's part."""
@@ -191,8 +190,8 @@ class _Call:
     def gradient(self, number: int, local: Tensor) -> Tensor:
         operand, described = self.operands[number], self.spec.operands[number]
         order = described.order or range(described.rank)
-        found = self.whole(local, operand.shape, order, self.layout.gradient(number))
-        return found if isinstance(operand, DTensor) else found.full_tensor()
+        result = self.whole(local, operand.shape, order, self.layout.gradient(number))
+        return result if isinstance(operand, DTensor) else result.full_tensor()
 
 
 def _mesh(operands: Sequence[Tensor]) -> DeviceMesh:
@@ -248,9 +247,9 @@ def _backward(called: Any, grad: Tensor, out: Tensor, statistics: Tensor, *argum
     at = call.output_placements()
     results = call.local(grad, at), call.local(out, at)
     kept = call.local(statistics, call.statistics_placements(statistics.dim()))
-    found = called(*results, kept, *call.arguments(), needs)
+    result = called(*results, kept, *call.arguments(), needs)
     wanted = [number for number, needed in enumerate(needs) if needed]
-    return [call.gradient(number, local) for number, local in zip(wanted, found, strict=True)]
+    return [call.gradient(number, local) for number, local in zip(wanted, result, strict=True)]
 
 
 def _tile_map(called: Any, operands: Sequence[Tensor], sizes: Sequence[int], spec: str) -> DTensor:
@@ -279,3 +278,83 @@ for _name, _compute in {
     "tile_map": _tile_map,
 }.items():
     torch.library.register_torch_dispatch(f"fusion::{_name}", DTensor, _rule(_compute), lib=op._library)
+
+
+Extent = int | None
+"""Of an operand's dimension; None where nobody needs to know it."""
+
+
+def accesses(spec: AttentionSpec) -> list[list[tuple[Expr, ...]]]:
+    """Per operand, every index at which it is read."""
+    result: list[list[tuple[Expr, ...]]] = [[] for _ in spec.operands]
+    for number, index in enumerate((spec.q, spec.k, spec.v)):
+        result[number].append(index)
+    for part in loads(*spec.expressions()):
+        result[part.operand].append(part.args)
+    return result
+
+
+def size_of_batch(spec: AttentionSpec, axis: int) -> str | None:
+    """Name of the size that a batch coordinate's extent is; None if it is none, or another value is computed from
+    it."""
+    extent = spec.batch[axis]
+    if extent.op != "size" or any(extent is other for k, other in enumerate(spec.batch) if k != axis):
+        return None
+    others = [e for e in spec.expressions() if e is not extent]
+    return None if any(part is extent for part in walk(*others)) else extent.name
+
+
+def split_dims(
+    spec: AttentionSpec, axis: int, length: int, parts: int, shapes: Sequence[Sequence[Extent]]
+) -> tuple[int | None, ...]:
+    """Per operand, the dimension that is cut along with batch coordinate `axis`; None where each part needs all of it.
+    length: of the coordinate's run in one part. shapes: extents of the operands before they are cut."""
+    b = coord(f"b{axis}")
+
+    def moves(index: Expr, extent: Extent) -> bool:
+        if extent is None or extent % parts:
+            return False
+        step = extent // parts
+        return all(
+            substitute(index, {b: integers.add(b, r * length)}) is integers.add(index, r * step)
+            for r in range(1, max(parts, 2))
+        )
+
+    def dim(indices: Sequence[tuple[Expr, ...]], shape: Sequence[Extent]) -> int | None:
+        every = range(len(shape))
+        return next((t for t in every if indices and all(moves(index[t], shape[t]) for index in indices)), None)
+
+    return tuple(dim(indices, shape) for indices, shape in zip(accesses(spec), shapes, strict=True))
+
+
+def one_part(spec: AttentionSpec, axis: int, dims: Sequence[int | None], offset: str) -> AttentionSpec:
+    """Spec of one part, whose operands are cut along `dims`. Where it needs r * L, its last size is that, under the
+    name `offset`.
+
+    Coordinate b of extent B is cut into `parts` runs of L = B / parts; part r has b = r * L + b', 0 <= b' < L. An
+    operand can be cut along with it where its index in one dimension of extent D moves by D / parts from part to part,
+
+        index(b + L) = index(b) + D / parts        as b itself does, or b // group of grouped heads
+
+    for then part r reads nothing but its own run of that dimension, at `index(b')`. Every other operand is needed whole
+    and read at `index(r * L + b')`; and so is b wherever the score program computes with it (slopes of ALiBi per head).
+    r * L is one more size of the spec, so that all parts share one kernel.
+    """
+    b = coord(f"b{axis}")
+    moved = integers.add(b, size(offset))
+
+    def leaf(part: Expr) -> Expr | None:
+        if part is b:
+            return moved
+        if part.op == "load":
+            return load(part.operand, place(part.operand, part.args), part.kind)
+        return None
+
+    def shift(expr: Expr) -> Expr:
+        return rebuild(expr, leaf)
+
+    def place(operand: int, index: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        return tuple(e if t == dims[operand] else shift(e) for t, e in enumerate(index))
+
+    local = spec.mapped(shift, q=place(0, spec.q), k=place(1, spec.k), v=place(2, spec.v))
+    return spec if local == spec else replace(local, sizes=(*spec.sizes, offset))

@@ -47,9 +47,9 @@ def backward_of(spec: str, device: str, request: str) -> Run:
 
     def backward(*given: Any) -> list[Tensor]:
         grad, out, statistics, operands, sizes, needs, *aux_outputs = given
-        found = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs), *aux_outputs)
+        gradients = kernels.backward(grad, out, statistics, operands, sizes, tuple(needs), *aux_outputs)
         wanted = [(t, o) for t, o, needed in zip(operands, described, needs, strict=True) if needed]
-        return [laid_out(gradient, *place) for gradient, place in zip(found, wanted, strict=True)]
+        return [laid_out(gradient, *place) for gradient, place in zip(gradients, wanted, strict=True)]
 
     return backward
 

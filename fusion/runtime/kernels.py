@@ -77,28 +77,28 @@ def emitting(*given: Any, **named: Any) -> Iterator[None]:
 def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> Refusal | None:
     """Reason why there is no kernel for this spec on a type of device, or None. Raises EmitterError for an unfit
     emitter."""
-    if (found := emitter.find(request.emitter, device)) is None:
+    if (result := emitter.find(request.emitter, device)) is None:
         return Refusal(Reason.NO_EMITTER, f"there is no emitter for device {device!r}")
-    if spec.aux_outputs and not found.aux_outputs:
+    if spec.aux_outputs and not result.aux_outputs:
         return Refusal(
-            Reason.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere, and {found.name} writes none"
+            Reason.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere, and {result.name} writes none"
         )
     try:
-        return found.load().supports(spec, found.machine(device))
+        return result.load().supports(spec, result.machine(device))
     except UnknownMachineError as problem:
         return Refusal(Reason.OTHER_MACHINE, str(problem))
 
 
 def reads(dtype: torch.dtype, device: torch.device, request: Request = PLAIN) -> bool:
     """Whether kernels on a device read tensors of a float8 dtype unchanged; otherwise these are widened before."""
-    found = emitter.find(request.emitter, device.type)
-    return found is not None and found.load().reads(dtype, found.machine(str(device)))
+    result = emitter.find(request.emitter, device.type)
+    return result is not None and result.load().reads(dtype, result.machine(str(device)))
 
 
 def machine_of(device: str, request: Request = PLAIN) -> Machine:
     """Machine that kernels on a type of device are generated for."""
-    found = emitter.find(request.emitter, device)
-    return find_machine(device) if found is None else found.machine(device)
+    result = emitter.find(request.emitter, device)
+    return find_machine(device) if result is None else result.machine(device)
 
 
 def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool = False) -> Kernel | TrainingKernel:
@@ -108,9 +108,9 @@ def kernel_of(spec: AttentionSpec, device: str, request: Request, trained: bool 
         kernel = differentiable(spec.to_json(), device, exact).kernel
         if spec.aux_outputs or not isinstance(kernel, reference.ReferenceGradient):
             return kernel
-    found = executor(spec.to_json(), device, exact)
-    assert isinstance(found, GuardedKernel)
-    return found.kernel
+    result = executor(spec.to_json(), device, exact)
+    assert isinstance(result, GuardedKernel)
+    return result.kernel
 
 
 def prepare(
@@ -132,10 +132,10 @@ def prepare(
 def _build(spec: AttentionSpec, device: str, request: Request) -> Executor:
     if request.approximation is not None:
         return _build_approximation(spec, device, request)
-    if (found := _emitter_for(spec, device, request)) is None:
+    if (registered := _emitter_for(spec, device, request)) is None:
         return GuardedKernel(spec, reference.ReferenceKernel(spec))
     plan = functools.partial(planner_for, spec)
-    kernel = found.load().compile(spec, found.machine(device), plan, request.tuned)
+    kernel = registered.load().compile(spec, registered.machine(device), plan, request.tuned)
     return GuardedKernel(spec, _proved(kernel, spec, device, request))
 
 
@@ -156,10 +156,10 @@ def _build_approximation(spec: AttentionSpec, device: str, request: Request) -> 
 
 
 def _build_training(spec: AttentionSpec, device: str, request: Request) -> GuardedTraining:
-    found, kernel = _emitter_for(spec, device, request), None
-    if found is not None:
+    registered, kernel = _emitter_for(spec, device, request), None
+    if registered is not None:
         plan = functools.partial(planner_for, spec)
-        kernel = found.load().compile_training(spec, found.machine(device), plan, request.tuned)
+        kernel = registered.load().compile_training(spec, registered.machine(device), plan, request.tuned)
         kernel = kernel and _proved(kernel, spec, device, request)
     if kernel is None:
         kernel = reference.ReferenceGradient(spec, executor(spec.to_json(), device, str(request)))

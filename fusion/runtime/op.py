@@ -12,7 +12,7 @@ code that looks for them (some 20 us).
 `spec` is `AttentionSpec.to_json()`, so that graphs, caches and other processes have everything that a kernel is built
 from; `emitter` is a `fusion.ir.request.Request` as text. Operands may have any strides (the op is tagged so that
 Inductor copies nothing). `tile_map` reads the data of a mask once for all attentions that have it
-(`fusion.ir.tile_map`), `table` checks the positions that K and V are read at (`fusion.runtime.table_op`).
+(`fusion.ir.tile_map`), `table` checks the positions that K and V are read at (`fusion.runtime.op`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,47 @@ from fusion.errors import OperandError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.tile_map import MapSpec
 from fusion.runtime import autograd, derivatives, executor, vmap_rules
-from fusion.runtime.table_op import table
 from fusion.runtime.tile_map_op import tile_map
-from fusion.torch_private.operators import register_fake
+from fusion.torch_private.operators import assert_async, register_fake
+
+
+def table(positions: Tensor, extent: int, dim: int, operation: str) -> Tensor:
+    """A table of positions, checked and normalised for attentions that read through it: `positions`, within [0,
+    extent), of which negative ones are counted from the end. operation: "index", which admits negative ones,
+    "index_select" or "gather", which do not. Raises IndexError or RuntimeError, as it does.
+
+    Kernels check no bounds. They read through a copy of the table in which all positions are known to lie within their
+    dimension. A position outside of it raises the error of eager mode, because the operation that was replaced is run
+    on a tensor of that extent without data. On a GPU eager mode's operations stop the device at such a position,
+    without the host waiting for it, and so does this one.
+    """
+    least = -extent if operation == "index" else 0
+    if positions.device.type != "cpu":
+        assert_async(((positions >= least) & (positions < extent)).all(), "index out of bounds")
+        return torch.where(positions < 0, positions + extent, positions)
+    if not positions.numel():
+        return positions.clone()
+    low, high = (int(end) for end in positions.aminmax())
+    if low < least or high >= extent:
+        _run(positions, extent, dim, operation)
+        raise IndexError(
+            f"index {low if low < least else high} is out of bounds for dimension {dim} with size {extent}"
+        )
+    return positions.clone() if low >= 0 else torch.where(positions < 0, positions + extent, positions)
+
+
+def _run(positions: Tensor, extent: int, dim: int, operation: str) -> None:
+    """The operation on a tensor without data, along the same dimension."""
+    nothing = torch.zeros((), dtype=torch.float32, device=positions.device)
+    if operation == "index":
+        nothing.expand(*[1] * dim, extent)[(*[slice(None)] * dim, positions)]
+    elif operation == "index_select":
+        nothing.expand(*[1] * dim, extent).index_select(dim, positions.flatten())
+    else:
+        rank = max(positions.dim(), dim + 1)
+        at = positions.flatten().view([-1 if k == dim else 1 for k in range(rank)]).to(torch.int64)
+        nothing.expand([extent if k == dim else 1 for k in range(rank)]).gather(dim, at)
+
 
 VERSION = 18
 """To be raised with every change of what the ops return, or of their callers: Inductor's caches are keyed by it."""
@@ -92,8 +130,8 @@ def _differentiate_outputs(ctx: Any, grad: Tensor | None, _: Tensor | None, *aux
     ]
     needs = _needs(ctx, operands)
     given = grad, filled, out, statistics, operands, *ctx.described, needs
-    found = iter(torch.ops.fusion.attention_outputs_backward(*given))
-    return [next(found) if needed else None for needed in needs]
+    result = iter(torch.ops.fusion.attention_outputs_backward(*given))
+    return [next(result) if needed else None for needed in needs]
 
 
 def _needs(ctx: Any, operands: Sequence[Tensor]) -> list[bool]:
@@ -120,8 +158,8 @@ def _gradients(
     if grad is None:
         return [None] * len(operands)
     needs = _needs(ctx, operands)
-    found = iter(torch.ops.fusion.attention_backward(grad, out, statistics, operands, *ctx.described, needs))
-    return [next(found) if needed else None for needed in needs]
+    result = iter(torch.ops.fusion.attention_backward(grad, out, statistics, operands, *ctx.described, needs))
+    return [next(result) if needed else None for needed in needs]
 
 
 def _save_count(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from fusion.runtime import kernels
 from fusion.runtime.executor import OF_OPERATORS
-from fusion.torch_private.modes import is_watched
+from fusion.torch_private.tracing import is_watched
 
 SPECIALIZED = ("attention_below_autograd", "attention_forward", "attention_backward")
 """Operators that have specialized functions."""

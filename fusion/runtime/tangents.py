@@ -25,11 +25,11 @@ from torch import Tensor
 
 from fusion.codegen.reference.forward import Execution
 from fusion.ir import AttentionSpec, Normalizer, Operand, Output
+from fusion.ir.derivative import Tangents
 from fusion.ir.expr import C, E, I, J, const, coord, loads
 from fusion.ir.records import expressions
 from fusion.ir.request import Request
 from fusion.ir.results import result_names, size_of
-from fusion.ir.steps import Tangents
 from fusion.lowering.gradients import adds_up_to_zero
 from fusion.runtime.executor import backward_of
 from fusion.runtime.kernels import differentiable
@@ -77,16 +77,16 @@ def tangent(
     wide = _between(spec, dtype, run.d, width + (0 if of_v is None else run.d_v))
     every = torch.cat([*values, *_there(of_v)], -1)
     out, statistics = differentiable(wide, q.device.type, exact).outputs([q, k, every, *rest], sizes)
-    found = torch.zeros((), dtype=torch.float32) if of_v is None else out[..., width:]
+    result = torch.zeros((), dtype=torch.float32) if of_v is None else out[..., width:]
     if values:
         paired = _between(spec, dtype, run.d + run.d_v, width)
         operands = [F.pad(q, (0, run.d_v)), torch.cat([k, v], -1), torch.cat(values, -1), *rest]
         given = torch.cat(arriving, -1).float(), out[..., :width], statistics, operands, sizes
         backward = backward_of(paired, q.device.type, exact)
         (of_queries,) = backward(*given, [n == 0 for n in range(count)])
-        found = found + of_queries[..., run.d :]
+        result = result + of_queries[..., run.d :]
     names = result_names(spec)
-    return found.permute([names.index(name) for name in spec.output.dims])
+    return result.permute([names.index(name) for name in spec.output.dims])
 
 
 def _there(*tensors: Tensor | None) -> list[Tensor]:

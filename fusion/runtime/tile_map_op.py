@@ -116,10 +116,10 @@ class Cells:
         return values
 
     def interval(self, expr: Expr) -> Range:
-        found = self._memo.get(expr)
-        if found is None:
-            found = self._memo[expr] = self._interval(expr)
-        return found
+        result = self._memo.get(expr)
+        if result is None:
+            result = self._memo[expr] = self._interval(expr)
+        return result
 
     def _interval(self, expr: Expr) -> Range:
         if not {"i", "j"} <= coordinates(expr):
@@ -182,12 +182,12 @@ class Cells:
 def _applied(expr: Expr, *parts: Range) -> Range:
     """Range of an operation's result. Integers near the ends of 64 bits may wrap around, to any value."""
     transfer = PRIMITIVES[expr.op].transfer
-    found = transfer(*parts)
+    result = transfer(*parts)
     if expr.kind is not Kind.INT:
-        return found
+        return result
     exact = transfer(*(Range(part.low.double(), part.high.double()) for part in parts))
     wraps = (exact.low < -(2.0**62)) | (exact.high > 2.0**62)
-    return Range(found.low.masked_fill(wraps, INT64.min), found.high.masked_fill(wraps, INT64.max))
+    return Range(result.low.masked_fill(wraps, INT64.min), result.high.masked_fill(wraps, INT64.max))
 
 
 def _widened(values: Tensor) -> Tensor:

@@ -1,15 +1,20 @@
-"""Rules of `torch.vmap` for the operators: one call with one more batch coordinate (`fusion.ir.batching`)."""
+"""Rules of `torch.vmap` for the operators: one call with one more batch coordinate.
+
+Every operand, and every result, gets one more dimension, its first, and the spec one more batch coordinate, also the
+first. So an operand that is shared by the batch has to be expanded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion.ir import AttentionSpec
-from fusion.ir.batching import batched, batched_map
+from fusion.ir.expr import Expr, coord, load, rebuild, size
+from fusion.ir.spec import AttentionSpec, Operand, Output
 from fusion.ir.tile_map import MapSpec
 from fusion.torch_private.operators import schema
 
@@ -73,3 +78,58 @@ def _moved(argument: Any, dim: Any, count: int, place: int | None) -> Any:
         argument, dim = argument.unsqueeze(0).expand(count, *argument.shape), 0
     moved = argument.movedim(dim, place)
     return moved.contiguous() if place else moved  # kernels read statistics as they wrote them
+
+
+Index = tuple[Expr, ...]
+Names = tuple[str, ...]
+
+
+def batched(spec: AttentionSpec) -> AttentionSpec:
+    """Spec of a batch of attentions; its last size is the number of them."""
+    name = _new_size(spec.sizes)
+    return spec.mapped(
+        _shifted,
+        sizes=(*spec.sizes, name),
+        batch=(size(name), *spec.batch),
+        operands=tuple(map(_operand, spec.operands)),
+        q=_index(spec.q),
+        k=_index(spec.k),
+        v=_index(spec.v),
+        output=Output(dims=_names(spec.output.dims), order=_names(spec.output.order)),
+        aux_outputs=tuple(replace(f, value=_shifted(f.value), dims=_names(f.dims)) for f in spec.aux_outputs),
+    )
+
+
+def batched_map(spec: MapSpec) -> MapSpec:
+    """Spec of a batch of tile maps; its last size is the number of them."""
+    name = _new_size(spec.sizes)
+    batch, sizes = (size(name), *spec.batch), (*spec.sizes, name)
+    return replace(spec, sizes=sizes, batch=batch, live=_shifted(spec.live), full=_shifted(spec.full))
+
+
+def _new_size(sizes: Names) -> str:
+    return next(name for k in range(len(sizes) + 1) if (name := f"mapped{k}") not in sizes)
+
+
+def _operand(operand: Operand) -> Operand:
+    order = tuple(dim + 1 for dim in operand.order)
+    return replace(operand, rank=operand.rank + 1, order=(0, *order) if order else ())
+
+
+def _names(names: Names) -> Names:
+    return "b0", *(f"b{int(name[1:]) + 1}" if name.startswith("b") else name for name in names)
+
+
+def _index(index: Index) -> Index:
+    return coord("b0"), *map(_shifted, index)
+
+
+def _shifted(expr: Expr) -> Expr:
+    """Expression over the moved coordinates, whose loads have one more dimension."""
+
+    def leaf(part: Expr) -> Expr | None:
+        if part.op == "coord" and part.name.startswith("b"):
+            return coord(f"b{int(part.name[1:]) + 1}")
+        return load(part.operand, _index(part.args), part.kind) if part.op == "load" else None
+
+    return rebuild(expr, leaf)

@@ -1,8 +1,41 @@
-"""Devices: AMX's tile registers and time on a GPU."""
+"""Devices: oneDNN's matrix product, which torch has for frozen graphs, on tensors that are not packed; AMX's tile
+registers; time on a GPU."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+
+def onednn_lacks() -> str:
+    """Reason why this torch has no such product; "" where it has one."""
+    if not torch.backends.mkldnn.is_available():
+        return "torch is built without oneDNN"
+    try:
+        torch.ops.mkldnn._linear_pointwise.default  # noqa: B018
+        torch.ops.mkldnn._linear_pointwise.binary  # noqa: B018
+        onednn_may_run()
+    except (AttributeError, RuntimeError) as problem:
+        return f"torch {torch.__version__} has no product by oneDNN that is known here ({problem})"
+    return ""
+
+
+def onednn_may_run() -> bool:
+    """Whether oneDNN is switched on, and products have to be in float32. (The public names of both switches take some
+    microseconds.)"""
+    precision = torch._C._get_fp32_precision_getter("mkldnn", "matmul")
+    return torch._C._get_mkldnn_enabled() and precision in ("none", "ieee")
+
+
+def onednn_product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`, which is contiguous. `w` is dense by rows or by
+    columns; with other strides it would take a hundred times as long. k is not 0."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, w, bias, "none", [], "")
+
+
+def onednn_product_and(x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    """The product without a bias, plus `other: [m, n]`."""
+    return torch.ops.mkldnn._linear_pointwise.binary(x, other, w, None, "add")
 
 
 def init_amx() -> bool:

@@ -46,8 +46,8 @@ def backend_of(translator: Any) -> Any:
     from torch._dynamo.eval_frame import innermost_backend
 
     backend = translator.output.compiler_fn
-    found = innermost_backend(backend) if callable(backend) else None
-    return getattr(found, "compiler_fn", found)
+    result = innermost_backend(backend) if callable(backend) else None
+    return getattr(result, "compiler_fn", result)
 
 
 def known(variable: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Fake tensors, and the mode that they belong to: the values of the analysis of a graph."""
+"""Fake tensors, and the mode that they belong to: the values of the analysis of a graph. Symbolic sizes,
+their known properties, and the functions in their expressions."""
 
 from __future__ import annotations
 
@@ -10,11 +11,18 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import active_fake_mode, detect_fake_mode
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+from torch.utils._sympy import functions
+
+try:
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+except ImportError:  # before torch 2.12
+    from torch.fx.experimental.symbolic_shapes import size_hint as optimization_hint
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "constant_of", "detect_fake_mode", "enable_python_dispatcher", "fast_detach",
-    "has_symbols", "is_view", "mode_of", "real_object", "remember_item", "shape_environment", "unset_fake_temporarily",
-    "without_guards",
+    "free_unbacked_symbols", "functions", "has_symbols", "is_view", "mode_of", "optimization_hint", "real_object",
+    "remember_item", "shape_environment", "statically_known_true", "unset_fake_temporarily", "without_guards",
 ]  # fmt: skip
 
 

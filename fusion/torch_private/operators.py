@@ -40,8 +40,8 @@ def register_fake(library: torch.library.Library, name: str, shapes: Callable[..
 
     name: with the namespace. source: the file that errors name.
     """
-    held = torch._library.simple_registry.singleton.find(name).fake_impl
-    library._registration_handles.append(held.register(shapes, source, library))
+    implementation = torch._library.simple_registry.singleton.find(name).fake_impl
+    library._registration_handles.append(implementation.register(shapes, source, library))
 
 
 def assert_async(condition: torch.Tensor, message: str) -> None:

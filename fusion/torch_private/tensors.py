@@ -1,4 +1,4 @@
-"""Tensors: memory, versions, and the components of wrappers and nested tensors."""
+"""Tensors: memory, versions, the components of wrappers and nested tensors, and containers of tensors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = [
     "empty_strided_cpu", "is_out_of_memory", "is_traceable_wrapper_subclass", "nested_like", "nested_parts",
-    "nested_size", "public_empty_strided", "ragged_dim", "shares_storage", "version",
+    "nested_size", "public_empty_strided", "ragged_dim", "shares_storage", "tree_flatten",
+    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "version",
 ]  # fmt: skip
 
 

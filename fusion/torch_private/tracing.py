@@ -1,4 +1,5 @@
-"""Graphs and their traces: `make_fx` with custom proxies, and Dynamo's metadata in graphs.
+"""Graphs and their traces: `make_fx` with custom proxies, Dynamo's metadata in graphs, and modes of a thread that see
+each call (`TorchFunctionMode`, the profiler).
 
 `torch.fx.experimental` has no underscore, but no promise either, so it is in this module as well.
 """
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.export import ExportedProgram, ExportGraphSignature
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
@@ -25,13 +27,14 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.proxy import _COPY_META_FIELDS, Proxy
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
-from fusion.torch_private.trees import tree_map
+from fusion.torch_private.tensors import tree_map
 
 __all__ = [
-    "ORIGINS", "carry_source", "current_node", "current_tracer", "disable_proxy_modes_tracing",
-    "has_source", "is_lifted", "is_plain", "lazy_module", "make_fx", "node_of", "rename", "reparametrized", "stand_for",
-    "track", "untraced", "updated", "with_tracer", "written",
+    "ORIGINS", "carry_source", "current_node", "current_tracer", "disable_proxy_modes_tracing", "has_source",
+    "is_lifted", "is_plain", "is_watched", "lazy_module", "make_fx", "node_of", "rename", "reparametrized", "stand_for",
+    "track", "untraced", "updated", "with_tracer", "without_function_modes", "without_functions", "written",
 ]  # fmt: skip
 
 ORIGINS = ("stack_trace", *_COPY_META_FIELDS)
@@ -142,3 +145,26 @@ def carry_source(origin: Node, target: Node) -> None:
     """Copy the source of one input to another. Without it, AOTAutograd does not know parameters from inputs."""
     if has_source(origin):
         target._dynamo_source = origin._dynamo_source  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Context in which no mode of the caller's (a default device, say) changes a call. `torch.overrides` can only add
+    modes; without this, tensors of an analysis would be created on the caller's device."""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def without_functions() -> contextlib.AbstractContextManager[None]:
+    """Context in which neither modes nor subclasses see uses of a tensor. Without it, reading the form of tensors in a
+    trace takes most of the time that copying a repeated call saves."""
+    return torch._C.DisableTorchFunction()
+
+
+def is_watched() -> bool:
+    """Whether a profiler or a function mode has to see each operator that is called."""
+    return profiler._is_profiler_enabled or torch._C._is_torch_function_mode_enabled()

@@ -148,8 +148,8 @@ def _filled(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
 def _range(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     kwargs = {name: replay.plain(value) for name, value in node.kwargs.items()} | {"device": torch.device("cpu")}
     kwargs.pop("pin_memory", None)
-    made = node.target(*replay.plain(tuple(node.args)), **kwargs)  # type: ignore[operator]
-    return made[index[0]].to(replay.dtype(nodes.dtype(node)))
+    line = node.target(*replay.plain(tuple(node.args)), **kwargs)  # type: ignore[operator]
+    return line[index[0]].to(replay.dtype(nodes.dtype(node)))
 
 
 @rule(aten.eye)

@@ -1,17 +1,28 @@
-"""Check of the facts about a mask against its predicate on blocks of rows."""
+"""Checks of what a spec says about its mask.
+
+`mask_contradiction` compares the facts about a mask with its predicate on blocks of rows. `key_set_contradiction`
+compares an attention over sets of keys with its original under a mask of all keys, which has been compared with the
+graph: the reference interpreter executes both on the small operands that kernels are proved on.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
+from fusion.codegen import reference
 from fusion.ir.expr import SCORE, Expr, I, J, Kind, coord
 from fusion.ir.ops import evaluate
 from fusion.ir.sizes import leaves, size_value
 from fusion.ir.spec import AttentionSpec
+from fusion.passes.specify.specify import AttentionCall
+from fusion.process import outside_compilation
+from fusion.proof.operands import Operands
 
 _ROWS = 7
 _BLOCKS = 24
@@ -19,7 +30,7 @@ _ALL_KEYS = 256
 _FAR = 1e4
 
 
-def contradiction(spec: AttentionSpec, sizes: Mapping[str, int]) -> str | None:
+def mask_contradiction(spec: AttentionSpec, sizes: Mapping[str, int]) -> str | None:
     """Text of a contradiction between the mask's facts and its predicate; None where all hold."""
     return None if spec.mask is None else _MaskCheck(spec, sizes).contradiction()
 
@@ -99,3 +110,65 @@ class _MaskCheck:
         if low is not None:
             inside = inside & (keys >= self._value(low))
         return inside if high is None else inside & (keys < self._value(high))
+
+
+_SMALL = {"Nq": 5, "Nk": 13, "Nset": 6}
+
+
+def key_set_contradiction(call: AttentionCall, hints: Mapping[str, int]) -> str | None:
+    """Difference between an attention over sets of keys and its original with a mask, or None."""
+    assert call.gathered is not None
+    with outside_compilation(), torch.no_grad():
+        operands = _operands(call, hints)
+        expected, result = (_result(part, operands, hints) for part in (call.gathered.dense, call))
+    if call.spec.n_k_total is not None:
+        place = call.spec.output.dims.index("i")
+        result = result.flatten(place - 1, place)
+    if expected.shape != result.shape:
+        return f"the result has the shape {list(result.shape)} where it had {list(expected.shape)}"
+    finite = expected[expected.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    apart = ~torch.isclose(result, expected, rtol=1e-9, atol=1e-9 * scale, equal_nan=True)
+    if apart.any():
+        return f"{int(apart.sum())} of {apart.numel()} elements differ with {_SMALL['Nset']} keys in each set"
+    return None
+
+
+def _small_sizes(part: AttentionCall, hints: Mapping[str, int]) -> dict[str, int]:
+    """Few queries and keys; the last coordinate of the batch in full, because its heads may differ by number."""
+    values = part.example_sizes(hints)
+    last = f"B{len(part.spec.batch) - 1 - (part.spec.n_k_total is not None)}"
+    few = {name: min(value, 2) for name, value in values.items() if name.startswith("B") and name != last}
+    return values | few | {name: small for name, small in _SMALL.items() if name in values}
+
+
+def _operands(call: AttentionCall, hints: Mapping[str, int]) -> dict[Node, Tensor]:
+    """Operands of both forms, by node: positions that differ from each other, and masks computed from them."""
+    assert call.gathered is not None
+    dense, positions = call.gathered.dense, call.operands[call.gathered.table]
+    drawn = Operands(dense.spec, _small_sizes(dense, hints), seed=7).tensors()
+    values: dict[Node, Tensor] = {}
+    for node, tensor in zip(dense.operands, drawn, strict=True):  # a tensor may be several operands
+        values[node] = _as_large(tensor, values[node].shape) if node in values else tensor
+    for number, keys in dense.key_sets:
+        if keys.positions is positions:
+            shape = values[dense.operands[number]].shape
+            draw = torch.rand(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float32)
+            values[positions] = draw.argsort(-1)[..., : _SMALL["Nset"]]
+            mask = torch.full(shape, bool(keys.outside.attr))
+            values[dense.operands[number]] = mask.scatter(-1, values[positions], bool(keys.inside.attr))
+    return values
+
+
+def _as_large(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor, repeated along dimensions in which it has fewer elements than `shape`."""
+    for dim, (own, other) in enumerate(zip(tensor.shape, shape, strict=True)):
+        tensor = tensor.index_select(dim, torch.arange(max(own, other)) % own)
+    return tensor
+
+
+def _result(part: AttentionCall, operands: Mapping[Node, Tensor], hints: Mapping[str, int]) -> Tensor:
+    """The attention in float64."""
+    sizes = _small_sizes(part, hints)
+    spec = replace(part.spec, out_dtype="float64")
+    return reference.run(spec, [operands[node] for node in part.operands], list(sizes.values()), torch.float64)

@@ -88,10 +88,10 @@ def _moved(replay: Replay, node: Node, call: Node, item: int | None, index: Inde
 
         shape = region.shape(origin)
         along = nodes.packet(call) in layouts.ALONG_DIMENSIONS
-        found = layouts.along_dimensions(run, shape) if along else layouts.of_view(run, shape, item)
-        if found is None:
+        index_map = layouts.along_dimensions(run, shape) if along else layouts.of_view(run, shape, item)
+        if index_map is None:
             raise NotReplayable
-        region.maps[node] = found
+        region.maps[node] = index_map
     return replay.value(origin, tuple(map(_narrowed, region.maps[node](index))), rank)
 
 
@@ -178,8 +178,8 @@ def _run_along(replay: Replay, node: Node, columns: list[Tensor]) -> Tensor:
         own[name] = ([-1] if listed else -1) if name == "dim" else False if name == "keepdim" else replay.plain(value)
     result = node.target(joined, **own)  # type: ignore[operator]
     result = result[0] if isinstance(result, tuple) else result
-    held = nodes.fake(node)
-    return result.to(replay.dtype((held[0] if isinstance(held, tuple) else held).dtype))
+    fake = nodes.fake(node)
+    return result.to(replay.dtype((fake[0] if isinstance(fake, tuple) else fake).dtype))
 
 
 def _on_whole_lines(replay: Replay, node: Node, origin: Node, dim: int, index: Index, rank: int) -> Tensor:
@@ -234,12 +234,12 @@ def _pieces(region: Region, here: Node, dim: int) -> list[tuple[Node, int]]:
     rank = len(region.shape(here))
     if rule_of(here) in (_copy, _pointwise):
         return [(n, 0) for n in here.all_input_nodes if nodes.is_tensor(n) and len(region.shape(n)) == rank]
-    args, first, found = nodes.arguments(here), 0, []
+    args, first, result = nodes.arguments(here), 0, []
     if nodes.packet(here) in (aten.cat, aten.concat) and nodes.normalize_dim(args.get("dim", 0), rank) == dim:
         for tensor in (n for n in args["tensors"] if len(region.shape(n)) == rank):
-            found.append((tensor, first))
+            result.append((tensor, first))
             first += region.shape(tensor)[dim]
-    return found
+    return result
 
 
 @rule(*_REDUCTIONS)

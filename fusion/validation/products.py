@@ -102,28 +102,28 @@ def _einsum_letters(equation: str, ranks: list[int]) -> list[list[str]]:
         before, ellipsis, after = term.partition("...")
         return [*before, *(str(k) for k in range(count, 0, -1) if ellipsis), *after]
 
-    found = [names(t, rank - len(t) + 3) for t, rank in zip(terms, ranks, strict=True)]
+    operands = [names(t, rank - len(t) + 3) for t, rank in zip(terms, ranks, strict=True)]
     if arrow:
-        return [*found, names(output, dots)]
-    letters = [x for t in found for x in t]
+        return [*operands, names(output, dots)]
+    letters = [x for t in operands for x in t]
     alone = sorted(x for x in set(letters) if not x.isdigit() and letters.count(x) == 1)
-    return [*found, [str(k) for k in range(dots, 0, -1)] + alone]
+    return [*operands, [str(k) for k in range(dots, 0, -1)] + alone]
 
 
 @rule("heads")
 def _heads(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     """A sum over heads, one after the other."""
-    found = head_sum(node)
-    assert found is not None
+    summed = head_sum(node)
+    assert summed is not None
     dtype = replay.dtype(nodes.dtype(node))
     wide = torch.promote_types(dtype, torch.float32)
     total = torch.zeros([1] * rank, dtype=wide)
-    for head in map(replay.number, range(size_value(found.extent, replay.region.hints))):
-        value = replay.value(found.mixed, found.mixed_index(index, head), rank)
-        factor = replay.value(found.matrix, found.matrix_index(index, head, replay.zero), rank)
+    for head in map(replay.number, range(size_value(summed.extent, replay.region.hints))):
+        value = replay.value(summed.mixed, summed.mixed_index(index, head), rank)
+        factor = replay.value(summed.matrix, summed.matrix_index(index, head, replay.zero), rank)
         total = total + value.to(wide) * factor.to(wide)
-    if found.bias is not None:
-        total = total + replay.value(found.bias, (index[found.to],), rank).to(wide)
+    if summed.bias is not None:
+        total = total + replay.value(summed.bias, (index[summed.to],), rank).to(wide)
     return total.to(dtype)
 
 

@@ -2,26 +2,34 @@
 
 The steps between them (softmax, sinks, scales of rows) are those of the reference interpreter, which every emitter is
 tested against.
+
+`fingerprint` is equal for sites that validation cannot tell apart: equal operations on equal shapes, and equal specs.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
 
 from fusion.codegen.reference.forward import Rows
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, J, Kind, coord, loads
-from fusion.ir.mixing import Mixing
 from fusion.ir.ops import evaluate
 from fusion.ir.sizes import leaves, size_value
-from fusion.ir.spec import Normalizer
+from fusion.ir.spec import Mixing, Normalizer
+from fusion.passes import marks, nodes
+from fusion.passes.pullback.folding import known
+from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
-from fusion.validation.replay import Replay, within
+from fusion.validation.replay import Replay, literal, rule_of, within
 
 
 class OutOfBounds(Exception):
@@ -54,10 +62,10 @@ class Program(Rows):
             for entry, extent in zip(index, self.replay.region.shape(node), strict=True):
                 if ((entry < 0) | (entry >= extent)).any():
                     raise OutOfBounds(f"{node.name} is read beyond a dimension of {extent}")
-            found = self.replay.value(node, index, rank).to(dtype)
+            values = self.replay.value(node, index, rank).to(dtype)
             if table is None:
-                return found
-            return within(found, size_value(table.extent, self.replay.region.hints))
+                return values
+            return within(values, size_value(table.extent, self.replay.region.hints))
 
         return load if part.args else load()
 
@@ -120,8 +128,8 @@ class Program(Rows):
 
     def index(self, entry: Expr) -> Tensor:
         """An entry of an index in b.., i, j and the graph's own sizes, [samples, 1, keys]."""
-        found = evaluate(entry, leaves({**self.replay.region.hints}, self.known, self._load), self.dtype)
-        return found.expand(len(self.replay.region.keys), 1, self.n_k)
+        result = evaluate(entry, leaves({**self.replay.region.hints}, self.known, self._load), self.dtype)
+        return result.expand(len(self.replay.region.keys), 1, self.n_k)
 
     def aux_value(self, expr: Expr) -> Tensor:
         """Value of an auxiliary output's expression, [samples, 1, keys]."""
@@ -133,14 +141,65 @@ class Program(Rows):
         total = (self.out * grad).sum()
         if spec.mixing is not None:  # which the reference interpreter differentiates as it stands
             return total
-        found = torch.autograd.grad(total, [self.x, self.weight], retain_graph=True, allow_unused=True)
-        for program, seed, upstream in zip((spec.score, spec.weight), (UPSTREAM, WEIGHT_UPSTREAM), found, strict=True):
+        grads = torch.autograd.grad(total, [self.x, self.weight], retain_graph=True, allow_unused=True)
+        for program, seed, upstream in zip((spec.score, spec.weight), (UPSTREAM, WEIGHT_UPSTREAM), grads, strict=True):
             if upstream is None:
                 continue
             targets = [SCORE, *(part for part in loads(program) if part.kind is Kind.FLOAT)]
             for target, expr in adjoints(program, seed, targets).items():
-                held = self.score if target is SCORE else self.value(target, {})
-                if held.requires_grad:
+                value = self.score if target is SCORE else self.value(target, {})
+                if value.requires_grad:
                     given = self.value(expr, self.positions | {seed: upstream})
-                    total = total + (held * given.detach().to(self.dtype)).sum()
+                    total = total + (value * given.detach().to(self.dtype)).sum()
         return total
+
+
+_MARKS = (marks.requires_grad, marks.stop_gradient, marks.mutations, marks.is_seed)
+
+
+def fingerprint(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, int]) -> str:
+    """A digest that is equal for sites that validation cannot tell apart."""
+    operands = [operand for part in parts for operand in part.operands]
+    ends = set(operands) - site.interior
+    numbers: dict[Node, int] = {}
+    inside: set[Node] = set()
+    lines: list[object] = []
+    aux = [(use.of, use) for part in parts for use in part.uses]
+    stack = [site.root, *(node for node, _ in aux)]
+    while stack:
+        here = stack.pop()
+        if here in numbers:
+            continue
+        numbers[here] = len(numbers)
+        replayed = here not in ends and here.op == "call_function"
+        if replayed and (rule_of(here) is not None or not nodes.is_tensor(here) or known(here) is not None):
+            inside.add(here)
+            stack.extend(here.all_input_nodes)
+    for here in numbers:
+        call = map_arg((here.args, here.kwargs), numbers.get) if here in inside else None
+        target = str(here.target) if here in inside else _constant(here)
+        lines.append((target, str(call), _described(here, hints)))
+    specs = tuple((p.spec.to_json(), tuple(size_value(n, hints) for n in p.sizes), p.differentiable) for p in parts)
+    specs = (*specs, *((numbers[node], tuple(map(str, use.at))) for node, use in aux))
+    whole = specs, [numbers.get(o, -1) for o in operands], numbers[site.anchor], site.dims, lines
+    return hashlib.sha256(repr(whole).encode()).hexdigest()
+
+
+def _constant(here: Node) -> object:
+    """Content of a constant of the graph; None for inputs and computed tensors."""
+    tensor = literal(here) if here.op == "get_attr" else None
+    if tensor is None:
+        return None
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(content.tobytes()).hexdigest()
+
+
+def _described(here: Node, hints: Mapping[str, int]) -> Any:
+    fake = nodes.fake(here)
+    marked = tuple(bool(mark(here)) for mark in _MARKS)
+    if isinstance(fake, torch.Tensor):
+        try:
+            return tuple(size_value(n, hints) for n in nodes.shape(here)), fake.dtype, marked
+        except (nodes.Unsupported, KeyError):
+            return str(fake.shape), fake.dtype, marked
+    return str(fake), marked

@@ -133,12 +133,12 @@ class Replay:
             return self._leaf(node, index, rank)
         if (rule := rule_of(node)) is not None:
             try:
-                found = rule(self, node, index, rank)
-                return found.detach() if marks.stop_gradient(node) else found
+                result = rule(self, node, index, rank)
+                return result.detach() if marks.stop_gradient(node) else result
             except NotReplayable:
                 pass
-        if nodes.is_tensor(node) and (held := known(node)) is not None:
-            return self.cast(held[index] if index else held.view([1] * rank))
+        if nodes.is_tensor(node) and (constant := known(node)) is not None:
+            return self.cast(constant[index] if index else constant.view([1] * rank))
         if node.op == "call_function" and (rule is not None or node in region.interior):
             region.unknown.setdefault(node, f"{node.target} is not replayed")
         return self._leaf(node, index, rank)
@@ -185,14 +185,14 @@ class Replay:
             return torch.device("cpu")
         if isinstance(value, torch.dtype):
             return self.dtype(value)
-        held = nodes.fake(value)
-        if isinstance(held, torch.SymInt):
-            return size_value(nodes.size_expr(held), self.region.hints)
-        if isinstance(held, (torch.SymFloat, torch.SymBool)):
-            return held.node.hint
-        if isinstance(value, Node) and not isinstance(held, (int, float, bool)):
+        fake = nodes.fake(value)
+        if isinstance(fake, torch.SymInt):
+            return size_value(nodes.size_expr(fake), self.region.hints)
+        if isinstance(fake, (torch.SymFloat, torch.SymBool)):
+            return fake.node.hint
+        if isinstance(value, Node) and not isinstance(fake, (int, float, bool)):
             raise NotReplayable
-        return held
+        return fake
 
     def broadcast(self, index: Index, new: tuple[int, ...], old: tuple[int, ...]) -> Index:
         """The index into a tensor of shape `old` that is broadcast to `new`."""

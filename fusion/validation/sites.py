@@ -22,10 +22,9 @@ from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.process import outside_compilation
 from fusion.validation import mask_check
-from fusion.validation.program import OutOfBounds, Program
+from fusion.validation.program import OutOfBounds, Program, fingerprint
 from fusion.validation.replay import Region, Replay
 from fusion.validation.samples import EAGER_OVERFLOW, SAMPLES, SPECIAL, Role, Samples, coordinates_of_samples, keys
-from fusion.validation.structure import fingerprint
 from fusion.validation.tolerance import Values, difference
 
 log = logging.getLogger(__name__)
@@ -69,11 +68,11 @@ def validate(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, int
         if (known := _verdicts.get(key)) is not None:
             return known
         with outside_compilation():
-            found = _validate(site, parts, hints)
+            result = _validate(site, parts, hints)
     except Exception as problem:  # the site stays as it was
         log.exception("an attention could not be validated")
         return Verdict(skipped=f"{type(problem).__name__}: {problem}")
-    return _verdicts.store(key, replace(found, seconds=time.perf_counter() - started))
+    return _verdicts.store(key, replace(result, seconds=time.perf_counter() - started))
 
 
 def _validate(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, int]) -> Verdict:
@@ -86,9 +85,9 @@ def _validate(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, in
         if 0 in (*shape, n_k):
             return Verdict(checked="shapes, as the example has no elements")
         compared = _Comparison(site, parts, sizes, shape, n_k, hints)
-        found = compared.verdict()
+        result = compared.verdict()
         doubt = next(iter(compared.region.unknown.values()), None)
-        return found if found.wrong is None or doubt is None else Verdict(skipped=doubt)
+        return result if result.wrong is None or doubt is None else Verdict(skipped=doubt)
     except OutOfBounds as problem:
         return Verdict(wrong=str(problem))
 
@@ -133,7 +132,7 @@ class _Comparison:
             n_k=n_k,
             leaves=frozenset(o for o in operands if not _is_made_of(operands, o, interior)),
             attended=frozenset(p.operands[2] for p in parts) - {o for p in parts for o in p.operands[:2]},
-            interior=frozenset(interior | set(_below(site))),
+            interior=frozenset(interior | set(site.tail())),
             roles=_roles(site, parts),
             hints=hints,
             samples=Samples(longest=max(n_q, n_k), finite=finite),
@@ -141,14 +140,14 @@ class _Comparison:
 
     def verdict(self) -> Verdict:
         for part, sizes in zip(self.parts, self.sizes, strict=True):
-            if (problem := mask_check.contradiction(part.spec, sizes)) is not None:
+            if (problem := mask_check.mask_contradiction(part.spec, sizes)) is not None:
                 return Verdict(wrong=problem)
         replays = Replay(self.region), Replay(self.region, torch.float64), Replay(self.region, torch.float32)
         programs = [
             Program(part, self.places, sizes, replays[2]) for part, sizes in zip(self.parts, self.sizes, strict=True)
         ]
-        held = {nodes.dtype(node) for node in (self.site.root, *self.region.leaves)}
-        self.coarse = max((torch.finfo(d).eps for d in held & {torch.float16, torch.bfloat16}), default=0.0)
+        dtypes = {nodes.dtype(node) for node in (self.site.root, *self.region.leaves)}
+        self.coarse = max((torch.finfo(d).eps for d in dtypes & {torch.float16, torch.bfloat16}), default=0.0)
         problem = self._problem(replays, programs)
         if problem is not None:
             nudged = [Replay(self.region, nudge=number + 1) for number in range(NUDGES)]
@@ -181,8 +180,8 @@ class _Comparison:
                 spoiled |= ~(largest < math.inf)
                 kinds = torch.where(~(largest < math.inf), SPECIAL, kinds)
                 for limits in map(torch.finfo, self.exponentials):
-                    held = (largest > math.log(limits.tiny)) & (largest < math.log(limits.max / program.n_k))
-                    beyond = largest.isfinite() & ~held & ~eager.isfinite().all(1)
+                    in_range = (largest > math.log(limits.tiny)) & (largest < math.log(limits.max / program.n_k))
+                    beyond = largest.isfinite() & ~in_range & ~eager.isfinite().all(1)
                     kinds = torch.where(beyond, EAGER_OVERFLOW, kinds)
         return spoiled, kinds
 
@@ -193,20 +192,20 @@ class _Comparison:
         for program in programs:
             for use, aux in zip(program.part.uses, program.spec.aux_outputs, strict=True):
                 index = tuple(program.index(entry) for entry in use.at)
-                found = [replay.value(use.of, index, 3) for replay in replays]
-                found.append(program.aux_value(aux.value))
-                found = [torch.where(spoiled & t.isinf(), torch.nan, t) for t in found]
+                values = [replay.value(use.of, index, 3) for replay in replays]
+                values.append(program.aux_value(aux.value))
+                values = [torch.where(spoiled & t.isinf(), torch.nan, t) for t in values]
                 whole = spoiled | (aux.over == "j")
-                *found, ours = [torch.where(whole & t.isnan().any(-1, keepdim=True), torch.nan, t) for t in found]
-                if problem := self._results(found, ours, use.node.name):
+                *values, ours = [torch.where(whole & t.isnan().any(-1, keepdim=True), torch.nan, t) for t in values]
+                if problem := self._results(values, ours, use.node.name):
                     return problem
         return None
 
-    def _results(self, found: Sequence[Tensor], ours: Tensor, name: str = "the result") -> str | None:
-        """Text of a disagreement in one result. found: its values by each of the replays."""
-        shape = torch.broadcast_shapes(found[0].shape, ours.shape)
+    def _results(self, replayed: Sequence[Tensor], ours: Tensor, name: str = "the result") -> str | None:
+        """Text of a disagreement in one result. replayed: its values by each of the replays."""
+        shape = torch.broadcast_shapes(replayed[0].shape, ours.shape)
         samples = torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)).expand(shape).flatten()
-        stored = [(t, t.to(found[0].dtype)) for t in (*found, ours)]  # where it may be infinite
+        stored = [(t, t.to(replayed[0].dtype)) for t in (*replayed, ours)]  # where it may be infinite
         flat = [torch.where(s.isinf(), s.to(t.dtype), t).expand(shape).flatten() for t, s in stored]
         eager, exact, single, *nudged, ours = flat
         return difference(
@@ -223,19 +222,19 @@ class _Comparison:
         scalars = [(t * grad.to(t.dtype)).sum() for t in results]
         scalars[2] = scalars[2] if self.coarse else scalars[2].detach()  # which is not asked for
         surrogate = torch.stack([p.surrogate(grad.float()) for p in programs]).sum()
-        found = [_by_element(*pair) for pair in zip((*replays, replays[2]), (*scalars, surrogate), strict=True)]
-        largest = self._largest_gradients(found[1])
+        gradients = [_by_element(*pair) for pair in zip((*replays, replays[2]), (*scalars, surrogate), strict=True)]
+        largest = self._largest_gradients(gradients[1])
         nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
-        for leaf in {node: None for one in found for node in one}:
-            held = [one.get(leaf, nothing) for one in found]
-            keys, where = torch.cat([keys for keys, _ in held]).unique(return_inverse=True)
-            kept, sums = self.kinds[keys // _ROW] < SPECIAL, []
-            for (_, values), at in zip(held, where.split([len(k) for k, _ in held]), strict=True):
-                sums.append(torch.zeros(len(keys), dtype=torch.float64).index_add(0, at, values)[kept])
+        for leaf in {node: None for one in gradients for node in one}:
+            per_run = [one.get(leaf, nothing) for one in gradients]
+            keys, where = torch.cat([keys for keys, _ in per_run]).unique(return_inverse=True)
+            compared, sums = self.kinds[keys // _ROW] < SPECIAL, []
+            for (_, values), at in zip(per_run, where.split([len(k) for k, _ in per_run]), strict=True):
+                sums.append(torch.zeros(len(keys), dtype=torch.float64).index_add(0, at, values)[compared])
             eager, exact, single, *nudged, ours = sums
             values = Values(
                 name=f"the gradient of {leaf.name}", eager=eager, exact=exact, ours=ours, nudged=nudged,
-                single=single if self.coarse else None, samples=(keys // _ROW)[kept], kinds=self.kinds,
+                single=single if self.coarse else None, samples=(keys // _ROW)[compared], kinds=self.kinds,
                 strict=not self.coarse, condition=64, floor=largest, coarse=self.coarse,
             )  # fmt: skip
             if (problem := difference(values)) is not None:
@@ -256,20 +255,20 @@ def _roles(site: Site, parts: Sequence[AttentionCall]) -> dict[Node, Role]:
     is no mask, but finite."""
     among = {*site.interior, site.anchor}
     roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
-    made = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
-    roles |= {part.operands[r.operand]: Role.FACTOR if r.operand < 3 else Role.FINITE for part, r in made}
+    conversions = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
+    roles |= {part.operands[r.operand]: Role.FACTOR if r.operand < 3 else Role.FINITE for part, r in conversions}
     read = [(p.operands[r.operand], r) for p in parts for r in loads(p.spec.score, p.spec.weight)]
     masks = {o for o, r in read if {"i", "j"} & {*coordinates(r)}}
-    kept = {operand for part in parts for operand in part.operands} - ({o for o, _ in read} - masks)
+    score_operands = {operand for part in parts for operand in part.operands} - ({o for o, _ in read} - masks)
     roles |= {scale: Role.FINITE for attention in site.attentions for scale in attention.pullback.scales}
     for leaf in {node for inner in among for node in (inner, *inner.all_input_nodes)} - roles.keys():
-        met = list(_met(leaf, among))
-        called = {nodes.packet(user) for _, user in met}
-        if met and all(_multiplies(node, product) for node, product in met):
+        combined = list(_met(leaf, among))
+        called = {nodes.packet(user) for _, user in combined}
+        if combined and all(_multiplies(node, product) for node, product in combined):
             roles[leaf] = Role.FACTOR
-        elif met and called <= {aten.mul, aten.div}:
+        elif combined and called <= {aten.mul, aten.div}:
             roles[leaf] = Role.SCALE
-        elif met and called <= {aten.add, aten.sub} and (leaf not in kept or is_contraction(leaf)):
+        elif combined and called <= {aten.add, aten.sub} and (leaf not in score_operands or is_contraction(leaf)):
             roles[leaf] = Role.FINITE
     return roles
 
@@ -314,9 +313,9 @@ def _by_element(replay: Replay, scalar: Tensor) -> dict[Node, tuple[Tensor, Tens
     reads = [read for read in replay.reads if read.values.requires_grad]
     if not scalar.requires_grad or not reads:
         return {}
-    found = torch.autograd.grad(scalar, [read.values for read in reads], allow_unused=True, retain_graph=True)
+    gradients = torch.autograd.grad(scalar, [read.values for read in reads], allow_unused=True, retain_graph=True)
     parts: dict[Node, list[tuple[Tensor, Tensor]]] = {}
-    for read, grad in zip(reads, found, strict=True):
+    for read, grad in zip(reads, gradients, strict=True):
         if grad is not None:
             rows = torch.arange(read.numbers.shape[0]).view(-1, *[1] * (read.numbers.dim() - 1))
             keys = (read.numbers + rows * _ROW).flatten()
@@ -332,12 +331,3 @@ def _is_made_of(operands: set[Node], operand: Node, interior: Set[Node]) -> bool
         return here.all_input_nodes if here in interior or not nodes.is_tensor(here) else []
 
     return any(here in operands for here in nodes.walk_up(parents(operand), parents))
-
-
-def _below(site: Site) -> Iterator[Node]:
-    """The product with V and what follows it, to the root."""
-    here = site.root
-    while here is not site.anchor:
-        yield here
-        here = here.all_input_nodes[0]
-    yield here

@@ -104,8 +104,8 @@ def difference(values: Values) -> str | None:
 
 
 def _largest(value: Tensor, where: Tensor, samples: Tensor, count: int) -> Tensor:
-    kept = torch.where(where, value, 0.0)
-    return torch.zeros(count, dtype=torch.float64).scatter_reduce(0, samples, kept, "amax")
+    masked = torch.where(where, value, 0.0)
+    return torch.zeros(count, dtype=torch.float64).scatter_reduce(0, samples, masked, "amax")
 
 
 def _at_least_median(value: Tensor) -> Tensor:

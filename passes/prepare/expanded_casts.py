@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fusion.torch_private.sizes import statically_known_true
+from fusion.torch_private.fake import statically_known_true
 
 from .. import marks, nodes
 from ..building import derived

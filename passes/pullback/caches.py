@@ -22,7 +22,7 @@ from fusion.ir import integers
 from fusion.ir.expr import ONE, Expr, J, coordinates, loads, rebuild, renumbered, walk
 from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED
-from fusion.ir.traffic import bytes_per_element
+from fusion.ir.reads import bytes_per_element
 
 from .. import marks, nodes
 from ..nodes import Unsupported, packet

@@ -244,7 +244,7 @@ def _outermost(expr: Expr, *beyond: str) -> Expr | None:
 def named(
     core: NormalizedScores, accesses: Sequence[Access], bounds: integers.Bounds
 ) -> tuple[NormalizedScores, Sequence[Access], Expr | None]:
-    """The core and its operands Q, K and V with heads named as in `fusion.ir.mixing.Mixing`, and the batch coordinate
+    """The core and its operands Q, K and V with heads named as in `fusion.ir.spec.Mixing`, and the batch coordinate
     of the heads; None where none are mixed. Raises `Unsupported` where the heads are no batch coordinate."""
     every = [mixed for mixed in (core.mixed_weights, core.mixed_scores) if mixed is not None]
     if not every:

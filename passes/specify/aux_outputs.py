@@ -24,7 +24,7 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, Kind, coord, coordinates, walk
 from fusion.ir.spec import Normalizer, Reduction
-from fusion.lowering.row_gradients import in_log_sums
+from fusion.lowering.rows import in_log_sums
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, shape

@@ -10,11 +10,10 @@ from torch.fx import Node
 
 from fusion.ir import AttentionSpec, Operand, Output
 from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, coord, load, rebuild, size, walk
-from fusion.ir.mixing import Mixing
 from fusion.ir.records import mapped
 from fusion.ir.sizes import size_value
-from fusion.ir.spec import AuxOutput, Normalizer
-from fusion.lowering.row_gradients import depends_on_maximum
+from fusion.ir.spec import AuxOutput, Mixing, Normalizer
+from fusion.lowering.rows import depends_on_maximum
 from fusion.refusals import Reason
 
 from .. import marks, nodes

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from fusion.refusals import Reason
 from fusion.torch_private import tracing
 from fusion.torch_private.fake import mode_of, real_object
-from fusion.torch_private.trees import tree_map
+from fusion.torch_private.tensors import tree_map
 
 from .. import marks, nodes
 from ..nodes import Unsupported

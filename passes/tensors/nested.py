@@ -20,7 +20,7 @@ from fusion.refusals import Reason
 from fusion.torch_private import tensors, tracing
 from fusion.torch_private.fake import FakeTensorMode, shape_environment, without_guards
 from fusion.torch_private.operators import HigherOrderOperator
-from fusion.torch_private.trees import tree_leaves
+from fusion.torch_private.tensors import tree_leaves
 
 from .. import nodes
 from ..trace import outline

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fusion.torch_private.fake import enable_python_dispatcher
 from fusion.torch_private.operators import OpOverload, schema
-from fusion.torch_private.trees import tree_leaves
+from fusion.torch_private.tensors import tree_leaves
 
 from .. import marks, nodes
 

@@ -30,8 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fusion.refusals import Reason
 from fusion.torch_private import functorch, tracing
 from fusion.torch_private.operators import HigherOrderOperator
-from fusion.torch_private.tensors import is_traceable_wrapper_subclass
-from fusion.torch_private.trees import tree_leaves, tree_map_only
+from fusion.torch_private.tensors import is_traceable_wrapper_subclass, tree_leaves, tree_map_only
 
 from .. import nodes
 from ..nodes import Unsupported

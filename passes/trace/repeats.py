@@ -21,10 +21,9 @@ from torch.fx.node import map_arg
 
 from fusion.torch_private import functorch, tracing
 from fusion.torch_private.fake import FakeTensor, FakeTensorMode, constant_of, fast_detach, mode_of
-from fusion.torch_private.modes import without_functions
 from fusion.torch_private.operators import OpOverload, OpOverloadPacket
-from fusion.torch_private.tensors import version
-from fusion.torch_private.trees import tree_flatten, tree_unflatten
+from fusion.torch_private.tensors import tree_flatten, tree_unflatten, version
+from fusion.torch_private.tracing import without_functions
 
 from .. import nodes
 from .outline import is_outlined

@@ -114,6 +114,6 @@ def test_dynamo_hears_of_the_backend_when_it_is_asked_for() -> None:
             use()
             assert call in handlers
             del handlers[call]
-            fusion.dynamo.register.cache_clear()
+            fusion.integrations.nested_tensors.register.cache_clear()
             torch._dynamo.reset()
     """)

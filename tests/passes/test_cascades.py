@@ -11,7 +11,7 @@ from fusion.passes import marks
 from fusion.passes.prepare import cascades
 from fusion.passes.prepare.trials import find_attention
 from fusion.passes.trace.normalize import normalize
-from fusion.planning.cpu_rows import WEIGHED
+from fusion.planning.cpu_planner import WEIGHED
 from tests.emitters import interpreted
 from tests.numerics import assert_as_exact_over_draws, assert_same
 

@@ -24,7 +24,7 @@ from fusion.lowering.backward_plan import (
     column_dimension,
     normalized,
 )
-from fusion.lowering.row_gradients import lost_logarithms
+from fusion.lowering.rows import lost_logarithms
 
 from ...reference import gradients as pulled
 from ..calling import CompiledKernel, Launch, address, in_huge_pages, operand_values

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from fusion.ir.elements import is_strided
 from fusion.ir.expr import C, I
 from fusion.ir.spec import AttentionSpec
-from fusion.ir.strided import is_strided
 from fusion.lowering.gradients import Axes
 
 from ..gradients import gradients_of

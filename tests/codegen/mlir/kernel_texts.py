@@ -33,9 +33,8 @@ from fusion.codegen.reference.polynomial import monomials
 from fusion.ir import AttentionSpec, Expr, Kind, Normalizer, Operand, integers
 from fusion.ir.expr import HEAD as MIXED_HEAD
 from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, C, E, I, J, const, load
-from fusion.ir.mixing import Mixing
 from fusion.ir.ops import apply, where
-from fusion.ir.spec import AuxOutput, Reduction
+from fusion.ir.spec import AuxOutput, Mixing, Reduction
 from fusion.ir.tile_map import lookup
 from fusion.lowering import aux_gradients
 from fusion.lowering.backward_plan import backward_plan, unsupported

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import fusion
-from fusion.api.mlir_module import Compiled
+from fusion.api.export import Compiled
 from fusion.codegen.mlir.export import attention_module
 from fusion.errors import KernelCompilationError, MlirExportError
 from tests.numerics import assert_as_exact_as_eager

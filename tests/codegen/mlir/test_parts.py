@@ -15,8 +15,7 @@ from fusion.ir.expr import ROW_SUM
 from fusion.ir.spec import AuxOutput
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile
-from fusion.planning.cpu_planner import CpuPlanner, rows_choice
-from fusion.planning.cpu_rows import LEAST_PART
+from fusion.planning.cpu_planner import LEAST_PART, CpuPlanner, rows_choice
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import (
     TARGETS,

@@ -18,7 +18,7 @@ from fusion.codegen.triton.launch import Kernel
 from fusion.codegen.triton.panels import panels
 from fusion.ir import Normalizer, Operand, integers
 from fusion.ir.expr import SCORE, E, J, coord
-from fusion.lowering.dead_rows import dead_rows_matter
+from fusion.lowering.score_programs import dead_rows_matter
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_layout import heads_to_pack, packed, padded, panelled
 from tests.codegen.mlir.cases import (

@@ -8,9 +8,10 @@ import torch
 from torch._dynamo.utils import counters
 
 import fusion
+from fusion import linear
 from fusion.caching import OncePerKey
 from fusion.cli import main
-from fusion.linear import door, products, speeds
+from fusion.linear import products, speeds
 from fusion.linear.redirect import ProductsPass
 from fusion.linear.speeds import ROWS, SIZES, Speeds
 from fusion.torch_private.inductor import CustomGraphPass, config
@@ -191,7 +192,7 @@ def test_graphs_without_a_matrix_are_not_measured(monkeypatch) -> None:
 
 def test_a_torch_without_the_operator(monkeypatch, caplog) -> None:
     monkeypatch.setattr(products, "lacks", lambda: "this torch has none")
-    door._say_once.cache_clear()
+    linear._say_once.cache_clear()
     with caplog.at_level("INFO", logger="fusion"):
         for _ in range(2):
             torch._dynamo.reset()

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from fusion.linear import products
-from fusion.torch_private import onednn
+from fusion.torch_private import devices
 from tests.numerics import assert_as_exact_as_eager, assert_as_exact_over_draws, assert_same
 
 pytestmark = pytest.mark.skipif(bool(products.lacks()), reason=products.lacks() or "it is there")
@@ -135,16 +135,16 @@ def test_less_precision_is_torchs_business(switch: str, monkeypatch) -> None:
     x, w, before = torch.randn(64, 256), torch.randn(128, 256), torch.backends.mkldnn.matmul.fp32_precision
     torch.backends.mkldnn.matmul.fp32_precision = switch
     try:
-        assert not onednn.may_run()
+        assert not devices.onednn_may_run()
         assert_same(linear(x, w), eager(x, w))
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
-    assert onednn.may_run()
+    assert devices.onednn_may_run()
 
 
 def test_onednn_is_turned_off(monkeypatch) -> None:
     monkeypatch.setattr(products, "product", None)
     x, w = torch.randn(64, 256), torch.randn(128, 256)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not onednn.may_run()
+        assert not devices.onednn_may_run()
         assert_same(linear(x, w), eager(x, w))

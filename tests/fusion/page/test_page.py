@@ -11,10 +11,9 @@ from transformers import GPT2Config, GPT2Model
 import fusion
 from fusion.ir import AttentionSpec
 from fusion.refusals import Reason, Refusal
-from fusion.report.page import drawings
-from fusion.report.page.maths import spec_to_mathml
-from fusion.report.page.page import to_html
-from fusion.report.page.style import highlight, mlir, python
+from fusion.report import drawings
+from fusion.report.drawings import spec_to_mathml
+from fusion.report.page import highlight, mlir, python, to_html
 from tests.numerics import assert_same_in_float64
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "rect", "path"}
@@ -139,7 +138,7 @@ def test_twelve_layers_share_a_kernel_and_stay_small(tmp_path: Path):
 
 
 def test_kernels_beyond_the_budget_are_cut_and_say_so(report, monkeypatch):
-    monkeypatch.setattr("fusion.report.page.page.KERNEL_BYTES", 1000)
+    monkeypatch.setattr("fusion.report.page.KERNEL_BYTES", 1000)
     words = Checker(to_html(report)).words
     assert "report.sites[0].sources[0] has all" in words
 

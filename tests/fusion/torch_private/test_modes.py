@@ -1,9 +1,9 @@
-"""Modes of a thread, as fusion.torch_private.modes uses them."""
+"""Modes of a thread, as fusion.torch_private.tracing uses them."""
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fusion.torch_private import modes
+from fusion.torch_private import tracing
 
 
 class _Count(TorchFunctionMode):
@@ -18,7 +18,7 @@ class _Count(TorchFunctionMode):
 
 def test_modes_wait_and_come_back_in_order() -> None:
     with torch.device("meta"), _Count() as count:
-        with modes.without_function_modes():
+        with tracing.without_function_modes():
             assert torch.ones(2).device.type == "cpu" and not count.calls
         assert torch.ones(2).device.type == "meta" and count.calls
 
@@ -26,15 +26,15 @@ def test_modes_wait_and_come_back_in_order() -> None:
 def test_no_use_of_a_tensor_is_seen() -> None:
     x = torch.ones(2)
     with _Count() as count:
-        with modes.without_functions():
+        with tracing.without_functions():
             assert x.requires_grad is False and not count.calls
         assert x.requires_grad is False and count.calls == 1
 
 
 def test_what_is_watched_is_told() -> None:
-    assert not modes.is_watched()
+    assert not tracing.is_watched()
     with _Count():
-        assert modes.is_watched()
+        assert tracing.is_watched()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert modes.is_watched()
-    assert not modes.is_watched()
+        assert tracing.is_watched()
+    assert not tracing.is_watched()

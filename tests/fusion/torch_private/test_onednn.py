@@ -1,12 +1,12 @@
-"""oneDNN's product as fusion.torch_private.onednn uses it."""
+"""oneDNN's product as fusion.torch_private.devices uses it."""
 
 import pytest
 import torch
 
-from fusion.torch_private import onednn
+from fusion.torch_private import devices
 from tests.numerics import assert_as_exact_as_eager
 
-needs_onednn = pytest.mark.skipif(bool(onednn.lacks()), reason=onednn.lacks() or "it is there")
+needs_onednn = pytest.mark.skipif(bool(devices.onednn_lacks()), reason=devices.onednn_lacks() or "it is there")
 
 
 @needs_onednn
@@ -15,17 +15,17 @@ def test_products(columns: bool) -> None:
     x, w, bias, other = torch.randn(9, 40), torch.randn(50, 40), torch.randn(50), torch.randn(9, 50)
     w = w.mT.contiguous().mT if columns else w
     exact = x.double() @ w.double().mT
-    assert_as_exact_as_eager(onednn.product(x, w, None), x @ w.mT, exact, check_strides=True)
-    assert_as_exact_as_eager(onednn.product(x, w, bias), x @ w.mT + bias, exact + bias)
-    assert_as_exact_as_eager(onednn.product_and(x, w, other), x @ w.mT + other, exact + other)
+    assert_as_exact_as_eager(devices.onednn_product(x, w, None), x @ w.mT, exact, check_strides=True)
+    assert_as_exact_as_eager(devices.onednn_product(x, w, bias), x @ w.mT + bias, exact + bias)
+    assert_as_exact_as_eager(devices.onednn_product_and(x, w, other), x @ w.mT + other, exact + other)
 
 
 @needs_onednn
 def test_weights_are_read_at_every_call() -> None:
     x, w = torch.randn(9, 40), torch.randn(50, 40)
-    onednn.product(x, w, None)
+    devices.onednn_product(x, w, None)
     w.zero_()
-    assert not onednn.product(x, w, None).any()
+    assert not devices.onednn_product(x, w, None).any()
 
 
 def _precision_of_products(value: str) -> None:
@@ -39,22 +39,22 @@ def _precision_of_all(value: str) -> None:
 @needs_onednn
 @pytest.mark.parametrize("put", [_precision_of_products, _precision_of_all])
 def test_switches(put) -> None:
-    assert onednn.may_run()
+    assert devices.onednn_may_run()
     for value in ("bf16", "tf32"):
         put(value)
         try:
-            assert not onednn.may_run()
+            assert not devices.onednn_may_run()
         finally:
             put("none")
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not onednn.may_run()
-    assert onednn.may_run()
+        assert not devices.onednn_may_run()
+    assert devices.onednn_may_run()
 
 
 def test_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-        assert onednn.lacks() == "torch is built without oneDNN"
-    if not onednn.lacks():
+        assert devices.onednn_lacks() == "torch is built without oneDNN"
+    if not devices.onednn_lacks():
         monkeypatch.delattr(torch._C, "_get_fp32_precision_getter")
-        assert "no product by oneDNN that is known here" in onednn.lacks()
+        assert "no product by oneDNN that is known here" in devices.onednn_lacks()

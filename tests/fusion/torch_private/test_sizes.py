@@ -1,4 +1,4 @@
-"""Symbolic sizes as fusion.torch_private.sizes reads them."""
+"""Symbolic sizes as fusion.torch_private.fake reads them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fusion.torch_private import fake, sizes
+from fusion.torch_private import fake
 
 
 def _size(extent: int) -> tuple[Any, fake.FakeTensorMode]:
@@ -16,29 +16,29 @@ def _size(extent: int) -> tuple[Any, fake.FakeTensorMode]:
 
 def test_sizes_have_an_example() -> None:
     extent, mode = _size(5)
-    assert sizes.optimization_hint(extent, 7) == 5 and sizes.optimization_hint(2 * extent + 1, 7) == 11
-    assert sizes.optimization_hint(3, 7) == 3
+    assert fake.optimization_hint(extent, 7) == 5 and fake.optimization_hint(2 * extent + 1, 7) == 11
+    assert fake.optimization_hint(3, 7) == 3
     unknown = mode.shape_env.create_unbacked_symint()
-    assert sizes.optimization_hint(unknown, 7) == 7
+    assert fake.optimization_hint(unknown, 7) == 7
     assert not mode.shape_env.guards
 
 
 def test_what_is_known_of_all_sizes() -> None:
     extent, mode = _size(5)
-    assert sizes.statically_known_true(extent == extent) and sizes.statically_known_true(extent >= 0)
-    assert not sizes.statically_known_true(extent == 5) and not mode.shape_env.guards
+    assert fake.statically_known_true(extent == extent) and fake.statically_known_true(extent >= 0)
+    assert not fake.statically_known_true(extent == 5) and not mode.shape_env.guards
 
 
 def test_symbols_of_data_are_told_apart() -> None:
     extent, mode = _size(5)
     unknown = mode.shape_env.create_unbacked_symint()
-    assert sizes.free_unbacked_symbols(unknown.node.expr) == {unknown.node.expr}
-    assert not sizes.free_unbacked_symbols(extent.node.expr)
+    assert fake.free_unbacked_symbols(unknown.node.expr) == {unknown.node.expr}
+    assert not fake.free_unbacked_symbols(extent.node.expr)
 
 
 def test_expressions_are_made_of_these_functions() -> None:
     extent, _ = _size(5)
-    functions = sizes.functions
+    functions = fake.functions
     n = extent.node.expr
     assert isinstance(n, sympy.Symbol) and n.is_integer
     made = {

@@ -1,23 +1,23 @@
-"""torch's structured log as fusion.torch_private.tracelog writes it."""
+"""torch's structured log as fusion.torch_private.caches writes it."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-from fusion.torch_private import tracelog
+from fusion.torch_private import caches
 
 _PROGRAM = """
-from fusion.torch_private import tracelog
+from fusion.torch_private import caches
 import torch
-assert tracelog.is_on()
-tracelog.write("fusion_test", "the text")
+assert caches.is_tracing_log_on()
+caches.write_to_tracing_log("fusion_test", "the text")
 """
 
 
 def test_nobody_reads_by_default() -> None:
-    assert not tracelog.is_on()
-    tracelog.write("fusion_test", "unread")
+    assert not caches.is_tracing_log_on()
+    caches.write_to_tracing_log("fusion_test", "unread")
 
 
 def test_a_text_is_found_in_the_log(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_site_whose_validation_fails_stays_as_it_was(monkeypatch, caplog, stag
         raise ZeroDivisionError("put in")
 
     monkeypatch.setattr(
-        *{"mask_check": (mask_check, "contradiction"), "fingerprint": (sites, "fingerprint")}[stage], fail
+        *{"mask_check": (mask_check, "mask_contradiction"), "fingerprint": (sites, "fingerprint")}[stage], fail
     )
     before = counters["fusion"]["skipped"]
     (site,) = _compiled(faults.plain, (), False)

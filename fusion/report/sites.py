@@ -16,8 +16,7 @@ from fusion.passes import graph_excerpt, nodes
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.trace.outline import described
-from fusion.planning.plan import Plan, plan
-from fusion.planning.texts import bytes_text
+from fusion.planning.plan import Plan, bytes_text, plan
 from fusion.refusals import Reason, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
