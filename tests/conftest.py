@@ -101,6 +101,10 @@ test is the text."""
 OUTCOMES = pytest.StashKey[dict[str, list]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ptx", metavar="TARGET", help="run tests/codegen/triton as PTX for sm_80, sm_89 or sm_90")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: the exhaustive part of a test, left out unless -m asks for it")
     config.addinivalue_line("markers", "optimised: with CPU kernels as users get them")

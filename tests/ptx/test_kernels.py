@@ -10,7 +10,10 @@ pytest.importorskip("triton", reason="kernels need triton")
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Tile
+from fusion.runtime.guards import failures_raised
+from tests import numerics
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
+from tests.emitters import interpreted
 from tests.ptx.emulated import emulated
 
 TILE = Tile(rows=16, keys=16, warps=4, stages=1)
@@ -55,3 +58,30 @@ def test_gradients(target: str, dtype: str, size: int) -> None:
         gradients = run.backward(grad, out, statistics, operands, sizes, needs)
     assert {"attention_forward", "attention_backward_prepare"} < set(emulation.names)
     assert_gradients_as_exact_as_eager(gradients, c, operands, grad, needs)
+
+
+def test_packed_sequences_with_a_map_of_tiles() -> None:
+    """Through torch.compile: a kernel lists the tiles, and another visits them."""
+    lengths = torch.tensor([40, 56, 32]).repeat_interleave(torch.tensor([40, 56, 32]))[None]
+    i, j = torch.arange(128)[:, None], torch.arange(128)
+
+    def attention(q, k, v, documents):
+        live = (documents[:, None, :, None] == documents[:, None, None, :]) & (j <= i)
+        return (q @ k.mT / 4).masked_fill(~live, -torch.inf).softmax(-1) @ v
+
+    q, k, v = (torch.randn(1, 1, 128, 16, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
+    options = {"inner": "eager", "strict": True, "tile_maps": "always"}
+    with interpreted(), failures_raised(), emulated("sm_80") as emulation:
+        out = torch.compile(attention, backend="fusion", dynamic=False, options=options)(q, k, v, lengths)
+    assert emulation.names == ["attention_tiles", "attention_forward"]
+    eager, exact = attention(q, k, v, lengths), attention(q.double(), k.double(), v.double(), lengths)
+    numerics.assert_as_exact_as_eager(out, eager, exact)
+
+
+def test_one_query_over_a_cache() -> None:
+    c = case("plain", "float16", 64, group=4)
+    operands, sizes = draw(c, {"B": 1, "H": 4, "Nq": 1, "Nk": 200})
+    with emulated("sm_89") as emulation:
+        out = Kernel(c.spec, Tile(rows=16, keys=32, warps=4, stages=2), splits=3)(operands, sizes)
+    assert emulation.names == ["attention_split", "attention_combine"]
+    assert_as_exact_as_eager(out, c, operands)

@@ -1,5 +1,6 @@
 """In these tests `torch.compile(..., backend="fusion")` runs GPU kernels on CPU tensors, in Triton's interpreter, also
-where the CPU's own emitter is missing."""
+where the CPU's own emitter is missing; with `--ptx TARGET` compiled for a GPU, in the emulator of `tests/ptx`. A kernel
+that fails raises: behind torch.compile the reference interpreter would take its place, and the test pass without it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,12 +8,23 @@ from pathlib import Path
 
 import pytest
 
+_OF_THE_INTERPRETER = {"count_products", "count_traffic"}
+
 
 @pytest.fixture(autouse=True)
-def gpu_kernels() -> Iterator[None]:
+def gpu_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    from fusion.runtime.guards import failures_raised
     from tests.emitters import interpreted
 
-    with interpreted():
+    with contextlib.ExitStack() as stack:
+        if target := request.config.getoption("--ptx"):
+            if _OF_THE_INTERPRETER & {*request.function.__code__.co_names}:
+                pytest.skip("counts what Triton's interpreter does")
+            from tests.ptx.emulated import emulated
+
+            stack.enter_context(emulated(target))
+        stack.enter_context(interpreted())
+        stack.enter_context(failures_raised())
         yield
 
 
