@@ -109,9 +109,12 @@ def _replace(
 
 
 def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node]) -> Node:
-    """Operand of the call that replaces `root`: a copy if it is written later in the graph and a backward reads it
-    again."""
+    """Operand of the call that replaces `root`, on its device: a copy if it is written later in the graph and a
+    backward reads it again."""
     replacement = results.get(operand, operand)
+    device = nodes.fake(root).device
+    if nodes.fake(replacement).device != device:  # a number on the host, which eager mode combines with any device's
+        replacement = derived(graph, root, aten.to.device, (replacement, device, nodes.dtype(replacement)))
     if marks.requires_grad(root) and any(root < mutation for mutation in marks.mutations(operand)):
         return derived(graph, root, aten.clone.default, (replacement,))
     return replacement

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from torch.fx import Graph
 
 import fusion
 from fusion.ir.tile_map import MapSpec
+from fusion.passes.replace import _operand
 from fusion.runtime import executor
 from fusion.runtime.tile_map_op import Cells
 from fusion.torch_private.fake import FakeTensorMode
@@ -89,3 +91,19 @@ def test_gradients_of_auxiliary_outputs_in_a_capture(monkeypatch) -> None:
         backward(grad, [grad])
     assert seen == [(grad, [grad])]
     assert torch.Tag.cudagraph_unsafe in torch.ops.fusion.attention_outputs_backward.default.tags
+
+
+def test_a_number_on_the_host_is_copied_to_the_device() -> None:
+    """Eager mode multiplies scores on a GPU by a tensor of one element on the host; a kernel cannot read it."""
+    graph = Graph()
+    number, scores = graph.placeholder("number"), graph.placeholder("scores")
+    root = graph.call_function(torch.ops.aten.mul.Tensor, (scores, number))
+    graph.output(root)
+    with FakeTensorMode():
+        number.meta["val"] = torch.empty(())
+        scores.meta["val"] = root.meta["val"] = torch.empty(4, 4, device="cuda")
+        with graph.inserting_before(root):
+            copied = _operand(graph, root, number, {})
+            assert _operand(graph, root, scores, {}) is scores
+    assert copied.meta["val"].device == scores.meta["val"].device and copied.meta["val"].shape == ()
+    graph.lint()
