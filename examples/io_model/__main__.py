@@ -57,12 +57,20 @@ def symbols(names: Sequence[str]) -> str:
     return "\n".join([*lines, "lower bounds (orders; constant 1)", *(f"  {bound}" for bound in BOUNDS.values())])
 
 
+def elements(text: str) -> int:
+    """Number of elements, as 65536 or 64K (of 1024; M: of 1024 squared)."""
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    return int(text[:-1] if unit > 1 else text) * unit
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--N", type=int, default=4096, help="queries and keys (default %(default)s)")
+    parser.add_argument("--N", type=elements, default=4096, help="queries and keys (default %(default)s)")
     parser.add_argument("--d", type=int, default=64, help="head dimension (default %(default)s)")
     parser.add_argument("--causal", action="store_true", help="key j is live for query i where j <= i")
-    parser.add_argument("--M", type=int, default=1 << 14, help="fast memory in elements (default %(default)s)")
+    parser.add_argument(
+        "--M", type=elements, default=1 << 14, help="fast memory in elements, as 64K (default %(default)s)"
+    )
     parser.add_argument("--features", type=int, help="polynomial features, to weigh the approximate schedule too")
     parser.add_argument("--backward", action="store_true", help="the backward pass")
     parser.add_argument("--symbolic", action="store_true", help="formulas in place of numbers")
