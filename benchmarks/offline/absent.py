@@ -53,7 +53,7 @@ def absent(machine: Machine, shared: bool = False, only: Collection[str] = ()) -
 
     def init_handles(kernel: Any) -> None:
         if kernel.module is None:
-            _check(kernel, machine.shared_memory)
+            check_resources(kernel, machine.shared_memory)
             found.kernels.append(kernel)
             kernel.module = kernel.function = 1
             kernel._run = lambda *_: found.names.append(kernel.metadata.name)
@@ -72,14 +72,15 @@ def absent(machine: Machine, shared: bool = False, only: Collection[str] = ()) -
             (CompiledKernel, "_init_handles", init_handles),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
-        driver.set_active(_driver(machine))
+        driver.set_active(driver_of(machine))
         try:
             yield found
         finally:
             driver._active = before
 
 
-def _check(kernel: Any, limit: int) -> None:
+def check_resources(kernel: Any, limit: int) -> None:
+    """Raise Triton's own error where shared memory (of `limit` bytes) or tensor memory does not suffice."""
     from triton.runtime.errors import OutOfResources
 
     if kernel.metadata.shared > limit:
@@ -88,8 +89,8 @@ def _check(kernel: Any, limit: int) -> None:
         raise OutOfResources(columns, TENSOR_COLUMNS, "tensor memory")
 
 
-def _driver(machine: Machine) -> Any:
-    """What Triton asks of a driver before and at a launch."""
+def driver_of(machine: Machine) -> Any:
+    """Stand-in for Triton's driver: all that a launch asks it."""
     target = gpu_target(machine.architecture)
     return SimpleNamespace(
         get_current_target=lambda: target,

@@ -2,338 +2,259 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
-from tests.ptx.block import UNSIGNED
-from tests.ptx.program import OPCODES, list_of, opcode
+from tests.ptx.block import UNSIGNED, Block, Mask
+from tests.ptx.program import OPCODES, Maker, Run, list_of, opcode
 from tests.ptx.values import DTYPES, flushed, quotient
 
-
-def _binary(compute, needs=None):
-    def make(parts, args, line):
-        dt = DTYPES[parts[-1]]
-        ftz = "ftz" in parts
-
-        def run(block, mask):
-            a, b = block.get(args[1], dt), block.get(args[2], dt)
-            if ftz:
-                a, b = flushed(a), flushed(b)
-            out = compute(a, b, parts)
-            block.put(args[0], flushed(out) if ftz else out, mask)
-
-        return run
-
-    return make
+_WIDE: dict[Any, Any] = {np.int32: np.int64, np.uint32: np.uint64, np.int16: np.int32, np.uint16: np.uint32}
+_COMPARISONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
 
 
-def _unary(compute):
-    def make(parts, args, line):
-        dt = DTYPES[parts[-1]]
-        ftz = "ftz" in parts
+def _elementwise(compute: Callable[..., np.ndarray], dtype: Any = None) -> Maker:
+    """Maker of an opcode whose result is a function of its operands. dtype: of the operands, if not the opcode's."""
 
-        def run(block, mask):
-            a = block.get(args[1], dt)
-            out = compute(flushed(a) if ftz else a, parts)
-            block.put(args[0], flushed(out) if ftz else out, mask)
+    def make(parts: list[str], args: list[str], line: str) -> Run:
+        if parts[-1] == "bf16":  # its bits are integers here
+            raise NotImplementedError(f"the emulator has no arithmetic of bfloat16: {line}")
+        operands, ftz = dtype or DTYPES[parts[-1]], "ftz" in parts
+
+        def run(block: Block, mask: Mask) -> None:
+            values = [block.get(arg, operands) for arg in args[1:]]
+            result = compute(*map(flushed, values)) if ftz else compute(*values)
+            block.put(args[0], flushed(result) if ftz else result, mask)
 
         return run
 
     return make
 
 
-def _shift(left):
-    def make(parts, args, line):
-        dt = DTYPES[parts[-1]]
-        bits = 8 * np.dtype(dt).itemsize
-
-        def run(block, mask):
-            a, n = block.get(args[1], dt), np.minimum(block.get(args[2], np.uint32), bits).astype(dt)
-            big = n >= bits
-            safe = np.where(big, 0, n).astype(dt)
-            out = a << safe if left else a >> safe
-            fill = np.zeros_like(a) if left or np.dtype(dt).kind == "u" else np.where(a < 0, -1, 0).astype(dt)
-            block.put(args[0], np.where(big, fill, out), mask)
-
-        return run
-
-    return make
+def _in_float64(compute: Callable[[np.ndarray], np.ndarray]) -> Maker:
+    """Maker of a function that is evaluated in float64 and rounded once."""
+    return _elementwise(lambda a: compute(a.astype(np.float64)).astype(a.dtype))
 
 
-def _extremum(largest):
-    def compute(a, b, parts):
-        if a.dtype.kind == "f":
-            nan = np.isnan(a) | np.isnan(b)
-            pick = (np.fmax if largest else np.fmin)(a, b)
-            return np.where(nan, np.float32(np.nan), pick) if "NaN" in parts else pick
-        out = np.maximum(a, b) if largest else np.minimum(a, b)
-        return np.maximum(out, 0) if "relu" in parts else out
-
-    return compute
+def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a - quotient(a, b).astype(a.dtype) * b) if a.dtype.kind == "i" else a % np.where(b == 0, 1, b)
 
 
-COMPARE = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lo": np.less,
-    "ls": np.less_equal,
-    "hi": np.greater,
-    "hs": np.greater_equal,
+def _division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind == "f":
+        return a / b
+    return quotient(a, b).astype(a.dtype) if a.dtype.kind == "i" else a // np.where(b == 0, 1, b)
+
+
+def _tanh(a: np.ndarray) -> np.ndarray:
+    """tanh.approx has a relative error of 2**-11: ten bits of the fraction remain."""
+    return (np.tanh(a.astype(np.float64)).astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return (a.astype(np.float64 if a.dtype == np.float32 else np.longdouble) * b + c).astype(a.dtype)
+
+
+def _insertion(a: np.ndarray, b: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """`length` bits of a, from bit `start` of b on."""
+    a, b, start, length = (value.astype(np.int64) for value in (a, b, start, length))
+    field = ((1 << length) - 1) << start
+    return ((b & ~field) | ((a << start) & field)).astype(np.uint32)
+
+
+def _permutation(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """Four of the eight bytes of a and b; where a digit of the selector is at least 8, copies of the byte's sign."""
+    both = np.stack([a, b], 1).view(np.uint8)
+    digits = selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 0xF
+    chosen = np.take_along_axis(both, (digits & 7).astype(np.int64), 1)
+    signs = np.where(chosen & 0x80, 0xFF, 0)
+    return np.where(digits & 8, signs, chosen).astype(np.uint8).view(np.uint32)[:, 0]
+
+
+OPCODES |= {
+    "add": _elementwise(np.add),
+    "sub": _elementwise(np.subtract),
+    "and": _elementwise(np.bitwise_and),
+    "or": _elementwise(np.bitwise_or),
+    "xor": _elementwise(np.bitwise_xor),
+    "not": _elementwise(np.invert),
+    "rem": _elementwise(_remainder),
+    "div": _elementwise(_division),
+    "fma": _elementwise(_fma),
+    "abs": _elementwise(np.abs),
+    "neg": _elementwise(lambda a: 0 - a if a.dtype.kind == "u" else -a),
+    "sqrt": _elementwise(np.sqrt),
+    "rsqrt": _in_float64(lambda a: 1 / np.sqrt(a)),
+    "rcp": _in_float64(lambda a: 1 / a),
+    "sin": _in_float64(np.sin),
+    "cos": _in_float64(np.cos),
+    "lg2": _elementwise(lambda a: np.log2(flushed(a).astype(np.float64)).astype(np.float32)),
+    "ex2": _elementwise(lambda a: flushed(np.exp2(a.astype(np.float64)).astype(np.float32))),
+    "tanh": _elementwise(_tanh),
+    "popc": _elementwise(lambda a: np.array([int(x).bit_count() for x in a], np.uint32)),
+    "clz": _elementwise(lambda a: np.array([32 - int(x).bit_length() for x in a], np.uint32), np.uint32),
+    "bfi": _elementwise(_insertion, np.uint32),
+    "prmt": _elementwise(_permutation, np.uint32),
 }
 
 
-OPCODES["add"] = _binary(lambda a, b, p: a + b)
-OPCODES["sub"] = _binary(lambda a, b, p: a - b)
-OPCODES["and"] = _binary(lambda a, b, p: a & b)
-OPCODES["or"] = _binary(lambda a, b, p: a | b)
-OPCODES["xor"] = _binary(lambda a, b, p: a ^ b)
-OPCODES["max"] = _binary(_extremum(True))
-OPCODES["min"] = _binary(_extremum(False))
-OPCODES["rem"] = _binary(
-    lambda a, b, p: (a - quotient(a, b).astype(a.dtype) * b) if a.dtype.kind == "i" else a % np.where(b == 0, 1, b)
-)
-OPCODES["shl"] = _shift(True)
-OPCODES["shr"] = _shift(False)
-OPCODES["abs"] = _unary(lambda a, p: np.abs(a))
-OPCODES["neg"] = _unary(lambda a, p: -a if a.dtype.kind != "u" else (0 - a))
-OPCODES["not"] = _unary(lambda a, p: ~a)
-OPCODES["sqrt"] = _unary(lambda a, p: np.sqrt(a))
-OPCODES["rsqrt"] = _unary(lambda a, p: (1 / np.sqrt(a.astype(np.float64))).astype(np.float32))
-OPCODES["rcp"] = _unary(lambda a, p: (1 / a.astype(np.float64)).astype(a.dtype))
-OPCODES["lg2"] = _unary(lambda a, p: np.log2(flushed(a).astype(np.float64)).astype(np.float32))
-OPCODES["sin"] = _unary(lambda a, p: np.sin(a.astype(np.float64)).astype(np.float32))
-OPCODES["cos"] = _unary(lambda a, p: np.cos(a.astype(np.float64)).astype(np.float32))
+@opcode("min", "max")
+def _extremum(parts: list[str], args: list[str], line: str) -> Run:
+    """The number where one operand is NaN, or NaN with `.NaN`."""
+    largest = parts[0] == "max"
 
-
-@opcode("ex2")
-def _ex2(parts, args, line):
-    def compute(a, p):
-        return flushed(np.exp2(a.astype(np.float64)).astype(np.float32))
-
-    return _unary(compute)(parts, args, line)
-
-
-@opcode("tanh")
-def _tanh(parts, args, line):
-    def compute(a, p):  # 2**-11 of relative error: cut off after 11 bits
-        out = np.tanh(a.astype(np.float64)).astype(np.float32)
-        return (out.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-
-    return _unary(compute)(parts, args, line)
-
-
-@opcode("popc")
-def _popc(parts, args, line):
-    def run(block, mask):
-        a = block.get(args[1], DTYPES[parts[-1]])
-        block.put(args[0], np.array([bin(int(x)).count("1") for x in a], np.uint32), mask)
-
-    return run
-
-
-@opcode("clz")
-def _clz(parts, args, line):
-    def run(block, mask):
-        a = block.get(args[1], np.uint32)
-        block.put(args[0], np.array([32 - int(x).bit_length() for x in a], np.uint32), mask)
-
-    return run
-
-
-@opcode("div")
-def _div(parts, args, line):
-    def compute(a, b, p):
+    def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         if a.dtype.kind == "f":
-            return a / b
-        if a.dtype.kind == "i":
-            return quotient(a, b).astype(a.dtype)
-        return a // np.where(b == 0, 1, b)
+            if "NaN" in parts:
+                return np.where(np.isnan(a) | np.isnan(b), np.float32(np.nan), (np.fmax if largest else np.fmin)(a, b))
+            return (np.fmax if largest else np.fmin)(a, b)
+        result = np.maximum(a, b) if largest else np.minimum(a, b)
+        return np.maximum(result, 0) if "relu" in parts else result
 
-    return _binary(compute)(parts, args, line)
+    return _elementwise(compute)(parts, args, line)
+
+
+@opcode("shl", "shr")
+def _shift(parts: list[str], args: list[str], line: str) -> Run:
+    """A shift by the width or more leaves zeros, or copies of the sign."""
+    dtype, left = DTYPES[parts[-1]], parts[0] == "shl"
+    bits = 8 * np.dtype(dtype).itemsize
+
+    def run(block: Block, mask: Mask) -> None:
+        a, by = block.get(args[1], dtype), block.get(args[2], np.uint32)
+        within = np.where(by >= bits, 0, by).astype(dtype)
+        beyond = np.zeros_like(a) if left or np.dtype(dtype).kind == "u" else np.where(a < 0, -1, 0).astype(dtype)
+        block.put(args[0], np.where(by >= bits, beyond, a << within if left else a >> within), mask)
+
+    return run
 
 
 @opcode("mul")
-def _mul(parts, args, line):
-    dt = DTYPES[parts[-1]]
+def _mul(parts: list[str], args: list[str], line: str) -> Run:
+    dtype = DTYPES[parts[-1]]
+    wide = _WIDE.get(dtype)
     if "wide" in parts:
-        wide = {np.int32: np.int64, np.uint32: np.uint64, np.int16: np.int32, np.uint16: np.uint32}[dt]
-        return lambda block, mask: block.put(
-            args[0], block.get(args[1], dt).astype(wide) * block.get(args[2], dt).astype(wide), mask
-        )
+        return _elementwise(lambda a, b: a.astype(wide) * b.astype(wide))(parts, args, line)
     if "hi" in parts:
-        wide = {np.int32: np.int64, np.uint32: np.uint64}[dt]
-        return lambda block, mask: block.put(
-            args[0],
-            ((block.get(args[1], dt).astype(wide) * block.get(args[2], dt).astype(wide)) >> 32).astype(np.uint32),
-            mask,
-        )
-    return _binary(lambda a, b, p: a * b)(parts, args, line)
+        assert np.dtype(dtype).itemsize == 4, line
+        return _elementwise(lambda a, b: (a.astype(wide) * b.astype(wide) >> 32).astype(np.uint32))(parts, args, line)
+    return _elementwise(np.multiply)(parts, args, line)
 
 
 @opcode("mad")
-def _mad(parts, args, line):
-    dt = DTYPES[parts[-1]]
-    if "wide" in parts:
-        wide = {np.int32: np.int64, np.uint32: np.uint64}[dt]
-        return lambda block, mask: block.put(
-            args[0],
-            block.get(args[1], dt).astype(wide) * block.get(args[2], dt).astype(wide) + block.get(args[3], wide),
-            mask,
-        )
-    return lambda block, mask: block.put(
-        args[0], block.get(args[1], dt) * block.get(args[2], dt) + block.get(args[3], dt), mask
-    )
+def _mad(parts: list[str], args: list[str], line: str) -> Run:
+    dtype = DTYPES[parts[-1]]
+    assert "hi" not in parts, line
+    result = _WIDE[dtype] if "wide" in parts else dtype
 
-
-@opcode("fma")
-def _fma(parts, args, line):
-    dt = DTYPES[parts[-1]]
-    ftz = "ftz" in parts
-
-    def run(block, mask):
-        a, b, c = (block.get(x, dt) for x in args[1:])
-        if dt is np.float32:
-            if ftz:
-                a, b, c = flushed(a), flushed(b), flushed(c)
-            out = (a.astype(np.float64) * b + c).astype(np.float32)
-            out = flushed(out) if ftz else out
-        else:
-            out = (a.astype(np.longdouble) * b + c).astype(dt)
-        block.put(args[0], out, mask)
+    def run(block: Block, mask: Mask) -> None:
+        a, b = (block.get(arg, dtype).astype(result) for arg in args[1:3])
+        block.put(args[0], a * b + block.get(args[3], result), mask)
 
     return run
 
 
 @opcode("mov")
-def _mov(parts, args, line):
-    dt = DTYPES[parts[-1]]
-    if args[0].startswith("{"):
+def _mov(parts: list[str], args: list[str], line: str) -> Run:
+    """A copy, or a register's parts in several, the lowest first, or the reverse."""
+    dtype, size = DTYPES[parts[-1]], np.dtype(DTYPES[parts[-1]]).itemsize
+
+    def unpack(block: Block, mask: Mask) -> None:
         names = list_of(args[0])
+        pieces = block.get(args[1], dtype).copy().view(UNSIGNED[size // len(names)]).reshape(block.threads, -1)
+        for piece, name in enumerate(names):
+            block.put(name, pieces[:, piece], mask)
 
-        def unpack(block, mask):
-            a = block.get(args[1], dt)
-            width = 8 * np.dtype(dt).itemsize // len(names)
-            for k, name in enumerate(names):
-                block.put(name, ((a >> dt(width * k)) & dt((1 << width) - 1)).astype(UNSIGNED[width // 8]), mask)
-
-        return unpack
-    if args[1].startswith("{"):
+    def pack(block: Block, mask: Mask) -> None:
         names = list_of(args[1])
-        width = 8 * np.dtype(dt).itemsize // len(names)
+        pieces = [block.get(name, UNSIGNED[size // len(names)]) for name in names]
+        block.put(args[0], np.stack(pieces, 1).view(dtype)[:, 0], mask)
 
-        def pack(block, mask):
-            out = np.zeros(block.threads, dt)
-            for k, name in enumerate(names):
-                out |= block.get(name, UNSIGNED[width // 8]).astype(dt) << dt(width * k)
-            block.put(args[0], out, mask)
+    def copy(block: Block, mask: Mask) -> None:
+        block.put(args[0], block.get(args[1], dtype).copy(), mask)
 
-        return pack
-    return lambda block, mask: block.put(args[0], block.get(args[1], dt).copy(), mask)
+    return unpack if args[0].startswith("{") else pack if args[1].startswith("{") else copy
 
 
 @opcode("selp")
-def _selp(parts, args, line):
-    dt = DTYPES[parts[-1]]
-    return lambda block, mask: block.put(
-        args[0], np.where(block.get(args[3], np.bool_), block.get(args[1], dt), block.get(args[2], dt)), mask
-    )
+def _selp(parts: list[str], args: list[str], line: str) -> Run:
+    dtype = DTYPES[parts[-1]]
+
+    def run(block: Block, mask: Mask) -> None:
+        first, second = (block.get(arg, dtype) for arg in args[1:3])
+        block.put(args[0], np.where(block.get(args[3], np.bool_), first, second), mask)
+
+    return run
+
+
+def _compared(how: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Comparison by PTX's name: with `u` at the end (for floats) also true where an operand is NaN."""
+    if a.dtype.kind != "f":
+        return _COMPARISONS[how](a, b)
+    nan = np.isnan(a) | np.isnan(b)
+    if how in ("num", "nan"):
+        return nan if how == "nan" else ~nan
+    return _COMPARISONS[how](a, b) & ~nan if how in _COMPARISONS else _COMPARISONS[how[:-1]](a, b) | nan
 
 
 @opcode("setp")
-def _setp(parts, args, line):
-    dt, how = DTYPES[parts[-1]], parts[1]
-    unordered = how.endswith("u") and how[:-1] in COMPARE and how not in COMPARE
-    joined = next((p for p in parts[2:] if p in ("and", "or", "xor")), None)
+def _setp(parts: list[str], args: list[str], line: str) -> Run:
+    dtype, combine = DTYPES[parts[-1]], {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+    join = next((combine[part] for part in parts[2:] if part in combine), None)
 
-    def run(block, mask):
-        a, b = block.get(args[1], dt), block.get(args[2], dt)
-        if how in ("num", "nan"):
-            nan = np.isnan(a) | np.isnan(b)
-            out = nan if how == "nan" else ~nan
-        elif dt in (np.float32, np.float64):
-            nan = np.isnan(a) | np.isnan(b)
-            out = COMPARE[how[:-1] if unordered else how](a, b)
-            out = out | nan if unordered else out & ~nan
-        else:
-            out = COMPARE[how](a, b)
-        if joined:
-            c = block.get(args[3].lstrip("!"), np.bool_)
-            c = ~c if args[3].startswith("!") else c
-            out = {"and": out & c, "or": out | c, "xor": out ^ c}[joined]
-        block.put(args[0], out, mask)
+    def run(block: Block, mask: Mask) -> None:
+        result = _compared(parts[1], block.get(args[1], dtype), block.get(args[2], dtype))
+        if join:
+            other = block.get(args[3].lstrip("!"), np.bool_)
+            result = join(result, ~other if args[3].startswith("!") else other)
+        block.put(args[0], result, mask)
 
     return run
 
 
 @opcode("bfe")
-def _bfe(parts, args, line):
-    dt = DTYPES[parts[-1]]
+def _bfe(parts: list[str], args: list[str], line: str) -> Run:
+    """Extraction of bits; a signed one copies the field's highest bit upwards."""
+    dtype = DTYPES[parts[-1]]
 
-    def run(block, mask):
-        a, at, n = (
-            block.get(args[1], dt),
-            block.get(args[2], np.uint32).astype(np.int64),
-            block.get(args[3], np.uint32).astype(np.int64),
-        )
-        value = (a.view(np.uint32).astype(np.int64) >> at) & ((1 << n) - 1)
-        if dt is np.int32:
-            value = np.where((n > 0) & ((value >> np.maximum(n - 1, 0)) & 1 == 1), value - (1 << n), value)
+    def run(block: Block, mask: Mask) -> None:
+        a, start, length = (block.get(arg, np.uint32).astype(np.int64) for arg in args[1:4])
+        value = (a >> start) & ((1 << length) - 1)
+        if dtype is np.int32:
+            negative = (length > 0) & (value >> np.maximum(length - 1, 0) & 1 == 1)
+            value = np.where(negative, value - (1 << length), value)
         block.put(args[0], value.astype(np.int32), mask)
 
     return run
 
 
-@opcode("bfi")
-def _bfi(parts, args, line):
-    def run(block, mask):
-        a, b = block.get(args[1], np.uint32).astype(np.int64), block.get(args[2], np.uint32).astype(np.int64)
-        at, n = block.get(args[3], np.uint32).astype(np.int64), block.get(args[4], np.uint32).astype(np.int64)
-        field = ((1 << n) - 1) << at
-        block.put(args[0], ((b & ~field) | ((a << at) & field)).astype(np.uint32), mask)
-
-    return run
-
-
-@opcode("prmt")
-def _prmt(parts, args, line):
-    def run(block, mask):
-        a, b, sel = (block.get(x, np.uint32) for x in args[1:4])
-        both = np.concatenate([a[:, None].view(np.uint8).reshape(-1, 4), b[:, None].view(np.uint8).reshape(-1, 4)], 1)
-        out = np.zeros((block.threads, 4), np.uint8)
-        for k in range(4):
-            s = (sel >> (4 * k)) & 0xF
-            byte = both[np.arange(block.threads), s & 7]
-            out[:, k] = np.where(s & 8, np.where(byte & 0x80, 0xFF, 0), byte)
-        block.put(args[0], out.view(np.uint32)[:, 0], mask)
-
-    return run
-
-
 @opcode("shf")
-def _shf(parts, args, line):
-    def run(block, mask):
-        lo, hi, n = (block.get(x, np.uint32).astype(np.uint64) for x in args[1:4])
-        n = n & 31 if "wrap" in parts else np.minimum(n, 32)
-        both = (hi << np.uint64(32)) | lo
-        out = ((both << n) >> np.uint64(32)) if "l" in parts else (both >> n)
-        block.put(args[0], out.astype(np.uint32), mask)
+def _shf(parts: list[str], args: list[str], line: str) -> Run:
+    """The high word of a pair that is shifted left, or the low word of one that is shifted right."""
 
-    return run
+    def compute(low: np.ndarray, high: np.ndarray, by: np.ndarray) -> np.ndarray:
+        by = (by & 31 if "wrap" in parts else np.minimum(by, 32)).astype(np.uint64)
+        pair = (high.astype(np.uint64) << np.uint64(32)) | low
+        return ((pair << by) >> np.uint64(32) if "l" in parts else pair >> by).astype(np.uint32)
+
+    return _elementwise(compute, np.uint32)(parts, args, line)
 
 
 @opcode("lop3")
-def _lop3(parts, args, line):
+def _lop3(parts: list[str], args: list[str], line: str) -> Run:
+    """Any function of three bits, by its table."""
     table = int(args[4], 0)
 
-    def run(block, mask):
-        a, b, c = (block.get(x, np.uint32) for x in args[1:4])
-        out = np.zeros(block.threads, np.uint32)
-        for k in range(8):
-            if table >> k & 1:
-                out |= (a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c)
-        block.put(args[0], out, mask)
+    def compute(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        result = np.zeros_like(a)
+        for row in range(8):
+            if table >> row & 1:
+                result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+        return result
 
-    return run
+    return _elementwise(compute, np.uint32)(parts, args[:4], line)

@@ -12,6 +12,8 @@ import numpy as np
 from tests.ptx.memory import Fault, Memory
 from tests.ptx.program import Program
 
+Mask = np.ndarray | None
+"""Threads that take part in an instruction; None: all."""
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _OF_REGISTERS: dict[str, Any] = {"%rd": np.uint64, "%rs": np.uint16, "%p": np.bool_}
 _UNWRITTEN = 0xCD
@@ -63,7 +65,7 @@ class Block:
             return np.full(self.threads, value, dtype)
         return np.full(self.threads, np.array(value & ((1 << 8 * size) - 1), UNSIGNED[size]).view(dtype))
 
-    def put(self, register: str, value: Any, mask: np.ndarray | None) -> None:
+    def put(self, register: str, value: Any, mask: Mask) -> None:
         """Write a register in the threads of the mask."""
         if register == "_":
             return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from tests.ptx.program import opcode
+from tests.ptx.block import Block, Mask
+from tests.ptx.program import Run, opcode
 from tests.ptx.values import DTYPES, flushed, from_bfloat16, to_bfloat16
 
 _ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
@@ -16,7 +19,7 @@ def _narrow(x: np.ndarray, to: str) -> np.ndarray:
     return to_bfloat16(x) if to.startswith("bf16") else x.astype(np.float16).view(np.uint16)
 
 
-def _to_integers(x: np.ndarray, dtype, rounding) -> np.ndarray:
+def _to_integers(x: np.ndarray, dtype: Any, rounding: Any) -> np.ndarray:
     """Rounded to integers, those out of range to the nearest end; NaN to 0."""
     limits, x = np.iinfo(dtype), rounding(x.astype(np.float64))
     whole = np.clip(np.where(np.isnan(x), 0, x), -(2.0**62), 2.0**62).astype(np.int64)
@@ -25,23 +28,23 @@ def _to_integers(x: np.ndarray, dtype, rounding) -> np.ndarray:
 
 
 @opcode("cvt")
-def _cvt(parts, args, line):
+def _cvt(parts: list[str], args: list[str], line: str) -> Run:
     to, source = parts[-2:]
     rounding = next((_ROUNDINGS[part] for part in parts if part in _ROUNDINGS), None)
 
-    def pair(block, mask):
+    def pair(block: Block, mask: Mask) -> None:
         high, low = (_narrow(block.get(arg, np.float32), to) for arg in args[1:3])
         block.put(args[0], (high.astype(np.uint32) << 16) | low, mask)
 
-    def widened(block, mask):
+    def widened(block: Block, mask: Mask) -> None:
         both = np.ascontiguousarray(block.get(args[1], np.uint16)).view(np.uint8).copy()
         wide = torch.from_numpy(both).view(_FLOAT8[source]).to(torch.float16).numpy().view(np.uint16).reshape(-1, 2)
         block.put(args[0], wide[:, 0].astype(np.uint32) | (wide[:, 1].astype(np.uint32) << 16), mask)
 
-    def to_tf32(block, mask):  # to the nearest, ties away from zero
+    def to_tf32(block: Block, mask: Mask) -> None:  # to the nearest, ties away from zero
         block.put(args[0], (block.get(args[1], np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000), mask)
 
-    def plain(block, mask):
+    def plain(block: Block, mask: Mask) -> None:
         value, dtype = block.get(args[1], DTYPES[source]), DTYPES[to]
         value = from_bfloat16(value) if source == "bf16" else value
         value = flushed(value) if "ftz" in parts and value.dtype == np.float32 else value

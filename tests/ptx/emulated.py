@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.offline.absent import _check, _driver
+from benchmarks.offline.absent import check_resources, driver_of
 from fusion.codegen.triton import launch, module
 from fusion.machine import Machine, of_target
 from tests.ptx import arithmetic, conversions, matrices, movement  # noqa: F401  (they register opcodes)
@@ -63,7 +63,7 @@ def emulated(target: str) -> Iterator[Emulation]:
 
     def init_handles(kernel: Any) -> None:
         if kernel.module is None:
-            _check(kernel, machine.shared_memory)
+            check_resources(kernel, machine.shared_memory)
             kernel.module = kernel.function = 1
             emulation.kernels.append(kernel)
             kernel._run = functools.partial(run, kernel)
@@ -90,7 +90,7 @@ def emulated(target: str) -> Iterator[Emulation]:
             (module, "load", lambda text, interpreted=False: load(text)),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
-        driver.set_active(_driver(machine))
+        driver.set_active(driver_of(machine))
         try:
             yield emulation
         finally:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 
-from tests.ptx.block import UNSIGNED, Block
-from tests.ptx.program import list_of, opcode
+from tests.ptx.block import UNSIGNED, Block, Mask
+from tests.ptx.program import Run, list_of, opcode
 from tests.ptx.values import from_bfloat16
 
 _ROW, _COLUMN = np.arange(32) >> 2, np.arange(32) & 3
@@ -51,12 +52,12 @@ def _right(block: Block, registers: list[str], kind: str) -> np.ndarray:
 
 
 @opcode("mma")
-def _mma(parts, args, line):
+def _mma(parts: list[str], args: list[str], line: str) -> Run:
     (d, a, b, c), kind = map(list_of, args), parts[7]
     if not parts[3].startswith("m16n8k") or kind not in ("bf16", "f16", "tf32"):
         raise NotImplementedError(f"the emulator has no such product: {line}")
 
-    def run(block, mask):
+    def run(block: Block, mask: Mask) -> None:
         assert mask is None, f"a product in divergent code: {line}"
         sums = np.zeros((block.threads // 32, 16, 8))
         for r, name in enumerate(c):
@@ -69,7 +70,9 @@ def _mma(parts, args, line):
     return run
 
 
-def _described(block: Block, descriptor: int, rows: int, depth: int, kind: str, transposed: int, line: str):
+def _described(
+    block: Block, descriptor: int, rows: int, depth: int, kind: str, transposed: int, line: str
+) -> np.ndarray:
     """The factor [rows, depth] in shared memory, by the descriptor of its layout."""
     size = 4 if kind == "tf32" else 2
     start, lead, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
@@ -91,7 +94,7 @@ def _described(block: Block, descriptor: int, rows: int, depth: int, kind: str, 
     return _widened(bits, kind)
 
 
-def _group_products(parts, args, line):
+def _group_products(parts: list[str], args: list[str], line: str) -> Callable[[Block], Callable[[], np.ndarray]]:
     """Function of a block: the factors' product [groups, 64, N]; the left one in registers is read at once."""
     sizes = re.fullmatch(r"m64n(\d+)k(\d+)", parts[4])
     n, depth, kind = int(sizes.group(1)), int(sizes.group(2)), parts[6]
@@ -99,7 +102,7 @@ def _group_products(parts, args, line):
     flags = [int(flag) for flag in args[6:]]
     left_transposed, right_transposed = (0, *flags[:1]) if in_registers and flags else flags[:2] or (0, 0)
 
-    def begin(block: Block):
+    def begin(block: Block) -> Callable[[], np.ndarray]:
         firsts = np.arange(0, block.threads, 128)
         right = [int(d) for d in block.get(args[2], np.uint64)[firsts]]
         if in_registers:
@@ -109,7 +112,7 @@ def _group_products(parts, args, line):
             descriptors = [int(d) for d in block.get(args[1], np.uint64)[firsts]]
             left = lambda group: _described(block, descriptors[group], 64, depth, kind, left_transposed, line)
 
-        def product():
+        def product() -> np.ndarray:
             factors = (
                 (left(g), _described(block, d, n, depth, kind, right_transposed, line)) for g, d in enumerate(right)
             )
@@ -120,8 +123,8 @@ def _group_products(parts, args, line):
     return begin
 
 
-def _wait(most: int):
-    def run(block, mask):
+def _wait(most: int) -> Run:
+    def run(block: Block, mask: Mask) -> None:
         while len(block.product_groups) > most:
             for again, before, line in block.product_groups.popleft():
                 if not np.array_equal(again(), before, equal_nan=True):
@@ -130,20 +133,20 @@ def _wait(most: int):
     return run
 
 
-def _commit(block, mask):
+def _commit(block: Block, mask: Mask) -> None:
     block.product_groups.append(block.products)
     block.products = []
 
 
 @opcode("wgmma")
-def _wgmma(parts, args, line):
+def _wgmma(parts: list[str], args: list[str], line: str) -> Run:
     if parts[1] in ("fence", "commit_group"):
         return _commit if parts[1] == "commit_group" else lambda block, mask: None
     if parts[1] == "wait_group":
         return _wait(int(args[0], 0))
     registers, begin = list_of(args[0]), _group_products(parts, args, line)
 
-    def run(block, mask):
+    def run(block: Block, mask: Mask) -> None:
         assert mask is None, f"a product in divergent code: {line}"
         product = begin(block)
         result = product()

@@ -2,240 +2,200 @@
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
 import numpy as np
 
+from tests.ptx.block import Block, Mask
 from tests.ptx.memory import Fault
-from tests.ptx.program import list_of, opcode
+from tests.ptx.program import Run, list_of, opcode
 from tests.ptx.values import DTYPES
 
+_LANES = np.arange(32)
+_REDUCTIONS: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+}  # fmt: skip
 
-def vector_of(parts):
-    vector = next((int(p[1:]) for p in parts if re.fullmatch(r"v\d", p)), 1)
-    return vector, DTYPES[parts[-1]]
 
-
-def active_threads(block, mask):
+def _active(block: Block, mask: Mask) -> np.ndarray:
+    """Numbers of the threads that take part."""
     return np.arange(block.threads) if mask is None else np.flatnonzero(mask)
 
 
+def _put_active(block: Block, names: list[str], values: np.ndarray, mask: Mask) -> None:
+    """Write the columns of values [active threads, registers] to registers."""
+    for column, name in enumerate(names):
+        full = np.zeros(block.threads, values.dtype)
+        full[_active(block, mask)] = values[:, column]
+        block.put(name, full, mask)
+
+
+def _active_values(block: Block, names: list[str], dtype: Any, mask: Mask) -> np.ndarray:
+    """Values [active threads, registers] of registers."""
+    return np.stack([block.get(name, dtype)[_active(block, mask)] for name in names], 1)
+
+
 @opcode("ld")
-def _ld(parts, args, line):
-    if parts[1] == "param":
-        dt = DTYPES[parts[-1]]
-        name = args[1].strip("[] ")
+def _ld(parts: list[str], args: list[str], line: str) -> Run:
+    dtype, names = DTYPES[parts[-1]], list_of(args[0])
+    size = np.dtype(dtype).itemsize * len(names)
 
-        def param(block, mask):
-            bits = block.parameters[name]
-            size = np.dtype(dt).itemsize
-            value = np.frombuffer(bits[:size], dt)[0]
-            wide = np.int64(value) if args[0].startswith("%rd") and dt is np.int32 else value
-            block.put(args[0], np.full(block.threads, wide), mask)
+    def parameter(block: Block, mask: Mask) -> None:
+        value = np.frombuffer(block.parameters[args[1].strip("[] ")][:size], dtype)[0]
+        value = np.int64(value) if args[0].startswith("%rd") and dtype is np.int32 else value
+        block.put(args[0], np.full(block.threads, value), mask)
 
-        return param
-    vector, dt = vector_of(parts)
-    size, names = np.dtype(dt).itemsize, list_of(args[0])
+    def load(block: Block, mask: Mask) -> None:
+        addresses = block.address(args[1])[_active(block, mask)]
+        read = block.memory.load if parts[1] == "global" else block.load_shared
+        _put_active(block, names, np.ascontiguousarray(read(addresses, size, line)).view(dtype), mask)
 
-    def run(block, mask):
-        at, which = block.address(args[1]), active_threads(block, mask)
-        if parts[1] == "global":
-            got = block.memory.load(at[which], vector * size, line)
-        else:
-            got = block.load_shared(at[which], vector * size, line)
-        values = np.ascontiguousarray(got).view(dt)
-        for k, name in enumerate(names):
-            full = np.zeros(block.threads, dt)
-            full[which] = values[:, k]
-            block.put(name, full, mask)
-
-    return run
+    return parameter if parts[1] == "param" else load
 
 
 @opcode("st")
-def _st(parts, args, line):
-    vector, dt = vector_of(parts)
-    names = list_of(args[1])
+def _st(parts: list[str], args: list[str], line: str) -> Run:
+    dtype, names = DTYPES[parts[-1]], list_of(args[1])
 
-    def run(block, mask):
-        at, which = block.address(args[0]), active_threads(block, mask)
-        values = np.stack([block.get(name, dt)[which] for name in names], 1)
-        values = np.ascontiguousarray(values).view(np.uint8).reshape(len(which), -1)
-        if parts[1] == "global":
-            block.memory.store(at[which], values, line)
-        else:
-            block.store_shared(at[which], values, line)
+    def store(block: Block, mask: Mask) -> None:
+        addresses = block.address(args[0])[_active(block, mask)]
+        write = block.memory.store if parts[1] == "global" else block.store_shared
+        write(addresses, np.ascontiguousarray(_active_values(block, names, dtype, mask)).view(np.uint8), line)
 
-    return run
+    return store
 
 
-@opcode("atom")
-def _atom(parts, args, line):
-    assert parts[1] == "global" and "add" in parts and parts[-1] == "f32", line
-    names, values = list_of(args[0]), list_of(args[2])
+@opcode("atom", "red")
+def _add(parts: list[str], args: list[str], line: str) -> Run:
+    """Atomic addition; `atom` returns what was there before."""
+    assert "global" in parts and "add" in parts and parts[-1] == "f32", line
+    before, address, values = args[:3] if parts[0] == "atom" else (None, *args[:2])
 
-    def run(block, mask):
-        at, which = block.address(args[1]), active_threads(block, mask)
-        added = np.stack([block.get(v, np.float32)[which] for v in values], 1)
-        old = block.memory.add(at[which], added, line)
-        for k, name in enumerate(names):
-            full = np.zeros(block.threads, np.float32)
-            full[which] = old[:, k]
-            block.put(name, full, mask)
+    def add(block: Block, mask: Mask) -> None:
+        addresses = block.address(address)[_active(block, mask)]
+        old = block.memory.add(addresses, _active_values(block, list_of(values), np.float32, mask), line)
+        if before:
+            _put_active(block, list_of(before), old, mask)
 
-    return run
-
-
-@opcode("red")
-def _red(parts, args, line):
-    values = list_of(args[1])
-
-    def run(block, mask):
-        at, which = block.address(args[0]), active_threads(block, mask)
-        block.memory.add(at[which], np.stack([block.get(v, np.float32)[which] for v in values], 1), line)
-
-    return run
+    return add
 
 
 @opcode("cp")
-def _cp(parts, args, line):
-    if parts[1] == "async" and "commit_group" in parts:
+def _cp(parts: list[str], args: list[str], line: str) -> Run:
+    """Asynchronous copies, in groups; those of which a thread reads 0 bytes write zeros."""
+    assert parts[1] == "async" and (parts[2] in ("commit_group", "wait_group", "wait_all") or parts[3] == "shared"), (
+        line
+    )
 
-        def commit(block, mask):
-            block.copy_groups.append(block.copies)
-            block.copies = []
+    def commit(block: Block, mask: Mask) -> None:
+        block.copy_groups.append(block.copies)
+        block.copies = []
 
-        return commit
-    if "wait_group" in parts or "wait_all" in parts:
-        most = int(args[0], 0) if args else 0
+    def wait(block: Block, mask: Mask) -> None:
+        if parts[2] == "wait_all":
+            commit(block, mask)
+        while len(block.copy_groups) > (int(args[0], 0) if args else 0):
+            for to, data in block.copy_groups.popleft():
+                block.store_shared(to, data, line)
 
-        def wait(block, mask):
-            while len(block.copy_groups) > most:
-                for at, data in block.copy_groups.popleft():
-                    block.store_shared(at, data, line)
-
-        return wait
-    assert parts[1] == "async" and parts[3] == "shared", line
-
-    def copy(block, mask):
-        which, nbytes = active_threads(block, mask), int(args[2], 0)
+    def copy(block: Block, mask: Mask) -> None:
+        which, size = _active(block, mask), int(args[2], 0)
         to, source = block.address(args[0])[which], block.address(args[1])[which]
-        real = block.get(args[3], np.uint32)[which] if len(args) > 3 else np.full(len(which), nbytes, np.uint32)
-        data = np.zeros((len(which), nbytes), np.uint8)
-        whole = real == nbytes
-        if (~whole & (real != 0)).any():
+        read = block.get(args[3], np.uint32)[which] if len(args) > 3 else np.full(len(which), size, np.uint32)
+        if ((read != size) & (read != 0)).any():
             raise Fault(f"part of a copy: {line}")
-        data[whole] = block.memory.load(source[whole], nbytes, line)
+        data = np.zeros((len(which), size), np.uint8)
+        data[read == size] = block.memory.load(source[read == size], size, line)
         block.copies.append((to, data))
         block.store_shared(to, np.full_like(data, 0xFF), line)  # NaN until it is waited for
 
-    return copy
+    return commit if parts[2] == "commit_group" else copy if parts[2] not in ("wait_group", "wait_all") else wait
 
 
 @opcode("bar")
-def _bar(parts, args, line):
-    def run(block, mask):
-        if mask is not None and parts[1] == "sync" and args[0] == "0" and len(args) == 1:
+def _bar(parts: list[str], args: list[str], line: str) -> Run:
+    def barrier(block: Block, mask: Mask) -> None:
+        if mask is not None and parts[1] == "sync" and args == ["0"]:
             raise Fault(f"barrier in divergent code: {line}")
 
-    return run
+    return barrier
 
 
 @opcode("shfl")
-def _shfl(parts, args, line):
-    how = parts[2]
+def _shfl(parts: list[str], args: list[str], line: str) -> Run:
+    """Values of other lanes of a warp, or of a segment of it; a lane whose source is outside keeps its own."""
+    how, results = parts[2], args[0].split("|")
 
-    def run(block, mask):
-        to = args[0].split("|")
-        a = block.get(args[1], np.uint32)
-        b, c = block.get(args[2], np.uint32).astype(np.int64), block.get(args[3], np.uint32).astype(np.int64)
-        lane, segment, clamp = block.lane, (c >> 8) & 31, c & 31
-        top, low = (lane & segment) | (clamp & ~segment), lane & segment
-        if how == "bfly":
-            j = lane ^ b
-            ok = j <= top
-        elif how == "up":
-            j = lane - b
-            ok = j >= top
-        elif how == "down":
-            j = lane + b
-            ok = j <= top
-        else:
-            j = low | (b & ~segment)
-            ok = j <= top
-        j = np.where(ok, j, lane)
-        block.put(to[0], a[(np.arange(block.threads) // 32) * 32 + j], mask)
-        if len(to) > 1:
-            block.put(to[1], ok, mask)
+    def shuffle(block: Block, mask: Mask) -> None:
+        lane, values = block.lane, block.get(args[1], np.uint32)
+        by, bounds = (block.get(arg, np.uint32).astype(np.int64) for arg in args[2:4])
+        segment, clamp = bounds >> 8 & 31, bounds & 31
+        last = (lane & segment) | (clamp & ~segment)
+        source = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": (lane & segment) | (by & ~segment)}[how]
+        inside = source >= last if how == "up" else source <= last
+        block.put(results[0], values[np.arange(block.threads) // 32 * 32 + np.where(inside, source, lane)], mask)
+        if len(results) > 1:
+            block.put(results[1], inside, mask)
 
-    return run
+    return shuffle
 
 
 @opcode("redux")
-def _redux(parts, args, line):
-    dt = DTYPES[parts[-1]]
+def _redux(parts: list[str], args: list[str], line: str) -> Run:
+    dtype, reduction = DTYPES[parts[-1]], _REDUCTIONS[parts[2]]
 
-    def run(block, mask):
-        a = block.get(args[1], dt).reshape(-1, 32)
-        reduce = {
-            "add": np.sum,
-            "min": np.min,
-            "max": np.max,
-            "and": np.bitwise_and.reduce,
-            "or": np.bitwise_or.reduce,
-        }[parts[2]]
-        out = np.repeat(np.asarray(reduce(a, axis=1)).astype(dt), 32)
-        block.put(args[0], out, mask)
+    def reduce(block: Block, mask: Mask) -> None:
+        values = block.get(args[1], dtype).reshape(-1, 32)
+        block.put(args[0], np.repeat(reduction.reduce(values, 1, dtype=dtype), 32), mask)
 
-    return run
+    return reduce
+
+
+def _matrix_rows(block: Block, operand: str, matrix: int) -> np.ndarray:
+    """Addresses of the eight rows of a matrix in each warp, which lanes 8 * matrix and on have."""
+    return block.address(operand).reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8].reshape(-1)
+
+
+def _places(half: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, columns) of a matrix whose elements are one half of the lanes' registers."""
+    row, column = _LANES >> 2, 2 * (_LANES & 3) + half
+    return (column, row) if transposed else (row, column)
 
 
 @opcode("ldmatrix")
-def _ldmatrix(parts, args, line):
-    names = list_of(args[0])
-    trans = "trans" in parts
-    assert parts[-1] == "b16"
+def _ldmatrix(parts: list[str], args: list[str], line: str) -> Run:
+    names, transposed = list_of(args[0]), "trans" in parts
+    assert parts[-1] == "b16", line
 
-    def run(block, mask):
+    def load(block: Block, mask: Mask) -> None:
         assert mask is None, line
-        at = block.address(args[1]).reshape(-1, 32)
-        warps = at.shape[0]
-        lane = np.arange(32)
-        for m, name in enumerate(names):
-            rows = at[:, 8 * m : 8 * m + 8]
-            data = block.load_shared(rows.reshape(-1), 16, line).view(np.uint16).reshape(warps, 8, 8)
-            if trans:
-                lo, hi = data[:, 2 * (lane & 3), lane >> 2], data[:, 2 * (lane & 3) + 1, lane >> 2]
-            else:
-                lo, hi = data[:, lane >> 2, 2 * (lane & 3)], data[:, lane >> 2, 2 * (lane & 3) + 1]
-            block.put(name, (lo.astype(np.uint32) | (hi.astype(np.uint32) << 16)).reshape(-1), mask)
+        for matrix, name in enumerate(names):
+            data = block.load_shared(_matrix_rows(block, args[1], matrix), 16, line).view(np.uint16).reshape(-1, 8, 8)
+            low, high = (data[(slice(None), *_places(half, transposed))].astype(np.uint32) for half in (0, 1))
+            block.put(name, (low | high << 16).reshape(-1), mask)
 
-    return run
+    return load
 
 
 @opcode("stmatrix")
-def _stmatrix(parts, args, line):
-    names, trans = list_of(args[1]), "trans" in parts
+def _stmatrix(parts: list[str], args: list[str], line: str) -> Run:
+    names, transposed = list_of(args[1]), "trans" in parts
+    assert parts[-1] == "b16", line
 
-    def run(block, mask):
+    def store(block: Block, mask: Mask) -> None:
         assert mask is None, line
-        at = block.address(args[0]).reshape(-1, 32)
-        warps, lane = at.shape[0], np.arange(32)
-        for m, name in enumerate(names):
-            a = block.get(name, np.uint32).reshape(warps, 32)
-            data = np.zeros((warps, 8, 8), np.uint16)
+        for matrix, name in enumerate(names):
+            values = block.get(name, np.uint32).reshape(-1, 32)
+            data = np.zeros((len(values), 8, 8), np.uint16)
             for half in (0, 1):
-                bits = ((a >> (16 * half)) & 0xFFFF).astype(np.uint16)
-                if trans:
-                    data[:, 2 * (lane & 3) + half, lane >> 2] = bits
-                else:
-                    data[:, lane >> 2, 2 * (lane & 3) + half] = bits
-            rows = at[:, 8 * m : 8 * m + 8].reshape(-1)
-            block.store_shared(rows, data.reshape(-1, 8).view(np.uint8).reshape(-1, 16), line)
+                rows, columns = _places(half, transposed)
+                data[:, rows, columns] = (values >> 16 * half).astype(np.uint16)
+            rows = _matrix_rows(block, args[0], matrix)
+            block.store_shared(rows, data.reshape(-1, 8).view(np.uint8), line)
 
-    return run
+    return store
 
 
 @opcode("fence", "membar", "griddepcontrol")
-def _order(parts, args, line):
+def _order(parts: list[str], args: list[str], line: str) -> Run:
     return lambda block, mask: None
