@@ -91,11 +91,7 @@ def peaks(function, run, dtype):
 @pytest.mark.parametrize(
     ("function", "dtype"),
     [
-        (full, torch.float32),
         (causal, torch.bfloat16),
-        (dropped, torch.float32),
-        (sloped, torch.bfloat16),
-        (biased, torch.bfloat16),
         (entropic, torch.float32),
         (tangents, torch.float32),
         *(
@@ -103,10 +99,14 @@ def peaks(function, run, dtype):
             for function, dtype in (
                 (differentiated_tangents, torch.bfloat16),
                 (penalty, torch.float32),
+                (full, torch.float32),
                 (full, torch.bfloat16),
                 (causal, torch.float32),
+                (dropped, torch.float32),
                 (dropped, torch.bfloat16),
+                (sloped, torch.bfloat16),
                 (sloped, torch.float32),
+                (biased, torch.bfloat16),
                 (biased, torch.float32),
             )
         ),
