@@ -33,6 +33,13 @@ def test_the_program_prints_what_the_page_says(tmp_path: Path):
     assert portable(run.stdout) == portable(textwrap.dedent(OUTPUT))
 
 
+def test_the_first_figures_are_those_of_the_output():
+    claim = re.search(r"takes (.*?), in (.*?) of memory;\s+with\s+Inductor alone (.*?) and (.*?)\.\n", README)
+    measured = re.findall(r"^ +(inductor|fusion) +(\d\S* \w+) +\S+x +(\d\S* \w+)", OUTPUT, flags=re.M)
+    rows = {name: figures for name, *figures in measured}
+    assert claim is not None and claim.groups() == (*rows["fusion"], *rows["inductor"])
+
+
 def test_the_table_of_speeds_is_that_of_the_result_files():
     page = README.partition(front_page.BEGIN)[2].partition(front_page.END)[0]
     assert page == front_page.table(), "python benchmarks/front_page.py --write"
