@@ -115,11 +115,14 @@ class Block:
         self.shared[places[:, None] + np.arange(values.shape[1])] = values
 
     def run(self) -> None:
-        """Execute the program. Where threads are at different instructions, those that are furthest behind go first."""
+        """Execute the program. Where threads are at different instructions, those that are furthest behind go first,
+        but for those that wait for the others, at a barrier or a product."""
         code, end = self.program.code, len(self.program.code)
         at, each = 0, None  # one counter for all threads, or one for each
         while True:
-            at = at if each is None else int(each.min())
+            if each is not None:
+                going = each[~self.program.waits[each]]
+                at = int((going if len(going) else each).min())
             if at >= end:
                 return
             here = None if each is None or (each == at).all() else each == at

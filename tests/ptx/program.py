@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
+if TYPE_CHECKING:
     from tests.ptx.block import Block
 
 Run = Callable[["Block", "np.ndarray | None"], Any]
@@ -17,6 +17,8 @@ Run = Callable[["Block", "np.ndarray | None"], Any]
 Maker = Callable[[list[str], list[str], str], Run]
 """(parts of the opcode, operands, the line) -> the instruction's execution."""
 OPCODES: dict[str, Maker] = {}
+COLLECTIVE = {"bar", "shfl", "redux", "mma", "wgmma", "ldmatrix", "stmatrix"}
+"""Opcodes before which threads wait for those that took another branch."""
 
 
 def opcode(*names: str) -> Callable[[Maker], Maker]:
@@ -72,6 +74,8 @@ class Program:
             else:
                 texts += filter(None, (part.strip() for part in line.split(";")))
         self.code = [self._instruction(text, len(texts)) for text in texts]
+        opcodes = (re.sub(r"^@\S+\s+", "", text).partition(".")[0] for text in texts)
+        self.waits = np.array([name in COLLECTIVE for name in opcodes] + [True])  # the last: at the end
 
     def _instruction(self, line: str, end: int) -> Instruction:
         predicate = re.match(r"@(!?)(%\w+)\s+", line)

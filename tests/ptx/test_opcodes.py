@@ -76,6 +76,12 @@ def test_threads_diverge_and_meet() -> None:
     np.testing.assert_array_equal(block.registers["%r9"], np.where(LANES < 10, 3, 2))
 
 
+def test_threads_wait_at_a_barrier_for_those_of_a_branch_that_lies_behind_it() -> None:
+    body = "setp.lt.s32 %p1, %r1, 10;\nmov.b32 %r9, 1;\n@%p1 bra $L3;\n$L1:\nbar.sync 0;\nbra.uni $L2;\n"
+    block = executed(body + "$L3:\nmov.b32 %r9, 2;\nbra.uni $L1;\n$L2:\n", r1=LANES.astype(np.int32))
+    np.testing.assert_array_equal(block.registers["%r9"], np.where(LANES < 10, 2, 1))
+
+
 def test_a_product_of_a_warp() -> None:
     """m16n8k16: elements of the factors lie as the manual's figures say."""
     generator = torch.Generator().manual_seed(0)
