@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
+from fusion.codegen.triton import module
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Tile
@@ -33,6 +36,13 @@ def test_sharp_rows_in_float32(target: str, splits: int) -> None:
         out = Kernel(c.spec, TILE, splits=splits)(operands, sizes)
     assert emulation.names == (["attention_forward"] if splits == 1 else ["attention_split", "attention_combine"])
     assert_as_exact_as_eager(out, c, operands)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_contraction_would_show(splits: int) -> None:
+    """Products that Triton contracts with sums, of which `module.EXACT` asks for none."""
+    with mock.patch.dict(module.EXACT, enable_fp_fusion=True), pytest.raises(AssertionError, match="exceeds"):
+        test_sharp_rows_in_float32("sm_80", splits)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
