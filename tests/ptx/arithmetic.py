@@ -248,7 +248,7 @@ def _shf(parts: list[str], args: list[str], line: str) -> Run:
 @opcode("lop3")
 def _lop3(parts: list[str], args: list[str], line: str) -> Run:
     """Any function of three bits, by its table."""
-    table = int(args[4], 0)
+    table = int(args[4].rstrip("U"), 0)
 
     def compute(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         result = np.zeros_like(a)

@@ -60,7 +60,7 @@ class Block:
         if operand[:2] in ("0f", "0d"):
             bits = np.array(int(operand[2:], 16), np.uint32 if operand[1] == "f" else np.uint64)
             return np.full(self.threads, bits.view(dtype))
-        value = int(operand, 0)
+        value = int(operand.rstrip("U"), 0)
         if dtype is np.bool_ or np.dtype(dtype).kind == "f":
             return np.full(self.threads, value, dtype)
         return np.full(self.threads, np.array(value & ((1 << 8 * size) - 1), UNSIGNED[size]).view(dtype))
@@ -95,7 +95,7 @@ class Block:
             elif part.startswith("%"):
                 total = total + self.get(part, np.uint32).astype(np.int64)
             elif part != "global_smem":
-                total = total + int(part, 0)
+                total = total + int(part.rstrip("U"), 0)
         return total
 
     def _check_shared(self, places: np.ndarray, size: int, line: str) -> None:
