@@ -43,7 +43,7 @@ mutations = Mark[tuple[Node, ...]]("mutations", ())
 """The nodes that change this node's memory in place."""
 
 aliases = Mark[tuple[Node, ...]]("aliases", ())
-"""Of a checkpointed part: the arguments that it returns, or returns views of."""
+"""Arguments that a checkpointed part returns, or returns views of."""
 
 attention_root = Mark[bool]("attention_root", False)
 """Whether a fused attention will take this node's place."""
@@ -58,7 +58,7 @@ stored = Mark[bool]("stored", False)
 """Whether attentions may read the tensor in its narrow dtype."""
 
 seed = Mark[Node | None]("seed", None)
-"""Of a dropout: the node of its random seed."""
+"""Node of a dropout's random seed."""
 
 is_seed = Mark[bool]("is_seed", False)
 """Whether the node is such a seed."""

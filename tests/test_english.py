@@ -1,4 +1,5 @@
-"""Docstrings of the product begin with a noun or a verb of the field, which a stranger understands at first reading."""
+"""Docstrings of the product, those of its constants among them, begin with a noun or a verb of the field, which a
+stranger understands at first reading."""
 
 import ast
 import re
@@ -15,10 +16,11 @@ RIDDLE = re.compile(r"(What|Of|How|Where|Which|As|The same|Likewise)\b")
 
 
 def riddles(text: str) -> Iterator[str]:
-    """First lines of a file's docstrings that begin with another word than a noun or verb."""
+    """First lines of a file's docstrings that begin with another word than a noun or verb. A string that stands alone
+    is a docstring: of a module, a class, a function, or the assignment before it."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if RIDDLE.match(docstring := ast.get_docstring(node) or ""):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if RIDDLE.match(docstring := node.value.value.strip()):
                 yield docstring.splitlines()[0]
 
 
@@ -30,5 +32,6 @@ def test_docstrings_begin_with_a_noun_or_a_verb(path: Path) -> None:
 def test_riddles_are_seen() -> None:
     assert list(riddles('def f():\n    """Of rows: their scale."""')) == ["Of rows: their scale."]
     assert list(riddles('"""What it is.\n\nMore."""\nclass A:\n    """As before."""')) == ["What it is.", "As before."]
+    assert list(riddles('A = 1\n"""How many there are."""')) == ["How many there are."]
     assert not list(riddles('"""Offsets of rows."""\ndef f():\n    """Scale of rows, whatever it is."""'))
     assert len(FILES) > 200

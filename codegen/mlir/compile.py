@@ -34,7 +34,8 @@ OPTIMIZATION = {False: 2, True: 3}
 """LLVM's level, by whether a module has tile instructions: those were measured with 3 alone. The others run as fast
 with 2, which takes a third of the time where 3 unrolls the loops over 32 coordinates."""
 FORMAT = 2
-"""Of objects on disk; to be raised when the same text comes to mean another object, or is called in another way."""
+"""Version of objects on disk; to be raised when the same text comes to mean another object, or is called in another
+way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

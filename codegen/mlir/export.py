@@ -38,7 +38,7 @@ ZEROS = "memref<2xi64>"
 DECLARATIONS = HEADER.removeprefix("module {\n") + (
     "llvm.func @omp_get_max_threads() -> i32\nllvm.func @GOMP_parallel(!llvm.ptr, !llvm.ptr, i32, i32)\n"
 )
-"""What the functions call: libgomp and the C library's mathematics. Once per module."""
+"""Declarations of libgomp's functions and of the C library's mathematics, once per module."""
 
 
 _LAUNCH = """func.func private @{name}_threads() -> i32 {{

@@ -39,7 +39,7 @@ from .thread_function import KernelText
 from .values import round_up
 
 MOST_KEYS = 512
-"""Of a stretch. Lanes are keys, so that a sum has a part of them only."""
+"""Most keys of a stretch, whose lanes are keys, so that each lane sums only a part of them."""
 
 
 def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, together: int = 4) -> KernelText:

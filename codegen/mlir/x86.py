@@ -13,7 +13,7 @@ LANES = 16  # float32 elements in the widest vectors
 F32, WORDS, BF16 = f"vector<{LANES}xf32>", f"vector<{LANES}xi32>", f"vector<{2 * LANES}xbf16>"
 HALVES, BYTES = f"vector<{2 * LANES}xi16>", f"vector<{4 * LANES}xi8>"
 MANTISSA, BIAS = 128, 127
-"""Of bfloat16: steps of the mantissa between two powers of 2, and what is added to the exponent."""
+"""Steps of a bfloat16 mantissa between two powers of 2, and the bias of its exponent."""
 
 #: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag
 #: instead.

@@ -47,7 +47,7 @@ _CALLS |= {op: f"tl.{op}({{}}, propagate_nan=tl.PropagateNan.ALL)" for op in ("m
 _CALLS |= dict.fromkeys(("to_float", "bool_to_float"), "tl.cast({}, tl.float32)")
 _CALLS |= {"to_int": "tl.cast({}, tl.int64)", "bool_to_int": "tl.cast({}, tl.int32)"}
 _CALLS |= {f"round_{name}": f"({{}}).to(tl.{name}).to(tl.float32)" for name in ("bfloat16", "float16")}
-"""How operations are written, {} being their operands."""
+"""Text of each operation, {} being its operands."""
 _HELPERS = {name: name for name in "tanh sigmoid expm1 log1p atan trunc".split()}
 _HELPERS |= {"round": "round_half_even", "pow": "power", "hash": "hashed"}
 _SIGNS = {

@@ -60,8 +60,8 @@ PEERS: dict[str, Callable[[AttentionSpec, torch.device], Attend | None]] = {
     "sdpa efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "flex flash": flex,
 }
-"""What may run in place of our own kernel, by its name in reports: how it computes a `plain` spec on a device, or
-None."""
+"""Implementations that may run in place of our own kernel, by their names in reports: (`plain` spec, device) ->
+function, or None."""
 
 
 def plain(spec: AttentionSpec) -> bool:

@@ -22,21 +22,21 @@ ROUND_TRIP = 5e-4
 LOOK, LOOK_HEAD = 8e-5, 1.5e-5
 """Seconds that a sample of the data takes, and of each head, most of them for starting from cold caches."""
 LOOK_SHARE = 0.03
-"""What looking may cost of the exact kernel's time where it turns out to be for nothing."""
+"""Share of the exact kernel's time that looking at the data may take where it turns out to be for nothing."""
 GPU_ROUND_TRIP, GPU_RATE = 4e-4, 0.25
 PASSES, CAUSAL_PASSES, STATE_PASSES = 4, 5, 12
-"""How often these operations move each of Q, K and V, where causal, and the states of causal chunks."""
+"""Times that these operations move each of Q, K and V, the same where causal, and the states of causal chunks."""
 CHUNKED, STATISTICS = 1.4, 1.3
 """Times that the feature kernels take longer chunk by chunk, each with a state of its own, and that exact attention
 inside of chunks takes longer than the planner says, for short rows whose statistics are written."""
 WORTH = 0.9
-"""Of the exact kernel's time, what the polynomial's may be predicted to be."""
+"""Share of the exact kernel's time below which the polynomial's prediction has to be."""
 CANDIDATES = 2
 """Blocks of keys whose scores bound a row's normaliser from below."""
 SELECTION, EXPONENTIAL = 6.5e-9, 8e-10
 """Seconds on two threads, beside products: of a row's bound of a key block, and of a weight that is computed."""
 SELECTION_PASSES = 8
-"""How often tensor operations on a GPU move each of these."""
+"""Times that tensor operations on a GPU move each of these."""
 UNIT = 2.0**-8
 """Relative error of rounding to bf16."""
 MAX_FEATURES = 60000

@@ -23,7 +23,7 @@ import numpy as np
 
 GRID = 4001
 TOLERANCE = 1e-4
-"""How far from the best a polynomial may be before another exchange."""
+"""Relative distance from the best polynomial at which exchanges end."""
 FLOOR = 0.15
 """error / spread of a polynomial for a moment, in units of the moment: within 10 % of the best where the moment is far
 below B squared. (Where it is not, little is gained over the polynomial of least relative error.)"""

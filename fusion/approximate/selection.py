@@ -28,8 +28,8 @@ from fusion.approximate.blocks import (
 )
 
 FEW, PROMISING = 4, 0.6
-"""How many keys of the sample are taken to share most of the weight; the share of the blocks that it must rule out for
-bounds of whole tiles to be tried before anything else."""
+"""Number of keys of the sample that are taken to share most of the weight; the share of the blocks that it must rule
+out for bounds of whole tiles to be tried before anything else."""
 SAMPLES, SAMPLED_BLOCKS, SAMPLED_TILES = 16, 4, 32
 """Rows that are looked at in full; of how many key blocks, and of how many row tiles, one is tried before all are."""
 HOPEFUL, WORTHWHILE, COARSE = 0.2, 0.6, 0.2
@@ -40,9 +40,9 @@ ELEMENTS_TOGETHER = 2**26
 """Row tiles of a head that is taken alone (large temporaries cost a page fault for every 4 KiB at every call); elements
 of the largest temporary of heads that are taken together."""
 MARGIN = 0.99
-"""Of epsilon, for the float32 rounding of the bounds."""
+"""Share of epsilon that bounds may use; the rest is for their rounding in float32."""
 LARGEST = 2.0**20
-"""Of scores, by the largest coordinates: beyond it float32 does not hold the exponents of weights."""
+"""Largest score, bounded by the largest coordinates: beyond it float32 does not hold the exponents of weights."""
 
 
 class Answers:

@@ -32,13 +32,13 @@ UPSTREAM = node("upstream", (), Kind.FLOAT)
 """The leaf that stands for the gradient arriving at a score program's value."""
 
 WEIGHT_UPSTREAM = node("upstream", (), Kind.FLOAT, "weight")
-"""Likewise for the weight program."""
+"""The leaf that stands for the gradient arriving at a weight program's value."""
 
 AUX_UPSTREAM = node("upstream", (), Kind.FLOAT, "auxiliary")
-"""What the gradients of auxiliary outputs are multiplied by: one, or zero where they are to be left out."""
+"""Factor of the gradients of auxiliary outputs: one, or zero where they are left out."""
 
 SINK_UPSTREAM = node("upstream", (), Kind.FLOAT, "row")
-"""Likewise for a sink."""
+"""The leaf that stands for the gradient arriving at a sink."""
 
 
 def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:

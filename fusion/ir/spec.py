@@ -80,11 +80,11 @@ class Normalizer(enum.Enum):
     """Function from scores to weights."""
 
     SOFTMAX = "softmax"
-    """As `torch.softmax`: a row of nothing but -inf is NaN."""
+    """Weights of `torch.softmax`: a row of nothing but -inf is NaN."""
     SAFE_SOFTMAX = "safe_softmax"
-    """As `aten::_safe_softmax` and `scaled_dot_product_attention`: a row of nothing but -inf is zero."""
+    """Weights of `aten::_safe_softmax` and `scaled_dot_product_attention`: a row of nothing but -inf is zero."""
     ZERO_SOFTMAX = "zero_softmax"
-    """As `nan_to_num(softmax)`: a row of NaN, whatever it comes from, is zero. Has no gradient here."""
+    """Weights of `nan_to_num(softmax)`: a row of NaN, whatever it comes from, is zero. Has no gradient here."""
     NONE = "none"
     """The score program is the weight."""
 

@@ -26,7 +26,7 @@ ROWS = (1, 8, 64, 256)
 SIZES = ((64, 64), (256, 256), (384, 1024))
 """The products that are measured: m, and (k, n) by their product."""
 MARGIN = 1.1
-"""How many times as fast oneDNN has to be."""
+"""Factor by which oneDNN has to be faster."""
 LEAST = 32
 """Least k and n of a product that goes to oneDNN; narrower ones are not measured."""
 SECONDS = 0.9

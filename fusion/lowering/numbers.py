@@ -16,7 +16,8 @@ from fusion.ir.transfer import Range
 LOG2E = math.log2(math.e)
 
 HUGE = 2.0**30
-"""Of maxima times scale times log2(e): above it neighbouring floats are 64 or more apart, 2**-64 in weights."""
+"""Largest product of a maximum, scale and log2(e): above it neighbouring floats are 64 or more apart, 2**-64 in
+weights."""
 
 
 def exponent_units(scale: float) -> tuple[float, float, float]:

@@ -41,9 +41,9 @@ KEY_MAX = node("row_max", (), Kind.FLOAT, "keys")
 KEY_SUM = node("row_sum", (), Kind.FLOAT, "keys")
 BASE = node("row_max", (), Kind.FLOAT, "base")
 SHRINK = node("row_sum", (), Kind.FLOAT, "shrink")
-"""What sums relative to KEY_MAX are multiplied by to be relative to BASE: a sink may have raised the maximum."""
+"""Factor that takes sums relative to KEY_MAX to sums relative to BASE: a sink may have raised the maximum."""
 FACTOR = node("row_sum", (), Kind.FLOAT, "factor")
-"""What the output of a row is multiplied by."""
+"""Factor of a row's output."""
 
 
 def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:

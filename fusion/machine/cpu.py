@@ -23,7 +23,7 @@ LIMITS = {
     "avx512": (("avx512_", "amx"), "-avx512bf16,-avx512fp16"),
     "avx512_bf16": (("amx",), ""),
 }
-"""What FUSION_MAX_ISA may say -> (how the flags begin that are not used then, how LLVM is told)."""
+"""Values of FUSION_MAX_ISA -> (prefixes of the processor's flags that are not used then, features for LLVM)."""
 
 
 def limit() -> str:

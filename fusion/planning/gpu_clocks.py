@@ -27,9 +27,9 @@ BY_KEYS = (KEYS, KEYS_ALONE, VALUES_ALONE, JOINT)
 BACKWARD = (QUERIES, *BY_KEYS)
 
 SCORE_INSTRUCTIONS = {FORWARD: 4.5, QUERIES: 6.5, KEYS: 9.5, KEYS_ALONE: 9.5, VALUES_ALONE: 5.5, JOINT: 11.0}
-"""Of a thread for each of its scores: scale, maximum, exponential, sum, conversion; in the backward also the product's
-derivative, and for dK and dV the statistics of each row, which lie along a thread's scores there; of all three also
-the way of dQ's part to memory."""
+"""Instructions of a thread for each of its scores: scale, maximum, exponential, sum, conversion; in the backward also
+the product's derivative, and for dK and dV the statistics of each row, which lie along a thread's scores there; of all
+three also the way of dQ's part to memory."""
 
 LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0, KEYS_ALONE: 3.0, VALUES_ALONE: 1.5, JOINT: 3.0}
 """Registers that a thread's score holds at the fullest point: scores, weights, derivatives in the backward."""
@@ -42,7 +42,7 @@ shared memory takes, which the model does not count."""
 GROUP_WARPS = 4
 """Warps of a warp group."""
 EXPOSED_ROTATED = {KEYS: 0.45, JOINT: 0.9}
-"""The same in the rotated order."""
+"""Share of a loop's instructions beside which no product runs, in the rotated order."""
 
 LOAD_INSTRUCTIONS = 8
 """For 16 bytes that a thread brings to shared memory, addresses included."""

@@ -37,11 +37,11 @@ MARGIN = 0.84
 """Share of a thread's registers that an estimate may reach."""
 
 LOADED_MARGIN = {32: 1.0, 64: 0.95}
-"""The same, by lanes of a wave, where tiles that a trip loads are counted (`loaded_registers`). CDNA has two files of
-registers and moves between them. Read off compiled kernels of gfx950 and gfx1100."""
+"""Share of a thread's registers, by lanes of a wave, where tiles that a trip loads are counted (`loaded_registers`).
+CDNA has two files of registers and moves between them. Read off compiled kernels of gfx950 and gfx1100."""
 
 TWICE = {QUERIES: (2, 1), KEYS: (2, 2), KEYS_ALONE: (2, 1), JOINT: (2, 2)}
-"""How many products of a trip read the tile of d columns that it loads and that of d_v; else one each."""
+"""Numbers of products of a trip that read the tile of d columns and that of d_v; else one each."""
 
 ROTATED_COLUMNS = 128
 """Columns up to which the rotated order is trusted without being compiled: with more, ptxas serialises its products."""
@@ -55,7 +55,7 @@ WIDE = 256
 in the spread order, where V is not read."""
 
 FLOAT32_SCORES = 1 << 17
-"""Of float32 products without matrix units: scores of a tile times columns, above which their factors spill; in the
+"""Scores of a tile times columns of float32 products without matrix units, above which their factors spill; in the
 backward half of them, 32 x 32 at most, with one stage."""
 
 

@@ -32,8 +32,8 @@ TRAINING = {True: (136, 320), False: (144, 448)}
 """Rows and keys (the root of their product) from which on kernels train as fast, with AMX and without; the second where
 a bias for each row and key is trained."""
 TRAINING_BY_DISTANCE = 48
-"""The same where a bias for each distance between row and key is trained, whose gradients the inner compiler's code
-adds up element by element: measured without AMX, 4 to 64 heads of 32 and 64 columns."""
+"""Rows and keys from which on kernels train as fast where a bias for each distance is trained, whose gradients the
+inner compiler's code adds up element by element: measured without AMX, 4 to 64 heads of 32 and 64 columns."""
 
 # One query over few keys in inference on CPUs, in float32. The inner compiler writes products of a single row as sums,
 # in one loop with the softmax and what stands around them; the call of a kernel takes 2.5 to 4 us more than that in a

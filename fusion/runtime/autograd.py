@@ -64,7 +64,7 @@ def flat(arguments: Sequence[Any]) -> list[Tensor]:
 
 
 Derivative = Callable[[Sequence[Any]], Function]
-"""Which derivative of an attention a call with these arguments is."""
+"""Choice of the derivative of an attention that a call with these arguments is."""
 
 
 def register(

@@ -281,7 +281,7 @@ for _name, _compute in {
 
 
 Extent = int | None
-"""Of an operand's dimension; None where nobody needs to know it."""
+"""Extent of an operand's dimension; None where the placement does not depend on it."""
 
 
 def accesses(spec: AttentionSpec) -> list[list[tuple[Expr, ...]]]:

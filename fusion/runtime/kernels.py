@@ -32,7 +32,7 @@ _forward, _training = OncePerKey(1024), OncePerKey(1024)
 """By (spec as text, device, request). One that is gone is built again at its next use."""
 
 holders: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What keeps an executor beside these tables, and has a method `forget` to ask for it again at the next use."""
+"""Objects that keep an executor of their own; their method `forget` drops it, so that the next use asks here again."""
 
 
 def executor(spec: str, device: str, request: str = "auto") -> Executor:

@@ -27,7 +27,7 @@ _COPIES = (aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, a
 _SOFTMAXES = (aten.softmax, aten._softmax, aten.special_softmax, aten._safe_softmax, aten.log_softmax,
               aten._log_softmax, aten.special_log_softmax)  # fmt: skip
 BESIDE = range(9)
-"""How many columns that are no keys (sinks) may stand beside the keys."""
+"""Numbers of columns without keys (sinks) that may stand beside the keys."""
 _REDUCTIONS = (aten.sum, aten.all, aten.amax, aten.amin, aten.mean, aten.logsumexp, aten.special_logsumexp,
                aten.linalg_vector_norm)  # fmt: skip
 

@@ -72,7 +72,7 @@ class Rows:
 
 
 Inputs = dict[Node, Rows]
-"""Of a node: the inputs of which it does not read all rows, and those that it reads."""
+"""Inputs of which a node does not read all rows -> the rows that it reads."""
 Rule = Callable[[Node, dict[str, Any], Rows], Inputs]
 """(node, its arguments, the rows that are read of it) -> what it reads; raises `NotRowWise`."""
 
@@ -248,7 +248,7 @@ _POSITIONS = {aten.slice: "dim", aten.narrow: "dim", aten.unfold: "dimension", a
 
 _PRODUCTS = (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.scaled_dot_product_attention)
 END = 2**63 - 1
-"""What a slice to the end of a dimension ends at."""
+"""End of a slice that goes to the end of a dimension."""
 
 
 def skip_unread_rows(graph: Graph) -> list[str]:

@@ -82,7 +82,7 @@ ORDINARY, INDICATOR = (-1.0, 1.0), (0.0, 1.0)
 ROOM = 2.0**15
 """A sum that comes this close to the end of a range may be taken beyond it by the score in it."""
 MAX_STEPS = 32
-"""How far up a tensor is looked at."""
+"""Nodes above a tensor that are looked at."""
 _SELECTIONS = ("where", "minimum", "maximum")
 _DTYPES = {name: dtype for dtype, name in ROUNDED.items()}
 

@@ -37,7 +37,7 @@ _NUMBERED: dict[Any, dict[Any, tuple[int, ...]]] = {
     operator.getitem: {aten.select.int: (2,), aten.slice.Tensor: (2, 3)},
     operator.setitem: {aten.select.int: (2,)},
 }
-"""Which arguments are numbers of an index; the ends of a slice that is written are part of the form."""
+"""Arguments that are numbers of an index; the ends of a slice that is written are part of the form."""
 _FILLS = (aten.copy_.default, aten.fill_.Tensor, aten.fill_.Scalar)
 _SQUEEZED = aten.squeeze_.dims
 """A batched product writes it for a vector, to change the shape of what it has made."""

@@ -20,10 +20,10 @@ from tests.fuzz.check import DRAWS, Result, Tensors, Verdict, allowing_overflow,
 from tests.fuzz.specs import Drawn, drawn, tensors
 
 SHARES = {"triton": 0.01, "as for users": 0.01, "trained": 0.08, "by rows": 0.25}
-"""Of the specs: in Triton's interpreter; with the kernels that users get, where others have random targets and tiles
-(`quick`); with gradients; with the kernel that goes row by row."""
+"""Shares of the specs: in Triton's interpreter; with the kernels that users get, where others have random targets and
+tiles (`quick`); with gradients; with the kernel that goes row by row."""
 TRAINED_AUX = 0.5
-"""Of those with auxiliary outputs, with gradients."""
+"""Share, of the specs with auxiliary outputs, of those that are run with gradients."""
 CALLS = {"quick": 5, "as for users": 24, "triton": 2}
 """Calls of a compiled kernel, each of other lengths, layouts and values. Those in Triton's interpreter take a thousand
 times as long."""

@@ -12,7 +12,7 @@ from tests.ptx.program import Run, list_of, opcode
 from tests.ptx.values import from_bfloat16
 
 _ROW, _COLUMN = np.arange(32) >> 2, np.arange(32) & 3
-"""Of a thread's elements within an 8 x 8 fragment, whose columns come in pairs."""
+"""Row, and first of a pair of columns, of a thread's elements within an 8 x 8 fragment."""
 
 
 def _widened(bits: np.ndarray, kind: str) -> np.ndarray:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 
 from fusion.codegen.mlir.training import TrainingKernel
@@ -27,18 +25,6 @@ TARGETS = {
     "avx2": Target(lanes=8, tile_rows=4, tile_groups=3),
     "generic": Target(lanes=4),
 }
-
-
-def one_in(n: int, *axes: Iterable) -> list:
-    """All combinations of a value of each axis, for `parametrize`; those off every n-th diagonal are long. Each value
-    of an axis occurs on a diagonal if another axis has n values or more."""
-    combinations = itertools.product(*map(enumerate, axes))
-    marks = [pytest.mark.long]
-    return [
-        pytest.param(*(value for _, value in chosen), marks=marks if sum(k for k, _ in chosen) % n else [])
-        for chosen in combinations
-    ]
-
 
 B, H, NQ, NK = map(size, ("B", "H", "Nq", "Nk"))
 BATCH, HEAD, I0, I1 = map(coord, ("b0", "b1", "i0", "i1"))

@@ -17,7 +17,8 @@ from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer
 from fusion.lowering.gradients import adds_up_to_zero
 from fusion.planning.register_tiles import tilings_for
-from tests.codegen.mlir.cases import TARGETS, Case, assert_gradients_as_exact_as_eager, case, draw, one_in
+from tests.codegen.mlir.cases import TARGETS, Case, assert_gradients_as_exact_as_eager, case, draw
+from tests.grids import one_in
 from tests.numerics import assert_as_exact_as_eager
 
 

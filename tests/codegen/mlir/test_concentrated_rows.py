@@ -14,7 +14,8 @@ from fusion.codegen.mlir.backward.delta import ListedQueries
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.exactness import errors
 from fusion.planning.register_tiles import tilings_for
-from tests.codegen.mlir.cases import TARGETS, Case, beside_eager, case, draw, one_in
+from tests.codegen.mlir.cases import TARGETS, Case, beside_eager, case, draw
+from tests.grids import one_in
 from tests.numerics import assert_as_exact_over_draws
 
 SIZES = {"B": 2, "H": 2, "Nq": 331, "Nk": 150}

@@ -7,7 +7,8 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.planning.register_tiles import tilings_for
-from tests.codegen.mlir.cases import TARGETS, assert_gradients_as_exact_as_eager, case, draw, on_threads, one_in
+from tests.codegen.mlir.cases import TARGETS, assert_gradients_as_exact_as_eager, case, draw, on_threads
+from tests.grids import one_in
 from tests.passes.exactness import as_exact_as_eager
 
 B, H, N, M = 3, 2, 70, 150

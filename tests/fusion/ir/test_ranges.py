@@ -123,7 +123,7 @@ def test_what_is_computed_of_numbers_that_are_known():
 
 
 def test_floats_are_those_of_float32():
-    """Which loses small numbers beside large ones, overflows, and has no very small ones."""
+    """float32 loses small numbers beside large ones, overflows, and has no very small numbers."""
     score = load(3, (I, J), Kind.FLOAT)
     lost = apply("fsub", apply("fadd", score, const(1.0)), const(1.0))
     assert range_of(lost, {score: Range(2.0**-30, 1.0)}.get).low <= 0.0
