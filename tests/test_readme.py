@@ -50,6 +50,7 @@ def test_the_architectures_are_those_of_the_survey():
     total = re.search(r"^\| all \|(.*)\|$", (ROOT / "docs" / "compatibility.md").read_text(), flags=re.M)
     assert total is not None
     _, compared, _, sites, _, share, wrong = (cell.strip() for cell in total[1].split("|"))
-    quoted = re.search(r"(\d+) architectures of .*?, (\d+) % of ([\d,]+) attentions fused,\s+(\w+)\s+wrong", README, re.S)
+    claim = r"(\d+) architectures of .*?, (\d+) % of ([\d,]+) attentions fused,\s+(\w+)\s+wrong"
+    quoted = re.search(claim, README, flags=re.S)
     assert quoted is not None and quoted[1] == compared and quoted[3].replace(",", "") == sites
     assert int(quoted[2]) == round(float(share.rstrip("%"))) and quoted[4] == "none" and wrong == "0"
