@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=8, help="tiles compiled for a kernel")
     parser.add_argument("--renew", action="store_true", help="begin the cells named again")
     options = parser.parse_args()
+    gpu_facts.FACTS = gpu_facts.read(triton.__version__)  # not those of others that count
     begun: set[tuple] = set()
     for name, target in itertools.product(options.rows, options.targets):
         machine = of_target(target)
@@ -105,7 +106,7 @@ def main() -> None:
                 if options.renew and key not in begun:
                     gpu_facts.FACTS.pop(key, None)
                 begun.add(key)
-                gpu_facts.FACTS.setdefault(key, {})  # its own, even if facts of another count
+                gpu_facts.FACTS.setdefault(key, {})  # its own, even if another architecture's count
                 explore(cell, kernel, machine, options.most)
             gpu_facts.file_of(triton.__version__).write_text(gpu_facts.to_json(gpu_facts.FACTS))
 

@@ -115,15 +115,18 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def unknown_triton(version: str) -> str | None:
-    """Log line for a version of Triton of whose compiled kernels no facts are recorded."""
+def unknown_triton(version: str, architecture: str | None = None) -> str | None:
+    """Log line for a version of Triton whose compiled kernels no facts are recorded of, for an architecture of GPUs or
+    for any."""
     from fusion.planning import gpu_facts
 
-    if gpu_facts.file_of(version).exists():
+    if (source := gpu_facts.source(version, architecture)) == version:
         return None
+    target = f" for {architecture}" if architecture else ""
+    by = f"what Triton {source} makes of them" if source else "an estimate"
     return (
-        f"nothing is known of GPU kernels compiled by Triton {version}: their tiles are chosen by an estimate "
-        "(python benchmarks/tile_facts.py finds it out)"
+        f"nothing is known of GPU kernels{target} compiled by Triton {version}: their tiles are chosen by {by} "
+        f"(python benchmarks/tile_facts.py{f' --targets {architecture}' if architecture else ''} finds it out)"
     )
 
 
@@ -135,7 +138,7 @@ def warn_of_torch(version: str) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def warn_of_triton(version: str) -> None:
-    """Log the line for a version of Triton, once in a process."""
-    if (warning := unknown_triton(version)) is not None:
+def warn_of_triton(version: str, architecture: str) -> None:
+    """Log the line for a version of Triton and an architecture, once in a process."""
+    if (warning := unknown_triton(version, architecture)) is not None:
         log.warning("%s", warning)

@@ -65,7 +65,14 @@ _PACKAGES = (
     ("matplotlib", "matplotlib", "pip install matplotlib, for plots of the cost model alone"),
 )
 
-_OF_VERSIONS = {"torch": process.untested_torch, "triton": process.unknown_triton}
+
+def _unknown_triton(version: str) -> str | None:
+    from fusion.machine import of_device
+
+    return process.unknown_triton(version, of_device().architecture if torch.cuda.is_available() else None)
+
+
+_OF_VERSIONS = {"torch": process.untested_torch, "triton": _unknown_triton}
 
 
 def _packages() -> list[Finding]:

@@ -1,8 +1,7 @@
 """Whether a GPU kernel can be had in a tile: what compiling has shown, and an estimate where nothing was compiled.
 
-`fusion.planning.gpu_facts` has the facts of compiled kernels, written by `benchmarks/tile_facts.py`. They count for the
-version of Triton that they were made with. The estimate has a margin: what it takes for feasible is, wherever it is
-known (a test compares).
+`fusion.planning.gpu_facts` has the facts of compiled kernels, written by `benchmarks/tile_facts.py`, of this version of
+Triton or the nearest. The estimate has a margin: what it takes for feasible is, wherever it is known (a test compares).
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
 
 def facts_of(work: Work, machine: Machine) -> gpu_facts.Facts:
     """Facts from compiling this kernel, by tile."""
-    process.warn_of_triton(gpu_facts.TRITON)
+    process.warn_of_triton(gpu_facts.TRITON, machine.architecture)
     return gpu_facts.FACTS.get(cell_of(work, machine), {}) if work.size == 2 else {}
 
 

@@ -6,7 +6,8 @@ import logging
 import pytest
 import torch
 
-from fusion import process
+from fusion import machine, process
+from fusion.cli import doctor
 from fusion.planning import gpu_facts
 
 
@@ -46,10 +47,26 @@ def test_this_torch_is_tested():
     assert process.untested_torch(torch.__version__) is None
 
 
-def test_facts_that_are_missing_are_spoken_of(caplog):
-    assert process.unknown_triton(gpu_facts.NEWEST) is None
+def test_facts_that_are_missing_are_spoken_of_once_for_an_architecture(caplog):
+    newest = gpu_facts.NEWEST
     process.warn_of_triton.cache_clear()
     with caplog.at_level(logging.WARNING, logger="fusion"):
-        process.warn_of_triton("9.9.9"), process.warn_of_triton("9.9.9"), process.warn_of_triton(gpu_facts.NEWEST)
-    assert len(caplog.records) == 1 and "Triton 9.9.9" in caplog.text
+        for version, target in [("9.9.9", "sm_90"), ("9.9.9", "sm_90"), (newest, "sm_90"), (newest, "sm_86")]:
+            process.warn_of_triton(version, target)
     process.warn_of_triton.cache_clear()
+    assert len(caplog.records) == 1 and "for sm_90 compiled by Triton 9.9.9" in caplog.text
+    assert f"what Triton {gpu_facts.nearest('9.9.9')[0]} makes of them" in caplog.text
+
+
+@pytest.mark.parametrize("architecture", ["gfx950", "gfx1100"])
+def test_architectures_without_facts_have_their_tiles_by_an_estimate(architecture):
+    assert process.unknown_triton(gpu_facts.NEWEST) is None
+    assert "chosen by an estimate" in process.unknown_triton(gpu_facts.NEWEST, architecture)
+
+
+def test_doctor_asks_for_the_architecture_that_is_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "of_device", lambda: machine.of_target("gfx1100"))
+    assert "for gfx1100" in doctor._unknown_triton(gpu_facts.NEWEST)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor._unknown_triton(gpu_facts.NEWEST) is None

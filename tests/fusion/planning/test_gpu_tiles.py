@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -78,11 +79,26 @@ def test_every_device_has_tiles_that_are_expected_to_fit(name: str, target: str)
                 assert slowed(work, tile, device) < math.inf or smallest, (work, tile)
 
 
-def test_facts_of_another_version_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    work, tile, _ = next(known())
-    assert fact_of(work, tile, HOPPER) is not None
-    monkeypatch.setattr(gpu_facts, "FACTS", gpu_facts.read("3.5.0"))
-    assert fact_of(work, tile, HOPPER) is None
+def test_a_version_takes_the_nearest_ones_facts_of_kernels_that_it_has_none_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_facts, "file_of", lambda version: tmp_path / f"gpu_facts-{version}.json")
+    tile, cells = (128, 64, 8, 2, "plain"), {t: (t, FORWARD, "plain", 64, 64) for t in ("sm_80", "sm_90", "sm_100")}
+    for version, targets in {"3.6.0": ["sm_80", "sm_90"], "3.7.1": ["sm_80"], "3.9.0": ["sm_90", "sm_100"]}.items():
+        facts = {cells[target]: {tile: Fact(0, int(version[2]), 0, 0, False)} for target in targets}
+        gpu_facts.file_of(version).write_text(gpu_facts.to_json(facts))
+
+    def taken(version: str) -> list[int]:
+        found = gpu_facts.counting_for(version)
+        assert [gpu_facts.source(version, target) for target in cells] == [
+            next(v for v in gpu_facts.nearest(version) if int(v[2]) == found[cell][tile].registers)
+            for cell in cells.values()
+        ]
+        return [found[cell][tile].registers for cell in cells.values()]
+
+    assert [taken(version) for version in ("3.5.0", "3.6.0", "3.7.1", "3.9.0", "3.10.2", "4.0.0")] == [
+        [6, 6, 9], [6, 6, 9], [7, 6, 9], [7, 9, 9], [7, 9, 9], [7, 9, 9],
+    ]  # fmt: skip
 
 
 def test_few_queries_have_small_blocks() -> None:
