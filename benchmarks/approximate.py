@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import fusion
 from results import environment
 
-PARTS = ("polynomial", "causal", "unhelpful", "certified_sparse", "minilm")
+PARTS = ("polynomial", "causal", "unhelpful", "two_planes", "minilm")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -39,15 +39,6 @@ def small(heads: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Queries and keys on the unit sphere (|scores| <= 1), values standard normal."""
     q, k, v = torch.randn(3, 1, heads, n, d)
     return tuple(x.to(dtype) for x in (0.98 * F.normalize(q, dim=-1), F.normalize(k, dim=-1), v))
-
-
-def peaked(heads: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Documents of 128 tokens; a document has a random unit vector u. Keys sqrt(d) u + noise, queries (20 u + noise) /
-    sqrt(d), noise normal of 0.1 per coordinate: scores of 20 in the query's own document, less elsewhere."""
-    u = F.normalize(torch.randn(1, heads, n // 128, d), dim=-1).repeat_interleave(128, 2)
-    noise = 0.1 * torch.randn(2, 1, heads, n, d)
-    q, k = (20 * u + noise[0]) / math.sqrt(d), math.sqrt(d) * u + noise[1]
-    return tuple(x.to(dtype) for x in (q, k, torch.randn(1, heads, n, d)))
 
 
 def plain(heads: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -147,18 +138,18 @@ def cases(parts: Collection[str], lengths: Sequence[int]) -> Iterator[str]:
         if "unhelpful" in parts:
             for d in (16, 32):
                 for n in lengths[:2]:
-                    for method, epsilon in (("polynomial", 1e-2), ("certified_sparse", 1e-3)):
+                    for method, epsilon in (("polynomial", 1e-2), ("two_planes", 1e-3)):
                         inputs = tuple(6 * x for x in plain(4, n, d, dtype))  # too large for fewer planes, too
                         yield compare(f"{method}, nothing helps, d={d}, N={n}, {name}", inputs, method, epsilon)
             yield from _late(dtype)
-    if "certified_sparse" in parts:
-        yield from _sparse(lengths)
+    if "two_planes" in parts:
+        yield compare("two_planes, plain random, N=8192", plain(4, 8192, 32, torch.float32), "two_planes", 1e-3)
     if "minilm" in parts:
         layers = minilm(8192)
         for number, layer in enumerate(layers):
-            yield compare(f"certified_sparse, MiniLM layer {number}, N=8192", layer, "certified_sparse", 1e-3)
+            yield compare(f"two_planes, MiniLM layer {number}, N=8192", layer, "two_planes", 1e-3)
         one = tuple(x[:, 2:3].contiguous() for x in layers[0])
-        yield compare("certified_sparse, MiniLM layer 0 head 2", one, "certified_sparse", 1e-3)
+        yield compare("two_planes, MiniLM layer 0 head 2", one, "two_planes", 1e-3)
 
 
 def _late(dtype: torch.dtype) -> Iterator[str]:
@@ -166,28 +157,13 @@ def _late(dtype: torch.dtype) -> Iterator[str]:
     lengths just below the crossing."""
     name = str(dtype)[6:]
     for d in (16, 32):
-        for method, epsilon, make in (("polynomial", 1e-2, small), ("certified_sparse", 1e-3, plain)):
+        for method, epsilon, make in (("polynomial", 1e-2, small), ("two_planes", 1e-3, plain)):
             inputs = make(4, 4096, d, dtype)
             inputs[1][:, :, 1366] *= 300
             yield compare(f"{method}, one huge key, d={d}, N=4096, {name}", inputs, method, epsilon)
     for n in (3072, 3584) if dtype == torch.float32 else (8192, 10240):
         title = f"polynomial, |s| <= 1, causal, d=32, N={n}, {name}"
         yield compare(title, small(4, n, 32, dtype), "polynomial", 1e-2, causal)
-
-
-def _sparse(lengths: Sequence[int]) -> Iterator[str]:
-    for n in lengths[1:]:
-        yield compare(
-            f"certified_sparse, documents, d=32, N={n}", peaked(4, n, 32, torch.float32), "certified_sparse", 1e-3
-        )
-        inputs = peaked(4, n, 32, torch.bfloat16)
-        yield compare(f"certified_sparse, documents, d=32, N={n}, bfloat16", inputs, "certified_sparse", 1e-3)
-    inputs = peaked(4, 8192, 32, torch.float32)
-    yield compare("certified_sparse, documents, causal, N=8192", inputs, "certified_sparse", 1e-3, causal)
-    shuffled = [x[:, :, torch.randperm(8192)] for x in inputs]
-    yield compare("certified_sparse, shuffled, d=32, N=8192", tuple(shuffled), "certified_sparse", 1e-3)
-    inputs = plain(4, 8192, 32, torch.float32)
-    yield compare("certified_sparse, plain random, N=8192", inputs, "certified_sparse", 1e-3)
 
 
 def main() -> None:

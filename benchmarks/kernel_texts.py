@@ -29,7 +29,6 @@ from fusion.codegen.triton.features import features_module
 from fusion.codegen.triton.gradients import unsupported_gradient
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import forward_kernels, split_kernels
-from fusion.codegen.triton.sparse_kernel import sparse_module
 from fusion.ir import AttentionSpec, Normalizer
 from tracing import traced
 
@@ -90,7 +89,6 @@ def approximate_texts() -> Iterator[Text]:
     """Kernels of approximate attention."""
     for d, d_v, degree in ((16, 16, 3), (3, 40, 2), (32, 64, 2)):
         yield f"triton features {d} {d_v} {degree}", features_module(d, d_v, degree)
-        yield f"triton sparse {d} {d_v}", sparse_module(d, d_v)
 
 
 def texts(only: str = "") -> Iterator[Text]:

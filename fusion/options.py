@@ -14,7 +14,7 @@ Inner = Literal["inductor", "aot_eager", "eager"]
 When = Literal["auto", "always", "never"]
 Training = Literal["auto", "always", "never"]
 Verify = Literal[True, False, "run"]
-Approximate = Literal[None, "polynomial", "certified_sparse"]
+Approximate = Literal[None, "polynomial", "two_planes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ import fusion
 from fusion.api import export as exporting
 from fusion.codegen import mlir, triton
 from fusion.codegen.mlir import calling
-from fusion.codegen.mlir.approximate.sparse import emit_sparse
 from fusion.codegen.mlir.export import attention_module
 from fusion.codegen.triton import launch as triton_launch
 from fusion.codegen.triton import source as triton_source
@@ -24,12 +23,8 @@ from fusion.errors import (
     UnsupportedSizeError,
 )
 from fusion.ir import AttentionSpec
-from fusion.ir.expr import const
-from fusion.ir.ops import apply
 from fusion.ir.ranges import LARGEST_SIZE
-from fusion.machine import Machine
 from fusion.planning.problem import Problem
-from fusion.planning.register_tiles import target_of, tilings_for
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -109,9 +104,6 @@ def test_of_specs(spec):
 
 
 def test_of_emitters(spec):
-    rising, machine = replace(spec, score=apply("fadd", spec.score, const(1.0))), target_of(Machine.detect())
-    with pytest.raises(ValueError, match="a selective kernel takes plain scaled scores"):
-        emit_sparse(rising, tilings_for(rising, machine)[0], machine, 4, 4)
     double = replace(spec, operands=tuple(replace(operand, dtype="float64") for operand in spec.operands))
     with pytest.raises(ValueError, match="no CPU kernel for .*: operand q has dtype float64"):
         mlir.compile(double)

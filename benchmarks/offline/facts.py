@@ -154,19 +154,6 @@ def facts_of_features(
     return found
 
 
-def facts_of_sparse(d: int, d_v: int, target: str, *, causal: bool = False, dtype: str = "bfloat16") -> Facts:
-    """The kernel of certified sparse attention, in the tile that it would run in. dtype: of all operands."""
-    from fusion.codegen.triton.sparse_call import sparse_tile
-    from fusion.codegen.triton.sparse_kernel import sparse_module
-
-    function, tile = module.load(sparse_module(d, d_v)).sparse_forward, sparse_tile(d, d_v, dtype)
-    pointers = {f"{name}_ptr": _POINTERS[dtype] for name in ("q", "k", "v", "out")}
-    pointers |= {f"{name}_ptr": "*i32" for name in ("list", "counts", "computed")}
-    given = {"ROWS": tile.rows, "KEYS": tile.keys, "CAUSAL": causal}
-    signature = _signature_by_names(function.arg_names, pointers, given, floats=("unit", "share"))
-    return _facts(function, *signature, (tile.warps, tile.stages), target, f"certified sparse attention, d = {d}")
-
-
 def _signature_by_names(
     names: Sequence[str], pointers: Mapping[str, str], given: Mapping[str, int], floats: Sequence[str] = ()
 ) -> tuple[dict, dict, dict]:

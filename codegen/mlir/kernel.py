@@ -16,8 +16,6 @@ registers lies in the thread's part of a workspace; packed K and V are as long a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fusion.ir.expr import I0, I1
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import dead_rows_need_keys
@@ -44,8 +42,7 @@ def emit(
 
 
 class AttentionKernel(KernelFunction):
-    """Writes the function; see the module. selective: makes what visits the tiles, in place of all of them
-    (`sparse`)."""
+    """Writes the function; see the module."""
 
     looks_ahead = True  # takes the range of the scores from the norms of their operands, where that helps
 
@@ -57,22 +54,19 @@ class AttentionKernel(KernelFunction):
         d: int,
         d_v: int,
         with_statistics: bool = False,
-        selective: Callable[[Tiles], InTurn] | None = None,
     ):
         degree = 5 if spec.out_dtype == "float32" or spec.aux_outputs else {1: 3, 2: 4}.get(tiling.planes, 5)
         flush = tiling.planes > 0 and not spec.aux_outputs
         super().__init__(spec, target, d, d_v, degree, flush, may_flag=tiling.planes > 1)
         self.tiling, self.tiles = tiling, Tiles(self, tiling, with_statistics)
         self.products = p = self.tiles.products
-        self.selection = None if selective is None else selective(self.tiles)
         self.staging = self.area(8 * p.staging_elements(), "staging")
         self.finished = self.area(self.lanes * p.e_padded * 4, "finished")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.parts = TileParts(self.tiles) if tiling.cut else None
-        # A selection depends on the maxima.
-        near = bounded_scores(self.tiles) if self.looks_ahead and self.selection is None else None
+        near = bounded_scores(self.tiles) if self.looks_ahead else None
         self.bounded = None if near is None else BoundedTiles(self.tiles, near)
-        self.stream = self.selection or (Overlapped if p.overlaps else InTurn)(self.tiles)
+        self.stream = (Overlapped if p.overlaps else InTurn)(self.tiles)
         b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
         self.step_bytes = p.key_bytes() + p.value_bytes() + (self.bounded.step_bytes if self.bounded else 0)
         with b.at_entry():
@@ -106,11 +100,7 @@ class AttentionKernel(KernelFunction):
             return
         item = self._begin(top, number)
         low, high = self._item_keys(item)
-        if self.selection is None:
-            self._attend(item, low, high)
-        else:
-            with self.selection.around(item):
-                self._attend(item, low, high)
+        self._attend(item, low, high)
         self._end(item)
 
     def _part_of_item(self, parts: TileParts, top: Scope, piece: Value) -> None:

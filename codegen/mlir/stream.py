@@ -21,7 +21,6 @@ from fusion.ir.expr import Expr
 from .amx import Amx
 from .builder import Value
 from .products import InterleavedWork
-from .scope import Scope
 from .softmax import PAIR, GroupSoftmax, RowProgram
 from .tile import Item, KeyRange, Tile, Tiles
 from .values import Array
@@ -42,13 +41,9 @@ class InTurn:
             b.loop(keys.low, keys.high, self.tiling.keys, hint="j0") as j0,
             b.loop(0, item.groups, tiles.together, hint="g") as g,
         ):
-            rows, n = self.rows_and_keys(item, keys, g, j0)
+            rows, n = tiles.rows_and_keys(item, keys, g, j0)
             with b.when(b.compare("sgt", n, 0)):
                 self.tile(tiles.tile(item, rows, g, j0, n))
-
-    def rows_and_keys(self, item: Item, keys: KeyRange, g: Value, j0: Value) -> tuple[Scope, Value]:
-        """See `Tiles`."""
-        return self.tiles.rows_and_keys(item, keys, g, j0)
 
     def tile(self, tile: Tile) -> None:
         """All stages of a tile."""

@@ -4,8 +4,8 @@ It is an emitter (`fusion.codegen.emitter`). `forward` writes the kernel around 
 and `matrices` the values and addresses in it, `kernel` and `tiles` the parts that it shares with others, `panels`
 divides head dimensions, `mathematics` has functions that Triton lacks, `module` writes and loads files, `autotune`
 measures other tiles than the planned (`candidates`) and takes smaller ones where they do not fit, `launch` makes the
-call, `split` is for few queries, `features`, `polynomial`, `sparse_kernel` and `sparse_call` are for approximate
-attention, `interpret` runs it on CPU tensors in Triton's interpreter. Triton is not imported before a kernel is built.
+call, `split` is for few queries, `features` and `polynomial` are for approximate attention, `interpret` runs it on CPU
+tensors in Triton's interpreter. Triton is not imported before a kernel is built.
 """
 
 from __future__ import annotations

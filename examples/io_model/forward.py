@@ -246,26 +246,4 @@ FORWARD = (
         closed_form=False,
         colour="#8C564B",
     ),
-    # The smallest and the largest key of every block, coordinate by coordinate, bound its scores: query-stationary over
-    # the blocks whose bounds do not rule them out, a share s of the tiles.
-    Schedule(
-        name="certified_sparse",
-        title="approximate: key blocks that provably do not matter are left out",
-        source="derived here",
-        phases=(
-            Phase(name="summaries", reads=N_k * d, writes=2 * d * C, footprint=(B_c + 2) * d),
-            Phase(
-                name="attend",
-                reads=N_q * d + R * C * 2 * d + s * R * N_k * DIMS,
-                writes=N_q * d_v + N_q,
-                footprint=B_r * DIMS + B_c * DIMS + B_r * B_c + 3 * B_r + 2 * d,
-                flops=4 * N_q * C * d + 2 * s * PAIRS * DIMS,
-                exps=N_q * C + s * (PAIRS + N_q * C),
-            ),
-        ),
-        order="N d + (s + 1 / B_c) N^2 d^2 / M",
-        exact=False,
-        kernels=("cpu", "gpu"),
-        closed_form=False,
-    ),
 )

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from .memory import TwoLevelMemory
-from .rows import Tile, begin_rows, finish_rows, length, online_softmax, spans
+from .rows import Tile, length, spans
 
 
 def exponents(d: int, degree: int) -> np.ndarray:
@@ -66,53 +66,3 @@ def _store_normalised(memory: TwoLevelMemory, rows: slice) -> None:
     memory["o"] = value
     memory.store("o", "O", rows)
     memory.free("o")
-
-
-def certified_sparse(
-    memory: TwoLevelMemory, sizes: tuple[int, int, int, int], tile: Tile, epsilon: float = 1e-3
-) -> None:
-    """Query-stationary; a key block is loaded only if its box allows a key of it more than epsilon / N_k of the sum so
-    far of some row. Slow memory gets the share left out at most in `dropped` [N_q] and the marks of the tiles in
-    `live`, neither counted: they are not part of the result.
-    """
-    n_q, d, n_k, d_v = sizes
-    blocks = list(spans(n_k, tile["B_c"]))
-    rows_of = list(spans(n_q, tile["B_r"]))
-    memory.reserve("box", (len(blocks), 2, d))
-    memory.reserve("dropped", (n_q,))
-    memory.reserve("live", (len(rows_of), len(blocks)))
-    _store_boxes(memory, blocks)
-    for number, rows in enumerate(rows_of):
-        memory.load("q", "Q", rows)
-        begin_rows(memory, rows, d_v)
-        memory.full("dropped", (length(rows),))
-        for index, keys in enumerate(blocks):
-            memory.load("bound", "box", index)
-            low, high = memory["bound"]
-            upper = (np.maximum(memory["q"] * low, memory["q"] * high)).sum(axis=1) / math.sqrt(d)
-            memory.free("bound")
-            with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-                share = np.exp(upper - memory["m"]) / memory["l"]
-            live = not (share <= epsilon / n_k).all()
-            memory.result("live")[number, index] = live
-            if not live:
-                memory["dropped"] = memory["dropped"] + share * length(keys)
-                continue
-            memory.load("k", "K", keys)
-            memory.load("v", "V", keys)
-            memory["s"] = memory["q"] @ memory["k"].T / math.sqrt(d)
-            online_softmax(memory, "s", "v")
-            memory.free("s", "k", "v")
-        memory.free("q")
-        memory.result("dropped")[rows] = memory["dropped"]
-        memory.free("dropped")
-        finish_rows(memory, "O", "L", rows)
-
-
-def _store_boxes(memory: TwoLevelMemory, blocks: list[slice]) -> None:
-    """The smallest and the largest value of each coordinate of a block's keys."""
-    for index, keys in enumerate(blocks):
-        memory.load("k", "K", keys)
-        memory["bound"] = np.stack([memory["k"].min(axis=0), memory["k"].max(axis=0)])
-        memory.store("bound", "box", index)
-        memory.free("k", "bound")

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from .approximate import certified_sparse, polynomial
+from .approximate import polynomial
 from .memory import TwoLevelMemory
 from .rows import Tile, begin_rows, finish_rows, length, online_softmax, spans, stream
 
@@ -263,7 +263,6 @@ def _softmax_row(memory: TwoLevelMemory, row: int, chunks: list[slice]) -> None:
 
 
 PROGRAMS = {
-    "certified_sparse": certified_sparse,
     "flash": flash,
     "block_sparse": flash,
     "whole_rows": whole_rows,

@@ -21,7 +21,7 @@ LIMIT = 4096
 class Certificate:
     """The certificate of one group of heads in one attention call.
 
-    method: "polynomial" or "certified_sparse", as asked for.
+    method: "polynomial" or "two_planes", as asked for.
     ran: the same, or "exact".
     heads: the batch coordinates of the heads, e.g. ((0, 3), (0, 5)).
     epsilon: the error asked for.
@@ -30,7 +30,6 @@ class Certificate:
     output_error: the bound 2 e / (1 - e) * max |v_j| on the Euclidean error of any output row that follows from it.
     bound: B, such that every |score| <= B after the keys are centred; None where it was not computed to the end.
     moment: a bound on the mean square score of a row (of approximated keys, relative to their mean weight).
-    live: the share of the tiles that were computed (certified_sparse).
     planes: bfloat16 planes of float32 products, where these are fewer than the exact kernel takes.
     """
 
@@ -47,7 +46,6 @@ class Certificate:
     moment: float | None = None
     degree: int | None = None
     features: int | None = None
-    live: float | None = None
     planes: int | None = None
 
     def __str__(self) -> str:
@@ -57,7 +55,6 @@ class Certificate:
         if self.ran == "exact":
             return f"{self.method}: {where} ran exact ({bound}{self.reason})"
         what = f"degree {self.degree}, {self.features} features, " if self.degree is not None else ""
-        what += f"{self.live:.0%} of the tiles, " if self.live is not None else ""
         what += f"products in {self.planes} planes, " if self.planes is not None else ""
         return (
             f"{self.method}: {where}, {bound}{what}weights within {self.weight_error:.2g} (asked {self.epsilon:g}), "

@@ -31,12 +31,6 @@ CHUNKED, STATISTICS = 1.4, 1.3
 inside of chunks takes longer than the planner says, for short rows whose statistics are written."""
 WORTH = 0.9
 """Share of the exact kernel's time below which the polynomial's prediction has to be."""
-CANDIDATES = 2
-"""Blocks of keys whose scores bound a row's normaliser from below."""
-SELECTION, EXPONENTIAL = 6.5e-9, 8e-10
-"""Seconds on two threads, beside products: of a row's bound of a key block, and of a weight that is computed."""
-SELECTION_PASSES = 8
-"""Times that tensor operations on a GPU move each of these."""
 UNIT = 2.0**-8
 """Relative error of rounding to bf16."""
 MAX_FEATURES = 60000
@@ -54,19 +48,6 @@ def exact_seconds(machine: Machine, problem: Problem) -> float:
 def worth_a_look(machine: Machine, problem: Problem) -> bool:
     """Whether exact attention takes so long that an inspection of the data costs next to nothing."""
     return LOOK + LOOK_HEAD * problem.problems <= LOOK_SHARE * exact_seconds(machine, problem)
-
-
-def selection_seconds(machine: Machine, problem: Problem, rows: int, keys: int, fine: bool) -> float:
-    """Seconds for bounds of the scores of all blocks of `keys` keys, for tiles of `rows` queries or (`fine`) for all
-    queries."""
-    queries, flops, threads = problem.problems * problem.n_q, machine.flops("float32"), machine.cores / 2
-    weights = queries * CANDIDATES * keys
-    bounds = queries * -(-problem.n_k // keys) * (1 if fine else 4 / rows)
-    products = weights * 2 * problem.d + bounds * 6 * (problem.d + 1)
-    if machine.kind == "gpu":
-        moved = 4 * SELECTION_PASSES * (weights + bounds) / machine.main.bandwidth
-        return products / (GPU_RATE * flops) + moved + GPU_ROUND_TRIP
-    return products / flops + (weights * EXPONENTIAL + bounds * SELECTION) / threads
 
 
 def polynomial_seconds(machine: Machine, problem: Problem, features: int, planes: int, split: bool) -> float:

@@ -30,9 +30,9 @@ def refusal(spec: AttentionSpec, device: str, request: Request) -> str | None:
     assert request.approximation is not None
     if request.approximation.method == "polynomial":
         return None if device == "cpu" else _unsupported(spec)
-    from fusion.approximate import sparse
+    from fusion.approximate import two_planes
 
-    return sparse.refusal(spec, result, device, request.emitter)
+    return two_planes.refusal(spec, device, request.emitter)
 
 
 def _unsupported(spec: AttentionSpec) -> str | None:
@@ -69,10 +69,9 @@ def build(
 
         kernels = _kernels(here) if request.emitter != "reference" else None
         return PolynomialAttention(spec, admitted, exact, build_exact, here, allowed.epsilon, kernels=kernels)
-    from fusion.approximate.sparse import SparseAttention
+    from fusion.approximate.two_planes import TwoPlaneAttention
 
-    kernels = "mlir" if device == "cpu" else "triton"
-    return SparseAttention(spec, admitted, exact, build_exact, here, allowed.epsilon, kernels=kernels)
+    return TwoPlaneAttention(spec, admitted, exact, build_exact, here, allowed.epsilon)
 
 
 def _kernels(machine: Machine) -> str | None:

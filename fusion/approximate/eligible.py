@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from fusion.ir.expr import SCORE, I, J, Kind, const, node
+from fusion.ir.expr import I, J, Kind, const, node
 from fusion.ir.fills import is_dead
-from fusion.ir.ops import where
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import plain_scale
 
@@ -52,12 +50,3 @@ def plain(spec: AttentionSpec) -> Plain | str:
     if scale is None:
         return "the score program is not a constant times the score"
     return Plain(scale=scale, causal=causal)
-
-
-def canonical(spec: AttentionSpec, plain: Plain) -> AttentionSpec:
-    """Equal spec with its score program written as one product, under one selection where it is masked."""
-    score = SCORE * plain.scale
-    if spec.mask is not None:
-        score = where(spec.mask.live, score, const(-math.inf))
-        return replace(spec, score=score, mask=replace(spec.mask, fill=-math.inf))
-    return replace(spec, score=score)

@@ -13,7 +13,6 @@ from torch import Tensor
 from fusion.approximate.cost import CAUSAL_CHUNK
 from fusion.approximate.head_batches import KEPT, HeadPacker, ieee_products
 from fusion.caching import BoundedCache
-from fusion.codegen.reference import key_block_bounds
 from fusion.codegen.reference.moments import moments
 
 MARGIN, MOMENT_MARGIN = 1 + 1e-5, 1e-4
@@ -112,35 +111,6 @@ class Inspection:
             raw, around, queries = (math.sqrt(x) if x < math.inf else math.inf for x in figures[n : n + 3])
             sampled.append(SampledBounds(raw, around, queries, figures[n + 3] * self.scale**2))
         return sampled
-
-    def ruled_out(
-        self, operands: Sequence[Tensor], sizes: Sequence[int], sample: tuple[int, int, int, int], gap: float
-    ) -> list[float]:
-        """Share of some blocks of keys of each head whose score bounds are `gap` or more below the highest score of a
-        query, tried on a few. sample: about so many queries, keys, blocks; keys in a block. Empty where there is no
-        full block, or on a CPU no kernel that reads these rows."""
-
-        def make(d, q, k):
-            from fusion.codegen.mlir.approximate.key_block_bounds import KeyBlockBoundsCall
-
-            if k.count < sample[3]:
-                return None
-            return KeyBlockBoundsCall(d, operands[0].dtype, q, k, sample, gap / self.scale, self.causal)
-
-        if not self.native:
-            heads = self.gather(operands, sizes)
-            if heads.n_k < sample[3]:
-                return []
-            with ieee_products():
-                counts = key_block_bounds.ruled_out(
-                    heads.q, heads.k, heads.owner, sample, gap / self.scale, self.causal
-                )
-            totals = counts.flatten().tolist()
-        elif (call := self._call(("boxes", sample, gap), operands, sizes, make)) is not None:
-            totals = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)
-        else:
-            return []
-        return [totals[n] / max(1.0, totals[n + 1]) for n in range(0, len(totals), 2)]
 
     def _call(self, what: tuple, operands: Sequence[Tensor], sizes: Sequence[int], make) -> Any:
         """Result of `make(columns, queries, keys)`, cached by sizes and strides; None where kernels cannot read the

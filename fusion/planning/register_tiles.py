@@ -132,7 +132,7 @@ class AllHeads:
 
 def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tuple[Tiling, ...]:
     """Ways to form products, with a tile for any lengths; and where that is by split planes, multiply-adds for inputs
-    that cannot be split. most_planes: fewer than 3 round (see `fusion.approximate.sparse`)."""
+    that cannot be split. most_planes: fewer than 3 round (see `fusion.approximate.two_planes`)."""
     together = target.tile_groups
     multiply_add = Tiling(groups=2 * together, together=together, keys=target.keys(0), planes=0)
     planes = min(planes_of(spec, target), most_planes)

@@ -20,7 +20,7 @@ PROBLEM = Problem(n_q=1024, n_k=1024, d=64, d_v=64, heads=12, heads_kv=12)
         ("--N 1K --M 1K", ["*  small_cache", "M = 1024 "]),
         ("--N 512 --M 20000 --backward", ["backward_small_cache", "backward_fused"]),
         ("--N 131072 --d 8 --M 400 --features 45", ["*  polynomial"]),
-        ("--symbolic", ["flash:", "split_k:", "polynomial:", "certified_sparse:", "2402.07443"]),
+        ("--symbolic", ["flash:", "split_k:", "polynomial:", "2402.07443"]),
         ("--symbolic --schedule flash", ["B_r* = (M - d - d_v)/(d + d_v + 3)", "4*N**2*d**2/M"]),
     ],
 )

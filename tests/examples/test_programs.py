@@ -142,31 +142,6 @@ def least_io_of(name, problem, capacity, features):
     return float(counts(name, sizes_of(problem, capacity, 1.0, features), tile).io)
 
 
-@settings(max_examples=30, deadline=None)
-@given(data=st.data(), epsilon=st.sampled_from([1e-1, 1e-3]), sharpness=st.sampled_from([1.0, 30.0]))
-def test_certified_sparse_counts_and_stays_within_what_it_left_out(data, epsilon, sharpness):
-    problem, tile, capacity, (q, k, v, _) = data.draw(cases("certified_sparse"))
-    q = q * sharpness
-    memory = run("certified_sparse", q, k, v, capacity=capacity, tile=tile, epsilon=epsilon)
-    exact, _, _ = attention(q, k, v)
-    dropped, live = memory.result("dropped"), memory.result("live")
-    assert (dropped <= epsilon).all()
-    error = np.linalg.norm(memory.result("O") - exact, axis=1)
-    assert_within(error, 2 * dropped * np.linalg.norm(v, axis=1).max() + ROUNDING)
-    lengths = np.diff([*range(0, problem.n_k, tile["B_c"]), problem.n_k])
-    share = (live @ lengths).sum() / (len(live) * problem.n_k)
-    check_counts(memory, "certified_sparse", problem, tile, capacity, share)
-
-
-def test_certified_sparse_leaves_out_blocks_far_away():
-    rng, n, d = np.random.default_rng(0), 256, 8
-    centres = 20 * rng.normal(size=(4, d)).repeat(n // 4, axis=0)
-    k = centres + 0.1 * rng.normal(size=(n, d))
-    tile = {"B_r": 64, "B_c": 32}
-    memory = run("certified_sparse", k, k, rng.normal(size=(n, d)), capacity=10**5, tile=tile)
-    assert memory.result("live").mean() < 0.6
-
-
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 def test_a_full_tile_fills_its_footprint_and_one_element_less_is_refused(name):
     rng = np.random.default_rng(0)

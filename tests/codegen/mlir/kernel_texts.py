@@ -18,9 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusion.codegen.mlir.approximate.features import FeatureShape, Readout, State
-from fusion.codegen.mlir.approximate.key_block_bounds import KeyBlockBounds
 from fusion.codegen.mlir.approximate.moments import Moments
-from fusion.codegen.mlir.approximate.sparse import emit_sparse
 from fusion.codegen.mlir.backward.delta import DELTA_ERRORS, DELTAS
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.lanes import AUX_SUMS, FUSED, KEYS, QUERIES
@@ -178,8 +176,6 @@ def texts_of(name: str, spec: AttentionSpec, target: Target) -> Iterator[Text]:
             yield "forward", emit(spec, tiling, target, d, d_v).source
         if whole and not spec.aux_outputs:
             yield "forward in parts", emit(spec, replace(tiling, cut=True), target, d, d_v).source
-        if name in ("plain", "causal", "plain bfloat16", "causal bfloat16"):
-            yield "sparse", emit_sparse(spec, tiling, target, d, d_v).source
         if unsupported(spec) is None:
             if whole:
                 yield "training forward", emit(spec, tiling, target, d, d_v, with_statistics=True).source
@@ -218,7 +214,6 @@ def approximate_texts() -> Iterator[tuple[str, str, str]]:
     for d in (16, 40, 100):
         for scalar in ("f32", "bf16", "f16"):
             yield "avx512", "moments", Moments(d, scalar).text().source
-            yield "avx512", "bounds of key blocks", KeyBlockBounds(d, scalar, 64).text().source
 
 
 def texts() -> Iterator[tuple[str, str, str, str]]:

@@ -1,6 +1,7 @@
 """Inputs of approximate attention, easy and hard, and what runs them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +10,26 @@ import torch.nn.functional as F
 import fusion
 from fusion.approximate.eligible import plain
 from fusion.approximate.polynomial import PolynomialAttention
-from fusion.approximate.sparse import SparseAttention
+from fusion.approximate.two_planes import TwoPlaneAttention
 from fusion.codegen import mlir
 from fusion.codegen.mlir.approximate import polynomial as kernels
-from fusion.machine import INTERPRETER, machine
+from fusion.machine import machine
+from fusion.planning.register_tiles import target_of
 from fusion.runtime import kernels as built
+from tests import emulation
 from tests.numerics import allowance, assert_within, wide
+
+
+class OnTiles(TwoPlaneAttention):
+    """Attention in two planes with AMX's instructions, emulated where this processor has none."""
+
+    def __call__(self, operands, sizes):
+        with emulation.compiling(target_of(WITH_TILES)):
+            return super().__call__(operands, sizes)
+
+
+AMX = {"avx512_bf16", "amx_tile", "amx_bf16"}
+WITH_TILES = replace(machine(), isa=machine().isa | AMX | {"avx512f", "avx512dq", "avx512bw", "avx512vl"})
 
 
 def spec_of(q, k, v, causal):
@@ -38,15 +53,6 @@ def cached_spec(q, k, v, causal):
     return _specs[key]
 
 
-def selective_on_gpu(spec, epsilon, **given):
-    """Certified sparse attention with Triton's kernel, in the interpreter; heads that run exact by the reference."""
-
-    def build(other):
-        return built.executor(other.to_json(), "cpu", "reference")
-
-    return SparseAttention(spec, plain(spec), build(spec), build, INTERPRETER, epsilon, kernels="triton", **given)
-
-
 def executor(kind, spec, epsilon, amx=True):
     emitter = "auto" if mlir.unavailable() is None else "reference"
     exact = built.executor(spec.to_json(), "cpu", emitter)
@@ -54,10 +60,10 @@ def executor(kind, spec, epsilon, amx=True):
     def build(other):
         return built.executor(other.to_json(), "cpu", emitter)
 
-    if kind == "certified_sparse":
+    if kind == "two_planes":
         if mlir.unavailable() is not None:
             pytest.skip(mlir.unavailable())
-        return SparseAttention(spec, plain(spec), exact, build, machine(), epsilon, always=True)
+        return OnTiles(spec, plain(spec), exact, build, WITH_TILES, epsilon, always=True)
     if amx is True:
         amx = "amx" if kernels.supports(machine()) is None else None
     return PolynomialAttention(spec, plain(spec), exact, build, machine(), epsilon, kernels=amx or None, always=True)

@@ -9,18 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusion
-from fusion.approximate.blocks import Summaries
-from fusion.approximate.eligible import plain
-from fusion.approximate.sparse import SparseAttention
 from fusion.codegen.mlir.approximate import polynomial as kernels
 from fusion.machine import machine
-from tests.fusion.approximate.cases import ADVERSARIES, cached_spec, check, executor, inputs, sizes_of
+from fusion.planning.register_tiles import target_of
+from tests import emulation
+from tests.fusion.approximate.cases import ADVERSARIES, WITH_TILES, cached_spec, check, executor, inputs, sizes_of
 from tests.numerics import allowance, assert_as_exact_as_eager, assert_within, wide
 
 
 @settings(max_examples=15)
 @given(
-    seed=st.integers(0, 2**31), kind=st.sampled_from(["polynomial", "certified_sparse"]),
+    seed=st.integers(0, 2**31), kind=st.sampled_from(["polynomial", "two_planes"]),
     heads=st.sampled_from([(2, 2), (4, 2)]), n=st.sampled_from([1, 33, 130, 515]), d=st.just((7, 20)),
     scales=st.sampled_from([(0.3,), (0.05, 1.0, 30.0)]), adversary=st.sampled_from(ADVERSARIES),
     causal=st.booleans(), epsilon=st.sampled_from([1e-1, 1e-2, 1e-3]), amx=st.booleans(),
@@ -29,6 +28,7 @@ from tests.numerics import allowance, assert_as_exact_as_eager, assert_within, w
 def test_errors_stay_within_certificates(
     seed, kind, heads, n, d, scales, adversary, causal, epsilon, amx, dtype
 ):  # fmt: skip
+    dtype = torch.float32 if kind == "two_planes" else dtype
     q, k, v = inputs(seed, *heads, n, *d, scales, adversary, dtype)
     check(kind, q, k, v, causal, epsilon, amx)
 
@@ -86,92 +86,53 @@ def test_bounds_hold_where_products_of_lower_precision_are_allowed():
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.skipif(kernels.supports(machine()) is not None, reason="no AMX")
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_that_two_planes_hold_are_rounded_and_others_are_not(causal):
     """Every number is as far from two planes as one can be, all to the same side, so that nothing cancels."""
     worst = 1 + 2.0**-8 - 2.0**-17
-    q, k, v = inputs(0, 3, 3, 704, 16, 8, (1.0,), "none", torch.float32)
+    q, k, v = inputs(0, 3, 3, 300, 16, 8, (1.0,), "none", torch.float32)
     k = k.sign() * worst
     q = k * torch.tensor([0.25, 2.0, 40.0]).view(1, 3, 1, 1)
     v = v.sign() * worst
     spec, epsilon = cached_spec(q, k, v, causal), 1e-3
-    run = SparseAttention(spec, plain(spec), None, None, machine(), epsilon)  # type: ignore[arg-type]
-    assert run.rounding is not None
+    run = executor("two_planes", spec, epsilon)
     figures = run.look.whole([q, k, v], sizes_of(spec, q, k), second=False)
-    errors = run.rounding.errors(figures.queries, figures.raw)
+    errors = run.errors(figures.queries, figures.raw)
     assert errors[0] < epsilon < errors[2]
-    out = run.rounding.whole([q, k, v], sizes_of(spec, q, k))
+    with emulation.compiling(target_of(WITH_TILES)):
+        out = run._whole()([q, k, v], sizes_of(spec, q, k))
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
     error, eager = (out - exact).norm(dim=-1)[0], F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     largest = v.norm(dim=-1).max()
     for head in (0, 1):
         slack = math.sqrt(v.shape[-1]) * allowance(eager[0, head], exact[0, head])
         assert_within(error[head], 2 * errors[head] / (1 - errors[head]) * largest + slack)
-    found = check("certified_sparse", q[:, :1], k[:, :1], v[:, :1], causal, epsilon)
-    assert [c.ran for c in found] == ["certified_sparse"]
+    ran = {h: c.ran for c in check("two_planes", q, k, v, causal, epsilon) for (_, h) in c.heads}
+    assert ran == {0: "two_planes", 1: "two_planes", 2: "exact"}
 
 
-@pytest.mark.skipif(kernels.supports(machine()) is not None, reason="no AMX")
+def test_all_heads_are_rounded_in_place_or_with_their_keys_centred():
+    q, k, v = inputs(0, 4, 2, 515, 16, 8, (0.3,), "none", torch.float32)
+    for shift in (0, 3000):
+        found = check("two_planes", q, k + shift, v, False, 1e-2)
+        assert [c.planes for c in found] == [2] * 4
+
+
 def test_numbers_whose_second_plane_vanishes_are_not_rounded():
     q, k, v = inputs(0, 2, 2, 64, 16, 8, (1.0,), "none", torch.float32)
     spec = cached_spec(q, k, v, False)
-    run = SparseAttention(spec, plain(spec), None, None, machine(), 1e-3)  # type: ignore[arg-type]
-    assert run.rounding is not None
+    run = executor("two_planes", spec, 1e-3)
     for (left, right), expected in (((2.0**-118, 2.0**110), [float("inf")] * 2), ((1, 1), None)):
         found = run.look.whole([q * left, k * right, v], sizes_of(spec, q, k), second=False)
-        errors = run.rounding.errors(found.queries, found.raw)
+        errors = run.errors(found.queries, found.raw)
         assert errors == expected if expected else max(errors) < 1e-2
 
 
-@pytest.mark.parametrize(("causal", "dtype"), [(False, torch.float32), (False, torch.bfloat16), (True, torch.float32)])
-def test_sparse_leaves_out_most_tiles_of_documents(causal, dtype):
-    q, k, v = inputs(0, 2, 2, 2048, 16, 16, (1.0,), "documents", dtype)
-    found, epsilon = check("certified_sparse", q, k, v, causal, 1e-3), 1e-3
-    tile = executor("certified_sparse", cached_spec(q, k, v, causal), epsilon).kernel
-    most = max(0.3, 4 * share_needed(q, k, causal, tile.rows, tile.keys, epsilon))  # large tiles hold more documents
-    assert all(c.ran == "certified_sparse" and c.live < most and c.weight_error > 0 for c in found)
-
-
-def share_needed(q, k, causal, rows, keys, epsilon):
-    """Of the tiles that a mask leaves: those that hold more than epsilon of the weights of a row."""
-    n, scores = q.shape[-2], q.double() @ k.double().mT * q.shape[-1] ** -0.5
-    live = torch.ones(n, n, dtype=torch.bool).tril(0 if causal else n)
-    weights = scores.masked_fill(~live, -torch.inf).softmax(-1)
-
-    def tiled(x):
-        return F.pad(x, (0, -n % keys, 0, -n % rows)).unflatten(-1, (-1, keys)).unflatten(-3, (-1, rows))
-
-    needed = tiled(weights).sum(-1).amax(-2) > epsilon
-    return float(needed.sum(dtype=torch.float) / tiled(live).any(-1).any(-2).sum() / needed.shape[:-2].numel())
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_bounds_of_tiles_are_above_those_of_rows_and_both_above_what_blocks_add(causal):
-    n = 3000
-    q, k, v = inputs(0, 1, 1, n, 16, 8, (1.0,), "documents", torch.float32)
-    epsilon = 1e-2
-    run = executor("certified_sparse", cached_spec(q, k, v, causal), epsilon)
-    q, k = q[0, 0] * run.plain.scale, k[0, 0]
-    q[64:96] += torch.randn(32, 16)  # a tile of rows that differ
-    scores = q.double() @ k.double().T
-    if causal:
-        scores.masked_fill_(torch.arange(n)[:, None] < torch.arange(n), -torch.inf)
-    weights = torch.softmax(scores, -1)
-    live = []
-    for coarse in (False, True):
-        marks, dropped = run.selection.select(q[None], Summaries(k[None], run.kernel.keys), coarse=coarse)
-        seen = marks[0].repeat_interleave(run.kernel.rows, 0)[:n].repeat_interleave(run.kernel.keys, 1)[:, :n]
-        assert float((weights * (seen == 0)).sum(-1).max()) <= float(dropped) <= epsilon / 2
-        live.append(float(marks[0, : n // run.kernel.rows].float().mean()))
-    assert live[0] <= live[1] < 1  # how much is left out depends on the rows of a tile, and these on the processor
-
-
-@pytest.mark.parametrize("kind", ["polynomial", "certified_sparse"])
+@pytest.mark.parametrize("kind", ["polynomial", "two_planes"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("operand", range(3))
 def test_nan_and_infinity_are_as_in_eager(operand, value, kind):
-    """A head with such a query, key or value is left to the exact kernel. Of `documents` tiles would be left out."""
+    """A head with such a query, key or value is left to the exact kernel."""
     from fusion.approximate import certificates
 
     q, k, v = given = inputs(0, 2, 2, 512, 16, 16, (1.0,), "documents", torch.float32)
@@ -210,20 +171,21 @@ def test_other_programs_are_refused_with_a_reason(change, reason):
     assert certificate.ran == "exact" and reason in certificate.reason
 
 
-def test_sparse_leaves_out_tiles_of_peaked_heads_and_rounds_or_runs_exact_the_others():
-    peaked = inputs(0, 2, 2, 4096, 16, 16, (1.0,), "documents", torch.float32)
-    diffuse = inputs(0, 2, 2, 4096, 16, 16, (0.1, 10.0), "none", torch.float32)
-    q, k, v = (torch.cat([x, y], 1) for x, y in zip(peaked, diffuse, strict=True))
-    options = {"inner": "eager", "approximate": "certified_sparse", "epsilon": 1e-3}
+@pytest.mark.parametrize(
+    ("dtype", "reason"), [(torch.bfloat16, "do not take three bfloat16 planes"), (torch.float32, None)]
+)
+def test_two_planes_through_the_backend(dtype, reason):
+    q, k, v = inputs(0, 4, 4, 4096, 16, 16, (0.1, 1000.0), "none", dtype)
+    options = {"inner": "eager", "approximate": "two_planes", "epsilon": 1e-3}
     torch._dynamo.reset()
     out = torch.compile(F.scaled_dot_product_attention, backend="fusion", options=options)(q, k, v)
-    ran = {head[1]: (c.ran, c.planes) for c in fusion.last_certificates() for head in c.heads}
-    sparse = ("certified_sparse", None)
-    # Where products do not run on tiles, the planner may find that exact attention is faster.
-    assert {ran[0], ran[1]} <= ({sparse} if "amx_bf16" in machine().isa else {sparse, ("exact", None)})
-    if machine().kind == "cpu" and kernels.supports(machine()) is None:
-        assert ran[2] == ("certified_sparse", 2)
+    found = fusion.last_certificates()
+    if reason is not None or kernels.supports(machine()) is not None:
+        assert [c.ran for c in found] == ["exact"] and (reason or "planes") in found[0].reason
+    else:
+        assert {h: (c.ran, c.planes) for c in found for (_, h) in c.heads} == {
+            0: ("two_planes", 2), 1: ("exact", None), 2: ("two_planes", 2), 3: ("exact", None),
+        }  # fmt: skip
     eager, exact = F.scaled_dot_product_attention(q, k, v), F.scaled_dot_product_attention(*wide((q, k, v)))
     slack = math.sqrt(v.shape[-1]) * allowance(eager, exact)
-    certified = max(c.output_error or 0.0 for c in fusion.last_certificates())
-    assert_within((out - exact).norm(dim=-1), certified + slack)
+    assert_within((out - exact).norm(dim=-1), max(c.output_error for c in found) + slack)

@@ -11,7 +11,7 @@ from tests.fusion.approximate.cases import cached_spec, executor, sizes_of
 from tests.numerics import assert_within
 
 
-@pytest.mark.parametrize("method", ["polynomial", "certified_sparse"])
+@pytest.mark.parametrize("method", ["polynomial", "two_planes"])
 def test_a_glance_ends_the_matter_where_nothing_helps(method, monkeypatch):
     """Without looking at all of the data, which costs more than the exact kernel may become slower."""
     if mlir.unavailable() is not None:
@@ -24,7 +24,7 @@ def test_a_glance_ends_the_matter_where_nothing_helps(method, monkeypatch):
     monkeypatch.setattr(Inspection, "whole", lambda *a, **k: 1 / 0)
     for _ in range(2):
         assert torch.equal(run([*x], sizes_of(spec, x[0], x[1])), exact)
-    assert fusion.last_certificates()[-1].reason.startswith(("a sample of", "too many keys"))
+    assert fusion.last_certificates()[-1].reason.startswith(("a sample of", "the rounding of"))
     few = torch.randn(3, 1, 4, 300, 16) * 1e-3
     run([*few], sizes_of(spec, few[0], few[1]))
     assert fusion.last_certificates()[-1].reason.endswith("at this length")
@@ -60,33 +60,3 @@ def test_the_kernel_that_looks_sees_what_torch_sees(groups, dtype, causal):
     operands = [q.mT.contiguous().mT, k, k]
     assert looks[0].gather.places(operands, sizes) is None
     assert looks[0].whole(operands, sizes).bounds == looks[1].whole(operands, sizes).bounds
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_glance_counts_blocks_that_their_boxes_rule_out(causal):
-    if mlir.unavailable() is not None:
-        pytest.skip(mlir.unavailable())
-    q, k = torch.randn(2, 2, 2, 704, 24).bfloat16()
-    q[1, 1] *= 9
-    k[1, 1, :] = k[1, 1, ::8].repeat_interleave(8, 0)  # boxes that are points
-    spec, gap = cached_spec(q, k, k, causal), 20.0
-    found, by_torch = (
-        Inspection(HeadPacker(spec), 0.5, causal, native).ruled_out(
-            [q, k, k], sizes_of(spec, q, k), (16, 128, 4, 8), gap
-        )
-        for native in (True, False)
-    )
-    assert found == by_torch
-    step, block_step = 42, 704 // 8 // 4 * 8  # queries at places of the keys 0, 6, 12, ..
-    q, k = q[:, :, ::step][:, :, :16].flatten(0, 1).double(), k.flatten(0, 1).double()
-    rows = torch.arange(16) * step
-    scores = q @ k[:, ::6].mT
-    if causal:
-        scores.masked_fill_(rows[:, None] < torch.arange(0, 704, 6), -torch.inf)
-    blocks = torch.stack([k[:, first : first + 8] for first in range(0, 704, block_step)], 1)[:, :, None]
-    upper = torch.maximum(q[:, None] * blocks.amax(3), q[:, None] * blocks.amin(3)).sum(-1)
-    seen = (rows >= torch.arange(blocks.shape[1])[:, None] * block_step) & (rows >= rows[len(rows) // 2])
-    seen = seen if causal else torch.ones_like(seen)
-    ruled_out = (upper <= scores.amax(-1)[:, None] - gap / 0.5) & seen
-    assert [round(share * int(seen.sum())) for share in found] == ruled_out.sum((1, 2)).tolist()
-    assert found[0] == 0 < found[3]
