@@ -74,7 +74,7 @@ bench: $(VENV)/.installed-bench
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-dist: $(VENV)/.installed-release
+dist: $(VENV)/.installed-release $(VENV)/.installed-test
 	.ci/dist $(BIN)/python build/dist
 
 versions: dist

@@ -5,7 +5,8 @@
     python .ci/versions.py WHEEL --only 3.12:2.12.1 --tests tests/passes/test_rewrite.py   tests of the checkout, too
 
 Each environment takes some gigabytes and minutes: torch from the registry brings the libraries of CUDA. It is removed
-afterwards. What is tried is .ci/smoke.py, in an empty folder. torch chooses its Triton.
+afterwards. What is tried, in an empty folder: .ci/smoke.py, and README's program (tests/test_readme.py), whose output
+is that of README. torch chooses its Triton. With a build of torch for CPUs: --only 3.11:2.13.0+cpu.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,6 +77,11 @@ def tried(python: str, torch: str, wheel: Path, tests: list[str], place: Path) -
         return row(
             {"python": python, "torch": torch} | found, f"wrong: {(done.stderr.strip().splitlines() or ['?'])[-1]}"
         )
+    environment = {**os.environ, "README_PYTHON": str(own)}
+    done = run(sys.executable, "-m", "pytest", "-q", "tests/test_readme.py", "-k", "program", cwd=ROOT, env=environment)
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        return row(found, "wrong: README's program prints something else")
     told = "right"
     if tests:
         done = run(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=ROOT)
@@ -83,8 +90,10 @@ def tried(python: str, torch: str, wheel: Path, tests: list[str], place: Path) -
     return row(found, told)
 
 
-def run(*command: object, cwd: Path | str | None = None) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it would find the checkout
+def run(
+    *command: object, cwd: Path | str | None = None, env: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in env.items() if name != "PYTHONPATH"}  # it would find the checkout
     return subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=cwd, env=clean)
 
 
