@@ -1,19 +1,41 @@
-"""What the site changes in the pages of docs/, which are read in the repository as well (mkdocs calls it).
+"""Additions of the site to the pages of docs/, which are read in the repository as well (mkdocs calls it).
 
-Links to files outside of docs/ become the file's name, since the site holds pages alone.
+Result files of benchmarks that a page links to are pages of the site, outside of its navigation. Links to other files
+outside of docs/ become the file's name.
 """
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = "benchmarks/results/"
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """The pages, and the result files that they link to."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for _, target in LINK.findall(page.read_text()):
+            path = posixpath.normpath(posixpath.join("docs", target))
+            name = f"results/{posixpath.basename(path)}"
+            if path.startswith(RESULTS) and files.get_file_from_path(name) is None:
+                text = (ROOT / path).read_text()
+                files.append(File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The text of a page, without links that lead out of docs/."""
+    """The text of a page, whose links stay inside of the site."""
 
-    def named(link: re.Match[str]) -> str:
+    def inside(link: re.Match[str]) -> str:
         text, target = link.groups()
         path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), target))
+        if path.startswith(RESULTS):
+            return f"[{text}](results/{posixpath.basename(path)})"
         return text if text.strip("`") == path else f"{text} (`{path}`)"
 
-    return re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)", named, markdown)
+    return LINK.sub(inside, markdown)

@@ -22,6 +22,11 @@ CONTESTANTS = {
     "inductor": ("Inductor", "#7F7F7F"),
 }
 """Name in the result file -> (name in the picture, colour of Okabe and Ito's set)."""
+DARK = (
+    "@media(prefers-color-scheme:dark){text{fill:#E4E6EA!important}"
+    "[style*='stroke: #000000']{stroke:#E4E6EA!important}}"
+)
+"""Where the page is dark, so are text and axes; the background is that of the page."""
 
 
 def chosen(document: dict, n: int, d: int, dtype: str) -> list[dict]:
@@ -35,6 +40,9 @@ def draw(rows: list[dict], environment: dict, title: str, output: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.62 * len(rows) + 1.4))
     height = 0.8 / len(CONTESTANTS)
     for place, (key, (name, colour)) in enumerate(CONTESTANTS.items()):
+        for group, row in enumerate(rows):
+            if not row["entries"].get(key, {}).get("median"):
+                axes.text(0, group + place * height, f" {name}: n/a", va="center", fontsize=7, color="#7F7F7F")
         medians = [row["entries"].get(key, {}).get("median") for row in rows]
         at = [group + place * height for group, median in enumerate(medians) if median]
         milliseconds = [1e3 * median for median in medians if median]
@@ -50,7 +58,9 @@ def draw(rows: list[dict], environment: dict, title: str, output: Path) -> None:
     where = f"{environment['cpu']}, {environment['threads']} threads; {versions}; commit {environment['commit']}"
     axes.annotate(where, (1, 0), (0, -44), "axes fraction", "offset points", ha="right", fontsize=7, color="#555555")
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(output, bbox_inches="tight", metadata={"Date": None}, transparent=True)
+    text = output.read_text().replace("</style>", DARK + "</style>", 1)
+    output.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
 
 
 def main() -> None:

@@ -14,6 +14,8 @@ import math
 import re
 import sys
 import textwrap
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ PAGE = ROOT / "docs" / "gallery.md"
 PROBLEM = Problem(H=4, N=1024, d=128, dtype=torch.float32)
 TILES = 16  # a side of the picture
 SHADES = ("#E5E5E5", "#B9D7EA", "#7FB8DA", "#3F93C4", "#0072B2")
+DARK = "<style>@media(prefers-color-scheme:dark){.s0{fill:#2E323A}.s1{fill:#274B66}.s2{fill:#2F6C96}}</style>"
 PEERS = {"sdpa": "SDPA", "flex": "FlexAttention", "inductor": "Inductor"}
 
 HEAD = """# Gallery
@@ -37,9 +40,9 @@ Attention variants as people write them in plain PyTorch, what fusion finds in e
 [benchmarks/rows.py](../benchmarks/rows.py).
 
 Pictures: a row of squares is a block of queries, a column a block of keys; the darker, the more pairs have a weight.
-Grey squares are not visited. Without a picture every query sees every key. Times: two cores, float32, medians of turns
-in one process; how many times as long a peer takes. An empty cell: the peer cannot express the variant, or it was not
-measured.
+Grey squares are not visited. Without a picture every query sees every key. Times: two cores of one processor, float32,
+medians of turns in one process; how many times as long a peer takes. An empty cell: the peer cannot express the
+variant. A variant without times was not measured there.
 """
 
 
@@ -52,7 +55,8 @@ def page(measured: dict[str, dict]) -> str:
 def section(name: str, row: Row, measured: dict | None) -> str:
     """One variant."""
     title = row.title[0].upper() + row.title[1:]
-    parts = [f"## {title}", textwrap.indent(inspect.getsource(row.plain).strip(), "    "), found(row)]
+    parts = [f"## {title}", textwrap.indent(inspect.getsource(row.plain).strip(), "    ")]
+    parts.append(found(row, measured["d"] if measured else PROBLEM.d))
     if is_drawn(row):
         parts.append(f"![Which keys the queries of '{row.title}' see](figures/{file_of(name)})")
     if measured is not None:
@@ -69,15 +73,15 @@ def file_of(name: str) -> str:
     return f"gallery-{name.replace(' ', '-')}.svg"
 
 
-def found(row: Row) -> str:
+def found(row: Row, d: int) -> str:
     """The lines of the report that say what the program is, without what depends on this machine's tiles."""
-    operands = PROBLEM.tensors(row)
+    operands = replace(PROBLEM, d=d).tensors(row)
     with fusion.collect_reports() as reports, torch.no_grad():
         torch._dynamo.reset()
         options = {"inner": "eager", "emitter": "reference", "verify": False}
         torch.compile(row.plain, backend="fusion", dynamic=False, options=options)(*operands)
     lines = re.findall(r"^ +(program|reads|mask) +(.*)$", str(reports[0]), flags=re.M)
-    return "\n".join(f"- {kind}: `{re.sub(r', [0-9]+ % of tiles', '', text)}`" for kind, text in lines)
+    return "\n".join(f"- {kind}: `{re.sub(r', [0-9]+ % computed', '', text)}`" for kind, text in lines)
 
 
 def shares(row: Row) -> torch.Tensor:
@@ -92,29 +96,36 @@ def shares(row: Row) -> torch.Tensor:
 def picture(tiles: torch.Tensor) -> str:
     """An SVG of squares, a path for each shade."""
     shade = (tiles * (len(SHADES) - 1)).ceil().long()
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="160" height="160" viewBox="0 0 {TILES} {TILES}">']
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="160" height="160" viewBox="0 0 {TILES} {TILES}">', DARK]
     for number, colour in enumerate(SHADES):
         places = (shade == number).nonzero().tolist()
         if places:
             squares = "".join(f"M{j} {i}h.9v.9h-.9z" for i, j in places)
-            lines.append(f'<path fill="{colour}" d="{squares}"/>')
+            lines.append(f'<path class="s{number}" fill="{colour}" d="{squares}"/>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def newest() -> dict[str, dict]:
-    """Of each variant the newest result in float32 at the length that shows most: 1024, or 16384 for one query.
+    """Of each variant the newest result in float32 at the length that shows most, 1024, or 16384 for one query, all of
+    the processor on which most variants were measured.
 
-    A result that lacks a peer of an older one does not replace it.
+    A result that lacks a peer of an older one does not replace it; of one file the narrower heads count.
     """
-    results: dict[str, dict] = {}
-    for file in sorted((ROOT / "benchmarks" / "results").glob("*-cpu.json")):
-        document = json.loads(file.read_text())
-        for entry in document["rows"]:
-            length = 16384 if GPU_ROWS[entry["row"]].queries else 1024
-            shown = entry["dtype"] == "fp32" and entry["N"] == length and entry["d"] in (64, 128)
-            older = results.get(entry["row"], {"entries": {}})
-            if shown and PEERS.keys() & older["entries"] <= entry["entries"].keys():
-                results[entry["row"]] = entry | {"file": file.name, "cpu": document["environment"]["cpu"]}
+    files = sorted((ROOT / "benchmarks" / "results").glob("*-cpu.json"))
+    documents = [json.loads(file.read_text()) | {"file": file.name} for file in files]
+    entries = [
+        entry | {"file": document["file"], "cpu": document["environment"]["cpu"]}
+        for document in documents
+        for entry in sorted(document["rows"], key=lambda entry: -entry["d"])
+        if (entry["dtype"], entry["N"]) == ("fp32", 16384 if GPU_ROWS[entry["row"]].queries else 1024)
+        and entry["d"] in (64, 128)
+    ]
+    measured_on = Counter(cpu for _, cpu in {(entry["row"], entry["cpu"]) for entry in entries})
+    processor, results = max(measured_on, key=measured_on.__getitem__), dict[str, dict]()
+    for entry in (entry for entry in entries if entry["cpu"] == processor):
+        older = results.get(entry["row"], {"entries": {}})
+        if PEERS.keys() & older["entries"] <= entry["entries"].keys():
+            results[entry["row"]] = entry
     return results
 
 

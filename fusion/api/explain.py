@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from fusion.backend import fuse
 from fusion.exactness import copied
 from fusion.integrations import nested_tensors
-from fusion.ir.expr import loads
 from fusion.options import Options
+from fusion.planning.counted import mask_operands
 from fusion.report.report import NO_ATTENTION, AttentionReport, Report
 from fusion.torch_private.dynamo import original_of
 
@@ -59,7 +59,7 @@ class _RecordingInterpreter(Interpreter):
         self.wanted = defaultdict[Node, list[tuple[int, AttentionReport]]](list)
         for attention in (entry for site in report.sites for entry in site.attentions):
             mask = attention.spec.mask
-            for number in {part.operand for part in loads(mask.live)} if mask is not None else ():
+            for number in mask_operands(mask) if mask is not None else ():
                 self.wanted[attention.nodes[number]].append((number, attention))
 
     def run_node(self, n: Node) -> Any:

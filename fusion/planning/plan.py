@@ -18,12 +18,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fusion.errors import ProblemError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
 from fusion.planning.choice import Choice, Planner
+from fusion.planning.counted import with_counts
 from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.problem import Problem, attention_of, problem_of
 from fusion.planning.register_tiles import planes_of, target_of
@@ -225,7 +227,7 @@ class Plan:
 
     def explain(self) -> str:
         """The plan on several lines: formula with numbers put in, I/O, bound, resources."""
-        parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources)
+        parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources if value)
         lines = [
             f"problem    {self.problem}",
             f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}",
@@ -233,11 +235,20 @@ class Plan:
             f"I/O        {self.symbolic}",
             f"           = {self.formula} per head",
             f"           x {self.problem.problems} heads = {number_text(self.io)} elements"
-            f" = {bytes_text(self.io_bytes)}",
+            f" = {bytes_text(self.io_bytes)}{self._levels()}",
             f"bound      {number_text(self.bound)} elements ({self.bound_text}); ratio {self.ratio:.2f}",
             f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})",
         ]
         return "\n".join(lines)
+
+    def _levels(self) -> str:
+        """The memories of a GPU between which that is moved, in words."""
+        if self.machine.kind == "cpu":
+            return ""
+        if self.problem.n_q <= self.B_r:  # no other block reads the same keys
+            return " from HBM"
+        least = lower_bound(self.problem, math.inf) * self.problem.element_bytes
+        return f" between multiprocessors and L2; between L2 and HBM at least {bytes_text(least)}"
 
     def __str__(self) -> str:
         moved = f"I/O {bytes_text(self.io_bytes)} ({self.ratio:.2f}x bound)"
@@ -251,24 +262,29 @@ def plan(
     *,
     sizes: Mapping[str, int] | Sequence[int] | None = None,
     choice: Choice | None = None,
+    values: Mapping[int, Tensor] | None = None,
 ) -> Plan:
     """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
 
     problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`, by name or in order.
     choice: what a kernel runs, whose cost is asked; by default what the machine's planner chooses.
+    values: tensors that the spec's mask reads, by operand: its tiles are counted on them.
 
     Raises UnknownMachineError, ProblemError, NoFittingTileError.
     """
     target = find_machine(machine)
     if isinstance(problem, Problem):
-        spec, values = attention_of(problem), ()
+        spec, extents = attention_of(problem), ()
     elif isinstance(problem, AttentionSpec):
         spec, problem = problem, problem_of(problem, sizes)
-        values = tuple(sizes[name] for name in spec.sizes) if isinstance(sizes, Mapping) else tuple(sizes or ())
+        extents = tuple(sizes[name] for name in spec.sizes) if isinstance(sizes, Mapping) else tuple(sizes or ())
     else:
         raise ProblemError(f"plan() was given a {type(problem).__name__}; give a Problem or an AttentionSpec")
     if choice is None:
-        choice = _chosen(spec, values, problem, target, torch.get_num_threads())
+        choice = _chosen(spec, extents, problem, target, torch.get_num_threads())
+    if values and isinstance(sizes, Mapping):
+        _, block, _ = reading(choice, spec, problem, target)
+        problem = with_counts(problem, spec, sizes, values, block, choice.tile.keys)
     return _with_cost(choice, spec, problem, target)
 
 
@@ -299,7 +315,7 @@ def _chosen(spec: AttentionSpec, values: tuple[int, ...], problem: Problem, mach
 @functools.lru_cache(maxsize=4096)
 def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: Machine) -> Plan:
     """The plan with this choice."""
-    schedule, (moved, block, computed) = SCHEDULES[choice.schedule], _reading(choice, spec, problem, machine)
+    schedule, (moved, block, computed) = SCHEDULES[choice.schedule], reading(choice, spec, problem, machine)
     if machine.kind == "gpu":
         from fusion.planning.gpu_model import forward_time
 
@@ -326,7 +342,7 @@ def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: M
     )
 
 
-def _reading(
+def reading(
     choice: Choice, spec: AttentionSpec, problem: Problem, machine: Machine
 ) -> tuple[Problem, tuple[int, int], tuple[int, int]]:
     """(The problem with those heads together whose rows share a block, and so read keys once; the rows of a block and

@@ -59,6 +59,16 @@ class KeyRanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """What a mask that is data leaves, counted on the values of an example: the share of the scores, and rows and keys
+    of a head that take part in a live score, as means over heads."""
+
+    scores: float
+    rows: float
+    keys: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """q: [batch, heads, n_q, d], k: [batch, heads_kv, n_k, d], v: [batch, heads_kv, n_k, d_v].
 
@@ -71,6 +81,7 @@ class Problem:
     stored_bytes: bytes of an element of k and v in memory (their mean) where that is not `dtype`, else 0.
     together: query heads whose rows lie side by side, in one head: row r is row r // together of each of them.
     n_k_total: number of keys that the n_k are selected from, where `heads` are queries with a set each; else 0.
+    counted: of a mask whose data is known.
 
     Sizes of 0 are planned as 1 (an empty call runs no kernel, but its caller wants a plan).
     """
@@ -93,6 +104,7 @@ class Problem:
     stored_bytes: float = 0
     together: int = 1
     n_k_total: int = 0
+    counted: Counted | None = None
 
     def __post_init__(self) -> None:
         for name in ("n_q", "n_k", "d", "d_v", "batch", "heads", "heads_kv", "score_flops"):
@@ -136,6 +148,8 @@ class Problem:
 
     def live_share(self, rows: int, cols: int = 1) -> float:
         """s for tiles of `rows x cols`: keys a query block meets (blocks of keys whole), in the mean, over N_k."""
+        if self.counted is not None and rows == cols == 1:
+            return self.counted.scores
         if not self.bounded:
             return self.density
         start, end = self.all_key_ranges(rows)
@@ -145,6 +159,8 @@ class Problem:
 
     def needed(self) -> tuple[float, float]:
         """Rows of a head, and keys, that take part in a live score; a mean over heads."""
+        if self.counted is not None:
+            return self.counted.rows, self.counted.keys
         n_q, n_k = max(1, self.n_q), max(1, self.n_k)
         if not self.bounded:
             return n_q * min(1.0, self.density), n_k * self.density
@@ -187,7 +203,9 @@ class Problem:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         mask = " causal" * self.causal + f" window {self.window}" * (self.window is not None)
         mask += " masked" * (self.ranges is not None)
-        mask += f" density {self.density:g}" * (self.density < 1) + f" of {self.n_k_total} keys" * (self.n_k_total > 0)
+        mask += f" density {self.density:.3g}" * (self.density < 1) + f" of {self.n_k_total} keys" * (
+            self.n_k_total > 0
+        )
         head_dim = f"d={self.d}" + (f" d_v={self.d_v}" if self.d_v != self.d else "")
         return f"B={self.batch} H={heads} N_q={self.n_q} N_k={self.n_k} {head_dim} {self.dtype}{mask}"
 

@@ -153,8 +153,10 @@ def mask_text(spec: AttentionSpec, names: Mapping[int, str], plan: Plan) -> str:
     assert spec.mask is not None
     text = " ∧ ".join(_predicate(spec, part, names) for part in conjuncts(spec.mask.live))
     if (live := plan.problem.live_share(1)) < 1:
-        most = "at most " * bool(loads(spec.mask.live))  # positions alone are counted
+        counted = plan.problem.counted is not None
+        most = "at most " * (bool(loads(spec.mask.live)) and not counted)
         text += f", {most}{100 * live:.0f} % of the scores live, {100 * plan.computed:.0f} % computed"
+        text += " (of these inputs)" * counted
     low, high = spec.mask.key_lo, spec.mask.key_hi
     if low is not None or high is not None:
         text += f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -20,6 +20,7 @@ from fusion.ir.expr import FALSE, SCORE, TRUE, Expr, I, J, const, contains, walk
 from fusion.ir.printing import Notation, printed
 from fusion.ir.sizes import leaves, size_value
 from fusion.passes.graph_excerpt import Excerpt, ExcerptNode
+from fusion.planning.counted import load
 
 DEAD, MIXED, FULL, DATA = 0, 1, 2, 3
 NAMES = {DEAD: "dead", MIXED: "mixed", FULL: "full", DATA: "decided by data"}
@@ -60,7 +61,7 @@ def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int,
         lines = []
         for rows in i.split((i // cell).unique_consecutive(return_counts=True)[1].tolist()):
             known[I] = rows[:, None]
-            live = torch.as_tensor(ops.evaluate(expr, leaves(sizes, known, partial(_load, values)))).broadcast_to(
+            live = torch.as_tensor(ops.evaluate(expr, leaves(sizes, known, partial(load, values)))).broadcast_to(
                 len(rows), len(j)
             )
             total = torch.zeros(int(j[-1]) // cell + 1, dtype=torch.float64)
@@ -80,15 +81,6 @@ def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int,
         shares={kind: float((kinds == kind).double().mean()) for kind in NAMES},
         sampled=sampled,
     )
-
-
-def _load(values: Mapping[int, Tensor], part: Expr) -> Tensor | Callable[..., Tensor]:
-    tensor = values[part.operand].cpu()
-
-    def element(*index: Tensor) -> Tensor:
-        return tensor[tuple(k.clamp(0, max(0, n - 1)) for k, n in zip(index, tensor.shape, strict=True))]
-
-    return element if part.args else tensor
 
 
 def _positions(extent: int, cell: int, sampled: bool) -> Tensor:

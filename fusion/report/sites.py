@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import Tensor
+
 from fusion.approximate import dispatch
 from fusion.errors import UnknownMachineError
 from fusion.ir.sizes import size_value
@@ -58,7 +60,8 @@ def _advised(refusal: Refusal | None, options: Options) -> Refusal | None:
 
 def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) -> AttentionReport:
     sizes, names = part.example_sizes(hints), _names(part)
-    values, request = tuple(sizes.values()), options.request
+    values: dict[int, Tensor] = {}
+    request = options.request
     shapes = tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands)
     return AttentionReport(
         spec=part.spec,
@@ -68,8 +71,9 @@ def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) 
         sizes=sizes,
         keys=_keys(part, sizes),
         shapes=shapes,
-        planned=_planned(part, hints, options),
-        source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(values),
+        values=values,
+        planned=_planned(part, hints, options, values),
+        source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(tuple(sizes.values())),
         approximation=_approximation(part, hints, options),
         gradients="\n".join(
             f"through {part.spec.describe_aux(aux)}: the reference interpreter, as {why}"
@@ -123,12 +127,15 @@ def _approximation(part: AttentionCall, hints: Mapping[str, int], options: Optio
         return None
     if (reason := dispatch.refusal(part.spec, part.device, request)) is not None:
         return f"{allowed.method}: exact, because {reason}"
-    expected = _planned(part, hints, options)()
+    expected = _planned(part, hints, options, {})()
     return dispatch.describe(allowed, expected.problem, expected.machine)
 
 
-def _planned(part: AttentionCall, hints: Mapping[str, int], options: Options) -> Callable[[], Plan]:
-    """Function that returns the plan of a call; called lazily, since tiles are measured at the first call."""
+def _planned(
+    part: AttentionCall, hints: Mapping[str, int], options: Options, values: Mapping[int, Tensor]
+) -> Callable[[], Plan]:
+    """Function that returns the plan of a call; called lazily, since tiles are measured at the first call, and `values`
+    of what the mask reads are there when the graph has run."""
     spec, device, request, trained = part.spec, part.device, options.request, part.differentiable
     sizes = part.example_sizes(hints)
 
@@ -136,6 +143,6 @@ def _planned(part: AttentionCall, hints: Mapping[str, int], options: Options) ->
         choice, machine = kernels.kernel_of(spec, device, request, trained).choice(tuple(sizes.values())), None
         with contextlib.suppress(UnknownMachineError):
             machine = kernels.machine_of(device, request)
-        return plan(spec, machine, sizes=sizes, choice=choice)
+        return plan(spec, machine, sizes=sizes, choice=choice, values=values)
 
     return planned

@@ -1,14 +1,17 @@
 """I/O and bound of masked attentions, against counts over the dense mask."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
 import fusion
+from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS
 from fusion.machine import machine
 from fusion.planning.plan import lower_bound
 from fusion.planning.register_tiles import planes_of, target_of
+from fusion.report.data import mask_text
 from tests.numerics import assert_same_in_float64
 
 MASKS = {
@@ -57,3 +60,28 @@ def test_io_and_bound_are_what_the_mask_needs(name, shape):
     compulsory = batch * (needed_rows * d + heads * n_q * d + 2 * needed_keys * d)
     assert_same_in_float64(lower_bound(plan.problem, math.inf), compulsory)
     assert plan.ratio >= 1
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_are_data_are_counted_on_the_inputs(name):
+    """A tile is visited where a cell of the map that it touches holds a live score (`fusion.ir.tile_map`)."""
+    heads, n_q, n_k, d = 2, 400, 500, 16
+    live = MASKS[name](*positions(heads, n_q, n_k)).expand(heads, n_q, n_k)
+
+    def attend(q, k, v, mask):
+        return (q @ k.mT / math.sqrt(d)).masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+    q, k, v = (torch.randn(1, heads, n, d) for n in (n_q, n_k, n_k))
+    (site,) = fusion.explain(attend, q, k, v, live, options={"tile_maps": "always"}).sites
+    plan, visited = site.plan, 0
+    for first, start in itertools.product(range(0, n_q, plan.B_r), range(0, n_k, plan.B_c)):
+        end = min(start + plan.B_c, n_k)
+        rows = slice(first // CELL_ROWS * CELL_ROWS, -(-min(first + plan.B_r, n_q) // CELL_ROWS) * CELL_ROWS)
+        keys = slice(start // CELL_KEYS * CELL_KEYS, -(-end // CELL_KEYS) * CELL_KEYS)
+        visited += (end - start) * int(live[:, rows, keys].any((1, 2)).sum())
+    assert_same_in_float64(plan.io, heads * n_q * (2 * d + 1) + 2 * d * visited)
+    needed_rows, needed_keys = live.any(2).sum().item(), live.any(1).sum().item()
+    assert_same_in_float64(lower_bound(plan.problem, math.inf), (needed_rows + heads * n_q + 2 * needed_keys) * d)
+    assert plan.ratio >= 1 and plan.schedule == "block_sparse"
+    text = mask_text(site.spec, site.attentions[0].names, plan)
+    assert f"{100 * live.double().mean().item():.0f} % of the scores live" in text and "of these inputs" in text

@@ -1,0 +1,116 @@
+"""Memory that one causal attention adds to a process, forward alone and with its backward, by length and by peer.
+
+    python benchmarks/memory.py [--lengths 1024 2048 4096] [--heads 8] [--dtype float32] [--out benchmarks/results]
+
+Each cell is a process of its own, which compiles on short problems first. What counts is its largest resident size
+during one call, less that before it: the workspaces of kernels, which a process keeps, included.
+eager is the attention written out, which Inductor and fusion compile; SDPA is `scaled_dot_product_attention`; and
+FlexAttention, which trains on GPUs alone, is compiled with its block mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import fusion
+from results import environment
+from train_cpu import resident
+
+WIDTH = 64
+MODES = {"forward": False, "forward and backward": True}
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    dead = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+    return (q @ k.mT / math.sqrt(WIDTH)).masked_fill(dead, -math.inf).softmax(-1) @ v
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, q.shape[2], k.shape[2], device="cpu")
+    return torch.compile(flex_attention, dynamic=False)(q, k, v, block_mask=mask)
+
+
+CONTESTANTS: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
+    "eager": lambda: written_out,
+    "SDPA": lambda: sdpa,
+    "FlexAttention": lambda: flex,
+    "Inductor": lambda: torch.compile(written_out),
+    "fusion": lambda: torch.compile(written_out, backend="fusion"),
+}
+
+
+def call(run: Callable[..., torch.Tensor], length: int, heads: int, dtype: torch.dtype, trained: bool) -> float:
+    """MiB that one call adds to this process at most."""
+    shape = (1, heads, length, WIDTH)
+    q, k, v, upstream = (torch.randn(shape).to(dtype) for _ in range(4))
+    inputs = [x.requires_grad_(trained) for x in (q, k, v)]
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed counts as free
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    with torch.set_grad_enabled(trained):
+        result = run(*inputs)
+        if trained:
+            torch.autograd.grad(result, inputs, upstream)
+    return (resident("VmHWM") - before) / 1024
+
+
+def in_its_own_process(name: str, length: int, mode: str, arguments: argparse.Namespace) -> str:
+    if name == "FlexAttention" and MODES[mode]:
+        return ""
+    command = [sys.executable, __file__, "--cell", name, mode, "--lengths", str(length)]
+    command += ["--heads", str(arguments.heads), "--dtype", arguments.dtype]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096])
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--out", type=Path, help="folder for a dated page, beside what is printed")
+    parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cell:
+        name, mode = arguments.cell
+        run, dtype = CONTESTANTS[name](), getattr(torch, arguments.dtype)
+        for length in (256, 320, *arguments.lengths):  # the second compilation has dynamic sizes
+            size = call(run, length, arguments.heads, dtype, MODES[mode])
+        print(f"{size:.1f}")
+        return
+    machine = environment({})
+    lines = [
+        f"Memory of one causal attention, {arguments.heads} heads of {WIDTH}, {arguments.dtype}: MiB that a call adds",
+        f"to a process. `python benchmarks/memory.py`, {machine['date']}, commit {machine['commit']},",
+        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['versions']['torch']}.",
+        "",
+        "| | N | " + " | ".join(CONTESTANTS) + " |",
+        "|---|---:|" + "---:|" * len(CONTESTANTS),
+    ]
+    for mode in MODES:
+        for length in arguments.lengths:
+            cells = [in_its_own_process(name, length, mode, arguments) for name in CONTESTANTS]
+            lines.append(f"| {mode} | {length} | " + " | ".join(cells) + " |")
+            print(lines[-1], flush=True)
+    if arguments.out:
+        day = datetime.date.today().isoformat()
+        (arguments.out / f"{day}-memory.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    assert fusion  # registers the backend where the package is not installed
+    main()

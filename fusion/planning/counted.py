@@ -1,0 +1,84 @@
+"""Counts of what a mask leaves whose data is known: the values of an example, as `fusion.explain` runs the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fusion.ir.expr import I0, I1, J0, J1, Expr, I, J, coord, coordinates, loads, walk
+from fusion.ir.mask_facts import MaskFacts
+from fusion.ir.ops import evaluate
+from fusion.ir.sizes import leaves, size_value
+from fusion.ir.spec import AttentionSpec
+from fusion.planning.problem import Counted, Problem
+
+MOST_SCORES = 1 << 25
+"""Scores that are looked at one by one, at most."""
+
+
+def mask_operands(mask: MaskFacts) -> set[int]:
+    """Numbers of the operands that the mask, its key ranges or its map of tiles read."""
+    return {part.operand for part in loads(mask.live, *mask.visits())}
+
+
+def load(values: Mapping[int, Tensor], part: Expr) -> Tensor | Callable[..., Tensor]:
+    """The value of a load, as `evaluate` takes it; positions beyond the tensor are those at its edge."""
+    tensor = values[part.operand].cpu()
+
+    def element(*index: Tensor) -> Tensor:
+        return tensor[tuple(k.clamp(0, max(0, n - 1)) for k, n in zip(index, tensor.shape, strict=True))]
+
+    return element if part.args else tensor
+
+
+def with_counts(
+    problem: Problem, spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int, Tensor],
+    block: tuple[int, int], keys: int,
+) -> Problem:  # fmt: skip
+    """The problem with what its mask leaves of these values; as it is where they do not tell, or are too many.
+
+    values: of the operands of `mask_operands`. block: rows of a tile and the step in which its keys end. keys: of a
+    tile, which a map of tiles is asked about.
+    """
+    mask, (n_q, n_k) = spec.mask, (problem.n_q, problem.n_k)
+    if mask is None or not mask_operands(mask) or mask_operands(mask) - values.keys():
+        return problem
+    programs = (mask.live, *mask.visits())
+    extents = {coord(f"b{n}"): size_value(extent, sizes) for n, extent in enumerate(spec.batch)}
+    used = [name for name in extents if name.name in set().union(*map(coordinates, programs))]
+    heads = math.prod(extents[name] for name in used)
+    if any(part.op == "score" for part in walk(*programs)) or not 0 < heads * n_q * n_k <= MOST_SCORES:
+        return problem
+    grid = torch.meshgrid(*(torch.arange(extents[name]) for name in used), indexing="ij")
+    batch = {name: axis.reshape(-1, 1, 1) for name, axis in zip(used, grid, strict=True)}
+
+    def value(expr: Expr, known: dict[Expr, Tensor], shape: tuple[int, ...]) -> Tensor:
+        return torch.as_tensor(evaluate(expr, leaves(sizes, batch | known, partial(load, values)))).broadcast_to(shape)
+
+    live = value(mask.live, {I: torch.arange(n_q)[:, None], J: torch.arange(n_k)}, (heads, n_q, n_k))
+    counted = Counted(
+        scores=live.double().mean().item(),
+        rows=live.any(2).sum().item() / heads,
+        keys=live.any(1).sum().item() / heads,
+    )
+    rows, step = block
+    first, start = torch.arange(0, n_q, rows)[:, None], torch.arange(0, n_k, keys)
+    last, end = (first + rows - 1).clamp(max=n_q - 1), (start + keys).clamp(max=n_k)
+    tiles = {I0: first, I1: last, J0: start, J1: end - 1}
+    shape = (heads, len(first), len(start))
+    low, high = torch.zeros(()), torch.tensor(n_k)
+    if mask.key_lo is not None:
+        low = value(mask.key_lo, tiles, shape) // step * step
+    if mask.key_hi is not None:
+        high = -(-value(mask.key_hi, tiles, shape) // step) * step
+    visited = (torch.minimum(end, high) - torch.maximum(start, low)).clamp(min=0).broadcast_to(shape)
+    if mask.tile_live is not None:
+        visited = visited * (value(mask.tile_live, tiles, shape) != 0)
+    share = visited.sum().item() / (heads * len(first) * n_k)
+    known = problem.live_share(rows, step)  # by ranges of positions alone
+    return replace(problem, counted=counted, density=min(1.0, share / known) if known else 1.0)
