@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusion.ir.expr import I0, I1, J0, J1, Expr, I, J, coord, coordinates, loads, walk
+from fusion.ir.expr import I0, I1, J0, J1, TRUE, Expr, I, J, coord, coordinates, loads, walk
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import evaluate
 from fusion.ir.sizes import leaves, size_value
@@ -45,7 +45,7 @@ def with_counts(
     values: of the operands of `mask_operands`. block: rows of a tile and the step in which its keys end. keys: of a
     tile, which a map of tiles is asked about.
     """
-    mask, (n_q, n_k) = spec.mask, (problem.n_q, problem.n_k)
+    mask, n_q, n_k = spec.mask, problem.n_q, problem.n_k
     if mask is None or not mask_operands(mask) or mask_operands(mask) - values.keys():
         return problem
     programs = (mask.live, *mask.visits())
@@ -58,27 +58,30 @@ def with_counts(
     batch = {name: axis.reshape(-1, 1, 1) for name, axis in zip(used, grid, strict=True)}
 
     def value(expr: Expr, known: dict[Expr, Tensor], shape: tuple[int, ...]) -> Tensor:
-        return torch.as_tensor(evaluate(expr, leaves(sizes, batch | known, partial(load, values)))).broadcast_to(shape)
+        leaf = leaves(sizes, batch | known, partial(load, values))
+        return torch.as_tensor(evaluate(expr, leaf)).broadcast_to((heads, *shape))
 
-    live = value(mask.live, {I: torch.arange(n_q)[:, None], J: torch.arange(n_k)}, (heads, n_q, n_k))
-    counted = Counted(
-        scores=live.double().mean().item(),
-        rows=live.any(2).sum().item() / heads,
-        keys=live.any(1).sum().item() / heads,
-    )
+    live = value(mask.live, {I: torch.arange(n_q)[:, None], J: torch.arange(n_k)}, (n_q, n_k))
+    needed_rows, needed_keys = live.any(2).sum().item(), live.any(1).sum().item()
+    counted = Counted(scores=live.double().mean().item(), rows=needed_rows / heads, keys=needed_keys / heads)
+    share = _visited(mask, value, n_q, n_k, block, keys).sum().item() / (heads * math.ceil(n_q / block[0]) * n_k)
+    known = problem.live_share(*block)  # by ranges of positions alone
+    return replace(problem, counted=counted, density=min(1.0, share / known) if known else 1.0)
+
+
+def _visited(
+    mask: MaskFacts, value: Callable[..., Tensor], n_q: int, n_k: int, block: tuple[int, int], keys: int
+) -> Tensor:
+    """Keys that are visited in each tile: [heads, blocks of rows, tiles of keys]. value: of an expression at
+    coordinates, in a shape."""
     rows, step = block
     first, start = torch.arange(0, n_q, rows)[:, None], torch.arange(0, n_k, keys)
     last, end = (first + rows - 1).clamp(max=n_q - 1), (start + keys).clamp(max=n_k)
-    tiles = {I0: first, I1: last, J0: start, J1: end - 1}
-    shape = (heads, len(first), len(start))
-    low, high = torch.zeros(()), torch.tensor(n_k)
+    tiles, shape = {I0: first, I1: last, J0: start, J1: end - 1}, (len(first), len(start))
+    low, high = start, end
     if mask.key_lo is not None:
-        low = value(mask.key_lo, tiles, shape) // step * step
+        low = torch.maximum(low, value(mask.key_lo, tiles, shape) // step * step)
     if mask.key_hi is not None:
-        high = -(-value(mask.key_hi, tiles, shape) // step) * step
-    visited = (torch.minimum(end, high) - torch.maximum(start, low)).clamp(min=0).broadcast_to(shape)
-    if mask.tile_live is not None:
-        visited = visited * (value(mask.tile_live, tiles, shape) != 0)
-    share = visited.sum().item() / (heads * len(first) * n_k)
-    known = problem.live_share(rows, step)  # by ranges of positions alone
-    return replace(problem, counted=counted, density=min(1.0, share / known) if known else 1.0)
+        high = torch.minimum(high, -(-value(mask.key_hi, tiles, shape) // step) * step)
+    alive = value(TRUE if mask.tile_live is None else mask.tile_live, tiles, shape) != 0
+    return (high - low).clamp(min=0) * alive
