@@ -60,7 +60,7 @@ class KeyRanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """What a mask that is data leaves, counted on the values of an example: the share of the scores, and rows and keys
+    """Counts of a mask that is data, on the values of an example: the share of the scores that live, and rows and keys
     of a head that take part in a live score, as means over heads."""
 
     scores: float
