@@ -9,31 +9,39 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx import GraphModule
 
+from fusion.errors import OptionError
 from fusion.options import Options
 from fusion.passes import marks, nodes
 from fusion.passes.tensors import dtensor
 from fusion.torch_private.autograd import is_within_dual_level
+from fusion.torch_private.dynamo import lookup_backend
 
 
 def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Options, mode: Any) -> Callable[..., Any]:
-    """Compile a graph, fused attentions included as calls of `fusion::attention`, with the inner compiler."""
-    if options.inner == "eager":
-        return module.forward
-    if options.inner == "aot_eager":
-        from fusion.torch_private.dynamo import aot_eager
+    """Compile a graph, fused attentions included as calls of `fusion::attention`, with the inner compiler.
 
-        return aot_eager(module, example_inputs)
+    Raises OptionError where a backend of the user's returns nothing that can be called."""
     from fusion import inductor_passes, linear
     from fusion.runtime.specialized import register_inductor_codegen
     from fusion.torch_private import inductor
 
-    register_inductor_codegen()
     for node in module.graph.find_nodes(op="placeholder"):
         if "example_value" in node.meta:  # Dynamo's; the other was traced without gradients
             node.meta.pop("val", None)
     has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.fake(node)) for node in module.graph.nodes)
-    settings = (inductor.settings_of_mode(mode) if mode else {}) | inductor_passes.below_rewrite(has_dtensors)
-    return inductor.compiled(module, example_inputs, settings | linear.settings(module, options.linear))
+    settings = inductor_passes.below_rewrite(has_dtensors)
+    if options.inner == "inductor":
+        register_inductor_codegen()
+        settings = (inductor.settings_of_mode(mode) if mode else {}) | settings
+        return inductor.compiled(module, example_inputs, settings | linear.settings(module, options.linear))
+    compiler = lookup_backend(options.inner)
+    with inductor.config.patch(settings):  # many backends call Inductor in the end
+        compiled = compiler(module, list(example_inputs))
+    if not callable(compiled):
+        raise OptionError(
+            f"option 'inner' is {options.inner!r}, which returned {compiled!r}; it must return a callable."
+        )
+    return compiled
 
 
 def with_tangents(compiled: Callable[..., Any], graph: GraphModule) -> Callable[..., Any]:

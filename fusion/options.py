@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fusion.errors import OptionError
 from fusion.ir.request import Approximation, Request
 
-Inner = Literal["inductor", "aot_eager", "eager"]
 When = Literal["auto", "always", "never"]
 Training = Literal["auto", "always", "never"]
 Verify = Literal[True, False, "run"]
@@ -21,7 +20,8 @@ Approximate = Literal[None, "polynomial", "two_planes"]
 class Options:
     """Options of one compilation.
 
-    inner: what compiles the rest of the model.
+    inner: what compiles the rest of the model: a backend of Dynamo, by the name that torch.compile knows or as a
+        callable `(graph, example_inputs) -> callable`.
     emitter: what makes the kernels, by its name: "auto" takes the emitter of the device; "mlir" serves CPUs and
         "triton" GPUs; "reference" runs every fused attention in plain torch, which is slow and exists to tell an error
         of a kernel from one of the analysis. One that does not serve the device of an attention is an error.
@@ -49,7 +49,7 @@ class Options:
     epsilon: the error of attention weights that it may have, relative to a row's sum; between 0 and 0.5.
     """
 
-    inner: Inner = "inductor"
+    inner: str | Callable[..., Any] = "inductor"
     emitter: str = "auto"
     tile_maps: When = "auto"
     transforms: When = "auto"
@@ -89,14 +89,13 @@ class Options:
                     f"unknown option {name!r} of backend 'fusion'.{hint} Valid options: {', '.join(known)}."
                 )
             _check(name, value, hints[name])
-            if name == "emitter":
-                _check_emitter(value)
+            if name in _CHECKS:
+                _CHECKS[name](value)
         return cls(**(given or {}))
 
 
 def _check(name: str, value: Any, hint: Any) -> None:
-    choices = get_args(hint)
-    if choices and value not in choices:
+    if get_origin(hint) is Literal and value not in (choices := get_args(hint)):
         raise OptionError(f"option {name!r} is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
     if hint is bool and not isinstance(value, bool):
         raise OptionError(f"option {name!r} is {value!r}; it must be True or False.")
@@ -109,3 +108,19 @@ def _check_emitter(value: Any) -> None:
 
     if value not in names():
         raise OptionError(f"option 'emitter' is {value!r}; it must be one of {', '.join(map(repr, names()))}.")
+
+
+def _check_inner(value: Any) -> None:
+    if callable(value) or value == "inductor":
+        return
+    from fusion.torch_private.dynamo import list_backends
+
+    if value == "fusion" or value not in list_backends(None):
+        names = ", ".join(repr(name) for name in list_backends() if name != "fusion")
+        raise OptionError(
+            f"option 'inner' is {value!r}; it must be 'eager', 'aot_eager', the name of another backend that "
+            f"torch.compile knows ({names}) or a callable. Import the package of a backend that registers itself."
+        )
+
+
+_CHECKS = {"emitter": _check_emitter, "inner": _check_inner}

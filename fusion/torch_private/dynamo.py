@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import register_backend
+from torch._dynamo import list_backends, lookup_backend, register_backend
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
 
 __all__ = [
-    "SDPA", "ConstantSource", "RestartAnalysis", "aot_eager", "backend_of", "call_in_graph", "counters", "known",
-    "original_of", "register_backend", "treat",
+    "SDPA", "ConstantSource", "RestartAnalysis", "backend_of", "call_in_graph", "counters", "known", "list_backends",
+    "lookup_backend", "original_of", "register_backend", "treat",
 ]  # fmt: skip
 
 SDPA = torch._C._nn.scaled_dot_product_attention
@@ -63,10 +63,3 @@ def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, OptimizedModule):  # which has the mark of the function, too, on the module's `forward`
         return function._orig_mod
     return getattr(function, "_torchdynamo_orig_callable", function)
-
-
-def aot_eager(module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph compiled by AOTAutograd, and run without Inductor."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    return aot_eager(module, list(example_inputs))

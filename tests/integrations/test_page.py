@@ -313,6 +313,20 @@ def inside_inductor() -> tuple[dict[str, Any], Check]:
     return {"model": model, "inputs": inputs}, check
 
 
+def zentorch() -> tuple[dict[str, Any], Check]:
+    pytest.importorskip("zentorch", reason="zentorch asks for the version of torch that it was built with")
+    model, given = bert("BertModel"), tokens()
+    with torch.no_grad():
+        eager, exact = (run(given).last_hidden_state for run in (model, copy.deepcopy(model).double()))
+
+    def check(space: dict[str, Any]) -> None:
+        assert_as_exact_as_eager(space["hidden"], eager, exact)
+        with torch.no_grad():
+            assert torch.equal(model(given).last_hidden_state, eager), "the weights were changed"
+
+    return {"model": model, "tokens": given}, check
+
+
 SECTIONS: dict[str, Callable[..., tuple[dict[str, Any], Check]]] = {
     "transformers: Trainer": trainer,
     "transformers: pipelines": pipelines,
@@ -325,9 +339,10 @@ SECTIONS: dict[str, Callable[..., tuple[dict[str, Any], Check]]] = {
     "sentence-transformers": sentences,
     "PEFT": peft,
     "torchao": torchao,
+    "zentorch, and other backends": zentorch,
     "As a pass inside Inductor": inside_inductor,
 }
-WHOLE = ("accelerate", "As a pass inside Inductor")
+WHOLE = ("accelerate", "zentorch, and other backends", "As a pass inside Inductor")
 """Sections whose models Inductor compiles, too; elsewhere the rest of the graph runs as it is, which saves minutes."""
 
 

@@ -85,9 +85,12 @@ def test_backends_are_registered_by_name() -> None:
     assert torch.compile(lambda x: x + 1, backend="fusion_private_test")(torch.ones(1)).item() == 2
 
 
-def test_a_graph_runs_without_inductor() -> None:
+def test_backends_are_found_by_name_or_taken_as_they_are() -> None:
     module = torch.fx.symbolic_trace(lambda x: (x * 3,))
     x = torch.ones(2, requires_grad=True)
-    (result,) = dynamo.aot_eager(module, [x])(x)
+    (result,) = dynamo.lookup_backend("aot_eager")(module, [x])(x)
     result.sum().backward()
     assert x.grad.tolist() == [3.0, 3.0]
+    assert dynamo.lookup_backend(_double) is _double
+    assert {"aot_eager", "eager", "inductor"} <= set(dynamo.list_backends(None))
+    assert "eager" not in dynamo.list_backends()
