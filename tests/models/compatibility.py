@@ -1,7 +1,8 @@
 """Make docs/compatibility.md, and docs/compatibility-in-training.md, from records of the survey.
 
     python -m tests.models.compatibility rows.jsonl... [--before earlier.jsonl] > docs/compatibility.md
-    python -m tests.models.compatibility --gradients rows.jsonl... > docs/compatibility-in-training.md
+    python -m tests.models.compatibility --gradients rows.jsonl... [--orders orders.jsonl]
+        > docs/compatibility-in-training.md
 
 Of an architecture that was tried more than once the last row counts. `--keep FILE` writes the rows that the page was
 made of, without what is empty and without paths of the machine. `--before FILE` has such rows of another time, to
@@ -55,6 +56,13 @@ inputs and sites are those of [compatibility.md](compatibility.md). They are in 
 random. The loss is the distance of all outputs from random ones. It and the gradients of all parameters must be as
 exact as eager mode's (at most twice eager's error against float64), over three batches of inputs, or twelve where that
 does not hold for three.
+"""
+
+_IN_OTHER_ORDERS = """
+Errors as shares of what the rule allows: of the compiled model, and of eager mode itself where matrix products sum in
+another order (`python -m tests.models.reordered rows.jsonl --record orders.jsonl`, eight random orders). Where an order
+of eager mode's is above 1 as well, the model magnifies roundings: the rule is too narrow for any program but one that
+rounds as eager mode does.
 """
 
 _VALIDATED = """## Fused sites that were not validated
@@ -214,25 +222,45 @@ def _not_run(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def _troubles(rows: list[Row]) -> list[str]:
+def _in_other_orders(orders: Path | None) -> list[str]:
+    """Shares that `tests.models.reordered` recorded."""
+    if orders is None:
+        return []
+    records = sorted(map(json.loads, orders.read_text().splitlines()), key=lambda each: -each["compiled"])
+    lines = [
+        [each["name"], each["compiled"], max(each["orders"]), sum(share > 1 for share in each["orders"])]
+        for each in records
+    ]
+    head = "architecture | compiled | eager mode, the worst order | orders above 1"
+    return [_IN_OTHER_ORDERS, *_table(head, lines)]
+
+
+def _troubles(rows: list[Row], orders: Path | None) -> list[str]:
     beyond = [row for row in rows if is_beyond(row)]
     failed = [row for row in rows if row.compiled and row.error and not is_beyond(row)]
     lines = ["## Results beyond the rule", "", "" if beyond else "None.", ""]
     lines += [f"- {row.package} {row.name}: {row.error.removeprefix('Mismatch: ')}" for row in beyond]
+    lines += _in_other_orders(orders)
     if failed:
         lines += ["", "## Ran in eager mode, not compared", "", "Where torch traces no graph, or time ran out.", ""]
         lines += [f"- {row.package} {row.name}: {row.error.split('  ')[0]}" for row in failed]
     return [*lines, ""]
 
 
-def page(rows: list[Row], made: str, earlier: Sequence[Row] = (), introduction: str = _INTRODUCTION) -> str:
+def page(
+    rows: list[Row],
+    made: str,
+    earlier: Sequence[Row] = (),
+    introduction: str = _INTRODUCTION,
+    orders: Path | None = None,
+) -> str:
     """The page, of rows as `latest` gives them. made: when, of what and how. earlier: rows to compare with.
-    introduction: what was compared."""
+    introduction: the quantities that were compared. orders: a record of `tests.models.reordered`."""
     packages = sorted({row.package for row in rows})
     listed = [line for name in packages for line in _package(name, [row for row in rows if row.package == name])]
     parts = [introduction, made, "", *_summary(rows)]
     parts += _before(rows, [*earlier]) if earlier else []
-    parts += _troubles(rows)
+    parts += _troubles(rows, orders)
     parts += ["## Why sites are not fused", "", *_reasons(rows, lambda row: row.unfused)]
     parts += [_VALIDATED, *_reasons(rows, lambda row: row.unvalidated)]
     parts += ["## Architectures", "", *listed, "## Not tried in full", "", *_not_run(rows)]
@@ -244,7 +272,7 @@ def _made(rows: list[Row], gradients: bool) -> str:
     names = " ".join(sorted({row.package for row in rows}))
     command = "rows.jsonl --before earlier.jsonl > docs/compatibility.md"
     if gradients:
-        command = "--gradients rows.jsonl > docs/compatibility-in-training.md"
+        command = "--gradients rows.jsonl --orders orders.jsonl > docs/compatibility-in-training.md"
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return (
         f"{date}, torch {_version('torch')}, float32 on a CPU, batch of two, the rest of each graph in plain torch, at "
@@ -261,13 +289,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="write the rows that count to this file")
     parser.add_argument("--before", type=Path, help="rows of another time, to compare with")
     parser.add_argument("--gradients", action="store_true", help="rows are those of the survey with that option")
+    parser.add_argument("--orders", type=Path, help="record of tests.models.reordered, of rows beyond the rule")
     arguments = parser.parse_args(argv)
     rows = latest(row for record in arguments.records for row in recorded(record))
     earlier = latest(recorded(arguments.before)) if arguments.before else []
     if arguments.keep:
         arguments.keep.write_text("".join(compact(row) + "\n" for row in rows))
     introduction = _OF_GRADIENTS if arguments.gradients else _INTRODUCTION
-    sys.stdout.write(page(rows, _made(rows, arguments.gradients), earlier, introduction))
+    sys.stdout.write(page(rows, _made(rows, arguments.gradients), earlier, introduction, arguments.orders))
     return 0
 
 

@@ -50,11 +50,11 @@ def assert_gradients_as_exact(
     reference = exact_losses_and_gradients(model, draws)
     eager = losses_and_gradients(model, model, draws)
     actual = losses_and_gradients(model, run, draws)
-    found = (_with_small_ones_joined(given, reference) for given in (actual, eager, reference))
+    found = (with_small_ones_joined(given, reference) for given in (actual, eager, reference))
     return assert_as_exact_as_eager(*found, next(model.parameters()).dtype, name=name)
 
 
-def _with_small_ones_joined(found: dict, reference: dict) -> dict:
+def with_small_ones_joined(found: dict, reference: dict) -> dict:
     """Tensors with few elements, the loss among them, side by side in one, each relative to its largest element.
 
     A bias of the keys shifts all scores of a row alike: its gradient is zero, and what is computed is rounding alone,

@@ -1,8 +1,12 @@
 """The page of architectures says what the survey's rows say."""
 
+import dataclasses
 import json
 
+import torch
+
 from tests.models.compatibility import cause, compact, latest, main, page
+from tests.models.reordered import Orders, Reordered
 from tests.models.survey import Row
 
 RETURNED = "the attention weights are needed elsewhere (by aten.topk.default, at /home/x/attend.py:12 in f: y = g(a))"
@@ -64,6 +68,24 @@ def test_rows_of_gradients_make_a_page_of_their_own(tmp_path, capsys) -> None:
     text = capsys.readouterr().out
     assert text.startswith("# Compatibility in training") and "survey --backend fusion --gradients" in text
     assert _cells(text, "all") == ["6", "4", "3", "8", "7", "87.5%", "1"]
+
+
+def test_errors_of_other_orders_stand_beside_those_beyond_the_rule(tmp_path, capsys) -> None:
+    record, orders = tmp_path / "rows.jsonl", tmp_path / "orders.jsonl"
+    record.write_text("".join(compact(row) + "\n" for row in ROWS))
+    shares = Orders(package="transformers", name="off", tensor="off.output", compiled=2.0, orders=[0.5, 3.8, 1.2])
+    orders.write_text(json.dumps(dataclasses.asdict(shares)) + "\n")
+    main(["--gradients", str(record), "--orders", str(orders)])
+    assert _cells(capsys.readouterr().out, "off") == ["2.0", "3.8", "2"]
+
+
+def test_products_in_another_order_are_those_of_the_same_matrices() -> None:
+    factors = [torch.randn(size, dtype=torch.float64) for size in ((2, 5, 40), (2, 40, 3), (2, 5, 3))]
+    for a, b, c in factors, [(8 * x).round() for x in factors]:  # sums of integers are exact in any order
+        with Reordered(0):
+            results = a @ b, torch.baddbmm(c, a, b), torch.addmm(c[0], a[0], b[0])
+        for result, expected in zip(results, (a @ b, c + a @ b, c[0] + a[0] @ b[0]), strict=True):
+            assert torch.equal(result, expected) == (a is not factors[0])
 
 
 def test_shares_of_another_time_are_those_of_the_architectures_compared_both_times() -> None:
