@@ -92,7 +92,8 @@ OPTIMISED = (
     "fuzz/",
     "models/test_generate.py",
 )
-"""Tests that run the CPU kernels that users get; so do tests that start processes, those marked `optimised`, and all of
+TEXTS = tuple(f"codegen/mlir/test_{name}.py" for name in ("derived", "instruction_sets", "pages", "parts"))
+"""Tests that run the CPU kernels that users get, but for those of TEXTS; so do tests that start processes, those marked `optimised`, and all of
 them in the long set. In the others LLVM takes a kernel's instructions as they stand, in a third of the time: what they
 test is the text."""
 
@@ -107,6 +108,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: the exhaustive part of a test, left out unless -m asks for it")
+    config.addinivalue_line("markers", "one_in(n): the cases off every n-th diagonal of a test's grid are long")
     config.addinivalue_line("markers", "optimised: with CPU kernels as users get them")
     config.stash[OUTCOMES] = {}
 
@@ -119,9 +121,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 10, 10)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the long set out unless -m says something, and start with the files that take longest: with several
     workers, the last one would keep the others waiting."""
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) and _diagonal(item) % mark.args[0]:
+            item.add_marker(pytest.mark.long)
     if not config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
@@ -132,6 +138,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _place(item: pytest.Item) -> str:
     return item.path.relative_to(Path(__file__).parent).as_posix()
+
+
+def _diagonal(item: pytest.Item) -> int:
+    """Number of a case's diagonal in the grid of its test's parameters. Each value of an axis is on each n-th diagonal
+    if another axis has n values or more."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    first = [name.split(",")[0].strip() if isinstance(name, str) else name[0] for name in names]
+    return sum(item.callspec.indices[name] for name in first)
 
 
 def _skip_without_torch_mlir(items: list[pytest.Item]) -> None:
@@ -168,8 +182,9 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """CPU kernels as users get them, or not optimised by LLVM."""
-    marked = request.config.option.markexpr or request.node.get_closest_marker("optimised")
-    if marked or _place(request.node).startswith(OPTIMISED) or importlib.util.find_spec("torch_mlir") is None:
+    place, marked = _place(request.node), request.node.get_closest_marker("optimised")
+    optimised = marked or place.startswith(OPTIMISED) and place not in TEXTS
+    if request.config.option.markexpr or optimised or importlib.util.find_spec("torch_mlir") is None:
         yield
         return
     from tests.fuzz.quick import unoptimised

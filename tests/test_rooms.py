@@ -54,7 +54,7 @@ def without(words: list[str], text: str) -> str:
     return "".join(line for line in lines if not named.search(line))
 
 
-@pytest.mark.parametrize("name", [*ROOMS, "all of them"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in ROOMS), "all of them"])
 def test_the_core_works_without(name: str, tmp_path: Path) -> None:
     for top in ("fusion", "passes", "codegen"):
         shutil.copytree(ROOT / top, tmp_path / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

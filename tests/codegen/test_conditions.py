@@ -59,6 +59,7 @@ def attend(condition):
     return run
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("emitter", ["reference", "mlir", "triton"])
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_masks(name: str, emitter: str) -> None:

@@ -111,6 +111,7 @@ FUSED = [detached_weights, weights_alone, scaled_and_dropped_weights, less_the_l
          without_grad, largest_in_the_normaliser, clamped_largest_in_the_normaliser]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("dtype", "emitter"), WAYS)
 @pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)
 def test_is_fused_in_training(function, dtype, emitter):

@@ -26,6 +26,7 @@ def _attend(use, q, k, v, x):
     return use(q @ k.mT, x).softmax(-1) @ v
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", USES)

@@ -209,6 +209,7 @@ def kernels(emitter):
         yield "auto"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("emitter", ["reference", "auto", "triton"])
 @pytest.mark.parametrize("function", [*KERNELS, *BY_THE_REFERENCE], ids=lambda f: f.__name__)
 def test_is_as_exact_as_eager(function, emitter):

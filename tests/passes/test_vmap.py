@@ -103,6 +103,7 @@ def skip_where_dynamo_raises(run):
         pytest.skip("Dynamo has no symbolic sizes inside vmap")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("dtype", "dynamic"),
     [

@@ -15,7 +15,6 @@ from fusion.codegen.mlir.training import TrainingKernel
 from fusion.exactness import errors
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import TARGETS, Case, beside_eager, case, draw
-from tests.grids import one_in
 from tests.numerics import assert_as_exact_over_draws
 
 SIZES = {"B": 2, "H": 2, "Nq": 331, "Nk": 150}
@@ -62,7 +61,9 @@ def drawn(
 WAYS = [(target, "float32") for target in TARGETS] + [("best", "bfloat16"), ("pairs", "bfloat16"), ("avx2", "float16")]
 
 
-@pytest.mark.parametrize(("name", "way"), one_in(3, PROGRAMS, WAYS))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("way", WAYS)
 def test_gradients(name: str, way: tuple[str, str]) -> None:
     target, dtype = way
     c = case(name.split()[0], dtype, 24, 16, **PROGRAMS[name])

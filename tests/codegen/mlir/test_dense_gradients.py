@@ -8,7 +8,6 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import TARGETS, assert_gradients_as_exact_as_eager, case, draw, on_threads
-from tests.grids import one_in
 from tests.passes.exactness import as_exact_as_eager
 
 B, H, N, M = 3, 2, 70, 150
@@ -54,7 +53,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), one_in(3, PROGRAMS, [torch.float32, torch.bfloat16, torch.float16]))
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_programs(name: str, dtype: torch.dtype) -> None:
     function, shapes = PROGRAMS[name]
     given = [torch.randn(B, H, length, 16, dtype=dtype) for length in (N, M, M)]

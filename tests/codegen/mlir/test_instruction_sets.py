@@ -46,6 +46,7 @@ def check(c: Case, chosen: quick.Plan) -> None:
         assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("causal", "float32"), ("causal", "bfloat16"), ("soft_cap", "float16"), ("brain_bias", "bfloat16"),
@@ -57,6 +58,7 @@ def test_forward(target: str, name: str, dtype: str) -> None:
     check(c, plan(c, SETS[target]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("causal", "float32"), ("causal", "bfloat16"), ("soft_cap", "bfloat16"), ("left_padded", "float16")],
@@ -83,6 +85,7 @@ def test_few_queries(target: str, dtype: str) -> None:
     check(c, plan(c, SETS[target], by_rows=True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [("causal_last_key", {"d_v": 160}), ("window", {"d_v": 32}), ("left_padded_inf", {"d_v": 96}),
@@ -160,6 +163,7 @@ def test_gradients(target: str, dtype: str) -> None:
     check_gradients(c, plan(c, SETS[target]), SIZES)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("aux", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("target", SETS)
@@ -180,6 +184,7 @@ def test_the_backward_makes_the_weights_of_the_forward(target: str, dtype: str, 
     assert_same(grad_v, torch.full_like(grad_v, 33))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("d", "n_q", "n_k"), [(5, 70, 3), (72, 131, 150), (136, 9, 49), (8, 20, 5000)])
 @pytest.mark.parametrize(("target", "dtype"), [("avx2", "float32"), ("avx512", "float32"), ("pairs", "bfloat16")])
 def test_all_gradients_in_one_kernel_of_multiply_adds(target: str, dtype: str, d: int, n_q: int, n_k: int) -> None:

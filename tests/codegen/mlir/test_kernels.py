@@ -40,6 +40,7 @@ def test_every_program_in_float32(name: str) -> None:
     check(c, kernel(c))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "name", ["plain", "causal", "left_padded", "bias", "alibi", "soft_cap", "bucket_table", "documents"]
@@ -49,6 +50,7 @@ def test_low_precision(name: str, dtype: str) -> None:
     check(c, kernel(c))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("target", ["multiply-add", "avx2", "generic"])
 @pytest.mark.parametrize("name", ["causal", "left_padded_inf", "bool_mask", "alibi", "bucket_table", "soft_cap"])
 def test_other_targets(name: str, target: str) -> None:
@@ -131,6 +133,7 @@ def test_few_queries(name: str, dtype: str, target: str) -> None:
     check(c, kernel(c, target), "heads_inside", shapes)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("group", "d_v"), [(1, 300), (5, 24), (12, 300)])
 @pytest.mark.parametrize("name", ["causal_last_key", "left_padded_inf", "window"])
 def test_rows_that_read_the_same_keys(name: str, group: int, d_v: int) -> None:

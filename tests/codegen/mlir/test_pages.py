@@ -58,6 +58,7 @@ def stored(operands: list[torch.Tensor], page: int, transposed: bool = False) ->
     return [q, *pools, *rest, table]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("page", [1, 4, 8, 12, 16, 24, 32, 64])
 @pytest.mark.parametrize(
     ("name", "fields"),

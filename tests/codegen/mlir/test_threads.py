@@ -13,6 +13,7 @@ from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import TARGETS, assert_gradients_as_exact_as_eager, case, draw, on_threads
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "group"), [("causal", 1), ("causal", 3), ("bias", 1), ("bucket_table", 1), ("alibi", 3)]

@@ -117,12 +117,14 @@ def test_programs(name: str) -> None:
 BY_KEYS_PROGRAMS = ["plain", "causal", "left_padded", "window", "soft_cap", "bias", "documents", "row_gate"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"weight": True, "sinks": True}, {"group": 2}], ids=str)
 @pytest.mark.parametrize("name", BY_KEYS_PROGRAMS)
 def test_the_product_for_dv_behind_that_for_dp(name: str, options: dict) -> None:
     check(case(name, d=16, **options), tile=replace(SMALL, rotated=True), shapes=SHAPES[-1:])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"weight": True, "sinks": True}, {"group": 2}], ids=str)
 @pytest.mark.parametrize("name", BY_KEYS_PROGRAMS)
 def test_a_kernel_each_for_dk_and_dv(monkeypatch, name: str, options: dict) -> None:
@@ -179,6 +181,7 @@ def test_factors_of_weights_where_no_key_is(emits) -> None:
 JOINT_PROGRAMS = ["plain", "causal", "left_padded", "window", "soft_cap", "documents", "padding", "sine"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"group": 2}, {"dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("name", JOINT_PROGRAMS)
 def test_one_kernel_for_all(monkeypatch, name: str, options: dict) -> None:
@@ -327,6 +330,7 @@ def test_twice_the_same() -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"weight": True}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("name", ["plain", "causal", "alibi", "left_padded"])
 def test_row_scales(name: str, options) -> None:

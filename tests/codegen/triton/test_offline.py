@@ -59,7 +59,7 @@ def test_float32_does_not_spill_on_hopper() -> None:
     assert all(fact.fits and not fact.spills and not fact.lost for fact in facts), facts
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [pytest.param(64, marks=LONG), 128])
 def test_loops_do_not_spill_on_hopper(d: int) -> None:
     facts = facts_of(whole(case("causal", "bfloat16", d).spec), "sm_90", training=True)
     check(facts)
@@ -99,7 +99,7 @@ def test_heads_of_every_width_on_hopper(d: int, d_v: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "d", "d_v"),
-    [pytest.param("alibi", 96, 96, marks=LONG), ("causal", 192, 128), ("bias", 256, 256)],
+    [pytest.param("alibi", 96, 96, marks=LONG), pytest.param("causal", 192, 128, marks=LONG), ("bias", 256, 256)],
 )
 def test_gradients_of_wide_heads_on_hopper(name: str, d: int, d_v: int) -> None:
     spec = case(name, "bfloat16", d, d_v).spec
@@ -127,7 +127,7 @@ def packed(q, k, v, numbers):
     return torch.softmax((q @ k.mT).masked_fill(~keep, -math.inf), -1) @ v
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=LONG), True])
 @pytest.mark.parametrize("d", [pytest.param(64, marks=LONG), 128])
 def test_loops_do_not_spill_where_tiles_are_listed(d: int, apart: bool) -> None:
     inputs = [torch.randn(2, 2, 256, d, dtype=torch.bfloat16) for _ in range(3)]
@@ -145,7 +145,7 @@ def test_loops_do_not_spill_where_tiles_are_listed(d: int, apart: bool) -> None:
         assert bool(fact.matrix["wgmma"]) == (name.split("_")[-1] in ("forward", "queries", "keys", "alone", "joint"))
 
 
-@pytest.mark.parametrize("name", ["bucket_table", "causal"])
+@pytest.mark.parametrize("name", ["bucket_table", pytest.param("causal", marks=LONG)])
 def test_atomic_additions_survive(name: str) -> None:
     facts = facts_of(case(name, "bfloat16", 64).spec, "sm_90", training=True)
     assert not any(fact.lost for fact in facts), facts

@@ -148,6 +148,7 @@ def tiles_to_differentiate(live):
     return live_tiles(live, ROWS, KEYS, ~live.any(-1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_backward_visits_live_tiles_only(products, name, dtype):
     function, mask, live, n_q = cases()[name]

@@ -156,6 +156,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("length", "dynamic"),
     [
