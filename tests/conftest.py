@@ -93,9 +93,9 @@ OPTIMISED = (
     "models/test_generate.py",
 )
 TEXTS = tuple(f"codegen/mlir/test_{name}.py" for name in ("derived", "instruction_sets", "pages", "parts"))
-"""Tests that run the CPU kernels that users get, but for those of TEXTS; so do tests that start processes, those marked `optimised`, and all of
-them in the long set. In the others LLVM takes a kernel's instructions as they stand, in a third of the time: what they
-test is the text."""
+"""Tests that run the CPU kernels that users get, but for those of TEXTS; so do tests that start processes, those marked
+`optimised`, and all of them in the long set. In the others LLVM takes a kernel's instructions as they stand, in a third
+of the time: what they test is the text."""
 
 # What architecture tests found, by the run's title: the table at the end of the run. With several workers (-n) each
 # hands its part over when it ends.
