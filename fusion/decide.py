@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusion.ir import Kind
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 from fusion.options import Options
 from fusion.passes import nodes
 from fusion.passes.prepare import cascades
@@ -25,7 +25,7 @@ from fusion.passes.subgraphs.transforms import Asked
 from fusion.planning import pays
 from fusion.planning.problem import problem_of
 from fusion.refusals import Reason, Refusal
-from fusion.runtime import kernels, tangents
+from fusion.runtime import derivatives, kernels
 from fusion.torch_private.dynamo import counters
 from fusion.validation import mask_check, validate
 
@@ -120,4 +120,4 @@ def _too_small(site: Site, options: Options, hints: Mapping[str, int], asked: As
 
 def _has_tangent_kernels(call: AttentionCall, options: Options) -> bool:
     floats: tuple[Any, ...] = tuple(operand.kind is Kind.FLOAT for operand in call.spec.operands)
-    return tangents.have_kernels(call.spec, floats, options.emitter, call.device)
+    return derivatives.have_tangent_kernels(call.spec, floats, options.emitter, call.device)

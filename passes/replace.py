@@ -19,8 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusion.ir.derivative import reached
 from fusion.ir.expr import SCORE, WEIGHT, Expr, J, coordinates
 from fusion.ir.reads import dense_loads, key_dimension
-from fusion.ir.results import empty_result
-from fusion.ir.sizes import size_value
+from fusion.ir.results import empty_result, size_value
 from fusion.ir.spec import Mixing
 
 from . import marks, nodes

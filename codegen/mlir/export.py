@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion.errors import MlirExportError
-from fusion.ir.results import packed_strides
-from fusion.ir.sizes import extents_function
+from fusion.ir.results import extents_function, packed_strides
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.cpu import PER_THREAD

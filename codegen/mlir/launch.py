@@ -14,8 +14,7 @@ import torch
 
 from fusion.caching import BoundedCache, OncePerKey
 from fusion.errors import RefusedChoiceError, UnsupportedSizeError
-from fusion.ir.results import output_layout
-from fusion.ir.sizes import extents_function
+from fusion.ir.results import extents_function, output_layout
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu import one_by_one, portions

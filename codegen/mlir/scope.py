@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coordinates
-from fusion.ir.fills import has_fill
+from fusion.ir.mask_facts import has_fill
 from fusion.ir.ranges import dtype_range, interval, within_half
 from fusion.ir.spec import Operand
 from fusion.ir.transfer import Range

@@ -9,7 +9,7 @@ import torch
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import C, E, Expr, I, J, Kind, coord, load, loads
 from fusion.ir.ops import evaluate
-from fusion.ir.sizes import leaves, size_value
+from fusion.ir.results import leaves, size_value
 
 
 def shapes_read(

@@ -9,8 +9,7 @@ import torch
 
 from fusion.ir.expr import HEAD, LOG_WEIGHT, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, walk
 from fusion.ir.ops import evaluate
-from fusion.ir.results import REDUCE, result_names
-from fusion.ir.sizes import leaves, size_value
+from fusion.ir.results import REDUCE, leaves, result_names, size_value
 from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Reduction
 from fusion.lowering.rows import LOG_SUM, depends_on_maximum, row_scale
 

@@ -22,7 +22,7 @@ from torch.nn.attention import flex_attention
 
 from fusion.caching import BoundedCache
 from fusion.ir.expr import FALSE, SCORE, TRUE, Expr, I, J, Kind, coord, coordinates, load, loads, substitute, walk
-from fusion.ir.fills import LARGEST
+from fusion.ir.mask_facts import LARGEST
 from fusion.ir.ops import apply, conjuncts, evaluate
 from fusion.ir.ranges import interval
 from fusion.ir.spec import AttentionSpec, Normalizer

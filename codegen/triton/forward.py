@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.ir.expr import I0, I1, ROW_MAX, ROW_SUM
-from fusion.ir.fills import LARGEST
+from fusion.ir.mask_facts import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.numbers import exponent_units, in_float32
 from fusion.lowering.rows import KEY_MAX, KEY_SUM, row_epilogue

@@ -13,8 +13,7 @@ import torch
 from fusion.caching import OncePerKey
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.ranges import LARGEST_SIZE
-from fusion.ir.results import result_names, statistics_shape
-from fusion.ir.sizes import extents_function
+from fusion.ir.results import extents_function, result_names, statistics_shape
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import INTERPRETER, Machine, of_device
 from fusion.planning.choice import Choice, Tile

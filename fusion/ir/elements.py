@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, const, coordinates, substitute, walk
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 from fusion.ir.spec import AttentionSpec
 
 _NONE, _ONE = integers.integer(0), integers.integer(1)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from fusion.ir import integers, records
 from fusion.ir.expr import I0, I1, J0, J1, Expr, J, Kind, contains, coordinates, load, loads, walk
 from fusion.ir.primitives import PRIMITIVES
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 
 CELL_ROWS, CELL_KEYS = 32, 64
 HARD = -1e9

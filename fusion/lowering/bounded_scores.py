@@ -21,7 +21,7 @@ import numpy as np
 
 from fusion.ir import ops
 from fusion.ir.expr import SCORE, Expr, Kind, const
-from fusion.ir.fills import LARGEST
+from fusion.ir.mask_facts import LARGEST
 from fusion.ir.primitives import ROUNDED
 from fusion.lowering.numbers import LOG2E
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fusion.ir import integers, ops, primitives
 from fusion.ir.expr import SCORE, TRUE, Expr, I, J, Kind, const, contains, coordinates, rebuild, substitute, walk
-from fusion.ir.fills import LARGEST, in_units, is_dead
+from fusion.ir.mask_facts import LARGEST, in_units, is_dead
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.numbers import HUGE, feeding_comparisons, in_float32
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion.ir.sizes import extents_function
+from fusion.ir.results import extents_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary

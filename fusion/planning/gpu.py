@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from fusion.ir.integers import integer
-from fusion.ir.sizes import extents_function, size_function
+from fusion.ir.results import extents_function, size_function
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile, query_stationary

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fusion.errors import NoFittingTileError
-from fusion.ir.sizes import extents_function
+from fusion.ir.results import extents_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile

@@ -15,7 +15,7 @@ import torch
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import coordinates, loads, walk
 from fusion.ir.reads import is_shift_free
-from fusion.ir.sizes import extents_function, size_value
+from fusion.ir.results import extents_function, size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
 from fusion.machine import Machine, with_cores
 from fusion.machine import machine as find_machine

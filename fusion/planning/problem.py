@@ -18,12 +18,12 @@ from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import apply, evaluate, where
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.reads import dense_loads, distance_parts, stored_bytes
-from fusion.ir.sizes import leaves, size_value
+from fusion.ir.results import leaves, size_value
 from fusion.ir.spec import AttentionSpec, Normalizer, Operand, Output
 from fusion.machine import dtype_bytes, dtype_name
 
 ARITHMETIC = frozenset({"const", "add", "mul", "floordiv", "mod", "imin", "imax"})
-"""Operations of limits that are computed before a call (see `fusion.ir.sizes.size_function`)."""
+"""Operations of limits that are computed before a call (see `fusion.ir.results.size_function`)."""
 
 MOST_HEADS = 1024
 """Batch elements and heads with ranges of their own that are counted one by one at most."""

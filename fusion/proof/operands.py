@@ -18,7 +18,7 @@ from torch import Tensor
 from fusion.codegen.emitter import Edges
 from fusion.ir.expr import HEAD, C, E, Expr, I, J, Kind, coord, coordinates, load, loads, walk
 from fusion.ir.ops import conjuncts, evaluate
-from fusion.ir.sizes import extents_function, leaves, size_value
+from fusion.ir.results import extents_function, leaves, size_value
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fusion.ir import AttentionSpec, Normalizer, ops
 from fusion.ir.expr import FALSE, SCORE, TRUE, Expr, I, J, const, contains, walk
 from fusion.ir.printing import Notation, printed
-from fusion.ir.sizes import leaves, size_value
+from fusion.ir.results import leaves, size_value
 from fusion.passes.graph_excerpt import Excerpt, ExcerptNode
 from fusion.planning.counted import load
 

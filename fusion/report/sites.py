@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion.approximate import dispatch
 from fusion.errors import UnknownMachineError
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 from fusion.lowering import aux_gradients
 from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes

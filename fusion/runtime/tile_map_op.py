@@ -18,7 +18,7 @@ from torch import Tensor
 from fusion.ir.expr import Expr, Kind, coordinates, loads
 from fusion.ir.ops import evaluate
 from fusion.ir.primitives import PRIMITIVES
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
 from fusion.ir.transfer import Range
 from fusion.planning.pays import SAMPLES, WORTH_SAMPLING

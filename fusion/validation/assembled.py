@@ -10,8 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fusion.passes import nodes
-from fusion.validation.layouts import Index
-from fusion.validation.replay import NotReplayable, Replay, rule, within
+from fusion.validation.replay import Index, NotReplayable, Replay, rule, within
 
 aten = torch.ops.aten
 

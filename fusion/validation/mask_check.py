@@ -18,7 +18,7 @@ from torch.fx import Node
 from fusion.codegen import reference
 from fusion.ir.expr import SCORE, Expr, I, J, Kind, coord
 from fusion.ir.ops import evaluate
-from fusion.ir.sizes import leaves, size_value
+from fusion.ir.results import leaves, size_value
 from fusion.ir.spec import AttentionSpec
 from fusion.passes.specify.specify import AttentionCall
 from fusion.process import outside_compilation

@@ -17,9 +17,20 @@ from fusion.passes import marks, nodes
 from fusion.passes.pullback import views
 from fusion.passes.pullback.contractions import is_contraction
 from fusion.passes.pullback.roundings import is_coarser
-from fusion.validation import layouts
-from fusion.validation.layouts import Index
-from fusion.validation.replay import MOST_ELEMENTS, NotReplayable, Region, Replay, rule, rule_of
+from fusion.validation.replay import (
+    ALONG_DIMENSIONS,
+    MOST_ELEMENTS,
+    RESHAPES,
+    Index,
+    NotReplayable,
+    Region,
+    Replay,
+    along_dimensions,
+    number_of,
+    of_view,
+    rule,
+    rule_of,
+)
 
 aten = torch.ops.aten
 _COPIES = (aten.clone, aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh_copy, aten.lift_fresh,
@@ -70,7 +81,7 @@ def _pointwise(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     return function(*args, **kwargs).to(replay.dtype(nodes.dtype(node)))
 
 
-@rule(*layouts.RESHAPES, *layouts.ALONG_DIMENSIONS)
+@rule(*RESHAPES, *ALONG_DIMENSIONS)
 def _view(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     return _moved(replay, node, node, None, index, rank)
 
@@ -87,8 +98,8 @@ def _moved(replay: Replay, node: Node, call: Node, item: int | None, index: Inde
             return call.target(tensor, *args[1:], **kwargs)  # type: ignore[operator]
 
         shape = region.shape(origin)
-        along = nodes.packet(call) in layouts.ALONG_DIMENSIONS
-        index_map = layouts.along_dimensions(run, shape) if along else layouts.of_view(run, shape, item)
+        along = nodes.packet(call) in ALONG_DIMENSIONS
+        index_map = along_dimensions(run, shape) if along else of_view(run, shape, item)
         if index_map is None:
             raise NotReplayable
         region.maps[node] = index_map
@@ -279,5 +290,5 @@ def kept(replay: Replay, node: Node, p: float, index: Index, extents: tuple[int,
         raise NotReplayable
     rank = max(entry.dim() for entry in index)
     seed = replay.value(drawn, (replay.zero,), rank)
-    row = layouts.number_of(index[:-1], extents[:-1])
+    row = number_of(index[:-1], extents[:-1])
     return hashed(hashed(seed, row), index[-1]) < round((1 - p) * 2**31)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 from fusion.passes import nodes
 from fusion.passes.pullback.heads import head_sum
-from fusion.validation.layouts import Index
 from fusion.validation.operations import at_keys, kept
-from fusion.validation.replay import NotReplayable, Replay, rule
+from fusion.validation.replay import Index, NotReplayable, Replay, rule
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from fusion.codegen.reference.forward import Rows
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM, adjoints
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, J, Kind, coord, loads
 from fusion.ir.ops import evaluate
-from fusion.ir.sizes import leaves, size_value
+from fusion.ir.results import leaves, size_value
 from fusion.ir.spec import Mixing, Normalizer
 from fusion.passes import marks, nodes
 from fusion.passes.pullback.folding import known

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fusion.ir.expr import SCORE, Expr, J, contains, coord, coordinates, loads
 from fusion.ir.ops import evaluate
-from fusion.ir.sizes import leaves
+from fusion.ir.results import leaves
 from fusion.ir.spec import AttentionSpec
 
 SAMPLES = 72

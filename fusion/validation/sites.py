@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fusion.caching import BoundedCache
 from fusion.ir.expr import coordinates, loads, walk
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.passes import nodes
 from fusion.passes.pullback.contractions import is_contraction

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 from fusion.refusals import Reason
 
 from .. import marks, nodes

@@ -13,8 +13,7 @@ import math
 
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, I0, I1, TRUE, Expr, I, J, contains, coordinates, loads, rebuild, substitute
-from fusion.ir.fills import fill_of
-from fusion.ir.mask_facts import MaskFacts
+from fusion.ir.mask_facts import MaskFacts, fill_of
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.ranges import may_be_moved
 from fusion.ir.spec import Normalizer

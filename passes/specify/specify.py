@@ -11,7 +11,7 @@ from torch.fx import Node
 from fusion.ir import AttentionSpec, Operand, Output
 from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, coord, load, rebuild, size, walk
 from fusion.ir.records import mapped
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 from fusion.ir.spec import AuxOutput, Mixing, Normalizer
 from fusion.lowering.rows import depends_on_maximum
 from fusion.refusals import Reason

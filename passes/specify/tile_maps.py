@@ -22,7 +22,7 @@ from fusion.ir.expr import TRUE, ZERO, Expr, Kind, const, coord, coordinates, lo
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.primitives import ROUNDED
-from fusion.ir.sizes import size_value
+from fusion.ir.results import size_value
 from fusion.ir.spec import Normalizer
 from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
 

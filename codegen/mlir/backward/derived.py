@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fusion.ir.elements import Elements
-from fusion.ir.results import packed_strides
-from fusion.ir.sizes import size_value
+from fusion.ir.results import packed_strides, size_value
 from fusion.lowering.backward_plan import BackwardPlan, RowSum
 
 from ..calling import Launch, empty_strided

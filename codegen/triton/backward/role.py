@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from fusion.ir.derivative import SINK_UPSTREAM, UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import I0, I1, WEIGHT, ZERO, Expr, Kind, const, node, substitute
-from fusion.ir.fills import LARGEST
+from fusion.ir.mask_facts import LARGEST
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.gradients import Axes
 from fusion.lowering.numbers import LOG2E

@@ -20,7 +20,7 @@ from fusion.codegen.triton.flex import POSITIONS, Flex, modification
 from fusion.codegen.triton.launch import Kernel
 from fusion.ir import AttentionSpec, MaskFacts, Normalizer, integers
 from fusion.ir.expr import SCORE, I, J, const, size
-from fusion.ir.fills import LARGEST
+from fusion.ir.mask_facts import LARGEST
 from fusion.ir.ops import apply, where
 from tests.codegen.mlir.cases import CAUSAL, FMIN, INF, PROGRAMS, Case, assert_as_exact_as_eager, case, draw, eager
 from tests.codegen.triton.test_peers import prefers_peers

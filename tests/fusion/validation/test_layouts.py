@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion.validation import layouts
+from fusion.validation import replay
 
 VIEWS = {
     "itself": lambda x: x.view(2, 3, 4, 6),
@@ -29,7 +29,7 @@ def test_an_element_of_a_view(name) -> None:
     numbers = torch.arange(144).view(shape)
     expected = VIEWS[name](numbers)
     grid = torch.meshgrid(*map(torch.arange, expected.shape), indexing="ij")
-    moved = layouts.of_view(VIEWS[name], shape, None)
+    moved = replay.of_view(VIEWS[name], shape, None)
     assert moved is not None
     index = moved(grid)
     for at, extent in zip(index, shape, strict=True):
@@ -38,11 +38,11 @@ def test_an_element_of_a_view(name) -> None:
 
 
 def test_a_dimension_that_a_view_moves_keeps_its_index() -> None:
-    moved = layouts.of_view(lambda x: x[:, :, None].expand(2, 3, 4, 5).transpose(1, 3), (2, 3, 5), None)
+    moved = replay.of_view(lambda x: x[:, :, None].expand(2, 3, 4, 5).transpose(1, 3), (2, 3, 5), None)
     assert moved is not None
     batch, column, copy, row = (torch.zeros(1, dtype=torch.int64) for _ in range(4))
     assert [id(entry) for entry in moved((batch, column, copy, row))] == [id(batch), id(row), id(column)]
 
 
 def test_what_copies_has_no_map() -> None:
-    assert layouts.of_view(lambda x: x.mT.reshape(6), (2, 3), None) is None
+    assert replay.of_view(lambda x: x.mT.reshape(6), (2, 3), None) is None
