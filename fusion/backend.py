@@ -13,25 +13,23 @@ import torch
 from torch.fx import GraphModule
 
 from fusion import decide, linear, process
-from fusion.approximate import certificates
 from fusion.errors import EmitterError, StrictError
-from fusion.inner_compiler import with_tangents
+from fusion.inner_compiler import compared, with_certificates, with_tangents
 from fusion.integrations import nested_tensors
 from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
-from fusion.passes.building import split_extrema
 from fusion.passes.prepare.distances import read_by_distance
-from fusion.passes.prepare.expanded_casts import cast_before_expansions
 from fusion.passes.prepare.trials import find_attention
 from fusion.passes.prepare.unread_rows import skip_unread_rows
 from fusion.passes.recognize.ancestors import escaping_weights
 from fusion.passes.recognize.find import Site, may_hold_attention, pending
 from fusion.passes.replace import replace_sites
-from fusion.passes.specify.calls import refuse, specify_sites
-from fusion.passes.specify.escaping import resolve_escaping
+from fusion.passes.specify.aux_outputs import split_extrema
+from fusion.passes.specify.calls import refuse, resolve_escaping, specify_sites
 from fusion.passes.specify.gathered_keys import read_sets
 from fusion.passes.specify.tile_maps import map_tiles
 from fusion.passes.subgraphs.transforms import Asked
+from fusion.passes.trace.autocast import cast_before_expansions
 from fusion.passes.trace.normalize import normalize
 from fusion.passes.trace.outline import sealed_softmaxes, without_regions
 from fusion.report.dump import Dump
@@ -41,7 +39,6 @@ from fusion.runtime import kernels, op  # noqa: F401  (op registers torch.ops.fu
 from fusion.subgraphs import fuse_checkpointed, fuse_transformed
 from fusion.torch_private.dynamo import RestartAnalysis
 from fusion.torch_private.tracing import without_function_modes
-from fusion.validation import calls
 
 log = logging.getLogger(__name__)
 process.configure_log()
@@ -79,21 +76,11 @@ def _fusion(
     publish(report)
     compiled = with_tangents(compiled, fused) if report.fused else compiled
     if chosen.verify == "run" and report.fused and chosen.approximate is None:
-        return calls.compared(compiled, module, fused)
-    return compiled if chosen.approximate is None or not report.fused else _clear_certificates_before_call(compiled)
+        return compared(compiled, module, fused)
+    return compiled if chosen.approximate is None or not report.fused else with_certificates(compiled)
 
 
 _fusion.__name__ = _fusion.__qualname__ = "fusion"
-
-
-def _clear_certificates_before_call(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled graph whose calls begin a new record of certificates."""
-
-    def run(*arguments: Any) -> Any:
-        certificates.begin()
-        return compiled(*arguments)
-
-    return run
 
 
 def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> tuple[GraphModule, Report]:

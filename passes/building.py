@@ -1,26 +1,20 @@
-"""Construction of nodes in the rewritten graph: sizes as values, calls with their metadata, and the nodes that replace
-auxiliary outputs."""
+"""Construction of nodes in the rewritten graph: calls with their metadata, and sizes as values."""
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from fusion.ir.expr import Expr, coord, walk
-from fusion.ir.integers import Bounds
-from fusion.ir.spec import AuxOutput
+from fusion.ir.expr import Expr, walk
 from fusion.refusals import Reason
 from fusion.torch_private.autograd import SET_GRAD_ENABLED
 
-from . import marks, nodes
+from . import nodes
 from .nodes import Unsupported
-from .recognize.find import Site
-from .specify.aux_outputs import AuxUse
 
 aten = torch.ops.aten
 
@@ -31,38 +25,6 @@ def derived(graph: Graph, origin: Node, target: Any, args: tuple[Any, ...], **kw
     nodes.copy_provenance(origin, node)
     node.meta["val"] = target(*torch.fx.node.map_arg(args, nodes.fake), **kwargs)
     return node
-
-
-def materialize_aux_output(
-    graph: Graph, use: AuxUse, aux: AuxOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
-) -> Node:
-    """Node that replaces `use.node`: an auxiliary output in that node's shape, dtype and order in memory. made: the
-    auxiliary output as the operator returns it. trained: whether gradients pass through it."""
-    node, like = use.node, nodes.fake(use.node)
-
-    def size(extent: Expr) -> Any:
-        return nodes.fake(symbols.value(extent))
-
-    dtype = getattr(torch, aux.dtype)
-    made.meta["val"] = like.new_empty([size(bounds[coord(name)]) for name in use.dims], dtype=dtype)
-    nodes.copy_provenance(node, made)
-    result = made
-    if trained and not marks.requires_grad(node):
-        result = derived(graph, node, aten.detach.default, (result,))
-    if use.divisor is not None:
-        result = derived(graph, node, aten.div.Tensor, (result, symbols.value(use.divisor)))
-    if nodes.dtype(result) != like.dtype:
-        result = derived(graph, node, aten.to.dtype, (result, like.dtype))
-    if use.dims != use.order:
-        result = derived(graph, node, aten.permute.default, (result, [use.dims.index(d) for d in use.order]))
-    if nodes.shape(result) != nodes.shape(node):
-        result = derived(graph, node, aten.reshape.default, (result, [symbols.value(e) for e in nodes.shape(node)]))
-    order = list(nodes.memory_order(node))
-    if order != list(nodes.memory_order(result)):
-        result = derived(graph, node, aten.permute.default, (result, order))
-        result = derived(graph, node, aten.contiguous.default, (result,))
-        result = derived(graph, node, aten.permute.default, (result, [order.index(k) for k in range(len(order))]))
-    return result
 
 
 def same_grad_mode_point(root: Node, place: Node) -> Node | None:
@@ -79,49 +41,6 @@ def _enabled(node: Node) -> tuple[bool, Node | None]:
         if node.target is SET_GRAD_ENABLED:
             return bool(node.args[0]), node
     return torch.is_grad_enabled(), None
-
-
-_EXTREMA = {aten.amax.default: aten.amax.default, aten.max.default: aten.amax.default,
-            aten.amin.default: aten.amin.default, aten.min.default: aten.amin.default}  # fmt: skip
-
-
-def split_extrema(graph: Graph, sites: Sequence[Site]) -> None:
-    """Apply `_split_extremum` to extrema of the nodes that sites analysed, or of pointwise functions of these."""
-    region, read = _known(sites)
-    todo, seen = [*region], region | read
-    while todo:
-        node = todo.pop()
-        for user in [user for user in node.users if user not in seen]:
-            seen.add(user)
-            with contextlib.suppress(Unsupported):  # sizes that are data
-                if nodes.is_tensor(user) and nodes.shape(user) == nodes.shape(node):
-                    todo.append(user)
-                elif user.target in _EXTREMA and not marks.requires_grad(user):
-                    _split_extremum(graph, user)
-
-
-def _known(sites: Sequence[Site]) -> tuple[set[Node], set[Node]]:
-    """Nodes that sites analysed, with their inputs and roots."""
-    region, read = set[Node](), {node for site in sites for node in (site.anchor, site.root)}
-    for attention in (attention for site in sites for attention in site.attentions):
-        walked = attention.pullback
-        region.update(walked.interior)
-        read.update(walked.loaded, [attention.value.node])
-        read.update(node for p in walked.products for node in (p.node, p.query.node, p.key.node))
-    return region, read
-
-
-def _split_extremum(graph: Graph, node: Node) -> None:
-    """Write an extremum over several dimensions as one over the last of them, which an auxiliary output may replace,
-    and one over the rest. Only without a gradient: several equal elements would share it in another way."""
-    args, dims = nodes.arguments(node), nodes.dims_of(node)
-    if len(dims) < 2:
-        return
-    with graph.inserting_before(node):
-        inner = derived(graph, node, _EXTREMA[node.target], (args["self"], dims[-1:], True))
-        outer = derived(graph, node, _EXTREMA[node.target], (inner, dims, bool(args.get("keepdim"))))
-    node.replace_all_uses_with(outer)
-    graph.erase_node(node)
 
 
 class Symbols:

@@ -23,10 +23,11 @@ from fusion.ir.results import empty_result, size_value
 from fusion.ir.spec import Mixing
 
 from . import marks, nodes
-from .building import Symbols, derived, materialize_aux_output
+from .building import Symbols, derived
 from .pullback.tables import Table
 from .recognize.find import Site, pending
-from .specify.escaping import impurity
+from .specify.aux_outputs import materialize_aux_output
+from .specify.calls import impurity
 from .specify.gathered_keys import with_merged_heads
 from .specify.specify import AttentionCall
 from .trace.normalize import drop_seeds

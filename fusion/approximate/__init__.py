@@ -2,6 +2,6 @@
 
     options={"approximate": "polynomial" | "two_planes", "epsilon": 1e-2}
 
-`polynomials` has the approximations of the exponential, `dispatch` decides which attention may be approximated at all,
+`polynomials` has the approximations of the exponential, `eligible` decides which attention may be approximated at all,
 `polynomial` and `two_planes` run a call, `certificates` records the certificates. See docs/approximate.md.
 """

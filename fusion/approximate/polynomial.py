@@ -23,7 +23,7 @@ from fusion.approximate import cost
 from fusion.approximate.certificates import Certificate, is_captured, output_error, record
 from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
 from fusion.approximate.cost import Choice
-from fusion.approximate.dispatch import Plain
+from fusion.approximate.eligible import Plain
 from fusion.approximate.head_batches import (
     KEPT,
     ExactHeads,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fusion.errors import UnknownMachineError
 from fusion.machine.gpus import INTERPRETER, NAMED, of_device, of_target
-from fusion.machine.processors import GIB, KIB, MIB, Machine, MemoryLevel, dtype_bytes, dtype_name, with_cores
+from fusion.machine.memory import GIB, KIB, MIB, MemoryLevel
+from fusion.machine.processors import Machine, dtype_bytes, dtype_name, with_cores
 
 __all__ = [
     "GIB", "INTERPRETER", "KIB", "MIB", "NAMED", "Machine", "MemoryLevel", "dtype_bytes", "dtype_name", "machine",

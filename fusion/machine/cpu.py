@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion.errors import OptionError
-from fusion.machine.processors import GIB, KIB, MIB, MemoryLevel
+from fusion.machine.memory import GIB, KIB, MIB, MemoryLevel
 
 _ISA = (
     "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16",

@@ -36,7 +36,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion.errors import UnknownMachineError
-from fusion.machine.processors import GIB, KIB, MIB, Machine, MemoryLevel, with_cores
+from fusion.machine.memory import GIB, KIB, MIB, MemoryLevel
+from fusion.machine.processors import Machine, with_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

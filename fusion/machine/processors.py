@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from fusion.errors import ProblemError, UnknownMachineError
 from fusion.machine import cpu
+from fusion.machine.memory import MemoryLevel
 
 _BYTES = {"float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _SHORT = {
@@ -154,29 +155,3 @@ def of_such_cores(base: Machine, cores: int) -> Machine:
     )
     rates = tuple((dtype, rate * share) for dtype, rate in base.matrix_flops)
     return replace(base, cores=cores, levels=levels, matrix_flops=rates, exp_rate=base.exp_rate * share)
-
-
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLevel:
-    """One level of memory. `capacity` in bytes, per core (SM, CU) unless `shared`; `bandwidth` in bytes/s, all cores
-    together."""
-
-    name: str
-    capacity: int
-    bandwidth: float
-    shared: bool = False
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name} {_size(self.capacity)}{'' if self.shared else ' per core'} at {self.bandwidth / 1e9:.0f} GB/s"
-        )
-
-
-def _size(count: int) -> str:
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count} B"

@@ -33,7 +33,6 @@ from ..pullback.folding import forget
 from ..pullback.operands import is_float8, locate, mark_stored, scale_of_values
 from ..pullback.pullback import PullBack
 from ..pullback.roundings import is_coarser
-from ..pullback.sdpa import Attention, is_sdpa, pull_back_sdpa
 from ..pullback.views import Index, broadcast_index, source
 from ..subgraphs.checkpointing import bodies
 from ..trace.outline import regions
@@ -45,6 +44,7 @@ from .ancestors import (
     scales_rows,
 )
 from .recognize import attentions
+from .sdpa import Attention, is_sdpa, pull_back_sdpa
 
 if TYPE_CHECKING:
     from ..specify.specify import AttentionCall

@@ -31,8 +31,7 @@ from fusion.ir.spec import Normalizer
 from fusion.refusals import Reason
 
 from ..nodes import Unsupported
-from ..pullback.heads import split_scores, split_weights
-from .core import NormalizedScores
+from .core import NormalizedScores, split_scores, split_weights
 from .softmaxes import (
     as_exponents,
     exponent_and_shift,

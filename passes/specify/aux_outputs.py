@@ -13,20 +13,23 @@ it was.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fusion.ir import integers
 from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, Kind, coord, coordinates, walk
-from fusion.ir.spec import Normalizer, Reduction
+from fusion.ir.integers import Bounds
+from fusion.ir.spec import AuxOutput, Normalizer, Reduction
 from fusion.lowering.rows import in_log_sums
 
 from .. import marks, nodes
+from ..building import Symbols, derived
 from ..nodes import Unsupported, arguments, packet, shape
 from ..pullback.caches import are_plain
 from ..pullback.contractions import products_above
@@ -213,3 +216,78 @@ def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) 
     if any(e not in atoms and e is not integers.integer(0) for e in moved[1]):
         return None
     return tuple(places.get(atom, integers.integer(0)) for atom in atoms)
+
+
+def materialize_aux_output(
+    graph: Graph, use: AuxUse, aux: AuxOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
+) -> Node:
+    """Node that replaces `use.node`: an auxiliary output in that node's shape, dtype and order in memory. made: the
+    auxiliary output as the operator returns it. trained: whether gradients pass through it."""
+    node, like = use.node, nodes.fake(use.node)
+
+    def size(extent: Expr) -> Any:
+        return nodes.fake(symbols.value(extent))
+
+    dtype = getattr(torch, aux.dtype)
+    made.meta["val"] = like.new_empty([size(bounds[coord(name)]) for name in use.dims], dtype=dtype)
+    nodes.copy_provenance(node, made)
+    result = made
+    if trained and not marks.requires_grad(node):
+        result = derived(graph, node, aten.detach.default, (result,))
+    if use.divisor is not None:
+        result = derived(graph, node, aten.div.Tensor, (result, symbols.value(use.divisor)))
+    if nodes.dtype(result) != like.dtype:
+        result = derived(graph, node, aten.to.dtype, (result, like.dtype))
+    if use.dims != use.order:
+        result = derived(graph, node, aten.permute.default, (result, [use.dims.index(d) for d in use.order]))
+    if nodes.shape(result) != nodes.shape(node):
+        result = derived(graph, node, aten.reshape.default, (result, [symbols.value(e) for e in nodes.shape(node)]))
+    order = list(nodes.memory_order(node))
+    if order != list(nodes.memory_order(result)):
+        result = derived(graph, node, aten.permute.default, (result, order))
+        result = derived(graph, node, aten.contiguous.default, (result,))
+        result = derived(graph, node, aten.permute.default, (result, [order.index(k) for k in range(len(order))]))
+    return result
+
+
+_EXTREMA = {aten.amax.default: aten.amax.default, aten.max.default: aten.amax.default,
+            aten.amin.default: aten.amin.default, aten.min.default: aten.amin.default}  # fmt: skip
+
+
+def split_extrema(graph: Graph, sites: Sequence[Site]) -> None:
+    """Apply `_split_extremum` to extrema of the nodes that sites analysed, or of pointwise functions of these."""
+    region, read = _known(sites)
+    todo, seen = [*region], region | read
+    while todo:
+        node = todo.pop()
+        for user in [user for user in node.users if user not in seen]:
+            seen.add(user)
+            with contextlib.suppress(Unsupported):  # sizes that are data
+                if nodes.is_tensor(user) and nodes.shape(user) == nodes.shape(node):
+                    todo.append(user)
+                elif user.target in _EXTREMA and not marks.requires_grad(user):
+                    _split_extremum(graph, user)
+
+
+def _known(sites: Sequence[Site]) -> tuple[set[Node], set[Node]]:
+    """Nodes that sites analysed, with their inputs and roots."""
+    region, read = set[Node](), {node for site in sites for node in (site.anchor, site.root)}
+    for attention in (attention for site in sites for attention in site.attentions):
+        walked = attention.pullback
+        region.update(walked.interior)
+        read.update(walked.loaded, [attention.value.node])
+        read.update(node for p in walked.products for node in (p.node, p.query.node, p.key.node))
+    return region, read
+
+
+def _split_extremum(graph: Graph, node: Node) -> None:
+    """Write an extremum over several dimensions as one over the last of them, which an auxiliary output may replace,
+    and one over the rest. Only without a gradient: several equal elements would share it in another way."""
+    args, dims = nodes.arguments(node), nodes.dims_of(node)
+    if len(dims) < 2:
+        return
+    with graph.inserting_before(node):
+        inner = derived(graph, node, _EXTREMA[node.target], (args["self"], dims[-1:], True))
+        outer = derived(graph, node, _EXTREMA[node.target], (inner, dims, bool(args.get("keepdim"))))
+    node.replace_all_uses_with(outer)
+    graph.erase_node(node)

@@ -1,20 +1,25 @@
-"""Calls that replace each site: one for every attention of it."""
+"""Calls that replace each site: one for every attention of it. Sites whose scores or weights are needed elsewhere write
+them as auxiliary outputs, or are not fused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fusion.ir.expr import walk
 from fusion.refusals import Reason, Refusal
 
 from .. import marks, nodes
-from ..building import Symbols
-from ..nodes import Unsupported
+from ..building import Symbols, same_grad_mode_point
+from ..nodes import Unsupported, packet
+from ..pullback.contractions import products_above
+from ..pullback.reductions import blocking_op, is_reduction
+from ..recognize.ancestors import SOFTMAXES
 from ..recognize.find import Site, defect, pending
-from .aux_outputs import AuxUse
+from .aux_outputs import AuxUse, uses
 from .specify import AttentionCall, specify
 
 
@@ -76,3 +81,130 @@ def _refuse_reordered_reads(site: Site) -> None:
                     where = nodes.source_line(mutation) or mutation.name
                     message = f"a tensor that the attention reads is changed in place before it ends ({where})"
                     raise Unsupported(Reason.CHANGED_IN_PLACE, message, None, mutation)
+
+
+def impurity() -> Callable[[Node], bool]:
+    """Predicate of nodes with side effects, by torch's rule, but for dropout whose mask a fused attention draws
+    itself."""
+    impure = nodes.impurity()
+    return lambda node: not marks.seed.on(node) and not marks.is_seed(node) and impure(node)
+
+
+def resolve_escaping(graph: Graph, sites: Sequence[Site], respecifies: bool = True) -> None:
+    """Let sites whose scores or weights are needed elsewhere write them as auxiliary outputs, or refuse them, as these
+    would be computed twice. Repeats until nothing changes. respecifies: whether sites may get auxiliary outputs."""
+    impure = impurity()
+    symbols, roots = Symbols(graph), [node for node in graph.nodes if node.op == "output" or impure(node)]
+    wanted = collections.defaultdict[Node, dict[Node, None]](dict)  # by anchor: what was ever needed of its weights
+    tried: dict[Node, set[Node]] = {}  # and by whom, at the last try
+    while True:
+        needs = _needs(pending(sites))
+        live = _live(roots, needs)
+        escaping = [(site, nodes_) for site in pending(sites) if (nodes_ := _escaping(site, live, needs))]
+        if not escaping:
+            return
+        for site, nodes_ in escaping if respecifies else ():
+            outside = _outside(site, live, needs)
+            users = {user for node in nodes_ for user in node.users if outside(user)}
+            if wanted[site.anchor].keys() >= {*nodes_} and tried[site.anchor] == users:
+                continue
+            wanted[site.anchor] |= dict.fromkeys(nodes_)
+            tried[site.anchor] = users
+            plain = _needs(pending(sites), site)
+            try:
+                with site.assumed.hold():
+                    call = _with_auxiliary_outputs(site, [*wanted[site.anchor]], _live(roots, plain), plain, symbols)
+            except Exception as problem:  # no other attention is lost for it
+                site.refuse(defect(problem), site.anchor)
+                break
+            if call is not None:
+                site.calls = [call]
+                break  # what it writes may be what others need
+        else:
+            site, nodes_ = escaping[-1]  # those before it may do without what it needs of them
+            _refuse_escaped(site, nodes_, live, needs)
+
+
+def _needs(sites: Sequence[Site], plain: Site | None = None) -> dict[Node, list[Node]]:
+    """Operands of the nodes that calls write. plain: a site considered without its auxiliary outputs; others keep
+    theirs."""
+    written = {site.anchor: [site.root] for site in sites}
+    for site in sites:
+        if site is not plain:
+            written[site.anchor] += [use.node for call in site.calls for use in call.uses]
+    if plain is not None:
+        for node in plain.anchor.graph.nodes:
+            product = marks.statistic_of(node)
+            if product in written and product is not plain.anchor:
+                written[product].append(node)
+    read = {site.anchor: [operand for call in site.calls for operand in call.operands] for site in sites}
+    return {node: read[anchor] for anchor, written_node in written.items() for node in written_node}
+
+
+def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
+    """Refuse a site whose weights are needed elsewhere; the message names the use."""
+    own_scores = [operand for operand in needs[site.root] if site.products & products_above(operand)]
+    if own_scores and (blocking := blocking_op(min(own_scores), site.products)) is not None:
+        message = f"the attention reads the result of {nodes.producer(blocking).target} on its own scores"
+        reduces = is_reduction(blocking) and packet(blocking) not in SOFTMAXES
+        site.refuse(Refusal(Reason.FURTHER_REDUCTION if reduces else Reason.NOT_POINTWISE, message), blocking)
+        return
+    outside = _outside(site, live, needs)
+    node, user = next(((n, u) for n in escaping for u in n.users if outside(u)), (escaping[0], None))
+    blame = user if user is not None and user.op != "output" else node
+    reader = next((anchor for anchor, read in needs.items() if node in read and anchor is not site.root), None)
+    if user is None:
+        where = None if reader is None else nodes.source_line(reader)
+        use = f"{node.name} stays in use" if where is None else f"by another attention, at {where}"
+    else:
+        where = nodes.source_line(user)
+        use = ("they are returned" if user.op == "output" else f"by {user.target}") + (f", at {where}" if where else "")
+    site.refuse(Refusal(Reason.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})"), blame)
+
+
+def _outside(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> Callable[[Node], bool]:
+    """Whether a user of the region is itself outside of it, and alive."""
+    return lambda user: user in live and user not in site.scores and user not in needs
+
+
+def _with_auxiliary_outputs(
+    site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]], symbols: Symbols
+) -> AttentionCall | None:
+    """Call of a site with auxiliary outputs for the escaping weights; None where there is none."""
+    outside = _outside(site, live, needs)
+    if (result := uses(site, escaping, outside)) is None:
+        return None
+    aux_uses, on_the_way = result
+    if not aux_uses or (any(marks.requires_grad(use.node) for use in aux_uses) and not marks.requires_grad(site.root)):
+        return None
+    try:
+        part = call_of(site, 0, symbols, aux_uses)
+    except Unsupported:
+        return None
+    users = {user for use in aux_uses for user in use.node.users if outside(user)}
+    place = same_grad_mode_point(site.root, min({site.root, *users}))
+    read = [*part.operands, *symbols.of(part.sizes)]
+    if place is None or any(not node < place or node in site.scores or marks.dtensor(node) for node in read):
+        return None
+    if any(_reads_something_else(node, place) for node in site.interior | {site.anchor} | on_the_way):
+        return None
+    site.place = place
+    return part
+
+
+def _reads_something_else(node: Node, place: Node) -> bool:
+    """Whether an input of a node is written in place between the node and the place of a call that reads it instead."""
+    mutations = {m for parent in node.all_input_nodes for m in marks.mutations(parent)} - {node}
+    return any((node < mutation) != (place <= mutation) for mutation in mutations)
+
+
+def _live(kept: Sequence[Node], needs: Mapping[Node, list[Node]]) -> set[Node]:
+    return {*nodes.walk_up(kept, lambda node: needs.get(node, node.all_input_nodes))}
+
+
+def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> list[Node]:
+    """Nodes of the region that hold scores and stay alive, the last first; those used outside, if any."""
+    outside, operands = _outside(site, live, needs), set(needs.get(site.root, ()))
+    alive = [n for n in site.scores if n in live and n not in operands and n not in needs]
+    used = [n for n in alive if any(map(outside, n.users))]
+    return sorted(used or alive, reverse=True)

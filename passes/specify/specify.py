@@ -18,11 +18,10 @@ from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported
-from ..pullback import heads
 from ..pullback.operands import Access, scales_rows
 from ..pullback.pullback import Product, PullBack
 from ..pullback.tables import KeySet, Numbers, Table
-from ..recognize.core import NormalizedScores
+from ..recognize.core import NormalizedScores, with_named_heads
 from ..recognize.find import Attention, Site
 from ..recognize.softmaxes import filled_by_selection
 from .aux_outputs import AuxUse
@@ -91,7 +90,7 @@ def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> At
     resolve = _Resolver(products, main, attention.pullback, operands)
     accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
     core = _resolved(core, site, attention, resolve)
-    core, accesses, head = heads.named(core, accesses, attention.pullback.bounds)
+    core, accesses, head = with_named_heads(core, accesses, attention.pullback.bounds)
     aux = tuple(fold_comparisons(resolve(use.value), site.bounds | {J: attention.keys}) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
     if differentiable:

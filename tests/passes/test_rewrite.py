@@ -10,8 +10,7 @@ from fusion.ir import Normalizer
 from fusion.passes.nodes import Unsupported, size_hints
 from fusion.passes.recognize.find import find_sites
 from fusion.passes.replace import replace_sites
-from fusion.passes.specify.calls import refuse, specify_sites
-from fusion.passes.specify.escaping import resolve_escaping
+from fusion.passes.specify.calls import refuse, resolve_escaping, specify_sites
 from fusion.passes.specify.specify import specify
 from fusion.passes.trace.normalize import normalize
 from fusion.refusals import Reason, Refusal

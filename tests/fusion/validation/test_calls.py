@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from fusion import inner_compiler
 from fusion.codegen.reference.forward import Execution
-from fusion.validation import calls
 from tests.fusion.validation import faults
 from tests.numerics import assert_as_exact_as_eager
 
@@ -41,7 +41,7 @@ def test_a_comparison_that_fails_leaves_eager(monkeypatch, caplog):
     def fail(*_):
         raise ZeroDivisionError("put in")
 
-    monkeypatch.setattr(calls, "errors", fail)
+    monkeypatch.setattr(inner_compiler, "errors", fail)
     before = counters["fusion"]["skipped"]
     compiled, given = torch.compile(faults.plain, backend="fusion", options=OPTIONS), faults.inputs()
     ran = []
@@ -67,7 +67,7 @@ def test_one_thread_whose_first_call_differs_decides_for_all():
             return x + 1
         return x + 2
 
-    run = calls.compared(compiled, module, module)
+    run = inner_compiler.compared(compiled, module, module)
     thread = threading.Thread(target=run, args=(torch.ones(1),))
     thread.start()
     began.wait(60)

@@ -17,11 +17,11 @@ from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, shape
-from ..recognize.core import NormalizedScores
-from . import casts, pointwise
-from .operands import Access, locate, scale_of_values
-from .pullback import Product, PullBack
-from .views import Index, broadcast_index
+from ..pullback import casts, pointwise
+from ..pullback.operands import Access, locate, scale_of_values
+from ..pullback.pullback import Product, PullBack
+from ..pullback.views import Index, broadcast_index
+from .core import NormalizedScores
 
 aten = torch.ops.aten
 _OF_WHOLE_ROWS = ("reduce", "softmax", "log_softmax", "mix")
