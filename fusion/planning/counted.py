@@ -13,7 +13,7 @@ from torch import Tensor
 from fusion.ir.expr import I0, I1, J0, J1, TRUE, Expr, I, J, coord, coordinates, loads, walk
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.ops import evaluate
-from fusion.ir.sizes import leaves, size_value
+from fusion.ir.results import leaves, size_value
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.problem import Counted, Problem
 
