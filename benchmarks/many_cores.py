@@ -2,10 +2,14 @@
 many cores, and the share of these cores' time that it uses (one core's predicted time over that of all).
 
     python benchmarks/many_cores.py [--cores 2 16 64 128] [--dtype float32]
+    python benchmarks/many_cores.py --backward [--cores 2 16 32 64 128] [--dtype float32]
     python benchmarks/many_cores.py --here [--dtype float32]
 
 The cores are like those of this machine. Two things are lost: cores wait for the last of them, and each that meets a
 head packs its keys and values. Where blocks of rows are fewer than keep the cores busy, keys are in parts.
+
+With --backward: the backward by two kernels (seven products) and by one (five), whose dQ is summed up over parts of the
+keys, with the memory of all threads together.
 
 Nothing is run, but with --here: calls with few blocks of rows, whose keys the planner cuts into parts, in turns with
 whole keys on all cores of this machine.
@@ -23,12 +27,14 @@ import torch
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
 from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.training import backward_tiling
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
 from fusion.planning.choice import Choice, query_stationary
+from fusion.planning.cpu_backward import FUSED, KEYS, QUERIES, Backward
 from fusion.planning.cpu_planner import CpuPlanner
 from fusion.planning.plan import plan
-from fusion.planning.problem import Problem
+from fusion.planning.problem import Problem, attention_of
 from fusion.planning.register_tiles import target_of, tilings_for
 from fusion.runtime import kernels
 from rows import full
@@ -58,6 +64,36 @@ def fastest(problem: Problem, machine: Machine) -> tuple[str, float]:
     chosen = plan(problem, machine)
     parts = f", {chosen.splits} parts" if chosen.splits > 1 else ""
     return f"{chosen.B_r} x {chosen.B_c}{parts}", chosen.time
+
+
+def of_cores(machine: Machine, cores: int) -> Machine:
+    """A machine of so many of these cores, with as much bandwidth for each as `Machine.detect` takes for one."""
+    levels = tuple(
+        replace(level, bandwidth=level.bandwidth * cores / machine.cores) if level.shared else level
+        for level in machine.levels
+    )
+    return of_such_cores(replace(machine, levels=levels), cores)
+
+
+def backward(problem: Problem, machine: Machine) -> Backward:
+    """The backward as a training kernel plans it."""
+    target, spec = target_of(machine), attention_of(problem)
+    tiling = backward_tiling(tilings_for(spec, target)[0], target)
+    return Backward(
+        problem=problem, machine=machine, outer=problem.problems, inner=1, block=tiling.groups * target.lanes,
+        tile=tiling.keys, planes=tiling.planes, amx=target.amx,
+    )  # fmt: skip
+
+
+def backward_cell(problem: Problem, machine: Machine) -> str:
+    """Predicted ms of two kernels and of one, which of them is chosen, and the memory of all threads."""
+    work = backward(problem, machine)
+    one, two = work.division(FUSED), [work.division(form) for form in (QUERIES, KEYS)]
+    memory = machine.cores * work.workspace(FUSED) + one.shared
+    seconds = sum(division.seconds for division in two)
+    parts = f"{one.parts} parts" if one.parts > 1 else "whole"
+    chosen = f"{seconds / one.seconds:.2f}x" if work.fuses else "two kernels"
+    return f"{1e3 * seconds:.2f}, {1e3 * one.seconds:.2f} ({parts}), {chosen}; {memory / 2**20:.0f} MiB"
 
 
 class Chosen:
@@ -111,7 +147,8 @@ def here(dtype: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cores", type=int, nargs="+", default=[2, 16, 64, 128])
+    parser.add_argument("--cores", type=int, nargs="+")
+    parser.add_argument("--backward", action="store_true")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--here", action="store_true", help="measure calls with few blocks of rows on this machine")
     options = parser.parse_args()
@@ -119,6 +156,17 @@ def main() -> None:
         here(options.dtype)
         return
     machine = Machine.detect()
+    if options.backward:
+        cores = options.cores or [2, 16, 32, 64, 128]
+        print(f"Cores like those of {machine.name}, {options.dtype}; ms of two kernels, of one; memory\n")
+        print(f"| problem | {' | '.join(f'{count} cores' for count in cores)} |")
+        print(f"| --- |{' ---: |' * len(cores)}")
+        for name, problem in PROBLEMS.items():
+            problem = replace(problem, dtype=options.dtype, heads_kv=problem.heads)
+            cells = [backward_cell(problem, of_cores(machine, count)) for count in cores]
+            print(f"| {name} | {' | '.join(cells)} |")
+        return
+    options.cores = options.cores or [2, 16, 64, 128]
     print(f"Cores like those of {machine.name}, {options.dtype}; predicted ms (tile), share of all cores' time\n")
     print(f"| problem | 1 core | {' | '.join(f'{cores} cores' for cores in options.cores)} |")
     print(f"| --- | ---: |{' ---: |' * len(options.cores)}")

@@ -82,7 +82,8 @@ def compile_training(
     if supports(spec, machine) is not None or unsupported(spec) is not None:
         return None
     target = target_of(machine)
-    return _training.get_or_make((spec, target), lambda: TrainingKernel(spec, tilings_for(spec, target), target))
+    make = lambda: TrainingKernel(spec, tilings_for(spec, target), target, machine)
+    return _training.get_or_make((spec, target, machine.cores), make)
 
 
 _kernels, _training = OncePerKey(1024), OncePerKey(1024)

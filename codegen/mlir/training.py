@@ -18,6 +18,7 @@ from fusion.ir.spec import AttentionSpec, AuxOutput
 from fusion.lowering import aux_gradients
 from fusion.lowering.backward_plan import BackwardPlan, backward_plan
 from fusion.lowering.gradients import hides_nan, left_to_reference
+from fusion.machine import Machine
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_planner import FEW_QUERIES
 from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
@@ -44,13 +45,16 @@ SHORT_CHAIN = 16
 
 class TrainingKernel(ForwardKernel):
     """The outputs and gradients of one spec: see `emitter.TrainingKernel`. Backward kernels are compiled by the first
-    backward."""
+    backward. machine: whose cores the work of a backward is cut for."""
 
-    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
+    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, machine: Machine | None = None):
         super().__init__(spec, tilings, target, functools.partial(emit, with_statistics=True))
         self.backward_tilings = [backward_tiling(tiling, target) for tiling in tilings]
         self.derived, self._compiled, self._plans = BoundedCache(), OncePerKey(), OncePerKey()
-        self.fused: bool | None = None  # whether one kernel is to have all gradients; None: as is planned
+        self.machine = machine or Machine.detect()
+        # Whether one kernel is to have all gradients, and parts of each batch element's blocks; None: as is planned.
+        self.fused: bool | None = None
+        self.parts: int | None = None
         self._hides_nan = functools.cache(functools.partial(hides_nan, spec))
         self._with = functools.cache(
             lambda places: replace(spec, aux_outputs=tuple(spec.aux_outputs[n] for n in places))
@@ -82,7 +86,7 @@ class TrainingKernel(ForwardKernel):
         key = call.needs, places, text
         if key not in self._right:
             only = self._only(self._summed(self.tilings[choice], call.sizes))
-            only.derived, only.fused = BoundedCache(), FUSED in kernels
+            only.derived, only.fused, only.parts = BoundedCache(), FUSED in kernels, 2
             edges = Edges(rows=KEY_SPAN, keys=3 * KEY_SPAN // 4)
             self.proof.gradients(only, call.sizes, edges, text, call.needs, places)
             self._right.add(key)

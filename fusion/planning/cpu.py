@@ -30,7 +30,7 @@ from fusion.machine import Machine
 from fusion.planning.problem import Problem
 
 _PLANES = {"bfloat16": 1, "float16": 2}
-_PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
+PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
 HIDDEN_FROM = 64  # multiply-adds a score
 LINE = 64  # bytes of a cache line
 #: Operations for a vector of a dense bias or mask, and more where its rows lie in too many pages: what kernels on AMX
@@ -120,7 +120,7 @@ class _Kernel:
 
     @property
     def products(self) -> int:
-        return _PLANE_PRODUCTS[self.planes]
+        return PLANE_PRODUCTS[self.planes]
 
     @property
     def unit(self) -> int | str:

@@ -103,7 +103,11 @@ def kernel(spec: AttentionSpec, chosen: Plan, trained: bool) -> Kernel | Trainin
         tilings[0] = chosen.tiling
     if not trained:
         return Kernel(spec, tilings, chosen.target, chosen)
-    return None if unsupported(spec) is not None else TrainingKernel(spec, tilings, chosen.target)
+    if unsupported(spec) is not None:
+        return None
+    result = TrainingKernel(spec, tilings, chosen.target)
+    result.parts = 3 if chosen.cuts else None
+    return result
 
 
 @contextlib.contextmanager

@@ -25,15 +25,16 @@ from fusion.lowering.backward_plan import (
     normalized,
 )
 from fusion.lowering.rows import lost_logarithms
+from fusion.planning.cpu_backward import MOST_PIECES
 
 from ...reference import gradients as pulled
 from ..calling import CompiledKernel, Launch, address, in_huge_pages, operand_values
 from ..launch import WORK_PER_THREAD
 from ..values import round_up
 from .delta import DELTA_ERRORS, DELTAS
-from .derived import Derived, Step, result
-from .kernel import SMALL_TABLE
-from .lanes import AUX_SUMS, FUSED, KEYS, QUERIES
+from .derived import Derived, Step, copies_of, result, step_of, steps_of
+from .fused import QUERY_GRADIENT_SPAN
+from .lanes import AUX_SUMS
 from .tile import Kind
 
 if TYPE_CHECKING:
@@ -125,9 +126,11 @@ class BackwardCall:
         self.results = {n: result.memory.make() for n, result in self.derived.results.items()}
         self.sinks: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
+        if (steps := self.derived.steps.get(choice)) is None:
+            steps = self.derived.steps[choice] = steps_of(self, choice)
         for entry in self.plan.loads:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
-                self._make_sink(entry, choice)
+                self._make_sink(entry, choice, steps[-1].shares)
         self.sums: dict[Expr, Tensor] = {}
         self.located: dict[tuple, Tensor] = {("ptr", n): x for n, x in enumerate(self.read)}
         self.located |= {("ptr", "rows"): self.rows, ("ptr", "statistics"): self.statistics}
@@ -136,11 +139,9 @@ class BackwardCall:
             self.located |= {("ptr", name, n): x for n, x in tensors.items()}
         if not self._make_deltas(choice):
             return None
-        if (steps := self.derived.steps.get(choice)) is None:
-            steps = self.derived.steps[choice] = self._steps(choice)
         for step in steps:
             sums = [self._row_sum(entry) for entry in step.sums]
-            if not self._launch(step.kind, choice, {("ptr", "sums", k): total for k, total in enumerate(sums)}):
+            if not self._launch(step.kind, choice, {("ptr", "sums", k): total for k, total in enumerate(sums)}, step):
                 return None
             self._correct(dict(zip(step.sums, sums, strict=True)))
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
@@ -150,19 +151,6 @@ class BackwardCall:
         if self.derived.simple:
             return self._launch(DELTAS, choice)
         return self._add_aux_sums(choice) and self._make_exact(choice)
-
-    def _steps(self, choice: int) -> list[Step]:
-        """The kernels that give the gradients: one, where there is one and every batch element is one thread's."""
-        needs, plan = self.needs, self.plan
-        target, tiling = self.kernel.target, self.kernel.backward_tilings[choice]
-        blocks = -(-self.n_k // (tiling.groups * target.lanes))
-        fused = needs[0] and (needs[1] or needs[2] and tiling.planes)
-        fused = fused and (not self._split(blocks)[0] if self.kernel.fused is None else self.kernel.fused)
-        return [
-            Step(kind, plan.sums(kind.forms, needs))
-            for kind in ((FUSED,) if fused else (QUERIES, KEYS))
-            if plan.of(kind.forms, needs) or any(needs[n] for n in kind.gradients)
-        ]
 
     def _add_aux_sums(self, choice: int) -> bool:
         """Put what auxiliary outputs give into delta, once; False where the kernel met values that its products cannot
@@ -231,15 +219,6 @@ class BackwardCall:
             return sums - off
         return torch.where(self.lost > -1, self.slope * sums - self.lost * self.delta - off, 0.0)
 
-    def _split(self, blocks: int, uneven: bool = False) -> tuple[bool, int]:
-        """Whether threads share the blocks of all outer batch elements (there are too few of these, or they differ in
-        what there is to do), and the number of threads."""
-        outer = math.prod(self.batch) // self._inner
-        threads = min(self.derived.threads, outer * blocks)
-        if self.kernel.fused:
-            return False, min(threads, outer)
-        return outer < 4 * threads and (uneven or outer % threads != 0), threads
-
     def _correct(self, results: Mapping[RowSum, Tensor]) -> None:
         """Take over the sums of a kernel.
 
@@ -255,8 +234,8 @@ class BackwardCall:
             if entry.share:
                 self.sums[entry.of] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
-    def _make_sink(self, entry: LoadGradient, choice: int) -> None:
-        """A buffer of the operand's shape, the key's dimension innermost; copies for each thread where scattered.
+    def _make_sink(self, entry: LoadGradient, choice: int, shares: int) -> None:
+        """A buffer of the operand's shape, the key's dimension innermost; copies for each share where scattered.
 
         Zeroed unless the kernel writes all of it. What it adds up before that is kept in one per thread."""
         operand, shape = self.operands[entry.operand], self.operands[entry.operand].shape
@@ -272,7 +251,7 @@ class BackwardCall:
             last = column_dimension(entry.load)  # rows before it: those of one batch element lie side by side
             order.sort(key=lambda dim: (dim == last, "i" in coordinates(entry.load.args[dim])))
         alone, elements = self.plan.alone(entry), operand.numel()
-        copies = self.derived.threads * self._copies(operand) if entry.form is Form.SCATTERED else 1
+        copies = shares * copies_of(operand) if entry.form is Form.SCATTERED else 1
         memory = torch.empty(copies, round_up(elements, 16), dtype=operand.dtype if alone else torch.float32)
         in_huge_pages(memory)
         if not self._covers(entry):
@@ -281,17 +260,12 @@ class BackwardCall:
         self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())))
         if alone:
             keys = self.kernel.backward_tilings[choice].groups * self.kernel.target.lanes
-            elements = round_up(self.n_k, keys) * self.n_q if self._inner > 1 else 0
+            elements = round_up(self.n_k, keys) * self.n_q if self.inner > 1 else 0
             self.kept[entry.operand] = torch.empty(self.derived.threads, elements, dtype=torch.float32)
             in_huge_pages(self.kept[entry.operand])
 
-    @staticmethod
-    def _copies(table: Tensor) -> int:
-        """Number of copies that a thread has of a scattered gradient."""
-        return 2 if table.numel() <= SMALL_TABLE else 1
-
     @property
-    def _inner(self) -> int:
+    def inner(self) -> int:
         """Number of batch elements that dense gradients are summed over."""
         return math.prod(self.batch[axis] for axis in self.plan.inner)
 
@@ -307,13 +281,13 @@ class BackwardCall:
         length = self.n_q if entry.axis is LaneAxis.QUERIES else self.n_k
         return torch.empty(*self.batch, length, dtype=torch.float32)
 
-    def _launch(self, kind: Kind, choice: int, own: Mapping[tuple, Tensor] = NOTHING) -> bool:
+    def _launch(self, kind: Kind, choice: int, own: Mapping[tuple, Tensor] = NOTHING, step: Step | None = None) -> bool:
         """Run a kernel; own: what it alone reads or writes. False where it met values that its products cannot take."""
         if (launch := self.derived.launchers.get((kind, choice))) is None:
-            launch = self.derived.launchers[kind, choice] = self._launcher(kind, choice, own)
+            launch = self.derived.launchers[kind, choice] = self._launcher(kind, choice, own, step)
         return launch([*map(address, self.located.values()), *map(address, own.values())])
 
-    def _launcher(self, kind: Kind, choice: int, own: Iterable[tuple]) -> Launch:
+    def _launcher(self, kind: Kind, choice: int, own: Iterable[tuple], step: Step | None) -> Launch:
         kernel = self.compiled(kind, choice)
         values = operand_values(self.spec, (x.stride() for x in self.read), self.sizes)
         for number, of_operand in self.derived.results.items():
@@ -321,17 +295,24 @@ class BackwardCall:
         for number, sink in self.sinks.items():
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
             values["sink_elements", number] = sink.stride(0)
-            values["sinks_apart", number] = sink.stride(0) * self._copies(self.operands[number])
+            values["sinks_apart", number] = sink.stride(0) * copies_of(self.operands[number])
         values |= {("kept_elements", number): kept.shape[1] for number, kept in self.kept.items()}
         if normalized(self.spec):
             values |= {("statistics_rows",): self.statistics[0].numel(), ("rows_apart",): self.rows.stride(0)}
         lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
-        inner = self._inner
-        outer, blocks = math.prod(self.batch) // inner, -(-lanes // kernel.text.rows)
-        split, threads = self._split(blocks, kind.uneven)
-        values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("split",): int(split)}
-        values["common",] = self._common()
-        return kernel.launcher(values, [*self.located, *own], threads, rows)
+        inner, text = self.inner, kernel.text
+        outer, blocks = math.prod(self.batch) // inner, -(-lanes // text.rows)
+        if step is None:  # rows of a batch element differ in what there is to do
+            step = step_of(self, kind, min(blocks, -(-MOST_PIECES * self.derived.threads // outer)))
+        size = -(-blocks // step.parts)
+        threads = min(self.derived.threads, step.shares)
+        values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("shares",): step.shares}
+        values |= {("parts",): step.parts, ("part_blocks",): size, ("common",): self._common()}
+        records = outer * inner * step.parts if step.parts > 1 else threads
+        shared = records * -(-rows // text.key_step) * text.part_bytes
+        if step.parts == 1 and (self.spec.out_dtype != "float32" or blocks * text.rows <= QUERY_GRADIENT_SPAN):
+            shared = 0
+        return kernel.launcher(values, [*self.located, *own], threads, rows, shared)
 
     def compiled(self, kind: Kind, choice: int) -> CompiledKernel:
         """One of its kernels."""
@@ -349,7 +330,7 @@ class BackwardCall:
             else:
                 parts.append(pulled.of_access(self.spec, self.operands, self.sizes, number, tensor))
         if number in self.sinks:
-            sink, copies = self.sinks[number], self._copies(self.operands[number])  # the last one has the sums
+            sink, copies = self.sinks[number], copies_of(self.operands[number])  # the last one has the sums
             parts.append(sink[copies - 1 :: copies].sum(0) if len(sink) > 1 else sink[0])
         for load, sums in self.sums.items():
             if load.operand == number:

@@ -177,7 +177,7 @@ class ListedQueries(QueryLanes):
                 b.store(b.constant(1.0, "f32"), b.at(at, self.params[("statistics_rows",)], "f32"))
 
 
-DELTAS = Kind(name="deltas", lanes=ListedQueries, axis=LaneAxis.QUERIES, deltas=True, uneven=True)
+DELTAS = Kind(name="deltas", lanes=ListedQueries, axis=LaneAxis.QUERIES, deltas=True)
 """`STATISTICS` of each row: those of the forward, and delta, with what it lacks where it is to be exact."""
-DELTA_ERRORS = Kind(name="delta errors", lanes=ListedQueries, axis=LaneAxis.QUERIES, uneven=True)
+DELTA_ERRORS = Kind(name="delta errors", lanes=ListedQueries, axis=LaneAxis.QUERIES)
 """The sums of dx that should be 0."""

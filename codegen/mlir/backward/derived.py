@@ -6,17 +6,27 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusion.ir.elements import Elements
 from fusion.ir.results import packed_strides, size_value
-from fusion.lowering.backward_plan import BackwardPlan, RowSum
+from fusion.lowering.backward_plan import BackwardPlan, Form, RowSum
+from fusion.planning import cpu_backward
+from fusion.planning.cpu_backward import Backward
+from fusion.planning.problem import problem_of
 
 from ..calling import Launch, empty_strided
+from .kernel import SMALL_TABLE
+from .lanes import FUSED, KEYS, QUERIES
 from .tile import Kind
+
+if TYPE_CHECKING:
+    from .call import BackwardCall
+
+MOST_COPIES = 1 << 26  # bytes of copies of scattered gradients, where every piece of work has its own
 
 
 class Memory(NamedTuple):
@@ -93,10 +103,13 @@ def _sum(read: Elements, gradient: Memory, extents: Sequence[int], sizes: Mappin
 
 
 class Step(NamedTuple):
-    """A kernel, and what it adds up for each query or key."""
+    """A kernel, and what it adds up for each query or key. parts: of each element's blocks; shares: of the work, by
+    which pieces are dealt out."""
 
     kind: Kind
     sums: Sequence[RowSum]
+    parts: int
+    shares: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +125,45 @@ class Derived:
     steps: dict[int, Sequence[Step]] = field(default_factory=dict)
     launchers: dict[tuple[Kind, int], Launch] = field(default_factory=dict)
     right: set[int] = field(default_factory=set)
+
+
+def steps_of(call: BackwardCall, choice: int) -> list[Step]:
+    """The kernels that give the gradients: one for all, where there is one and it is predicted to be faster."""
+    kernel, plan, needs = call.kernel, call.plan, call.needs
+    target, tiling = kernel.target, kernel.backward_tilings[choice]
+    work = Backward(
+        problem=problem_of(call.spec, call.sizes),
+        machine=kernel.machine,
+        outer=math.prod(call.batch) // call.inner,
+        inner=call.inner,
+        block=tiling.groups * target.lanes,
+        tile=tiling.keys,
+        planes=tiling.planes,
+        amx=target.amx,
+    )
+    fused = needs[0] and (needs[1] or needs[2] and tiling.planes > 0)
+    if fused:
+        fused = work.fuses if kernel.fused is None else kernel.fused
+    forms = [(FUSED, cpu_backward.FUSED)] if fused else [(QUERIES, cpu_backward.QUERIES), (KEYS, cpu_backward.KEYS)]
+    return [
+        step_of(call, kind, work.division(form).parts)
+        for kind, form in forms
+        if plan.of(kind.forms, needs) or any(needs[n] for n in kind.gradients)
+    ]
+
+
+def step_of(call: BackwardCall, kind: Kind, parts: int) -> Step:
+    """A kernel, with each element's blocks in so many parts. Scattered gradients are added to a copy of each share: of
+    each piece of work, so that they do not depend on the number of threads, if these are not too large."""
+    parts = call.kernel.parts or parts
+    pieces = math.prod(call.batch) // call.inner * parts
+    scattered = {entry.operand for entry in call.plan.of({Form.SCATTERED} & set(kind.forms), call.needs)}
+    tables = [call.operands[number] for number in scattered]
+    large = 4 * pieces * sum(copies_of(table) * table.numel() for table in tables) > MOST_COPIES
+    shares = min(call.derived.threads, pieces) if large else pieces
+    return Step(kind, call.plan.sums(kind.forms, call.needs), parts, shares)
+
+
+def copies_of(table: Tensor) -> int:
+    """Number of copies that a share has of a scattered gradient."""
+    return 2 if table.numel() <= SMALL_TABLE else 1

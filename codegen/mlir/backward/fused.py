@@ -1,5 +1,9 @@
-"""All gradients in one kernel, whose lanes are keys: dQ += dS K is summed up beside dK and dV, where all blocks of a
-batch element are one thread's. Scores, weights and dP are then computed once instead of twice.
+"""All gradients in one kernel, whose lanes are keys: dQ += dS K is summed up beside dK and dV. Scores, weights and dP
+are computed once instead of twice.
+
+A thread sums up dQ in its workspace, for all queries of a batch element. Where the blocks of keys are cut into parts,
+each part leaves its dQ in memory that all threads share, and the last part of an element adds up those of all parts, in
+the order of the keys: split-K, as in the forward (`parts`).
 
 On AMX tiles:
 
@@ -35,10 +39,11 @@ from fusion.planning.register_tiles import KEY_SPAN
 from ..amx import Amx, Products
 from ..builder import Builder, Value
 from ..micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
+from ..parts import Parts
 from ..products import MultiplyAdd
 from ..rows import RowReader, load_f32
 from ..scope import Scope
-from ..values import Array, round_up, vector_of
+from ..values import round_up, vector_of
 from ..vectormath import sum_rows
 from ..x86 import F32
 from .element import PAIR, Pair
@@ -177,12 +182,12 @@ class QueryGradients:
     def __init__(self, kernel: BackwardKernel):
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
         # Sums of narrower dtypes take so few blocks of keys, each summed up by itself, that they need not begin anew.
-        self.spans = 2 if kernel.spec.out_dtype == "float32" else 1
+        self.spans = kernel.spec.out_dtype == "float32"
         self.row_sums = [number for number, entry in enumerate(kernel.sums) if entry.axis is LaneAxis.QUERIES]
         self.row_bytes = 4 * self.lanes * len(self.row_sums)
 
     def reserve(self, products: Sequence[Products]) -> list[int]:
-        """Memory; bytes of a key step of dQ and other sums over this span of keys, and over those before."""
+        """Memory; bytes of a key step of dQ and other sums over keys."""
         product, sizes, kernel = products[0], (self.kernel.tiling.groups, self.kernel.tiling.keys), self.kernel
         if isinstance(product, Amx):
             self.product = TiledQueryGradient(self.b, product, *sizes)
@@ -192,25 +197,54 @@ class QueryGradients:
         self.row_ds = kernel.area(self.product.ds_bytes, "row_ds")
         self.key_pairs = kernel.area(self.product.pair_bytes, "key_pairs")
         self.step_bytes = round_up(self.product.step_bytes + product.key_step * self.row_bytes, 64)  # see `_zero`
-        return [self.step_bytes] * self.spans
+        with self.b.at_entry():
+            self.sum_bytes = self.b.mul(kernel.params[("key_steps",)], self.step_bytes, "sum_bytes")
+        self.parts = Parts(kernel, self.sum_bytes)
+        return [self.step_bytes]
 
-    def begin(self) -> None:
-        """Before the first block of a batch element."""
-        b, steps, self.sums = self.b, self.kernel.params[("key_steps",)], self.kernel.tiles.more
-        self.sum_bytes = b.mul(steps, self.step_bytes)
-        self.row_area = b.row(self.sums[0].first, steps, self.product.step_bytes, "i8", "row_sums")
-        for area in self.sums:
-            self.kernel._zero(area.first, self.sum_bytes)
+    def begin(self, element: Value, part: Value) -> None:
+        """Before the first block of a part of a batch element."""
+        b, params, steps = self.b, self.kernel.params, self.kernel.params[("key_steps",)]
+        (own,), self.element = self.kernel.tiles.more, element
+        self.sums = own.first
+        self.row_area = b.row(self.sums, steps, self.product.step_bytes, "i8", "row_sums")
+        # Sums of the spans of keys before, or what a part leaves.
+        self.cut = self.parts.cut()
+        self.long = b.compare("sgt", b.mul(params[("blocks",)], self.kernel.side.rows_per_block), QUERY_GRADIENT_SPAN)
+        record = b.add(b.mul(element, params[("parts",)]), part)
+        self.record = self.parts.record(b.select(self.cut, record, self.kernel.thread))
+        self.left = b.or_(self.cut, self.long, "left") if self.spans else self.cut
+        self.kernel._zero(self.sums, self.sum_bytes)
+        with b.when(self.left):
+            self.kernel._zero(self.record, self.sum_bytes)
 
-    def _begin_span(self, source: Array, target: Array) -> None:
-        """Add sums to others, and clear them."""
-        self.b.move_sums(source.first, target.first, self.b.div(self.sum_bytes, 64), vector_of("f32", 16))
+    def _begin_span(self) -> None:
+        """Add sums to those of the spans before, and clear them."""
+        self.b.move_sums(self.sums, self.record, self.b.div(self.sum_bytes, 64), vector_of("f32", 16))
 
     def end_block(self, number: Value) -> None:
-        if self.spans > 1:
-            size = self.kernel.side.rows_per_block
-            with self.b.when(self.kernel.ends_span(self.b.mul(number, size), size, QUERY_GRADIENT_SPAN)):
-                self._begin_span(*self.sums)
+        if self.spans:
+            b, size = self.b, self.kernel.side.rows_per_block
+            ends = self.kernel.ends_span(b.mul(number, size), size, QUERY_GRADIENT_SPAN)
+            with b.when(b.and_(ends, self.left)):
+                self._begin_span()
+
+    def end(self, scope: Scope) -> None:
+        """After the last block of a part."""
+        b = self.b
+        with b.when(self.left):
+            self._begin_span()
+        with self.parts.last_of(self.element, self.cut):
+            with b.when(self.cut), self.parts.records(self.element) as record:
+                self._add(record)
+            with b.when(b.and_(self.left, b.negated(self.cut))):
+                self._add(self.record)
+            self._write(scope)
+
+    def _add(self, record: Value) -> None:
+        """Add what lies in a record."""
+        count = self.b.div(self.sum_bytes, 4)
+        self.b.update(self.sums, count, self.b.add, vector_of("f32", 16), record)
 
     def pack(self, block: Block) -> None:
         b, kernel = self.b, self.kernel
@@ -236,17 +270,13 @@ class QueryGradients:
 
     def accumulate(self, block: Block, start: Value, steps: Value) -> None:
         """The third product of a tile."""
-        sums = self.b.row(self.sums[0].first, start, self.product.step_bytes, "i8")
+        sums = self.b.row(self.sums, start, self.product.step_bytes, "i8")
         ds = self.row_ds if self.stores else self.kernel.tiles.score_half.weights.first
         self.product.accumulate(ds, self.key_pairs, sums, steps, block.count)
 
-    def write(self, scope: Scope, blocks: Value) -> None:
-        """After the last block of a batch element: sums over the keys, L queries at a time, and the gradient of Q."""
+    def _write(self, scope: Scope) -> None:
+        """Sums over the keys, L queries at a time, and the gradient of Q."""
         b, kernel, lanes = self.b, self.kernel, self.lanes
-        if self.spans > 1:
-            reached = b.mul(blocks, kernel.side.rows_per_block, "reached")
-            with b.when(b.compare("sge", reached, QUERY_GRADIENT_SPAN)):
-                self._begin_span(*self.sums[::-1])
         with b.loop(0, kernel.n_q if self.row_sums else 0, lanes, hint="i") as i:
             for number in self.row_sums:
                 rows = [b.least(b.add(i, n), b.sub(kernel.n_q, 1)) for n in range(lanes)]
@@ -254,7 +284,7 @@ class QueryGradients:
                 at = b.at(kernel.params[("ptr", "sums", number)], b.add(kernel.flat_query, i), "f32")
                 b.masked_store(sum_rows(b, lines), at, kernel._valid(b.sub(kernel.n_q, i)))
         with b.loop(0, kernel.n_q, hint="i") as i:
-            for block, part in enumerate(self.product.line(self.sums[0].first, i)):
+            for block, part in enumerate(self.product.line(self.sums, i)):
                 b.store(b.mul(part, kernel.programs.scale), b.at(kernel.finished, lanes * block, "f32"))
             kernel.add_mean(kernel.finished, i)
             kernel.write_line(scope, 0, kernel.finished, i, kernel.d)

@@ -1,14 +1,15 @@
 """Base of all backward kernels: see `fusion.lowering.backward_plan` for what they compute. They have the form
 
-    for each outer batch element, for each inner one (dense gradients are summed over these)
-        for each block of lane rows (queries or keys) of this thread
-            pack the lane side: A (Q or K), B (dO or V); pack the row side as far as needed: C (K or Q), D (V or dO)
-            for each block of rows that may meet the lanes
-                tile: see `tile`
-            transpose, write
+    for each piece of work that this thread takes: a part of the blocks of an outer batch element
+        for each inner batch element (dense gradients are summed over these)
+            for each block of lane rows (queries or keys) of the part
+                pack the lane side: A (Q or K), B (dO or V); pack the row side as far as needed: C (K or Q), D (V or dO)
+                for each block of rows that may meet the lanes
+                    tile: see `tile`
+                transpose, write
 
-Each thread has a share of the outer batch elements, or of the blocks where there are too few of these. Nothing depends
-on which thread takes which share, or in what order, so that results are the same in every run.
+`fusion.planning.cpu_backward` cuts the work into pieces, by sizes and the machine's cores. Results do not depend on
+which thread takes which piece, or in what order, so that they are the same in every run and for any number of threads.
 """
 
 from __future__ import annotations
@@ -82,41 +83,36 @@ class BackwardKernel(KernelFunction):
         self.n_lanes, self.n_rows = (self.n_q, self.n_k) if self.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
         with self._watching():
             self.tiles.packed.clear()
-            # As many shares of the work as threads, each of which goes to one, whoever that is.
-            with self.turns(self.threads, "share") as self.share:
+            with self.turns(self.params[("shares",)], "share") as self.share:
                 self._share(top)
         rows, tiles = self.side.rows_per_item, self.tiles
-        return self.kernel_text(rows=rows, key_step=tiles.key_step, step_bytes=tiles.step_bytes)
+        part_bytes = 0 if self.query_gradients is None else self.query_gradients.step_bytes
+        return self.kernel_text(rows=rows, key_step=tiles.key_step, step_bytes=tiles.step_bytes, part_bytes=part_bytes)
 
     def _share(self, top: Scope) -> None:
-        """Outer and inner batch elements, and blocks; `split`: all shares have blocks of all outer elements."""
+        """Every so many pieces of work; mostly one. First those parts of all elements that are the longest under causal
+        masks: keys that all queries see, queries that see all keys."""
         b, params, fused = self.b, self.params, self.query_gradients
-        outer, inner, blocks, split = (params[(name,)] for name in ("outer", "inner", "blocks", "split"))
-        by_block = b.compare("ne", split, 0, "by_block")
-        zero, one = b.constant(0, "i64"), b.constant(1, "i64")
-        low = b.select(by_block, zero, b.div(b.mul(outer, self.share), self.threads), "outer_lo")
-        high = b.select(by_block, outer, b.div(b.mul(outer, b.add(self.share, 1)), self.threads), "outer_hi")
-        step = b.select(by_block, self.threads, one, "block_step")
-        mine = b.select(by_block, self.share, zero)
-        mirrored = b.sub(b.sub(step, 1), mine)
-        rounds = b.div(b.add(blocks, b.sub(step, 1)), step)
-        with b.loop(low, high, hint="outer") as o, b.loop(0, inner, hint="inner") as n:
+        names = ("outer", "inner", "blocks", "parts", "part_blocks", "shares")
+        outer, inner, blocks, parts, size, shares = (params[(name,)] for name in names)
+        pieces = b.mul(outer, parts, "pieces")
+        with b.loop(self.share, pieces, shares, hint="piece") as piece, b.loop(0, inner, hint="inner") as n:
+            o, part = b.rem(piece, outer, "outer"), b.div(piece, outer, "part")
+            if self.axis is LaneAxis.QUERIES:
+                part = b.sub(b.sub(parts, 1), part, "part")
+            first = b.mul(part, size)
+            last = b.least(blocks, b.add(first, size))
             scope = self._element_scope(top, o, n)
             self.side.begin_element(scope)
             if fused is not None:
-                fused.begin()
-            with b.loop(0, rounds, hint="round") as turn:
-                # There and back, so that under causal masks no share has the longer block of every round. A block of
-                # all inner elements stays in one share, which adds up their gradients.
-                odd = b.compare("ne", b.rem(b.add(o, turn), 2), 0)
-                block = b.add(b.mul(turn, step), b.select(odd, mirrored, mine), "block")
-                with b.when(b.compare("slt", block, blocks)):
-                    for rows in self.side.blocks(scope.inner(), block):
-                        self._block(rows)
-                    if fused is not None:
-                        fused.end_block(block)
+                fused.begin(b.add(b.mul(o, inner), n), part)
+            with b.loop(first, last, hint="block") as block:
+                for rows in self.side.blocks(scope.inner(), block):
+                    self._block(rows)
+                if fused is not None:
+                    fused.end_block(block)
             if fused is not None:
-                fused.write(scope, blocks)
+                fused.end(scope)
 
     def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
         """The scope of a batch element, with readers of its operands."""
@@ -141,8 +137,10 @@ class BackwardKernel(KernelFunction):
         if self.tiles.centred is not None:
             self.tiles.centred.begin(self.readers[side.operands.index(1)])
         self.sinks = [
-            GradientSink(self.context, entry, self.plan, share=self.share, inner=inner, queries=self.n_q,
-                         width=side.rows_per_block)
+            GradientSink(
+                self.context, entry, self.plan, share=self.share, thread=self.thread, inner=inner, queries=self.n_q,
+                width=side.rows_per_block,
+            )
             for entry in self.collected
         ]  # fmt: skip
         return scope

@@ -41,15 +41,14 @@ class GradientSink:
     They are added to a buffer of the operand's shape in float32. Of a scattered gradient every share has a copy, of a
     small one (`kernel.SMALL_TABLE`) two, of which the first is added to the second after each tile: short sums lose few
     digits. Where only inner batch elements meet (`BackwardPlan.alone`), the first is kept, the next are added, and the
-    last writes the sum, in the operand's dtype. What is kept is one share's, by [block of keys][query][key of the
-    block].
+    last writes the sum, in the operand's dtype. Each thread keeps its own, by [block of keys][query][key of the block].
 
-    share: the number of the share of the work (`kernel`); inner: that of this element; queries: how many there are;
-    width: keys of a block."""
+    share: the number of the share of the work (`kernel`); thread: that of the thread; inner: that of this element;
+    queries: how many there are; width: keys of a block."""
 
     def __init__(
         self, context: Context, entry: LoadGradient, plan: BackwardPlan,
-        *, share: Value, inner: Value, queries: Value, width: int,
+        *, share: Value, thread: Value, inner: Value, queries: Value, width: int,
     ):  # fmt: skip
         self.context, self.entry, self.b = context, entry, context.b
         if entry.form not in (Form.DENSE, Form.SCATTERED):
@@ -64,7 +63,7 @@ class GradientSink:
         self.alone = plan.alone(entry)
         if self.alone:
             self.memory = MEMORY_TYPE[plan.spec.operands[number].dtype]
-            self.kept = b.row(params[("ptr", "kept", number)], share, params[("kept_elements", number)])
+            self.kept = b.row(params[("ptr", "kept", number)], thread, params[("kept_elements", number)])
             self.queries, self.width = queries, width
             self.first = b.compare("eq", inner, 0, "first")
             self.last = b.compare("eq", b.add(inner, 1), params[("inner",)], "last")

@@ -46,7 +46,7 @@ class Kind:
     """A backward kernel. lanes: makes what its vector lanes are. gradients: which of Q, K and V (0, 1, 2) have theirs
     written, where these are needed; forms: in which those of loads are collected. fused: dQ beside dK and dV.
     at_weight: only sums of P times what auxiliary outputs give are wanted, so that there is no second product pair.
-    deltas: the sums go into the statistics of rows. uneven: batch elements differ in what there is to do."""
+    deltas: the sums go into the statistics of rows."""
 
     name: str
     lanes: Callable[[BackwardKernel], Lanes]
@@ -56,7 +56,6 @@ class Kind:
     fused: bool = False
     at_weight: bool = False
     deltas: bool = False
-    uneven: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
