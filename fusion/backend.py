@@ -165,11 +165,14 @@ def _decide(
         resolve_escaping(graph.graph, sites)  # scores used elsewhere: auxiliary outputs, or a refusal
 
         if options.verify:
-            refuse(sites, lambda site: decide.invalid(site, hints))  # 4. the spec against the graph's own operations
+            refuse(
+                sites, lambda site: decide.invalid(site, hints), "validating"
+            )  # 4. against the graph's own operations
 
         read_sets(sites, functools.partial(decide.keeps_dense_mask, options), hints)  # 5. the cheapest form of a call
         map_tiles(graph.graph, sites, decide.tile_map_pays(options), hints)
-        refuse(sites, lambda site: decide.left_alone(site, options, hints, asked))  # is there a kernel, and does it pay
+        kernel = lambda site: decide.left_alone(site, options, hints, asked)  # is there one, and does it pay
+        refuse(sites, kernel, "compiling the kernel of")
         resolve_escaping(graph.graph, sites, respecifies=False)  # sites that were refused need their scores
 
         fused = {site.anchor.name: site for site in pending(sites)}

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .variant import Variant
 
 log = logging.getLogger(__name__)
+progress = logging.getLogger("fusion.progress")
 
 MEASURED = 8  # tiles that are timed with the table's schedule, at most
 
@@ -269,7 +270,7 @@ class Tuner:
         """Seconds of tiles or peers. wrong: the reason why a result must not be used, or None."""
         seconds = {}
         for number, (name, run) in enumerate(runs.items()):
-            log.info("%s: measuring %d of %d, %s", stage.kernel, number + 1, len(runs), name)
+            progress.info("%s: measuring %d of %d, %s", stage.kernel, number + 1, len(runs), name)
             if (reason := self.notes and apart.begin(self.notes, stage.kernel, name)) is None:
                 try:
                     for result in stage.results:

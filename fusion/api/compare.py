@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import statistics
 import sys
@@ -21,6 +22,8 @@ from fusion.planning.plan import aligned, bytes_text, seconds_text
 from fusion.report.data import number
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.tensors import tree_leaves
+
+progress = logging.getLogger("fusion.progress")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +55,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Measurements of one call, made in turns in one process. note: what could not be measured, and why."""
+    """Measurements of one call, made in turns in one process.
+
+    note: what could not be measured, and why. predicted: seconds of the fused attentions, by the cost model.
+    """
 
     entries: tuple[Measured, ...]
     turns: int
     threads: int
     device: str
     note: str = ""
+    predicted: float | None = None
 
     def __getitem__(self, name: str) -> Measured:
         return next(entry for entry in self.entries if entry.name == name)
@@ -68,6 +75,8 @@ class Comparison:
         """Under which the numbers hold."""
         where = f"{self.device}, {self.threads} threads" if self.device == "cpu" else self.device
         text = f"Medians of {self.turns} calls each, in turns, in one process; {where}."
+        if self.predicted:
+            text += f" Predicted for attention in fusion: {seconds_text(self.predicted)}."
         return f"{text} {self.note}" if self.note else text
 
     def table(self) -> list[tuple[str, ...]]:
@@ -97,7 +106,7 @@ class Comparison:
             }
             for entry in self.entries
         }
-        return {"conditions": self.conditions, "entries": entries}
+        return {"conditions": self.conditions, "predicted_seconds": self.predicted, "entries": entries}
 
     def __str__(self) -> str:
         rows = [("measured", "time", "speed-up", "peak", "error", "allowed"), *self.table()]
@@ -173,6 +182,7 @@ def _random_states() -> list[Tensor]:
 
 def _first_call(name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Measured, list[Tensor]]:
     """(the time of the first call or its failure, its floating-point results)."""
+    progress.info("the first call of %s", name)
     started = time.perf_counter()
     try:
         results = floats(run(*args, **kwargs))
@@ -245,6 +255,7 @@ def _allocations(profiler: Any) -> Iterator[int]:
 
 def _in_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> tuple[dict[str, float], int]:
     """Median seconds of each, called one after the other until every one had `seconds`, at least 3 times."""
+    progress.info("timing %s in turns, for %g s each", ", ".join(calls), seconds)
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     until = time.perf_counter() + seconds * len(names)

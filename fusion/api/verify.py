@@ -7,6 +7,7 @@ alone is compiled and compared (`fusion.api.check`), from the same text that `Ve
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from fusion.report import scripts
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.tensors import tree_map
 
+progress = logging.getLogger("fusion.progress")
 RANDOM = "it draws random numbers, and is not the same twice"
 
 
@@ -170,6 +172,7 @@ class _Recorder:
 
     def compare(self, entry: Verified, cut: CutOut, values: Sequence[Any]) -> None:
         """Compare one attention; of several calls the worst is kept."""
+        progress.info("comparing attention %d of %d with float64: %s", entry.number + 1, len(self.sites), entry.place)
         text = scripts.function_text(cut)
         key = text, *map(_compiled_for, values)
         if key not in self.functions:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from fusion.cli import progress
 from fusion.errors import FusionError
 
 COMMANDS = {
@@ -25,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of every command's arguments."""
     whole = argparse.ArgumentParser(prog="fusion", description="An attention compiler: what it would do, and why.")
     whole.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    whole.add_argument("--completion", action=_Completion, nargs=0, help="print what bash completes, and exit")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND")
     for name, place in COMMANDS.items():
         command = pkgutil.resolve_name(place)
@@ -53,6 +55,30 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+_COMPLETION = """_fusion() {{
+  case "${{COMP_WORDS[1]}}" in
+    {cases}
+    *) local words="{commands}" ;;
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _fusion fusion"""
+
+
+class _Completion(argparse.Action):
+    """Prints a shell function that completes commands and their options; bash and zsh (with bashcompinit) take it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        (commands,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+        options = {
+            name: " ".join(option for action in command._actions for option in action.option_strings)
+            for name, command in commands.items()
+        }
+        cases = "\n    ".join(f'{name}) local words="{text}" ;;' for name, text in options.items())
+        print(_COMPLETION.format(cases=cases, commands=" ".join([*options, "--help", "--version"])))
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code (0 done, 1 the command says no, 2 the request was wrong)."""
     whole = parser()
@@ -62,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole.print_help()
         return 0
     try:
-        return arguments.run(arguments)
+        with progress.shown():
+            return arguments.run(arguments)
     except FusionError as error:
         print(f"fusion {arguments.command}: {error}", file=sys.stderr)
         return 2

@@ -12,9 +12,15 @@ from fusion.planning.problem import Problem
 
 HELP = "Schedule, tile, I/O, lower bound and predicted time of one attention problem."
 
+MACHINES = (
+    "cpu (this computer, the default), a100, h100, h200, b200, mi300x, a target of Triton (sm_89), or a GPU by its "
+    "figures: sm_89:cores=128,clock=2.52e9,l2=75e6,memory=24e9,bandwidth=1.008e12"
+)
+
 EXAMPLES = """examples:
   fusion cost --N 4096 --d 64
   fusion cost --N 4096 --d 128 --heads 32 --heads-kv 8 --dtype bf16 --causal --machine h200
+  fusion cost --N 4096 --d 128 --dtype bf16 --machine sm_89:cores=128,clock=2.52e9,bandwidth=1.008e12
   fusion cost --N 8192 --d 16 --bound 1 --epsilon 1e-2"""
 
 
@@ -34,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--density", type=float, default=1.0, help="share of live tiles of any other mask (default %(default)s)"
     )
     parser.add_argument("--dtype", default="float32", help="element type (default %(default)s)")
-    parser.add_argument("--machine", help="cpu (this computer), a100, h100, h200, b200, mi300x (default cpu)")
+    parser.add_argument("--machine", help=MACHINES)
     parser.add_argument("--bound", type=float, help="B, with |score| <= B: weigh the polynomial that this allows, too")
     parser.add_argument(
         "--epsilon", type=float, default=1e-2, help="error of the weights, with --bound (default %(default)s)"
@@ -59,6 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(problem, name) < 1:
             raise ProblemError(f"{name}={getattr(problem, name)}: there is nothing to move; give a positive size")
     target = machine(arguments.machine)
+    if target.kind == "cpu" and problem.element_bytes == 1:
+        raise ProblemError(
+            f"dtype {problem.dtype}: a CPU multiplies no float8, K and V in it are widened as they are read; give "
+            "--dtype float32, bfloat16 or float16"
+        )
     chosen = plan(problem, target)
     crossing = "" if arguments.bound is None else _crossing(problem, target, arguments.bound, arguments.epsilon)
     if arguments.json:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fusion.cli.cost import MACHINES
 from fusion.errors import TargetError
 from fusion.options import Options
 
@@ -97,6 +98,13 @@ def load(arguments: argparse.Namespace) -> Target:
     chosen = options(arguments)
     module, name = _resolve(arguments.target)
     function = _model(_attribute(module, name, arguments.target), arguments.target)
+    try:
+        torch.empty(0, device=arguments.device)
+    except Exception as problem:
+        raise TargetError(
+            f"there is no --device {arguments.device}: {str(problem).splitlines()[0]}; fusion explain --machine h200 "
+            "shows what a GPU would run without one"
+        ) from None
     if isinstance(function, torch.nn.Module):
         function = function.eval().to(arguments.device)
     inputs: Any = [_tensor(text, arguments.device) for text in arguments.tensor]
@@ -196,6 +204,7 @@ The model is compiled and run once on the inputs."""
   fusion explain model.py:attend --tensor 2x8x256x64 --tensor 2x8x256x64 --tensor 2x8x256x64
   fusion explain package.models:build --inputs package.data:batch --html report.html
   fusion explain model.py:Model --option cascades=always
+  fusion explain model.py:Model --machine h200         also the plan and the Triton kernels of a GPU, without one
   fusion explain model.py:Model --strict               for a test: exit code 1 unless everything is fused
 
 exit codes: 0 done; 1 with --strict, an attention was not fused or none was found; 2 the request was wrong"""
@@ -205,6 +214,7 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
         add_arguments(parser)
         parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
         parser.add_argument("--compare", action="store_true", help="also measure eager, Inductor and fusion")
+        parser.add_argument("--machine", help=f"also plans and Triton kernels for a GPU: {MACHINES}")
         parser.add_argument("--strict", action="store_true", help="exit code 1 unless every attention was fused")
 
     @staticmethod
@@ -221,7 +231,14 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
             report.compare(*model.args, **model.kwargs)
         if arguments.html:
             report.to_html(arguments.html)
-        print(json.dumps(report.data, indent=2) if arguments.json else report)
+        planned = [site.on(arguments.machine) for site in report.sites if site.fused] if arguments.machine else []
+        if arguments.json:
+            gpu = [{**plan.to_dict(), "source": source} for plan, source in planned]
+            print(json.dumps(report.data | ({"gpu": gpu} if gpu else {}), indent=2))
+        else:
+            print(report)
+            for plan, source in dict.fromkeys(planned):
+                print(f"\n{plan.explain()}\nruns       {plan.runs}\n\n{source}")
         return int(arguments.strict and not (report.sites and report.fused == len(report.sites)))
 
 

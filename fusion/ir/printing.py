@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fusion.ir.expr import Expr
 from fusion.ir.primitives import ATOM, PRIMITIVES, Primitive
@@ -102,13 +103,29 @@ def printed(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[s
 
 
 def _selection(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[str, int]:
-    """Selection, with nested selections in its last branch as further cases."""
+    """Selection: of the larger or smaller value as such, else with nested selections in its last branch as cases."""
+    if (extremum := _extremum(expr)) is not None:
+        name, *parts = extremum
+        return notation.call(name, [printed(part, names, notation)[0] for part in parts]), ATOM
     rows = []
-    while expr.op in ("where", "iwhere"):
+    while expr.op in ("where", "iwhere") and _extremum(expr) is None:
         (condition, _), (value, level) = (printed(arg, names, notation) for arg in expr.args[:2])
         rows.append((value if level else notation.brackets(value), condition))
         expr = expr.args[2]
     return notation.cases(rows, printed(expr, names, notation)[0]), ATOM if len(rows) > 1 else 0
+
+
+def _extremum(expr: Expr) -> tuple[Any, ...] | None:
+    """("max" or "min", x, bound) or ("clamp", x, low, high) where a selection is that; NaN stays NaN, as in torch."""
+    condition, taken, other = expr.args
+    if condition.op in ("flt", "ilt") and set(condition.args) == {taken, other}:
+        return ("max" if condition.args[1] is taken else "min"), other, taken
+    if condition.op != "and" or other.op != expr.op or (inner := _extremum(other)) is None or inner[0] != "max":
+        return None
+    _, x, low = inner
+    above = [part.args for part in condition.args if part.op != "not"]
+    below = [part.args[0] for part in condition.args if part.op == "not"]
+    return ("clamp", x, low, taken) if above == [(taken, x)] and below == [other.args[0]] else None
 
 
 def _operation(expr: Expr, args: Sequence[tuple[str, int]], notation: Notation) -> tuple[str, int]:

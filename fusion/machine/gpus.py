@@ -175,6 +175,10 @@ INTERPRETER = replace(
 """Triton's interpreter, which runs GPU kernels on CPU tensors: every form of a kernel, in tiles of any size."""
 
 
+FIGURES = {"cores": int, "clock": float, "l2": int, "memory": int, "bandwidth": float}
+"""Figures of a GPU that `of_architecture` takes: multiprocessors, Hz, bytes, bytes, bytes/s."""
+
+
 def of_architecture(target: str, cores: int = 128, clock: float = 1.5e9, **known: Any) -> Machine:
     """A GPU of which little more than its architecture is known: the named one of this architecture where there is one
     and nothing else is stated, else one with rates in proportion to cores and clock (Hz).

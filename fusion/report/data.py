@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,7 @@ def _verdict(plans: tuple[Plan, ...]) -> str | None:
 def _attention(attention: AttentionReport, source: str) -> dict[str, Any]:
     spec, plan, names = attention.spec, attention.planned(), attention.names
     lines = len(attention.source.splitlines())
+    summary = kernel_summary(attention.source)
     return {
         "program": spec.formula(names),
         "operands": "\n".join(attention.operands) or None,
@@ -134,12 +136,47 @@ def _attention(attention: AttentionReport, source: str) -> dict[str, Any]:
         "schedule": plan.explain(),
         "runs": plan.runs or None,
         "approximation": attention.approximation,
-        "kernel": f"{lines} lines: {source}" if lines else None,
+        "kernel": f"{lines} lines: {source}\n{summary}" if lines else None,
         "kernel_lines": lines,
         "sizes": dict(attention.sizes),
         "spec": parsed(spec.to_json()),
         "plan": plan.to_dict(),
     }
+
+
+_LOOP = re.compile(r"\bscf\.(for|while)\b|^ *(for|while) ")
+_INSTRUCTIONS = {
+    "multiply-adds": re.compile(r"\bmath\.fma|\bvector\.fma|dpbf16ps"),  # of vectors, or of AMX tiles
+    "tile products": re.compile(r"\btl\.dot\("),
+    "loads": re.compile(r"\bllvm\.load|\bvector\.load|\btl\.load\(|tileloadd"),
+    "stores": re.compile(r"\bllvm\.store|\bvector\.store|\btl\.store\(|tilestored"),
+}
+
+
+def kernel_summary(source: str) -> str:
+    """Loops of a kernel's text, MLIR or Python, and the instructions of one trip of the one that multiplies matrices:
+    of the innermost ones the one with most accumulators, and then with most multiply-adds."""
+    lines = source.splitlines()
+    indent = [len(line) - len(line.lstrip()) if line.strip() else 1 << 20 for line in lines]
+    loops = []
+    for start, line in enumerate(lines):
+        if _LOOP.search(line):
+            after = range(start + 1, len(lines))
+            loops.append(range(start, next((k for k in after if indent[k] <= indent[start]), len(lines))))
+    inner = [loop for loop in loops if not any(other.start in loop[1:] for other in loops)]
+    if not inner:
+        return ""
+    trips = [
+        {name: sum(bool(form.search(lines[k])) for k in loop) for name, form in _INSTRUCTIONS.items()} for loop in inner
+    ]
+    accumulators = [lines[loop.start].partition("iter_args(")[2].partition(")")[0].count("=") for loop in inner]
+    multiplied = [sum([*trip.values()][:2]) for trip in trips]
+    *_, chosen = max((min(a, b), b, -n) for n, (a, b) in enumerate(zip(accumulators, multiplied, strict=True)))
+    first, trip = inner[-chosen], trips[-chosen]
+    depth = max(sum(loop.start in other for other in loops) for loop in loops)
+    counts = ", ".join(f"{count} {name if count > 1 else name[:-1]}" for name, count in trip.items() if count)
+    many = "s" * (len(loops) > 1)
+    return f"{len(loops)} loop{many}, up to {depth} deep; in the one of products at line {first.start + 1}: {counts}"
 
 
 def number(value: float) -> float | None:

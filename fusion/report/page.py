@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusion.planning.plan import Plan, bytes_text, seconds_text
 from fusion.report import drawings
-from fusion.report.data import ATTENTION, SITE
+from fusion.report.data import ATTENTION, SITE, kernel_summary
 from fusion.report.drawings import expression_to_mathml, spec_to_mathml
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _kernel(source: str, name: str, budget: int) -> str:
         kept = max(40, len(lines) * max(budget, 0) // len(shown))
         shown, cut = highlight("\n".join(lines[:kept])), f"<p>The first {kept} lines; <code>{name}</code> has all.</p>"
     return (
-        f"<h3>Kernel</h3><details><summary>{len(lines):,} lines</summary>{cut}"
+        f"<h3>Kernel</h3><p>{escape(kernel_summary(source))}</p><details><summary>{len(lines):,} lines</summary>{cut}"
         f'<pre class="kernel" tabindex="0">{shown}</pre></details>'
     )
 

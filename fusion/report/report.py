@@ -6,7 +6,7 @@ import contextlib
 import linecache
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fusion.ir import AttentionSpec
+from fusion.machine import Machine
+from fusion.machine import machine as find_machine
 from fusion.passes.graph_excerpt import Excerpt
-from fusion.planning.plan import Plan
+from fusion.planning.plan import Plan, plan
 from fusion.refusals import Refusal
 from fusion.report.data import report_data, report_text
 from fusion.torch_private.dynamo import counters
@@ -107,6 +109,19 @@ class SiteReport:
         attention = self.attentions[which]
         return attention_module(attention.spec, attention.shapes, list(attention.sizes.values()))
 
+    def on(self, machine: str | Machine, which: int = 0) -> tuple[Plan, str]:
+        """Plan of one of the site's attentions on a GPU at the sizes of the example, and the text of its Triton module;
+        no GPU is needed. Raises UnknownMachineError, and ValueError where there is no kernel."""
+        from fusion.codegen import triton
+        from fusion.errors import UnknownMachineError
+        from fusion.planning.gpu import GpuPlanner
+
+        spec, sizes, gpu = self.specs[which], self.attentions[which].sizes, find_machine(machine)
+        if gpu.kind != "gpu":
+            raise UnknownMachineError(f"machine {machine!r} is no GPU; name one (h200): the report has the CPU's plan")
+        kernel = triton.compile(spec, plan=lambda _: GpuPlanner(spec, gpu))
+        return plan(spec, gpu, sizes=sizes), kernel.source(tuple(sizes.values()))
+
     @property
     def alike(self) -> tuple[object, ...]:
         """Equal for sites that run alike: layers with the same specs and sizes."""
@@ -183,7 +198,9 @@ class Report:
                 "compare was asked of a report that was collected while a model compiled, which does not know the "
                 "model; take the report of fusion.explain(model, *inputs), or call fusion.compare(model, *inputs)"
             )
-        self.comparison = compare(self.function, *args, seconds=seconds, options=self.options, **kwargs)
+        measured = compare(self.function, *args, seconds=seconds, options=self.options, **kwargs)
+        predicted = sum(plan.time for site in self.sites for plan in site.plans)
+        self.comparison = replace(measured, predicted=predicted or None)
         return self.comparison
 
     def to_html(self, path: str | Path) -> Path:

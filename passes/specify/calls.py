@@ -4,6 +4,7 @@ them as auxiliary outputs, or are not fused."""
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -22,6 +23,8 @@ from ..recognize.find import Site, defect, pending
 from .aux_outputs import AuxUse, uses
 from .specify import AttentionCall, specify
 
+progress = logging.getLogger("fusion.progress")
+
 
 def specify_sites(graph: Graph, sites: Iterable[Site]) -> None:
     """Give every pending site its calls, or the reason why there are none."""
@@ -36,9 +39,11 @@ def specify_sites(graph: Graph, sites: Iterable[Site]) -> None:
             site.refuse(defect(problem), site.anchor)
 
 
-def refuse(sites: Iterable[Site], reason: Callable[[Site], Refusal | None]) -> None:
-    """Refuse the pending sites for which `reason` returns a refusal."""
-    for site in pending(sites):
+def refuse(sites: Iterable[Site], reason: Callable[[Site], Refusal | None], work: str = "") -> None:
+    """Refuse the pending sites for which `reason` returns a refusal. work: what that takes, in the log of progress."""
+    waiting = list(pending(sites))
+    for number, site in enumerate(waiting):
+        progress.info("%s attention %d of %d: %s", work, number + 1, len(waiting), nodes.source_line(site.anchor))
         with site.assumed.hold():
             refusal = reason(site)
         if refusal is not None:

@@ -42,6 +42,16 @@ def test_published_figures():
     assert machine("mi300x").cores == 304
 
 
+def test_a_gpu_by_its_target_and_figures():
+    assert machine("sm_90") is machine("h200") and machine("gfx1100").architecture == "gfx1100"
+    gpu = machine("sm_89:cores=46,clock=2.5e9,l2=36e6,memory=12e9,bandwidth=0.5e12")
+    assert (gpu.cores, gpu.level("L2").capacity, gpu.main.bandwidth) == (46, 36_000_000, 0.5e12)
+    assert gpu.flops("float16") == 46 * 2.5e9 * 1024 and "fp8" in gpu.isa
+    for name in ("sm_89:corse=46", "sm_89:cores", "sm_89:cores=many"):
+        with pytest.raises(UnknownMachineError, match="figures are cores=NUMBER, clock=NUMBER"):
+            machine(name)
+
+
 def test_unknown_machine_lists_the_known():
     with pytest.raises(UnknownMachineError) as caught:
         machine("h20")

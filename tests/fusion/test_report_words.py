@@ -10,6 +10,7 @@ from fusion.ir import integers
 from fusion.ir.expr import SCORE, I, J, const, operation
 from fusion.ir.ops import where
 from fusion.ir.printing import to_text
+from fusion.report.data import kernel_summary
 
 X = SCORE / 8
 CLAMPED = where(
@@ -25,7 +26,13 @@ CLAMPED = where(
         (integers.sub(J, I), "j - i"),
         (integers.add(integers.sub(I, J), 5), "i - j + 5"),
         (integers.neg(I), "-i"),
-        (CLAMPED, "{5 if ¬(s / 8 < -5) ∧ 5 < s / 8; -5 if s / 8 < -5; s / 8 otherwise}"),
+        (CLAMPED, "clamp(s / 8, -5, 5)"),
+        (where(operation("flt", X, const(0.0)), const(0.0), X), "max(s / 8, 0)"),
+        (where(operation("flt", const(4.0), X), const(4.0), X), "min(s / 8, 4)"),
+        (
+            where(operation("flt", X, const(0.0)), -X, where(operation("ilt", I, J), SCORE, const(2.0))),
+            "{-(s / 8) if s / 8 < 0; s if i < j; 2 otherwise}",
+        ),
         (where(operation("ile", J, I), SCORE, const(-math.inf)), "s if j ≤ i else -inf"),
         (operation("fadd", X, -SCORE), "s / 8 - s"),
         (SCORE - (X - SCORE), "s - (s / 8 - s)"),
@@ -36,6 +43,35 @@ CLAMPED = where(
 )
 def test_expressions(expr, text):
     assert to_text(expr) == text
+
+
+MLIR = """
+func.func @attention() {
+  scf.for %i = %c0 to %n step %c1 : i64 {
+    %a = llvm.load %p : !llvm.ptr -> f32
+    %r = scf.for %k = %c0 to %d step %c1 iter_args(%t = %zero) -> (vector<16xf32>) : i64 {
+      %b = llvm.load %q : !llvm.ptr -> vector<16xf32>
+      %x = math.fma %a, %b, %t : vector<16xf32>
+      %y = math.fma %a, %b, %x : vector<16xf32>
+      scf.yield %y : vector<16xf32>
+    }
+    scf.for %k = %c0 to %d step %c1 : i64 {
+      llvm.store %r, %q : vector<16xf32>, !llvm.ptr
+    }
+  }
+}"""
+TRITON = """
+def kernel(q, k):
+    for first in tl.range(0, n, KEYS):
+        s = tl.dot(q, tl.load(k + first))
+    tl.store(k, s)
+"""
+
+
+def test_the_summary_of_a_kernel_counts_its_inner_loop():
+    assert kernel_summary(MLIR) == ("3 loops, up to 2 deep; in the one of products at line 5: 2 multiply-adds, 1 load")
+    assert kernel_summary(TRITON) == ("1 loop, up to 1 deep; in the one of products at line 3: 1 tile product, 1 load")
+    assert kernel_summary("") == ""
 
 
 class Model(torch.nn.Module):

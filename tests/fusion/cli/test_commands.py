@@ -1,9 +1,12 @@
 """`fusion explain`, `bench` and `doctor` as a shell sees them: output, JSON, exit codes, messages."""
 
+import io
 import json
+import logging
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 import fusion
 from fusion import disk_cache
-from fusion.cli import COMMANDS, main
+from fusion.cli import COMMANDS, main, progress
 from fusion.cli import doctor as doctor_command
 from fusion.runtime import kernels
 from fusion.runtime.guards import GuardedKernel
@@ -133,6 +136,58 @@ def test_the_page_names_model_command_and_versions(capsys, model, tmp_path):
     text = page.read_text()
     assert "<title>fusion report: attend</title>" in text and f"fusion explain {model}:attend" in text
     assert f"torch {torch.__version__.partition('+')[0]}" in text and "cascades" in text
+
+
+def test_explain_shows_what_a_gpu_would_run_without_one(capsys, model):
+    assert main(["explain", f"{model}:attend", "--machine", "h200"]) == 0
+    text = capsys.readouterr().out
+    assert "machine    h200" in text and "runs       tiles of" in text and "tl.dot(" in text
+    assert main(["explain", f"{model}:attend", "--machine", "sm_89", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["gpu"]
+    assert entry["machine"] == "sm_89" and "tl.dot(" in entry["source"]
+    assert main(["explain", f"{model}:attend", "--machine", "cpu"]) == 2
+    assert "machine 'cpu' is no GPU; name one (h200)" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a computer without a GPU")
+def test_a_device_that_is_not_there(capsys, model):
+    assert main(["explain", f"{model}:Model", "--device", "cuda"]) == 2
+    message = capsys.readouterr().err
+    assert "there is no --device cuda" in message and "fusion explain --machine h200 shows" in message
+
+
+def test_completion_knows_every_command_and_option(capsys):
+    with pytest.raises(SystemExit):
+        main(["--completion"])
+    script = (
+        capsys.readouterr().out
+        + """
+complete_words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _fusion; echo "${COMPREPLY[@]}"; }
+complete_words fusion d; complete_words fusion cost --m; complete_words fusion verify --g"""
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:3] == ["doctor", "--machine", "--gradients"]
+
+
+def test_progress_is_what_was_begun_last_and_stands_on_terminals_alone(capsys, monkeypatch):
+    log = logging.getLogger("fusion.progress")
+    monkeypatch.setattr(progress, "INTERVAL", 0.001)
+
+    def work() -> str:
+        with progress.shown():
+            for number in range(3):
+                log.info("attention %d of 3", number + 1)
+            end = time.monotonic() + 20
+            while sys.stderr.isatty() and "3 of 3" not in (text := sys.stderr.getvalue()) and time.monotonic() < end:
+                time.sleep(0.001)
+            return text if sys.stderr.isatty() else ""
+
+    assert work() == "" and capsys.readouterr().err == ""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert re.search(r"^ +0 s  attention 3 of 3$", work(), flags=re.M)
+    assert not log.handlers
 
 
 def test_strict_is_an_exit_code(capsys, model):
