@@ -165,9 +165,8 @@ def _decide(
         resolve_escaping(graph.graph, sites)  # scores used elsewhere: auxiliary outputs, or a refusal
 
         if options.verify:
-            refuse(
-                sites, lambda site: decide.invalid(site, hints), "validating"
-            )  # 4. against the graph's own operations
+            invalid = lambda site: decide.invalid(site, hints)  # 4. the spec against the graph's own operations
+            refuse(sites, invalid, "validating")
 
         read_sets(sites, functools.partial(decide.keeps_dense_mask, options), hints)  # 5. the cheapest form of a call
         map_tiles(graph.graph, sites, decide.tile_map_pays(options), hints)

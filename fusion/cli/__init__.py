@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import pkgutil
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fusion.cli import progress
 from fusion.errors import FusionError
@@ -26,8 +27,9 @@ def parser() -> argparse.ArgumentParser:
     """The parser of every command's arguments."""
     whole = argparse.ArgumentParser(prog="fusion", description="An attention compiler: what it would do, and why.")
     whole.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    whole.add_argument("--completion", action=_Completion, nargs=0, help="print what bash completes, and exit")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND")
+    completion = "print a shell function that completes commands and options, and exit"
+    whole.add_argument("--completion", action=_Completion, nargs=0, const=commands.choices, help=completion)
     for name, place in COMMANDS.items():
         command = pkgutil.resolve_name(place)
         sub = commands.add_parser(
@@ -66,14 +68,12 @@ complete -o default -F _fusion fusion"""
 
 
 class _Completion(argparse.Action):
-    """Prints a shell function that completes commands and their options; bash and zsh (with bashcompinit) take it."""
+    """Prints what bash, and zsh with bashcompinit, take for completion."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        (commands,) = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
-        options = {
-            name: " ".join(option for action in command._actions for option in action.option_strings)
-            for name, command in commands.items()
-        }
+        parsers: Mapping[str, argparse.ArgumentParser] = self.const
+        usages = {name: command.format_usage() for name, command in parsers.items()}
+        options = {name: " ".join(re.findall(r"(?<=\[)--[\w-]+", usage)) for name, usage in usages.items()}
         cases = "\n    ".join(f'{name}) local words="{text}" ;;' for name, text in options.items())
         print(_COMPLETION.format(cases=cases, commands=" ".join([*options, "--help", "--version"])))
         parser.exit()
