@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,45 @@ def _clock(fields: dict[str, str]) -> float:
         return round(float(fields.get("cpu MHz", 0)), -2) * 1e6
 
 
+def core_count(root: Path = Path("/")) -> int:
+    """Cores that this process may use. Hardware threads of a core share its multiply-add units, so that they count as
+    one; the quota of a cgroup may allow for fewer. root: of the file system."""
+    processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {_line(root / topology.format(number)) or str(number) for number in processors}
+    return min(len(cores), *_quotas(root), len(cores))
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    """Whole cores that the processor time of each cgroup of this process suffices for, where it is limited."""
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in groups:
+        unified, names = not controllers, controllers.split(",")
+        if not unified and "cpu" not in names:
+            continue
+        base = root / "sys/fs/cgroup" / controllers
+        place = base / path.strip("/")
+        for folder in (place, *place.parents):
+            if unified:
+                quota, period = [*_line(folder / "cpu.max").split(), "", ""][:2]
+            else:
+                quota, period = _line(folder / "cpu.cfs_quota_us"), _line(folder / "cpu.cfs_period_us")
+            if quota.isdigit() and period.isdigit() and int(period):
+                yield max(1, -(-int(quota) // int(period)))
+            if folder == base:
+                break
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
     """Model name, flags, clock, caches from sysctl (Apple silicon states no clock)."""
     lines = _run("sysctl", "machdep.cpu", "hw").splitlines()
@@ -142,7 +182,7 @@ def read() -> dict[str, Any]:
         isa = frozenset(flag for flag in isa if not flag.startswith("amx"))
     width = 64 if "avx512f" in isa else 32 if "avx2" in isa else 16
     clock = clock or 2.5e9
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = core_count()
     caches = {"L1": 32 * KIB, "L2": 512 * KIB} | caches
     lanes = width // 4
     peak = cores * (2 if "fma" in isa else 1) * lanes * 2 * clock

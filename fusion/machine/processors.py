@@ -47,7 +47,8 @@ class Machine:
     kind: "cpu" or "gpu".
     levels: memory from the fastest to the slowest; the last one holds everything.
     fast: the level whose capacity is the M of the theory.
-    cores: of a CPU, or streaming multiprocessors (compute units) of a GPU.
+    cores: of a CPU that the process may use, hardware threads of a core counted once; or streaming multiprocessors
+        (compute units) of a GPU.
     vector_bytes: width of a vector register (CPU) or of a warp's word (GPU: 4 bytes a lane).
     isa: of CPUs, instruction-set flags in the spelling of Linux ("avx512f", "amx_bf16", "neon"); of GPUs, those of
         `fusion.machine.gpus.Architecture`.

@@ -154,6 +154,44 @@ def test_detected_cpu():
     assert 1e9 < found.flops("float32") < 1e15
 
 
+def _files(root, **contents: str):
+    """A file system with these files; their names have two underscores for a slash."""
+    for name, text in contents.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def test_hardware_threads_of_a_core_count_once(monkeypatch, tmp_path):
+    """Eight of them, of which this process may use five, on four cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5, 7}, raising=False)
+    assert cpu.core_count(tmp_path) == 5
+    place = "sys__devices__system__cpu__cpu{}__topology__thread_siblings_list"
+    topology = {place.format(n): f"{n % 4},{n % 4 + 4}" for n in range(8)}
+    assert cpu.core_count(_files(tmp_path, **topology)) == 4
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"proc__self__cgroup": "0::/", "sys__fs__cgroup__cpu.max": "max 100000"}, 8),
+        ({"proc__self__cgroup": "0::/", "sys__fs__cgroup__cpu.max": "250000 100000"}, 3),
+        ({"proc__self__cgroup": "0::/a/b", "sys__fs__cgroup__a__cpu.max": "50000 100000",
+          "sys__fs__cgroup__a__b__cpu.max": "400000 100000"}, 1),
+        ({"proc__self__cgroup": "2:cpuset:/\n1:cpu,cpuacct:/job",
+          "sys__fs__cgroup__cpu,cpuacct__job__cpu.cfs_quota_us": "200000",
+          "sys__fs__cgroup__cpu,cpuacct__job__cpu.cfs_period_us": "100000"}, 2),
+        ({"proc__self__cgroup": "1:cpu:/", "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "-1",
+          "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000"}, 8),
+        ({"proc__self__cgroup": "0::/elsewhere"}, 8),
+    ],
+)  # fmt: skip
+def test_a_quota_of_processor_time_counts_as_cores(monkeypatch, tmp_path, files: dict[str, str], cores: int):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert cpu.core_count(_files(tmp_path, **files)) == cores
+
+
 def test_detection_without_an_operating_system_that_helps(monkeypatch):
     import fusion.machine.cpu as cpu
 
