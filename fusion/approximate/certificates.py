@@ -84,27 +84,27 @@ def begin() -> None:
 
 def record(certificate: Pending) -> None:
     """Store a certificate, or a function that makes it on demand: its construction would delay a short call."""
-    kept = certificate if isinstance(certificate, Certificate) else functools.cache(certificate)
-    _records.last.append(kept)
+    pending = certificate if isinstance(certificate, Certificate) else functools.cache(certificate)
+    _records.last.append(pending)
     for collector in _records.collectors:
-        collector.append(kept)
+        collector.append(pending)
 
 
-def _made(kept: Iterable[Pending]) -> list[Certificate]:
-    return [item if isinstance(item, Certificate) else item() for item in kept]
+def _made(pending: Iterable[Pending]) -> list[Certificate]:
+    return [item if isinstance(item, Certificate) else item() for item in pending]
 
 
 @contextlib.contextmanager
 def collect_certificates() -> Iterator[list[Certificate]]:
     """The certificates of every call that this thread makes inside the `with`, in order; filled when it ends."""
     collected: list[Certificate] = []
-    kept: list[Pending] = []
-    _records.collectors.append(kept)
+    pending: list[Pending] = []
+    _records.collectors.append(pending)
     try:
         yield collected
     finally:
-        _records.collectors = [other for other in _records.collectors if other is not kept]
-        collected += _made(kept)
+        _records.collectors = [other for other in _records.collectors if other is not pending]
+        collected += _made(pending)
 
 
 def note_exact(allowed: Approximation, operands: Sequence[Tensor], reason: str) -> None:

@@ -80,11 +80,11 @@ def _gpu_seconds(machine: Machine, problem: Problem, rows: int, features: int, p
     from fusion.planning.gpu_layout import padded
 
     degree = next(g for g in range(1, 17) if feature_count(problem.d, g) >= features)
-    made = rows * feature_count(problem.d, degree - 1) * padded(problem.d)
-    products = 2.0 * made * padded(problem.d_v) * PRODUCTS[max(planes, 1)]
+    computed = rows * feature_count(problem.d, degree - 1) * padded(problem.d)
+    products = 2.0 * computed * padded(problem.d_v) * PRODUCTS[max(planes, 1)]
     near = rows * min(CAUSAL_CHUNK, problem.n_k) / 2 * problem.causal
     products += 2.0 * near * (padded(problem.d) + padded(problem.d_v)) * PRODUCTS[2]
-    busy = max(products / machine.flops("bfloat16"), 8.0 * (made + near) / machine.flops("float32"))
+    busy = max(products / machine.flops("bfloat16"), 8.0 * (computed + near) / machine.flops("float32"))
     return busy / GPU_RATE
 
 

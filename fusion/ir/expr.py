@@ -221,20 +221,20 @@ def rebuild(expr: Expr, leaf: Callable[[Expr], Expr | None]) -> Expr:
     """`expr` with nodes replaced where `leaf` returns one, and everything above rebuilt in normal form."""
     from fusion.ir import ops
 
-    made: dict[Expr, Expr] = {}
+    rebuilt: dict[Expr, Expr] = {}
     stack = [expr]
     while stack:
         part = stack[-1]
-        if part in made:
+        if part in rebuilt:
             stack.pop()
         elif (replacement := leaf(part)) is not None:
-            made[part] = replacement
-        elif missing := [arg for arg in reversed(part.args) if arg not in made]:
+            rebuilt[part] = replacement
+        elif missing := [arg for arg in reversed(part.args) if arg not in rebuilt]:
             stack.extend(missing)
         else:
-            args = tuple(made[arg] for arg in part.args)
-            made[part] = part if args == part.args else ops.remake(part, args)
-    return made[expr]
+            args = tuple(rebuilt[arg] for arg in part.args)
+            rebuilt[part] = part if args == part.args else ops.remake(part, args)
+    return rebuilt[expr]
 
 
 def substitute(expr: Expr, values: Mapping[Expr, Expr]) -> Expr:

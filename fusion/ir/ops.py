@@ -46,8 +46,8 @@ def remake(expr: Expr, args: tuple[Expr, ...]) -> Expr:
     """Expression with the operation of `expr` on other arguments, through the normalising constructors."""
     if expr.op not in PRIMITIVES:
         return node(expr.op, args, expr.kind, expr.attr)
-    made = apply(expr.op, *args)
-    return made if expr.attr is None else rounding_to(made, str(expr.attr))
+    result = apply(expr.op, *args)
+    return result if expr.attr is None else rounding_to(result, str(expr.attr))
 
 
 def rounding_to(value: Expr, dtype: str) -> Expr:

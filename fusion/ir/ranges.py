@@ -110,20 +110,20 @@ def within_half(limits: Ends) -> bool:
 
 def within(value: Expr, dtype: torch.dtype, limits: Ends) -> Expr | None:
     """Integer within `limits` wrapped around to `dtype`; None where that cannot be expressed."""
-    held = torch.iinfo(dtype)
-    if dtype is torch.int64 or (held.min <= limits[0] and limits[1] <= held.max):
+    info = torch.iinfo(dtype)
+    if dtype is torch.int64 or (info.min <= limits[0] and limits[1] <= info.max):
         return value
     if value.is_const:
-        return integers.integer((value.integer - held.min) % 2**held.bits + held.min)
-    if held.bits > 16 or any(part.op == "to_int" for part in walk(value)):
+        return integers.integer((value.integer - info.min) % 2**info.bits + info.min)
+    if info.bits > 16 or any(part.op == "to_int" for part in walk(value)):
         return None  # kernels may compute in 32 bits; and a float beyond an integer's range becomes any number
-    return integers.add(integers.mod(integers.sub(value, held.min), 2**held.bits), held.min)
+    return integers.add(integers.mod(integers.sub(value, info.min), 2**info.bits), info.min)
 
 
 def dtype_range(dtype: str) -> Ends:
     """(least, largest) integer of a dtype."""
-    held = torch.iinfo(getattr(torch, dtype))
-    return held.min, held.max
+    info = torch.iinfo(getattr(torch, dtype))
+    return info.min, info.max
 
 
 def is_exact(limits: Ends, dtype: torch.dtype) -> bool:

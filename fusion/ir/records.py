@@ -82,22 +82,22 @@ def from_json(kind: type[Record], text: str) -> Record:
         value = float(attr["float"]) if isinstance(attr, dict) else attr
         nodes.append(node(op, tuple(nodes[a] for a in args), Kind(of_kind), value))
 
-    def made(hint: Any, value: Any) -> Any:
+    def decoded(hint: Any, value: Any) -> Any:
         if value is None:
             return None
         if hint is Expr:
             return nodes[value]
         choices = [choice for choice in get_args(hint) if choice not in (NoneType, ...)]
         if get_origin(hint) is tuple:
-            return tuple(made(choices[0], part) for part in value)
+            return tuple(decoded(choices[0], part) for part in value)
         if choices:  # it, or None
-            return made(choices[0], value)
+            return decoded(choices[0], value)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             hints = _hints(hint)
-            return hint(**{name: made(hints[name], part) for name, part in value.items()})
+            return hint(**{name: decoded(hints[name], part) for name, part in value.items()})
         return hint(value)  # an enumeration, a number or a name
 
-    return made(kind, document)
+    return decoded(kind, document)
 
 
 _hints = functools.lru_cache(maxsize=256)(get_type_hints)

@@ -207,8 +207,8 @@ class AttentionSpec:
     n_k_total: Expr | None = None
 
     def __post_init__(self) -> None:
-        made = [(value,) if value is not None else () for value in self.values]
-        for access, value, allowed in zip((self.q, self.k, self.v), made, ("ic", "jc", "je"), strict=True):
+        converted = [(value,) if value is not None else () for value in self.values]
+        for access, value, allowed in zip((self.q, self.k, self.v), converted, ("ic", "jc", "je"), strict=True):
             names = {n for index in (*access, *value) for n in coordinates(index) if not n.startswith("b")}
             if not names <= set(allowed):
                 raise ValueError(f"an operand's index uses {sorted(names)}, only {list(allowed)} may occur")

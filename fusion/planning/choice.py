@@ -107,7 +107,7 @@ def query_stationary(spec: AttentionSpec) -> str:
 class Planner(Protocol):
     """Makes the choices of one spec on one machine."""
 
-    def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
-        """The choice for a call with these values of `spec.sizes`. made: choices whose kernels exist already, one of
-        which is taken where another would save less than compiling it costs."""
+    def choose(self, sizes: Sequence[int], existing: Sequence[Choice] = ()) -> Choice:
+        """The choice for a call with these values of `spec.sizes`. existing: choices whose kernels exist, one of which
+        is taken where another would save less than compiling it costs."""
         ...

@@ -58,7 +58,7 @@ class CpuPlanner:
         self._extents = extents_function(spec)
         self._parts: dict[tuple[int, ...], int] = {}
 
-    def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
+    def choose(self, sizes: Sequence[int], existing: Sequence[Choice] = ()) -> Choice:
         """The choice for a call with these sizes: one whose kernel exists unless another saves WORTH_COMPILING."""
         *batch, n_q, n_k, d, d_v = self._extents(sizes)
         if self.spec.mixing is not None:
@@ -66,14 +66,14 @@ class CpuPlanner:
         by_rows = self._by_rows((*batch, n_q, n_k, d, d_v), sizes) if n_q <= WEIGHED else None
         if by_rows is not None and n_q <= FEW_QUERIES:
             return by_rows
-        compiled = {(choice.tile.rows, choice.tile.keys) for choice in made if choice.splits == 1}
+        compiled = {(choice.tile.rows, choice.tile.keys) for choice in existing if choice.splits == 1}
         seconds = dict(self.times(sizes, [tile for tile in compiled if tile[0] > 1]))
         if by_rows is not None:
             seconds[1, self.lanes] = self._seconds(by_rows, sizes)
         rows, keys = _cheapest(seconds, compiled)
         if by_rows is not None and rows == 1:
             return by_rows
-        cut = {(choice.tile.rows, choice.tile.keys) for choice in made if choice.splits > 1}
+        cut = {(choice.tile.rows, choice.tile.keys) for choice in existing if choice.splits > 1}
         (rows, keys), parts = self._cut((rows, keys), sizes, compiled, cut)
         schedule = self.schedule if parts == 1 else "split_k"
         return Choice(schedule=schedule, tile=Tile(rows=rows, keys=keys), keys=n_k, splits=parts)
@@ -104,8 +104,8 @@ class CpuPlanner:
         seconds = dict(zip(pieces, times.tolist(), strict=True))
         alone = predict(self.machine, problem, [whole], self.register_tile)[whole]
         seconds[whole, 1] = alone * WORTH_CUTTING
-        made = {(tile, parts) for tile, parts in seconds if tile in (compiled if parts == 1 else cut)}
-        return _cheapest(seconds, made)
+        existing = {(tile, parts) for tile, parts in seconds if tile in (compiled if parts == 1 else cut)}
+        return _cheapest(seconds, existing)
 
     def tile_times(self, sizes: Sequence[int], more: Collection[Pair] = ()) -> dict[Pair, float]:
         """The predicted seconds of these and of every legal tile (B_r, B_c), on as many threads as torch uses."""

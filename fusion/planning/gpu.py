@@ -76,11 +76,11 @@ class GpuPlanner:
         self.packing = functools.cache(self._packing)
         self.backward = functools.cache(self._backward)
 
-    def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
+    def choose(self, sizes: Sequence[int], existing: Sequence[Choice] = ()) -> Choice:
         """The choice for a call. Raises what the policy raises where no tile fits."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         if (group := self.group_of(batch, n_q)) > 1:
-            return self.packing(group).choose(sizes, made)
+            return self.packing(group).choose(sizes, existing)
         heads = math.prod(batch)
         tile = self.tile_for(n_q, n_k, d, d_v, heads)
         splits = self.splits_of(heads * -(-n_q // tile.rows), sizes, tile)

@@ -81,9 +81,9 @@ def register(
             return autograd.below(op, keys, arguments)
         counts = tuple(_count(a) for a in arguments)
         described = zip(arguments, counts, strict=True)
-        kept = (a if n is None else [] if isinstance(a, (list, tuple)) else None for a, n in described)
+        structure = (a if n is None else [] if isinstance(a, (list, tuple)) else None for a, n in described)
         modes = torch.is_grad_enabled(), autograd.carries_tangents()
-        call = _Call(keys=keys, modes=modes, arguments=tuple(kept), counts=counts)
+        call = _Call(keys=keys, modes=modes, arguments=tuple(structure), counts=counts)
         result = autograd.recorded_here(recorded, call, *tensors)
         return list(result) if isinstance(schema(op).returns[0].type, torch.ListType) else result
 

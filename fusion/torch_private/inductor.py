@@ -125,9 +125,9 @@ def _without_attention(full: Any) -> Any:
     filtered.patterns = type(full.patterns)(list)
     dropped = 0
     for key, entries in full.patterns.items():
-        kept = [entry for entry in entries if not _is_attention_pattern(entry)]
-        dropped += len(entries) - len(kept)
-        filtered.patterns[key] = kept
+        remaining = [entry for entry in entries if not _is_attention_pattern(entry)]
+        dropped += len(entries) - len(remaining)
+        filtered.patterns[key] = remaining
     every = itertools.chain.from_iterable(full.patterns.values())
     if not dropped and any(_PATTERNS in str(inspect.getmodule(entry.extra_check)) for entry in every):
         log.warning("could not take Inductor's fuse_attention patterns out; unfused attentions may be matched by them")

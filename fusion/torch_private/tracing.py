@@ -78,8 +78,8 @@ def stand_for(tensor: torch.Tensor, node: Node, tracer: Any) -> None:
 
 def node_of(tensor: Any, tracer: Any) -> tuple[Node, torch.Tensor | None] | None:
     """Node that stands for a tensor, and its values where the trace knows them; None for an unknown tensor."""
-    held = tracer.tensor_tracker.get(tensor)
-    return None if held is None else (held.proxy.node, held.constant)
+    entry = tracer.tensor_tracker.get(tensor)
+    return None if entry is None else (entry.proxy.node, entry.constant)
 
 
 def lazy_module(root: torch.nn.Module | Mapping[str, Any], graph: Graph) -> GraphModule:

@@ -52,7 +52,6 @@ class _MaskCheck:
             size = max(size_value(extent, sizes), 1)
             self.known[coord(f"b{k}")] = torch.randint(size, (_BLOCKS, 1, 1), generator=generator)
         self.known[J] = self._keys(n_k, rows, generator)
-        self.generator, self.made = generator, {}
         shape = _BLOCKS, _ROWS, self.known[J].shape[-1]
         self.known[SCORE] = torch.randn(shape, generator=generator, dtype=torch.float32)
         largest = float((self._value(spec.score) * self._value(self.mask.live)).abs().nan_to_num(0, 0, 0).max())

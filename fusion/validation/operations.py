@@ -280,11 +280,11 @@ def _dropout(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     value = replay.value(origin, index, rank)
     if not args.get("train", True) or p == 0:
         return value
-    drawn = kept(replay, node, p, index, replay.region.shape(origin))
+    drawn = dropout_mask(replay, node, p, index, replay.region.shape(origin))
     return value * (drawn.to(value.dtype) / (1 - p) if p < 1 else 0.0)
 
 
-def kept(replay: Replay, node: Node, p: float, index: Index, extents: tuple[int, ...]) -> Tensor:
+def dropout_mask(replay: Replay, node: Node, p: float, index: Index, extents: tuple[int, ...]) -> Tensor:
     """Mask of the elements that dropout keeps: by the hash of seed, row and column."""
     if (drawn := marks.seed(node)) is None:
         raise NotReplayable

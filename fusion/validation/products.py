@@ -11,7 +11,7 @@ from torch.fx import Node
 from fusion.ir.results import size_value
 from fusion.passes import nodes
 from fusion.passes.pullback.heads import head_sum
-from fusion.validation.operations import at_keys, kept
+from fusion.validation.operations import at_keys, dropout_mask
 from fusion.validation.replay import Index, NotReplayable, Replay, rule
 
 aten = torch.ops.aten
@@ -150,7 +150,7 @@ def _sdpa(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     weights = aten._safe_softmax(score, -1)
     if args["dropout_p"]:
         p = replay.plain(args["dropout_p"])
-        remaining = kept(replay, node, p, weights_at, extents)
+        remaining = dropout_mask(replay, node, p, weights_at, extents)
         weights = torch.where(remaining, weights / (1 - p), 0.0) if p < 1 else weights * 0.0
     place = _sdpa_batch(replay, value, at[:-2], batch, args["enable_gqa"], query)
     return _summed(replay, node, weights, replay.value(value, (*place, keys, at[-1]), rank + 1))

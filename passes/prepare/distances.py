@@ -75,7 +75,7 @@ class _Line:
         self.graph, self.node, self.positions, self.symbols = graph, node, positions, symbols
         *self.outer, self.n_q, self.n_k = shape(positions)
         self.walk = PullBack({I: self.n_q, J: self.n_k}, self.n_k)
-        self.made: dict[Node, Node | None] = {}
+        self.lines: dict[Node, Node | None] = {}
         args, is_embedding = arguments(node), packet(node) is aten.embedding
         self.table, self.dim = (args["weight"], 0) if is_embedding else (args["self"], args["indices"].index(positions))
 
@@ -94,10 +94,10 @@ class _Line:
     def _of(self, here: Node) -> Node | None:
         """Tensor of n_q + n_k - 1 elements with the value of a tensor [.., n_q, n_k] at each distance; None where that
         value depends on more than the distance."""
-        if here not in self.made:
+        if here not in self.lines:
             ways = (self._linear, self._pointwise, self._looked_up) if self._has_pairs(here) else ()
-            self.made[here] = next((line for way in ways if (line := way(here)) is not None), None)
-        return self.made[here]
+            self.lines[here] = next((line for way in ways if (line := way(here)) is not None), None)
+        return self.lines[here]
 
     def _looked_up(self, here: Node) -> Node | None:
         """Line of a read of a table of one dimension at such positions. It is read at each call, since its values may

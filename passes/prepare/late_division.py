@@ -169,12 +169,12 @@ def _division(product: Node, kinds: AncestorKinds) -> _Division | None:
                 if of_row and nodes.is_tensor(weights) and shape(weights) == shape(current):
                     at = broadcast_index(shape(current), shape(factor), index)
                     return _Division(node=current, weights=weights, factor=factor, user=user, index=at, bounds=bounds)
-            made = [
+            operands = [
                 x
                 for x, _ in pairs
                 if nodes.is_tensor(x) and AncestorKind.PRODUCT in kinds[x] and shape(x) == shape(current)
             ]
-            origin = made[0] if len(made) == 1 else None
+            origin = operands[0] if len(operands) == 1 else None
         elif packet(current) in _SCALINGS and not is_coarser(nodes.dtype(current), nodes.dtype(product)):
             origin = current.args[0]
         elif (moved := source(current, index, bounds)) is not None:
@@ -202,8 +202,8 @@ def _sink(division: _Division, product: Node, kinds: AncestorKinds) -> Node:
     chain, todo = {division.node}, [division.factor]
     while todo:
         here = todo.pop()
-        made = AncestorKind.STATISTIC in kinds[here] and not is_statistic(here) and not marks.stop_gradient(here)
-        if made and chain.issuperset(here.users) and not any(map(marks.mutations, (here, *here.all_input_nodes))):
+        movable = AncestorKind.STATISTIC in kinds[here] and not is_statistic(here) and not marks.stop_gradient(here)
+        if movable and chain.issuperset(here.users) and not any(map(marks.mutations, (here, *here.all_input_nodes))):
             chain.add(here)
             todo += here.all_input_nodes
     product.append(division.node)

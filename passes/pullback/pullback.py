@@ -58,7 +58,7 @@ class Product:
     query, key: its operands, without the scales that were stripped on the way to them.
     extent: the number of terms of the sum.
     scale: of the sum; free of i and j.
-    held: whether `node[index]` is the leaf's value, so that it can be loaded.
+    is_value: whether `node[index]` is the leaf's value, so that it can be loaded.
     """
 
     node: Node
@@ -67,7 +67,7 @@ class Product:
     key: Access
     extent: Expr
     scale: Expr
-    held: bool
+    is_value: bool
 
 
 class PullBack:
@@ -246,18 +246,18 @@ class PullBack:
             return None  # a reduction of the same name: max()
         common = casts.common_integer([nodes.fake(x) for x in here.all_input_nodes if nodes.is_tensor(x)])
 
-        def held(given: Any) -> Any:
-            found = self.argument(given, index, extents)
-            is_integer = found.kind is Kind.INT if isinstance(found, Expr) else type(found) is int
+        def operand(argument: Any) -> Any:
+            value = self.argument(argument, index, extents)
+            is_integer = value.kind is Kind.INT if isinstance(value, Expr) else type(value) is int
             if common is None or not is_integer or nodes.dtype(here).is_floating_point:
-                return found
-            if packet(here) in pointwise.ALTERNATIVES and not isinstance(given, Node):
-                return found  # torch itself is asked
-            number = casts.operand(found, Kind.INT)
+                return value
+            if packet(here) in pointwise.ALTERNATIVES and not isinstance(argument, Node):
+                return value  # torch itself is asked
+            number = casts.operand(value, Kind.INT)
             wrapped = within(number, common, self._limits(number))
             return number if wrapped is None else wrapped  # one element of int64 beside int32 is taken to fit
 
-        args, kwargs = tuple(map(held, here.args)), {name: held(arg) for name, arg in here.kwargs.items()}
+        args, kwargs = tuple(map(operand, here.args)), {name: operand(arg) for name, arg in here.kwargs.items()}
         if kwargs.get("out") is not None:
             return None
         call = casts.Call(args=args, kwargs=kwargs, dtype=nodes.dtype(here), target=here.target)
@@ -265,16 +265,16 @@ class PullBack:
 
     def built(self, operation: Any, call: casts.Call) -> Expr | None:
         """Value of a pointwise call, rounded as its dtype requires."""
-        return self._held(pointwise.build(operation, call), call.dtype)
+        return self._within_range(pointwise.build(operation, call), call.dtype)
 
     def cast(self, value: Expr, dtype: torch.dtype) -> Expr | None:
         """`value.to(dtype)`, rounded as that requires; None where no kernel rounds to it."""
-        rounded = self._held(casts.cast(value, dtype), dtype)
+        rounded = self._within_range(casts.cast(value, dtype), dtype)
         if rounded is None or value.kind is not Kind.FLOAT or not is_coarser(dtype, self._precision):
             return rounded
         return narrowed_to(rounded, dtype, self._precision, self._dtype_of)
 
-    def _held(self, value: Expr | None, dtype: torch.dtype) -> Expr | None:
+    def _within_range(self, value: Expr | None, dtype: torch.dtype) -> Expr | None:
         return value if value is None or dtype not in self._narrow else self._narrow[dtype](value)
 
     def _without_gradient(self, here: Node, index: Index) -> Expr | None:
@@ -306,9 +306,9 @@ class PullBack:
             return value
         if not depends_on_product(value):
             return None
-        return value * self.kept(here, args["p"], index, shape(here))
+        return value * self.dropout_factor(here, args["p"], index, shape(here))
 
-    def kept(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
+    def dropout_factor(self, here: Node, p: float, index: Index, extents: Index) -> Expr:
         """1 / (1 - p) where dropout keeps the element at `index` of a tensor of shape `extents`, else 0. The element's
         number within the tensor, and the node's own seed, decide: row and column are hashed one after the other, so
         that all but a few instructions are done once per row."""
@@ -341,10 +341,9 @@ class PullBack:
             parts = factors(here, index, C)
         except Unsupported:
             return None
-        found = self._query_and_key(parts)
-        if found is None:
+        if (operands := self._query_and_key(parts)) is None:
             return None
-        (query, query_scale), (key, key_scale) = found
+        (query, query_scale), (key, key_scale) = operands
         if not (self._varies(query.index, I) and self._varies(key.index, J)):
             return None
         if {query.dtype, key.dtype} != {nodes.dtype(here)}:
@@ -354,8 +353,12 @@ class PullBack:
         if packet(here) in ADDING:
             args = arguments(here)
             scale, added = scale * args["alpha"], args["beta"] != 0
-        found = Product(node=here, index=index, query=query, key=key, extent=parts.extent, scale=scale, held=not added)
-        return self._with_added(here, index, self.product(found)) if added else self.product(found)
+        product = self.product(
+            Product(
+                node=here, index=index, query=query, key=key, extent=parts.extent, scale=scale, is_value=not added
+            )
+        )  # fmt: skip
+        return self._with_added(here, index, product) if added else product
 
     def product(self, product: Product) -> Expr:
         """The leaf of a product."""

@@ -30,7 +30,7 @@ from .. import marks, nodes
 from .casts import FILL
 from .reductions import depends_on_product
 
-Held = Callable[[Expr], torch.dtype]
+DtypeOf = Callable[[Expr], torch.dtype]
 """The dtype of the tensor that a load reads."""
 
 
@@ -41,7 +41,7 @@ def is_coarser(dtype: torch.dtype, than: torch.dtype) -> bool:
     return dtype.itemsize == 1 or torch.finfo(dtype).eps > torch.finfo(than).eps
 
 
-def rounded_at(here: Node, value: Expr, precision: torch.dtype, held: Held) -> Expr | None:
+def rounded_at(here: Node, value: Expr, precision: torch.dtype, dtype_of: DtypeOf) -> Expr | None:
     """Float rounded to the dtype that a node narrows it to; None where no kernel rounds to that. Values computed from
     such floats in the dtype are rounded likewise, except for scores and weights, which are more exact than the model's.
     precision: the dtype of the product of weights and V."""
@@ -55,22 +55,22 @@ def rounded_at(here: Node, value: Expr, precision: torch.dtype, held: Held) -> E
         return value
     if marks.requires_grad(here) and not of_scores:
         return None  # its gradient is rounded when all of it has been added up
-    return narrowed_to(value, dtype, precision, held)
+    return narrowed_to(value, dtype, precision, dtype_of)
 
 
-def narrowed_to(value: Expr, dtype: torch.dtype, precision: torch.dtype, held: Held) -> Expr | None:
+def narrowed_to(value: Expr, dtype: torch.dtype, precision: torch.dtype, dtype_of: DtypeOf) -> Expr | None:
     """Float rounded to a coarser dtype; None where no primitive rounds to that. Raises Unsupported for scores of
     float64: no kernel rounds them, and scores of -1e9 that differ are equal after that."""
     if precision is torch.float64 and depends_on_product(value):
         raise nodes.Unsupported(Reason.DTYPE, f"scores of float64 are rounded to {dtype}", value)
-    return _rounded(value, dtype, held)
+    return _rounded(value, dtype, dtype_of)
 
 
-def _rounded(value: Expr, dtype: torch.dtype, held: Held) -> Expr | None:
-    if value.is_const or value.op == ROUNDED.get(dtype) or (value.op == "load" and held(value) is dtype):
+def _rounded(value: Expr, dtype: torch.dtype, dtype_of: DtypeOf) -> Expr | None:
+    if value.is_const or value.op == ROUNDED.get(dtype) or (value.op == "load" and dtype_of(value) is dtype):
         return value
     if value.op == "where":
-        arms = [_rounded(arm, dtype, held) for arm in value.args[1:]]
+        arms = [_rounded(arm, dtype, dtype_of) for arm in value.args[1:]]
         return None if None in arms else where(value.args[0], *arms)  # type: ignore[arg-type]
     return apply(ROUNDED[dtype], value) if dtype in ROUNDED else None
 

@@ -191,11 +191,13 @@ def _by_torch(form: _Form, leaves: Sequence[_Leaf], columns: Sequence[Tensor]) -
     return [result.detach(), *(g + torch.zeros_like(g) for g in gradients)]
 
 
-def _by_expression(made: Expr, moving: Sequence[Expr], known: dict[Expr, Tensor]) -> list[Tensor]:
+def _by_expression(composed: Expr, moving: Sequence[Expr], known: dict[Expr, Tensor]) -> list[Tensor]:
     """[the result of a composition, its derivative by each leaf that has one]."""
-    derived = adjoints(made, UPSTREAM, moving)
+    derived = adjoints(composed, UPSTREAM, moving)
     one = torch.ones((), dtype=torch.float64)
-    return [evaluate(part, lambda x: known.get(x, one), torch.float64) for part in (made, *map(derived.get, moving))]
+    return [
+        evaluate(part, lambda x: known.get(x, one), torch.float64) for part in (composed, *map(derived.get, moving))
+    ]
 
 
 def _differs(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> Tensor:

@@ -129,8 +129,8 @@ def _normalizes_features(node: Node) -> bool:
     return packet(node) is aten.layer_norm and nodes.arguments(node)["weight"] is not None
 
 
-def _holds_integers(held: torch.Tensor) -> bool:
-    return not (held.is_floating_point() or held.is_complex() or held.dtype is torch.bool)
+def _holds_integers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def is_statistic(node: Node) -> bool:

@@ -252,9 +252,9 @@ def _factor_dies(scaling: Node, anchor: Node, kinds: AncestorKinds) -> bool:
     inside = {scaling, *nodes.walk_up([anchor], made_of_scores)}
     factor = scaling.args[1]
     assert isinstance(factor, Node)
-    made = {factor}
-    while made:
-        made.remove(here := max(made))
+    todo = {factor}
+    while todo:
+        todo.remove(here := max(todo))
         if is_statistic(here):
             if not inside.issuperset(map(behind_moves, here.all_input_nodes)):
                 return False
@@ -262,7 +262,7 @@ def _factor_dies(scaling: Node, anchor: Node, kinds: AncestorKinds) -> bool:
             if not inside.issuperset(here.users):
                 return False
             inside.add(here)
-            made |= {parent for parent in here.all_input_nodes if AncestorKind.STATISTIC in kinds[parent]}
+            todo |= {parent for parent in here.all_input_nodes if AncestorKind.STATISTIC in kinds[parent]}
     return True
 
 

@@ -153,15 +153,15 @@ def _without_nan(expr: Expr, spelled: Expr) -> Expr | None:
     if expr.op == "feq":
         weight, bound = expr.args
         return const(False) if _is_at_most_one(weight) and bound.is_const and math.isinf(bound.value) else None
-    condition, replaced, kept = expr.args
+    condition, fill, weight_or_nan = expr.args
     if condition.op == "feq":
-        replaced, kept = kept, replaced
-    is_nan = condition.op in ("feq", "fne") and condition.args[0] is condition.args[1] is kept
-    if not is_nan or not _is_at_most_one(kept) or not is_number(replaced, 0.0):
+        fill, weight_or_nan = weight_or_nan, fill
+    is_nan = condition.op in ("feq", "fne") and condition.args[0] is condition.args[1] is weight_or_nan
+    if not is_nan or not _is_at_most_one(weight_or_nan) or not is_number(fill, 0.0):
         return None
     if not has(spelled, "softmax") and not any(part.attr in _SHIFTS for part in walk(spelled) if part.op == "reduce"):
         return None
-    return node(kept.op, kept.args, Kind.FLOAT, Normalizer.ZERO_SOFTMAX.value)
+    return node(weight_or_nan.op, weight_or_nan.args, Kind.FLOAT, Normalizer.ZERO_SOFTMAX.value)
 
 
 def _is_at_most_one(weight: Expr) -> bool:

@@ -68,7 +68,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr], reads_m
     trained = bool(marks.requires_grad(anchor))
     v, v_scale = access(value, J, E, bounds[E], scale_of_values(value, Normalizer.SAFE_SOFTMAX, trained))
     scale = q_scale * k_scale * _scale(args["scale"], d)
-    score = pullback.product(Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, held=False))
+    score = pullback.product(Product(node=anchor, index=index, query=q, key=k, extent=d, scale=scale, is_value=False))
     if args["is_causal"]:
         score = where(apply("ile", J, I), score, const(-math.inf))
     if args["attn_mask"] is not None:
@@ -80,7 +80,7 @@ def pull_back_sdpa(anchor: Node, index: Index, bounds: dict[Expr, Expr], reads_m
         score = _masked(score, mask, anchor)
     weight = const(1.0)
     if args["dropout_p"] != 0:
-        weight = pullback.kept(anchor, args["dropout_p"], (*index[:-1], J), (*shape(anchor)[:-1], keys))
+        weight = pullback.dropout_factor(anchor, args["dropout_p"], (*index[:-1], J), (*shape(anchor)[:-1], keys))
     core = NormalizedScores(score=score, normalizer=Normalizer.SAFE_SOFTMAX, weight=weight)
     return Attention(core=core, value=v, value_scale=v_scale, pullback=pullback, keys=keys, d_v=bounds[E])
 

@@ -203,8 +203,8 @@ def _reads_something_else(node: Node, place: Node) -> bool:
     return any((node < mutation) != (place <= mutation) for mutation in mutations)
 
 
-def _live(kept: Sequence[Node], needs: Mapping[Node, list[Node]]) -> set[Node]:
-    return {*nodes.walk_up(kept, lambda node: needs.get(node, node.all_input_nodes))}
+def _live(roots: Sequence[Node], needs: Mapping[Node, list[Node]]) -> set[Node]:
+    return {*nodes.walk_up(roots, lambda node: needs.get(node, node.all_input_nodes))}
 
 
 def _escaping(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> list[Node]:

@@ -129,8 +129,8 @@ def _reached(site: Site, uses: Sequence[AuxUse], operands: Sequence[Node]) -> fr
     def parents(here: Node) -> list[Node]:
         return [] if here in ends else [parent for parent in here.all_input_nodes if marks.requires_grad(parent)]
 
-    met = {*nodes.walk_up([site.root, *(use.node for use in uses)], parents)}
-    return frozenset(number for number, operand in enumerate(operands) if operand in met)
+    reached = {*nodes.walk_up([site.root, *(use.node for use in uses)], parents)}
+    return frozenset(number for number, operand in enumerate(operands) if operand in reached)
 
 
 def _with_gradients(core: NormalizedScores, heads_mixed: bool) -> NormalizedScores:
@@ -227,7 +227,7 @@ def _main_product(core: NormalizedScores, products: list[Product]) -> int:
     def rank(number: int) -> tuple[bool, int, int]:
         extent = products[number].extent
         width = extent.integer if extent.is_const else 0
-        return not products[number].held, width, -number
+        return not products[number].is_value, width, -number
 
     return max(numbers, key=rank)
 
@@ -269,7 +269,7 @@ class _Resolver:
                 return SCORE * self(product.scale)
             if product.node is self.main.node:
                 raise Unsupported(Reason.TWO_ELEMENTS, "two different elements of one product enter the same score")
-            if not product.held:
+            if not product.is_value:
                 raise Unsupported(
                     Reason.ADDED_TO_PRODUCT, "two products to which something is added by the same operation (baddbmm)"
                 )

@@ -137,7 +137,7 @@ def _renumbered(expr: Expr, names: Sequence[str], numbers: Sequence[int]) -> Exp
     return renumbered(moved, numbers.index)
 
 
-def with_map(call: AttentionCall, made: Node) -> AttentionCall:
+def with_map(call: AttentionCall, tile_map: Node) -> AttentionCall:
     """Attention with the map as an additional operand, and with mask facts that refer to it."""
     data, spec = _data(call), call.spec
     assert data is not None
@@ -158,7 +158,7 @@ def with_map(call: AttentionCall, made: Node) -> AttentionCall:
     )
     operand = Operand(dtype="int32", rank=len(batch) + 3, name="tiles")
     spec = replace(spec, operands=(*spec.operands, operand), mask=facts)
-    return replace(call, spec=spec, operands=(*call.operands, made))
+    return replace(call, spec=spec, operands=(*call.operands, tile_map))
 
 
 def _all(predicates: list[Expr]) -> Expr:

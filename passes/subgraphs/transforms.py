@@ -143,12 +143,12 @@ def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, l
     ]  # fmt: skip
 
 
-def _alike(held: Any) -> Any:
+def _alike(value: Any) -> Any:
     """Tensor of the same shape and dtype that belongs to no level, and may have a gradient; numbers are returned
     unchanged."""
-    if not isinstance(held, torch.Tensor):
-        return held
-    return nodes.empty_like(held).requires_grad_(held.is_floating_point())
+    if not isinstance(value, torch.Tensor):
+        return value
+    return nodes.empty_like(value).requires_grad_(value.is_floating_point())
 
 
 def _refusal(members: Sequence[Node], tangents: bool) -> str | None:

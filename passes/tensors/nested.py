@@ -93,13 +93,13 @@ def has_nested_sdpa(module: GraphModule) -> bool:
     return any(node.target is attention for node in module.graph.nodes)
 
 
-def empty_like_nested(held: Any, mode: FakeTensorMode) -> Any:
+def empty_like_nested(fake: Any, mode: FakeTensorMode) -> Any:
     """Fake nested tensor of the same form that is no view. (Torch would create a view from its base again, with sizes
     that it knows nothing of.)"""
-    names, context = held.__tensor_flatten__()
+    names, context = fake.__tensor_flatten__()
     with mode:
-        parts = {name: nodes.empty_like(getattr(held, name)) for name in names}
-    return type(held).__tensor_unflatten__(parts, context, held.size(), held.stride())
+        parts = {name: nodes.empty_like(getattr(fake, name)) for name in names}
+    return type(fake).__tensor_unflatten__(parts, context, fake.size(), fake.stride())
 
 
 def touches_nested(node: Node) -> bool:

@@ -80,20 +80,22 @@ def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:
     return fake.dtype if ruled or nodes.packet(node) is aten.einsum else None
 
 
-def _cast_arguments(graph: Graph, node: Node, dtype: torch.dtype, made: dict[tuple[Node, torch.dtype], Node]) -> None:
+def _cast_arguments(
+    graph: Graph, node: Node, dtype: torch.dtype, casts_made: dict[tuple[Node, torch.dtype], Node]
+) -> None:
     def cast(value: Any) -> Any:
         if not isinstance(value, Node) or not nodes.is_tensor(value):
             return value
         current = nodes.dtype(value)
         if current is dtype or current not in _NARROWED:
             return value
-        if (value, dtype) not in made:
+        if (value, dtype) not in casts_made:
             with graph.inserting_before(node):
                 converted = graph.call_function(aten.to.dtype, (value, dtype))
             converted.meta["val"] = nodes.fake(value).to(dtype)
             nodes.copy_provenance(node, converted)
-            made[value, dtype] = converted
-        return made[value, dtype]
+            casts_made[value, dtype] = converted
+        return casts_made[value, dtype]
 
     node.args = torch.fx.map_arg(node.args, cast)
     node.kwargs = torch.fx.map_arg(node.kwargs, cast)

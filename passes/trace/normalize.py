@@ -151,7 +151,7 @@ class _Retrace(RetraceInterpreter):
     def map_nodes_to_values(self, args: Any, n: Node) -> Any:
         for node in n.all_input_nodes:
             if isinstance(deferred := self.env.get(node), (LazyInput, DeferredResult)):
-                self.env[node] = deferred.made()
+                self.env[node] = deferred.create()
         return super().map_nodes_to_values(args, n)
 
 

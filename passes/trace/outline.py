@@ -160,8 +160,8 @@ def _unwraps(node: Node) -> bool:
     return not any(map(_wraps, tree_leaves(nodes.fake(node))))
 
 
-def _wraps(held: Any) -> bool:
-    return is_traceable_wrapper_subclass(held) and not (dtensor.is_dtensor(held) or nodes.is_nested(held))
+def _wraps(value: Any) -> bool:
+    return is_traceable_wrapper_subclass(value) and not (dtensor.is_dtensor(value) or nodes.is_nested(value))
 
 
 def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
@@ -304,15 +304,15 @@ def _region(module: GraphModule, node: Node) -> GraphModule | None:
     return operator.attrgetter(str(node.args[0].target))(module)  # type: ignore[union-attr]
 
 
-def _copied(body: GraphModule, graph: Graph, made: dict[Node, Any], held: dict[str, Any]) -> tuple[Any, ...]:
-    """Results of a graph whose operations are appended to `graph`. made: new nodes, its inputs included. held: the
-    attributes of such graphs, to which new ones are added."""
+def _copied(body: GraphModule, graph: Graph, copies: dict[Node, Any], attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """Results of a graph whose operations are appended to `graph`. copies: new nodes, its inputs included. attributes:
+    those of such graphs, to which new ones are added."""
     for node in body.graph.nodes:
         if node.op == "output":
-            return tuple(made.get(result, result) for result in node.args[0])
-        if node not in made:
-            made[node] = graph.node_copy(node, made.__getitem__)
+            return tuple(copies.get(result, result) for result in node.args[0])
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op in ("get_attr", "call_module"):
-            made[node].target = f"region_{len(held)}"
-            held[made[node].target] = operator.attrgetter(str(node.target))(body)
+            copies[node].target = f"region_{len(attributes)}"
+            attributes[copies[node].target] = operator.attrgetter(str(node.target))(body)
     raise AssertionError("a graph ends with its results")

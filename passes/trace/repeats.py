@@ -79,7 +79,7 @@ class DeferredResult:
     mode: FakeTensorMode | None
     tracer: Any
 
-    def made(self) -> Any:
+    def create(self) -> Any:
         """The value, created in the running trace."""
         leaves, structure = tree_flatten(self.recorded)
         assert self.mode is not None

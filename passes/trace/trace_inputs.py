@@ -38,7 +38,7 @@ class LazyInput:
     mode: FakeTensorMode
     tracer: Any
 
-    def made(self) -> FakeTensor:
+    def create(self) -> FakeTensor:
         """The value, created in the running trace."""
         with tracing.untraced():
             value = self.mode.from_tensor(_by_itself(self.recorded), static_shapes=True)

@@ -35,7 +35,7 @@ class Parts:
     def __init__(self, parts: int, tile: Tile | None = None):
         self.parts, self.tile = parts, tile
 
-    def choose(self, sizes, made=()) -> Choice:
+    def choose(self, sizes, existing=()) -> Choice:
         if self.tile is None:
             return rows_choice("split_k", 16, sizes[-1], self.parts)
         return Choice(schedule="split_k", tile=self.tile, keys=sizes[-1], splits=self.parts)
