@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import fusion
-from fusion.passes.pullback import heads
+from fusion.passes.recognize import core as core_module
+from fusion.passes.specify import specify
 from fusion.refusals import Reason
 from fusion.validation.replay import Replay
 from fusion.validation.samples import ALL_KEYS, SAMPLES
@@ -14,18 +15,18 @@ from tests.passes.test_mixed_heads import as_cait, drawn, scores_alone, weights_
 @pytest.mark.parametrize("function", [as_cait, scores_alone, weights_alone], ids=lambda f: f.__name__)
 def test_a_wrong_matrix_is_found(function, monkeypatch):
     """Heads read in the place of those that are written."""
-    right = heads.named
+    right = specify.with_named_heads
 
     def turned(core, accesses, bounds):
         core, accesses, head = right(core, accesses, bounds)
-        swapped = {heads.HEAD: head, head: heads.HEAD}
+        swapped = {core_module.HEAD: head, head: core_module.HEAD}
         names = [name for name in ("mixed_scores", "mixed_weights") if getattr(core, name) is not None]
         part = getattr(core, names[-1])
-        part = heads.replace(part, matrix=heads.substitute(part.matrix, swapped))
-        return heads.replace(core, **{names[-1]: part}), accesses, head
+        part = core_module.replace(part, matrix=core_module.substitute(part.matrix, swapped))
+        return core_module.replace(core, **{names[-1]: part}), accesses, head
 
     torch._dynamo.reset()
-    monkeypatch.setattr(heads, "named", turned)
+    monkeypatch.setattr(specify, "with_named_heads", turned)
     with torch.no_grad():
         (site,) = fusion.explain(function, *drawn()).sites
     assert site.refusal.kind is Reason.DEFECT, str(site)
