@@ -88,6 +88,7 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
     process.warn_of_torch(torch.__version__)
     with process.without_autograd_settings():
         process.initialize_mkl()
+        process.retain_freed_memory()
         graph, report = _fuse(module, example_inputs, options)
     report.graph_breaks = [broken] if (broken := graph_break(module)) else []
     if options.strict and (refused := [site for site in report.sites if not site.fused]):

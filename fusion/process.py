@@ -1,4 +1,5 @@
-"""State of the process: settings that the analysis is isolated from, the log, MKL, and versions of torch and Triton.
+"""State of the process: settings that the analysis is isolated from, the log, MKL, freed memory, versions of torch and
+Triton.
 
 `FUSION_LOGS=info` (or debug, warning) shows the log of this package on standard error, without touching torch's.
 """
@@ -69,6 +70,18 @@ def initialize_mkl() -> None:
             element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
             for function in VECTORIZED:
                 function(element)
+
+
+@functools.cache
+def retain_freed_memory() -> None:
+    """Free one block of 31 MiB, which was never written; once in a process, before the first graph is compiled.
+
+    glibc returns freed memory at the end of its heap to the system once it exceeds a threshold, and the next call of a
+    model has page faults for all of it: a tenth of the time of a ViT. The threshold is twice the largest block, of at
+    most 32 MiB, that was freed so far. Settings of the user's (`MALLOC_TRIM_THRESHOLD_`) stay in force.
+    """
+    with without_function_modes(), unset_fake_temporarily(), disable_proxy_modes_tracing():
+        torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 LEVELS = ("debug", "info", "warning", "error")

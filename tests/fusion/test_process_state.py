@@ -1,6 +1,7 @@
 """What belongs to the process is as it was after an import, and after the inner compiler failed."""
 
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -117,3 +118,30 @@ def test_dynamo_hears_of_the_backend_when_it_is_asked_for() -> None:
             fusion.integrations.nested_tensors.register.cache_clear()
             torch._dynamo.reset()
     """)
+
+
+MEMORY = """
+import resource
+import torch
+import fusion.backend
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**19) for _ in range(20)]
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+fusion.backend.fuse(torch.fx.symbolic_trace(lambda x: x + 1), [torch.ones(1)], fusion.Options())
+print(faults(), min(faults() for _ in range(5)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_is_used_again() -> None:
+    """40 MB, in blocks of 2 MB, are pages of the system's at the first call, and of the process at the next ones."""
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
+    }
+    done = subprocess.run([sys.executable, "-c", MEMORY], env=own, capture_output=True, text=True, check=True)
+    first, later = map(int, done.stdout.split())
+    assert later < first / 10
