@@ -1,20 +1,23 @@
 """The whole kernel: the function `attention(params)` that every thread of a parallel region runs.
 
     for each work item (batch coordinates, block of query rows) of this thread
-        pack K and V, as far as needed, if the item reads other keys than the one before
         pack Q^T
-        for each block of keys in range, with each row's maximum so far or, where the norms of Q and K say that the
-        scores lie close together, without (`bounded_tiles`)
-            S^T = K Q^T;  score program, softmax statistics, weights;  O^T += V^T P^T
+        for each window of the keys in range: all of them, unless packed K and V would take too much memory
+            pack K and V, as far as needed, if the item reads other keys than the one before
+            for each block of keys, with each row's maximum so far or, where the norms of Q and K say that the scores
+            lie close together, without (`bounded_tiles`)
+                S^T = K Q^T;  score program, softmax statistics, weights;  O^T += V^T P^T
         where the keys are cut into parts: leave what is summed; the last of the item goes on with the sums of all
         where a row met no live key although keys were skipped: once more over all keys
         divide by the sum, transpose, write
 
 Sizes and strides are run-time arguments; d, d_v and tile sizes compile-time constants. What is between memory and
-registers lies in the thread's part of a workspace; packed K and V are as long as the keys.
+registers lies in the thread's part of a workspace; packed K and V are as long as a window.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from fusion.ir.expr import I0, I1
 from fusion.ir.spec import AttentionSpec, Normalizer
@@ -68,6 +71,7 @@ class AttentionKernel(KernelFunction):
         self.bounded = None if near is None else BoundedTiles(self.tiles, near)
         self.stream = (Overlapped if p.overlaps else InTurn)(self.tiles)
         b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
+        self.windowed, self.window_start = self.bounded is None and aux is None, b.constant(0, "i64")
         self.step_bytes = p.key_bytes() + p.value_bytes() + (self.bounded.step_bytes if self.bounded else 0)
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
@@ -91,7 +95,7 @@ class AttentionKernel(KernelFunction):
         return self.kernel_text(
             beyond, rows=self.tiling.groups * self.lanes, key_step=self.products.key_step,
             step_bytes=self.step_bytes + kept, part_bytes=0 if self.parts is None else self.parts.record_bytes,
-            part_step=self.tiling.keys,
+            part_step=self.tiling.keys, windowed=self.windowed,
         )  # fmt: skip
 
     def _item(self, top: Scope, number: Value) -> None:
@@ -142,7 +146,6 @@ class AttentionKernel(KernelFunction):
         groups = b.ceil_div(count, self.lanes, "groups")
         readers = self._readers(scope)
         tiles.loads = [DenseLoad(self.context, scope, expr) for expr in tiles.dense]
-        self.packed.note(readers[1:], part)
         padded_groups = b.mul(b.ceil_div(groups, p.nr), p.nr)
         together, size = tiles.together, p.weight_bytes(self.tiling.keys)
         self._zero_unused(
@@ -155,7 +158,7 @@ class AttentionKernel(KernelFunction):
                 self.bounded.note_queries(g, at)
         return Item(
             number=number, scope=scope, readers=readers, first=first, count=count, groups=groups,
-            padded_groups=padded_groups,
+            padded_groups=padded_groups, part=part,
         )  # fmt: skip
 
     def _pack(self, readers: list[RowReader], low: Value | int, high: Value) -> None:
@@ -163,7 +166,7 @@ class AttentionKernel(KernelFunction):
         b, p = self.b, self.products
 
         def pack(key: Value) -> None:
-            n = b.div(key, p.key_step)
+            n = self.packed_step(key)
             keys = b.row(self.packed_keys, n, p.key_bytes(), "i8")
             p.pack_keys(readers[1], key, self.n_k, keys, self.staging)
             values = p.values_of(self.packed_values, n)
@@ -172,6 +175,10 @@ class AttentionKernel(KernelFunction):
                 self.bounded.note_step(n, keys, values)
 
         self.packed.extend(low, high, p.key_step, pack)
+
+    def packed_step(self, key: Value) -> Value:
+        """The number of a key's step among those of the window."""
+        return self.b.div(self.b.sub(key, self.window_start), self.products.key_step)
 
     def _attend(self, item: Item, low: Value | int, high: Value) -> None:
         """All key blocks; a second time over all keys where the mask let keys be skipped, and a row that met none that
@@ -208,12 +215,21 @@ class AttentionKernel(KernelFunction):
         skips = self.spec.mask is not None and self.spec.mask.skips
         if tiles.aux_outputs is not None and tiles.aux_outputs.keeps and skips:
             tiles.aux_outputs.clear(item.padded_groups)
-        self._pack(item.readers, keys.low, keys.high)
-        if self.bounded is None:
+        own = [] if item.part is None else [item.part]
+        if self.windowed:
             tiles.clear(item, float("-inf"))
-            self.stream.visit(item, keys)
+            size, low = self.params[("window",)], b.as_value(keys.low, "i64")
+            with b.loop(b.floor_to(low, size), keys.high, size, hint="window") as start:
+                window = replace(keys, low=b.most(low, start), high=b.least(keys.high, b.add(start, size)))
+                self.window_start = start
+                self.packed.note(item.readers[1:], [*own, start])
+                self._pack(item.readers, window.low, window.high)
+                self.stream.visit(item, window)
             return
-        with b.when(self.bounded.attend(item, keys)):
+        self.packed.note(item.readers[1:], own)
+        self._pack(item.readers, keys.low, keys.high)
+        again = b.constant(1, "i1") if self.bounded is None else self.bounded.attend(item, keys)
+        with b.when(again):
             tiles.clear(item, float("-inf"))
             self.stream.visit(item, keys)
 

@@ -17,7 +17,7 @@ from fusion.errors import RefusedChoiceError, UnsupportedSizeError
 from fusion.ir.results import extents_function, output_layout
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
-from fusion.planning.cpu import one_by_one, portions
+from fusion.planning.cpu import MOST_PACKED, one_by_one, portions
 from fusion.planning.cpu_planner import FEW_QUERIES, WORTH_WAKING, all_heads_choice, rows_choice
 from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
 
@@ -109,7 +109,14 @@ class Variant(CompiledKernel):
         if items // unit * count**2 >= 1 << 63:  # see `KernelFunction._items`
             raise UnsupportedSizeError(f"{items} work items in {count} portions were asked for; split the batch")
         shared = items * text.part_bytes if parts > 1 else 0
-        return self.launcher({**values, **work_items}, given, threads, n_k, shared)
+        work_items["window",] = window = window_of(text, n_k, threads)
+        return self.launcher({**values, **work_items}, given, threads, min(n_k, window), shared)
+
+
+def window_of(text: KernelText, n_k: int, threads: int) -> int:
+    """Keys that a thread packs at a time: all of them, unless that takes more than `MOST_PACKED` bytes."""
+    most = MOST_PACKED // (threads * max(1, text.step_bytes)) * text.key_step
+    return n_k if not text.windowed or n_k <= most else max(1, most // text.part_step) * text.part_step
 
 
 class Prepared(NamedTuple):

@@ -279,9 +279,10 @@ class PackedRows:
         """At the start of the kernel: nothing is packed."""
         self.b.store(self.b.constant(-1, "i64"), self.low)
 
-    def note(self, readers: Sequence[RowReader], part: Value | None = None) -> None:
-        """Forget what is packed where other rows are read from here on than before, or another part of them."""
-        b, own = self.b, [] if part is None else [part]
+    def note(self, readers: Sequence[RowReader], own: Sequence[Value] = ()) -> None:
+        """Forget what is packed where other rows are read from here on than before, or another part of them, by these
+        numbers."""
+        b = self.b
         values = [*(b.as_value(v, "i64") for reader in readers for v in reader.identity()), *own]
         if len(values) + 2 > SLOTS:
             raise KernelCompilationError(

@@ -49,6 +49,7 @@ class Item:
     count: Value  # of rows
     groups: Value  # vectors of queries that hold them
     padded_groups: Value  # the same, up to a multiple of the products' group step
+    part: Value | None  # of the keys, where they are in parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +209,7 @@ class Tiles:
     def score(self, tile: Tile, step: Value, first: Value | int = 0, beside: InterleavedWork | None = None) -> None:
         """One key step against the set of groups from member `first` on."""
         b, p = self.b, self.products
-        at = b.row(self.kernel.packed_keys, b.add(b.div(tile.block.first, p.key_step), step), p.key_bytes(), "i8")
+        at = b.row(self.kernel.packed_keys, b.add(self.kernel.packed_step(tile.block.first), step), p.key_bytes(), "i8")
         members = [b.add(k, first) for k in range(p.nr)]
         queries = [self.queries[b.add(tile.g, m)] for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
@@ -227,7 +228,7 @@ class Tiles:
     def second_product(self, tile: Tile) -> tuple[Value, Array, Array]:
         """Addresses of the values of the tile's keys, its weights and its output."""
         p = self.products
-        at = p.values_of(self.kernel.packed_values, self.b.div(tile.block.first, p.key_step))
+        at = p.values_of(self.kernel.packed_values, self.kernel.packed_step(tile.block.first))
         return at, tile.weights, self.output.behind(tile.g)
 
     def accumulate(self, tile: Tile) -> None:

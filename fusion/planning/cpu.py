@@ -33,6 +33,7 @@ _PLANES = {"bfloat16": 1, "float16": 2}
 PLANE_PRODUCTS = {0: 1, 1: 1, 2: 3, 3: 6}
 HIDDEN_FROM = 64  # multiply-adds a score
 LINE = 64  # bytes of a cache line
+MOST_PACKED = 1 << 30  # bytes of packed keys and values of all threads, beyond which they are packed window by window
 #: Operations for a vector of a dense bias or mask, and more where its rows lie in too many pages: what kernels on AMX
 #: took longer than without one, by tile. And for beginning a row of a block, on vectors (AMD EPYC, family 26).
 STAGING, WALK, BEGIN_ROW = 5, 5, 12
@@ -195,8 +196,9 @@ def cpu_counts(
     per_item = _item_counts(machine, problem, kernel, tile, skip, parts)
     pieces = np.repeat((per_item["softmax"] + 1e-9) / parts, parts)
     threads = max(1, min(machine.cores, problem.problems * len(pieces)))
-    # Threads pack the keys of a head that they meet, or of a piece.
-    packs = max(1, problem.heads // max(1, problem.heads_kv)) * len(pieces) if parts == 1 else 1
+    # Threads pack the keys of a head that they meet, or of a piece, or window by window of each.
+    together = parts == 1 and threads * problem.n_k * (kernel.d + kernel.e) * kernel.size <= MOST_PACKED
+    packs = max(1, problem.heads // max(1, problem.heads_kv)) * len(pieces) if together else 1
     share, packs_met = _busiest(pieces, problem.problems, packs, threads, alone=parts > 1)
     totals = {name: float(count.sum()) * problem.problems * share for name, count in per_item.items()}
     for name in ("packed", "item", "end"):  # what every piece of an item pays

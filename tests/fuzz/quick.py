@@ -18,7 +18,7 @@ from unittest import mock
 
 from fusion.caching import OncePerKey
 from fusion.codegen import mlir
-from fusion.codegen.mlir import mixed_heads, row_kernel, tile
+from fusion.codegen.mlir import launch, mixed_heads, row_kernel, tile
 from fusion.codegen.mlir.backward import tile as backward_tile
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.row_tiles import TileRows, row_products
@@ -122,6 +122,8 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
         for module in (tile, backward_tile):
             stack.enter_context(mock.patch.object(module, "HALF_KEY_SPAN", chosen.span))
         stack.enter_context(mock.patch.object(row_kernel, "MOST_KEYS", chosen.span))
+        if chosen.cuts:
+            stack.enter_context(mock.patch.object(launch, "MOST_PACKED", 1 << 15))
         yield
 
 
