@@ -58,6 +58,17 @@ def in_float64(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return floats(run(*args, **kwargs))
 
 
+def reference(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Tensor] | None, str]:
+    """(the results of a call in float64, ""), or (None, the reason) where it asks for another dtype."""
+    try:
+        return in_float64(function, args, kwargs), ""
+    except Exception as problem:
+        first, *_ = str(problem).splitlines() or [""]
+        return None, f"There is no float64 reference ({type(problem).__name__}: {first})."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
     """Comparison of a tensor with eager's: errors and bounds in both norms, over elements that are finite in eager and

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from fusion.approximate import certificates
 from fusion.errors import OptionError
-from fusion.exactness import copied, errors, floats, in_float64
+from fusion.exactness import copied, errors, floats, reference
 from fusion.options import Options
 from fusion.passes import marks, nodes
 from fusion.passes.tensors import dtensor
@@ -87,7 +87,7 @@ def compared(compiled: Callable[..., Any], module: GraphModule, fused: GraphModu
         before = [copied(argument) for argument in arguments]
         with torch.no_grad():
             eager = floats(module(*map(copied, before)))
-            exact = _exact(module, before)
+            exact, _ = reference(module, before, {})
         result, kind = compiled(*arguments), "invalid"
         try:
             problem = _difference(floats(result), eager, exact)
@@ -106,14 +106,6 @@ def compared(compiled: Callable[..., Any], module: GraphModule, fused: GraphModu
         return module(*arguments)
 
     return run
-
-
-def _exact(module: GraphModule, arguments: Sequence[Any]) -> list[Tensor] | None:
-    """Result in float64; None where the graph asks for another dtype."""
-    try:
-        return in_float64(module, arguments, {})
-    except Exception:
-        return None
 
 
 def _difference(ours: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor] | None) -> str | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusion.errors import ComparisonError
-from fusion.exactness import errors, floats, in_float64
+from fusion.exactness import errors, floats, reference
 from fusion.planning.plan import aligned, bytes_text, seconds_text
 from fusion.report.data import number
 from fusion.torch_private.dynamo import original_of
@@ -158,7 +158,7 @@ def _compared(runs: Mapping[str, Callable[..., Any]], args: Any, kwargs: Any, se
             )
         exact, note = None, "It draws random numbers."
         if all(torch.equal(old, new) for old, new in zip(before, _random_states(), strict=True)):
-            exact, note = _exact(runs["eager"], args, kwargs)
+            exact, note = reference(runs["eager"], args, kwargs)
         firsts |= {name: _first_call(name, run, args, kwargs) for name, run in runs.items() if name != "eager"}
         if seconds is not None:
             calls = {name: partial(runs[name], *args, **kwargs) for name in runs if not firsts[name][0].failure}
@@ -189,14 +189,6 @@ def _first_call(name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> t
     except Exception as problem:
         return Measured(name=name, failure=f"{type(problem).__name__}: {' '.join(str(problem).split()[:30])}"), []
     return Measured(name=name, first=time.perf_counter() - started), results
-
-
-def _exact(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[Tensor] | None, str]:
-    """The result in float64, or why there is none."""
-    try:
-        return in_float64(function, args, kwargs), ""
-    except Exception as problem:
-        return None, f"There is no float64 reference ({type(problem).__name__}: {str(problem).splitlines()[0]})."
 
 
 def _error(
