@@ -118,6 +118,23 @@ def test_all_heads_are_rounded_in_place_or_with_their_keys_centred():
         assert [c.planes for c in found] == [2] * 4
 
 
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_scale_need_not_be_positive(scale):
+    q, k, v = inputs(0, 2, 2, 70, 16, 16, (1.0,), "none", torch.float32)
+
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    torch._dynamo.reset()
+    (site,) = fusion.explain(attention, *(x[:, :, :1].repeat(1, 1, 40, 1) for x in (q, k, v))).sites
+    out = executor("two_planes", site.spec, 1e-2)([q, k, v], sizes_of(site.spec, q, k))
+    found = fusion.last_certificates()[-2:]
+    assert [c.ran for c in found] == ["two_planes"] * 2
+    exact = attention(*wide((q, k, v)))
+    slack = math.sqrt(v.shape[-1]) * allowance(attention(q, k, v), exact)
+    assert_within((out - exact).norm(dim=-1), max(c.output_error for c in found) + slack)
+
+
 def test_numbers_whose_second_plane_vanishes_are_not_rounded():
     q, k, v = inputs(0, 2, 2, 64, 16, 8, (1.0,), "none", torch.float32)
     spec = cached_spec(q, k, v, False)
