@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, J, Kind, coord, node, substitute, walk
 from fusion.ir.results import keeps_ends
-from fusion.ir.spec import AttentionSpec, AuxOutput, Reduction
+from fusion.ir.spec import AuxOutput, Reduction
 from fusion.lowering.numbers import LOG2E
-from fusion.lowering.rows import log_weight
+from fusion.lowering.rows import concentrated, log_weight
 
 from .builder import Value, vector_of
 from .scope import MEMORY_TYPE, Scope
@@ -208,13 +208,6 @@ class AuxOutputs:
         offset = self.kernel._batch_offset(scope, ("aux_stride", k), self.b.constant(0, "i64"))
         memory = MEMORY_TYPE[self.kernel.spec.aux_outputs[k].dtype]
         return self.b.at(self.kernel.params[("ptr", "aux", k)], offset, memory)
-
-
-def concentrated(spec: AttentionSpec) -> float:
-    """Largest weight of a row from which on its delta is summed over the keys, see `backward.call`. Errors of delta go
-    into the gradients times weights, and average out where these are small. Narrow results are off by more than most
-    of them."""
-    return 1 / 4 if spec.out_dtype == "float32" else 3 / 4
 
 
 class TrainingStatistics:

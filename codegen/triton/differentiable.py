@@ -33,6 +33,7 @@ from .autotune import Call, Stage, Tuner
 from .aux_outputs import AuxByKeys, aux_kernels, aux_tiles
 from .backward import (
     WRITTEN,
+    Delta,
     Joint,
     Prepare,
     Queries,
@@ -268,11 +269,12 @@ class _BackwardLaunches(Launches):
         self.described["do"] = self.results["dout"]
         self.noted = self.spec.mask is not None and self.spec.mask.skips
         self.noted_rows = 0
+        self.delta_tile = Tile(rows=16, keys=16, warps=4, stages=1)
 
     def by_kernel(self) -> dict[str, Callable[[Tile], None]]:
         """Launches in order, by the kernel whose tile they run in."""
         by_keys = {name: functools.partial(self._keys, name) for name in BY_KEYS}
-        return {Prepare.name: self._prepare, Queries.name: self._queries} | by_keys
+        return {Prepare.name: self._prepare, Delta.name: self._delta, Queries.name: self._queries} | by_keys
 
     def _prepare(self, tile: Tile) -> None:
         """Compute delta, and mark blocks with dead rows, of as many rows as in the kernel of dK and dV."""
@@ -282,6 +284,10 @@ class _BackwardLaunches(Launches):
             count = places(self.spec, self.batch) if listed else self.heads
             self.results["dead"] = torch.zeros([count * blocks], dtype=torch.int32, device=self.device)
         self.run(self.variant, Prepare.name, self.heads * blocks, tile)
+
+    def _delta(self, tile: Tile) -> None:
+        self.delta_tile = tile
+        self.run(self.variant, Delta.name, self.heads * self.blocks(tile)[0], tile)
 
     def _queries(self, tile: Tile) -> None:
         rows, keys = self.blocks(tile)
@@ -293,6 +299,8 @@ class _BackwardLaunches(Launches):
         rows, keys = self.blocks(tile)
         if self.noted and Prepare.name in self.variant.kernels and self.noted_rows != tile.rows:
             self._prepare(Tile(rows=tile.rows, keys=16, warps=4, stages=1))
+            if Delta.name in self.variant.kernels:  # has corrected what is there anew
+                self._delta(self.delta_tile)
         self.list_tiles(self.variant, RowLists.name, tile, (keys, rows))
         shared = math.prod(extent // group for extent, group in zip(self.batch, self.groups, strict=True))
         self._loop(name, shared * keys, tile)

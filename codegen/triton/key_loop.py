@@ -30,7 +30,7 @@ from . import source
 from .descriptors import Box, boxes
 from .dtypes import DTYPES, cast
 from .expressions import Level, Writer, number
-from .matrices import Matrix, brackets, made, matrix, sum_of
+from .matrices import Matrix, accumulation, brackets, made, matrix, sum_of
 from .panels import Panel
 from .stages import Visit, visit
 from .tiles import Tiles
@@ -234,15 +234,16 @@ class KeyLoop:
 
     def _products(self) -> list[str]:
         weights = f"p.to({DTYPES[self.spec.dtype]})"
-        lines = [
-            f"acc{p.suffix} = tl.dot({weights}, v{p.suffix}, acc{p.suffix}, input_precision=PRECISION)"
-            for p in self.values
-        ]
+        factor = "alpha[:, None]" if self.softmax or self.order.rotated else "1.0"
+        lines = [accumulation(f"acc{p.suffix}", weights, f"v{p.suffix}", self.spec.dtype, factor) for p in self.values]
         if self.order.spread:  # waits for the product: ptxas serialises all where one is in flight as the loop ends
             lines += [f"acc{p.suffix} = tl.where({ALWAYS_TOO}, acc{p.suffix}, 0.0)" for p in self.values]
         return lines
 
     def _scaled(self) -> list[str]:
+        """Statements that multiply the sums by alpha, where `accumulation` does not."""
+        if self.spec.dtype == "float32":
+            return []
         return [f"acc{panel.suffix} = acc{panel.suffix} * alpha[:, None]" for panel in self.values]
 
     def _programs_text(self) -> tuple[str, str]:

@@ -84,6 +84,17 @@ def _split(expr: Expr, row: str, column: str) -> dict[str, Expr]:
     return {key: integers.from_terms(terms) for key, terms in groups.items()}
 
 
+def accumulation(total: str, left: str, right: str, dtype: str, factor: str = "1.0") -> str:
+    """Statement that adds left @ right to total * factor; of narrow dtypes to total, which has to be multiplied before.
+
+    A float32 product would add its terms to the total one by one, so that each is rounded to the total's last place,
+    and the error would grow with the root of their number. A tile is summed on its own, and added with one rounding:
+    as a `tl.fma`, since Triton makes a product that starts with the total of a plain sum."""
+    if dtype != "float32":
+        return f"{total} = tl.dot({left}, {right}, {total}, input_precision=PRECISION)"
+    return f"{total} = tl.fma({total}, {factor}, tl.dot({left}, {right}, input_precision=PRECISION))"
+
+
 def sum_of(*parts: str) -> str:
     """The parts that are not empty, added up."""
     return " + ".join(part for part in parts if part)

@@ -19,7 +19,7 @@ from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.gpu_clocks import SPLIT_TRIPS
 from fusion.planning.gpu_layout import heads_to_pack, packed, power
-from fusion.planning.gpu_model import TileModel
+from fusion.planning.gpu_model import DELTA, TileModel, delta_tile
 from fusion.planning.problem import known_part
 
 MOST_SPLITS = 64
@@ -114,6 +114,7 @@ class GpuPlanner:
     def _backward(self, d: int, d_v: int, joint: bool = False) -> Mapping[str, Tile]:
         """The tile of each kernel of the backward, by its name. joint: see `TilePolicy`."""
         tiles = self.policy.backward(self.spec, self.machine, d, d_v, joint)
+        tiles = {**tiles, DELTA: delta_tile(tiles)}
         return tiles if self.tile is None else dict.fromkeys(tiles, self.tile)
 
     def splits_of(self, programs: int, sizes: Sequence[int], tile: Tile) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fusion.planning.gpu import Extents
     from fusion.planning.problem import Problem
 
-PREPARE = "attention_backward_prepare"
+PREPARE, DELTA = "attention_backward_prepare", "attention_backward_delta"
 LEAST, MOST = 16, 128
 """Rows and keys of a tile."""
 
@@ -110,6 +110,12 @@ def _backward_work(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> tuple[
 def rounded_bytes(work: Work) -> int:
     """Bytes moved for a query whose gradient is added up in float32: filled with zeros, read, written in Q's dtype."""
     return work.added * (2 * 4 + work.size)
+
+
+def delta_tile(tiles: Mapping[str, Tile]) -> Tile:
+    """Tile of the kernel that corrects delta, which holds less than others: that of dQ, or of the kernel for all."""
+    owner = tiles[owner_of_keys(tiles)]
+    return tiles.get(QUERIES, Tile(rows=owner.rows, keys=owner.keys, warps=owner.warps, stages=1))
 
 
 def owner_of_keys(tiles: Container[str]) -> str:
@@ -200,7 +206,7 @@ def tile_clocks(spec: AttentionSpec, machine: Machine) -> Callable[[str, Sequenc
     extents = extents_function(spec)
 
     def clocks(kernel: str, sizes: Sequence[int], tiles: Sequence[Tile]) -> list[float]:
-        if kernel == PREPARE:
+        if kernel in (PREPARE, DELTA):
             return [0.0] * len(tiles)
         *batch, n_q, n_k, d, d_v = extents(sizes)
         kernel = kernel if kernel in BACKWARD else FORWARD

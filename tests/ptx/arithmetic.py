@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.ptx.block import UNSIGNED, Block, Mask
 from tests.ptx.program import OPCODES, Maker, Run, list_of, opcode
-from tests.ptx.values import DTYPES, flushed, quotient
+from tests.ptx.values import DTYPES, flushed, from_bfloat16, quotient, to_bfloat16
 
 _WIDE: dict[Any, Any] = {np.int32: np.int64, np.uint32: np.uint64, np.int16: np.int32, np.uint16: np.uint32}
 _COMPARISONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -22,9 +22,9 @@ def _elementwise(compute: Callable[..., np.ndarray], dtype: Any = None) -> Maker
     """Maker of an opcode whose result is a function of its operands. dtype: of the operands, if not the opcode's."""
 
     def make(parts: list[str], args: list[str], line: str) -> Run:
-        if parts[-1] == "bf16":  # its bits are integers here
-            raise NotImplementedError(f"the emulator has no arithmetic of bfloat16: {line}")
         operands, ftz = dtype or DTYPES[parts[-1]], "ftz" in parts
+        if parts[-1] in ("bf16", "bf16x2"):
+            return _in_bfloat16(compute, operands, args)
 
         def run(block: Block, mask: Mask) -> None:
             values = [block.get(arg, operands) for arg in args[1:]]
@@ -34,6 +34,17 @@ def _elementwise(compute: Callable[..., np.ndarray], dtype: Any = None) -> Maker
         return run
 
     return make
+
+
+def _in_bfloat16(compute: Callable[..., np.ndarray], operands: Any, args: list[str]) -> Run:
+    """A result of bfloat16, or of two of them in a register, rounded once."""
+
+    def run(block: Block, mask: Mask) -> None:
+        values = [np.ascontiguousarray(block.get(arg, operands)).view(np.uint16) for arg in args[1:]]
+        result = to_bfloat16(compute(*(from_bfloat16(value).astype(np.float64) for value in values)))
+        block.put(args[0], result.view(operands), mask)
+
+    return run
 
 
 def _in_float64(compute: Callable[[np.ndarray], np.ndarray]) -> Maker:
@@ -146,15 +157,33 @@ def _mul(parts: list[str], args: list[str], line: str) -> Run:
     return _elementwise(np.multiply)(parts, args, line)
 
 
-@opcode("mad")
+@opcode("mad", "madc")
 def _mad(parts: list[str], args: list[str], line: str) -> Run:
+    """A product and a sum; `.cc` keeps the sum's carry, which `madc` adds."""
     dtype = DTYPES[parts[-1]]
+    if parts[0] == "madc" or "cc" in parts:
+        return _mad_with_carry(parts, args, line)
     assert "hi" not in parts, line
     result = _WIDE[dtype] if "wide" in parts else dtype
 
     def run(block: Block, mask: Mask) -> None:
         a, b = (block.get(arg, dtype).astype(result) for arg in args[1:3])
         block.put(args[0], a * b + block.get(args[3], result), mask)
+
+    return run
+
+
+def _mad_with_carry(parts: list[str], args: list[str], line: str) -> Run:
+    assert parts[-1] == "u32", line
+
+    def run(block: Block, mask: Mask) -> None:
+        a, b, c = (block.get(arg, np.uint32).astype(np.uint64) for arg in args[1:4])
+        product = a * b
+        part = product >> np.uint64(32) if "hi" in parts else product & np.uint64(0xFFFFFFFF)
+        total = part + c + (block.get("%carry", np.uint32) if parts[0] == "madc" else 0)
+        block.put(args[0], total.astype(np.uint32), mask)
+        if "cc" in parts:
+            block.put("%carry", (total >> np.uint64(32)).astype(np.uint32), mask)
 
     return run
 

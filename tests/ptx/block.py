@@ -15,7 +15,8 @@ from tests.ptx.program import Program
 Mask = np.ndarray | None
 """Threads that take part in an instruction; None: all."""
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_OF_REGISTERS: dict[str, Any] = {"%rd": np.uint64, "%rs": np.uint16, "%p": np.bool_}
+_WIDE_REGISTERS = ("%rd", "%SP")
+_OF_REGISTERS: dict[str, Any] = dict.fromkeys(_WIDE_REGISTERS, np.uint64) | {"%rs": np.uint16, "%p": np.bool_}
 _UNWRITTEN = 0xCD
 
 
@@ -29,6 +30,7 @@ class Block:
     ):  # fmt: skip
         self.program, self.threads, self.memory, self.parameters = program, threads, memory, parameters
         self.shared = np.full(shared, _UNWRITTEN, np.uint8)
+        self.local = np.full((threads, program.local_size), _UNWRITTEN, np.uint8)
         self.registers: dict[str, np.ndarray] = {}
         thread = np.arange(threads, dtype=np.uint32)
         self.lane = (thread % 32).astype(np.int64)
@@ -55,8 +57,8 @@ class Block:
             if dtype is np.bool_:
                 return values
             return values.view(dtype) if values.dtype.itemsize == size else values.astype(UNSIGNED[size]).view(dtype)
-        if operand == "global_smem":
-            return np.zeros(self.threads, dtype)
+        if operand in self.program.variables:
+            return np.full(self.threads, self.program.variables[operand], dtype)
         if operand[:2] in ("0f", "0d"):
             bits = np.array(int(operand[2:], 16), np.uint32 if operand[1] == "f" else np.uint64)
             return np.full(self.threads, bits.view(dtype))
@@ -87,14 +89,14 @@ class Block:
         self.registers[register] = value
 
     def address(self, operand: str) -> np.ndarray:
-        """Addresses of `[%rd1 + 16]` in all threads; shared memory begins at 0."""
+        """Addresses of `[%rd1 + 16]` in all threads; shared memory and each thread's local memory begin at 0."""
         total = np.zeros(self.threads, np.int64)
         for part in re.split(r"\s*\+\s*", operand.strip("[] ")):
-            if part.startswith("%rd"):
+            if part.startswith(_WIDE_REGISTERS) or part in self.program.variables:
                 total = total + self.get(part, np.int64)
             elif part.startswith("%"):
                 total = total + self.get(part, np.uint32).astype(np.int64)
-            elif part != "global_smem":
+            else:
                 total = total + int(part.rstrip("U"), 0)
         return total
 

@@ -25,12 +25,20 @@ _SIZES = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4, 
 program_of = functools.lru_cache(maxsize=256)(Program)
 
 
+def _bits(value: Any) -> int:
+    """An argument as an integer: the address of a tensor, the bits of a float32."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return int(np.float32(value).view(np.uint32)) if isinstance(value, float) else int(value)
+
+
 def execute(
     ptx: str, grid: int, threads: int, shared: int, arguments: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Run a kernel. arguments: addresses and integers, in the order of its parameters; those that Triton adds are 0.
-    Raises Fault."""
-    program, memory = program_of(ptx), Memory(list(tensors))
+    """Run a kernel. arguments: addresses, integers and bits of float32, in the order of its parameters; those that
+    Triton adds are 0. Raises Fault."""
+    program = program_of(ptx)
+    memory = Memory(list(tensors), program.constants.values())
     values = [*arguments, *[0] * (len(program.params) - len(arguments))]
     parameters = {
         name: (value & ((1 << 8 * _SIZES[kind]) - 1)).to_bytes(_SIZES[kind], "little")
@@ -72,9 +80,9 @@ def emulated(target: str) -> Iterator[Emulation]:
         values, parameters = others[-len(kernel.src.signature) :], kernel.src.signature.items()
         if any(kind.startswith("tensordesc") for kind in kernel.src.signature.values()):
             pytest.skip("the emulator has no tensor memory accelerator")
-        given = [value for (_, kind), value in zip(parameters, values, strict=True) if kind != "constexpr"]
-        tensors = [value for value in given if isinstance(value, torch.Tensor)]
-        arguments = [value.data_ptr() if isinstance(value, torch.Tensor) else int(value) for value in given]
+        passed = [value for (_, kind), value in zip(parameters, values, strict=True) if kind != "constexpr"]
+        tensors = [value for value in passed if isinstance(value, torch.Tensor)]
+        arguments = list(map(_bits, passed))
         emulation.names.append(kernel.metadata.name)
         threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
         execute(kernel.asm["ptx"], grid, threads, shared, arguments, tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ class Fault(Exception):
 class Memory:
     """The storages of a launch's tensors. An access outside of them, or one that is not aligned, is a fault."""
 
-    def __init__(self, tensors: list[torch.Tensor]):
-        self.storages: list[Storage] = []
+    def __init__(self, tensors: list[torch.Tensor], constants: Iterable[np.ndarray] = ()):
+        self.storages: list[Storage] = [(a.ctypes.data, a.ctypes.data + a.nbytes, a) for a in constants]
         for tensor in tensors:
             storage = tensor.untyped_storage()
             start, size = storage.data_ptr(), storage.nbytes()

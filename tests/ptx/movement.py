@@ -46,9 +46,13 @@ def _ld(parts: list[str], args: list[str], line: str) -> Run:
         block.put(args[0], np.full(block.threads, value), mask)
 
     def load(block: Block, mask: Mask) -> None:
-        addresses = block.address(args[1])[_active(block, mask)]
-        read = block.memory.load if parts[1] == "global" else block.load_shared
-        _put_active(block, names, np.ascontiguousarray(read(addresses, size, line)).view(dtype), mask)
+        threads = _active(block, mask)
+        addresses = block.address(args[1])[threads]
+        if parts[1] == "local":
+            read = block.local[threads[:, None], addresses[:, None] + np.arange(size)]
+        else:
+            read = (block.memory.load if parts[1] == "global" else block.load_shared)(addresses, size, line)
+        _put_active(block, names, np.ascontiguousarray(read).view(dtype), mask)
 
     return parameter if parts[1] == "param" else load
 
@@ -58,9 +62,13 @@ def _st(parts: list[str], args: list[str], line: str) -> Run:
     dtype, names = DTYPES[parts[-1]], list_of(args[1])
 
     def store(block: Block, mask: Mask) -> None:
-        addresses = block.address(args[0])[_active(block, mask)]
-        write = block.memory.store if parts[1] == "global" else block.store_shared
-        write(addresses, np.ascontiguousarray(_active_values(block, names, dtype, mask)).view(np.uint8), line)
+        threads = _active(block, mask)
+        addresses = block.address(args[0])[threads]
+        values = np.ascontiguousarray(_active_values(block, names, dtype, mask)).view(np.uint8)
+        if parts[1] == "local":
+            block.local[threads[:, None], addresses[:, None] + np.arange(values.shape[1])] = values
+        else:
+            (block.memory.store if parts[1] == "global" else block.store_shared)(addresses, values, line)
 
     return store
 

@@ -61,11 +61,18 @@ def list_of(operand: str) -> list[str]:
 
 
 class Program:
-    """The kernel of a PTX module. params: (type, name) of its parameters, in order."""
+    """The kernel of a PTX module. params: (type, name) of its parameters, in order. constants: arrays in global memory.
+    variables: addresses of arrays, in global, shared or local memory."""
 
     def __init__(self, ptx: str):
         entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)", ptx, re.S)
         assert entry is not None, "no kernel in the PTX"
+        arrays = re.findall(r"\.global \.align \d+ \.b8 (\w+)\[\d+\] = \{([^}]*)\}", ptx[: entry.start()])
+        self.constants = {name: np.array([int(n) for n in text.split(",")], np.uint8) for name, text in arrays}
+        local = re.search(r"\.local .*?(\w+)\[(\d+)\]", ptx)
+        self.local_size = int(local.group(2)) if local else 0
+        self.variables = {name: data.ctypes.data for name, data in self.constants.items()}
+        self.variables |= dict.fromkeys(["global_smem", *([local.group(1)] if local else [])], 0)
         self.params = re.findall(r"\.param \.(\w+)(?: \.ptr)?[^,]*?(\w+_param_\d+)", entry.group(2))
         texts, self.labels = list[str](), dict[str, int]()
         for line in _statements(ptx[entry.end() :]):

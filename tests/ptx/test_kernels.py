@@ -38,6 +38,30 @@ def test_sharp_rows_in_float32(target: str, splits: int) -> None:
     assert_as_exact_as_eager(out, c, operands)
 
 
+def test_sums_over_many_keys_in_float32() -> None:
+    """The first key has about half of each row's weight: terms added to that one by one would all be rounded to its
+    last place."""
+    c = case("plain", "float32", 64)
+    operands, sizes = draw(c, SIZES | {"Nk": 4096})
+    operands[1][..., 0, :] = operands[0][..., 0, :] / operands[0][..., 0, :].norm() * 9
+    operands[2].add_(1)
+    with emulated("sm_80"):
+        out = Kernel(c.spec, TILE, splits=1)(operands, sizes)
+    assert_as_exact_as_eager(out, c, operands)
+
+
+def test_gradients_summed_over_many_queries_in_float32() -> None:
+    """Those of V, of which all terms have much in common."""
+    c, needs = case("plain", "float32", 64), (True, True, True)
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 2048, "Nk": 16})
+    run = Differentiable(c.spec, TILE)
+    with emulated("sm_80"):
+        out, statistics = run.outputs(operands, sizes)
+        grad = torch.randn(out.shape) + 1
+        gradients = run.backward(grad, out, statistics, operands, sizes, needs)
+    assert_gradients_as_exact_as_eager(gradients, c, operands, grad, needs)
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_contraction_would_show(splits: int) -> None:
     """Products that Triton contracts with sums, of which `module.EXACT` asks for none."""

@@ -28,6 +28,7 @@ def executed(body: str, tensors=(), shared: int = 256, **registers: np.ndarray) 
     return block
 
 
+WORDS = INTEGERS.view(np.uint32)
 NAN = np.where(LANES % 3 == 0, np.float32("nan"), F)
 
 
@@ -41,6 +42,9 @@ NAN = np.where(LANES % 3 == 0, np.float32("nan"), F)
         ("min.f32 %r9, %r1, %r2;", NAN, G, np.fmin(NAN, G)),
         ("ex2.approx.f32 %r9, %r1;", F, G, np.exp2(F.astype(np.float64)).astype(np.float32)),
         ("ex2.approx.ftz.f32 %r9, %r1;", np.full(32, np.float32(-140)), G, np.zeros(32, np.float32)),
+        ("mad.lo.cc.u32 %r8, %r1, %r2, %r1;\nmadc.hi.u32 %r9, %r1, %r2, 7;", WORDS, WORDS[::-1].copy(),
+         (WORDS.astype(np.uint64) * WORDS[::-1] + WORDS + (np.uint64(7) << np.uint64(32)) >> np.uint64(32))
+         .astype(np.uint32)),
         ("mul.lo.s32 %r9, %r1, %r2;", INTEGERS, INTEGERS, INTEGERS * INTEGERS),
         ("mul.hi.u32 %r9, %r1, %r2;", INTEGERS.view(np.uint32), LANES.astype(np.uint32),
          (INTEGERS.view(np.uint32).astype(np.uint64) * LANES.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)),
@@ -68,6 +72,31 @@ def test_bfloat16_rounds_to_the_nearest_even() -> None:
     block = executed("cvt.rn.bf16x2.f32 %r9, %r1, %r2;", r1=F, r2=G)
     pairs = torch.from_numpy(np.stack([G, F], 1)).to(torch.bfloat16).view(torch.int32)[:, 0].numpy()
     np.testing.assert_array_equal(block.registers["%r9"].view(np.int32), pairs)
+
+
+@pytest.mark.parametrize("opcode", ["sub.rn.bf16x2", "sub.rn.bf16"])
+def test_differences_of_bfloat16(opcode: str) -> None:
+    a, b = (torch.from_numpy(np.concatenate([x, y])).bfloat16() for x, y in ((F, G), (G[::-1].copy(), 9 * F)))
+    if opcode.endswith("bf16"):
+        a, b = a[:32], b[:32]
+    bits = lambda x: x.view(torch.int16).numpy().view(np.uint16 if opcode.endswith("bf16") else np.uint32)
+    name = "rs" if opcode.endswith("bf16") else "r"
+    block = executed(f"{opcode} %{name}9, %{name}1, %{name}2;", **{f"{name}1": bits(a), f"{name}2": bits(b)})
+    np.testing.assert_array_equal(block.registers[f"%{name}9"], bits(a - b))
+
+
+def test_a_sum_of_bfloat16_is_rounded_once() -> None:
+    """The product lies in the middle of two numbers, and float32 has no number for the sum."""
+    bits = lambda x: np.full(32, torch.tensor(x).bfloat16().view(torch.uint16).item(), np.uint16)
+    body = "fma.rn.bf16 %rs9, %rs1, %rs2, %rs3;"
+    block = executed(body, rs1=bits(1 + 2.0**-7), rs2=bits(1.5), rs3=bits(-(2.0**-40)))
+    np.testing.assert_array_equal(block.registers["%rs9"], bits(1.5 + 2.0**-7))
+
+
+def test_local_memory_belongs_to_a_thread() -> None:
+    body = ".local .align 4 .b8 __local_depot0[8];\nmov.b64 %SPL, __local_depot0;\nst.local.b32 [%SPL+4], %r1;\n"
+    block = executed(body + "ld.local.b32 %r9, [%SPL+4];", r1=INTEGERS)
+    np.testing.assert_array_equal(block.registers["%r9"].view(np.int32), INTEGERS)
 
 
 def test_threads_diverge_and_meet() -> None:

@@ -19,11 +19,11 @@ from ..kernel import KernelText
 from ..tile_lists import KeyLists, RowLists
 from .keys import Joint, Keys, KeysAlone, ValuesAlone
 from .prepare import Prepare
-from .queries import Queries
+from .queries import Delta, Queries
 from .role import Role
 
 BY_KEYS = (Keys, KeysAlone, ValuesAlone, Joint)
-WRITTEN = {kind.name: kind.written for kind in (Prepare, Queries, *BY_KEYS)}
+WRITTEN = {kind.name: kind.written for kind in (Prepare, Delta, Queries, *BY_KEYS)}
 """The operands whose gradients each kernel writes (`Joint` adds to dQ)."""
 
 
@@ -50,6 +50,8 @@ def backward_kernels(
     kernels = []
     if role.softmax:
         kernels.append(Prepare(spec, d, d_v, needs).text())
+        if Delta.needed(spec, needs):
+            kernels.append(Delta(spec, d, d_v, needs).text())
     if (needs[0] or False in by_key) and Joint.name not in by_keys:
         kernels += [KeyLists(spec).text()] if role.listed else []
         kernels.append(Queries(spec, d, d_v, needs, described).text())

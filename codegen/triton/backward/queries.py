@@ -1,14 +1,22 @@
-"""dQ by blocks of queries."""
+"""dQ by blocks of queries, and the deltas that have to be exact."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from fusion.ir.derivative import UPSTREAM, WEIGHT_UPSTREAM
 from fusion.ir.expr import ZERO, Expr, contains, substitute
+from fusion.ir.spec import AttentionSpec
+from fusion.lowering.backward_plan import column_dimension
 from fusion.lowering.gradients import Axes
+from fusion.lowering.rows import concentrated
 from fusion.planning.gpu_clocks import QUERIES
+from fusion.planning.gpu_model import DELTA
 
 from .. import source
-from ..expressions import Level
+from ..expressions import Level, number
+from ..gradients import gradients_of
 from ..stages import Visit, key_limits, listed
 from .role import SHARE, Role, any_dead, dead_limit
 
@@ -16,10 +24,10 @@ from .role import SHARE, Role, any_dead, dead_limit
 class Queries(Role):
     """dQ of one block of ROWS query rows of one head, and gradients of what the rows' scores read."""
 
-    name, written = QUERIES, frozenset({0})
+    name, visits, written = QUERIES, "differentiate_keys", frozenset({0})
 
     def body(self) -> tuple[list[Visit], str]:
-        w, mask = self.writer, self.spec.mask
+        w = self.writer
         q, dq = (self.parts(w, 0, name) for name in ("", "dq"))
         visit = self._visit()
         finish = [*self._finish(), *self.store(0, dq), *self._sinks()]
@@ -31,13 +39,13 @@ class Queries(Role):
             *self.zeros(0),
             *self.sums_to(Axes.KEYS, Axes.BOTH),
             *(f"{name} = tl.full([ROWS], 0.0, tl.float32)" for name in self._corrections()),
-            *self.stages(visit, mask is not None and mask.full is not None and mask.full_lo is not None),
+            *self._all_stages(visit),
             *finish,
         )
         return [visit], source.block(*self.query_block(), self.of_block(later))
 
     def _visit(self) -> Visit:
-        """Function `differentiate_keys`."""
+        """Function of the loop over tiles of keys."""
         k, v = (self.parts(self.inside, number) for number in (1, 2))
         inner = source.block(
             self.boxed("k", "first") or self.read(1, k, "key_ok", bounded=True),
@@ -52,7 +60,7 @@ class Queries(Role):
         loop = source.block(turns, source.indented(tile))
         state = self.gradient(0)
         state += [*(f"sum_{n}" for n, _ in self.captured(Axes.KEYS, Axes.BOTH)), *self._corrections()]
-        return self.visit("differentiate_keys", f"{doc}; MASKED: keys may be dead, or not exist.", loop, state)
+        return self.visit(self.visits, f"{doc}; MASKED: keys may be dead, or not exist.", loop, state)
 
     def _first(self) -> list[str]:
         """Statements of `first`, the first key of a tile, where tiles are listed."""
@@ -109,22 +117,27 @@ class Queries(Role):
             lines += self.add(item, source.spread(value, self.shape), "rows_ok & j_ok")
         return lines
 
+    def _missing(self) -> list[str]:
+        """Statements that take from `missing` what the sum of dx is exactly; and of `met`, the rows with a live key."""
+        lines: list[str] = []
+        if weights := " + ".join(self._weight_of(sink) for sink in self.spec.sinks):
+            lines.append(f"missing -= tl.reshape(({weights}) * delta, [ROWS])")
+        if self.gradients.aux_outputs.log_sum is not ZERO:
+            lines.append("missing -= tl.reshape(tl.load(off_ptr + row_place), [ROWS])")
+        if self.spec.row_scale is not None:
+            lines += [self.plane("slope", 2), self.plane("kept", 3)]
+            lines += [
+                "missing = tl.reshape(slope, [ROWS]) * missing + tl.reshape(kept * delta - delta, [ROWS])",
+                "missing = tl.where(tl.reshape(kept, [ROWS]) < 2.0, missing, 0.0)",
+            ]
+        if self.spec.mask is not None:
+            lines.append(f"met = tl.reshape(row_max > {dead_limit(self.spec)}, [ROWS])")
+        return lines
+
     def _finish(self) -> list[str]:
         """Statements that combine the sums."""
-        lines: list[str] = []
-        if corrections := self._corrections():
-            if weights := " + ".join(self._weight_of(sink) for sink in self.spec.sinks):
-                lines.append(f"missing -= tl.reshape(({weights}) * delta, [ROWS])")
-            if self.gradients.aux_outputs.log_sum is not ZERO:
-                lines.append("missing -= tl.reshape(tl.load(off_ptr + row_place), [ROWS])")
-            if self.spec.row_scale is not None:
-                lines += [self.plane("slope", 2), self.plane("kept", 3)]
-                lines += [
-                    "missing = tl.reshape(slope, [ROWS]) * missing + tl.reshape(kept * delta - delta, [ROWS])",
-                    "missing = tl.where(tl.reshape(kept, [ROWS]) < 2.0, missing, 0.0)",
-                ]
-            if self.spec.mask is not None:
-                lines.append(f"met = tl.reshape(row_max > {dead_limit(self.spec)}, [ROWS])")
+        corrections = self._corrections()
+        lines = self._missing() if corrections else []
         for n, item in self.captured(Axes.KEYS, Axes.BOTH):
             if f"share_{n}" in corrections:
                 # Rows of NaN, which a program may keep out of its sums, stay out.
@@ -135,6 +148,10 @@ class Queries(Role):
             else:
                 lines += self.add(item, f"tl.sum(tl.sum(tl.where(rows_ok, sum_{n}[:, None], 0.0), 1), 0)", "")
         return lines
+
+    def _all_stages(self, visit: Visit) -> list[str]:
+        mask = self.spec.mask
+        return self.stages(visit, mask is not None and mask.full is not None and mask.full_lo is not None)
 
     def _weight_of(self, sink: Expr) -> str:
         """Share of a sink in the row sum, as a factor."""
@@ -157,3 +174,60 @@ class Queries(Role):
             else:
                 lines += self.add(item, f"tl.sum(tl.sum({source.spread(value, '[ROWS, 1]')}, 1), 0)", "")
         return lines
+
+
+def has_table(spec: AttentionSpec, needs: tuple[bool, ...]) -> bool:
+    """Whether a gradient is wanted of a tensor of which many scores read an element, such as a table of distances."""
+    items = gradients_of(spec, needs).captured
+    return any(item.axes is Axes.NEITHER and column_dimension(item.load) is None for item in items)
+
+
+class Delta(Queries):
+    """Correction of delta, the row sums of dO * O, by the sum of dx over the keys, which should be 0.
+
+    That is for rows in which the error shows: in float32 those with a large weight (`concentrated` says why), and all
+    where a table has a gradient, of which one element collects the errors of many rows. Blocks without such a row are
+    left as they are."""
+
+    name, visits, written, captures = DELTA, "sum_dx", frozenset(), False
+
+    def __init__(self, spec: AttentionSpec, d: int, d_v: int, needs: tuple[bool, ...]):
+        if spec.mask is not None and spec.mask.tile_live is not None:  # no lists are made for these few blocks
+            spec = replace(spec, mask=replace(spec.mask, tile_live=None, tile_mixed=None, full=None, full_lo=None,
+                                              full_hi=None))  # fmt: skip
+        super().__init__(spec, d, d_v, needs)
+        self.least_weight = 0.0 if has_table(spec, needs) else concentrated(spec)
+
+    @staticmethod
+    def needed(spec: AttentionSpec, needs: tuple[bool, ...]) -> bool:
+        """Whether delta can be too far off. In narrow dtypes eager's gradients of Q and K are off by more."""
+        reads = needs[0] or needs[1] or bool(gradients_of(spec, needs).captured)
+        return reads and (spec.out_dtype == "float32" or has_table(spec, needs))
+
+    def body(self) -> tuple[list[Visit], str]:
+        least = self.least_weight
+        share, limit = "share", number(least)
+        if self.spec.row_scale is None:
+            share, limit = "log_share", number(math.log2(least) if least else -math.inf)
+        q, visit = self.parts(self.writer, 0), self._visit()
+        right = f"{'met & ' if self.spec.mask else ''}peaked & (tl.abs(missing) < float('inf'))"
+        inside = source.block(
+            self.read(0, q, ""),
+            *self.rows_of_output("do", "i"),
+            *self._keys(),
+            "missing = tl.full([ROWS], 0.0, tl.float32)",
+            *self._all_stages(visit),
+            *self._missing(),
+            f"lacked = tl.where({right}, missing, 0.0)[:, None]",
+            "tl.store(delta_ptr + row_place, delta + lacked, mask=rows_ok)",
+        )
+        later = source.block(
+            *self.statistics(),
+            f"peaked = tl.reshape({share} > {limit}, [ROWS])",
+            "if tl.max(peaked.to(tl.int32), 0) != 0:",
+            source.indented(inside),
+        )
+        return [visit], source.block(*self.query_block(), self.of_block(later))
+
+    def _corrections(self) -> list[str]:
+        return ["missing"]

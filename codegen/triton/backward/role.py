@@ -20,7 +20,7 @@ from ..descriptors import READ, boxes
 from ..dtypes import DTYPES
 from ..expressions import Level, number
 from ..gradients import Captured, Gradients, gradients_of
-from ..matrices import Matrix, sum_of
+from ..matrices import Matrix, accumulation, sum_of
 from ..stages import Visit
 from ..tiles import Tiles, load_where
 
@@ -82,7 +82,7 @@ class Role(Tiles):
     def accumulated(self, number: int, left: str, right: str) -> list[str]:
         """Statements that add left @ right to the gradient of Q, K or V."""
         return [
-            f"{name} = tl.dot({left}, {right}{panel.suffix}, {name}, input_precision=PRECISION)"
+            accumulation(name, left, f"{right}{panel.suffix}", self.spec.dtype)
             for name, panel in zip(self.gradient(number), self.panels_of(number), strict=False)
         ]
 
@@ -176,7 +176,9 @@ class Role(Tiles):
         if self.spec.weight is not const(1.0):
             lines.append(f"w = {self.bound(self.spec.weight, lines)}")
         # Sums before ds: then fewer values are held at a time.
-        after = [*self.summed(full), self.statement("ds", gradient), *self.existing("ds", gradient)]
+        after = self.summed(full)
+        if self.written:
+            after += [self.statement("ds", gradient), *self.existing("ds", gradient)]
         self._forget_tile(outside)
         return source.block(*lines), source.block(*after)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -17,32 +18,59 @@ class Products(Counter):
         self.full: Counter[str] = Counter()
 
 
+def on_each_launch(monkeypatch, launched: Callable[[str, Callable[[], None]], None], load=lambda module: None) -> None:
+    """Replacement of launches: `launched` gets a kernel's name and the function that runs it in Triton's interpreter.
+    Kernels that are compiled for a GPU (`--ptx`) run after it, on the same tensors. load: called with each module."""
+    from fusion.codegen.triton import interpret
+    from fusion.codegen.triton.variant import Variant
+
+    launch, init, twins = Variant.launch, Variant.__init__, dict[Variant, Variant]()
+
+    def made(self, *arguments, **others):
+        init(self, *arguments, **others)
+        twin = twins[self] = self
+        if not all(isinstance(kernel, interpret.InterpretedFunction) for kernel, _ in self.kernels.values()):
+            twin = twins[self] = Variant.__new__(Variant)
+            with interpret.decorating():
+                init(twin, *arguments, **others)
+        load(twin.module)
+
+    def run(self, name, programs, tile, fixed, arguments):
+        if (twin := twins[self]) is self:
+            launched(name, lambda: launch(self, name, programs, tile, fixed, arguments))
+            return
+        operands, sizes, results, others = arguments
+        results = {key: value if value is None else value.clone() for key, value in results.items()}
+        with interpret.running():
+            launched(name, lambda: launch(twin, name, programs, tile, fixed, (operands, sizes, results, others)))
+        launch(self, name, programs, tile, fixed, arguments)
+
+    monkeypatch.setattr(Variant, "launch", run)
+    monkeypatch.setattr(Variant, "__init__", made)
+
+
 def count_products(monkeypatch) -> Products:
     """A count of the products of every kernel that the interpreter runs from now on."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from fusion.codegen.triton.variant import Variant
-
-    counts, running, unmasked = Products(), [], [False]
-    dot, launch, init = InterpreterBuilder.create_dot, Variant.launch, Variant.__init__
+    counts, running, unmasked, dot = Products(), [], [False], InterpreterBuilder.create_dot
 
     def create_dot(self, *arguments):
         counts[running[-1]] += 1
         counts.full[running[-1]] += unmasked[-1]
         return dot(self, *arguments)
 
-    def launched(self, name, *arguments):
+    def launched(name, run):
         running.append(name)
         try:
-            launch(self, name, *arguments)
+            run()
         except Exception as problem:
             counts[f"{name}: {problem}"] += 1
             raise
 
-    def made(self, *arguments, **others):
-        init(self, *arguments, **others)
-        for name in STAGES & vars(self.module).keys():
-            setattr(self.module, name, noted(getattr(self.module, name)))
+    def note_stages(module):
+        for name in STAGES & vars(module).keys():
+            setattr(module, name, noted(getattr(module, name)))
 
     def noted(function):
         place = function.arg_names.index("MASKED") if "MASKED" in function.arg_names else None
@@ -57,8 +85,7 @@ def count_products(monkeypatch) -> Products:
         return call
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-    monkeypatch.setattr(Variant, "launch", launched)
-    monkeypatch.setattr(Variant, "__init__", made)
+    on_each_launch(monkeypatch, launched, note_stages)
     return counts
 
 
@@ -106,10 +133,8 @@ def count_traffic(monkeypatch) -> Traffic:
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from fusion.codegen.triton.variant import Variant
-
     found, running = Traffic(), [""]
-    load, store, launch = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store, Variant.launch
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     add = InterpreterBuilder.create_atomic_rmw
 
     def elements(pointers, mask) -> int:
@@ -129,12 +154,12 @@ def count_traffic(monkeypatch) -> Traffic:
         found.writes[running[0]] += count
         return add(self, operation, pointers, value, mask, *rest)
 
-    def launched(self, name, *arguments):
+    def launched(name, run):
         running[0] = name
-        launch(self, name, *arguments)
+        run()
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", create_masked_load)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", create_masked_store)
     monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", create_atomic_rmw)
-    monkeypatch.setattr(Variant, "launch", launched)
+    on_each_launch(monkeypatch, launched)
     return found
