@@ -39,7 +39,6 @@ ORDERS = {
     "": Order(),
     "rotated": Order(rotated=True),
     "described": Order(described=True),
-    "persistent": Order(persistent=True),
     "shared": Order(shared=True),
 }
 Text = tuple[str, str]

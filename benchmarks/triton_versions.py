@@ -29,7 +29,6 @@ TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 
 SCHEDULES: dict[str, dict[str, int]] = {
     "described": {"described": True},
-    "described, persistent": {"described": True, "persistent": True, "rotated": False},
     "specialized": {"specialized": True, "rotated": False, "warps": 4, "stages": 2},
     "specialized, rotated": {"specialized": True, "rotated": True, "warps": 4, "stages": 2},
 }

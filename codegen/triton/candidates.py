@@ -15,7 +15,7 @@ from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.score_programs import dead_rows_matter
 from fusion.machine import Machine
-from fusion.planning import gpu_clocks, gpu_feasible
+from fusion.planning import gpu_feasible
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import ADDRESSES, BACKWARD, FORWARD, Work, registers, work_of
 from fusion.planning.gpu_layout import panelled, power
@@ -24,8 +24,6 @@ from fusion.planning.gpu_model import PREPARE, may_rotate
 from .descriptors import READ, boxes
 
 LEAST, MOST = 16, 256  # rows and keys of a tile
-
-INTERPRETED = 3  # persistent programs in the interpreter, few enough to take turns
 
 
 def smaller(tile: Tile) -> Tile | None:
@@ -71,25 +69,22 @@ def candidates(
 
 
 def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
-    """Orders in which a kernel may process its tiles. Persistent programs only with descriptors: with pointers they
-    spill."""
+    """Orders in which a kernel may process its tiles."""
     every = _all_schedules(kernel, spec, d, d_v, tile, machine)
     if os.environ.get("FUSION_UNTRIED") == "1" or machine.interpreted:
         return every
-    return [each for each in every if not (each.get("persistent") or each.get("specialized"))]
+    return [each for each in every if not each.get("specialized")]
 
 
 def _all_schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
     found = boxes(spec, d, d_v).keys()
     reads: list[dict] = [{}]
     orders = [tile.rotated, not tile.rotated] if may_rotate(spec, kernel) else [tile.rotated]
-    if kernel != FORWARD:
-        reads += [{"described": True}] if found & READ.get(kernel, set()) else []
-    elif found & {"k", "v"}:
-        reads += [{"described": True}, {"described": True, "persistent": True}]
+    if found & ({"k", "v"} if kernel == FORWARD else READ.get(kernel, set())):
+        reads += [{"described": True}]
     specializes = kernel == FORWARD and may_specialize(spec, d, d_v)
     if specializes and "wgmma" in machine.isa and tile.rows >= 64:
-        reads += [{"specialized": True, "warps": 4}, {"specialized": True, "persistent": True, "warps": 4}]
+        reads += [{"specialized": True, "warps": 4}]
     return [{"rotated": rotated, **read} for rotated, read in itertools.product(orders, reads)]
 
 
@@ -116,11 +111,3 @@ def fits(work: Work, tile: Tile, machine: Machine) -> bool:
     multiplying = replace(tile, warps=2 * tile.warps) if tile.specialized else tile
     needed = registers(work, multiplying, machine) + ADDRESSES
     return gpu_feasible.fits(work, tile, machine) and needed <= gpu_feasible.most_registers(multiplying, machine)
-
-
-def residents(spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> int:
-    """Number of programs of a forward tile that are expected to share a multiprocessor."""
-    if machine.interpreted:
-        return INTERPRETED
-    # Warp specialisation takes all registers.
-    return 1 if tile.specialized else gpu_clocks.residents(work_of(spec, FORWARD, d, d_v), tile, machine)

@@ -71,7 +71,7 @@ RESERVED = frozenset(
         "out_1_at out_rows part_1 do_1 o_1 dq_1 dk_1 dv_1 q_at k_at v_at q_1_at dq_at dk_at dv_at dq_1_at dk_1_at "
         "dv_1_at number every meets visit_keys differentiate_keys differentiate_rows weigh_rows "
         "full_count partial_count tile_place list_at tiles_across apart dead_start dead_stop live_start missing met "
-        "lost programs worker workers turn turns final q_tiles k_tiles v_tiles do_tiles q_1_tiles k_1_tiles v_1_tiles "
+        "lost q_tiles k_tiles v_tiles do_tiles q_1_tiles k_1_tiles v_1_tiles "
         "do_1_tiles nothing daux lacked off"
     ).split()
 )

@@ -74,19 +74,8 @@ class Forward(Tiles):
         return source.block(self._position(), source.with_used(rows, self.of_block(later)))
 
     def _programs(self, body: str) -> str:
-        """The body for a program's block of rows, or for one after the other where programs are persistent: then all
-        take turns at the blocks, every other turn from the last to the first, since earlier blocks are longer."""
-        if not self.order.persistent:
-            return source.block("program = tl.program_id(0)", body)
-        return source.block(
-            "worker = tl.program_id(0)",
-            "workers = tl.num_programs(0)",
-            "turns = programs // workers",
-            "final = tl.where(turns % 2 == 0, worker, workers - 1 - worker)",
-            "for turn in tl.range(turns + (final < programs % workers).to(tl.int32)):",
-            "    program = turn * workers + tl.where(turn % 2 == 0, worker, workers - 1 - worker)",
-            source.indented(body),
-        )
+        """The body for a program's block of rows."""
+        return source.block("program = tl.program_id(0)", body)
 
     def _position(self) -> str:
         """Statements from the program's number to block and batch coordinates. Heads are processed in groups of

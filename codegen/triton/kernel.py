@@ -100,7 +100,7 @@ def _signature(names: Sequence[str], spec: AttentionSpec) -> tuple[tuple[str, ..
     pointers = sorted(n for n in names if n.endswith("_ptr"))
     sizes = [n for n in spec.sizes if n in names]
     strides = sorted(n for n in names if "_stride_" in n and n not in spec.sizes)
-    others = [n for n in ("section", "splits", "programs") if n in names]
+    others = [n for n in ("section", "splits") if n in names]
     others += sorted(n for n in names if n.endswith("_tiles"))
     constants = [n for n in ("ROWS", "KEYS", "ROTATED", "PRECISION", "UNIT_TANH") if n in names]
     return (*pointers, *sizes, *strides, *others), constants

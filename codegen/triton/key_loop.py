@@ -51,7 +51,6 @@ class Order:
     shared: bool = False  # V is the first columns of K, and is read once (latent attention)
     packed: int = 1  # query heads whose rows lie side by side in a block of rows
     described: bool = False  # K and V are read by tensor descriptors where they can be (`descriptors`)
-    persistent: bool = False  # a program computes several blocks of rows
     specialized: bool = False
 
 

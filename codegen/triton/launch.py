@@ -24,7 +24,7 @@ from .. import reference
 from . import autotune, peers
 from .apart import Request
 from .autotune import Call, Stage, Tuner, call_of
-from .candidates import candidates, residents
+from .candidates import candidates
 from .descriptors import boxes, descriptors
 from .dtypes import allows_tf32
 from .forward import Forward
@@ -274,11 +274,7 @@ class _ForwardLaunches(Launches):
         schedule(variant, tile)
 
     def _flash(self, variant: Variant, tile: Tile) -> None:
-        machine = self.planner.machine
-        programs = grid = self.heads * self.blocks(tile)[0]
-        if variant.order.persistent:
-            grid = min(programs, residents(self.spec, self.d, self.d_v, tile, machine) * machine.cores)
-        self.run(variant, Forward.name, grid, tile, section=self._section(), programs=programs)
+        self.run(variant, Forward.name, self.heads * self.blocks(tile)[0], tile, section=self._section())
 
     def _split(self, variant: Variant, tile: Tile) -> None:
         programs, small = self.heads * self.blocks(tile)[0], combining_tile(tile)
@@ -357,6 +353,5 @@ def order_of(tile: Tile, split: bool, shared: bool, packed: int) -> Order:
         shared=shared,
         packed=packed,
         described=tile.described and not tile.specialized,
-        persistent=tile.persistent and not split,
         specialized=tile.specialized and not (split or shared),
     )

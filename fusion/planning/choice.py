@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from fusion.ir.spec import AttentionSpec
 
-FORM = ("rotated", "spread", "described", "persistent", "specialized")
+FORM = ("rotated", "spread", "described", "specialized")
 """Fields of a tile that say what form the loop over it has."""
 
 
@@ -24,7 +24,6 @@ class Tile:
         (software pipelining), for dK and dV that for dP, which that for dV follows.
     spread: more warps than rows need share the keys of a tile, whose weights then go through shared memory.
     described: tiles are read by tensor descriptors (TMA).
-    persistent: a program goes through several blocks of rows.
     specialized: warps have roles of their own (warp specialisation).
     """
 
@@ -35,7 +34,6 @@ class Tile:
     rotated: bool = False
     spread: bool = False
     described: bool = False
-    persistent: bool = False
     specialized: bool = False
 
     @property

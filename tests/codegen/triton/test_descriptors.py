@@ -1,4 +1,4 @@
-"""K and V read by tensor descriptors, and programs that go through several blocks of rows."""
+"""K and V read by tensor descriptors, and warps with roles."""
 
 from __future__ import annotations
 
@@ -35,10 +35,8 @@ from tests.codegen.triton.test_backward import check as check_gradients
 
 PLAIN = Tile(rows=32, keys=32, warps=4, stages=1)
 DESCRIBED = dataclasses.replace(PLAIN, described=True)
-ALL = dataclasses.replace(DESCRIBED, rotated=True, persistent=True)
-SPECIALIZED = [
-    dataclasses.replace(PLAIN, specialized=True, rotated=rotated, persistent=rotated) for rotated in (False, True)
-]
+ROTATED = dataclasses.replace(DESCRIBED, rotated=True)
+SPECIALIZED = [dataclasses.replace(PLAIN, specialized=True, rotated=rotated) for rotated in (False, True)]
 SHAPES = (
     {"B": 2, "H": 1, "Nq": 80, "Nk": 40},
     {"B": 1, "H": 2, "Nq": 17, "Nk": 75},
@@ -59,7 +57,7 @@ def described(kernel: Kernel) -> list[bool]:
     return ["k_tiles.load(" in variant.source for variant in kernel._variants.values()]
 
 
-@pytest.mark.parametrize("tile", [DESCRIBED, ALL], ids=str)
+@pytest.mark.parametrize("tile", [DESCRIBED, ROTATED], ids=str)
 @pytest.mark.parametrize("name", ["causal_last_key", "window", "left_padded", "bias"])
 def test_outputs(name: str, tile: Tile) -> None:
     assert described(check(case(name, d=16, d_v=20), tile)) == [True]
@@ -71,7 +69,7 @@ def test_outputs(name: str, tile: Tile) -> None:
     "options", [{"sinks": True}, {"off_by_one": True, "weight": True}, {"normalizer": Normalizer.NONE}]
 )
 def test_normalisers(options: dict) -> None:
-    check(case("sigmoid", d=16, **options), dataclasses.replace(DESCRIBED, persistent=True))
+    check(case("sigmoid", d=16, **options), DESCRIBED)
 
 
 @pytest.mark.parametrize("layout", ["columns", "gaps"])
@@ -224,26 +222,12 @@ def test_what_may_be_specialized() -> None:
     assert not may_specialize(case("plain", "bfloat16", 512).spec, 512, 512)
 
 
-def test_every_block_has_one_program() -> None:
-    """The interpreter has three programs at a time; they take turns at 1 to 10 blocks."""
-    c = case("plain", d=16)
-    kernel = Kernel(c.spec, dataclasses.replace(PLAIN, persistent=True))
-    for blocks in range(1, 11):
-        operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 32 * blocks, "Nk": 20})
-        assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
-
-
 @pytest.mark.parametrize(("name", "d"), [("causal", 128), ("alibi", 64)])
 def test_registers_on_hopper(name: str, d: int) -> None:
-    """Descriptors free registers, persistent programs take some; neither spills, loses products or serialises them."""
+    """Descriptors free registers; no form spills, loses products or serialises them."""
     spec, tile = case(name, "bfloat16", d).spec, Tile(rows=128, keys=64, warps=8, stages=3)
     found = []
-    for order in (
-        Order(),
-        Order(described=True),
-        Order(rotated=True, described=True),
-        Order(described=True, persistent=True),
-    ):
+    for order in (Order(), Order(described=True), Order(rotated=True, described=True)):
         kernels = forward_kernels(spec, d, d, False, order)
         (fact,) = compile_offline(spec, kernels, d, d, {kernels[0].name: tile}, "sm_90")
         assert fact.fits and not fact.spills and not fact.warnings and fact.matrix["wgmma"], fact
@@ -269,7 +253,7 @@ def test_registers_of_gradients_on_hopper() -> None:
     ("name", "d", "d_v", "order"),
     [
         ("causal", 128, 128, Order(specialized=True, rotated=True)),
-        ("alibi", 64, 64, Order(specialized=True, persistent=True)),
+        ("alibi", 64, 64, Order(specialized=True)),
         ("soft_cap", 192, 128, Order(specialized=True, rotated=True)),
     ],
 )
