@@ -241,6 +241,15 @@ def never_negative(expr: Expr, bounds: Bounds) -> bool:
     return low is not None and _is_at_most(integer(0), low)
 
 
+def always_at_most(low: int | Expr, high: Expr, bounds: Bounds) -> bool | None:
+    """Whether low <= high for all coordinates within bounds (True) or for none (False); None where neither is
+    provable."""
+    margin = sub(high, low)
+    if never_negative(margin, bounds):
+        return True
+    return False if never_negative(sub(neg(margin), 1), bounds) else None
+
+
 def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
     """Whether every term is provably >= 0 (coordinates, sizes, remainders and quotients of such are)."""
 

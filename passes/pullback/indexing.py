@@ -134,10 +134,8 @@ def _is_within(pullback: PullBack, position: Expr, extent: Expr) -> Expr:
     zero, last = integers.integer(0), integers.sub(extent, 1)
 
     def at_most(low: Expr, high: Expr) -> Expr:
-        if integers.never_negative(integers.sub(high, low), pullback.bounds):
-            return TRUE
-        above = integers.never_negative(integers.sub(integers.sub(low, high), 1), pullback.bounds)
-        return FALSE if above else apply("ile", low, high)
+        outcome = integers.always_at_most(low, high, pullback.bounds)
+        return apply("ile", low, high) if outcome is None else const(outcome)
 
     return apply("and", at_most(zero, position), at_most(position, last))
 

@@ -12,7 +12,7 @@ import functools
 import math
 
 from fusion.ir import integers
-from fusion.ir.expr import FALSE, I0, I1, TRUE, Expr, I, J, contains, coordinates, loads, rebuild, substitute
+from fusion.ir.expr import FALSE, I0, I1, TRUE, Expr, I, J, const, contains, coordinates, loads, rebuild, substitute
 from fusion.ir.mask_facts import MaskFacts, fill_of
 from fusion.ir.ops import apply, conjuncts
 from fusion.ir.ranges import may_be_moved
@@ -28,12 +28,9 @@ def fold_comparisons(expr: Expr, bounds: integers.Bounds) -> Expr:
     def leaf(part: Expr) -> Expr | None:
         if part.op not in ("ile", "ilt") or not may_be_moved(*part.args):
             return None
-        margin = integers.sub(part.args[1], part.args[0])
-        if part.op == "ilt":
-            margin = integers.sub(margin, 1)
-        if integers.never_negative(margin, bounds):
-            return TRUE
-        return FALSE if integers.never_negative(integers.sub(integers.neg(margin), 1), bounds) else None
+        low, high = part.args
+        outcome = integers.always_at_most(integers.add(low, 1) if part.op == "ilt" else low, high, bounds)
+        return None if outcome is None else const(outcome)
 
     return rebuild(expr, leaf)
 
