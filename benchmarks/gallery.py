@@ -39,7 +39,7 @@ Attention variants as people write them in plain PyTorch, what fusion finds in e
 `python benchmarks/gallery.py`. `_scores(q, k)` is `q @ k.mT / sqrt(d)`; helpers and constants are in
 [benchmarks/rows.py](../benchmarks/rows.py).
 
-Pictures: a row of squares is a block of queries, a column a block of keys; the darker, the more pairs have a weight.
+Pictures: a row of squares is a block of queries, a column a block of keys; the bluer, the more pairs have a weight.
 Grey squares are not visited. Without a picture every query sees every key. Times: two cores of one processor, float32,
 medians of turns in one process; how many times as long a peer takes. An empty cell: the peer cannot express the
 variant. A variant without times was not measured there.

@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py [--lengths 1024 2048 4096] [--heads 8] [--dtype float32] [--out benchmarks/results]
 
-Each cell is a process of its own, which compiles on short problems first. What counts is its largest resident size
-during one call, less that before it: the workspaces of kernels, which a process keeps, included. Of two processes the
-smaller figure counts: the first may compile another kernel in that call, which the second finds on disk.
+Each peer has a process of its own for either, which compiles on short problems first. What counts is its largest
+resident size during a call, less that after those and less Q, K, V and the gradient that arrives: workspaces of
+kernels, which a process keeps, are included. Of two calls the smaller figure counts, since the first may compile.
 eager is the attention written out, which Inductor and fusion compile; SDPA is `scaled_dot_product_attention`; and
 FlexAttention, which trains on GPUs alone, is compiled with its block mask, made beforehand.
 """
@@ -60,29 +60,44 @@ CONTESTANTS: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
 }
 
 
-def call(run: Callable[..., torch.Tensor], length: int, heads: int, dtype: torch.dtype, trained: bool) -> float:
-    """MiB that one call adds to this process at most."""
-    shape = (1, heads, length, WIDTH)
-    q, k, v, upstream = (torch.randn(shape).to(dtype) for _ in range(4))
-    inputs = [x.requires_grad_(trained) for x in (q, k, v)]
-    block_mask(length)  # made beforehand
+def inputs(length: int, heads: int, dtype: torch.dtype, trained: bool) -> list[torch.Tensor]:
+    """Q, K, V and the gradient of the result."""
+    tensors = [torch.randn(1, heads, length, WIDTH).to(dtype) for _ in range(4)]
+    return [x.requires_grad_(trained) for x in tensors[:3]] + tensors[3:]
+
+
+def step(run: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> None:
+    with torch.set_grad_enabled(q.requires_grad):
+        result = run(q, k, v)
+        if q.requires_grad:
+            torch.autograd.grad(result, (q, k, v), g)
+
+
+def sizes(name: str, mode: str, lengths: list[int], heads: int, dtype: torch.dtype) -> list[float]:
+    """MiB that a call adds to this process, by length."""
+    run, trained = CONTESTANTS[name](), MODES[mode]
+    for length in (256, 320):  # the second compilation has dynamic sizes
+        step(run, *inputs(length, heads, dtype, trained))
     ctypes.CDLL(None).malloc_trim(0)  # what was freed counts as free
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    with torch.set_grad_enabled(trained):
-        result = run(*inputs)
-        if trained:
-            torch.autograd.grad(result, inputs, upstream)
-    return (resident("VmHWM") - before) / 1024
+    base, figures = resident("VmRSS"), []
+    for length in lengths:
+        block_mask(length)  # made beforehand
+        tensors, added = inputs(length, heads, dtype, trained), []
+        for _ in range(2):
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            step(run, *tensors)
+            added.append((resident("VmHWM") - base) / 1024 - sum(x.nbytes for x in tensors) / 2**20)
+        figures.append(min(added))
+    return figures
 
 
-def in_its_own_process(name: str, length: int, mode: str, arguments: argparse.Namespace) -> str:
+def in_its_own_process(name: str, mode: str, arguments: argparse.Namespace) -> list[str]:
     if name == "FlexAttention" and MODES[mode]:
-        return ""
-    command = [sys.executable, __file__, "--cell", name, mode, "--lengths", str(length)]
+        return [""] * len(arguments.lengths)
+    command = [sys.executable, __file__, "--cell", name, mode, "--lengths", *map(str, arguments.lengths)]
     command += ["--heads", str(arguments.heads), "--dtype", arguments.dtype]
-    sizes = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)]
-    return min(sizes, key=float).strip()
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 def main() -> None:
@@ -94,11 +109,8 @@ def main() -> None:
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cell:
-        name, mode = arguments.cell
-        run, dtype = CONTESTANTS[name](), getattr(torch, arguments.dtype)
-        for length in (256, 320, *arguments.lengths):  # the second compilation has dynamic sizes
-            size = call(run, length, arguments.heads, dtype, MODES[mode])
-        print(f"{size:.1f}")
+        figures = sizes(*arguments.cell, arguments.lengths, arguments.heads, getattr(torch, arguments.dtype))
+        print(*(f"{size:.1f}" for size in figures))
         return
     machine = environment({})
     lines = [
@@ -110,8 +122,8 @@ def main() -> None:
         "|---|---:|" + "---:|" * len(CONTESTANTS),
     ]
     for mode in MODES:
-        for length in arguments.lengths:
-            cells = [in_its_own_process(name, length, mode, arguments) for name in CONTESTANTS]
+        columns = [in_its_own_process(name, mode, arguments) for name in CONTESTANTS]
+        for length, *cells in zip(arguments.lengths, *columns, strict=True):
             lines.append(f"| {mode} | {length} | " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
     if arguments.out:

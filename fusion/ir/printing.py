@@ -131,7 +131,9 @@ def _extremum(expr: Expr) -> tuple[Any, ...] | None:
 def _operation(expr: Expr, args: Sequence[tuple[str, int]], notation: Notation) -> tuple[str, int]:
     primitive = PRIMITIVES[expr.op]
     level, texts = primitive.precedence, [text for text, _ in args]
-    if (template := notation.template(primitive)) is not None:
+    if (template := notation.template(primitive)) == "{0}":
+        return args[0]
+    if template is not None:
         if expr.op == "pow" and args[0][1] != ATOM:
             texts[0] = notation.brackets(texts[0])
         return template.format(*texts), level if expr.op in ("pow", "neg") else ATOM

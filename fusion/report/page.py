@@ -278,7 +278,7 @@ h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .6rem}
 h3{font-size:.8rem;margin:1.4rem 0 .4rem;color:var(--soft);text-transform:uppercase;letter-spacing:.05em}
 a{color:var(--link)}code,pre,.mono{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.85em}
 .cards{display:flex;flex-wrap:wrap;gap:.75rem;margin:1.2rem 0}
-.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.6rem 1rem;min-width:8.5rem}
+.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.6rem 1rem;min-width:8.5rem;margin:0}
 .card b{display:block;font-size:1.45rem;font-weight:600}.card span{color:var(--soft);font-size:.85rem}
 .note{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.6rem 1rem}
 .note.break{background:var(--bad-back)}
@@ -286,7 +286,7 @@ header .where{color:var(--soft);font-size:.9rem;margin:.3rem 0;overflow-wrap:any
 table{border-collapse:collapse}td.mono{white-space:pre-wrap;overflow-wrap:anywhere}th[scope]{vertical-align:top}
 th,td{padding:.3rem .9rem .3rem 0;text-align:left;border-bottom:1px solid var(--line)}
 th{color:var(--soft);font-weight:500;font-size:.85rem}td.number,th.number{text-align:right;
-font-variant-numeric:tabular-nums}
+font-variant-numeric:tabular-nums;white-space:nowrap}
 .site{background:var(--card);border:1px solid var(--line);border-radius:8px;margin:.5rem 0}
 .site>summary{display:flex;flex-wrap:wrap;gap:.3rem .8rem;align-items:baseline;padding:.6rem 1rem;cursor:pointer;
 list-style:none}.site>summary::-webkit-details-marker{display:none}

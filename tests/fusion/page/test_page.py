@@ -55,6 +55,16 @@ class Checker(HTMLParser):
         return re.sub(r"\s+", " ", "".join(self.text))
 
 
+def test_a_difference_of_positions_is_a_factor_in_brackets():
+    def alibi(q, k, v, slopes):
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        return (q @ k.mT - slopes * (i - j)).softmax(-1) @ v
+
+    (site,) = fusion.explain(alibi, *torch.randn(3, 1, 2, 9, 4), torch.rand(2, 1, 1)).sites
+    words = re.sub(r"<[^>]*>", "", spec_to_mathml(site.spec, site.attentions[0].names))
+    assert "slopesb1,0,0·(i−j)" in words
+
+
 def banded(q, k, v):
     i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
     s = torch.tanh(q @ k.mT / 20) * 20
