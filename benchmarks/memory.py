@@ -109,7 +109,8 @@ def main() -> None:
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cell:
-        figures = sizes(*arguments.cell, arguments.lengths, arguments.heads, getattr(torch, arguments.dtype))
+        name, mode = arguments.cell
+        figures = sizes(name, mode, arguments.lengths, arguments.heads, getattr(torch, arguments.dtype))
         print(*(f"{size:.1f}" for size in figures))
         return
     machine = environment({})

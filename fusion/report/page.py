@@ -278,7 +278,8 @@ h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .6rem}
 h3{font-size:.8rem;margin:1.4rem 0 .4rem;color:var(--soft);text-transform:uppercase;letter-spacing:.05em}
 a{color:var(--link)}code,pre,.mono{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.85em}
 .cards{display:flex;flex-wrap:wrap;gap:.75rem;margin:1.2rem 0}
-.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.6rem 1rem;min-width:8.5rem;margin:0}
+.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.6rem 1rem;margin:0;
+min-width:8.5rem}
 .card b{display:block;font-size:1.45rem;font-weight:600}.card span{color:var(--soft);font-size:.85rem}
 .note{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:.6rem 1rem}
 .note.break{background:var(--bad-back)}
