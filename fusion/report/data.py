@@ -32,6 +32,8 @@ _WORK = {
     "staging": "copying rows", "launch": "the fixed cost of a call",
 }  # fmt: skip
 """The resources of the time models, in words."""
+WORTH_LOOKING = 0.75
+"""Share of live scores below which a report names the option that skips tiles of data."""
 
 
 def report_data(report: Report) -> dict[str, Any]:
@@ -40,7 +42,8 @@ def report_data(report: Report) -> dict[str, Any]:
     sites = []
     for number, site in enumerate(report.sites):
         same = first.setdefault(site.alike, number) if site.attentions else number
-        sites.append(_site(site, number, None if same == number else f"the same as [{same}]"))
+        maps = report.options.get("tile_maps", "auto") == "auto"
+        sites.append(_site(site, number, None if same == number else f"the same as [{same}]", maps))
     return {
         "fused": report.fused,
         "total": len(report.sites),
@@ -80,9 +83,11 @@ def rows_text(data: Mapping[str, Any], labels: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _site(site: SiteReport, number: int, same_as: str | None) -> dict[str, Any]:
+def _site(site: SiteReport, number: int, same_as: str | None, may_map: bool) -> dict[str, Any]:
     at = f" at {site.stopped_at}" if site.stopped_at else ""
-    attentions = [_attention(entry, f"report.sites[{number}].sources[{k}]") for k, entry in enumerate(site.attentions)]
+    attentions = [
+        _attention(entry, f"report.sites[{number}].sources[{k}]", may_map) for k, entry in enumerate(site.attentions)
+    ]
     for k, attention in enumerate(attentions):
         count = len(attentions)
         attention["part"] = f"{k + 1} of {count} attentions, whose results are added" if count > 1 else None
@@ -121,7 +126,7 @@ def _verdict(plans: tuple[Plan, ...]) -> str | None:
     return f"{text}; memory traffic ({100 * traffic:.0f} %) {matters}"
 
 
-def _attention(attention: AttentionReport, source: str) -> dict[str, Any]:
+def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[str, Any]:
     spec, plan, names = attention.spec, attention.planned(), attention.names
     lines = len(attention.source.splitlines())
     summary = kernel_summary(attention.source)
@@ -129,7 +134,7 @@ def _attention(attention: AttentionReport, source: str) -> dict[str, Any]:
         "program": spec.formula(names),
         "operands": "\n".join(attention.operands) or None,
         "stored": ", ".join(f"{operand.name} in {operand.dtype}" for operand in spec.stored) or None,
-        "mask": None if spec.mask is None else mask_text(spec, names, plan),
+        "mask": None if spec.mask is None else mask_text(spec, names, plan, may_map),
         "keys": attention.keys or None,
         "aux_outputs": "; ".join(spec.describe_aux(aux, names) for aux in spec.aux_outputs) or None,
         "gradients": attention.gradients or None,
@@ -184,9 +189,9 @@ def number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def mask_text(spec: AttentionSpec, names: Mapping[int, str], plan: Plan) -> str:
+def mask_text(spec: AttentionSpec, names: Mapping[int, str], plan: Plan, may_map: bool = False) -> str:
     """The mask as understood: e.g. `causal ∧ i - j < 512, 22 % of the scores live, 24 % computed; rows i0..i1 visit
-    keys ...`."""
+    keys ...`. may_map: whether it is worth a word that a map of tiles can be asked for."""
     assert spec.mask is not None
     text = " ∧ ".join(_predicate(spec, part, names) for part in conjuncts(spec.mask.live))
     if (live := plan.problem.live_share(1)) < 1:
@@ -199,6 +204,8 @@ def mask_text(spec: AttentionSpec, names: Mapping[int, str], plan: Plan) -> str:
         text += f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"
     if spec.mask.tile_live is not None:
         text += "; every call looks for tiles of the data that are dead or full"
+    elif may_map and plan.problem.counted is not None and live < WORTH_LOOKING and plan.computed == 1:
+        text += '; options={"tile_maps": "always"} looks for dead tiles at every call, which is not predicted to pay'
     return text
 
 

@@ -137,3 +137,24 @@ def test_gradients_and_scripts_have_the_users_names():
     text = site.script()
     signature = next(line for line in text.splitlines() if line.startswith("def attention("))
     assert "padding" in signature and "slopes" in signature and "arg" not in signature
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer()])
+
+    def forward(net, x):
+        return net.layers[0](x)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+def test_the_path_of_a_module_begins_with_what_the_user_calls_it():
+    (site,) = fusion.explain(Layers(), torch.randn(1, 2, 9, 4)).sites
+    assert site.module == "net.layers.0"
+    (site,) = fusion.explain(torch.nn.Sequential(Layer()), torch.randn(1, 2, 9, 4)).sites
+    assert site.module == "0"

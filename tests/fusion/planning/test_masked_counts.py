@@ -85,3 +85,15 @@ def test_masks_that_are_data_are_counted_on_the_inputs(name):
     assert plan.ratio >= 1 and plan.schedule == "block_sparse"
     text = mask_text(site.spec, site.attentions[0].names, plan)
     assert f"{100 * live.double().mean().item():.0f} % of the scores live" in text and "of these inputs" in text
+
+
+def test_a_mask_of_which_nothing_is_skipped_names_the_option_that_would():
+    def attend(q, k, v, documents):
+        dead = documents[:, :, None] != documents[:, None, :]
+        return (q @ k.mT).masked_fill(dead[:, None], -math.inf).softmax(-1) @ v
+
+    arguments = (*torch.randn(3, 1, 1, 96, 8), torch.arange(96)[None] // 20)
+    texts = {maps: str(fusion.explain(attend, *arguments, options={"tile_maps": maps})) for maps in ("auto", "never")}
+    assert all("20 % of the scores live, 100 % computed (of these inputs)" in text for text in texts.values())
+    assert 'options={"tile_maps": "always"} looks for dead tiles' in texts["auto"]
+    assert "always" not in texts["never"]
