@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fusion.planning.register_tiles import Target, Tiling
 
 from .builder import Builder, Value
-from .micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
+from .micro_kernel import SCORE_PAIRS, TILE_ELEMENTS, AmxTiles, MatrixOperand
 from .products import InterleavedWork, MultiplyAdd, vector_products
 from .rows import RowReader, Rows, load_f32, load_line, widen_pairs
 from .values import Array, round_up
@@ -46,7 +46,7 @@ class Amx:
     ):
         self.exact_pairs = exact_pairs
         self.b, self.d, self.e, self.planes, self.max_abs = b, d, e, planes, max_abs
-        self.kernel = AmxTiles(b, planes, mirrored)
+        self.kernel = AmxTiles(b, planes, mirrored, SCORE_PAIRS)
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
         self.score_parts, self.value_parts = 2 * self.chunks, max(self.e_blocks // 2, 1)

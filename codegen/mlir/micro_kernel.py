@@ -14,7 +14,7 @@ Packing is up to the caller, and so is the epilogue: what is done with the accum
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -27,9 +27,17 @@ Pieces = Sequence[Callable[[], None]]
 
 TILE_ELEMENTS = 512
 """bf16 elements of an operand's tile."""
-PLANE_PAIRS = {1: ((0, 0),), 2: ((0, 1), (0, 0), (1, 0)), 3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2))}
+PlanePairs = Mapping[int, tuple[tuple[int, int], ...]]
+PLANE_PAIRS: PlanePairs = {
+    1: ((0, 0),),
+    2: ((0, 1), (0, 0), (1, 0)),
+    3: ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)),
+}
 """Plane pairs (of A, of B) that are multiplied, by number of planes, ordered so that each step loads one new pair of
 tiles. Left out are products below 2**-24 of the whole (three planes) or 2**-16 (two)."""
+SCORE_PAIRS = PLANE_PAIRS | {2: ((1, 1), *PLANE_PAIRS[2])}
+"""Those of scores, which are exact to float32's rounding, as in eager mode: where terms cancel, 2**-16 of the whole is
+much of a score, and its square root's derivative, or its sign, another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,13 +179,14 @@ class Bf16Vectors(FmaVectors):
 
 
 class AmxTiles(MicroKernel):
-    """AMX tiles of one to three bf16 planes. mirrored: plane pairs in the order of a kernel with A and B exchanged."""
+    """AMX tiles of one to three bf16 planes. mirrored: plane pairs in the order of a kernel with A and B exchanged.
+    pairs: those that are multiplied, by number of planes."""
 
     word, kr = "bf16", 2
 
-    def __init__(self, b: Builder, planes: int = 1, mirrored: bool = False):
+    def __init__(self, b: Builder, planes: int = 1, mirrored: bool = False, pairs: PlanePairs = PLANE_PAIRS):
         super().__init__(b)
-        self.planes, self.mirrored, self.unit = planes, mirrored, TileUnit(b)
+        self.pairs, self.mirrored, self.unit = pairs[planes], mirrored, TileUnit(b)
 
     def zeros(self, count: int) -> list[Value]:
         return [self.unit.zero() for _ in range(count)]
@@ -198,8 +207,8 @@ class AmxTiles(MicroKernel):
         b, sums, sides = self.b, list(sums), (left, right)
         places = [side.addresses(b, number, self.word) for side in sides]
         loaded: list[tuple[int, list[Value]]] = [(-1, []), (-1, [])]
-        pairs, done, written = PLANE_PAIRS[self.planes], 0, 0
-        for pair in pairs:
+        done, written = 0, 0
+        for pair in self.pairs:
             for n, plane in enumerate(pair[::-1] if self.mirrored else pair):
                 if loaded[n][0] != plane:
                     at = [b.at(place, plane * sides[n].plane, self.word) for place in places[n]]
@@ -207,7 +216,7 @@ class AmxTiles(MicroKernel):
             for n, (row, column) in enumerate(itertools.product(loaded[0][1], loaded[1][1])):
                 sums[n] = self.unit.product(row, column, sums[n])
                 done += 1
-                while written < len(pieces) * done // (len(pairs) * len(sums)):
+                while written < len(pieces) * done // (len(self.pairs) * len(sums)):
                     pieces[written]()
                     written += 1
         return sums

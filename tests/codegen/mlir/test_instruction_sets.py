@@ -18,6 +18,7 @@ from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.ir.expr import ROW_MAX
+from fusion.ir.ops import apply
 from fusion.ir.spec import AuxOutput
 from fusion.planning.choice import query_stationary
 from fusion.planning.register_tiles import Target, tilings_for
@@ -101,6 +102,20 @@ def test_rows_that_share_keys(target: str, name: str, fields: dict, group: int) 
         for n_q, n_k in ((1, 5), (3, 150), (2, 333)):
             operands, sizes = draw(c, SIZES | {"Nq": n_q, "Nk": n_k}, "heads_inside")
             assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize("target", SETS)
+def test_scores_near_zero(target: str) -> None:
+    """The square root's derivative is large there, and as wrong as a score is for its own size."""
+    c = case("plain", "float16", 4)
+    root = apply("sqrt", apply("abs", c.spec.score))
+    c = replace(c, spec=replace(c.spec, score=root), program=replace(c.program, eager=lambda s, i, j: s.abs().sqrt()))
+    with quick.compiling_for(chosen := plan(c, SETS[target])):
+        run = quick.kernel(c.spec, chosen, trained=True)
+        assert isinstance(run, TrainingKernel)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            assert_trains_as_exact_as_eager(run, c, SIZES | {"Nk": 600})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
