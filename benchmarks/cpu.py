@@ -23,7 +23,7 @@ import fusion  # noqa: F401  registers the backend in a checkout that is not ins
 import peak
 import results
 from measuring import Entry, allowed_error, interleave, prepare
-from models import MODELS, Model, reference, with_sdpa
+from model_zoo import MODELS, Model, reference, with_sdpa
 from rows import ROWS, Problem, Row, flex_call, sdpa_call
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,7 +29,7 @@ import peak
 import results
 from caches import CACHES
 from measuring import Entry, allowed_error, interleave, prepare
-from models import SMALL, reference, with_sdpa
+from model_zoo import SMALL, reference, with_sdpa
 from rows import ROWS, Problem, Row, sdpa_call
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -15,7 +15,7 @@ from torch import nn
 from gpu_cells import brief
 from gpu_device import MODEL_QUEUED, Device
 from measuring import allowed_error, largest_error
-from models import MODELS, TINY
+from model_zoo import MODELS, TINY
 
 CONTESTANTS = ("fusion", "eager", "inductor", "inductor, sdpa")
 

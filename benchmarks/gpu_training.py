@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_device import MODEL_QUEUED, Device
-from models import text_tokens, trained_model
+from model_zoo import text_tokens, trained_model
 
 MEMORY_GROWTH = 1.15  # the largest exponent of N that counts as linear: weights' gradients and the allocator's rounding
 

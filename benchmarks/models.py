@@ -1,302 +1,253 @@
-"""Whole models with random weights, in the sizes people run: what the rest of a model leaves of a kernel's gain."""
+"""Whole models on a CPU beside the runtimes that people deploy with: the same weights and inputs, a process for each.
 
-import copy
+    python benchmarks/models.py [--models bert vit] [--dtypes float32 bfloat16] [--batches 1 8] [--lengths 128 512 2048]
+        [--runtimes eager Inductor fusion onnxruntime openvino zentorch fusion+zentorch]
+        [--python onnxruntime=PATH zentorch=PATH] [--seconds 10] [--busy] [--append FILE.json]
+
+The models are transformers', made from configurations with random weights; batches of more than one are padded. A
+runtime that is not installed fails, with a note: `pip install onnx onnxscript onnxruntime openvino`, and `pip install
+zentorch`, which asks for one version of torch; --python names the interpreter of an environment that has one. Errors
+are shares of what the project's rule allows beside eager mode, over real tokens. Each runtime of a row takes some ten
+seconds and --seconds, and its first compilation up to a minute more. Files are written after each; --append goes on
+with one. --busy: one thread, and the processor time that the process takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
 import functools
-import inspect
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
+import fusion
+import results
+from measuring import allowed_error, largest_error
+from model_zoo import MODELS, VOCABULARY
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A model under test. `make(attention)` builds it with transformers' attn_implementation; `lengths` are N.
-
-    `make(attention, **smaller)` replaces sizes of its configuration. `inputs(N)` gives the one tensor it takes: token
-    ids `[1, N]`, or pixels.
-    """
-
-    title: str
-    make: Callable[..., nn.Module]
-    inputs: Callable[[int], Tensor]
-    lengths: tuple[int, ...]
+Inputs = tuple[Tensor, ...]
+Call = Callable[[], Tensor]
 
 
-class LastState(nn.Module):
-    """The last hidden state of a model called with one tensor, so that every model has one input and one output."""
-
-    def __init__(self, model: nn.Module, argument: str) -> None:
-        super().__init__()
-        self.model, self.argument = model, argument
-        self.options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(**{self.argument: x}, **self.options).last_hidden_state
+def inputs_of(name: str, batch: int, N: int, dtype: torch.dtype) -> Inputs:
+    """Token ids `[B, N]` with a mask of those that are real where B > 1, or pixels of B images."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "vit":
+        return (torch.randn(batch, *MODELS[name].inputs(N).shape[1:], generator=generator).to(dtype),)
+    tokens = torch.randint(0, VOCABULARY, (batch, N), generator=generator)
+    lengths = N - torch.arange(batch) * N // (2 * batch)
+    return (tokens,) if batch == 1 else (tokens, (torch.arange(N) < lengths[:, None]).long())
 
 
-class Transcriber(nn.Module):
-    """A Whisper-like model on the spectrum of a sound `[1, 80, 2 N]`, of which 32 tokens are known."""
-
-    def __init__(self, attention: str, N: int = 256) -> None:
-        from transformers import WhisperConfig, WhisperModel
-
-        super().__init__()
-        sizes: dict[str, Any] = {"d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 1024,
-                 "decoder_ffn_dim": 1024, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-                 "attn_implementation": attention}  # fmt: skip
-        config = WhisperConfig(
-            vocab_size=VOCABULARY, max_source_positions=N, max_target_positions=64, num_mel_bins=80, pad_token_id=0,
-            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, **sizes,
-        )  # fmt: skip
-        self.model = WhisperModel(config)
-        self.register_buffer("known", _tokens(32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(input_features=x, decoder_input_ids=self.known, use_cache=False).last_hidden_state
+def _compiled(backend: str, options: dict[str, Any], model: nn.Module, inputs: Inputs, _: Path) -> Call:
+    if "zentorch" in (backend, options.get("inner")):
+        import zentorch  # noqa: F401  # type: ignore[reportMissingImports]  (registers itself)
+    run = torch.compile(model, backend=backend, options=options or None, dynamic=False)
+    return lambda: run(*inputs)
 
 
-class Denoiser(nn.Module):
-    """A U-Net of diffusers on an image of latents `[1, 4, side, side]`, with a text of 77 tokens."""
+def _onnxruntime(model: nn.Module, inputs: Inputs, folder: Path) -> Call:
+    import onnxruntime  # type: ignore[reportMissingImports]
 
-    def __init__(self, attention: str) -> None:
-        from diffusers import UNet2DConditionModel
-        from diffusers.models.attention_processor import AttnProcessor
-
-        super().__init__()
-        self.model = UNet2DConditionModel(
-            sample_size=16, block_out_channels=(64, 128, 128), cross_attention_dim=128, attention_head_dim=8,
-            norm_num_groups=16, down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        )  # fmt: skip
-        if attention == "eager":
-            self.model.set_attn_processor(AttnProcessor())
-        self.register_buffer("text", torch.randn(1, 77, 128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x, 500, self.text).sample
+    path = folder / "model.onnx"
+    torch.onnx.export(model, inputs, str(path), dynamo=True, verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    feed = {entry.name: x.numpy() for entry, x in zip(session.get_inputs(), inputs, strict=True)}
+    return lambda: torch.from_numpy(session.run(None, feed)[0])
 
 
-def _seeded(kind: Callable[[str], nn.Module]) -> Callable[..., nn.Module]:
-    def make(attention: str) -> nn.Module:
-        torch.manual_seed(0)
-        return kind(attention).eval()
+def _openvino(model: nn.Module, inputs: Inputs, _: Path) -> Call:
+    import openvino  # type: ignore[reportMissingImports]
 
-    return make
-
-
-VOCABULARY = 1000
-
-
-def _build(kind: str, config: str, argument: str = "input_ids", **sizes: Any) -> Callable[..., nn.Module]:
-    def make(attention: str, **smaller: Any) -> nn.Module:
-        import transformers
-
-        torch.manual_seed(0)
-        settings = getattr(transformers, config)(**(sizes | smaller), attn_implementation=attention)
-        return LastState(getattr(transformers, kind)(settings), argument).eval()
-
-    return make
+    dtype = next(model.parameters()).dtype
+    inputs = tuple(x.float() if x.is_floating_point() else x for x in inputs)
+    settings = {"INFERENCE_PRECISION_HINT": "bf16" if dtype is torch.bfloat16 else "f32",
+                "INFERENCE_NUM_THREADS": torch.get_num_threads()}  # fmt: skip
+    graph = openvino.convert_model(torch.export.export(model.float(), inputs))
+    run = openvino.Core().compile_model(graph, "CPU", settings)
+    arrays = [x.numpy() for x in inputs]
+    return lambda: torch.from_numpy(run(arrays)[0])
 
 
-def _tokens(N: int) -> Tensor:
-    return torch.randint(0, VOCABULARY, (1, N), generator=torch.Generator().manual_seed(0))
-
-
-def _pixels(N: int) -> Tensor:
-    side = 16 * round((N - 1) ** 0.5)
-    return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
-
-
-_DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
+RUNTIMES: dict[str, Callable[[nn.Module, Inputs, Path], Call]] = {
+    "eager": lambda model, inputs, _: lambda: model(*inputs),
+    "Inductor": functools.partial(_compiled, "inductor", {}),
+    "fusion": functools.partial(_compiled, "fusion", {}),
+    "onnxruntime": _onnxruntime,
+    "openvino": _openvino,
+    "zentorch": functools.partial(_compiled, "zentorch", {}),
+    "fusion+zentorch": functools.partial(_compiled, "fusion", {"inner": "zentorch"}),
 }
 
-MODELS: dict[str, Model] = {
-    "bert": Model(
-        title="BERT-base",
-        make=_build("BertModel", "BertConfig", vocab_size=VOCABULARY, max_position_embeddings=2048),
-        inputs=_tokens,
-        lengths=(128, 512, 2048),
-    ),
-    "gpt2": Model(
-        title="GPT-2",
-        make=_build("GPT2Model", "GPT2Config", vocab_size=VOCABULARY, n_positions=2048),
-        inputs=_tokens,
-        lengths=(128, 512, 1024, 2048),
-    ),
-    "t5": Model(
-        title="T5-base encoder",
-        make=_build(
-            "T5EncoderModel",
-            "T5Config",
-            vocab_size=VOCABULARY,
-            d_model=768,
-            d_kv=64,
-            d_ff=3072,
-            num_layers=12,
-            num_heads=12,
-        ),
-        inputs=_tokens,
-        lengths=(128, 512, 2048),
-    ),
-    "gemma2": Model(
-        title="Gemma-2-like decoder (8 layers)",
-        make=_build("Gemma2Model", "Gemma2Config", sliding_window=512, query_pre_attn_scalar=128, **_DECODER),
-        inputs=_tokens,
-        lengths=(128, 512, 2048),
-    ),
-    "llama": Model(
-        title="Llama-like decoder (8 layers)",
-        make=_build("LlamaModel", "LlamaConfig", **_DECODER),
-        inputs=_tokens,
-        lengths=(128, 512, 2048),
-    ),
-    "vit": Model(
-        title="ViT-B/16",
-        make=_build("ViTModel", "ViTConfig", "pixel_values", image_size=224),
-        inputs=_pixels,
-        lengths=(197,),
-    ),
-}
 
-_SMALL: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 1024,
-}
-
-SMALL: dict[str, Model] = {
-    "vit": Model(
-        title="ViT (192 wide, 3 heads, 12 layers)",
-        make=_build(
-            "ViTModel", "ViTConfig", "pixel_values", image_size=128, hidden_size=192, num_attention_heads=3,
-            intermediate_size=768,
-        ),
-        inputs=_pixels,
-        lengths=(65,),
-    ),
-    "gpt2": Model(
-        title="GPT-2 (256 wide, 4 heads, 4 layers)",
-        make=_build("GPT2Model", "GPT2Config", vocab_size=VOCABULARY, n_embd=256, n_head=4, n_layer=4),
-        inputs=_tokens,
-        lengths=(64, 16, 256),
-    ),
-    "bert": Model(
-        title="BERT (256 wide, 4 heads, 4 layers)",
-        make=_build("BertModel", "BertConfig", vocab_size=VOCABULARY, **_SMALL),
-        inputs=_tokens,
-        lengths=(64, 16, 256),
-    ),
-    "llama": Model(
-        title="Llama-like (256 wide, 4/2 heads, 4 layers)",
-        make=_build(
-            "LlamaModel", "LlamaConfig", vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=512,
-            **_SMALL,
-        ),
-        inputs=_tokens,
-        lengths=(64, 16, 256),
-    ),
-    "whisper": Model(
-        title="Whisper (256 wide, 4 heads, 4 + 4 layers, 32 tokens)",
-        make=_seeded(Transcriber),
-        inputs=lambda N: torch.randn(1, 80, 2 * N, generator=torch.Generator().manual_seed(0)),
-        lengths=(256,),
-    ),
-    "unet": Model(
-        title="U-Net (64 to 128 channels, 8 heads, text of 77)",
-        make=_seeded(Denoiser),
-        inputs=lambda N: torch.randn(1, 4, *[round(N**0.5)] * 2, generator=torch.Generator().manual_seed(0)),
-        lengths=(256, 64),
-    ),
-}  # fmt: skip
-"""Models whose attentions are short."""
+def prepare(cell: dict, folder: Path) -> dict:
+    """Write weights, and the float64 result of the cell's model, for all runtimes; returns the allowed error."""
+    dtype = getattr(torch, cell["dtype"])
+    model, inputs = (
+        MODELS[cell["model"]].make("eager").to(dtype),
+        inputs_of(cell["model"], cell["batch"], cell["N"], dtype),
+    )
+    torch.save(model.state_dict(), folder / "weights.pt")
+    eager = _real(model(*inputs), inputs)
+    exact = _real(model.double()(*(x.double() if x.is_floating_point() else x for x in inputs)), inputs)
+    torch.save(exact, folder / "exact.pt")
+    return {"allowed": allowed_error(eager, exact)}
 
 
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
-"""Sizes of decoders for a rehearsal."""
+def _real(result: Tensor, inputs: Inputs) -> Tensor:
+    """The results of real tokens."""
+    return result[inputs[1].bool()] if len(inputs) > 1 else result
 
 
-class Scores(nn.Module):
-    """A causal language model that takes token ids and returns the scores of the next ones, `[B, N, 256]`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(input_ids=x, use_cache=False).logits
-
-
-TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {"sliding_window": 128, "query_pre_attn_scalar": 64}),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
-}
-"""Class, configuration and its own arguments of models that are trained; dropout, which each run draws anew, is off."""
-
-
-def trained_model(name: str, tiny: bool = False) -> nn.Module:
-    """A small model of bytes with eager attention, in training mode: 4 layers of 8 heads of 64."""
-    import transformers
-
-    kind, config, own = TRAINED[name]
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
-             "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
-    sizes |= TINY if tiny else {}
-    if name == "gpt2":
-        sizes = {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_hidden_layers"],
-                 "n_head": sizes["num_attention_heads"], "n_positions": 16384}  # fmt: skip
-    else:
-        sizes["max_position_embeddings"] = 16384
-    torch.manual_seed(0)
-    given = {**sizes, **own, "vocab_size": 256, "attn_implementation": "eager"}
-    return Scores(getattr(transformers, kind)(getattr(transformers, config)(**given))).train()
+def measure(runtime: str, cell: dict, folder: Path, seconds: float, busy: bool) -> dict:
+    """Times, in seconds, and error of one runtime in this process."""
+    clock = time.process_time if busy else time.perf_counter
+    dtype = getattr(torch, cell["dtype"])
+    model, inputs = (
+        MODELS[cell["model"]].make("eager").to(dtype),
+        inputs_of(cell["model"], cell["batch"], cell["N"], dtype),
+    )
+    model.load_state_dict(torch.load(folder / "weights.pt"))
+    start = time.perf_counter()
+    call = RUNTIMES[runtime](model, inputs, folder)
+    result = call()
+    first = time.perf_counter() - start
+    error = largest_error(_real(result, inputs), torch.load(folder / "exact.pt"))
+    times: list[float] = []
+    call()
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop or len(times) < 5:
+        start = clock()
+        call()
+        times.append(clock() - start)
+    versions = {name: version for name in ("torch", runtime) if (version := results.version_of(name))}
+    return {"median": statistics.median(times), "least": min(times), "samples": len(times), "first_call": first,
+            "error": error, "versions": versions}  # fmt: skip
 
 
-@functools.cache
-def _text() -> Tensor:
-    """About a megabyte of Python's own library, as bytes."""
-    folder = Path(inspect.__file__).parent
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("[a-f]*.py")))[:1_000_000]
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+def in_process(task: str, cell: dict, folder: Path, options: argparse.Namespace) -> dict:
+    """The result of `prepare` or of a runtime in a process of its own; a note where it fails."""
+    python = dict(entry.split("=", 1) for entry in options.python).get(task, sys.executable)
+    command = [python, __file__, "--child", task, json.dumps(cell), str(folder), "--seconds", str(options.seconds)]
+    environment = {"ZENDNNL_MATMUL_WEIGHT_CACHE": "1"} if task == "fusion+zentorch" else {}
+    done = subprocess.run(
+        command + ["--busy"] * options.busy, capture_output=True, text=True, env=os.environ | environment
+    )
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [f"exit {done.returncode}"]
+    return json.loads(lines[-1]) if done.returncode == 0 else {"note": f"fails: {lines[-1][:160]}"}
 
 
-def text_tokens(step: int, batch: int, N: int) -> Tensor:
-    """`[batch, N + 1]` bytes of text, the same for the same step."""
-    text, generator = _text(), torch.Generator().manual_seed(step)
-    starts = torch.randint(0, len(text) - N - 1, (batch,), generator=generator).tolist()
-    return torch.stack([text[start : start + N + 1] for start in starts])
+def write(path: Path, data: dict) -> None:
+    """Write the JSON file, and a table beside it."""
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    runtimes = [name for name in RUNTIMES if any(name in cell["entries"] for cell in data["cells"])]
+    lines = []
+    for cell in data["cells"]:
+        texts = [_text(cell["entries"].get(name), cell.get("allowed")) for name in runtimes]
+        lines.append([MODELS[cell["model"]].title, f"{cell['batch']} x {cell['N']}", cell["dtype"], *texts])
+    found = {name: v for c in data["cells"] for e in c["entries"].values() for name, v in e.get("versions", {}).items()}
+    notes = sorted({f"- {name}: {e['note']}" for c in data["cells"] for name, e in c["entries"].items() if "note" in e})
+    text = (
+        f"{results.heading('Whole models beside other runtimes')}Milliseconds, medians{data['clock']}; in brackets the "
+        "error, as a share of what the project's rule allows beside eager mode. Each in a process of its own: "
+        f"{', '.join(f'{name} {version}' for name, version in found.items())}.\n\n"
+        + results.table(["model", "B x N", "dtype", *runtimes], lines)
+    )
+    path.with_suffix(".md").write_text("\n\n".join([text, *(["\n".join(notes)] if notes else [])]) + "\n")
 
 
-def reference(make: Callable[[str], nn.Module], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The model's output in float64, from weights rounded to `dtype` first, so that only arithmetic differs."""
-    model = copy.deepcopy(make("eager").to(dtype)).double()
-    with torch.no_grad():
-        return model(x.to(dtype).double() if x.is_floating_point() else x)
+def _text(entry: dict | None, allowed: float | None) -> str:
+    if entry is None or "note" in entry:
+        return "" if entry is None else "fails"
+    return (
+        f"{1e3 * entry['median']:.4g} ({entry['error'] / allowed:.2f})" if allowed else f"{1e3 * entry['median']:.4g}"
+    )
 
 
-def with_sdpa(model: Model, dtype: torch.dtype) -> nn.Module | None:
-    """The same weights with `scaled_dot_product_attention` inside; None for models that transformers refuses it to."""
-    try:
-        return model.make("sdpa").to(dtype)
-    except ValueError:  # soft-capping has no argument there
-        return None
+def run(options: argparse.Namespace, console: Console) -> Path:
+    """Measure all cells, one runtime after the other, and write the files after each."""
+    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d-%H%M")
+    path = options.append or results.FOLDER / f"{stamp}-models.json"
+    clock = ", processor time of one thread" if options.busy else f", {torch.get_num_threads()} threads"
+    data = json.loads(path.read_text()) if path.exists() else {"clock": clock, "cells": []}
+    known = {(c["model"], c["batch"], c["N"], c["dtype"]): c for c in data["cells"]}
+    for name in options.models:
+        for batch in options.batches:
+            for N in sorted({N if name != "vit" else 197 for N in options.lengths}):
+                for dtype in options.dtypes:
+                    new = {"model": name, "batch": batch, "N": N, "dtype": dtype, "entries": {}}
+                    known.setdefault((name, batch, N, dtype), new)
+                    _cell(known[name, batch, N, dtype], data, path, options, console)
+    return path
+
+
+def _cell(cell: dict, data: dict, path: Path, options: argparse.Namespace, console: Console) -> None:
+    if cell not in data["cells"]:
+        data["cells"].append(cell)
+    described = {key: cell[key] for key in ("model", "batch", "N", "dtype")}
+    with tempfile.TemporaryDirectory() as folder:
+        todo = [(task, functools.partial(in_process, task, described, Path(folder), options))
+                for task in ("prepare", *options.runtimes)]  # fmt: skip
+        for task, result in results.measured(
+            todo, console, lambda task: f"{' '.join(map(str, described.values()))} {task}"
+        ):
+            if task == "prepare":
+                cell |= result
+                continue
+            cell["entries"][task] = result
+            took = (
+                result.get("note")
+                or f"{_text(result, cell.get('allowed'))} ms, first call {result['first_call']:.1f} s"
+            )
+            console.print(f"{' '.join(map(str, described.values())):32}{task:16}{took}")
+            write(path, data)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="N; ViT has 197")
+    parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
+    parser.add_argument("--python", nargs="+", default=[], metavar="RUNTIME=PATH", help="interpreters of runtimes")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per runtime")
+    parser.add_argument("--busy", action="store_true", help="processor time of one thread")
+    parser.add_argument("--append", type=Path, help="a file of an earlier run, to go on with")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def main() -> None:
+    options = parse()
+    if options.busy:
+        torch.set_num_threads(1)
+    if options.child is None:
+        console = Console()
+        console.print(f"written to {run(options, console)}")
+        return
+    task, cell, folder = options.child[0], json.loads(options.child[1]), Path(options.child[2])
+    done = prepare(cell, folder) if task == "prepare" else measure(task, cell, folder, options.seconds, options.busy)
+    print(json.dumps(done))
+
+
+if __name__ == "__main__":
+    assert fusion  # registers the backend where the package is not installed
+    main()

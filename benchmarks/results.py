@@ -22,7 +22,7 @@ What = TypeVar("What")
 VERSIONS = ("torch", "torch-mlir", "triton", "transformers", "numpy")
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def environment(peaks: dict[str, float]) -> dict:
         "waiting": os.environ.get("OMP_WAIT_POLICY", "default"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in VERSIONS},
+        "versions": {package: version_of(package) for package in VERSIONS},
         "commit": commit + ("+" if changed else ""),
         "peaks": peaks,
     }

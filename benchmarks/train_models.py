@@ -26,7 +26,7 @@ import torch._inductor.config
 from torch import nn
 
 import fusion
-from models import MODELS, VOCABULARY
+from model_zoo import MODELS, VOCABULARY
 
 torch._inductor.config.compile_threads = 1  # workers that start up would disturb the first steps
 

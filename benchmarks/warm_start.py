@@ -29,7 +29,7 @@ def first_call(backend: str, model_name: str, layers: int) -> dict[str, float]:
     """Seconds of `torch.compile` and the first call, in this process."""
     import torch
 
-    from models import MODELS
+    from model_zoo import MODELS
 
     model = MODELS[model_name]
     module = model.make("sdpa", num_hidden_layers=layers)

@@ -1,5 +1,6 @@
 """Benchmarks on CPUs: their loops hold what they write into, and the shortest run of each measures something."""
 
+import argparse
 import gc
 import importlib
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 from rich.console import Console
 
 pytest.importorskip("torch_mlir", reason="loops need torch-mlir")
@@ -54,3 +56,25 @@ def test_a_short_run_measures_fusion_and_its_peers(name, arguments, monkeypatch)
     assert {"fusion", "sdpa"} <= cell["entries"].keys()
     for entry in cell["entries"].values():
         assert entry["median"] > 0 and not entry["note"], cell
+
+
+def test_runtimes_are_measured_with_the_same_weights(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    models, zoo = importlib.import_module("models"), importlib.import_module("model_zoo")
+    monkeypatch.setattr(models, "MODELS", zoo.SMALL)
+    cell = {"model": "bert", "batch": 2, "N": 16, "dtype": "float32"}
+    with torch.no_grad():
+        cell |= models.prepare(cell, tmp_path)
+        cell["entries"] = {name: models.measure(name, cell, tmp_path, 0.02, False) for name in ("eager", "fusion")}
+    assert all(entry["median"] > 0 and entry["error"] <= cell["allowed"] for entry in cell["entries"].values())
+    cell["entries"]["onnxruntime"] = {"note": "fails: absent"}
+    models.write(tmp_path / "table.json", {"clock": "", "cells": [cell]})
+    text = (tmp_path / "table.md").read_text()
+    assert "| 2 x 16 | float32 |" in text and "- onnxruntime: fails: absent" in text
+
+
+def test_a_runtime_that_fails_leaves_a_note(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    models = importlib.import_module("models")
+    options = argparse.Namespace(python=["eager=false"], seconds=0.0, busy=False)
+    assert models.in_process("eager", {"model": "bert"}, tmp_path, options) == {"note": "fails: exit 1"}

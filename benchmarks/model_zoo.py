@@ -1,0 +1,303 @@
+"""Whole models with random weights, in the sizes people run: what the rest of a model leaves of a kernel's gain."""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model under test. `make(attention)` builds it with transformers' attn_implementation; `lengths` are N.
+
+    `make(attention, **smaller)` replaces sizes of its configuration. `inputs(N)` gives the one tensor it takes: token
+    ids `[1, N]`, or pixels.
+    """
+
+    title: str
+    make: Callable[..., nn.Module]
+    inputs: Callable[[int], Tensor]
+    lengths: tuple[int, ...]
+
+
+class LastState(nn.Module):
+    """The last hidden state of a model called with one tensor, and a mask of real tokens where a batch is padded."""
+
+    def __init__(self, model: nn.Module, argument: str) -> None:
+        super().__init__()
+        self.model, self.argument = model, argument
+        self.options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        padding = {} if mask is None else {"attention_mask": mask}
+        return self.model(**{self.argument: x}, **padding, **self.options).last_hidden_state
+
+
+class Transcriber(nn.Module):
+    """A Whisper-like model on the spectrum of a sound `[1, 80, 2 N]`, of which 32 tokens are known."""
+
+    def __init__(self, attention: str, N: int = 256) -> None:
+        from transformers import WhisperConfig, WhisperModel
+
+        super().__init__()
+        sizes: dict[str, Any] = {"d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 1024,
+                 "decoder_ffn_dim": 1024, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+                 "attn_implementation": attention}  # fmt: skip
+        config = WhisperConfig(
+            vocab_size=VOCABULARY, max_source_positions=N, max_target_positions=64, num_mel_bins=80, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, **sizes,
+        )  # fmt: skip
+        self.model = WhisperModel(config)
+        self.register_buffer("known", _tokens(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_features=x, decoder_input_ids=self.known, use_cache=False).last_hidden_state
+
+
+class Denoiser(nn.Module):
+    """A U-Net of diffusers on an image of latents `[1, 4, side, side]`, with a text of 77 tokens."""
+
+    def __init__(self, attention: str) -> None:
+        from diffusers import UNet2DConditionModel
+        from diffusers.models.attention_processor import AttnProcessor
+
+        super().__init__()
+        self.model = UNet2DConditionModel(
+            sample_size=16, block_out_channels=(64, 128, 128), cross_attention_dim=128, attention_head_dim=8,
+            norm_num_groups=16, down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        )  # fmt: skip
+        if attention == "eager":
+            self.model.set_attn_processor(AttnProcessor())
+        self.register_buffer("text", torch.randn(1, 77, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x, 500, self.text).sample
+
+
+def _seeded(kind: Callable[[str], nn.Module]) -> Callable[..., nn.Module]:
+    def make(attention: str) -> nn.Module:
+        torch.manual_seed(0)
+        return kind(attention).eval()
+
+    return make
+
+
+VOCABULARY = 1000
+
+
+def _build(kind: str, config: str, argument: str = "input_ids", **sizes: Any) -> Callable[..., nn.Module]:
+    def make(attention: str, **smaller: Any) -> nn.Module:
+        import transformers
+
+        torch.manual_seed(0)
+        settings = getattr(transformers, config)(**(sizes | smaller), attn_implementation=attention)
+        return LastState(getattr(transformers, kind)(settings), argument).eval()
+
+    return make
+
+
+def _tokens(N: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (1, N), generator=torch.Generator().manual_seed(0))
+
+
+def _pixels(N: int) -> Tensor:
+    side = 16 * round((N - 1) ** 0.5)
+    return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+
+MODELS: dict[str, Model] = {
+    "bert": Model(
+        title="BERT-base",
+        make=_build("BertModel", "BertConfig", vocab_size=VOCABULARY, max_position_embeddings=2048),
+        inputs=_tokens,
+        lengths=(128, 512, 2048),
+    ),
+    "gpt2": Model(
+        title="GPT-2",
+        make=_build("GPT2Model", "GPT2Config", vocab_size=VOCABULARY, n_positions=2048),
+        inputs=_tokens,
+        lengths=(128, 512, 1024, 2048),
+    ),
+    "t5": Model(
+        title="T5-base encoder",
+        make=_build(
+            "T5EncoderModel",
+            "T5Config",
+            vocab_size=VOCABULARY,
+            d_model=768,
+            d_kv=64,
+            d_ff=3072,
+            num_layers=12,
+            num_heads=12,
+        ),
+        inputs=_tokens,
+        lengths=(128, 512, 2048),
+    ),
+    "gemma2": Model(
+        title="Gemma-2-like decoder (8 layers)",
+        make=_build("Gemma2Model", "Gemma2Config", sliding_window=512, query_pre_attn_scalar=128, **_DECODER),
+        inputs=_tokens,
+        lengths=(128, 512, 2048),
+    ),
+    "llama": Model(
+        title="Llama-like decoder (8 layers)",
+        make=_build("LlamaModel", "LlamaConfig", **_DECODER),
+        inputs=_tokens,
+        lengths=(128, 512, 2048),
+    ),
+    "vit": Model(
+        title="ViT-B/16",
+        make=_build("ViTModel", "ViTConfig", "pixel_values", image_size=224),
+        inputs=_pixels,
+        lengths=(197,),
+    ),
+}
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+}
+
+SMALL: dict[str, Model] = {
+    "vit": Model(
+        title="ViT (192 wide, 3 heads, 12 layers)",
+        make=_build(
+            "ViTModel", "ViTConfig", "pixel_values", image_size=128, hidden_size=192, num_attention_heads=3,
+            intermediate_size=768,
+        ),
+        inputs=_pixels,
+        lengths=(65,),
+    ),
+    "gpt2": Model(
+        title="GPT-2 (256 wide, 4 heads, 4 layers)",
+        make=_build("GPT2Model", "GPT2Config", vocab_size=VOCABULARY, n_embd=256, n_head=4, n_layer=4),
+        inputs=_tokens,
+        lengths=(64, 16, 256),
+    ),
+    "bert": Model(
+        title="BERT (256 wide, 4 heads, 4 layers)",
+        make=_build("BertModel", "BertConfig", vocab_size=VOCABULARY, **_SMALL),
+        inputs=_tokens,
+        lengths=(64, 16, 256),
+    ),
+    "llama": Model(
+        title="Llama-like (256 wide, 4/2 heads, 4 layers)",
+        make=_build(
+            "LlamaModel", "LlamaConfig", vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=512,
+            **_SMALL,
+        ),
+        inputs=_tokens,
+        lengths=(64, 16, 256),
+    ),
+    "whisper": Model(
+        title="Whisper (256 wide, 4 heads, 4 + 4 layers, 32 tokens)",
+        make=_seeded(Transcriber),
+        inputs=lambda N: torch.randn(1, 80, 2 * N, generator=torch.Generator().manual_seed(0)),
+        lengths=(256,),
+    ),
+    "unet": Model(
+        title="U-Net (64 to 128 channels, 8 heads, text of 77)",
+        make=_seeded(Denoiser),
+        inputs=lambda N: torch.randn(1, 4, *[round(N**0.5)] * 2, generator=torch.Generator().manual_seed(0)),
+        lengths=(256, 64),
+    ),
+}  # fmt: skip
+"""Models whose attentions are short."""
+
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+"""Sizes of decoders for a rehearsal."""
+
+
+class Scores(nn.Module):
+    """A causal language model that takes token ids and returns the scores of the next ones, `[B, N, 256]`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x, use_cache=False).logits
+
+
+TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {"sliding_window": 128, "query_pre_attn_scalar": 64}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+}
+"""Class, configuration and its own arguments of models that are trained; dropout, which each run draws anew, is off."""
+
+
+def trained_model(name: str, tiny: bool = False) -> nn.Module:
+    """A small model of bytes with eager attention, in training mode: 4 layers of 8 heads of 64."""
+    import transformers
+
+    kind, config, own = TRAINED[name]
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    sizes |= TINY if tiny else {}
+    if name == "gpt2":
+        sizes = {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_hidden_layers"],
+                 "n_head": sizes["num_attention_heads"], "n_positions": 16384}  # fmt: skip
+    else:
+        sizes["max_position_embeddings"] = 16384
+    torch.manual_seed(0)
+    given = {**sizes, **own, "vocab_size": 256, "attn_implementation": "eager"}
+    return Scores(getattr(transformers, kind)(getattr(transformers, config)(**given))).train()
+
+
+@functools.cache
+def _text() -> Tensor:
+    """About a megabyte of Python's own library, as bytes."""
+    folder = Path(inspect.__file__).parent
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("[a-f]*.py")))[:1_000_000]
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def text_tokens(step: int, batch: int, N: int) -> Tensor:
+    """`[batch, N + 1]` bytes of text, the same for the same step."""
+    text, generator = _text(), torch.Generator().manual_seed(step)
+    starts = torch.randint(0, len(text) - N - 1, (batch,), generator=generator).tolist()
+    return torch.stack([text[start : start + N + 1] for start in starts])
+
+
+def reference(make: Callable[[str], nn.Module], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The model's output in float64, from weights rounded to `dtype` first, so that only arithmetic differs."""
+    model = copy.deepcopy(make("eager").to(dtype)).double()
+    with torch.no_grad():
+        return model(x.to(dtype).double() if x.is_floating_point() else x)
+
+
+def with_sdpa(model: Model, dtype: torch.dtype) -> nn.Module | None:
+    """The same weights with `scaled_dot_product_attention` inside; None for models that transformers refuses it to."""
+    try:
+        return model.make("sdpa").to(dtype)
+    except ValueError:  # soft-capping has no argument there
+        return None
