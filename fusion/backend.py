@@ -22,7 +22,7 @@ from fusion.passes.prepare.distances import read_by_distance
 from fusion.passes.prepare.trials import find_attention
 from fusion.passes.prepare.unread_rows import skip_unread_rows
 from fusion.passes.recognize.ancestors import escaping_weights
-from fusion.passes.recognize.find import Site, may_hold_attention, pending
+from fusion.passes.recognize.find import Site, pending
 from fusion.passes.replace import replace_sites
 from fusion.passes.specify.aux_outputs import split_extrema
 from fusion.passes.specify.calls import refuse, resolve_escaping, specify_sites
@@ -30,7 +30,7 @@ from fusion.passes.specify.gathered_keys import read_sets
 from fusion.passes.specify.tile_maps import map_tiles
 from fusion.passes.subgraphs.transforms import Asked
 from fusion.passes.trace.autocast import cast_before_expansions
-from fusion.passes.trace.normalize import normalize
+from fusion.passes.trace.normalize import may_hold_attention, normalize
 from fusion.passes.trace.outline import sealed_softmaxes, without_regions
 from fusion.report.dump import Dump
 from fusion.report.report import NO_ATTENTION, Report, graph_break, publish

@@ -8,10 +8,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fusion.options import Options
-from fusion.passes.recognize.find import may_hold_attention
 from fusion.passes.subgraphs import checkpointing, transforms
 from fusion.passes.subgraphs.transforms import Asked
 from fusion.passes.trace import autocast
+from fusion.passes.trace.normalize import may_hold_attention
 from fusion.report.report import NO_ATTENTION, Report
 
 Fuse = Callable[[GraphModule, Sequence[Any], Asked | None], tuple[GraphModule, Report]]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from fusion.errors import FusionError
 from fusion.ir import integers
@@ -34,8 +34,6 @@ from ..pullback.operands import is_float8, locate, mark_stored, scale_of_values
 from ..pullback.pullback import PullBack
 from ..pullback.roundings import is_coarser
 from ..pullback.views import Index, broadcast_index, source
-from ..subgraphs.checkpointing import bodies
-from ..trace.outline import regions
 from .ancestors import (
     AncestorKind,
     AncestorKinds,
@@ -150,26 +148,6 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
                 marks.attention_root.set(site.root, site.refusal is None)
     forget(graph)
     return sites
-
-
-_PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")
-_PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
-"""Names that count beside a softmax only: products that linear layers and much else are made of, too."""
-
-
-def may_hold_attention(module: GraphModule) -> bool:
-    """Whether a graph of Dynamo has any product of two activations, without which there is no attention. Checkpointed
-    graphs and regions within it count."""
-    if any(map(may_hold_attention, (*(body.graph for body in bodies(module).values()), *regions(module)))):
-        return True
-    calls = [node for node in module.graph.nodes if node.op.startswith("call")]
-    if any(node.op == "call_module" for node in calls):
-        return True
-    names = {str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", str(n.target)) for n in calls}
-    if any(part in name and "addmm" not in name for name in names for part in _PRODUCT_NAMES):
-        return True
-    normalised = any(part in name for name in names for part in ("softmax", "exp"))
-    return normalised and any(part in name for name in names for part in _PRODUCTS_OF_WEIGHTS)
 
 
 def _confined(anchor: Node, kinds: AncestorKinds) -> Site | None:

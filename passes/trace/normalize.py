@@ -23,12 +23,12 @@ from fusion.torch_private.operators import HigherOrderOperator, OpOverload, sche
 from fusion.torch_private.tracing import current_node, make_fx
 
 from .. import marks, nodes
-from ..subgraphs.checkpointing import Checkpoints, RetraceInterpreter
+from ..subgraphs import checkpointing
 from ..tensors import dtensor, nested
 from .autocast import write_casts
 from .decompositions import EINSUMS, ENCODER, MADE_OF_OTHERS, VARLEN
 from .inplace import make_functional, mark_mutations, write_to_the_whole
-from .outline import Untraceable, is_outlined, outline, record, trace_through_vmap, traces_through
+from .outline import Untraceable, is_outlined, outline, record, regions, trace_through_vmap, traces_through
 from .repeats import DeferredResult, Repeats, part_of
 from .rewrites import fill_by_masks, make_by_size, read_floats, write_products
 from .trace_inputs import LazyInput, carry_placeholders, fake_inputs, placed
@@ -38,6 +38,28 @@ aten = torch.ops.aten
 _EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
 _DECOMPOSITIONS = ENCODER | EINSUMS | VARLEN
 _DECOMPOSITIONS[autograd.GET_DATA] = torch.Tensor.detach  # `x.data`, which no trace follows
+
+
+_PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")
+_PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
+"""Names that count beside a softmax only: products that linear layers and much else are made of, too."""
+
+
+def may_hold_attention(module: GraphModule) -> bool:
+    """Whether a graph of Dynamo has any product of two activations, without which there is no attention. Checkpointed
+    graphs and regions within it count."""
+    if any(
+        map(may_hold_attention, (*(body.graph for body in checkpointing.bodies(module).values()), *regions(module)))
+    ):
+        return True
+    calls = [node for node in module.graph.nodes if node.op.startswith("call")]
+    if any(node.op == "call_module" for node in calls):
+        return True
+    names = {str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", str(n.target)) for n in calls}
+    if any(part in name and "addmm" not in name for name in names for part in _PRODUCT_NAMES):
+        return True
+    normalised = any(part in name for name in names for part in ("softmax", "exp"))
+    return normalised and any(part in name for name in names for part in _PRODUCTS_OF_WEIGHTS)
 
 
 def normalize(
@@ -90,18 +112,18 @@ def _trace(
     def run():  # without annotations: the graph would have them, as text, and no key in AOTAutograd's cache
         values = placed(fakes, mode)
         with torch.fx.traceback.preserve_node_meta():
-            return _Retrace(outlined, Checkpoints(outlined, bodies), sealed).run(*values)
+            return _Retrace(outlined, checkpointing.Checkpoints(outlined, bodies), sealed).run(*values)
 
     # With Inductor's freezing, parameters are constants of the graph.
     with mode, patch.object(mode, "allow_non_fake_inputs", True):
         return make_fx(run, MADE_OF_OTHERS, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
 
 
-class _Retrace(RetraceInterpreter):
+class _Retrace(checkpointing.RetraceInterpreter):
     """Runs Dynamo's graph, or a part of it, with torch's fused encoder modules decomposed. checkpoints: of the whole
     graph."""
 
-    def __init__(self, module: GraphModule, checkpoints: Checkpoints, sealed: bool):
+    def __init__(self, module: GraphModule, checkpoints: checkpointing.Checkpoints, sealed: bool):
         super().__init__(module)
         self.checkpoints, self.sealed = checkpoints, sealed
         self.repeats = Repeats()

@@ -14,7 +14,7 @@ from fusion.codegen import mlir
 from fusion.errors import OptionError
 from fusion.ir import results
 from fusion.options import Options
-from fusion.passes.recognize import find
+from fusion.passes.trace.normalize import may_hold_attention
 from fusion.runtime import kernels
 from fusion.runtime.guards import GuardedKernel, GuardedTraining
 from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eager, assert_same, wide
@@ -182,7 +182,7 @@ def test_explaining_does_not_change_how_a_compiled_function_runs():
 
 def test_plain_networks_are_not_searched():
     module = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
-    assert find.may_hold_attention(module)  # call_module nodes hide what they do
+    assert may_hold_attention(module)  # call_module nodes hide what they do
 
 
 def test_a_second_length_compiles_no_second_kernel(monkeypatch):
