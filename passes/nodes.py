@@ -374,7 +374,7 @@ def module_path(node: Node) -> str | None:
         return None
     path, _ = list(stack.values())[-1]
     path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", path)
-    return re.sub(r"^(L\.)?self\.?|^L\.|_modules\.|\.__dict__", "", path) or None
+    return re.sub(r"^L\.fn\.|^(L\.)?self\.?|^L\.|_modules\.|\.__dict__", "", path) or None
 
 
 def size_hints(graph: Graph) -> dict[str, int]:
