@@ -48,8 +48,8 @@ class BoundedTiles(Overlapped):
         kernel, size = tiles.kernel, 4 * tiles.lanes
         self.scores, self.step_bytes = scores, 2 * size
         self.query_norms = kernel.array(tiles.tiling.groups, size, "query_norms")
-        self.general, self.weighed = kernel.area(64, "general"), kernel.area(64, "weighed")
-        other_weights = kernel.array(tiles.together, tiles.weights.size, "other_weights")
+        self.needs_general, self.keys_done = kernel.area(64, "needs_general"), kernel.area(64, "keys_done")
+        other_weights = kernel.array(tiles.group_block, tiles.weights.size, "other_weights")
         super().__init__(tiles, (tiles.weights, other_weights))
 
     def note_queries(self, g: Value, packed: Value) -> None:
@@ -69,18 +69,18 @@ class BoundedTiles(Overlapped):
     def attend(self, item: Item, keys: KeyRange) -> Value:
         """Visit keys where their scores are near; whether the item has to be visited without that (i1)."""
         b, tiles = self.b, self.tiles
-        b.store(b.constant(1, "i64"), self.general)
+        b.store(b.constant(1, "i64"), self.needs_general)
         with b.when(self._is_near(item, keys)):
             tiles.clear(item, self.scores.centre)
-            b.store(b.constant(0, "i64"), self.weighed)
+            b.store(b.constant(0, "i64"), self.keys_done)
             self.visit(item, keys)
             if tiles.statistics is not None:
                 tiles.statistics.end_exponents(item.padded_groups, self.scores.centre)
             dead = self._mark_dead_rows(item)
             if not self.scores.finite:  # nothing else would come out
                 dead = b.constant(0, "i1")
-            b.store(b.convert("arith.extui", dead, "i64"), self.general)
-        return b.compare("ne", b.load(self.general, "i64"), 0, "again")
+            b.store(b.convert("arith.extui", dead, "i64"), self.needs_general)
+        return b.compare("ne", b.load(self.needs_general, "i64"), 0, "again")
 
     def _is_near(self, item: Item, keys: KeyRange) -> Value:
         """Whether the scores of the item's queries with these keys are, and the values are not extreme."""
@@ -122,17 +122,17 @@ class BoundedTiles(Overlapped):
 
         return b.any(item.groups, 1, mark, "g")
 
-    def turn(self, old: Tile, new: Tile) -> None:
-        """Programs and exponentials are one pass. `weighed` says how many keys of a tile have weights already."""
+    def advance(self, old: Tile, new: Tile) -> None:
+        """Programs and exponentials are one pass. `keys_done` says how many keys of a tile have weights already."""
         b, tiles, near = self.b, self.tiles, self.scores
         half, masked = self.products.key_step // 2, near.exponents[tiles.programs.masked]
         plain = masked if tiles.programs.full is None else near.exponents[tiles.programs.full]
         ordinary = plain not in near.filled
-        padded, weighed = old.block.padded, b.load(self.weighed, "i64", "weighed")
-        # So many keys of the old tile that the new scores are never stored over some that are still to be weighed.
+        padded, done = old.block.padded, b.load(self.keys_done, "i64", "keys_done")
+        # So many keys of the old tile that the new scores are never stored over some that still have no weights.
         ahead = b.most(b.div(padded, 2), b.sub(padded, b.mul(new.steps, half)))
-        start = b.most(weighed, ahead, "start")
-        self._weigh_all(old, plain, weighed, start)
+        start = b.most(done, ahead, "start")
+        self._weigh_all(old, plain, done, start)
         both, beside = b.div(b.sub(padded, start), half, "both"), self._weigh_beside(old, plain, start, ordinary)
         self.score_beside(new, both, half, beside, functools.partial(self._weigh_all, old, plain), start)
         with b.when(self._is_regular(new)):
@@ -141,12 +141,12 @@ class BoundedTiles(Overlapped):
             beside = self._weigh_beside(new, plain, 0, ordinary)
             self.accumulate_beside(old, both, half, beside, functools.partial(self._weigh_all, new, plain))
             self.accumulate(old, both, old.steps)
-            b.store(b.mul(both, half), self.weighed)
+            b.store(b.mul(both, half), self.keys_done)
         with b.otherwise():
             self.accumulate(old, 0, old.steps)
             tiles.stage_all(new, masked)
             self._weigh_all(new, masked, 0, new.block.padded)
-            b.store(new.block.padded, self.weighed)
+            b.store(new.block.padded, self.keys_done)
         tiles._end_key_span(old)
 
     def _is_regular(self, tile: Tile) -> Value:

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from .values import PTR, SIZE, Operand, Value, in_turns, is_float, literal, shape_of, vector_of
+from .values import PTR, SIZE, Operand, Value, interleave, is_float, literal, shape_of, vector_of
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Builder:
             results.append(part())
             streams.append(self._lines[start:])
             del self._lines[start:]
-        self._lines += in_turns(streams)
+        self._lines += interleave(streams)
         return results
 
     def text(self) -> str:

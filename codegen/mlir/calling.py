@@ -25,7 +25,7 @@ from .thread_function import KernelText
 from .values import round_up
 
 PARAMETER_SLOTS = 256
-APART = 128  # bytes: two cache lines, which processors fetch together
+FALSE_SHARING = 128  # bytes: two cache lines, which processors fetch together
 
 COUNTERS = memoryview(array("q", [0, 0]))
 """Counters of portions taken and threads begun, at the start of a call: see `ThreadFunction`."""
@@ -53,12 +53,12 @@ class ThreadMemory:
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
         self.packed = ctypes.addressof(self._arguments)
         # What threads write lies apart from all else: a line that one of them writes is taken from all that read it.
-        shared = ctypes.create_string_buffer(3 * APART)
-        start = -ctypes.addressof(shared) % APART
+        shared = ctypes.create_string_buffer(3 * FALSE_SHARING)
+        start = -ctypes.addressof(shared) % FALSE_SHARING
         self.flag = ctypes.c_int64.from_buffer(shared, start)
         self.flag_address = ctypes.addressof(self.flag)
-        self.counter_address = self.flag_address + APART
-        self.counters = memoryview(shared)[start + APART :][: COUNTERS.nbytes].cast("B").cast("q")
+        self.counter_address = self.flag_address + FALSE_SHARING
+        self.counters = memoryview(shared)[start + FALSE_SHARING :][: COUNTERS.nbytes].cast("B").cast("q")
         # Parts of every item that are done: 0 between calls, since the last of an item puts it back.
         self.arrivals = (ctypes.c_int64 * MOST_CUT)()
         self.arrivals_address = ctypes.addressof(self.arrivals)
@@ -94,13 +94,13 @@ class Function:
         if count > PARAMETER_SLOTS:
             raise UnsupportedSizeError(f"a kernel with {count} parameters; there is room for {PARAMETER_SLOTS}")
         self.code = code
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address)
+        self._serial = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address)
 
     def on(self, threads: int) -> Callable[[int], object]:
         """Function that runs it on so many threads; it takes a `ThreadMemory.packed` whose slots hold the
         parameters."""
         if threads == 1:
-            return self._alone
+            return self._serial
         parallel, address = openmp.parallel(), self.code.address
         assert parallel is not None  # see `compile.unavailable`
         return lambda packed: parallel(address, packed, threads, 0)

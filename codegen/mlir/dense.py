@@ -64,14 +64,14 @@ class DenseLoad:
             start = b.row(corner, j, self.key_stride, self.memory)
             b.store(self._gather(scope, start, self.row_stride, numbers), b.row(target, j, lanes))
 
-    def ask_ahead(self, first: Value, rows: int, key: Value, keys: int, block: int, n_k: Value) -> None:
+    def prefetch_tile(self, first: Value, rows: int, key: Value, keys: int, block: int, n_k: Value) -> None:
         """Ask for what lies ahead of `keys` keys, from a multiple of them on, in `rows` rows from `first` on. Where it
         is less than a line of each row, rows take turns. Behind the last of n_k keys that is the beginning of the rows
         of the next item, which mostly comes next: `block` rows further."""
         b, size = self.b, keys * SIZE[self.memory]
-        turns = max(1, LINE // size)
-        taken = -(-rows // turns)
-        here = b.mul(b.rem(b.div(key, keys), turns), taken)
+        parts = max(1, LINE // size)
+        taken = -(-rows // parts)
+        here = b.mul(b.rem(b.div(key, keys), parts), taken)
         offset = b.add(b.mul(b.add(first, here), self.row_stride), b.mul(key, self.key_stride))
         following = b.add(b.mul(self.row_stride, block), b.sub(PREFETCH_KEYS, n_k))
         ahead = b.select(b.compare("slt", b.add(key, PREFETCH_KEYS), n_k), PREFETCH_KEYS, following, "ahead")

@@ -57,8 +57,8 @@ class Elements:
     def _numbers(self) -> Value:
         return self.b.dense(range(self.lanes), vector_of("i32", self.lanes), "lane")
 
-    def _vector(self, row: Scope, first: Value, valid: Value, together: bool) -> Value:
-        """The elements of the columns from `first` on. together: strides are such that lanes read side by side."""
+    def _vector(self, row: Scope, first: Value, valid: Value, contiguous: bool) -> Value:
+        """The elements of the columns from `first` on. contiguous: strides are such that lanes read side by side."""
         lanes = Lanes(coord=LANE, first=0, count=self.lanes, valid=valid)
         here = row.inner({BLOCK: self.b.div(first, self.lanes, "block")}, lanes=lanes)
 
@@ -66,7 +66,7 @@ class Elements:
             if LANE.name not in coordinates(expr):
                 return None
             if expr.op == "load":
-                return self._load(here, expr) if together else None
+                return self._load(here, expr) if contiguous else None
             if expr.op == "to_float" and self._is_word(expr.args[0]):
                 return self.b.convert("arith.sitofp", self._word(here, expr.args[0]), "f32")
             return None

@@ -164,7 +164,7 @@ class _Writer:
         out = self.op(f"memref.alloc() {{alignment = 64 : i64}} : {memref}", "out")
         self.numbers = {
             "parts": 1, "part_keys": n_k, "workspace_bytes": per_thread, "key_steps": steps, "items": items,
-            "blocks": blocks, "unit": 1, "span": span, "together": -(-span // blocks), "window": n_k,
+            "blocks": blocks, "unit": 1, "span": span, "block_rows": -(-span // blocks), "window": n_k,
         }  # fmt: skip
         # The last two are of keys that are cut into parts.
         self.memory = dict.fromkeys(("workspace", "partials", "arrivals"), (workspace, "memref<?xi8>"))

@@ -31,7 +31,7 @@ from .parts import TileParts
 from .rows import STATE_BYTES, PackedRows, RowReader
 from .scope import Scope
 from .skeleton import KernelFunction
-from .stream import InTurn, Overlapped
+from .stream import Overlapped, Sequential
 from .thread_function import KernelText
 from .tile import Item, KeyRange, Tiles
 
@@ -64,12 +64,12 @@ class AttentionKernel(KernelFunction):
         self.tiling, self.tiles = tiling, Tiles(self, tiling, with_statistics)
         self.products = p = self.tiles.products
         self.staging = self.area(8 * p.staging_elements(), "staging")
-        self.finished = self.area(self.lanes * p.e_padded * 4, "finished")
+        self.out_rows = self.area(self.lanes * p.e_padded * 4, "out_rows")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.parts = TileParts(self.tiles) if tiling.cut else None
         near = bounded_scores(self.tiles) if self.looks_ahead else None
         self.bounded = None if near is None else BoundedTiles(self.tiles, near)
-        self.stream = (Overlapped if p.overlaps else InTurn)(self.tiles)
+        self.stream = (Overlapped if p.overlaps else Sequential)(self.tiles)
         b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
         self.windowed, self.window_start = self.bounded is None and aux is None, b.constant(0, "i64")
         self.step_bytes = p.key_bytes() + p.value_bytes() + (self.bounded.step_bytes if self.bounded else 0)
@@ -147,9 +147,9 @@ class AttentionKernel(KernelFunction):
         readers = self._readers(scope)
         tiles.loads = [DenseLoad(self.context, scope, expr) for expr in tiles.dense]
         padded_groups = b.mul(b.ceil_div(groups, p.nr), p.nr)
-        together, size = tiles.together, p.weight_bytes(self.tiling.keys)
+        group_block, size = tiles.group_block, p.weight_bytes(self.tiling.keys)
         self._zero_unused(
-            tiles.weights.first, b.mul(b.least(groups, together), size), b.constant(together * size, "i64")
+            tiles.weights.first, b.mul(b.least(groups, group_block), size), b.constant(group_block * size, "i64")
         )
         with b.loop(0, padded_groups, hint="g") as g:  # zeros where there is no group: products read them
             at = tiles.queries[g]

@@ -72,7 +72,7 @@ class Variant(CompiledKernel):
         if isinstance(tiling, Tiling):
             text = write(spec, tiling, target, d, d_v)
         elif isinstance(tiling, ByRows):
-            text = emit_rows(spec, target, d, d_v, together=tiling.together)
+            text = emit_rows(spec, target, d, d_v, rows_at_once=tiling.rows_at_once)
         else:
             text = emit_mixed_heads(spec, target, d, d_v)
         super().__init__(text)
@@ -104,7 +104,7 @@ class Variant(CompiledKernel):
         count, unit = one_by_one(items) if parts > 1 else portions(rows // span, blocks, threads)
         work_items = {
             ("items",): items, ("blocks",): blocks, ("portions",): count, ("unit",): unit, ("span",): span,
-            ("together",): -(-span // blocks), ("parts",): parts, ("part_keys",): part_keys,
+            ("block_rows",): -(-span // blocks), ("parts",): parts, ("part_keys",): part_keys,
         }  # fmt: skip
         if items // unit * count**2 >= 1 << 63:  # see `KernelFunction._items`
             raise UnsupportedSizeError(f"{items} work items in {count} portions were asked for; split the batch")
@@ -281,7 +281,7 @@ class Kernel(ForwardKernel):
 
     def _by_rows(self, sizes: Sequence[int]) -> ByRows:
         *batch, n_q, _, _, _ = self.extents(sizes)
-        return ByRows(together=1 << min(rows_together(self.spec, batch, n_q) - 1, 2).bit_length())
+        return ByRows(rows_at_once=1 << min(rows_together(self.spec, batch, n_q) - 1, 2).bit_length())
 
     def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows | AllHeads:
         """The tiling of a call's choice. Raises RefusedChoiceError where there is none."""

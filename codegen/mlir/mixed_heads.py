@@ -74,7 +74,7 @@ class MixedHeadsKernel(KernelFunction):
         self.state = self.area(heads * STATE_BYTES, "state")
         self.queries = self.area(self.groups * p.query_bytes(), "queries")
         self.staging = self.area(8 * p.staging_elements(), "staging")
-        self.finished = self.area(self.lanes * p.e_padded * 4, "finished")
+        self.out_rows = self.area(self.lanes * p.e_padded * 4, "out_rows")
         self.maximum, self.total = self.area(self.row, "maximum"), self.area(self.row, "total")
         self.row_factors = self.area(heads * self.groups * self.row, "row_factors")
         self.mixed = self.area(heads * self.keys_at_once * self.row, "mixed")

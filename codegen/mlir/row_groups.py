@@ -15,7 +15,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.planning.register_tiles import Target
 
 from .builder import Builder, Value
-from .row_products import Columns, Source, Stretch, Turns, Widths
+from .row_products import ActiveRows, Columns, KeyChunk, Source, Widths
 from .row_vectors import PairValueProducts, VectorRows
 from .rows import Rows, load_line
 from .vectormath import sum_rows, transpose
@@ -23,7 +23,7 @@ from .x86 import BF16, F32, LANES, Avx512
 
 SUMS = 16  # vectors of outputs that are in registers
 
-AskRows = Callable[[Value, int], None]
+PrefetchRows = Callable[[Value, int], None]
 """Asks for so many rows that are read later, those that are ahead of the ones from a key on."""
 
 
@@ -39,15 +39,15 @@ class GroupedRows(VectorRows):
 
     def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
         super().__init__(b, spec, target, widths, area)
-        self.together = widths.together
-        self.part = 2 * LANES // self.together  # elements of a row in a vector
+        self.rows_at_once = widths.rows_at_once
+        self.part = 2 * LANES // self.rows_at_once  # elements of a row in a vector
         self.part_type = f"vector<{self.part}xbf16>"
 
     def store_query(self, source: Rows, r: Value) -> None:
-        b, own = self.b, self.b.rem(r, self.together)
+        b, own = self.b, self.b.rem(r, self.rows_at_once)
         place = b.row(self._queries(b.sub(r, own)), own, self.part, "bf16")
         with b.loop(0, self.widths.d_padded, self.part, hint="c") as c:
-            b.store(load_line(b, source, 0, c, self.part_type), b.row(place, c, self.together, "bf16"))
+            b.store(load_line(b, source, 0, c, self.part_type), b.row(place, c, self.rows_at_once, "bf16"))
 
     def _queries(self, first: Value) -> Value:
         """Those of a group, whose first row this is."""
@@ -55,45 +55,45 @@ class GroupedRows(VectorRows):
 
     @contextmanager
     def _groups(
-        self, every: Stretch, ahead: Source, width: int, distance: int
-    ) -> Iterator[tuple[Stretch, Value, AskRows]]:
-        """A few keys, the first row of a group whose turn it is, and what asks for the row of K or V that is so many
-        keys ahead of one: a few at a time, as many requests at once would wait for each other."""
+        self, every: KeyChunk, ahead: Source, width: int, distance: int
+    ) -> Iterator[tuple[KeyChunk, Value, PrefetchRows]]:
+        """A few keys, the first row of a group, and what prefetches the row of K or V so many keys ahead of one: a
+        few at a time, as many requests at once would wait for each other."""
         b, distance = self.b, self._distance(ahead, distance)
-        with self._steps(every) as few, b.loop(0, few.rows, self.together, hint="first") as first:
+        with self._steps(every) as few, b.loop(0, few.rows, self.rows_at_once, hint="first") as first:
             leads = b.compare("eq", first, 0, "leads")
 
-            def ask(key: Value, count: int) -> None:
+            def prefetch(key: Value, count: int) -> None:
                 with b.when(leads):
                     ahead.prefetch(b.add(key, distance), count, few.n_k, width)
 
-            yield few, first, ask
+            yield few, first, prefetch
 
-    def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+    def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, widths, (keys, values) = self.b, self.widths, sources
         with (
-            self._groups(every, values, widths.d_v, 0) as (few, first, ask),
+            self._groups(every, values, widths.d_v, 0) as (few, first, prefetch),
             b.loop(few.low, few.high, LANES, hint="j0") as j0,
         ):
             rows = keys.gather_rows(j0, LANES, few.n_k, widths.d, widths.d_padded, self.staging)
-            for n, products in enumerate(self._dot_products(rows, self._queries(first), j0, ask)):
+            for n, products in enumerate(self._dot_products(rows, self._queries(first), j0, prefetch)):
                 b.store(products, self._product(b.add(first, n), few, j0))
 
-    def _dot_products(self, rows: Rows, queries: Value, j0: Value, ask: AskRows) -> list[Value]:
+    def _dot_products(self, rows: Rows, queries: Value, j0: Value, prefetch: PrefetchRows) -> list[Value]:
         """For each row of a group the products with the L keys from j0 on."""
-        b, unit, together = self.b, Avx512(self.b), self.together
+        b, unit, rows_at_once = self.b, Avx512(self.b), self.rows_at_once
         start, asked = [b.constant(0.0, F32)] * LANES, max(1, LANES * self.part // self.widths.d_padded)
         with b.carry(0, self.widths.d_padded, self.part, start, hint="c") as (loop, c, sums):
-            ask(b.add(j0, b.mul(b.div(c, self.part), asked)), asked)
-            q = b.load(b.row(queries, c, together, "bf16"), BF16, "q")
+            prefetch(b.add(j0, b.mul(b.div(c, self.part), asked)), asked)
+            q = b.load(b.row(queries, c, rows_at_once, "bf16"), BF16, "q")
             parts = [load_line(b, rows, n, c, self.part_type) for n in range(LANES)]
-            keys = [b.shuffle(x, x, [*range(self.part)] * together, "key") for x in parts]
+            keys = [b.shuffle(x, x, [*range(self.part)] * rows_at_once, "key") for x in parts]
             loop.yields(*(unit.add_pair_products(s, key, q) for s, key in zip(sums, keys, strict=True)))
-        keys_of_part = LANES // together
+        keys_of_part = LANES // rows_at_once
         parts = [sum_rows(b, loop.results[n : n + keys_of_part]) for n in range(0, LANES, keys_of_part)]
         return transpose(b, parts, keys_of_part)
 
-    def weigh(self, mine: Stretch, r: Value) -> None:
+    def weigh(self, mine: KeyChunk, r: Value) -> None:
         b, lanes, weights = self.b, self.lanes, self.weights(r)
         first, low, high = (b.sub(x, mine.start) for x in (mine.first, mine.low, mine.high))
         zero, whole = b.constant(0.0, self.vector), b.add(first, b.floor_to(b.sub(low, first), lanes))
@@ -101,50 +101,52 @@ class GroupedRows(VectorRows):
             b.store(zero, b.at(weights, j, "f32"))
         with b.loop(whole, low, hint="j") as j:
             b.store(b.constant(0.0, "f32"), b.at(weights, j, "f32"))
-        with b.loop(high, self.widths.stretch, lanes, hint="j") as j:
+        with b.loop(high, self.widths.chunk, lanes, hint="j") as j:
             b.store(zero, b.at(weights, j, "f32"))
-        self.values.prepare(weights, first, b.constant(self.widths.stretch, "i64"))
+        self.values.prepare(weights, first, b.constant(self.widths.chunk, "i64"))
         self._clear_output(r)
 
-    def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+    def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, (keys, values), lanes = self.b, sources, self.lanes
-        count = SUMS // self.together
+        count = SUMS // self.rows_at_once
         whole, rest = divmod(self.widths.e_padded // lanes, count)
-        with self._groups(every, keys, self.widths.d, self.widths.stretch) as (few, first, ask):
-            self._weigh(values, few, first, (0, count if whole else rest), ask)
+        with self._groups(every, keys, self.widths.d, self.widths.chunk) as (few, first, prefetch):
+            self._weigh(values, few, first, (0, count if whole else rest), prefetch)
             with b.loop(count * lanes, whole * count * lanes, count * lanes, hint="e") as e:
                 self._weigh(values, few, first, (e, count), None)
             if whole and rest:
                 self._weigh(values, few, first, (whole * count * lanes, rest), None)
 
-    def _weigh(self, values: Source, few: Stretch, first: Value, columns: Columns, ask: AskRows | None) -> None:
-        """Add a group's weights x V over a few keys, for some vectors of columns. Keys are paired from the stretch's
+    def _weigh(
+        self, values: Source, few: KeyChunk, first: Value, columns: Columns, prefetch: PrefetchRows | None
+    ) -> None:
+        """Add a group's weights x V over a few keys, for some vectors of columns. Keys are paired from the chunk's
         first on, so that a row's sums do not depend on what others visit."""
         b, (e, count), (low, high) = self.b, columns, (few.low, few.high)
         odd = b.rem(b.sub(low, few.start), 2)
         begin = b.add(low, odd)
         whole = b.add(begin, b.floor_to(b.most(b.sub(high, begin), 0), LANES))
-        outputs = [b.at(self._output(b.add(first, r)), e, "f32") for r in range(self.together)]
+        outputs = [b.at(self._output(b.add(first, r)), e, "f32") for r in range(self.rows_at_once)]
         places = [b.at(output, n * self.lanes, "f32") for output in outputs for n in range(count)]
         sums = [b.load(place, self.vector, "o") for place in places]
         for start, stop, number in (b.sub(low, odd), begin, 2), (begin, whole, LANES), (whole, high, 2):
             with b.carry(start, stop, number, sums, hint="j0") as (loop, j0, so_far):
-                pairs = self._pairs(values, few, j0, number, columns, ask)
+                pairs = self._pairs(values, few, j0, number, columns, prefetch)
                 loop.yields(*self._weighed(list(so_far), pairs, few, first, j0))
             sums = loop.results
         for x, place in zip(sums, places, strict=True):
             b.store(x, place)
 
     def _pairs(
-        self, values: Source, few: Stretch, j0: Value, number: int, columns: Columns, ask: AskRows | None
+        self, values: Source, few: KeyChunk, j0: Value, number: int, columns: Columns, prefetch: PrefetchRows | None
     ) -> Iterator[list[Value]]:
         """Vectors of pairs of every two of the keys from j0 on. Of two alone, at an end, one may not be there."""
         b, n_k, width, padded = self.b, few.n_k, self.widths.d_v, self.widths.e_padded
         if number > 2:
             rows = values.gather_rows(j0, number, n_k, width, padded, self.staging)
             for n in range(0, number, 2):
-                if ask is not None:
-                    ask(b.add(j0, n), 2)
+                if prefetch is not None:
+                    prefetch(b.add(j0, n), 2)
                 yield self.values.paired([self.values.lines(rows, n + k, columns) for k in (0, 1)])
             return
         results = []
@@ -157,12 +159,12 @@ class GroupedRows(VectorRows):
         yield self.values.paired(results)
 
     def _weighed(
-        self, sums: list[Value], pairs: Iterator[list[Value]], few: Stretch, first: Value, j0: Value
+        self, sums: list[Value], pairs: Iterator[list[Value]], few: KeyChunk, first: Value, j0: Value
     ) -> list[Value]:
         """With the keys from j0 on added, two at a time."""
         b = self.b
         for n, vectors in enumerate(pairs):
             place = b.sub(b.add(j0, 2 * n), few.start)
-            weights = (b.at(self.weights(b.add(first, r)), place, "bf16") for r in range(self.together))
+            weights = (b.at(self.weights(b.add(first, r)), place, "bf16") for r in range(self.rows_at_once))
             sums = self.values.kernel.rank_one(weights, vectors, sums)
         return sums

@@ -1,7 +1,7 @@
 """The kernel for few queries (decoding): lanes are keys, K and V are read in place.
 
 Packing K and V pays off only over many queries. Here a work item is a few rows that read the same keys: those of one
-head, or of all heads that share its keys (grouped queries). They take turns at a stretch of keys that a cache holds, so
+head, or of all heads that share its keys (grouped queries). They take turns at a chunk of keys that a cache holds, so
 that K and V come from memory once for all of them, in their own dtype, through a table where they are in pages. Keys
 at the ends of a row that a mask of data leaves out are not visited. For a row
 
@@ -10,7 +10,7 @@ at the ends of a row that a mask of data leaves out are not visited. For a row
     o += p V          one weight at a time against a row of V, columns in registers
 
 Where rows of bfloat16 share keys, AMX tiles take both products of all of them at a time (`row_tiles`). Output and sum
-begin anew with every stretch (see `tile` for why).
+begin anew with every chunk (see `tile` for why).
 
 Where there are fewer items than threads, the keys of an item are cut into `parts`.
 """
@@ -30,7 +30,7 @@ from fusion.planning.register_tiles import Target
 
 from .builder import Value
 from .parts import Parts, Sums
-from .row_products import STEP, Source, Stretch, Widths
+from .row_products import STEP, KeyChunk, Source, Widths
 from .row_tiles import row_products
 from .rows import SharedRows
 from .scope import Lanes, Scope
@@ -39,29 +39,29 @@ from .thread_function import KernelText
 from .values import round_up
 
 MOST_KEYS = 512
-"""Most keys of a stretch, whose lanes are keys, so that each lane sums only a part of them."""
+"""Most keys of a chunk, whose lanes are keys, so that each lane sums only a part of them."""
 
 
-def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, together: int = 4) -> KernelText:
-    """The kernel for few queries of a spec whose Q and K have d columns and V d_v. together: see `ByRows`."""
-    return _RowKernel(spec, target, d, d_v, together).text()
+def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, rows_at_once: int = 4) -> KernelText:
+    """The kernel for few queries of a spec whose Q and K have d columns and V d_v. rows_at_once: see `ByRows`."""
+    return _RowKernel(spec, target, d, d_v, rows_at_once).text()
 
 
 class _RowKernel(KernelFunction):
-    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, together: int):
+    def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, rows_at_once: int):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
-        products = row_products(spec, target, (d, d_v), together)
-        self.stretch = products.stretch(self.d_padded + self.e_padded, MOST_KEYS)
+        products = row_products(spec, target, (d, d_v), rows_at_once)
+        self.chunk = products.chunk_keys(self.d_padded + self.e_padded, MOST_KEYS)
         widths = Widths(
-            d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, stretch=self.stretch, together=together
+            d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, chunk=self.chunk, rows_at_once=rows_at_once
         )
         self.products = products(self.b, spec, target, widths, self.area)
-        # Of K and V where they are not read in place: rows of a stretch, for all rows that read them.
+        # Of K and V where they are not read in place: rows of a chunk, for all rows that read them.
         columns = (1, d, self.d_padded), (2, d_v, self.e_padded)
         self.shared = [
-            None if together == 1 or products.reads(spec, number) and width == padded
-            else self.area(8 * padded * (self.stretch + STEP), "shared")
+            None if rows_at_once == 1 or products.reads(spec, number) and width == padded
+            else self.area(8 * padded * (self.chunk + STEP), "shared")
             for number, width, padded in columns
         ]  # fmt: skip
         # Of every row of the item: its output, maximum and sum (vectors), and the keys it has to visit.
@@ -69,7 +69,7 @@ class _RowKernel(KernelFunction):
         self.sums = self.area(self.record_bytes, "sums")
         self.parts = Parts(self, self.record_bytes)
         self.ranges = self.area(8 * MOST_ROWS * 2, "ranges")
-        self.factors = self.area(4 * (self.stretch + self.lanes), "factors")
+        self.factors = self.area(4 * (self.chunk + self.lanes), "factors")
 
     def text(self) -> KernelText:
         top = self._top()
@@ -83,7 +83,7 @@ class _RowKernel(KernelFunction):
     def _rows(self, top: Scope, number: Value) -> None:
         """One part of the keys of one item: rows that follow each other in the order (batch coordinates.., query)."""
         b, blocks, (item, part) = self.b, self.params[("blocks",)], self.parts.piece(number)
-        span, most = self.params[("span",)], self.params[("together",)]
+        span, most = self.params[("span",)], self.params[("block_rows",)]
         start = b.mul(b.rem(item, blocks), most)
         first, count = b.add(b.mul(b.div(item, blocks), span), start, "first"), b.least(most, b.sub(span, start))
         cut = self.parts.cut()
@@ -213,26 +213,26 @@ class _RowKernel(KernelFunction):
         return self.b.load(ends, "i64", "low"), self.b.load(self.b.at(ends, 1, "i64"), "i64", "high")
 
     def _visit(self, top: Scope, first: Value, count: Value) -> None:
-        """All stretches of the keys that any of the rows has to visit."""
+        """All chunks of the keys that any of the rows has to visit."""
         b = self.b
         with b.carry(0, count, 1, [self.n_k, b.constant(0, "i64")], hint="r") as (ends, r, (lowest, highest)):
             low, high = self._range(r)
             ends.yields(b.least(lowest, low), b.most(highest, high))
-        # Stretches begin where no other row of the item has a say, so that a row's sums do not depend on these.
-        lowest, highest = b.floor_to(ends.results[0], self.stretch), ends.results[1]
+        # Chunks begin where no other row of the item has a say, so that a row's sums do not depend on these.
+        lowest, highest = b.floor_to(ends.results[0], self.chunk), ends.results[1]
         keys, values = self._sources(self._row_scope(top, first)[1])  # those of all rows of the item
-        with b.loop(lowest, highest, self.stretch, hint="start") as start:
-            low, high = b.most(ends.results[0], start), b.least(highest, b.add(start, self.stretch))
+        with b.loop(lowest, highest, self.chunk, hint="start") as start:
+            low, high = b.most(ends.results[0], start), b.least(highest, b.add(start, self.chunk))
             step_start = b.sub(low, b.rem(b.sub(low, start), STEP))
-            every = Stretch(start=start, first=step_start, low=low, high=high, n_k=self.n_k, rows=count)
+            every = KeyChunk(start=start, first=step_start, low=low, high=high, n_k=self.n_k, rows=count)
             for source in (keys, values):
                 if isinstance(source, SharedRows):
                     source.fill(start, step_start, low, high)
-            self.products.begin((keys, values), every, self._turns)
-            with self._turns(every) as (r, mine):
+            self.products.begin((keys, values), every, self._active_rows)
+            with self._active_rows(every) as (r, mine):
                 self._attend(self._row_scope(top, b.add(first, r))[0], r, mine)
-            self.products.end((keys, values), every, self._turns)
-            with self._turns(every) as (r, mine):
+            self.products.end((keys, values), every, self._active_rows)
+            with self._active_rows(every) as (r, mine):
                 self.products.add_output(values, mine, r, self._own(self.outputs, r, self.e_padded))
 
     def _sources(self, scope: Scope) -> list[Source]:
@@ -240,13 +240,13 @@ class _RowKernel(KernelFunction):
         results: list[Source] = []
         columns = (self.d, self.d_padded), (self.d_v, self.e_padded)
         for reader, area, widths in zip(self._readers(scope)[1:], self.shared, columns, strict=True):
-            sizes, memory = (self.stretch, STEP, *widths), self.products.memory or reader.memory
+            sizes, memory = (self.chunk, STEP, *widths), self.products.memory or reader.memory
             results.append(reader if area is None else SharedRows(reader, area, sizes, memory))
         return results
 
     @contextlib.contextmanager
-    def _turns(self, every: Stretch) -> Iterator[tuple[Value, Stretch]]:
-        """The rows that visit keys of a stretch, and which."""
+    def _active_rows(self, every: KeyChunk) -> Iterator[tuple[Value, KeyChunk]]:
+        """The rows that visit keys of a chunk, and which."""
         b = self.b
         with b.loop(0, every.rows, hint="r") as r:
             low, high = self._range(r)
@@ -254,8 +254,8 @@ class _RowKernel(KernelFunction):
             with b.when(b.compare("slt", low, high)):
                 yield r, replace(every, low=low, high=high)
 
-    def _attend(self, scope: Scope, r: Value, mine: Stretch) -> None:
-        """Row r's weights of its keys of a stretch, and its maximum and sum with them; its output is rescaled."""
+    def _attend(self, scope: Scope, r: Value, mine: KeyChunk) -> None:
+        """Row r's weights of its keys of a chunk, and its maximum and sum with them; its output is rescaled."""
         b, lanes = self.b, self.lanes
         maximum, total = self._own(self.maxima, r, lanes), self._own(self.totals, r, lanes)
         m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
@@ -283,8 +283,8 @@ class _RowKernel(KernelFunction):
                 b.store(x if factor is None else self._scaled(x, factor), at)
         self._write_row(output, self._row_address(batch, i))
 
-    def _weights(self, scope: Scope, r: Value, mine: Stretch, m: Value) -> tuple[Value, Value]:
-        """The weights of row r's keys of a stretch, which come after others whose maximum was m: the maximum of all,
+    def _weights(self, scope: Scope, r: Value, mine: KeyChunk, m: Value) -> tuple[Value, Value]:
+        """The weights of row r's keys of a chunk, which come after others whose maximum was m: the maximum of all,
         and the sum of these per lane. In two passes, so that keys do not wait for each other: scores, then weights."""
         b, lanes, (low, high), weights = self.b, self.lanes, (mine.low, mine.high), self.products.weights(r)
 
@@ -325,7 +325,7 @@ class _RowKernel(KernelFunction):
             distance //= 2
         return x
 
-    def _scores(self, scope: Scope, r: Value, mine: Stretch, j0: Value) -> tuple[Value, Value | None]:
+    def _scores(self, scope: Scope, r: Value, mine: KeyChunk, j0: Value) -> tuple[Value, Value | None]:
         """The score program (and weight program) of L keys; -inf (or weight 0) beyond the last."""
         b, lanes = self.b, self.lanes
         score, valid = self.products.scores(mine, r, j0), self._valid(b.sub(mine.high, j0))

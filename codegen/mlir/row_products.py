@@ -28,25 +28,25 @@ Source = RowReader | SharedRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Columns of Q and K and of V, also as they lie in memory (padded), the keys of a stretch at most, and how many
+    """Columns of Q and K and of V, also as they lie in memory (padded), the keys of a chunk at most, and how many
     rows may be multiplied with keys at a time: 1 where no two read the same."""
 
     d: int
     d_v: int
     d_padded: int
     e_padded: int
-    stretch: int
-    together: int
+    chunk: int
+    rows_at_once: int
 
     @property
-    def alone(self) -> bool:
-        return self.together == 1
+    def single_row(self) -> bool:
+        return self.rows_at_once == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Keys [low, high), which a row has to visit, or some row has, of the stretch that begins with key `start`. There
-    are n_k keys. first: `low`, less what it is beyond whole steps of the stretch. rows: how many take turns."""
+class KeyChunk:
+    """Keys [low, high), which a row has to visit, or some row has, of the chunk that begins with key `start`. There
+    are n_k keys. first: `low`, less what it is beyond whole steps of the chunk. rows: how many take turns."""
 
     start: Value
     first: Value
@@ -56,25 +56,25 @@ class Stretch:
     rows: Value
 
 
-Turns = Callable[[Stretch], AbstractContextManager[tuple[Value, Stretch]]]
-"""A loop over the rows that visit keys of a stretch: their numbers, and which keys."""
+ActiveRows = Callable[[KeyChunk], AbstractContextManager[tuple[Value, KeyChunk]]]
+"""A loop over the rows that visit keys of a chunk: their numbers, and which keys."""
 
-Ask = Callable[[Value], None]  # asks for rows that are read later, when L keys from this one on are multiplied
+Prefetch = Callable[[Value], None]  # asks for rows that are read later, when L keys from this one on are multiplied
 Columns = tuple[Value | int, int]
 """Vectors of columns that follow each other: the first's first column, and how many vectors."""
 
 
 class RowProducts:
-    """K q and p V of the rows of a work item, a stretch of keys at a time. Rows take turns: their scores are asked for,
+    """K q and p V of the rows of a work item, a chunk of keys at a time. Rows take turns: their scores are asked for,
     and their weights given. Each way has
 
-    stretch(columns, most)          keys of a stretch: `most` at most, with so many columns of K and V
+    chunk_keys(columns, most)       keys of a chunk: `most` at most, with so many columns of K and V
     store_query(source, r)          row 0 of `source` is the query of row r
-    begin(sources, every, turns)    the products of all rows, before their scores are asked for; sources: K and V
+    begin(sources, every, rows)    the products of all rows, before their scores are asked for; sources: K and V
     scores(mine, r, key)            the products of L keys with the query of row r
-    weights(r)                      where the weight of row r and the first key of a stretch is put, float32
+    weights(r)                      where the weight of row r and the first key of a chunk is put, float32
     weigh(mine, r)                  row r's weights have been put there
-    end(sources, every, turns)      the outputs of all rows, after all have their weights
+    end(sources, every, rows)      the outputs of all rows, after all have their weights
     add_output(values, mine, r, target)
                                     add row r's weighted sum of V, e_padded float32 in an order of its own
     in_order(results)               vectors of an output, two or all, as their columns stand in a row

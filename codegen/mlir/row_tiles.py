@@ -28,28 +28,28 @@ from fusion.planning.register_tiles import Target, planes_of
 from .builder import Builder, Value
 from .micro_kernel import TILE_ELEMENTS, AmxTiles, FmaVectors, MatrixOperand
 from .row_groups import GroupedRows
-from .row_products import STEP, RowProducts, Source, Stretch, Turns, Widths
+from .row_products import STEP, ActiveRows, KeyChunk, RowProducts, Source, Widths
 from .row_vectors import ValueProducts, VectorRows
 from .rows import Rows, load_line
 from .vectormath import transpose
 from .x86 import BF16, F32, LANES, WORDS
 
 TILE = 256  # float32 in a tile
-STRETCH = 128  # keys: what is made of them stays in the first-level cache
+CHUNK = 128  # keys: what is made of them stays in the first-level cache
 SUMS = 4  # tiles that are added to at a time: a product takes 52 cycles, and one begins every 16
 
 
 def row_products(
-    spec: AttentionSpec, target: Target, widths: tuple[int, int], together: int
+    spec: AttentionSpec, target: Target, widths: tuple[int, int], rows_at_once: int
 ) -> type[VectorRows] | type[TileRows]:
-    """Products that suit a spec's operands with so many columns of K and V. together: see `ByRows`."""
+    """Products that suit a spec's operands with so many columns of K and V. rows_at_once: see `ByRows`."""
     query, whole = spec.operands[0].dtype == "bfloat16" and spec.values[0] is None, all(w % PAIRED == 0 for w in widths)
     if not (query and whole and planes_of(spec, target) == 1):
         return VectorRows
     # What only one row reads is widened in registers.
-    if target.amx and (together > 1 or all(TileRows.reads(spec, number) for number in (1, 2))):
+    if target.amx and (rows_at_once > 1 or all(TileRows.reads(spec, number) for number in (1, 2))):
         return TileRows
-    return GroupedRows if target.pairs and together > 1 and GroupedRows.suits(spec) else VectorRows
+    return GroupedRows if target.pairs and rows_at_once > 1 and GroupedRows.suits(spec) else VectorRows
 
 
 class TileRows(RowProducts):
@@ -63,18 +63,18 @@ class TileRows(RowProducts):
         self.in_order = self.values.in_order
         self.chunks, self.blocks = widths.d // PAIRED, widths.d_v // PAIRED
         self.sets = 2 if 2 * self.blocks <= SUMS else 1
-        self.keys = widths.stretch + 3 * STEP
+        self.keys = widths.chunk + 3 * STEP
         self.queries = area(2 * TILE_ELEMENTS * self.chunks, "queries")
         self.products = area(4 * LANES * self.keys, "products")
         self.raw = area(4 * MOST_ROWS * self.keys, "raw")
         self.powers = area(4 * 2 * MOST_ROWS * self.keys, "powers")
         self.halves = area(4 * TILE * self.blocks * self.sets, "halves")
         self.output = area(4 * widths.d_v, "output")
-        self.own_weights = area(4 * (widths.stretch + LANES), "weights")  # of the row whose turn it is
+        self.own_weights = area(4 * (widths.chunk + LANES), "weights")  # of one row at a time
 
     @staticmethod
-    def stretch(columns: int, most: int) -> int:
-        return min(most, STRETCH)
+    def chunk_keys(columns: int, most: int) -> int:
+        return min(most, CHUNK)
 
     def store_query(self, source: Rows, r: Value) -> None:
         b = self.b
@@ -85,7 +85,7 @@ class TileRows(RowProducts):
                 word = b.extract(words, pair, "word")
                 b.store(word, b.at(column, LANES * pair, "i32"))
 
-    def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+    def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, keys = self.b, sources[0]
         with b.loop(every.first, every.high, STEP, hint="key") as key:
             rows = keys.rows(key, STEP, every.high, self.widths.d, self.widths.d, self.staging)
@@ -107,14 +107,14 @@ class TileRows(RowProducts):
         for r, x in enumerate(transpose(b, both)):
             b.store(x, b.at(b.at(self.raw, r * self.keys, "f32"), place, "f32"))
 
-    def scores(self, mine: Stretch, r: Value, key: Value) -> Value:
+    def scores(self, mine: KeyChunk, r: Value, key: Value) -> Value:
         b = self.b
         return b.load(b.at(self.raw, b.add(b.mul(r, self.keys), b.sub(key, mine.start)), "f32"), F32, "score")
 
     def weights(self, r: Value) -> Value:
         return self.own_weights
 
-    def weigh(self, mine: Stretch, r: Value) -> None:
+    def weigh(self, mine: KeyChunk, r: Value) -> None:
         b, zero = self.b, self.b.constant(0, WORDS)
         first, low, high = (b.sub(x, mine.start) for x in (mine.first, mine.low, mine.high))
         with b.loop(first, low, LANES, hint="place") as place:  # keys of other rows, or that fill a step
@@ -123,7 +123,7 @@ class TileRows(RowProducts):
             p = b.convert("arith.truncf", b.load(b.at(self.own_weights, place, "f32"), F32, "p"), "bf16")
             self._store_powers(r, place, b.convert("arith.extui", b.bitcast(p, f"vector<{LANES}xi16>"), "i32", "word"))
         behind = b.add(low, b.mul(b.ceil_div(b.sub(high, low), LANES), LANES), "behind")
-        with b.loop(behind, self.widths.stretch + STEP, LANES, hint="place") as place:
+        with b.loop(behind, self.widths.chunk + STEP, LANES, hint="place") as place:
             self._store_powers(r, place, zero)
 
     def _store_powers(self, r: Value, place: Value, words: Value) -> None:
@@ -135,7 +135,7 @@ class TileRows(RowProducts):
     def _powers(self, row: Value | int, place: Value) -> Value:
         return self.b.at(self.powers, self.b.add(self.b.mul(row, self.keys), place), "i32")
 
-    def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+    def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, values, whole = self.b, sources[1], self.blocks // SUMS * SUMS
         if whole:
             with b.loop(0, whole, SUMS, hint="block") as block:
@@ -143,7 +143,7 @@ class TileRows(RowProducts):
         if self.blocks > whole:
             self._accumulate(values, every, whole, self.blocks - whole)
 
-    def _accumulate(self, values: Source, every: Stretch, block: Value | int, count: int) -> None:
+    def _accumulate(self, values: Source, every: KeyChunk, block: Value | int, count: int) -> None:
         """The outputs of `count` blocks of 32 columns."""
         b, unit, d_v, sets = self.b, self.kernel.unit, self.widths.d_v, self.sets
         start = self.kernel.zeros(sets * count)
@@ -161,7 +161,7 @@ class TileRows(RowProducts):
         for n, tile in enumerate(loop.results):
             unit.store(tile, b.row(self.halves, b.add(b.mul(block, sets), n), TILE))
 
-    def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
+    def add_output(self, values: Source, mine: KeyChunk, r: Value, target: Value) -> None:
         b, zero = self.b, self.b.constant(0.0, F32)
         with b.carry(0, self.blocks, 1, [zero], hint="block") as (loop, block, (total,)):
             tiles = b.row(self.halves, block, self.sets * TILE)

@@ -22,19 +22,19 @@ from fusion.planning.register_tiles import Target, planes_of
 
 from .builder import Builder, Value, vector_of
 from .micro_kernel import Bf16Vectors, FmaVectors
-from .row_products import STEP, Ask, Columns, RowProducts, Source, Stretch, Turns, Widths
+from .row_products import STEP, ActiveRows, Columns, KeyChunk, Prefetch, RowProducts, Source, Widths
 from .rows import Rows, SharedRows, load_f32, load_line, load_pair
 from .vectormath import sum_rows
 from .x86 import BF16, LANES, Avx512
 
 RUN = 8  # rows of K in a page from which on finding them costs less than putting a copy of them in order
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
-SECOND_CACHE = 1 << 18  # bytes of K and V, as float32, of a stretch: they are asked for a product ahead
+SECOND_CACHE = 1 << 18  # bytes of K and V, as float32, of a chunk: they are asked for a product ahead
 
 
 class VectorRows(RowProducts):
     """By vector instructions, one row after the other for every few keys, which the first-level cache holds meanwhile.
-    While K is multiplied, V of the same stretch is asked for, and while V is, K of the next one. So memory is read all
+    While K is multiplied, V of the same chunk is asked for, and while V is, K of the next one. So memory is read all
     the time, not only while the processor waits for it."""
 
     @classmethod
@@ -56,11 +56,11 @@ class VectorRows(RowProducts):
         self.in_order = self.values.in_order
         self.queries = area(4 * MOST_ROWS * widths.d_padded, "queries")
         self.outputs = area(4 * MOST_ROWS * widths.e_padded, "outputs")
-        self.room = widths.stretch + 2 * self.lanes
+        self.room = widths.chunk + 2 * self.lanes
         self.products = area(4 * MOST_ROWS * self.room, "products")
 
     @staticmethod
-    def stretch(columns: int, most: int) -> int:
+    def chunk_keys(columns: int, most: int) -> int:
         while most > STEP and 4 * most * columns > SECOND_CACHE:
             most //= 2
         return most
@@ -71,51 +71,51 @@ class VectorRows(RowProducts):
     def store_query(self, source: Rows, r: Value) -> None:
         self.keys.store_query(source, self._query(r))
 
-    def begin(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+    def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, lanes, widths, (keys, values) = self.b, self.lanes, self.widths, sources
-        with self._steps(every) as few, turns(few) as (r, mine):
-            ask = self._asking(values, few, r, widths.d_v, 0)
+        with self._steps(every) as few, active_rows(few) as (r, mine):
+            prefetch = self._prefetcher(values, few, r, widths.d_v, 0)
             with b.loop(mine.low, mine.high, lanes, hint="j0") as j0:
-                if ask is not None:
-                    ask(j0)
+                if prefetch is not None:
+                    prefetch(j0)
                 rows = keys.gather_rows(j0, lanes, mine.n_k, widths.d, widths.d_padded, self.staging)
                 products = sum_rows(b, self.keys.dot_products(rows, self._query(r)))
                 b.store(products, self._product(r, mine, j0))
 
     @contextmanager
-    def _steps(self, every: Stretch) -> Iterator[Stretch]:
+    def _steps(self, every: KeyChunk) -> Iterator[KeyChunk]:
         """The keys that rows take turns at: a few at a time, where there are several rows."""
         b = self.b
-        if self.widths.alone:
+        if self.widths.single_row:
             yield every
             return
         with b.loop(every.first, every.high, STEP, hint="key") as key:
             yield replace(every, low=b.most(key, every.low), high=b.least(b.add(key, STEP), every.high))
 
-    def _asking(self, ahead: Source, few: Stretch, r: Value, width: int, distance: int) -> Ask | None:
-        """Ask for rows of K or V, so many keys ahead, in row r's turn: here for its share of them, where several rows
-        take turns, else by what is returned, for those of L keys from one on."""
+    def _prefetcher(self, ahead: Source, few: KeyChunk, r: Value, width: int, distance: int) -> Prefetch | None:
+        """Prefetch rows of K or V, so many keys ahead: here for row r's share of them, where there are several rows,
+        else by what is returned, for those of L keys from one on."""
         b, distance = self.b, self._distance(ahead, distance)
-        if self.widths.alone:
+        if self.widths.single_row:
             return lambda key: ahead.prefetch(b.add(key, distance), self.lanes, few.n_k, width)
         share = b.div(b.constant(STEP, "i64"), few.rows)
         ahead.prefetch(b.add(b.add(few.low, b.mul(share, r)), distance), share, few.n_k, width)
         return None
 
     def _distance(self, ahead: Source, distance: int) -> int:
-        """Prefetch distance: operands put in order for all rows are read a stretch ahead."""
-        return self.widths.stretch if isinstance(ahead, SharedRows) else distance
+        """Prefetch distance: operands put in order for all rows are read a chunk ahead."""
+        return self.widths.chunk if isinstance(ahead, SharedRows) else distance
 
-    def _product(self, r: Value, mine: Stretch, key: Value) -> Value:
+    def _product(self, r: Value, mine: KeyChunk, key: Value) -> Value:
         return self.b.at(self.weights(r), self.b.sub(key, mine.start), "f32")
 
-    def scores(self, mine: Stretch, r: Value, key: Value) -> Value:
+    def scores(self, mine: KeyChunk, r: Value, key: Value) -> Value:
         return self.b.load(self._product(r, mine, key), self.vector, "score")
 
     def weights(self, r: Value) -> Value:
         return self.b.row(self.products, r, self.room)
 
-    def weigh(self, mine: Stretch, r: Value) -> None:
+    def weigh(self, mine: KeyChunk, r: Value) -> None:
         b = self.b
         self.values.prepare(self.weights(r), b.sub(mine.low, mine.start), b.sub(mine.high, mine.start))
         self._clear_output(r)
@@ -124,16 +124,16 @@ class VectorRows(RowProducts):
         zero = self.b.constant(0.0, self.vector)
         self.b.fill(self._output(r), self.widths.e_padded // self.lanes, zero, hint="e")
 
-    def end(self, sources: tuple[Source, Source], every: Stretch, turns: Turns) -> None:
+    def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         keys, values = sources
-        with self._steps(every) as few, turns(few) as (r, mine):
-            ask = self._asking(keys, few, r, self.widths.d, self.widths.stretch)
-            self.values.weigh(values, mine, self.weights(r), self._output(r), ask)
+        with self._steps(every) as few, active_rows(few) as (r, mine):
+            prefetch = self._prefetcher(keys, few, r, self.widths.d, self.widths.chunk)
+            self.values.weigh(values, mine, self.weights(r), self._output(r), prefetch)
 
     def _output(self, r: Value) -> Value:
         return self.b.row(self.outputs, r, self.widths.e_padded)
 
-    def add_output(self, values: Source, mine: Stretch, r: Value, target: Value) -> None:
+    def add_output(self, values: Source, mine: KeyChunk, r: Value, target: Value) -> None:
         self._add(self._output(r), target)
 
 
@@ -207,19 +207,21 @@ class ValueProducts:
         """Bring weights number `low` to `high` - 1 (float32; behind them there is room for another vector) into the
         form that `weigh` reads."""
 
-    def weigh(self, values: Source, mine: Stretch, weights: Value, output: Value, ask: Ask | None = None) -> None:
+    def weigh(
+        self, values: Source, mine: KeyChunk, weights: Value, output: Value, prefetch: Prefetch | None = None
+    ) -> None:
         """output += weights x V over keys, a few vectors of columns at a time, in registers. weights: the first is that
-        of the stretch's first key. ask: called for every L keys, once."""
+        of the chunk's first key. prefetch: called for every L keys, once."""
         b, step, width = self.b, CHAINS * self.lanes, self.widths.e_padded
         if whole := width // step:
             with b.loop(0, whole * step, step, hint="e") as e:
-                self._weigh_columns(values, mine, weights, b.at(output, e, "f32"), (e, CHAINS), ask)
+                self._weigh_columns(values, mine, weights, b.at(output, e, "f32"), (e, CHAINS), prefetch)
         if rest := width // self.lanes - whole * CHAINS:
             at = b.at(output, whole * step, "f32")
-            self._weigh_columns(values, mine, weights, at, (whole * step, rest), None if whole else ask)
+            self._weigh_columns(values, mine, weights, at, (whole * step, rest), None if whole else prefetch)
 
     def _weigh_columns(
-        self, values: Source, mine: Stretch, weights: Value, output: Value, columns: Columns, ask: Ask | None
+        self, values: Source, mine: KeyChunk, weights: Value, output: Value, columns: Columns, prefetch: Prefetch | None
     ) -> None:
         """Add the weighted values of some vectors of columns."""
         b, lanes, (e, count) = self.b, self.lanes, columns
@@ -228,13 +230,13 @@ class ValueProducts:
         whole = b.add(mine.low, b.floor_to(b.sub(mine.high, mine.low), lanes), "whole")
         places = [b.at(output, n * lanes, "f32") for n in range(count)]
         sums = [b.load(place, vector, "o") for place in places] + [b.constant(0.0, vector)] * ((sets - 1) * count)
-        for low, high, together in (mine.low, whole, lanes), (whole, mine.high, 1):
-            with b.carry(low, high, together, sums, hint="j0") as (loop, j0, sums):
-                if ask is not None and together > 1:
+        for low, high, number in (mine.low, whole, lanes), (whole, mine.high, 1):
+            with b.carry(low, high, number, sums, hint="j0") as (loop, j0, sums):
+                if prefetch is not None and number > 1:
                     with b.when(b.compare("eq", b.as_value(e, "i64"), 0)):
-                        ask(j0)
-                rows, sums = values.gather_rows(j0, together, mine.n_k, width, padded, self.staging), list(sums)
-                self.add(sums, rows, together, b.at(weights, b.sub(j0, mine.start), self.stored), columns)
+                        prefetch(j0)
+                rows, sums = values.gather_rows(j0, number, mine.n_k, width, padded, self.staging), list(sums)
+                self.add(sums, rows, number, b.at(weights, b.sub(j0, mine.start), self.stored), columns)
                 loop.yields(*sums)
             sums = loop.results
         for n, place in enumerate(places):
@@ -287,8 +289,8 @@ class PairValueProducts(ValueProducts):
         if number > 1:
             return super().weight(address, number)
         b = self.b
-        alone = b.convert("arith.extui", b.load(address, "i16", "p"), "i32")
-        return b.bitcast(b.broadcast(alone, self.lanes), BF16)
+        weight = b.convert("arith.extui", b.load(address, "i16", "p"), "i32")
+        return b.bitcast(b.broadcast(weight, self.lanes), BF16)
 
     def vectors(self, rows: Rows, word: int, number: int, columns: Columns) -> list[Value]:
         lines = [self.lines(rows, 2 * word + k, columns) for k in range(min(2, number))]

@@ -129,10 +129,10 @@ class RowReader:
         """Ask for rows that will be read soon; first: as in `gather_rows`. Those from `limit` on may not exist."""
         if self.made is not None:
             return
-        b, together = self.context.b, count if isinstance(count, int) else 1
-        run = math.gcd(self.run, together)
-        with b.loop(first, b.add(first, count), together, hint="row") as row:
-            for r in range(0, together, run):
+        b, unroll = self.context.b, count if isinstance(count, int) else 1
+        run = math.gcd(self.run, unroll)
+        with b.loop(first, b.add(first, count), unroll, hint="row") as row:
+            for r in range(0, unroll, run):
                 position = b.add(row, r)
                 line = self._line(position if self.base is not None else b.least(position, b.sub(limit, 1)))[0]
                 lines = [b.row(line, self.run_stride, n, self.memory) for n in range(run)]
@@ -228,24 +228,24 @@ class RowReader:
 
 
 class SharedRows:
-    """The rows of a reader that are not read in place, a stretch of them at a time: put in order once for all that read
-    them. area: room for a stretch and a step more. sizes: rows of a stretch and of a step, columns, columns with those
+    """The rows of a reader that are not read in place, a chunk of them at a time: put in order once for all that read
+    them. area: room for a chunk and a step more. sizes: rows of a chunk and of a step, columns, columns with those
     that are padded. memory: MLIR's type of an element."""
 
     def __init__(self, reader: RowReader, area: Value, sizes: tuple[int, int, int, int], memory: str):
         self.reader, self.area, self.memory = reader, area, memory
-        self.stretch, self.step, self.width, self.padded = sizes
+        self.chunk, self.step, self.width, self.padded = sizes
         self.dtype = "bfloat16" if memory == "bf16" else reader.dtype
         self.start = reader.context.b.constant(0, "i64")
-        self._clear(self.stretch, self.stretch + self.step)  # that is behind every stretch
+        self._clear(self.chunk, self.chunk + self.step)  # that is behind every chunk
 
     def fill(self, start: Value, first: Value, low: Value, high: Value) -> None:
-        """Rows [low, high) of the stretch from `start` on, and zeros from row `first` on and a step behind."""
+        """Rows [low, high) of the chunk from `start` on, and zeros from row `first` on and a step behind."""
         b, self.start = self.reader.context.b, start
         self._clear(first, low)
         with b.loop(low, high, hint="position") as position:
             self.reader.put(position, self.width, self.padded, self._row(position), self.memory)
-        self._clear(high, b.least(b.add(high, self.step), b.add(start, self.stretch)))
+        self._clear(high, b.least(b.add(high, self.step), b.add(start, self.chunk)))
 
     def prefetch(self, first: Value, count: Value | int, limit: Value, width: int) -> None:
         self.reader.prefetch(first, count, limit, width)
@@ -261,7 +261,7 @@ class SharedRows:
         return b.row(self.area, b.sub(position, self.start), self.padded, self.memory, "rows")
 
     def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
-        """Rows as `RowReader.rows` gives them, of the stretch that `fill` was called for last."""
+        """Rows as `RowReader.rows` gives them, of the chunk that `fill` was called for last."""
         return Rows(pointer=self._row(first), stride=padded, memory=self.memory, dtype=self.dtype)
 
     gather_rows = rows

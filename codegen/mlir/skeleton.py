@@ -36,7 +36,7 @@ class KernelFunction(ThreadFunction):
     for 0 anyway (AMX). may_flag: its products split numbers into planes, which very large ones do not have."""
 
     header = HEADER
-    finished: Value  # memory of L rows of the result
+    out_rows: Value  # memory of L rows of the result
 
     def __init__(
         self, spec: AttentionSpec, target: Target, d: int, d_v: int, degree: int, flush: bool = False,
@@ -111,7 +111,7 @@ class KernelFunction(ThreadFunction):
         """The loop over this thread's work items, which it takes in portions: see `fusion.planning.cpu`."""
         b, (items, count, unit) = self.b, (self.params[(name,)] for name in ("items", "portions", "unit"))
         units, square = b.div(items, unit), b.mul(count, count)
-        with self.turns(count, "portion") as mine:
+        with self.dynamic_loop(count, "portion") as mine:
             rest = [b.sub(count, b.add(mine, k)) for k in (0, 1)]
             low, high = (b.sub(units, b.div(b.mul(units, b.mul(n, n)), square)) for n in rest)
             with b.loop(b.mul(low, unit), b.mul(high, unit), hint="item") as item:
@@ -234,9 +234,9 @@ class KernelFunction(ThreadFunction):
         with b.loop(0, padded, lanes, hint="e") as e:
             cells = [b.load(b.row(source, b.add(e, r), lanes), self.vector, "o") for r in range(lanes)]
             for r, line in enumerate(transpose(b, [change(cell) for cell in cells])):
-                b.store(line, b.at(self.finished, b.add(e, r * padded), "f32"))
+                b.store(line, b.at(self.out_rows, b.add(e, r * padded), "f32"))
         with b.loop(0, count, hint="r") as r:
-            yield r, b.row(self.finished, r, padded)
+            yield r, b.row(self.out_rows, r, padded)
 
     def _narrow(self, x: Value, memory: str) -> Value:
         if memory == "f32":

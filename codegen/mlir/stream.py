@@ -29,7 +29,7 @@ GROUP_PAIR = (0, 1)  # of the set of groups that overlapping products take
 State = TypeVar("State")
 
 
-class InTurn:
+class Sequential:
     """One tile after the other."""
 
     def __init__(self, tiles: Tiles):
@@ -39,7 +39,7 @@ class InTurn:
         b, tiles = self.b, self.tiles
         with (
             b.loop(keys.low, keys.high, self.tiling.keys, hint="j0") as j0,
-            b.loop(0, item.groups, tiles.together, hint="g") as g,
+            b.loop(0, item.groups, tiles.group_block, hint="g") as g,
         ):
             rows, n = tiles.rows_and_keys(item, keys, g, j0)
             with b.when(b.compare("sgt", n, 0)):
@@ -67,10 +67,10 @@ class Overlapped:
         self.products, self.areas = tiles.products, areas or (tiles.weights, tiles.weights)
 
     def visit(self, item: Item, keys: KeyRange) -> None:
-        """Tiles in order, each overlapped with the next, and one turn to finish the last. A tile without keys takes
+        """Tiles in order, each overlapped with the next, and one step to finish the last. A tile without keys takes
         none."""
         b, tiles, size = self.b, self.tiles, self.tiles.tiling.keys
-        sets = b.ceil_div(item.groups, tiles.together, "sets")
+        sets = b.ceil_div(item.groups, tiles.group_block, "sets")
         blocks = b.div(b.most(b.add(b.sub(keys.high, keys.low), size - 1), 0), size, "blocks_here")
         count, nothing = b.mul(blocks, sets, "tiles"), b.constant(0, "i64")
         start = [nothing, nothing, nothing, *(area.first for area in self.areas)]
@@ -78,17 +78,17 @@ class Overlapped:
         with b.carry(0, b.add(count, 1), 1, start, hint="t") as (loop, t, (*before, area, other)):
             end = b.compare("eq", t, count, "end")
             j0 = b.add(b.mul(b.div(t, sets), size), keys.low, "j0")
-            g = b.mul(b.rem(t, sets), tiles.together, "g")
+            g = b.mul(b.rem(t, sets), tiles.group_block, "g")
             rows, n = tiles.rows_and_keys(item, keys, g, j0)
             n = b.select(end, 0, n, "n_keys")
             taken = b.or_(end, b.compare("sgt", n, 0), "taken")
             with b.when(taken):
                 old = tiles.tile(item, item.scope, *before, at(area))
-                self.turn(old, tiles.tile(item, rows, g, j0, n, at(other)))
+                self.advance(old, tiles.tile(item, rows, g, j0, n, at(other)))
             following = zip((g, j0, n, other, area), (*before, area, other), strict=True)
             loop.yields(*(b.select(taken, x, y) for x, y in following))
 
-    def turn(self, old: Tile, new: Tile) -> None:
+    def advance(self, old: Tile, new: Tile) -> None:
         """The second half of a tile and the first half of the next; either may have no keys."""
         b, tiles, step_keys = self.b, self.tiles, self.products.key_step
         both = b.least(old.steps, new.steps, "both")

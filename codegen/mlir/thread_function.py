@@ -95,7 +95,7 @@ class ThreadFunction:
         return Array(self.b, self.area(count * size, hint), size)
 
     @contextlib.contextmanager
-    def turns(self, count: Value, hint: str) -> Iterator[Value]:
+    def dynamic_loop(self, count: Value, hint: str) -> Iterator[Value]:
         """A loop over numbers below `count`, which threads take from a common counter, so that blocks of unequal work
         (causal masks) and busy cores even out."""
         counter = self.params[("ptr", "counter")]

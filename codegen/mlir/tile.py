@@ -97,21 +97,21 @@ class Tiles:
         self.aux_outputs = AuxOutputs(kernel, p.key_step, groups) if self.spec.aux_outputs else None
         self.queries = kernel.array(groups, p.query_bytes(), "queries")
         # Scores and weights of a few groups at a time: they stay in the first-level cache.
-        together = self.together = tiling.together or p.nr
-        self.scores = kernel.array(together, keys * row, "scores")
-        self.factors = kernel.array(together, keys * row, "factors") if self.weight is not None else None
-        self.weights = kernel.array(together, p.weight_bytes(keys), "weights")
+        group_block = self.group_block = tiling.group_block or p.nr
+        self.scores = kernel.array(group_block, keys * row, "scores")
+        self.factors = kernel.array(group_block, keys * row, "factors") if self.weight is not None else None
+        self.weights = kernel.array(group_block, p.weight_bytes(keys), "weights")
         # Per group: the output and, as one more row, the sum; then the same of the spans before.
         self.span = KEY_SPAN if self.spec.out_dtype == "float32" else HALF_KEY_SPAN
         self.own_rows = p.e_padded + 1
         self.output = kernel.array(groups, 2 * self.own_rows * row, "output")
         self.max_of = kernel.array(groups, row, "maxima")
-        self.highest = kernel.array(together, row, "highest")
-        entries = keys + (together + 1) * self.lanes
+        self.highest = kernel.array(group_block, row, "highest")
+        entries = keys + (group_block + 1) * self.lanes
         self.tables = [
             DistanceTable(kernel.context, part, kernel.area(4 * entries, "table")) for part in self.by_distance
         ]
-        staged = together if p.overlaps else 1  # of the groups that are worked on together
+        staged = group_block if p.overlaps else 1  # of the groups that are worked on together
         self.staged = [kernel.array(staged, keys * row, "staged") for _ in self.dense]
 
     def enter(self) -> None:
@@ -172,7 +172,7 @@ class Tiles:
         steps = b.ceil_div(n, step, "steps")
         return Tile(
             item=item, scope=scope, g=g, steps=steps,
-            here=b.least(b.sub(item.groups, g), self.together, "here"),
+            here=b.least(b.sub(item.groups, g), self.group_block, "here"),
             block=KeyBlock(first=j0, count=n, padded=b.mul(steps, step)), weights=weights or self.weights,
         )  # fmt: skip
 
@@ -180,7 +180,7 @@ class Tiles:
         """The scope that knows the rows of the groups from g on, and how many keys from j0 on they visit."""
         b, lanes, kernel, mask = self.b, self.lanes, self.kernel, self.spec.mask
         start, rows = b.add(item.first, b.mul(g, lanes)), b.sub(item.count, b.mul(g, lanes))
-        last = b.sub(b.add(start, b.least(rows, self.together * lanes)), 1)
+        last = b.sub(b.add(start, b.least(rows, self.group_block * lanes)), 1)
         tile = item.scope.inner({I0: start, I1: last})
         n = b.least(b.sub(keys.high, j0), self.tiling.keys, "n_keys")
         if keys.skipping is None:
@@ -217,7 +217,7 @@ class Tiles:
         row = b.add(tile.item.first, b.mul(b.add(tile.g, first), self.lanes))
         key, block = b.add(tile.block.first, b.mul(step, p.key_step)), self.tiling.groups * self.lanes
         for load in self.loads:
-            load.ask_ahead(row, p.nr * self.lanes, key, p.key_step, block, self.kernel.n_k)
+            load.prefetch_tile(row, p.nr * self.lanes, key, p.key_step, block, self.kernel.n_k)
 
     def score_all(self, tile: Tile) -> None:
         b, size = self.b, self.products.nr
@@ -255,7 +255,7 @@ class Tiles:
     def _fill_tables(self, tile: Tile) -> None:
         b, block = self.b, tile.block
         ends = tile.scope.value(I0), tile.scope.value(I1), block.first, b.sub(b.add(block.first, block.count), 1)
-        # A turn that only ends the last tile has no keys, and what lies before the first is not the table's.
+        # A step that only ends the last tile has no keys, and what lies before the first is not the table's.
         with b.when(b.compare("sgt", block.count, 0)) if self.tables else contextlib.nullcontext():
             for table in self.tables:
                 table.fill(tile.scope, *ends)

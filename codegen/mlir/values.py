@@ -67,7 +67,7 @@ def literal(value: float, scalar: str) -> str:
 _NAME = re.compile(r"%\w+")
 
 
-def in_turns(streams: list[list[str]]) -> list[str]:
+def interleave(streams: list[list[str]]) -> list[str]:
     """Lines that do not depend on each other, put side by side: a line of each stream in turns, where it uses no value
     that is still to come. Streams with regions follow each other."""
     if any(line.endswith("{") for lines in streams for line in lines):

@@ -126,7 +126,7 @@ class BackwardPlan:
         wanted = self.adds_mean and needs[0] or any(needs[entry.operand] for entry in self.loads)
         return normalized(self.spec) and wanted
 
-    def alone(self, entry: LoadGradient) -> bool:
+    def exclusive(self, entry: LoadGradient) -> bool:
         """Whether only the inner batch elements, all of them, contribute to an element of this gradient: the last of
         these can write it to its place, in the operand's dtype. A mask may skip a tile of some of them alone."""
         once = sum(other.operand == entry.operand for other in self.loads) == 1

@@ -41,7 +41,7 @@ class Target:
     pairs: vectors of bf16 pairs can be multiplied and summed (`vdpbf16ps`); not used beside `amx`.
     tile_rows: keys (or value columns) in the register tile of vector products.
     tile_groups: lane vectors (groups of queries) in it.
-    near_bytes: capacity of the first-level cache, in which a tile of scores lives.
+    l1_bytes: capacity of the first-level cache, in which a tile of scores lives.
     """
 
     lanes: int
@@ -50,7 +50,7 @@ class Target:
     pairs: bool = False
     tile_rows: int = 4
     tile_groups: int = 2
-    near_bytes: int = 32 * 1024
+    l1_bytes: int = 32 * 1024
 
     @property
     def bfloat16(self) -> bool:
@@ -71,9 +71,9 @@ class Target:
 
         The traffic to the next level does not depend on B_c, only the number of times that the output is loaded and
         stored again does (n_k / B_c), so B_c is as large as that allows, a multiple of a few register tiles."""
-        together, score_bytes = 2 if planes and self.amx else self.tile_groups, 4 + 2 * planes
+        group_block, score_bytes = 2 if planes and self.amx else self.tile_groups, 4 + 2 * planes
         step = 64 if planes and self.amx else 12 * self.tile_rows
-        return max(step, self.near_bytes // 2 // (together * self.lanes * score_bytes) // step * step)
+        return max(step, self.l1_bytes // 2 // (group_block * self.lanes * score_bytes) // step * step)
 
 
 def target_of(machine: Machine) -> Target:
@@ -82,13 +82,13 @@ def target_of(machine: Machine) -> Target:
     if machine.isa >= _AVX512:
         amx = machine.isa >= _AMX
         pairs = machine.isa >= _PAIRS and not amx
-        return Target(lanes=16, avx512=True, amx=amx, pairs=pairs, tile_rows=8, tile_groups=3, near_bytes=near)
+        return Target(lanes=16, avx512=True, amx=amx, pairs=pairs, tile_rows=8, tile_groups=3, l1_bytes=near)
     if "avx2" in machine.isa:
-        return Target(lanes=8, tile_rows=4, tile_groups=3, near_bytes=near)
+        return Target(lanes=8, tile_rows=4, tile_groups=3, l1_bytes=near)
     if "neon" in machine.isa:
-        return Target(lanes=4, tile_rows=4, tile_groups=4, near_bytes=near)
+        return Target(lanes=4, tile_rows=4, tile_groups=4, l1_bytes=near)
     lanes = max(4, machine.vector_bytes // 4 if machine.vector_bytes <= 64 else 4)
-    return Target(lanes=lanes, near_bytes=near)
+    return Target(lanes=lanes, l1_bytes=near)
 
 
 def planes_of(spec: AttentionSpec, target: Target) -> int:
@@ -105,24 +105,24 @@ def planes_of(spec: AttentionSpec, target: Target) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """The tiles of a kernel. together: how many groups (a multiple of the products' group step; 0 for one such step) go
-    through a block of keys at a time. cut: whether the keys of an item may be in parts. chain: words of a score's
+    """The tiles of a kernel. group_block: how many groups (a multiple of the products' group step; 0 for one such step)
+    go through a block of keys at a time. cut: whether the keys of an item may be in parts. chain: words of a score's
     product that are summed one after the other by multiply-adds; 0 for `LONGEST_CHAIN`."""
 
     groups: int  # lane vectors of queries in a work item
     keys: int  # keys in a block
     planes: int  # of AMX products, 0 for multiply-add
-    together: int = 0
+    group_block: int = 0
     cut: bool = False
     chain: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByRows:
-    """In place of a tiling: the kernel for few queries. together: rows that it may multiply with keys at a time, 1, 2
-    or 4; 1 where no two rows of a call read the same keys."""
+    """In place of a tiling: the kernel for few queries. rows_at_once: rows that it may multiply with keys at a time, 1,
+    2 or 4; 1 where no two rows of a call read the same keys."""
 
-    together: int
+    rows_at_once: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +133,11 @@ class AllHeads:
 def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tuple[Tiling, ...]:
     """Ways to form products, with a tile for any lengths; and where that is by split planes, multiply-adds for inputs
     that cannot be split. most_planes: fewer than 3 round (see `fusion.approximate.two_planes`)."""
-    together = target.tile_groups
-    multiply_add = Tiling(groups=2 * together, together=together, keys=target.keys(0), planes=0)
+    group_block = target.tile_groups
+    multiply_add = Tiling(groups=2 * group_block, group_block=group_block, keys=target.keys(0), planes=0)
     planes = min(planes_of(spec, target), most_planes)
     if not planes:
         return (multiply_add,)
     if not target.amx:
         return (replace(multiply_add, keys=target.keys(planes), planes=planes),)
-    return (Tiling(groups=4, together=2, keys=target.keys(planes), planes=planes), multiply_add)
+    return (Tiling(groups=4, group_block=2, keys=target.keys(planes), planes=planes), multiply_add)

@@ -86,9 +86,9 @@ def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool, targets: Map
     if by_rows and row_products(spec, emulation.AMX, (spec.d.integer, spec.d_v.integer), 4) is TileRows:
         target = emulation.AMX if rng.random() < ROWS_ON_TILES else target
     planes = planes_of(spec, target)
-    together, step = (2, 64) if planes and target.amx else (target.tile_groups, target.tile_rows)
-    groups, keys = rng.choice([1, 1, 2]) * together, rng.choice([1, 2, 5, 12]) * step
-    tiling = None if by_rows else Tiling(groups=groups, together=together, keys=keys, planes=planes)
+    group_block, step = (2, 64) if planes and target.amx else (target.tile_groups, target.tile_rows)
+    groups, keys = rng.choice([1, 1, 2]) * group_block, rng.choice([1, 2, 5, 12]) * step
+    tiling = None if by_rows else Tiling(groups=groups, group_block=group_block, keys=keys, planes=planes)
     span, optimised = rng.choice([48, 96, 512]), rng.random() < OPTIMISED
     chosen = Plan(target=target, tiling=tiling, schedule=query_stationary(spec), span=span, optimised=optimised)
     return replace(chosen, cuts=not spec.aux_outputs and rng.random() < CUT)

@@ -97,7 +97,7 @@ class FeaturesKernel(ThreadFunction):
         )
         return b.row(self.parents_area, parent, row, "i8"), b.row(self.x, variable, row, "i8")
 
-    def turn(self, rows: Value) -> None:
+    def transpose_rows(self, rows: Value) -> None:
         """Write x for the keys or queries at `rows`."""
         b, width = self.b, self.shape.width
         with b.loop(0, self.block, 16, hint="lane") as lane:
@@ -170,12 +170,12 @@ class State(FeaturesKernel):
     def _write(self) -> None:
         b, p = self.b, self.params
         chunks, groups, blocks = p[("chunks",)], p[("groups",)], p[("blocks",)]
-        with self.turns(p[("items",)], "item") as item:
+        with self.dynamic_loop(p[("items",)], "item") as item:
             head, group = b.div(item, groups), b.rem(item, groups)
             first, last = (b.div(b.mul(chunks, b.add(group, k)), groups) for k in (0, 1))
             with b.loop(0, blocks, hint="block") as block:
                 number = b.add(b.mul(head, blocks), block)
-                self.turn(b.row(p[("ptr", "rows")], number, self.shape.width * self.block, "f32", "rows"))
+                self.transpose_rows(b.row(p[("ptr", "rows")], number, self.shape.width * self.block, "f32", "rows"))
                 # Keys beyond the end have no monomial that is not 0: not even the one of degree 0.
                 ones, left = self.shape.width * self.block, b.sub(p[("n",)], b.mul(block, self.block))
                 with b.loop(b.least(left, self.block), self.block, hint="beyond") as lane:
@@ -233,9 +233,9 @@ class Readout(FeaturesKernel):
     def _write(self) -> None:
         b, p = self.b, self.params
         blocks, low = p[("blocks",)], self.shape.low_padded // CHUNK
-        with self.turns(p[("items",)], "item") as item:
+        with self.dynamic_loop(p[("items",)], "item") as item:
             head = b.div(item, blocks)
-            self.turn(b.row(p[("ptr", "rows")], item, self.shape.width * self.block, "f32", "rows"))
+            self.transpose_rows(b.row(p[("ptr", "rows")], item, self.shape.width * self.block, "f32", "rows"))
             self.make_parents()
             with b.loop(0, self.shape.e * self.block, 16, hint="zero") as place:
                 b.store(b.constant(0.0, F32), b.at(self.sums, place, "f32"), align=64)

@@ -56,7 +56,7 @@ class Moments(RowStatisticsKernel):
             self._query_norms(q, p[("n_q",)])
             with b.when(self._beyond_by_mean()):
                 self._give_up()
-            with b.otherwise(), b.loop(0, p[("turns",)], hint="segment") as segment:
+            with b.otherwise(), b.loop(0, p[("segments",)], hint="segment") as segment:
                 self._segment(item, q, k, segment)
         self._finish(item)
 
@@ -173,10 +173,10 @@ class Moments(RowStatisticsKernel):
     def _accumulate(self) -> None:
         """Add a staged block to G and s: some rows of G at a time, in registers over the block."""
         b, zero, kernel, right = self.b, self.b.constant(0.0, F32), self.kernel, self._vectors(self.stage)
-        with b.loop(0, self.d, self.together, hint="c") as c:
+        with b.loop(0, self.d, self.mr, hint="c") as c:
             corner = b.at(self.stage, c, "f32")
-            left = MatrixOperand(bases=[corner], step=self.width, count=self.together, part=1)
-            sums = kernel.gemm(kernel.zeros(self.together * self.vectors), left, right, 0, BLOCK)
+            left = MatrixOperand(bases=[corner], step=self.width, count=self.mr, part=1)
+            sums = kernel.gemm(kernel.zeros(self.mr * self.vectors), left, right, 0, BLOCK)
             self._add(b.row(self.gram, c, self.width), sums)
         with b.carry(0, BLOCK, 1, [zero] * self.vectors, hint="r") as (loop, r, sums):
             row = b.row(self.stage, r, self.width)
@@ -192,12 +192,12 @@ class Moments(RowStatisticsKernel):
 
     def _squares(self) -> None:
         """Into `partial`, 16 numbers for each row of the staged block that add up to q^T G q."""
-        b, together, kernel, right = self.b, self.together, self.kernel, self._vectors(self.gram)
-        with b.loop(0, BLOCK, together, hint="r") as r:
+        b, mr, kernel, right = self.b, self.mr, self.kernel, self._vectors(self.gram)
+        with b.loop(0, BLOCK, mr, hint="r") as r:
             rows = b.row(self.stage, r, self.width)
-            left = MatrixOperand(bases=[rows], step=1, count=together, part=self.width)
-            sums = kernel.gemm(kernel.zeros(together * self.vectors), left, right, 0, self.d)
-            for k in range(together):
+            left = MatrixOperand(bases=[rows], step=1, count=mr, part=self.width)
+            sums = kernel.gemm(kernel.zeros(mr * self.vectors), left, right, 0, self.d)
+            for k in range(mr):
                 products = sums[k * self.vectors : (k + 1) * self.vectors]
                 row = b.add(r, k)
                 self._write_product(row, self._line(b.at(rows, k * self.width, "f32")), products)
@@ -220,8 +220,8 @@ class LargestCall(RowStatisticsCall):
 
     def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, second: bool):
         super().__init__(
-            code(Moments, d, dtype), q, k, 4, lag=1, turns=2, q_segment=q.count, k_segment=k.count, second=int(second),
-            keep=0, limit=float_bits(math.inf), q_rows=0,
+            code(Moments, d, dtype), q, k, 4, lag=1, segments=2, q_segment=q.count, k_segment=k.count,
+            second=int(second), keep=0, limit=float_bits(math.inf), q_rows=0,
         )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ class MomentsCall(RowStatisticsCall):
         self.d, self.n_q, self.width = d, q.count, round_up(d, LANES)
         self.rows = round_up(max(q.count, 1), BLOCK) if segment and second else 0
         super().__init__(
-            code(Moments, d, dtype), q, k, 4, lag=int(not segment), turns=-(-q.count // segment) if segment else 2,
+            code(Moments, d, dtype), q, k, 4, lag=int(not segment), segments=-(-q.count // segment) if segment else 2,
             q_segment=segment or q.count, k_segment=segment or k.count, second=int(second), keep=1 + bool(self.rows),
             q_rows=self.rows, limit=float_bits(limit),
         )  # fmt: skip

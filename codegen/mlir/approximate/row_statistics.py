@@ -39,13 +39,13 @@ class RowStatisticsKernel(ThreadFunction):
         super().__init__()
         self.d, self.scalar, self.width = d, scalar, round_up(d, LANES)
         self.vectors = self.width // LANES
-        self.together = 1 << max(0, (SUMS // self.vectors).bit_length() - 1)  # divides BLOCK, and the width
+        self.mr = 1 << max(0, (SUMS // self.vectors).bit_length() - 1)  # divides BLOCK, and the width
         self.stage = self.area(4 * BLOCK * self.width, "stage")
         self.partial = self.area(4 * BLOCK * LANES, "partial")
 
     def text(self) -> KernelText:
         b, p = self.b, self.params
-        with self.turns(p[("items",)], "item") as item:
+        with self.dynamic_loop(p[("items",)], "item") as item:
             q, k = (b.at(p[("ptr", x)], self._offset(item, f"{x}_offsets"), self.scalar, x) for x in ("q", "k"))
             self._item(item, q, k)
         return self.kernel_text()

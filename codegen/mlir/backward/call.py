@@ -250,15 +250,15 @@ class BackwardCall:
         if entry.form is Form.DENSE:
             last = column_dimension(entry.load)  # rows before it: those of one batch element lie side by side
             order.sort(key=lambda dim: (dim == last, "i" in coordinates(entry.load.args[dim])))
-        alone, elements = self.plan.alone(entry), operand.numel()
+        exclusive, elements = self.plan.exclusive(entry), operand.numel()
         copies = shares * copies_of(operand) if entry.form is Form.SCATTERED else 1
-        memory = torch.empty(copies, round_up(elements, 16), dtype=operand.dtype if alone else torch.float32)
+        memory = torch.empty(copies, round_up(elements, 16), dtype=operand.dtype if exclusive else torch.float32)
         in_huge_pages(memory)
         if not self._covers(entry):
             memory.zero_()
         packed = memory[:, :elements].view(copies, *(shape[dim] for dim in order))
         self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())))
-        if alone:
+        if exclusive:
             keys = self.kernel.backward_tilings[choice].groups * self.kernel.target.lanes
             elements = round_up(self.n_k, keys) * self.n_q if self.inner > 1 else 0
             self.kept[entry.operand] = torch.empty(self.derived.threads, elements, dtype=torch.float32)
@@ -271,7 +271,7 @@ class BackwardCall:
 
     def _covers(self, entry: LoadGradient) -> bool:
         """Whether the kernel writes every element of a gradient: all tiles are visited, and all is read by them."""
-        if not self.plan.alone(entry) or self.spec.mask is not None:
+        if not self.plan.exclusive(entry) or self.spec.mask is not None:
             return False
         extents = dict(zip((*self.spec.axes, I, J), (*self.batch, self.n_q, self.n_k), strict=True))
         shape = self.operands[entry.operand].shape
@@ -295,10 +295,10 @@ class BackwardCall:
         for number, sink in self.sinks.items():
             values |= {("sink_stride", number, dim): sink.stride(dim + 1) for dim in range(sink.dim() - 1)}
             values["sink_elements", number] = sink.stride(0)
-            values["sinks_apart", number] = sink.stride(0) * copies_of(self.operands[number])
+            values["sink_copy_stride", number] = sink.stride(0) * copies_of(self.operands[number])
         values |= {("kept_elements", number): kept.shape[1] for number, kept in self.kept.items()}
         if normalized(self.spec):
-            values |= {("statistics_rows",): self.statistics[0].numel(), ("rows_apart",): self.rows.stride(0)}
+            values |= {("statistics_rows",): self.statistics[0].numel(), ("row_value_stride",): self.rows.stride(0)}
         lanes, rows = (self.n_q, self.n_k) if kind.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
         inner, text = self.inner, kernel.text
         outer, blocks = math.prod(self.batch) // inner, -(-lanes // text.rows)
@@ -351,8 +351,8 @@ class BackwardCall:
         exponent = value / self.plan.programs.scale * unit + shift
         # Far above all scores of a row, or alone in it, sinks share it among themselves: its factor is 0 or nearly.
         sinks = [pulled.value(self.spec, self.operands, self.sizes, other) for other in self.spec.sinks]
-        alone = torch.exp(value - torch.logsumexp(torch.stack(torch.broadcast_tensors(*sinks)), 0))
-        return torch.where((exponent > 64) | (factor == 0), alone, torch.exp2(exponent) * factor)
+        share = torch.exp(value - torch.logsumexp(torch.stack(torch.broadcast_tensors(*sinks)), 0))
+        return torch.where((exponent > 64) | (factor == 0), share, torch.exp2(exponent) * factor)
 
     def _through_sink(self, sink: Expr, number: int) -> Tensor:
         """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""

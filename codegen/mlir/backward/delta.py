@@ -19,7 +19,7 @@ from .tile import Block, Kind, Span
 if TYPE_CHECKING:
     from .kernel import BackwardKernel
 
-STRETCH = 4
+BLOCKS_PER_LIST = 4
 """In so many blocks at a time the rows that are wanted are found: they then fill few blocks."""
 
 
@@ -50,7 +50,7 @@ class ListedQueries(QueryLanes):
 
     def __init__(self, kernel: BackwardKernel):
         super().__init__(kernel)
-        self.rows_per_item = STRETCH * self.rows_per_block
+        self.rows_per_item = BLOCKS_PER_LIST * self.rows_per_block
         self.share = self.common_share or (1 / 2 if self.spec.out_dtype == "float32" else 3 / 4)
 
     def reserve(self, products: list[Products]) -> list[int]:

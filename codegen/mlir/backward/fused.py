@@ -285,6 +285,6 @@ class QueryGradients:
                 b.masked_store(sum_rows(b, lines), at, kernel._valid(b.sub(kernel.n_q, i)))
         with b.loop(0, kernel.n_q, hint="i") as i:
             for block, part in enumerate(self.product.line(self.sums, i)):
-                b.store(b.mul(part, kernel.programs.scale), b.at(kernel.finished, lanes * block, "f32"))
-            kernel.add_mean(kernel.finished, i)
-            kernel.write_line(scope, 0, kernel.finished, i, kernel.d)
+                b.store(b.mul(part, kernel.programs.scale), b.at(kernel.out_rows, lanes * block, "f32"))
+            kernel.add_mean(kernel.out_rows, i)
+            kernel.write_line(scope, 0, kernel.out_rows, i, kernel.d)

@@ -76,14 +76,14 @@ class BackwardKernel(KernelFunction):
         # Whether anything is made of dS, and whether a product with it reduces over whole groups of lanes: what lies
         # behind the last one must be 0 then.
         self.wants_ds = kind.fused or 0 in self.results or 1 in self.results or bool(self.collected)
-        self.reduces_lanes = self.tiles.together > 1 if self.query_gradients is None else self.query_gradients.stores
+        self.reduces_lanes = self.tiles.group_block > 1 if self.query_gradients is None else self.query_gradients.stores
 
     def text(self) -> KernelText:
         top = self._top()
         self.n_lanes, self.n_rows = (self.n_q, self.n_k) if self.axis is LaneAxis.QUERIES else (self.n_k, self.n_q)
         with self._watching():
             self.tiles.packed.clear()
-            with self.turns(self.params[("shares",)], "share") as self.share:
+            with self.dynamic_loop(self.params[("shares",)], "share") as self.share:
                 self._share(top)
         rows, tiles = self.side.rows_per_item, self.tiles
         part_bytes = 0 if self.query_gradients is None else self.query_gradients.step_bytes
@@ -268,6 +268,6 @@ class BackwardKernel(KernelFunction):
         """Address of one of the `ROW_VALUES` of a query of this batch element."""
         b = self.b
         with b.at_entry():
-            offset = b.mul(self.params[("rows_apart",)], ROW_VALUES.index(name))
+            offset = b.mul(self.params[("row_value_stride",)], ROW_VALUES.index(name))
             row = b.at(self.params[("ptr", "rows")], offset, "f32", name)
         return b.at(row, b.add(self.flat_query, query), "f32")

@@ -117,7 +117,7 @@ class QueryLanes(Lanes):
     def prefetch(self, block: Block, rows: Span) -> None:
         size, keys = self.rows_per_block, self.kernel.tiles.key_step
         for load in self.loads:
-            load.ask_ahead(block.first, size, rows.first, keys, size, self.kernel.n_k)
+            load.prefetch_tile(block.first, size, rows.first, keys, size, self.kernel.n_k)
 
     def statistics(self, scope: Scope) -> dict[str, Value] | None:
         if not normalized(self.spec):

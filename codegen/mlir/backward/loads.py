@@ -40,8 +40,8 @@ class GradientSink:
 
     They are added to a buffer of the operand's shape in float32. Of a scattered gradient every share has a copy, of a
     small one (`kernel.SMALL_TABLE`) two, of which the first is added to the second after each tile: short sums lose few
-    digits. Where only inner batch elements meet (`BackwardPlan.alone`), the first is kept, the next are added, and the
-    last writes the sum, in the operand's dtype. Each thread keeps its own, by [block of keys][query][key of the block].
+    digits. Where only inner batch elements meet (`BackwardPlan.exclusive`), the first is kept, the next are added, and
+    the last writes the sum, in the operand's dtype. Each thread keeps its own, by [block of keys][query][key of block].
 
     share: the number of the share of the work (`kernel`); thread: that of the thread; inner: that of this element;
     queries: how many there are; width: keys of a block."""
@@ -58,10 +58,10 @@ class GradientSink:
         self.strides = [params[("sink_stride", number, dim)] for dim in dims]
         if entry.form is Form.SCATTERED:
             self.size = params[("sink_elements", number)]
-            self.sink = b.row(self.sink, share, params[("sinks_apart", number)], "f32", "copy")
+            self.sink = b.row(self.sink, share, params[("sink_copy_stride", number)], "f32", "copy")
             self.total = b.at(self.sink, self.size, "f32", "total")
-        self.alone = plan.alone(entry)
-        if self.alone:
+        self.exclusive = plan.exclusive(entry)
+        if self.exclusive:
             self.memory = MEMORY_TYPE[plan.spec.operands[number].dtype]
             self.kept = b.row(params[("ptr", "kept", number)], thread, params[("kept_elements", number)])
             self.queries, self.width = queries, width
@@ -81,7 +81,7 @@ class GradientSink:
 
     def prefetch(self, row: Scope) -> None:
         """Ask for the line of a DENSE gradient that `add` will write at row's query."""
-        if not self.alone:
+        if not self.exclusive:
             self.b.prefetch(self._line(row), write=True)
             return
         with self.b.when(self.last):
@@ -107,7 +107,7 @@ class GradientSink:
 
     def _add_line(self, row: Scope, term: Value) -> None:
         b, mask = self.b, row.lanes.valid
-        if not self.alone:
+        if not self.exclusive:
             at = self._line(row)
             b.masked_store(b.add(b.masked_load(at, mask, term.type, "sum"), term, "sum"), at, mask)
             return

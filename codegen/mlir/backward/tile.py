@@ -118,9 +118,9 @@ class BackwardTiles:
         self.span = KEY_SPAN if spec.out_dtype == "float32" else HALF_KEY_SPAN
         sums = [kernel.array(2 * groups, p.e_padded * row, f"out_{x}") for p, x in zip(products, "ab", strict=True)]
         self.staging = kernel.area(8 * max(p.staging_elements() for p in products), "staging")
-        kernel.finished = kernel.area(self.lanes * max(p.e_padded for p in products) * 4, "finished")
-        self.together = products[0].nr if products[0].overlaps else 1
-        self.staged = [kernel.array(self.together, rows * row, "staged") for _ in kernel.dense]
+        kernel.out_rows = kernel.area(self.lanes * max(p.e_padded for p in products) * 4, "out_rows")
+        self.group_block = products[0].nr if products[0].overlaps else 1
+        self.staged = [kernel.array(self.group_block, rows * row, "staged") for _ in kernel.dense]
         self.lane_sums = kernel.array(len(kernel.lane_sums) * groups, row, "sums")
         self.packed = PackedRows(self.b, kernel.area(STATE_BYTES, "state"))
         self.centred = CentredKeys(kernel) if normalized(spec) and 0 in kernel.results else None
@@ -147,7 +147,7 @@ class BackwardTiles:
 
     def _packed_areas(self, sizes: list[int]) -> list[Array]:
         """Areas behind the fixed ones, whose lengths follow the number of rows, with so many bytes a key step: C and D,
-        each packed in two ways, and what the lanes ask for."""
+        each packed in two ways, and what the lanes reserve."""
         b, steps, fixed = self.b, self.kernel.params[("key_steps",)], self.kernel.workspace_bytes
         self.step_bytes, packed = sum(sizes), []
         with b.at_entry():
@@ -233,8 +233,8 @@ class BackwardTiles:
     def _groups(self, block: Block, rows: Span, steps: Value, variant: TileProgram) -> None:
         """P and dS of a tile."""
         b, n = self.b, rows.count
-        with b.loop(0, block.groups, self.together, hint="g") as g:
-            members = [GroupElements(self, block, rows, b.add(g, k), k, variant) for k in range(self.together)]
+        with b.loop(0, block.groups, self.group_block, hint="g") as g:
+            members = [GroupElements(self, block, rows, b.add(g, k), k, variant) for k in range(self.group_block)]
             tile = Elements(self, g, members)
             pairs = b.floor_to(n, PAIR, "pairs")
             with b.carry(0, pairs, PAIR, tile.no_sums, hint="r") as (loop, r, sums):
@@ -242,7 +242,7 @@ class BackwardTiles:
             with b.carry(pairs, n, PAIR, loop.results, hint="r") as (rest, r, sums):
                 rest.yields(*tile.pair(r, sums, both=False))
             tile.add_sums(rest.results)
-            nothing = [[b.constant(0.0, self.vector)] * PAIR] * self.together
+            nothing = [[b.constant(0.0, self.vector)] * PAIR] * self.group_block
             with b.loop(b.floor_to(b.add(n, 1), PAIR), b.mul(steps, self.key_step), PAIR, hint="r") as r:
                 tile.store(r, nothing, nothing)
 

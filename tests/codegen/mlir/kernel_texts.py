@@ -168,8 +168,8 @@ def texts_of(name: str, spec: AttentionSpec, target: Target) -> Iterator[Text]:
         return
     whole = bool(name in WHOLE or spec.aux_outputs)
     if not spec.aux_outputs:
-        for together in (1, 4) if whole else (4,):
-            yield "rows", emit_rows(spec, target, d, d_v, together=together).source
+        for count in (1, 4) if whole else (4,):
+            yield "rows", emit_rows(spec, target, d, d_v, rows_at_once=count).source
     tilings = tilings_for(spec, target)
     for tiling in tilings if whole else tilings[:1]:
         if not spec.aux_outputs:

@@ -68,7 +68,7 @@ def test_the_cost_model_chooses_the_tile_and_a_compiled_one_is_kept() -> None:
     seconds[large] = 1.0 - 2 * WORTH_COMPILING
     assert check(150) == {small}  # a call that was met before runs as before
     assert check(300) == {small, large}
-    assert check(5) == {small, large} and (64, 64, ByRows(together=4)) in run._variants
+    assert check(5) == {small, large} and (64, 64, ByRows(rows_at_once=4)) in run._variants
 
 
 def denormals_met() -> bool:

@@ -23,7 +23,7 @@ from fusion.codegen.mlir.row_kernel import _RowKernel
 from fusion.codegen.mlir.rows import PackedRows, RowReader
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Exponent, GroupSoftmax
-from fusion.codegen.mlir.stream import InTurn
+from fusion.codegen.mlir.stream import Sequential
 from fusion.codegen.mlir.tile import Tiles
 from fusion.codegen.mlir.vectormath import VectorMath
 from fusion.codegen.reference import gradients as of_rows
@@ -225,7 +225,7 @@ FAULTS = {
     ),
     # Keys and masks
     "the last block of keys is not visited": Fault(
-        put=method(InTurn, "visit", without_last_block), spec=spec()
+        put=method(Sequential, "visit", without_last_block), spec=spec()
     ),
     "ranges of keys end one early": Fault(put=method(KernelFunction, "_key_range", one_key_less), spec=spec("causal")),
     "tiles visit one key less": Fault(put=method(Tiles, "rows_and_keys", one_key_less), spec=spec("window")),
@@ -334,7 +334,7 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(found: AttentionSpec, by_rows: bool, trained: bool) -> None:
     """Make a kernel, which proves itself, and call it, its gradients too where it is trained."""
-    tiling = None if by_rows else Tiling(groups=2, together=1, keys=24, planes=0)
+    tiling = None if by_rows else Tiling(groups=2, group_block=1, keys=24, planes=0)
     chosen = quick.Plan(
         target=SMALL, tiling=tiling, schedule=query_stationary(found), span=96, optimised=False, cuts=False
     )
