@@ -77,6 +77,8 @@ def absent(machine: Machine, shared: bool = False, only: Collection[str] = ()) -
             yield found
         finally:
             driver._active = before
+            for kernel in found.kernels:
+                kernel.module = None  # Triton 3.8 and later would unload it
 
 
 def check_resources(kernel: Any, limit: int) -> None:
