@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.memory import Fault, Memory
+from tests.ptx.memory import UNWRITTEN, Fault, Memory, Shared
 from tests.ptx.program import Program
 
 Mask = np.ndarray | None
@@ -17,7 +17,6 @@ Mask = np.ndarray | None
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WIDE_REGISTERS = ("%rd", "%SP")
 _OF_REGISTERS: dict[str, Any] = dict.fromkeys(_WIDE_REGISTERS, np.uint64) | {"%rs": np.uint16, "%p": np.bool_}
-_UNWRITTEN = 0xCD
 
 
 class Block:
@@ -29,8 +28,8 @@ class Block:
         parameters: Mapping[str, bytes],
     ):  # fmt: skip
         self.program, self.threads, self.memory, self.parameters = program, threads, memory, parameters
-        self.shared = np.full(shared, _UNWRITTEN, np.uint8)
-        self.local = np.full((threads, program.local_size), _UNWRITTEN, np.uint8)
+        self.shared = Shared(shared)
+        self.local = np.full((threads, program.local_size), UNWRITTEN, np.uint8)
         self.registers: dict[str, np.ndarray] = {}
         thread = np.arange(threads, dtype=np.uint32)
         self.lane = (thread % 32).astype(np.int64)
@@ -99,22 +98,6 @@ class Block:
             else:
                 total = total + int(part.rstrip("U"), 0)
         return total
-
-    def _check_shared(self, places: np.ndarray, size: int, line: str) -> None:
-        if (places % size).any():
-            raise Fault(f"an access of {size} bytes of shared memory that is not aligned: {line}")
-        if len(places) and (places.min() < 0 or places.max() + size > len(self.shared)):
-            raise Fault(f"outside of shared memory ({places.max()} + {size} of {len(self.shared)} bytes): {line}")
-
-    def load_shared(self, places: np.ndarray, size: int, line: str) -> np.ndarray:
-        """Bytes [n, size] of shared memory."""
-        self._check_shared(places, size, line)
-        return self.shared[places[:, None] + np.arange(size)]
-
-    def store_shared(self, places: np.ndarray, values: np.ndarray, line: str) -> None:
-        """Write bytes [n, size] to shared memory."""
-        self._check_shared(places, values.shape[1], line)
-        self.shared[places[:, None] + np.arange(values.shape[1])] = values
 
     def run(self) -> None:
         """Execute the program. Where threads are at different instructions, those that are furthest behind go first,

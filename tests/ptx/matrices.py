@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.ptx.block import UNSIGNED, Block, Mask
+from tests.ptx.memory import SEVERAL
 from tests.ptx.program import Run, list_of, opcode
 from tests.ptx.values import from_bfloat16
 
@@ -90,7 +91,9 @@ def _described(
     at = at + start
     if swizzle:
         at = at ^ (((at >> 7) & {1: 7, 2: 3, 3: 1}[swizzle]) << 4)
-    bits = block.load_shared(at.reshape(-1), size, line).view(UNSIGNED[size]).reshape(rows, depth)
+    places = at.reshape(-1)
+    bits = block.shared.load(places, size, np.full(len(places), SEVERAL), line).view(UNSIGNED[size])
+    bits = bits.reshape(rows, depth)
     return _widened(bits, kind)
 
 

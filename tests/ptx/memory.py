@@ -8,11 +8,56 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+UNWRITTEN = 0xCD
 Storage = tuple[int, int, np.ndarray]  # first address, end, bytes
 
 
 class Fault(Exception):
     """An access or a state that a device would trap on, or whose result it does not define."""
+
+
+NEVER, NOBODY, SEVERAL = -1, -1, -2
+
+
+class Shared:
+    """Shared memory of a block. Between two barriers no warp may read what another one writes, nor two write different
+    bytes to a place: which of them comes first, nothing says."""
+
+    def __init__(self, size: int):
+        self.data = np.full(size, UNWRITTEN, np.uint8)
+        self.barriers = 0
+        self._writer, self._reader = np.full((2, size), NOBODY, np.int16)
+        self._written, self._read = np.full((2, size), NEVER, np.int32)  # after how many barriers
+
+    def _bytes(self, places: np.ndarray, size: int, line: str) -> np.ndarray:
+        if (places % size).any():
+            raise Fault(f"an access of {size} bytes of shared memory that is not aligned: {line}")
+        if len(places) and (places.min() < 0 or places.max() + size > len(self.data)):
+            raise Fault(f"outside of shared memory ({places.max()} + {size} of {len(self.data)} bytes): {line}")
+        return places[:, None] + np.arange(size)
+
+    def load(self, places: np.ndarray, size: int, warps: np.ndarray, line: str) -> np.ndarray:
+        """Bytes [n, size]. warps: that read them, or SEVERAL."""
+        at, warps = self._bytes(places, size, line), warps.astype(np.int16)[:, None]
+        if ((self._written[at] == self.barriers) & (self._writer[at] != warps)).any():
+            raise Fault(f"a race: no barrier after what another warp wrote: {line}")
+        again = (self._read[at] == self.barriers) & (self._reader[at] != warps)
+        self._reader[at] = np.where(again, SEVERAL, warps)
+        self._reader[at] = np.where(self._reader[at] == warps, warps, SEVERAL)  # several by this very instruction
+        self._read[at] = self.barriers
+        return self.data[at]
+
+    def store(self, places: np.ndarray, values: np.ndarray, warps: np.ndarray, line: str) -> None:
+        """Write bytes [n, size]. Bytes that stay as they are race with nobody."""
+        at, warps = self._bytes(places, values.shape[1], line), warps.astype(np.int16)[:, None]
+        changed = self.data[at] != values
+        for when, who, how in ((self._written, self._writer, "wrote"), (self._read, self._reader, "reads")):
+            if (changed & (when[at] == self.barriers) & (who[at] != warps)).any():
+                raise Fault(f"a race: no barrier before a write to what another warp {how}: {line}")
+        self.data[at] = values
+        self._writer[at], self._written[at] = warps, self.barriers
+        if (changed & (self._writer[at] != warps) & (self.data[at] != values)).any():
+            raise Fault(f"a race: two warps write to a place: {line}")
 
 
 class Memory:

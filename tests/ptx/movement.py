@@ -50,8 +50,10 @@ def _ld(parts: list[str], args: list[str], line: str) -> Run:
         addresses = block.address(args[1])[threads]
         if parts[1] == "local":
             read = block.local[threads[:, None], addresses[:, None] + np.arange(size)]
+        elif parts[1] == "global":
+            read = block.memory.load(addresses, size, line)
         else:
-            read = (block.memory.load if parts[1] == "global" else block.load_shared)(addresses, size, line)
+            read = block.shared.load(addresses, size, threads // 32, line)
         _put_active(block, names, np.ascontiguousarray(read).view(dtype), mask)
 
     return parameter if parts[1] == "param" else load
@@ -67,8 +69,10 @@ def _st(parts: list[str], args: list[str], line: str) -> Run:
         values = np.ascontiguousarray(_active_values(block, names, dtype, mask)).view(np.uint8)
         if parts[1] == "local":
             block.local[threads[:, None], addresses[:, None] + np.arange(values.shape[1])] = values
+        elif parts[1] == "global":
+            block.memory.store(addresses, values, line)
         else:
-            (block.memory.store if parts[1] == "global" else block.store_shared)(addresses, values, line)
+            block.shared.store(addresses, values, threads // 32, line)
 
     return store
 
@@ -103,8 +107,8 @@ def _cp(parts: list[str], args: list[str], line: str) -> Run:
         if parts[2] == "wait_all":
             commit(block, mask)
         while len(block.copy_groups) > (int(args[0], 0) if args else 0):
-            for to, data in block.copy_groups.popleft():
-                block.store_shared(to, data, line)
+            for to, data, warps in block.copy_groups.popleft():
+                block.shared.store(to, data, warps, line)
 
     def copy(block: Block, mask: Mask) -> None:
         which, size = _active(block, mask), int(args[2], 0)
@@ -114,8 +118,8 @@ def _cp(parts: list[str], args: list[str], line: str) -> Run:
             raise Fault(f"part of a copy: {line}")
         data = np.zeros((len(which), size), np.uint8)
         data[read == size] = block.memory.load(source[read == size], size, line)
-        block.copies.append((to, data))
-        block.store_shared(to, np.full_like(data, 0xFF), line)  # NaN until it is waited for
+        block.copies.append((to, data, which // 32))
+        block.shared.store(to, np.full_like(data, 0xFF), which // 32, line)  # NaN until it is waited for
 
     return commit if parts[2] == "commit_group" else copy if parts[2] not in ("wait_group", "wait_all") else wait
 
@@ -125,6 +129,7 @@ def _bar(parts: list[str], args: list[str], line: str) -> Run:
     def barrier(block: Block, mask: Mask) -> None:
         if mask is not None and parts[1] == "sync" and args == ["0"]:
             raise Fault(f"barrier in divergent code: {line}")
+        block.shared.barriers += parts[1] == "sync" and args == ["0"]
 
     return barrier
 
@@ -159,9 +164,10 @@ def _redux(parts: list[str], args: list[str], line: str) -> Run:
     return reduce
 
 
-def _matrix_rows(block: Block, operand: str, matrix: int) -> np.ndarray:
-    """Addresses of the eight rows of a matrix in each warp, which lanes 8 * matrix and on have."""
-    return block.address(operand).reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8].reshape(-1)
+def _matrix_rows(block: Block, operand: str, matrix: int) -> tuple[np.ndarray, np.ndarray]:
+    """(addresses, warps) of the eight rows of a matrix in each warp, which lanes 8 * matrix and on have."""
+    rows = block.address(operand).reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
+    return rows.reshape(-1), np.repeat(np.arange(len(rows)), 8)
 
 
 def _places(half: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -178,7 +184,8 @@ def _ldmatrix(parts: list[str], args: list[str], line: str) -> Run:
     def load(block: Block, mask: Mask) -> None:
         assert mask is None, line
         for matrix, name in enumerate(names):
-            data = block.load_shared(_matrix_rows(block, args[1], matrix), 16, line).view(np.uint16).reshape(-1, 8, 8)
+            rows, warps = _matrix_rows(block, args[1], matrix)
+            data = block.shared.load(rows, 16, warps, line).view(np.uint16).reshape(-1, 8, 8)
             low, high = (data[(slice(None), *_places(half, transposed))].astype(np.uint32) for half in (0, 1))
             block.put(name, (low | high << 16).reshape(-1), mask)
 
@@ -198,8 +205,8 @@ def _stmatrix(parts: list[str], args: list[str], line: str) -> Run:
             for half in (0, 1):
                 rows, columns = _places(half, transposed)
                 data[:, rows, columns] = (values >> 16 * half).astype(np.uint16)
-            rows = _matrix_rows(block, args[0], matrix)
-            block.store_shared(rows, data.reshape(-1, 8).view(np.uint8), line)
+            rows, warps = _matrix_rows(block, args[0], matrix)
+            block.shared.store(rows, data.reshape(-1, 8).view(np.uint8), warps, line)
 
     return store
 

@@ -50,6 +50,7 @@ FAULTS = {
     "indices are not int64": Injected(text=(r"tl\.int64", "tl.int32"), case=("plain", "bfloat16", 16), keys=17,
                                       interpreter=None),
     "copies are not waited for": Injected(ptx=(r"cp\.async\.wait_group.*", ""), interpreter=False),
+    "barriers are missing": Injected(ptx=(r"bar\.sync\s+0;", ""), interpreter=False),
     "products are not waited for": Injected(ptx=(r"wgmma\.wait_group.*", ""), target="sm_90", interpreter=False),
 }  # fmt: skip
 

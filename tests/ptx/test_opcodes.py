@@ -8,7 +8,7 @@ import torch
 
 from tests.ptx import arithmetic, conversions, matrices, movement  # noqa: F401  (they register opcodes)
 from tests.ptx.block import Block
-from tests.ptx.memory import Fault, Memory
+from tests.ptx.memory import Fault, Memory, Shared
 from tests.ptx.program import Program
 
 LANES = np.arange(32)
@@ -157,3 +157,37 @@ def test_faults(body: str, message: str) -> None:
     addresses = (tensor.data_ptr() + 4 * LANES).astype(np.uint64)
     with pytest.raises(Fault, match=message):
         executed(body, [tensor], rd1=addresses, r1=(4 * LANES).astype(np.uint32))
+
+
+@pytest.mark.parametrize(("first", "second"), ["wr", "rw", "ww"])
+@pytest.mark.parametrize("barrier", [False, True])
+@pytest.mark.parametrize("other", [0, 1])
+def test_races(first: str, second: str, barrier: bool, other: int) -> None:
+    """Two warps at one place of shared memory, between which there is a barrier or none."""
+    shared, place = Shared(16), np.array([4])
+
+    def access(how: str, warp: int, value: int) -> None:
+        warps, values = np.array([warp]), np.array([[value]], np.uint32).view(np.uint8)
+        shared.store(place, values, warps, how) if how == "w" else shared.load(place, 4, warps, how)
+
+    access(first, 0, 1)
+    shared.barriers += barrier
+    access(first, 0, 1)
+    shared.barriers += barrier
+    if barrier or not other:
+        access(second, other, 2)
+        return
+    with pytest.raises(Fault, match="a race"):
+        access(second, other, 2)
+
+
+def test_one_instruction_races_with_itself() -> None:
+    places, warps = np.array([4, 4]), np.array([0, 1])
+    values = np.array([[1], [2]], np.uint32).view(np.uint8)
+    Shared(16).store(places, values[[0, 0]], warps, "the same bytes")
+    with pytest.raises(Fault, match="two warps write"):
+        Shared(16).store(places, values, warps, "others")
+    shared = Shared(16)
+    shared.load(places, 4, warps, "by both")
+    with pytest.raises(Fault, match="another warp reads"):
+        shared.store(places[:1], values[:1], warps[:1], "by one")
