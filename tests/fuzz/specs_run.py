@@ -24,23 +24,28 @@ SHARES = {"triton": 0.01, "as for users": 0.01, "trained": 0.08, "by rows": 0.25
 tiles (`quick`); with gradients; with the kernel that goes row by row."""
 TRAINED_AUX = 0.5
 """Share, of the specs with auxiliary outputs, of those that are run with gradients."""
-CALLS = {"quick": 5, "as for users": 24, "triton": 2}
-"""Calls of a compiled kernel, each of other lengths, layouts and values. Those in Triton's interpreter take a thousand
-times as long."""
+CALLS = {"quick": 5, "as for users": 24, "triton": 2, "ptx": 2}
+"""Calls of a compiled kernel, each of other lengths, layouts and values. Those in Triton's interpreter and as PTX take a
+thousand times as long."""
+TARGETS = ("sm_80", "sm_89", "sm_90")
 OVERFLOWING = 1e37
 """Of fills: sums of some terms of this size are beyond float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a spec is run: on a kernel that is made quickly, or (no plan) as for users, or by Triton's interpreter."""
+    """How a spec is run: on a kernel that is made quickly, or (no plan) as for users, or by Triton's interpreter, or as
+    PTX of a target."""
 
     emitter: str
     trained: bool
     plan: quick.Plan | None
+    target: str | None = None
 
     @property
     def kind(self) -> str:
+        if self.target is not None:
+            return "ptx"
         return "triton" if self.emitter == "triton" else "quick" if self.plan else "as for users"
 
 
@@ -55,7 +60,14 @@ def way(found: Drawn, rng: random.Random) -> Way:
     return Way(emitter="triton" if drawn["triton"] else "mlir", trained=drawn["trained"], plan=plan)
 
 
-def run(record: Record, seeds: Iterable[int], seconds: float) -> None:
+def as_ptx(found: Drawn, rng: random.Random) -> Way:
+    """One of the targets, at random, half of the time with gradients."""
+    return Way(emitter="triton", trained=rng.random() < 0.5, plan=None, target=rng.choice(TARGETS))
+
+
+def run(
+    record: Record, seeds: Iterable[int], seconds: float, way: Callable[[Drawn, random.Random], Way] = way
+) -> None:
     """Check the spec of each seed."""
     for seed in seeds:
         found, rng = drawn(seed), random.Random(f"calls {seed}")
@@ -97,7 +109,13 @@ def check(
 ) -> list[Result]:
     """The results of some calls; the first that is bad ends them. around: what stands for the kernel."""
     torch.manual_seed(seed)
-    with quick.compiling_for(how.plan) if how.plan else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if how.plan:
+            stack.enter_context(quick.compiling_for(how.plan))
+        if how.target is not None:
+            from tests.ptx.emulated import emulated
+
+            stack.enter_context(emulated(how.target))
         try:
             made = kernel(found, how)
         except Exception as problem:
