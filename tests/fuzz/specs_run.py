@@ -25,8 +25,8 @@ tiles (`quick`); with gradients; with the kernel that goes row by row."""
 TRAINED_AUX = 0.5
 """Share, of the specs with auxiliary outputs, of those that are run with gradients."""
 CALLS = {"quick": 5, "as for users": 24, "triton": 2, "ptx": 2}
-"""Calls of a compiled kernel, each of other lengths, layouts and values. Those in Triton's interpreter and as PTX take a
-thousand times as long."""
+"""Calls of a compiled kernel, each of other lengths, layouts and values. Those in Triton's interpreter and as PTX take
+a thousand times as long."""
 TARGETS = ("sm_80", "sm_89", "sm_90")
 OVERFLOWING = 1e37
 """Of fills: sums of some terms of this size are beyond float32."""
@@ -65,9 +65,7 @@ def as_ptx(found: Drawn, rng: random.Random) -> Way:
     return Way(emitter="triton", trained=rng.random() < 0.5, plan=None, target=rng.choice(TARGETS))
 
 
-def run(
-    record: Record, seeds: Iterable[int], seconds: float, way: Callable[[Drawn, random.Random], Way] = way
-) -> None:
+def run(record: Record, seeds: Iterable[int], seconds: float, way: Callable[[Drawn, random.Random], Way] = way) -> None:
     """Check the spec of each seed."""
     for seed in seeds:
         found, rng = drawn(seed), random.Random(f"calls {seed}")

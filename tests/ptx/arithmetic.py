@@ -145,12 +145,22 @@ def _shift(parts: list[str], args: list[str], line: str) -> Run:
     return run
 
 
+def _high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Upper half of a product of 128 bits."""
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    cross, other = (a >> half) * (b & low), (a & low) * (b >> half)
+    carried = ((a & low) * (b & low) >> half) + (cross & low) + (other & low) >> half
+    return (a >> half) * (b >> half) + (cross >> half) + (other >> half) + carried
+
+
 @opcode("mul")
 def _mul(parts: list[str], args: list[str], line: str) -> Run:
     dtype = DTYPES[parts[-1]]
     wide = _WIDE.get(dtype)
     if "wide" in parts:
         return _elementwise(lambda a, b: a.astype(wide) * b.astype(wide))(parts, args, line)
+    if "hi" in parts and dtype is np.uint64:
+        return _elementwise(_high)(parts, args, line)
     if "hi" in parts:
         assert np.dtype(dtype).itemsize == 4, line
         return _elementwise(lambda a, b: (a.astype(wide) * b.astype(wide) >> 32).astype(np.uint32))(parts, args, line)

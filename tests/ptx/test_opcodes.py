@@ -68,6 +68,13 @@ def test_results(line: str, a: np.ndarray, b: np.ndarray, expected: np.ndarray) 
     np.testing.assert_array_equal(block.registers["%r9"].view(np.asarray(expected).dtype), expected)
 
 
+def test_high_words_of_64_bits() -> None:
+    a = WORDS.astype(np.uint64) << np.uint64(32) | WORDS[::-1]
+    block = executed("mul.hi.u64 %rd9, %rd1, -3689348814741910323;", rd1=a)
+    expected = [int(x) * (2**64 - 3689348814741910323) >> 64 for x in a]
+    np.testing.assert_array_equal(block.registers["%rd9"], np.array(expected, np.uint64))
+
+
 def test_bfloat16_rounds_to_the_nearest_even() -> None:
     block = executed("cvt.rn.bf16x2.f32 %r9, %r1, %r2;", r1=F, r2=G)
     pairs = torch.from_numpy(np.stack([G, F], 1)).to(torch.bfloat16).view(torch.int32)[:, 0].numpy()
