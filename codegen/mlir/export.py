@@ -23,7 +23,7 @@ from fusion.planning.register_tiles import target_of, tilings_for
 from . import supports
 from .calling import bytes_per_thread
 from .kernel import emit
-from .launch import batch_of_items, span_of
+from .launch import batch_of_items, span_of, work_items
 from .mixed_heads import emit_mixed_heads
 from .row_kernel import emit_rows
 from .skeleton import HEADER
@@ -147,11 +147,9 @@ class _Writer:
         return self.op(f"arith.constant {value} : {type_}", "c")
 
     def body(self, batch: Sequence[int], n_q: int, n_k: int) -> str:
-        text, rows = self.text, math.prod(batch) * n_q
-        span = span_of(text, self.spec, batch, n_q)
-        blocks = -(-span // text.rows)
-        items, steps = rows // span * blocks, -(-n_k // text.key_step)
-        per_thread = bytes_per_thread(text, steps)
+        text, steps = self.text, -(-n_k // self.text.key_step)
+        plan = work_items(math.prod(batch) * n_q, span_of(text, self.spec, batch, n_q), text.rows, n_k)
+        items, per_thread = plan["items"], bytes_per_thread(text, steps)
         threads = self.op(f"func.call @{self.name}_threads() : () -> i32", "most")
         threads = self.op(f"arith.minsi {threads}, {self.constant(items, 'i32')} : i32", "threads")
         wide = self.op(f"arith.extsi {threads} : i32 to i64")
@@ -162,10 +160,7 @@ class _Writer:
         counter, flag = (self.zeros(hint) for hint in ("counter", "flag"))
         memref = tensor_type(self.out_shape, self.spec.out_dtype).replace("tensor", "memref")
         out = self.op(f"memref.alloc() {{alignment = 64 : i64}} : {memref}", "out")
-        self.numbers = {
-            "parts": 1, "part_keys": n_k, "workspace_bytes": per_thread, "key_steps": steps, "items": items,
-            "blocks": blocks, "unit": 1, "span": span, "block_rows": -(-span // blocks), "window": n_k,
-        }  # fmt: skip
+        self.numbers = {**plan, "workspace_bytes": per_thread, "key_steps": steps, "unit": 1, "window": n_k}
         # The last two are of keys that are cut into parts.
         self.memory = dict.fromkeys(("workspace", "partials", "arrivals"), (workspace, "memref<?xi8>"))
         self.memory |= {"counter": (counter, ZEROS), "flag": (flag, ZEROS), "out": (out, memref)}

@@ -92,25 +92,31 @@ class Variant(CompiledKernel):
         work = rows // n_q * -(-n_q // text.rows) * min(text.rows, n_q + 15) if self.tiled else rows
         work *= heads * steps * text.key_step * (d + d_v)
         threads = min(get_num_threads(), work // WORK_PER_THREAD[self.tiled] + 1)
-        blocks = -(-span // text.rows)
-        part_keys, parts = n_k, 1
-        if splits > 1 and rows // span * blocks <= MOST_CUT:
-            part_keys = round_up(-(-n_k // splits), text.part_step)
-            parts = -(-n_k // part_keys)
-        if parts == 1:
-            blocks = -(-span // min(text.rows, span if self.tiled else -(-rows // min(threads, rows))))
-        items = rows // span * blocks * parts
+        plan = work_items(rows, span, text.rows, n_k)
+        if splits > 1 and plan["items"] <= MOST_CUT:
+            plan = work_items(rows, span, text.rows, n_k, round_up(-(-n_k // splits), text.part_step))
+        items, cut = plan["items"], plan["parts"] > 1
+        if not (cut or self.tiled):
+            plan = work_items(rows, span, min(text.rows, -(-rows // min(threads, rows))), n_k)
+            items = plan["items"]
         threads = min(threads, items)
-        count, unit = one_by_one(items) if parts > 1 else portions(rows // span, blocks, threads)
-        work_items = {
-            ("items",): items, ("blocks",): blocks, ("portions",): count, ("unit",): unit, ("span",): span,
-            ("block_rows",): -(-span // blocks), ("parts",): parts, ("part_keys",): part_keys,
-        }  # fmt: skip
+        count, unit = one_by_one(items) if cut else portions(rows // span, plan["blocks"], threads)
         if items // unit * count**2 >= 1 << 63:  # see `KernelFunction._items`
             raise UnsupportedSizeError(f"{items} work items in {count} portions were asked for; split the batch")
-        shared = items * text.part_bytes if parts > 1 else 0
-        work_items["window",] = window = window_of(text, n_k, threads)
-        return self.launcher({**values, **work_items}, given, threads, min(n_k, window), shared)
+        shared, window = items * text.part_bytes * cut, window_of(text, n_k, threads)
+        plan |= {"portions": count, "unit": unit, "window": window}
+        values = {**values, **{(name,): value for name, value in plan.items()}}
+        return self.launcher(values, given, threads, min(n_k, window), shared)
+
+
+def work_items(rows: int, span: int, block: int, n_k: int, part_keys: int = 0) -> dict[str, int]:
+    """Parameters of a call whose `rows` rows are in blocks of `block`, each `span` rows, which read the same keys, by
+    themselves; the keys in parts of `part_keys`, if any."""
+    blocks, parts = -(-span // block), -(-n_k // part_keys) if part_keys else 1
+    return {
+        "items": rows // span * blocks * parts, "blocks": blocks, "span": span, "block_rows": -(-span // blocks),
+        "parts": parts, "part_keys": part_keys or n_k,
+    }  # fmt: skip
 
 
 def window_of(text: KernelText, n_k: int, threads: int) -> int:
