@@ -102,7 +102,7 @@ class Chosen:
     def __init__(self, choice: Choice):
         self.choice = choice
 
-    def choose(self, sizes: Sequence[int], made: Sequence[Choice] = ()) -> Choice:
+    def choose(self, sizes: Sequence[int], existing: Sequence[Choice] = ()) -> Choice:
         return self.choice
 
 
