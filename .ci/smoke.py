@@ -43,7 +43,7 @@ def main() -> int:
         compiled_and_right()
         told = commands(folder)
     for name, text in versions().items():
-        print(f"{name:12} {text}")
+        print(f"{name:16} {text}")
     print(f"{told}\nright, in {time.perf_counter() - started:.0f} s")
     return 0
 
@@ -99,7 +99,7 @@ def commands(folder: str) -> str:
 def versions() -> dict[str, str]:
     """Of what was tried."""
     found = {"python": sys.version.split()[0]}
-    for name in ("fusion", "torch", "triton", "torch-mlir", "numpy"):
+    for name in ("fusion-attention", "torch", "triton", "torch-mlir", "numpy"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
