@@ -60,9 +60,9 @@ does not hold for three.
 
 _IN_OTHER_ORDERS = """
 Errors as shares of what the rule allows: of the compiled model, and of eager mode itself where matrix products sum in
-another order (`python -m tests.models.reordered rows.jsonl --record orders.jsonl`, eight random orders). Where an order
-of eager mode's is above 1 as well, the model magnifies roundings: the rule is too narrow for any program but one that
-rounds as eager mode does.
+another order (`python -m tests.models.reordered rows.jsonl --record orders.jsonl`, eight random orders). Where orders
+of eager mode are above 1 as well, the model magnifies roundings, and eager's own order was a lucky one. Architectures
+without a row were not run in other orders.
 """
 
 _VALIDATED = """## Fused sites that were not validated
