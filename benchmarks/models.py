@@ -5,8 +5,8 @@
         [--python onnxruntime=PATH zentorch=PATH] [--seconds 10] [--busy] [--append FILE.json]
 
 The models are transformers', made from configurations with random weights; batches of more than one are padded. A
-runtime that is not installed fails, with a note: `pip install onnx onnxscript onnxruntime openvino`, and `pip install
-zentorch`, which asks for one version of torch; --python names the interpreter of an environment that has one. Errors
+runtime that is not installed fails, with a note: `pip install ".[runtimes]"` in a clone, and `pip install zentorch`,
+which asks for one version of torch; --python names the interpreter of an environment that has one. Errors
 are shares of what the project's rule allows beside eager mode, over real tokens. Each runtime of a row takes some ten
 seconds and --seconds, and its first compilation up to a minute more. Files are written after each; --append goes on
 with one. --busy: one thread, and the processor time that the process takes.
@@ -215,7 +215,7 @@ def _cell(cell: dict, data: dict, path: Path, options: argparse.Namespace, conso
                 result.get("note")
                 or f"{_text(result, cell.get('allowed'))} ms, first call {result['first_call']:.1f} s"
             )
-            console.print(f"{' '.join(map(str, described.values())):32}{task:16}{took}")
+            console.print(f"{' '.join(map(str, described.values())):32}{task:16}{took}", soft_wrap=True)
             write(path, data)
 
 
