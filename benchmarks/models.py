@@ -161,13 +161,13 @@ def write(path: Path, data: dict) -> None:
     for cell in data["cells"]:
         texts = [_text(cell["entries"].get(name), cell.get("allowed")) for name in runtimes]
         lines.append([MODELS[cell["model"]].title, f"{cell['batch']} x {cell['N']}", cell["dtype"], *texts])
-    found = {name: v for c in data["cells"] for e in c["entries"].values() for name, v in e.get("versions", {}).items()}
+    versions = [e.get("versions", {}).items() for cell in data["cells"] for e in cell["entries"].values()]
+    versions = dict.fromkeys(f"{name} {version}" for items in versions for name, version in items)
     notes = sorted({f"- {name}: {e['note']}" for c in data["cells"] for name, e in c["entries"].items() if "note" in e})
     text = (
         f"{results.heading('Whole models beside other runtimes')}Milliseconds, medians{data['clock']}; in brackets the "
         "error, as a share of what the project's rule allows beside eager mode. Each in a process of its own: "
-        f"{', '.join(f'{name} {version}' for name, version in found.items())}.\n\n"
-        + results.table(["model", "B x N", "dtype", *runtimes], lines)
+        f"{', '.join(versions)}.\n\n" + results.table(["model", "B x N", "dtype", *runtimes], lines)
     )
     path.with_suffix(".md").write_text("\n\n".join([text, *(["\n".join(notes)] if notes else [])]) + "\n")
 
@@ -240,6 +240,7 @@ def main() -> None:
     if options.busy:
         torch.set_num_threads(1)
     if options.child is None:
+        sys.argv = [word for word in sys.argv if word != "--python" and "=" not in word]  # no paths in result files
         console = Console()
         console.print(f"written to {run(options, console)}")
         return
