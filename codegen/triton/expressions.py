@@ -72,7 +72,7 @@ RESERVED = frozenset(
         "dv_1_at number every meets visit_keys differentiate_keys differentiate_rows weigh_rows "
         "full_count partial_count tile_place list_at tiles_across apart dead_start dead_stop live_start missing met "
         "lost q_tiles k_tiles v_tiles do_tiles q_1_tiles k_1_tiles v_1_tiles "
-        "do_1_tiles nothing daux lacked off"
+        "do_1_tiles nothing daux lacked off peaked row_slope row_kept"
     ).split()
 )
 

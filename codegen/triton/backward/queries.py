@@ -125,10 +125,10 @@ class Queries(Role):
         if self.gradients.aux_outputs.log_sum is not ZERO:
             lines.append("missing -= tl.reshape(tl.load(off_ptr + row_place), [ROWS])")
         if self.spec.row_scale is not None:
-            lines += [self.plane("slope", 2), self.plane("kept", 3)]
+            lines += [self.plane("row_slope", 2), self.plane("row_kept", 3)]
             lines += [
-                "missing = tl.reshape(slope, [ROWS]) * missing + tl.reshape(kept * delta - delta, [ROWS])",
-                "missing = tl.where(tl.reshape(kept, [ROWS]) < 2.0, missing, 0.0)",
+                "missing = tl.reshape(row_slope, [ROWS]) * missing + tl.reshape(row_kept * delta - delta, [ROWS])",
+                "missing = tl.where(tl.reshape(row_kept, [ROWS]) < 2.0, missing, 0.0)",
             ]
         if self.spec.mask is not None:
             lines.append(f"met = tl.reshape(row_max > {dead_limit(self.spec)}, [ROWS])")
