@@ -22,6 +22,13 @@ def update(module: Products) -> None:
             parameter.mul_(0.75).add_(0.01 * number)
 
 
+def vary(module: Products) -> None:
+    """Other weights for every draw: they decide as much as the input how a sum rounds."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
+
+
 def check(seed: int, backend) -> None:
     draw = random.Random(seed)
     module = Products(seed)
@@ -29,12 +36,12 @@ def check(seed: int, backend) -> None:
     run = torch.compile(module, backend=backend, dynamic=draw.choice([None, True]))
     with torch.autocast("cpu", enabled=autocast), deterministic(draw.random() < 0.2):
         for _ in range(2):
-            exact = Products(seed).double()
-            exact.load_state_dict(module.state_dict())
-            make = inputs(draw, module.width)
+            exact, make = Products(seed).double(), inputs(draw, module.width)
 
             def drawn(exact=exact, make=make):
                 x = make()
+                vary(module)
+                exact.load_state_dict(module.state_dict())
                 every = results(module, run, x), results(module, module, x), results(exact, exact, x.double())
                 return tuple([t for t in given if t is not None] for given in every)
 
