@@ -26,6 +26,8 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     """Compile a graph, fused attentions included as calls of `fusion::attention`, with the inner compiler.
 
     Raises OptionError where a backend of the user's returns nothing that can be called."""
+    if options.inner == "eager":
+        return module.forward
     from fusion import inductor_passes, linear
     from fusion.runtime.specialized import register_inductor_codegen
     from fusion.torch_private import inductor

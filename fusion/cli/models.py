@@ -99,7 +99,7 @@ def load(arguments: argparse.Namespace) -> Target:
     module, name = _resolve(arguments.target)
     function = _model(_attribute(module, name, arguments.target), arguments.target)
     try:
-        torch.empty(0, device=arguments.device)
+        torch.empty(0, dtype=torch.uint8, device=arguments.device)
     except Exception as problem:
         raise TargetError(
             f"there is no --device {arguments.device}: {str(problem).splitlines()[0]}; fusion explain --machine h200 "
