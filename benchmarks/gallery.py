@@ -106,7 +106,7 @@ def picture(tiles: torch.Tensor) -> str:
 
 
 def newest() -> dict[str, dict]:
-    """Of each variant the newest result in float32 at the length that shows most, 1024, or 16384 for one query, all of
+    """Newest float32 result of each variant, at the length that shows most (1024, or 16384 for one query), all of
     the processor on which most variants were measured.
 
     A result that lacks a peer of an older one does not replace it; of one file the narrower heads count.

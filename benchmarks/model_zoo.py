@@ -296,7 +296,7 @@ def reference(make: Callable[[str], nn.Module], x: Tensor, dtype: torch.dtype) -
 
 
 def with_sdpa(model: Model, dtype: torch.dtype) -> nn.Module | None:
-    """The same weights with `scaled_dot_product_attention` inside; None for models that transformers refuses it to."""
+    """Copy of a model that calls `scaled_dot_product_attention`; None where transformers refuses it for that model."""
     try:
         return model.make("sdpa").to(dtype)
     except ValueError:  # soft-capping has no argument there

@@ -119,8 +119,9 @@ def _symbols(content: bytes, sections: Sequence[_Section]) -> Iterator[_Symbol]:
 
 
 def _layout(sections: Sequence[_Section]) -> tuple[dict[int, int], int, int]:
-    """Offsets of sections in memory, by number; bytes of the code, which comes first; bytes of all. Both are whole
-    pages. Tables for unwinding frames are left out: nothing is thrown through a kernel."""
+    """Layout of an object in memory: the offset of each section by its number, the bytes of the code, which comes
+    first, and the bytes of everything. Both sizes are whole pages. Tables for unwinding frames are left out: nothing
+    is thrown through a kernel."""
     kept = {n: s for n, s in enumerate(sections) if s.flags & _IN_MEMORY and s.kind != _UNWINDING}
     places, ends = {}, [0]
     for code in (_CODE, 0):

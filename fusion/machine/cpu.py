@@ -109,7 +109,7 @@ def core_count(root: Path = Path("/")) -> int:
     processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = {_line(root / topology.format(number)) or str(number) for number in processors}
-    return min(len(cores), *_quotas(root), len(cores))
+    return min([len(cores), *_quotas(root)])
 
 
 def _quotas(root: Path) -> Iterator[int]:
