@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from version_table import release, with_row
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 OLDEST, NEWEST = "2.11.0", "2.15.0"
@@ -47,7 +49,7 @@ def main() -> int:
         print(" | ".join(outcome.values()), flush=True)
         failed |= outcome["failed"] != "0" or outcome["passed"] == "0"
         if arguments.write:
-            PAGE.write_text(with_row(PAGE.read_text(), outcome))
+            PAGE.write_text(with_row(PAGE.read_text(), outcome, lambda cells: release(cells[0])))
     return int(failed)
 
 
@@ -96,20 +98,6 @@ def tried(version: str, own: Path, jobs: str) -> dict[str, str]:
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=ROOT)
-
-
-def with_row(page: str, outcome: dict[str, str]) -> str:
-    """The page with a row of its second table replaced or added, which is known by its first column."""
-    lines = page.splitlines()
-    first = next(k for k, line in enumerate(lines) if line.startswith("| torch |")) + 2
-    last = next((k for k in range(first, len(lines)) if not lines[k].startswith("|")), len(lines))
-    rows = {release(line.split("|")[1]): line for line in lines[first:last]}
-    rows[release(outcome["torch"])] = "| " + " | ".join(value.replace("|", "/") for value in outcome.values()) + " |"
-    return "\n".join([*lines[:first], *(rows[key] for key in sorted(rows)), *lines[last:]]) + "\n"
-
-
-def release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from version_table import release, with_row
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 COMBINATIONS = ("3.10:2.11.0", "3.11:2.13.0", "3.12:2.12.1", "3.13:2.13.0")
@@ -46,7 +48,7 @@ def main() -> int:
                 shutil.rmtree(folder)
         print(combination, outcome, flush=True)
         failed |= not outcome["result"].startswith("right")
-        PAGE.write_text(with_row(PAGE.read_text(), outcome))
+        PAGE.write_text(with_row(PAGE.read_text(), outcome, key))
     return int(failed)
 
 
@@ -103,23 +105,9 @@ def row(found: dict[str, str], result: str) -> dict[str, str]:
     return {**{name: found.get(name, "") for name in names}, "result": result.replace("|", "/"), "day": day}
 
 
-def with_row(page: str, outcome: dict[str, str]) -> str:
-    """The page with a row of its table replaced or added: rows are told apart by Python's minor version and torch."""
-    kept, rows = [], []
-    for line in page.splitlines():
-        (rows if re.match(r"\| 3\.", line) else kept).append(line)
-    cells = {key(line): line for line in rows}
-    new = "| " + " | ".join(outcome.values()) + " |"
-    cells[key(new)] = new
-    at = next(k for k, line in enumerate(kept) if line.startswith("|---")) + 1
-    return "\n".join([*kept[:at], *(cells[k] for k in sorted(cells)), *kept[at:]]) + "\n"
-
-
-def key(line: str) -> tuple[int, ...]:
-    """Of a row: minor versions of Python and torch, as numbers."""
-    python, torch = (cell.strip() for cell in line.split("|")[1:3])
-    numbers = re.findall(r"\d+", ".".join(python.split(".")[:2]) + " " + torch.partition("+")[0])
-    return tuple(map(int, numbers))
+def key(cells: list[str]) -> tuple:
+    """Rows are told apart by Python's minor version and torch."""
+    return release(cells[0])[:2], release(cells[1])
 
 
 if __name__ == "__main__":

@@ -122,3 +122,24 @@ def test_workflows_name_make_targets_and_versions_that_are_there() -> None:
     classifiers = {entry.rpartition(" ")[2] for entry in PROJECT["project"]["classifiers"] if ":: 3." in entry}
     assert {python for python, _ in tried} == classifiers
     assert f">={min(classifiers, key=lambda version: int(version[2:]))}" == PROJECT["project"]["requires-python"]
+
+
+@pytest.mark.parametrize(("title", "columns"), [("torch", 1), ("Python", 2)])
+def test_rows_of_versions_go_to_their_table(title: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, rows of Python's versions went to the table of torch's."""
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    table = importlib.import_module("version_table")
+    page = (ROOT / "docs" / "versions.md").read_text()
+    lines = page.splitlines()
+    first = next(k for k, line in enumerate(lines) if line.startswith(f"| {title} |"))
+    heads, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in (lines[first], *lines[first + 2 :])
+    )
+    key = lambda cells: tuple(map(table.release, cells[:columns]))
+    assert table.with_row(page, dict(zip([title.lower(), *heads[1:]], rows[0], strict=True)), key) == page
+    added = table.with_row(page, {title.lower(): "99.1"} | dict.fromkeys(heads[1:], "99.1"), key).splitlines()
+    (place,) = (k for k, line in enumerate(added) if "99.1" in line)
+    assert added[place - 1].count("|") == added[place].count("|") and added[place + 1] == ""
+    assert (
+        next(line for line in reversed(added[:place]) if line.startswith(("| torch |", "| Python |"))) == lines[first]
+    )
