@@ -113,7 +113,7 @@ _interned: WeakValueDictionary[tuple, Expr] = WeakValueDictionary()
 
 
 def node(op: str, args: tuple[Expr, ...], kind: Kind, attr: float | int | bool | str | None = None) -> Expr:
-    """The unique node with these fields. NaN and the sign of zero are distinguished by `repr`."""
+    """The unique node with these fields. `repr` distinguishes signs of zero, and finds NaN, which no `==` finds."""
     key = (op, tuple(map(id, args)), kind, repr(attr))
     result = _interned.get(key)
     if result is None:
@@ -128,7 +128,9 @@ def const(value: float | int | bool, kind: Kind | None = None) -> Expr:
         kind = Kind.BOOL if isinstance(value, bool) else Kind.INT if isinstance(value, int) else Kind.FLOAT
     cast = {Kind.BOOL: bool, Kind.INT: int, Kind.FLOAT: float}[kind]
     number = cast(value)
-    return node("const", (), kind, number + 0.0 if isinstance(number, float) else number)  # -0.0 becomes 0.0
+    if isinstance(number, float):
+        number = number + 0.0 if number == number else math.nan  # -0.0 becomes 0.0, and every NaN the same bits
+    return node("const", (), kind, number)
 
 
 def coord(name: str) -> Expr:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.ir import AttentionSpec, Output, integers
+from fusion.ir import AttentionSpec, Output, expr, integers
 from fusion.ir.expr import FALSE, SCORE, TRUE, WEIGHT, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply, as_float, evaluate
 from fusion.ir.primitives import PRIMITIVES
@@ -72,6 +72,12 @@ def test_constant_folding_is_torchs(name):
     tensors = [torch.tensor(v, dtype=dtypes[kind]) for v, kind in zip(values, primitive.args, strict=True)]
     assert folded.is_const
     assert_same_in_float64(folded.attr, primitive.evaluate(*tensors))
+
+
+def test_every_nan_has_the_same_bits(monkeypatch):
+    """Texts of kernels, by which they are cached, must not depend on which NaN a process computes first."""
+    monkeypatch.setattr(expr, "_interned", {})
+    assert math.copysign(1, const(-math.nan).attr) == math.copysign(1, const(math.nan).attr) == 1
 
 
 def test_wrong_kinds_are_refused():
