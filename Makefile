@@ -24,7 +24,7 @@ help:
 	@echo "make docs    the pages as a site, in build/site"
 	@echo "make dist    sdist and wheel in build/dist, checked, and tried outside of the checkout"
 	@echo "make versions  the sample with every torch, and the wheel with every Python, for docs/versions.md"
-	@echo "make bench   benchmarks/cpu.py        (ARGS='--quick' passes options on to it)"
+	@echo "make bench   attention on this CPU beside its peers (ARGS='--quick' passes options on to it)"
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -69,7 +69,7 @@ types: $(VENV)/.installed-dev $(VENV)/.installed-test $(VENV)/.installed-timm $(
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/cpu.py $(ARGS)
+	$(BIN)/python -m benchmarks.cpu.attention $(ARGS)
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -139,7 +139,7 @@ def unknown_triton(version: str, architecture: str | None = None) -> str | None:
     by = f"what Triton {source} makes of them" if source else "an estimate"
     return (
         f"nothing is known of GPU kernels{target} compiled by Triton {version}: their tiles are chosen by {by} "
-        f"(python benchmarks/tile_facts.py{f' --targets {architecture}' if architecture else ''} finds it out)"
+        f"(python -m benchmarks.offline.tile_facts{f' --targets {architecture}' if architecture else ''} finds it out)"
     )
 
 

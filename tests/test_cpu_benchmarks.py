@@ -15,13 +15,12 @@ from rich.console import Console
 pytest.importorskip("torch_mlir", reason="loops need torch-mlir")
 pytest.importorskip("transformers", reason="the models of benchmarks need transformers")
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in ROOT.glob("benchmarks/**/*.py"))
 
 
-def test_a_loop_holds_the_arrays_that_it_writes_into(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import peak
-
+def test_a_loop_holds_the_arrays_that_it_writes_into():
+    peak = importlib.import_module("benchmarks.common.peak")
     arrays = numpy.zeros((8, 16), numpy.float32), numpy.zeros((1, 16), numpy.float32)
     written = weakref.ref(arrays[1])
     run = peak._compile(peak._read_loop(16), arrays)
@@ -34,22 +33,20 @@ def test_a_loop_holds_the_arrays_that_it_writes_into(monkeypatch):
     assert written() is None
 
 
-@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.py")), ids=lambda file: file.stem)
-def test_every_benchmark_finds_what_it_imports(file, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    importlib.import_module(file.stem)
+@pytest.mark.parametrize("name", MODULES)
+def test_every_benchmark_finds_what_it_imports(name):
+    importlib.import_module(name)
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("cpu", "--quick --rows full --N 32 --models --dtype fp32 --without flex inductor"),
+        ("attention", "--quick --rows full --N 32 --models --dtype fp32 --without flex inductor"),
         ("decode", "--quick --parts decode --keys 64 --heads 2/1 --dtype bf16"),
     ],
 )
 def test_a_short_run_measures_fusion_and_its_peers(name, arguments, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    benchmark = importlib.import_module(name)
+    benchmark = importlib.import_module(f"benchmarks.cpu.{name}")
     monkeypatch.setattr(sys, "argv", [name, *arguments.split(), "--seconds", "0.02"])
     data = benchmark.run(benchmark.parse(), Console())
     (cell,) = data.get("rows") or data["cells"]
@@ -59,8 +56,8 @@ def test_a_short_run_measures_fusion_and_its_peers(name, arguments, monkeypatch)
 
 
 def test_runtimes_are_measured_with_the_same_weights(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    models, zoo = importlib.import_module("models"), importlib.import_module("model_zoo")
+    models = importlib.import_module("benchmarks.models.runtimes")
+    zoo = importlib.import_module("benchmarks.common.model_zoo")
     monkeypatch.setattr(models, "MODELS", zoo.SMALL)
     cell = {"model": "bert", "batch": 2, "N": 16, "dtype": "float32"}
     with torch.no_grad():
@@ -73,8 +70,7 @@ def test_runtimes_are_measured_with_the_same_weights(monkeypatch, tmp_path):
     assert "| 2 x 16 | float32 |" in text and "- onnxruntime: fails: absent" in text
 
 
-def test_a_runtime_that_fails_leaves_a_note(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    models = importlib.import_module("models")
+def test_a_runtime_that_fails_leaves_a_note(tmp_path):
+    models = importlib.import_module("benchmarks.models.runtimes")
     options = argparse.Namespace(python=["eager=false"], seconds=0.0, busy=False)
     assert models.in_process("eager", {"model": "bert"}, tmp_path, options) == {"note": "fails: exit 1"}

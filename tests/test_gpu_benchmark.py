@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py rehearsed: every section runs on CPU tensors, and what keeps a crash from costing a run."""
+"""The GPU benchmark rehearsed: every section runs on CPU tensors, and what keeps a crash from costing a run."""
 
 import json
 import sys
@@ -28,30 +28,24 @@ for step in ("good", "crash", "hang", "last"):
 """
 
 
-@pytest.fixture
-def scripts(monkeypatch, tmp_path_factory):
-    """Modules of benchmarks/ can be imported inside; what they compile is kept in a folder of the test's."""
-    kept = tmp_path_factory.mktemp("caches")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(kept / "triton"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+@pytest.fixture(autouse=True)
+def caches(monkeypatch, tmp_path_factory):
+    """Compiled code stays in a folder of the test's."""
+    folder = tmp_path_factory.mktemp("caches")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def rehearse(monkeypatch, *arguments):
     """In this process: what is started as another one there is called here."""
-    import gpu
+    from benchmarks.gpu import __main__ as gpu
 
     def here(command, *others):
-        monkeypatch.setattr(sys, "argv", command[1:])
+        monkeypatch.setattr(sys, "argv", command[2:])
         gpu.main()
 
     monkeypatch.setattr(gpu, "run_restarting", here)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", *arguments])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--rehearse", *arguments])
     gpu.main()
 
 
@@ -60,7 +54,7 @@ def found_in(folder):
 
 
 @pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_rehearsal(scripts, everything, monkeypatch, tmp_path, capsys):
+def test_rehearsal(everything, monkeypatch, tmp_path, capsys):
     """Every phase, one after the other in calls of their own, as on a device that is lent for minutes."""
     given = ["--rows", "bias", *([] if everything else ["--no-models"])]
     rehearse(monkeypatch, *given, "--phase", "check", "tiles", "--out", str(tmp_path))
@@ -91,7 +85,7 @@ def test_rehearsal(scripts, everything, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("phase", ["check", "tiles", "time"])
-def test_what_a_phase_needs_is_compiled_ahead(scripts, phase, monkeypatch, tmp_path, capsys):
+def test_what_a_phase_needs_is_compiled_ahead(phase, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     rehearse(
         monkeypatch, "--rows", "causal", "--no-models", "--no-training", "--work", phase, "--part", "0", "--ahead", "1"
@@ -102,14 +96,14 @@ def test_what_a_phase_needs_is_compiled_ahead(scripts, phase, monkeypatch, tmp_p
     assert kernels == (wanted if phase == "tiles" else set()), "elsewhere, the interpreter runs"
 
 
-def test_a_run_without_time_writes_its_report(scripts, monkeypatch, tmp_path):
+def test_a_run_without_time_writes_its_report(monkeypatch, tmp_path):
     rehearse(monkeypatch, "--rows", "full", "--no-models", "--no-training", "--minutes", "0", "--out", str(tmp_path))
     found = found_in(tmp_path)
     assert not found["tried"] and "check full d=16 bfloat16" in next(tmp_path.glob("*.md")).read_text()
 
 
-def test_caches_come_back_where_they_were(scripts, monkeypatch, tmp_path):
-    import gpu_caches
+def test_caches_come_back_where_they_were(monkeypatch, tmp_path):
+    from benchmarks.gpu import caches as gpu_caches
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here" / "triton"))
@@ -126,13 +120,13 @@ def test_caches_come_back_where_they_were(scripts, monkeypatch, tmp_path):
     assert gpu_caches.bring(tmp_path / "home") == 1 and kernel.read_bytes() == bytes(range(256)) * 4
 
 
-def test_a_tile_with_other_results_is_not_timed(scripts, monkeypatch):
+def test_a_tile_with_other_results_is_not_timed(monkeypatch):
     from dataclasses import replace
 
+    from benchmarks.gpu.cells import Place
+    from benchmarks.gpu.device import Rehearsal, running
+    from benchmarks.gpu.tuning import take, trials
     from fusion.codegen.triton.variant import Variant
-    from gpu_cells import Place
-    from gpu_device import Rehearsal, running
-    from gpu_tuning import take, trials
 
     device, tuned, launch = Rehearsal(), [], Variant.launch
     place = Place(row="full", direction="forward", B=1, H=1, N=40, d=16, dtype="float32")
@@ -152,16 +146,16 @@ def test_a_tile_with_other_results_is_not_timed(scripts, monkeypatch):
     assert list(found.seconds) == [str(first.tile)] and list(found.failed) == [str(wrong.tile)]
 
 
-def test_a_rehearsal_is_never_kept_among_the_results(scripts, capsys):
-    import gpu
+def test_a_rehearsal_is_never_kept_among_the_results(capsys):
+    from benchmarks.gpu import __main__ as gpu
 
     with pytest.raises(SystemExit):
         gpu.parse(["--rehearse", "--out", str(ROOT / "benchmarks" / "results")])
     assert "another folder" in capsys.readouterr().err
 
 
-def test_targets_take_the_worst_figure(scripts):
-    from gpu_report import Target
+def test_targets_take_the_worst_figure():
+    from benchmarks.gpu.report import Target
 
     assert Target(title="speed", needed=1.1, values={"here": 1.5, "there": 1.0}).met is False
     assert Target(title="speed", needed=1.1, values={"here": 1.5}).line()[-1] == "met"
@@ -170,10 +164,10 @@ def test_targets_take_the_worst_figure(scripts):
     assert Target(title="noise", needed=1, at_most=True, values={"here": float("nan")}).met is False
 
 
-def test_findings_survive_in_a_file(scripts, tmp_path):
-    from gpu_cells import Cell, Place
-    from gpu_findings import Findings
-    from gpu_training import Losses, Memory
+def test_findings_survive_in_a_file(tmp_path):
+    from benchmarks.gpu.cells import Cell, Place
+    from benchmarks.gpu.findings import Findings
+    from benchmarks.gpu.training import Losses, Memory
 
     place = Place(row="full", direction="forward", B=1, H=2, N=8, d=16, dtype="bfloat16")
     found = Findings(environment={"versions": {}}, device="none", rehearsal=False)
@@ -185,7 +179,7 @@ def test_findings_survive_in_a_file(scripts, tmp_path):
     assert found.memory[0].growth("fusion") == 2
 
 
-def test_a_crash_and_a_hang_cost_one_step_each(scripts, tmp_path):
+def test_a_crash_and_a_hang_cost_one_step_each(tmp_path):
     from fusion.codegen.triton.supervise import run_restarting
 
     state, child, reasons = tmp_path / "state", tmp_path / "child.py", []
@@ -196,10 +190,10 @@ def test_a_crash_and_a_hang_cost_one_step_each(scripts, tmp_path):
     assert state.read_text().split() == ["good", "crash", "hang", "last"]
 
 
-def test_rounding_of_weights_is_to_a_neighbour_and_fair(scripts):
+def test_rounding_of_weights_is_to_a_neighbour_and_fair():
     import torch
 
-    from gpu_training import stochastically_rounded
+    from benchmarks.gpu.training import stochastically_rounded
 
     weights = torch.full((20000,), 1.0 + 2**-9)  # a quarter of the way between two neighbours
     for dtype, share in ((torch.bfloat16, 0.25), (torch.float16, 0.0)):
@@ -210,14 +204,14 @@ def test_rounding_of_weights_is_to_a_neighbour_and_fair(scripts):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_kernel_that_fails_is_not_replaced(scripts, monkeypatch, gradients):
+def test_a_kernel_that_fails_is_not_replaced(monkeypatch, gradients):
     """Elsewhere the reference interpreter steps in; here it would be measured."""
     import torch
 
+    from benchmarks.common.rows import GPU_ROWS, Problem
+    from benchmarks.gpu.check import Check, draw
+    from benchmarks.gpu.device import Rehearsal, failures_raised, interpreted
     from fusion.codegen.triton.variant import Variant
-    from gpu_check import Check, draw
-    from gpu_device import Rehearsal, failures_raised, interpreted
-    from rows import GPU_ROWS, Problem
 
     def broken(*arguments):
         raise RuntimeError("out of registers")

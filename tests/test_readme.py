@@ -10,12 +10,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+from benchmarks.docs import front_page
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import front_page  # noqa: E402  a folder of scripts
-
 PROGRAM = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)[0]
 OUTPUT = README.partition("It prints\n\n")[2].partition("\n\n![")[0]
 
@@ -47,7 +45,7 @@ def test_the_first_figures_are_those_of_the_output():
 
 def test_the_table_of_speeds_is_that_of_the_result_files():
     page = README.partition(front_page.BEGIN)[2].partition(front_page.END)[0]
-    assert page == front_page.table(), "python benchmarks/front_page.py --write"
+    assert page == front_page.table(), "python -m benchmarks.docs.front_page --write"
 
 
 def test_the_architectures_are_those_of_the_survey():

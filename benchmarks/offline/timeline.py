@@ -7,11 +7,10 @@ factors (128 bytes a clock); the warps go on until they wait for them. Other pro
 issued. Latencies, bank conflicts and cache misses are not modelled: `EFFICIENCY` stands for them.
 
 Two constants are fitted to published figures of peers whose loops were compiled and put through the same model
-(`benchmarks/peer_loops.py`; `benchmarks/triton_static.py` prints both): H100, forward without a mask. FlexAttention's
-template at d = 128, 392-408 Tflop/s (model: 407); Triton's tutorial at d = 128, 434-477 (446), and at d = 64, 396-403
-(396). Groups of warps with roles are taken to be independent, which is the best that can be: FlashAttention-3 reaches
-497 Tflop/s at d = 64, its loop in Gluon (`benchmarks/gluon_static.py`) is predicted at 677, and at 462 with both in
-step.
+(`peer_loops`; `triton_static` prints both): H100, forward without a mask. FlexAttention's template at d = 128, 392-408
+Tflop/s (model: 407); Triton's tutorial at d = 128, 434-477 (446), and at d = 64, 396-403 (396). Groups of warps with
+roles are taken to be independent, which is the best that can be: FlashAttention-3 reaches 497 Tflop/s at d = 64, its
+loop in Gluon is predicted at 677, and at 462 with both in step (benchmarks/results/2026-11-27-gluon.md).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ taken up again (each key block), whether scores stay in the first cache, what th
 softmax do not overlap across items), and how evenly items fall on the cores.
 
 `COSTS` is fitted to single-thread runs on a machine with AVX-512 and AMX, by non-negative least squares on relative
-errors: `python benchmarks/model_fit.py [--fit]`.
+errors: `python -m benchmarks.cpu.model_fit [--fit]`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Clocks that a GPU kernel takes in a tile: a model of matrix units, instruction issue and special functions.
 
 Of one trip of a kernel's loop, one tile of scores, the model knows each product's shape, how Triton lays it out over
-warps, and about how many instructions a score costs (read from disassembled kernels, `benchmarks/triton_static.py`).
-`benchmarks/offline/timeline.py` does the same by instructions of compiled kernels, with the same constants of overlap.
+warps, and about how many instructions a score costs (read from disassembled kernels by
+`benchmarks.offline.triton_static`). `benchmarks.offline.timeline` does the same by instructions of compiled kernels,
+with the same constants of overlap.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0, KEYS_ALONE: 3.0, VALUES_ALONE: 1.
 
 EXPOSED = {FORWARD: 1.0, QUERIES: 0.6, KEYS: 0.85, KEYS_ALONE: 0.6, VALUES_ALONE: 0.85, JOINT: 1.2}
 """Share of a loop's instructions beside which no product runs, in the plain order. dP's runs beside exponentials, where
-nothing but it follows the scores. Read off `benchmarks/triton_static.py`: trips, less the products' clocks, over clocks
-of issue; d = 64 to 256, two warp groups. A single one is not credited with it: what it saves, its factors' way through
-shared memory takes, which the model does not count."""
+nothing but it follows the scores. Read off `benchmarks.offline.triton_static`: trips, less the products' clocks, over
+clocks of issue; d = 64 to 256, two warp groups. A single one is not credited with it: what it saves, its
+factors' way through shared memory takes, which the model does not count."""
 GROUP_WARPS = 4
 """Warps of a warp group."""
 EXPOSED_ROTATED = {KEYS: 0.45, JOINT: 0.9}

@@ -1,5 +1,5 @@
 """Facts of compiled GPU kernels, for each version of Triton that they were made with, which
-`benchmarks/tile_facts.py` writes. `fusion.planning.gpu_feasible` reads them."""
+`benchmarks/offline/tile_facts.py` writes. `fusion.planning.gpu_feasible` reads them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Whether a GPU kernel can be had in a tile: what compiling has shown, and an estimate where nothing was compiled.
 
-`fusion.planning.gpu_facts` has the facts of compiled kernels, written by `benchmarks/tile_facts.py`, of this version of
-Triton or the nearest. The estimate has a margin: what it takes for feasible is, wherever it is known (a test compares).
+`fusion.planning.gpu_facts` has the facts of compiled kernels, written by `benchmarks.offline.tile_facts`, of this
+version of Triton or the nearest. The estimate has a margin: what it takes for feasible is, wherever it is known (a test
+compares).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, "float8_e4m3fn": 1, "float8
 
 KEY_SPAN = 256
 """Sums of float32 begin anew every so many keys. Errors are then those of `scaled_dot_product_attention`. With 512, one
-problem of fifty was beyond the numerics rule (benchmarks/accuracy.py)."""
+problem of fifty was beyond the numerics rule (benchmarks/cpu/accuracy.py)."""
 HALF_KEY_SPAN = 1 << 14
 """Those of results in narrower dtypes, which hide longer sums: 262,144 equal keys reach three quarters of the rule."""
 

@@ -19,9 +19,8 @@ SPILLING = {("Gluon ahead", 128), ("Gluon ahead, in turns", 128)}
 
 
 @pytest.fixture
-def gluon_static(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gluon_static
+def gluon_static():
+    from benchmarks.offline import gluon_static
 
     return gluon_static
 
@@ -70,6 +69,6 @@ def test_specialised_programs_of_our_emitter(gluon_static) -> None:
 
 
 if __name__ == "__main__":
-    import gluon_static as compiled_loops
+    from benchmarks.offline import gluon_static as compiled_loops
 
     globals()[sys.argv[1]](compiled_loops)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton", reason="kernels need triton")
 
+from benchmarks.offline import static_cells, tile_choices
 from fusion.machine import of_target
 from fusion.planning import gpu_facts
 from fusion.planning.gpu_facts import FEW_SPILLED
 from fusion.planning.gpu_feasible import facts_of
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FURTHER = ("sm_86", "sm_103", "sm_120")
 """Targets for which facts of others count (`gpu_facts.SAME_CODE`)."""
@@ -23,18 +19,9 @@ WIDTHS = (64, 128, 256)
 ROWS = ("full", "causal", "window", "softcap", "alibi", "bias", "table")
 
 
-@pytest.fixture
-def tile_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    """The benchmark of this name."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+@pytest.fixture(autouse=True)
+def newest_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_facts, "FACTS", gpu_facts.read(gpu_facts.NEWEST))
-    before = set(sys.modules)
-    import tile_choices
-
-    yield tile_choices
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 SPILLING = {
@@ -46,7 +33,7 @@ SPILLING = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_chosen_tiles_are_compiled_and_do_not_spill(name: str, tile_choices) -> None:
+def test_chosen_tiles_are_compiled_and_do_not_spill(name: str) -> None:
     """In the main loop, but for kernels that are named here."""
     spilling = set()
     for target in TARGETS:
@@ -65,10 +52,8 @@ def test_chosen_tiles_are_compiled_and_do_not_spill(name: str, tile_choices) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("target", (*TARGETS, *FURTHER))
 @pytest.mark.parametrize("name", ROWS)
-def test_facts_are_those_of_kernels(name: str, target: str, tile_choices) -> None:
+def test_facts_are_those_of_kernels(name: str, target: str) -> None:
     """Every kernel compiled again as a call compiles it: variants that share their facts with another included."""
-    import static_cells
-
     machine = of_target(target)
     for d in WIDTHS:
         cell = tile_choices.Cell(name=name, d=d)

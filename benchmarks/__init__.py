@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.<folder>.<name>` in a checkout. benchmarks/README.md lists them."""

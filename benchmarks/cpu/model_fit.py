@@ -1,0 +1,302 @@
+"""How well the cost model ranks tiles: predicted against measured time of the CPU kernel over a grid of shapes and
+tiles.
+
+For every shape a grid of tiles is compiled and timed, all tiles of a shape in turns within one process. Printed: the
+raw points, the rank correlation (Spearman) of prediction and measurement within each shape and over all points, and
+how far the tile that the kernel chooses by the model is from the best measured one. `--fit` prints the constants
+(`fusion.planning.cpu.COSTS`) that suit the points best: non-negative least squares on relative errors.
+
+    python -m benchmarks.cpu.model_fit --dtype float32 --seconds 50 --output fit.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import results
+from fusion.codegen.mlir.launch import Kernel
+from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
+from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
+from fusion.ir.integers import add
+from fusion.ir.ops import apply, where
+from fusion.machine import Machine, with_cores
+from fusion.planning.cpu import Costs, cpu_counts
+from fusion.planning.cpu_planner import CpuPlanner
+from fusion.planning.problem import problem_of
+from fusion.planning.register_tiles import Target, Tiling, target_of, tilings_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One attention call."""
+
+    heads: int
+    n: int
+    d: int
+    causal: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Values of the spec's sizes."""
+        return 1, self.heads, self.n
+
+    def __str__(self) -> str:
+        return f"H={self.heads} N={self.n} d={self.d}{' causal' if self.causal else ''}"
+
+
+SHAPES = (
+    Shape(heads=12, n=128, d=64),
+    Shape(heads=2, n=200, d=64),
+    Shape(heads=12, n=384, d=32),
+    Shape(heads=12, n=512, d=64, causal=True),
+    Shape(heads=12, n=512, d=64),
+    Shape(heads=8, n=777, d=80),
+    Shape(heads=12, n=1024, d=64),
+    Shape(heads=12, n=1024, d=64, causal=True),
+    Shape(heads=8, n=1024, d=128),
+    Shape(heads=4, n=2048, d=64, causal=True),
+    Shape(heads=2, n=2048, d=128, causal=True),
+    Shape(heads=1, n=4096, d=64),
+    Shape(heads=1, n=8192, d=64),
+    Shape(heads=1, n=4096, d=128),
+    Shape(heads=2, n=2048, d=32),
+    Shape(heads=1, n=4096, d=64, causal=True),
+    Shape(heads=2, n=512, d=128),
+    Shape(heads=6, n=256, d=64),
+)
+
+
+def specification(shape: Shape, dtype: str) -> AttentionSpec:
+    """Plain or causal softmax attention on contiguous [B, H, N, d] tensors, the lengths known at run time."""
+    b0, b1 = coord("b0"), coord("b1")
+    score, mask = apply("fmul", SCORE, const(1 / math.sqrt(shape.d))), None
+    if shape.causal:
+        live = apply("ile", J, I)
+        score = where(live, score, const(-math.inf))
+        mask = MaskFacts(
+            live=live, key_lo=const(0), key_hi=add(coord("i1"), 1), full_lo=const(0), full_hi=add(coord("i0"), 1),
+            fill=-math.inf,
+        )  # fmt: skip
+    return AttentionSpec(
+        sizes=("B", "H", "N"),
+        batch=(size("B"), size("H")),
+        n_q=size("N"),
+        n_k=size("N"),
+        d=const(shape.d),
+        d_v=const(shape.d),
+        operands=tuple(Operand(dtype=dtype, rank=4, name=name) for name in "qkv"),
+        q=(b0, b1, I, C),
+        k=(b0, b1, J, C),
+        v=(b0, b1, J, E),
+        score=score,
+        normalizer=Normalizer.SOFTMAX,
+        dtype=dtype,
+        out_dtype=dtype,
+        output=Output(dims=("b0", "b1", "i", "e"), order=("b0", "b1", "i", "e")),
+        mask=mask,
+    )
+
+
+def tiles(shape: Shape, base: Tiling, target: Target) -> Iterator[tuple[int, int]]:
+    """(B_r, B_c) that the kernel's register tile allows and the shape is not too small for."""
+    rows, step = target.register_tile(base.planes)
+    for count, keys in itertools.product((1, 2, 4, 6, 8, 12), (64, 128, 256, 512)):
+        keys = -(-keys // step) * step
+        if (count - 1) * rows < shape.n and (keys <= 64 or keys // 2 < shape.n):
+            yield count * rows, keys
+
+
+def kernel_for(
+    shape: Shape, dtype: str, tile: tuple[int, int], base: Tiling, target: Target
+) -> Callable[..., torch.Tensor]:
+    """The compiled kernel with that tile. Exchange this function to fit the model to another kernel."""
+    tiling = replace(base, groups=tile[0] // target.lanes, keys=tile[1])
+    spec = specification(shape, dtype)
+    kernel = Kernel(spec, (tiling, *tilings_for(spec, target)[1:]), target)
+    return lambda *operands: kernel(operands, shape.sizes)
+
+
+def measure(
+    shape: Shape, dtype: str, base: Tiling, target: Target, chosen: tuple[int, int], seconds: float
+) -> dict[tuple[int, int], float]:
+    """Median seconds of each tile, the planner's among them; they take turns for `seconds`, at least five rounds, in
+    another order in each round. (Copies of one kernel differ by 8 % in their least seconds, by 1 % in their median.)
+    """
+    size_ = (1, shape.heads, shape.n, shape.d)
+    operands = [torch.randn(size_).to(getattr(torch, dtype)) for _ in range(3)]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
+
+    q, k, v = operands
+    expected = attend(q.double(), k.double(), v.double())
+    eps = torch.finfo(operands[0].dtype).eps
+    allowed = 2 * ((attend(q, k, v) - expected).abs().max() + eps * expected.abs().max()).item()
+    calls = {}
+    for tile in dict.fromkeys([chosen, *tiles(shape, base, target)]):
+        calls[tile] = kernel_for(shape, dtype, tile, base, target)
+        error = (calls[tile](*operands).double() - expected).abs().max().item()
+        if not error <= allowed:
+            raise SystemExit(
+                f"{shape}, tile {tile}: error {error:.2e}, allowed {allowed:.2e}; a wrong kernel is not timed"
+            )
+    times: dict[tuple[int, int], list[float]] = {tile: [] for tile in calls}
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 5 or time.perf_counter() < end:
+        for tile in random.sample(list(calls), len(calls)):
+            start = time.perf_counter()
+            calls[tile](*operands)
+            times[tile].append(time.perf_counter() - start)
+        rounds += 1
+    return {tile: statistics.median(found) for tile, found in times.items()}
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """Rank correlation; ties share their mean rank."""
+    ranks = [_ranks(values) for values in (first, second)]
+    return statistics.correlation(*ranks) if len(set(ranks[0])) > 1 and len(set(ranks[1])) > 1 else 1.0
+
+
+def _ranks(values: list[float]) -> list[float]:
+    order = sorted(values)
+    return [(order.index(value) + len(order) - 1 - order[::-1].index(value)) / 2 for value in values]
+
+
+def report(shape: Shape, dtype: str, found: dict, chosen: tuple[int, int], predicted: dict) -> dict:
+    """Prints and returns the shape's points and verdict."""
+    best = min(found, key=found.__getitem__)
+    rank = spearman(list(predicted.values()), list(found.values()))
+    print(f"{shape} {dtype}: Spearman {rank:.2f}; best {best}, chosen {chosen}", end="")
+    loss = found[chosen] / found[best] - 1
+    print(f" ({loss:+.1%})")
+    for tile in sorted(found):
+        pair = f"measured {found[tile] * 1e3:8.3f} ms  predicted {predicted[tile] * 1e3:8.3f} ms"
+        print(f"    {tile[0]:4d} x {tile[1]:4d}  {pair}")
+    points = [{"tile": tile, "measured": found[tile], "predicted": predicted[tile]} for tile in found]
+    return {
+        "shape": str(shape),
+        "dtype": dtype,
+        "spearman": rank,
+        "chosen": chosen,
+        "best": best,
+        "loss": loss,
+        "points": points,
+    }
+
+
+def main() -> None:
+    """Measures, compares, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--seconds", type=float, default=50, help="measuring time, all shapes together")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the kernel (default %(default)s)")
+    parser.add_argument("--no-amx", action="store_true", help="vector products also where AMX exists")
+    parser.add_argument("--shapes", type=int, nargs="+", help="numbers of the shapes to measure (default all)")
+    parser.add_argument("--fit", action="store_true", help="print constants that suit these points best")
+    parser.add_argument("--output", type=Path, help="JSON file with the raw points")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    machine = with_cores(Machine.detect(), arguments.threads)
+    target = target_of(machine)
+    if arguments.no_amx:
+        target = replace(target, amx=False, pairs="avx512_bf16" in machine.isa)
+    print(f"{machine}; kernels for {target}; {arguments.threads} threads")
+    shapes = [SHAPES[number] for number in arguments.shapes] if arguments.shapes else SHAPES
+    rows, counted = [], []
+    for dtype, shape in itertools.product(arguments.dtype, shapes):
+        spec = specification(shape, dtype)
+        tilings = tilings_for(spec, target)
+        share = arguments.seconds / len(shapes) / len(arguments.dtype)
+        multiples = target.register_tile(tilings[0].planes)
+        planner = CpuPlanner(spec, machine, register_tile=multiples)
+        tile = Kernel(spec, tilings, target, planner).choice(shape.sizes).tile
+        chosen = tile.rows, tile.keys
+        found = measure(shape, dtype, tilings[0], target, chosen, share)
+        predicted = planner.tile_times(shape.sizes, list(found))
+        rows.append(report(shape, dtype, found, chosen, {tile: predicted[tile] for tile in found}))
+        problem, clock = problem_of(spec, shape.sizes), machine.clock or 2.5e9
+        for tile, seconds in found.items():
+            counts = cpu_counts(machine, problem, tile, multiples, skip=problem.masked)
+            counted.append((tilings[0].planes, counts, (seconds - machine.launch) * clock))
+    print("\n".join(summary(rows)))
+    if arguments.fit:
+        for planes in sorted({planes for planes, *_ in counted}):
+            print(planes, fit([(counts, cycles) for own, counts, cycles in counted if own == planes]))
+    if arguments.output:
+        found = {"environment": results.environment({}), "machine": str(machine), "target": str(target), "rows": rows}
+        arguments.output.write_text(json.dumps(found))
+        arguments.output.with_suffix(".md").write_text(markdown(found))
+
+
+def fit(points: list[tuple[dict[str, float], float]]) -> Costs:
+    """The costs of least squared relative error, none of them negative: one at a time until nothing changes.
+
+    points: (counts, measured cycles). What costs one operation of a score program is not among what is measured here.
+    """
+    names = [field.name for field in fields(Costs) if field.name != "operation"]
+    shares = torch.tensor([[counts[name] / cycles for name in names] for counts, cycles in points], dtype=torch.float64)
+    scale = shares.mean(0).clamp_min(1e-30)
+    shares = shares / scale
+    gram, wanted = shares.T @ shares, shares.sum(0)
+    costs = torch.zeros(len(names), dtype=torch.float64)
+    for _ in range(20_000):
+        for k in range(len(names)):
+            if gram[k, k] > 0:
+                costs[k] = (costs[k] + (wanted[k] - gram[k] @ costs) / gram[k, k]).clamp_min(0)
+    return Costs(operation=1.0, **{name: float(f"{cost:.3g}") for name, cost in zip(names, costs / scale, strict=True)})
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """The verdict over all shapes, per dtype."""
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        own = [row for row in rows if row["dtype"] == dtype]
+        points = [point for row in own for point in row["points"]]
+        pooled = spearman([point["predicted"] for point in points], [point["measured"] for point in points])
+        within = statistics.fmean(row["spearman"] for row in own)
+        near = sum(row["loss"] <= 0.05 for row in own)
+        lines.append(
+            f"{dtype}: {len(points)} points, Spearman {pooled:.3f} over all, {within:.2f} on average within a shape; "
+            f"chosen tile within 5 % of the best measured for {near} of {len(own)} shapes"
+        )
+    return lines
+
+
+def markdown(found: dict) -> str:
+    """The result file to read."""
+    where = found["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    table = [
+        "| shape | dtype | chosen tile | best measured | chosen over best | predicted ms | measured ms | Spearman |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found["rows"]:
+        chosen = next(point for point in row["points"] if list(point["tile"]) == list(row["chosen"]))
+        tiles_ = [f"{rows} x {keys}" for rows, keys in (row["chosen"], row["best"])]
+        times = [f"{chosen[name] * 1e3:.3f}" for name in ("predicted", "measured")]
+        cells = [row["shape"], row["dtype"], *tiles_, f"{row['loss']:+.1%}", *times, f"{row['spearman']:.2f}"]
+        table.append(f"| {' | '.join(cells)} |")
+    head = [
+        f"# The tile that the cost model chooses, {where['date']}",
+        f"{where['cpu']}, {where['threads']} of {where['cores']} cores; {versions}; commit {where['commit']}.",
+        "`python -m benchmarks.cpu.model_fit`: medians of turns in random order, every tile of a shape in one process; "
+        "the JSON file of the same name has every point.",
+        "\n".join(f"- {line}" for line in summary(found["rows"])),
+        "\n".join(table),
+    ]
+    return "\n\n".join(head) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Whole models on a GPU, inference: eager, Inductor and fusion, with the output's error against float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from benchmarks.common.measuring import allowed_error, largest_error
+from benchmarks.common.model_zoo import MODELS, TINY
+from benchmarks.gpu.cells import brief
+from benchmarks.gpu.device import MODEL_QUEUED, Device
+
+CONTESTANTS = ("fusion", "eager", "inductor", "inductor, sdpa")
+
+
+@dataclass(slots=True, kw_only=True)
+class WholeModel:
+    """Median device seconds by contestant, and what is odd about one."""
+
+    name: str
+    title: str
+    B: int
+    N: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def contestants(name: str, device: Device, dtype: torch.dtype) -> dict[str, Callable[[], Callable | None]]:
+    """Makers of calls by name, fusion first; None where transformers refuses the model `scaled_dot_product_attention`.
+
+    Every contestant has the same weights; they come one after the other, so that two models are held at most.
+    """
+    smaller = TINY if device.rehearsal else {}
+
+    def made(attention: str) -> nn.Module:
+        return MODELS[name].make(attention, **smaller).to(device.kind, dtype)
+
+    def with_sdpa() -> Callable | None:
+        try:
+            return device.compiled(made("sdpa"), "inductor")
+        except ValueError:  # soft-capping has no argument there
+            return None
+
+    return {
+        "fusion": lambda: device.compiled(made("eager"), "fusion"),
+        "eager": lambda: made("eager"),
+        "inductor": lambda: device.compiled(made("eager"), "inductor"),
+        "inductor, sdpa": with_sdpa,
+    }
+
+
+@torch.no_grad()
+def measure_model(name: str, B: int, N: int, device: Device, dtype: torch.dtype, seconds: float = 2.0) -> WholeModel:
+    """One model at one size; the inputs are B times the same."""
+    torch._dynamo.reset()
+    model = MODELS[name]
+    cell = WholeModel(name=name, title=model.title, B=B, N=N)
+    x = model.inputs(N).to(device.kind)
+    x = x.repeat(B, *[1] * (x.dim() - 1))
+    x = x.to(dtype) if x.is_floating_point() else x
+    plain = model.make("eager", **(TINY if device.rehearsal else {})).to(device.kind, dtype)
+    eager = plain(x[:1])
+    exact = copy.deepcopy(plain).double()(x[:1].double() if x.is_floating_point() else x[:1])
+    allowed = allowed_error(eager, exact)
+    del plain
+    calls: dict[str, Callable[[], object]] = {}
+    for who, make in contestants(name, device, dtype).items():
+        try:
+            if (call := make()) is None:
+                cell.notes[who] = "cannot express it"
+                continue
+            error = largest_error(call(x)[:1], exact)
+            if not error <= allowed and who == "fusion":
+                cell.notes[who] = f"wrong: error {error:.1e}, allowed {allowed:.1e}"
+            calls[who] = functools.partial(call, x)
+        except Exception as failure:
+            cell.notes[who] = brief(failure)
+            device.free()
+    found: dict[str, list[float]] = {who: [] for who in calls}
+    stop = time.monotonic() + seconds
+    while calls and (len(found[next(iter(calls))]) < (2 if device.rehearsal else 4) or time.monotonic() < stop):
+        for who, call in calls.items():
+            found[who].append(device.seconds(call, MODEL_QUEUED)[0])
+    cell.seconds = {who: statistics.median(times[1:]) for who, times in found.items()}
+    return cell

@@ -1,0 +1,313 @@
+"""The steps of benchmarks/gpu in order, the most telling first, and the process that takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.common.rows import GPU_ROWS
+from benchmarks.gpu.cells import COMPILED, Place, brief, log, measure, operands_of, prepare
+from benchmarks.gpu.cells import Cell as Measured
+from benchmarks.gpu.check import checks
+from benchmarks.gpu.device import Device, running
+from benchmarks.gpu.findings import STARTING, Findings
+from benchmarks.gpu.models import measure_model
+from benchmarks.gpu.tools import COUNTED, COUNTERS, LIMIT, SANITIZED, SANITIZER, counted, sanitized
+from benchmarks.gpu.tools import found as program
+from benchmarks.gpu.training import follow, grow
+from benchmarks.gpu.tuning import compile_trial, take, trials
+
+HEADS = {64: 32, 128: 16, 256: 8, 512: 4, 576: 16}
+TOKENS = 16384  # N times the batch
+TELLING = ("full", "causal", "alibi", "softcap", "packed", "window")
+WIDE = ("full", "causal")
+DECODE = ((8, 16384), (64, 8192), (1, 131072), (32, 2048))  # batch and keys; 32 query heads share 8 key heads
+LATENT_DECODE = ((32, 8192), (128, 4096))
+MODELS = (("gemma2", 4, 2048), ("llama", 4, 2048), ("bert", 32, 512), ("t5", 8, 2048))
+LOSSES = ("llama", "gemma2")
+TUNED = (
+    ("causal", "forward", 0),
+    ("full", "forward", 0),
+    ("causal", "backward", 0),
+    ("causal", "forward", 1),
+    ("latent", "forward", 0),
+    ("causal", "backward", 1),
+    ("full", "backward", 0),
+)  # and which of the widths; fmt: skip
+MEASURING, AHEAD = 0.6, 0.3  # shares of the device's memory: of who takes steps, of all who compile ahead
+PHASES = ("check", "tiles", "time")
+PROFILED = (("causal", "forward"), ("causal", "backward"), ("full", "forward"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is asked for: rows, lengths, widths and dtype."""
+
+    rows: tuple[str, ...]
+    N: tuple[int, ...]
+    d: tuple[int, ...]
+    dtype: str
+    models: bool = True
+    training: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Something to do: its title is unique. limit: s after which it counts as hung. ahead: what it needs compiled, for
+    the caches on disk; it may take little of the device's memory."""
+
+    title: str
+    run: Callable[[Findings], None]
+    limit: float
+    ahead: Callable[[], object] | None = None
+
+
+def attention_places(sizes: Sizes) -> Iterator[Place]:
+    """First what the targets ask for at the first length, then other rows and widths there, then other lengths."""
+    rows = [name for name in sizes.rows if GPU_ROWS[name].queries is None and not GPU_ROWS[name].latent]
+    telling = [name for name in TELLING if name in rows]
+    others = [name for name in rows if name not in TELLING]
+    wide = [name for name in WIDE if name in rows]
+
+    def place(name: str, direction: str, n: int, d: int) -> Place:
+        return Place(row=name, direction=direction, B=max(1, TOKENS // n), H=HEADS[d], N=n, d=d, dtype=sizes.dtype)
+
+    first, *lengths = sizes.N
+    main, *widths = sizes.d
+    for direction in ("forward", "backward"):
+        yield from (place(name, direction, first, main) for name in telling)
+    yield from (place(name, "forward", first, 512) for name in wide if 512 in widths)
+    ways = ("forward", "backward")
+    yield from (place(name, way, first, main) for name in others for way in ways)
+    yield from (place(name, way, first, d) for d in widths for way in ways for name in wide
+                if (d, way) != (512, "forward"))  # fmt: skip
+    yield from (place(name, way, n, main) for n in lengths for name in telling for way in ways)
+    yield from (place(name, way, n, d) for n in lengths for d in widths for way in ways for name in wide)
+    yield from (place(name, way, n, main) for n in lengths for name in others if name != "bias" or n <= 8192
+                for way in ways)  # fmt: skip
+
+
+def decoding_places(sizes: Sizes) -> Iterator[Place]:
+    rows = ("decode", DECODE, 32, 128), ("latent decode", LATENT_DECODE, 128, 576), ("float8 decode", DECODE, 32, 128)
+    for name, shapes, heads, d in rows:
+        if name in sizes.rows:
+            yield from (Place(row=name, direction="forward", B=b, H=heads, N=n, d=d, dtype=sizes.dtype)
+                        for b, n in shapes)  # fmt: skip
+
+
+def latent_places(sizes: Sizes) -> Iterator[Place]:
+    if "latent" in sizes.rows:
+        yield from (Place(row="latent", direction=direction, B=2, H=HEADS[576], N=n, d=576, dtype=sizes.dtype)
+                    for n in sizes.N[:2] for direction in ("forward", "backward"))  # fmt: skip
+
+
+def places(sizes: Sizes, device: Device) -> list[Place]:
+    """All cells in order; those of the decoding and latent rows among the first."""
+    if device.rehearsal:
+        return [
+            Place(row=name, direction=direction, B=1, H=2, N=20, d=80 if GPU_ROWS[name].latent else 16,
+                  dtype=sizes.dtype)
+            for name in sizes.rows for direction in ("forward", "backward")
+            if GPU_ROWS[name].queries is None or direction == "forward"
+        ]  # fmt: skip
+    attention, decoding = list(attention_places(sizes)), list(decoding_places(sizes))
+    latent = list(latent_places(sizes))
+    telling = 2 * len([name for name in TELLING if name in sizes.rows]) + len(WIDE)
+    return [*attention[:telling], *decoding[:2], *latent[:1], *attention[telling:], *decoding[2:], *latent[1:]]
+
+
+def steps(phase: str, sizes: Sizes, device: Device) -> list[Step]:
+    """Everything of a phase, the most telling first."""
+    return {"check": _checks, "tiles": _tiles, "time": _times}[phase](sizes, device)
+
+
+def _checks(sizes: Sizes, device: Device) -> list[Step]:
+    """Results, and between the narrow heads and the wide ones what compute-sanitizer says."""
+    looked = [
+        Step(
+            title=f"check {check.name}", run=lambda found, check=check: _look(found, check), limit=120, ahead=check.look
+        )
+        for check in checks(list(sizes.rows), sizes.dtype, device)
+    ]
+    wanted = [(tool, row) for tool, row in SANITIZED if row in sizes.rows]
+    if device.rehearsal:
+        wanted = [("memcheck", sizes.rows[0])]
+    elif program(SANITIZER[0]) is None:
+        wanted = []
+    watched = [
+        Step(title=f"check {tool} {row}", limit=LIMIT + 20,
+             run=lambda found, tool=tool, row=row: _sanitize(found, tool, row, device))
+        for tool, row in wanted
+    ]  # fmt: skip
+    narrow = next((at for at, step in enumerate(looked) if step.title == "check dropout"), len(looked) - 1) + 1
+    return [*looked[:narrow], *watched, *looked[narrow:]]
+
+
+def _tiles(sizes: Sizes, device: Device) -> list[Step]:
+    return [
+        Step(title=str(trial), run=lambda found, trial=trial: take(trial, found.tuned, device), limit=40,
+             ahead=lambda trial=trial: compile_trial(trial, device.machine or device.planned_for))
+        for place in _tuned(sizes, device) for trial in trials(place, device)
+    ]  # fmt: skip
+
+
+def _times(sizes: Sizes, device: Device) -> list[Step]:
+    """The telling cells, training, what calls launch, a model, the rest."""
+    cells = [
+        Step(title=f"time {p}", limit=100, run=lambda found, p=p: found.cells.append(measure(p, device)),
+             ahead=lambda p=p: _compile(p, device))
+        for p in places(sizes, device)
+    ]  # fmt: skip
+    launched = [
+        Step(title=f"kernels of {p}", limit=60, run=lambda found, p=p: _kernels(found, p, device))
+        for p in _profiled(sizes, device)
+    ]
+    wanted = [row for row in COUNTED if row in sizes.rows] if program(COUNTERS[0]) else []
+    counters = [
+        Step(title=f"counters of {row}", limit=LIMIT + 20,
+             run=lambda found, row=row: found.counters.update({row: counted(row, device)}))
+        for row in (sizes.rows[:1] if device.rehearsal else wanted)
+    ]  # fmt: skip
+    early = 2 * len([name for name in TELLING if name in sizes.rows]) + 5
+    training, models = _training(sizes, device), _models(sizes, device)
+    first = [*cells[:early], *training[:2], *launched, *counters, *models[:1]]
+    return [*first, *cells[early:], *training[2:], *models[1:]]
+
+
+def _training(sizes: Sizes, device: Device) -> list[Step]:
+    """Losses and memory of one model, then losses of the others."""
+    if not sizes.training:
+        return []
+    dtype = getattr(torch, sizes.dtype)
+    names, count, size = (LOSSES, 50, (8, 512)) if not device.rehearsal else (LOSSES[:1], 2, (1, 12))
+    lengths = {"fusion": [2048, 4096, 8192, 16384], "eager": [2048, 4096, 8192]}
+    if device.rehearsal:
+        lengths = {"eager": [8, 12]}
+    losses = [
+        Step(title=f"losses of {name}", limit=180,
+             run=lambda found, name=name: found.losses.append(follow(name, device, dtype, count, size)))
+        for name in names
+    ]  # fmt: skip
+    memory = Step(
+        title=f"memory of {names[0]}",
+        limit=180,
+        run=lambda found: found.memory.append(grow(names[0], device, dtype, lengths)),
+    )
+    return [losses[0], memory, *losses[1:]]
+
+
+def _models(sizes: Sizes, device: Device) -> list[Step]:
+    dtype = getattr(torch, sizes.dtype)
+    wanted = MODELS if not device.rehearsal else (("llama", 1, 12),)
+    return [
+        Step(title=f"model {name}", limit=180,
+             run=lambda found, name=name, b=b, n=n: found.models.append(measure_model(name, b, n, device, dtype)))
+        for name, b, n in wanted
+        if sizes.models
+    ]  # fmt: skip
+
+
+def _profiled(sizes: Sizes, device: Device) -> list[Place]:
+    found = places(sizes, device)
+    if device.rehearsal:
+        return found[:1]
+    first = (next((p for p in found if (p.row, p.direction) == each), None) for each in PROFILED)
+    return [place for place in first if place is not None]
+
+
+def _tuned(sizes: Sizes, device: Device) -> list[Place]:
+    """Whose tiles are measured one by one."""
+    every = [place for place in places(sizes, device) if not place.decoding]
+    if device.rehearsal:
+        return every[:2]
+    wanted = [
+        (row, direction, 576 if row == "latent" else sizes.d[at]) for row, direction, at in TUNED if at < len(sizes.d)
+    ]
+    first = (next((p for p in every if (p.row, p.direction, p.d) == each), None) for each in wanted)
+    return [place for place in first if place is not None]
+
+
+def _look(found: Findings, check) -> None:
+    check.look()
+    found.checks[check.name] = check.faults
+
+
+def _kernels(found: Findings, place: Place, device: Device) -> None:
+    """What each competitor's call launches, and for how long, to see what lies outside the attention itself."""
+    operands = operands_of(place, device)
+    cell = Measured(place=place, flop=1, bytes=1)
+    with torch.no_grad() if place.direction == "forward" else contextlib.nullcontext():
+        for who, call in prepare(cell, operands, device).items():
+            found.kernels.setdefault(str(place), {})[who] = device.launched(call)
+
+
+def _sanitize(found: Findings, tool: str, row: str, device: Device) -> None:
+    found.checks[f"{tool} {row}"] = sanitized(tool, row, device)
+
+
+def _compile(place: Place, device: Device) -> None:
+    """What measuring a cell compiles, but for competitors that hold whole matrices of scores."""
+    operands = operands_of(place, device)
+    with torch.no_grad() if place.direction == "forward" else contextlib.nullcontext():
+        prepare(Measured(place=place, flop=1, bytes=1), operands, device, COMPILED)
+
+
+def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: float, path: Path) -> None:
+    """Take the steps of a phase that were not tried yet. deadline: time.time() after which no step is begun.
+
+    What is known is written to `path` before and after every step, tracebacks of what fails to a .log beside it. Raises
+    where the device no longer answers.
+    """
+    log.addHandler(logging.FileHandler(path.with_suffix(".log"), delay=True))
+    log.propagate = False
+    log.setLevel(logging.INFO)
+    console = Console(stderr=True)
+    warnings.simplefilter("ignore")  # peers say at length why they refuse; the notes have it
+    device.limit(MEASURING)
+    found.current, found.patience = None, STARTING
+    found.write(path)
+    with running(device):
+        every = steps(phase, sizes, device)
+        found.planned = list(dict.fromkeys([*found.planned, *(step.title for step in every)]))
+        for step in every:
+            if step.title in found.tried:
+                continue
+            if time.time() > deadline:
+                break
+            found.current, found.patience = step.title, step.limit
+            log.info("%s", step.title)
+            found.write(path)
+            begun = time.monotonic()
+            try:
+                step.run(found)
+            except Exception as failure:  # the rest is still worth knowing
+                found.failed[step.title] = brief(failure)
+            device.free()
+            found.write(path)  # what follows raises if the step has broken the device
+            device.synchronize()
+            found.tried.append(step.title)
+            found.current = None
+            console.print(f"{time.monotonic() - begun:5.1f} s  {step.title}", highlight=False, markup=False)
+    found.write(path)
+
+
+def compile_ahead(phase: str, sizes: Sizes, device: Device, part: int, parts: int) -> None:
+    """Compile what every `parts`-th step of a phase needs, so that whoever takes it finds it in torch's and Triton's
+    caches on disk."""
+    device.limit(AHEAD / parts)
+    with running(device):
+        needed = [(step.title, step.ahead) for step in steps(phase, sizes, device) if step.ahead is not None]
+        for title, ahead in needed[part::parts]:
+            try:
+                ahead()
+            except Exception as failure:  # nobody depends on it
+                print(f"{title}: {brief(failure)}")
+            device.free()

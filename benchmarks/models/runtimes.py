@@ -1,0 +1,262 @@
+"""Whole models on a CPU beside the runtimes that people deploy with: the same weights and inputs, a process for each.
+
+    python -m benchmarks.models.runtimes [--models bert vit] [--dtypes float32 bfloat16] [--batches 1 8]
+        [--lengths 128 512 2048] [--runtimes eager Inductor fusion onnxruntime openvino zentorch]
+        [--python onnxruntime=PATH zentorch=PATH] [--seconds 10] [--busy] [--append FILE.json]
+
+The models are transformers', made from configurations with random weights; batches of more than one are padded. A
+runtime that is not installed fails, with a note: `pip install ".[runtimes]"` in a clone, and `pip install zentorch`,
+which asks for one version of torch; --python names the interpreter of an environment that has one. Errors
+are shares of what the project's rule allows beside eager mode, over real tokens. Each runtime of a row takes some ten
+seconds and --seconds, and its first compilation up to a minute more. Files are written after each; --append goes on
+with one. --busy: one thread, and the processor time that the process takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import fusion
+from benchmarks.common import results
+from benchmarks.common.measuring import allowed_error, largest_error
+from benchmarks.common.model_zoo import MODELS, VOCABULARY
+
+Inputs = tuple[Tensor, ...]
+Call = Callable[[], Tensor]
+
+
+def inputs_of(name: str, batch: int, N: int, dtype: torch.dtype) -> Inputs:
+    """Token ids `[B, N]` with a mask of those that are real where B > 1, or pixels of B images."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "vit":
+        return (torch.randn(batch, *MODELS[name].inputs(N).shape[1:], generator=generator).to(dtype),)
+    tokens = torch.randint(0, VOCABULARY, (batch, N), generator=generator)
+    lengths = N - torch.arange(batch) * N // (2 * batch)
+    return (tokens,) if batch == 1 else (tokens, (torch.arange(N) < lengths[:, None]).long())
+
+
+def _compiled(backend: str, options: dict[str, Any], model: nn.Module, inputs: Inputs, _: Path) -> Call:
+    if "zentorch" in (backend, options.get("inner")):
+        import zentorch  # noqa: F401  # type: ignore[reportMissingImports]  (registers itself)
+    run = torch.compile(model, backend=backend, options=options or None, dynamic=False)
+    return lambda: run(*inputs)
+
+
+def _onnxruntime(model: nn.Module, inputs: Inputs, folder: Path) -> Call:
+    import onnxruntime  # type: ignore[reportMissingImports]
+
+    path = folder / "model.onnx"
+    torch.onnx.export(model, inputs, str(path), dynamo=True, verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    feed = {entry.name: x.numpy() for entry, x in zip(session.get_inputs(), inputs, strict=True)}
+    return lambda: torch.from_numpy(session.run(None, feed)[0])
+
+
+def _openvino(model: nn.Module, inputs: Inputs, _: Path) -> Call:
+    import openvino  # type: ignore[reportMissingImports]
+
+    dtype = next(model.parameters()).dtype
+    inputs = tuple(x.float() if x.is_floating_point() else x for x in inputs)
+    settings = {"INFERENCE_PRECISION_HINT": "bf16" if dtype is torch.bfloat16 else "f32",
+                "INFERENCE_NUM_THREADS": torch.get_num_threads()}  # fmt: skip
+    graph = openvino.convert_model(torch.export.export(model.float(), inputs))
+    run = openvino.Core().compile_model(graph, "CPU", settings)
+    arrays = [x.numpy() for x in inputs]
+    return lambda: torch.from_numpy(run(arrays)[0])
+
+
+RUNTIMES: dict[str, Callable[[nn.Module, Inputs, Path], Call]] = {
+    "eager": lambda model, inputs, _: lambda: model(*inputs),
+    "Inductor": functools.partial(_compiled, "inductor", {}),
+    "fusion": functools.partial(_compiled, "fusion", {}),
+    "onnxruntime": _onnxruntime,
+    "openvino": _openvino,
+    "zentorch": functools.partial(_compiled, "zentorch", {}),
+    "fusion+zentorch": functools.partial(_compiled, "fusion", {"inner": "zentorch"}),
+}
+
+
+def prepare(cell: dict, folder: Path) -> dict:
+    """Write weights, and the float64 result of the cell's model, for all runtimes; returns the allowed error."""
+    dtype = getattr(torch, cell["dtype"])
+    model, inputs = (
+        MODELS[cell["model"]].make("eager").to(dtype),
+        inputs_of(cell["model"], cell["batch"], cell["N"], dtype),
+    )
+    torch.save(model.state_dict(), folder / "weights.pt")
+    eager = _real(model(*inputs), inputs)
+    exact = _real(model.double()(*(x.double() if x.is_floating_point() else x for x in inputs)), inputs)
+    torch.save(exact, folder / "exact.pt")
+    return {"allowed": allowed_error(eager, exact)}
+
+
+def _real(result: Tensor, inputs: Inputs) -> Tensor:
+    """The results of real tokens."""
+    return result[inputs[1].bool()] if len(inputs) > 1 else result
+
+
+def measure(runtime: str, cell: dict, folder: Path, seconds: float, busy: bool) -> dict:
+    """Times, in seconds, and error of one runtime in this process."""
+    clock = time.process_time if busy else time.perf_counter
+    dtype = getattr(torch, cell["dtype"])
+    model, inputs = (
+        MODELS[cell["model"]].make("eager").to(dtype),
+        inputs_of(cell["model"], cell["batch"], cell["N"], dtype),
+    )
+    model.load_state_dict(torch.load(folder / "weights.pt"))
+    start = time.perf_counter()
+    call = RUNTIMES[runtime](model, inputs, folder)
+    result = call()
+    first = time.perf_counter() - start
+    error = largest_error(_real(result, inputs), torch.load(folder / "exact.pt"))
+    times: list[float] = []
+    call()
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop or len(times) < 5:
+        start = clock()
+        call()
+        times.append(clock() - start)
+    versions = {name: version for name in ("torch", runtime) if (version := results.version_of(name))}
+    return {"median": statistics.median(times), "least": min(times), "samples": len(times), "first_call": first,
+            "error": error, "versions": versions}  # fmt: skip
+
+
+def in_process(task: str, cell: dict, folder: Path, options: argparse.Namespace) -> dict:
+    """The result of `prepare` or of a runtime in a process of its own; a note where it fails."""
+    python = dict(entry.split("=", 1) for entry in options.python).get(task, sys.executable)
+    command = [
+        python,
+        "-m",
+        "benchmarks.models.runtimes",
+        "--child",
+        task,
+        json.dumps(cell),
+        str(folder),
+        "--seconds",
+        str(options.seconds),
+    ]
+    environment = {"ZENDNNL_MATMUL_WEIGHT_CACHE": "1"} if task == "fusion+zentorch" else {}
+    done = subprocess.run(
+        command + ["--busy"] * options.busy, capture_output=True, text=True, env=os.environ | environment
+    )
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [f"exit {done.returncode}"]
+    return json.loads(lines[-1]) if done.returncode == 0 else {"note": f"fails: {lines[-1][:160]}"}
+
+
+def write(path: Path, data: dict) -> None:
+    """Write the JSON file, and a table beside it."""
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    runtimes = [name for name in RUNTIMES if any(name in cell["entries"] for cell in data["cells"])]
+    lines = []
+    for cell in data["cells"]:
+        texts = [_text(cell["entries"].get(name), cell.get("allowed")) for name in runtimes]
+        lines.append([MODELS[cell["model"]].title, f"{cell['batch']} x {cell['N']}", cell["dtype"], *texts])
+    versions = [e.get("versions", {}).items() for cell in data["cells"] for e in cell["entries"].values()]
+    versions = dict.fromkeys(f"{name} {version}" for items in versions for name, version in items)
+    notes = sorted({f"- {name}: {e['note']}" for c in data["cells"] for name, e in c["entries"].items() if "note" in e})
+    text = (
+        f"{results.heading('Whole models beside other runtimes')}Milliseconds, medians{data['clock']}; in brackets the "
+        "error, as a share of what the project's rule allows beside eager mode. Each in a process of its own: "
+        f"{', '.join(versions)}.\n\n" + results.table(["model", "B x N", "dtype", *runtimes], lines)
+    )
+    path.with_suffix(".md").write_text("\n\n".join([text, *(["\n".join(notes)] if notes else [])]) + "\n")
+
+
+def _text(entry: dict | None, allowed: float | None) -> str:
+    if entry is None or "note" in entry:
+        return "" if entry is None else "fails"
+    return (
+        f"{1e3 * entry['median']:.4g} ({entry['error'] / allowed:.2f})" if allowed else f"{1e3 * entry['median']:.4g}"
+    )
+
+
+def run(options: argparse.Namespace, console: Console) -> Path:
+    """Measure all cells, one runtime after the other, and write the files after each."""
+    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d-%H%M")
+    path = options.append or results.FOLDER / f"{stamp}-models.json"
+    clock = ", processor time of one thread" if options.busy else f", {torch.get_num_threads()} threads"
+    data = json.loads(path.read_text()) if path.exists() else {"clock": clock, "cells": []}
+    known = {(c["model"], c["batch"], c["N"], c["dtype"]): c for c in data["cells"]}
+    for name in options.models:
+        for batch in options.batches:
+            for N in sorted({N if name != "vit" else 197 for N in options.lengths}):
+                for dtype in options.dtypes:
+                    new = {"model": name, "batch": batch, "N": N, "dtype": dtype, "entries": {}}
+                    known.setdefault((name, batch, N, dtype), new)
+                    _cell(known[name, batch, N, dtype], data, path, options, console)
+    return path
+
+
+def _cell(cell: dict, data: dict, path: Path, options: argparse.Namespace, console: Console) -> None:
+    if cell not in data["cells"]:
+        data["cells"].append(cell)
+    described = {key: cell[key] for key in ("model", "batch", "N", "dtype")}
+    with tempfile.TemporaryDirectory() as folder:
+        todo = [(task, functools.partial(in_process, task, described, Path(folder), options))
+                for task in ("prepare", *options.runtimes)]  # fmt: skip
+        for task, result in results.measured(
+            todo, console, lambda task: f"{' '.join(map(str, described.values()))} {task}"
+        ):
+            if task == "prepare":
+                cell |= result
+                continue
+            cell["entries"][task] = result
+            took = (
+                result.get("note")
+                or f"{_text(result, cell.get('allowed'))} ms, first call {result['first_call']:.1f} s"
+            )
+            console.print(f"{' '.join(map(str, described.values())):32}{task:16}{took}", soft_wrap=True)
+            write(path, data)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="N; ViT has 197")
+    parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
+    parser.add_argument("--python", nargs="+", default=[], metavar="RUNTIME=PATH", help="interpreters of runtimes")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per runtime")
+    parser.add_argument("--busy", action="store_true", help="processor time of one thread")
+    parser.add_argument("--append", type=Path, help="a file of an earlier run, to go on with")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def main() -> None:
+    options = parse()
+    if options.busy:
+        torch.set_num_threads(1)
+    if options.child is None:
+        sys.argv = [word for word in sys.argv if word != "--python" and "=" not in word]  # no paths in result files
+        console = Console()
+        console.print(f"written to {run(options, console)}")
+        return
+    task, cell, folder = options.child[0], json.loads(options.child[1]), Path(options.child[2])
+    done = prepare(cell, folder) if task == "prepare" else measure(task, cell, folder, options.seconds, options.busy)
+    print(json.dumps(done))
+
+
+if __name__ == "__main__":
+    assert fusion  # registers the backend where the package is not installed
+    main()
