@@ -2,7 +2,8 @@
 
     python -m benchmarks.docs.gallery        # docs/gallery.md and docs/figures/gallery-*.svg
 
-Programs are those of `common.rows`, times those of the newest result files of `cpu.attention` that have them. Nothing is timed here.
+Programs are those of `common.rows`, times those of the newest result files of `cpu.attention` that have
+them. Nothing is timed here.
 """
 
 from __future__ import annotations
