@@ -152,7 +152,7 @@ class Builder:
         """Quotient x / y rounded up, for an x that is not negative."""
         return self.div(self.add(x, y - 1), y, hint)
 
-    def floor_to(self, x: Operand, step: int, hint: str = "mul") -> Any:
+    def floor_to(self, x: Operand, step: Operand, hint: str = "mul") -> Any:
         """The largest multiple of `step` up to x, which is not negative."""
         return self.mul(self.div(x, step), step, hint)
 

@@ -17,6 +17,7 @@ registers lies in the thread's part of a workspace; packed K and V are as long a
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from fusion.ir.expr import I0, I1
@@ -71,7 +72,7 @@ class AttentionKernel(KernelFunction):
         self.bounded = None if near is None else BoundedTiles(self.tiles, near)
         self.stream = (Overlapped if p.overlaps else Sequential)(self.tiles)
         b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
-        self.windowed, self.window_start = self.bounded is None and aux is None, b.constant(0, "i64")
+        self.windowed = self.bounded is None and aux is None
         self.step_bytes = p.key_bytes() + p.value_bytes() + (self.bounded.step_bytes if self.bounded else 0)
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
@@ -161,24 +162,19 @@ class AttentionKernel(KernelFunction):
             padded_groups=padded_groups, part=part,
         )  # fmt: skip
 
-    def _pack(self, readers: list[RowReader], low: Value | int, high: Value) -> None:
-        """Make sure that keys [low, high) (low on a step) are packed."""
-        b, p = self.b, self.products
-
-        def pack(key: Value) -> None:
-            n = self.packed_step(key)
-            keys = b.row(self.packed_keys, n, p.key_bytes(), "i8")
-            p.pack_keys(readers[1], key, self.n_k, keys, self.staging)
-            values = p.values_of(self.packed_values, n)
-            p.pack_values(readers[2], key, self.n_k, values, self.staging)
-            if self.bounded is not None:
-                self.bounded.note_step(n, keys, values)
-
-        self.packed.extend(low, high, p.key_step, pack)
+    def _pack(self, readers: list[RowReader], key: Value) -> None:
+        """Pack a step of K and V, from a key on."""
+        p, n = self.products, self.packed_step(key)
+        keys = self.b.row(self.packed_keys, n, p.key_bytes(), "i8")
+        p.pack_keys(readers[1], key, self.n_k, keys, self.staging)
+        values = p.values_of(self.packed_values, n)
+        p.pack_values(readers[2], key, self.n_k, values, self.staging)
+        if self.bounded is not None:
+            self.bounded.note_step(n, keys, values)
 
     def packed_step(self, key: Value) -> Value:
-        """The number of a key's step among those of the window."""
-        return self.b.div(self.b.sub(key, self.window_start), self.products.key_step)
+        """The number of a key's step among those that are packed."""
+        return self.packed.number(key, self.products.key_step)
 
     def _attend(self, item: Item, low: Value | int, high: Value) -> None:
         """All key blocks; a second time over all keys where the mask let keys be skipped, and a row that met none that
@@ -215,19 +211,16 @@ class AttentionKernel(KernelFunction):
         skips = self.spec.mask is not None and self.spec.mask.skips
         if tiles.aux_outputs is not None and tiles.aux_outputs.keeps and skips:
             tiles.aux_outputs.clear(item.padded_groups)
-        own = [] if item.part is None else [item.part]
+        readers, own = item.readers[1:], [] if item.part is None else [item.part]
+        pack, step = functools.partial(self._pack, item.readers), self.products.key_step
         if self.windowed:
             tiles.clear(item, float("-inf"))
-            size, low = self.params[("window",)], b.as_value(keys.low, "i64")
-            with b.loop(b.floor_to(low, size), keys.high, size, hint="window") as start:
-                window = replace(keys, low=b.most(low, start), high=b.least(keys.high, b.add(start, size)))
-                self.window_start = start
-                self.packed.note(item.readers[1:], [*own, start])
-                self._pack(item.readers, window.low, window.high)
-                self.stream.visit(item, window)
+            size = self.params[("window",)]
+            with self.packed.windows(readers, keys.low, keys.high, size, step, pack, own) as (low, high):
+                self.stream.visit(item, replace(keys, low=low, high=high))
             return
-        self.packed.note(item.readers[1:], own)
-        self._pack(item.readers, keys.low, keys.high)
+        self.packed.note(readers, own)
+        self.packed.extend(keys.low, keys.high, step, pack)
         again = b.constant(1, "i1") if self.bounded is None else self.bounded.attend(item, keys)
         with b.when(again):
             tiles.clear(item, float("-inf"))

@@ -119,10 +119,11 @@ def work_items(rows: int, span: int, block: int, n_k: int, part_keys: int = 0) -
     }  # fmt: skip
 
 
-def window_of(text: KernelText, n_k: int, threads: int) -> int:
-    """Keys that a thread packs at a time: all of them, unless that takes more than `MOST_PACKED` bytes."""
+def window_of(text: KernelText, rows: int, threads: int) -> int:
+    """Number of the rows of keys (or queries, in a backward) that a thread packs at a time: all of them, unless that
+    takes more than `MOST_PACKED` bytes."""
     most = MOST_PACKED // (threads * max(1, text.step_bytes)) * text.key_step
-    return n_k if not text.windowed or n_k <= most else max(1, most // text.part_step) * text.part_step
+    return rows if not text.windowed or rows <= most else max(1, most // text.part_step) * text.part_step
 
 
 class Prepared(NamedTuple):

@@ -9,9 +9,10 @@ or is put in order once for all that read it (`SharedRows`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fusion.errors import KernelCompilationError
@@ -269,11 +270,29 @@ class SharedRows:
 
 class PackedRows:
     """Rows [low, high) of what some readers read are packed. state: `STATE_BYTES` of the thread's memory, which hold
-    low, high and the identity of what is read."""
+    low, high and the identity of what is read. start: the first row of the window that is packed."""
 
     def __init__(self, b: Builder, state: Value):
         self.b, self.low, self.state = b, state, state
-        self.high = b.at(state, 1, "i64")
+        self.high, self.start = b.at(state, 1, "i64"), b.constant(0, "i64")
+
+    def number(self, row: Value, step: int) -> Value:
+        """The number of a row's step among those of the window."""
+        return self.b.div(self.b.sub(row, self.start), step)
+
+    @contextlib.contextmanager
+    def windows(
+        self, readers: Sequence[RowReader], low: Value | int, high: Value, size: Value, step: int,
+        pack: Callable[[Value], None], own: Sequence[Value] = (),
+    ) -> Iterator[tuple[Value, Value]]:  # fmt: skip
+        """A loop over the windows of `size` rows that have some of rows [low, high): those, which are packed. readers,
+        own: see `note`; step, pack: see `extend`."""
+        b, low = self.b, self.b.as_value(low, "i64")
+        with b.loop(b.floor_to(low, size), high, size, hint="window") as self.start:
+            first, last = b.most(low, self.start), b.least(high, b.add(self.start, size))
+            self.note(readers, [*own, self.start])
+            self.extend(first, last, step, pack)
+            yield first, last
 
     def clear(self) -> None:
         """At the start of the kernel: nothing is packed."""

@@ -50,7 +50,7 @@ class KernelText:
     may_flag: bool = False  # whether the kernel may raise the flag for large values
     across_heads: bool = False  # an item's rows may be of several heads that read the same keys
     part_bytes: int = 0  # what each part of an item's keys leaves in memory; 0: they may not be cut
-    part_step: int = 1  # keys of which each part, and each window, has a multiple
+    part_step: int = 1  # keys of which each part, and each window of rows, has a multiple
     windowed: bool = False  # whether packed rows may be those of a window
     entry: str = "attention"  # the function
 

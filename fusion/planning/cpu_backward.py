@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fusion.machine import Machine
-from fusion.planning.cpu import COSTS, MERGED, PLANE_PRODUCTS
+from fusion.planning.cpu import COSTS, MERGED, MOST_PACKED, PLANE_PRODUCTS
 from fusion.planning.problem import Problem
 
 PART_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -32,7 +32,8 @@ MOST_PIECES = 6
 MOST_ELEMENTS = 1024
 """Batch elements of a call that can be cut: each has a counter of parts that are done."""
 LEAST_ROOM = 256 << 20
-"""Bytes that the dQ of parts may take; or as much as the threads' packed rows, where that is more."""
+"""Bytes that the dQ of parts may take; or as much as the threads' packed rows, where that is more, up to
+`cpu.MOST_PACKED`."""
 
 
 class Form(NamedTuple):
@@ -80,7 +81,9 @@ class Backward:
 
     @property
     def fuses(self) -> bool:
-        """Whether one kernel is predicted to take less time than two."""
+        """Whether one kernel is predicted to take less time than two, and dQ of all threads leaves room for more."""
+        if self.machine.cores * self._dq_bytes > MOST_PACKED:
+            return False
         return self.division(FUSED).seconds <= self.division(QUERIES).seconds + self.division(KEYS).seconds
 
     def _counts(self, form: Form) -> Sequence[int]:
@@ -89,9 +92,9 @@ class Backward:
         if self.machine.cores == 1:
             return [1]
         if form.sums:
-            elements, dq = self.outer * self.inner, 4 * self.problem.n_q * self.problem.d
-            room = max(LEAST_ROOM, self.machine.cores * self.workspace(form))
-            most = min(most, room // (elements * dq)) if elements <= MOST_ELEMENTS else 1
+            elements, room = self.outer * self.inner, self.machine.cores * self.workspace(form)
+            room = min(max(LEAST_ROOM, room), MOST_PACKED)
+            most = min(most, room // (elements * self._dq_bytes)) if elements <= MOST_ELEMENTS else 1
         sizes = dict.fromkeys(-(-blocks // count) for count in PART_COUNTS if count <= max(1, min(most, blocks)))
         return [-(-blocks // size) for size in sizes]
 
@@ -107,8 +110,12 @@ class Backward:
             # Cleared, added to, added up: each a vector in and out.
             moved = 3 * problem.n_q * problem.d / self.machine.lanes()
             pieces = pieces + moved * MERGED / self._clock
-            shared = 4 * self.outer * self.inner * parts * problem.n_q * problem.d
+            shared = self.outer * self.inner * parts * self._dq_bytes
         return Division(parts, size, last_end(self.inner * pieces, self.outer, self.machine.cores), shared)
+
+    @property
+    def _dq_bytes(self) -> int:
+        return 4 * self.problem.n_q * self.problem.d
 
     @property
     def _clock(self) -> float:

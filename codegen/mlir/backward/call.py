@@ -29,7 +29,7 @@ from fusion.planning.cpu_backward import MOST_PIECES
 
 from ...reference import gradients as pulled
 from ..calling import CompiledKernel, Launch, address, in_huge_pages, operand_values
-from ..launch import WORK_PER_THREAD
+from ..launch import WORK_PER_THREAD, window_of
 from ..values import round_up
 from .delta import DELTA_ERRORS, DELTAS
 from .derived import Derived, Step, copies_of, result, step_of, steps_of
@@ -308,11 +308,13 @@ class BackwardCall:
         threads = min(self.derived.threads, step.shares)
         values |= {("outer",): outer, ("inner",): inner, ("blocks",): blocks, ("shares",): step.shares}
         values |= {("parts",): step.parts, ("part_blocks",): size, ("common",): self._common()}
-        records = outer * inner * step.parts if step.parts > 1 else threads
-        shared = records * -(-rows // text.key_step) * text.part_bytes
-        if step.parts == 1 and (self.spec.out_dtype != "float32" or blocks * text.rows <= QUERY_GRADIENT_SPAN):
-            shared = 0
-        return kernel.launcher(values, [*self.located, *own], threads, rows, shared)
+        records, steps, window = outer * inner * step.parts, -(-rows // text.key_step), window_of(text, rows, threads)
+        if step.parts == 1:  # sums of spans, where there are several
+            several = self.spec.out_dtype == "float32" and blocks * text.rows > QUERY_GRADIENT_SPAN
+            records = threads if several else 0
+        values |= {("query_steps",): steps, ("records",): records, ("window",): window}
+        shared = (records + threads) * steps * text.part_bytes
+        return kernel.launcher(values, [*self.located, *own], threads, min(rows, window), shared)
 
     def compiled(self, kind: Kind, choice: int) -> CompiledKernel:
         """One of its kernels."""

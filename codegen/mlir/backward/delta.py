@@ -53,12 +53,11 @@ class ListedQueries(QueryLanes):
         self.rows_per_item = BLOCKS_PER_LIST * self.rows_per_block
         self.share = self.common_share or (1 / 2 if self.spec.out_dtype == "float32" else 3 / 4)
 
-    def reserve(self, products: list[Products]) -> list[int]:
+    def reserve(self, products: list[Products]) -> None:
         area, self.padded = self.kernel.area, products[1].e_padded
         self.listed = area(8 * (self.rows_per_item + self.rows_per_block), "listed")
         self.marks, self.columns = area(4 * self.rows_per_item, "marks"), area(8 * self.padded, "columns")
         self.rows_staging = [area(4 * self.lanes * self.padded, name) for name in ("arriving_rows", "output_rows")]
-        return []
 
     def begin_element(self, scope: Scope) -> None:
         kernel = self.kernel

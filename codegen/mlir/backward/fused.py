@@ -1,9 +1,9 @@
 """All gradients in one kernel, whose lanes are keys: dQ += dS K is summed up beside dK and dV. Scores, weights and dP
 are computed once instead of twice.
 
-A thread sums up dQ in its workspace, for all queries of a batch element. Where the blocks of keys are cut into parts,
-each part leaves its dQ in memory that all threads share, and the last part of an element adds up those of all parts, in
-the order of the keys: split-K, as in the forward (`parts`).
+A thread sums up dQ of all queries of a batch element. Where the blocks of keys are cut into parts, each part leaves its
+dQ, and the last part of an element adds up those of all parts, in the order of the keys: split-K, as in the forward
+(`parts`). All of these lie in memory that threads share: first what parts leave, then the sums of each thread.
 
 On AMX tiles:
 
@@ -186,8 +186,8 @@ class QueryGradients:
         self.row_sums = [number for number, entry in enumerate(kernel.sums) if entry.axis is LaneAxis.QUERIES]
         self.row_bytes = 4 * self.lanes * len(self.row_sums)
 
-    def reserve(self, products: Sequence[Products]) -> list[int]:
-        """Memory; bytes of a key step of dQ and other sums over keys."""
+    def reserve(self, products: Sequence[Products]) -> None:
+        """Memory."""
         product, sizes, kernel = products[0], (self.kernel.tiling.groups, self.kernel.tiling.keys), self.kernel
         if isinstance(product, Amx):
             self.product = TiledQueryGradient(self.b, product, *sizes)
@@ -197,17 +197,16 @@ class QueryGradients:
         self.row_ds = kernel.area(self.product.ds_bytes, "row_ds")
         self.key_pairs = kernel.area(self.product.pair_bytes, "key_pairs")
         self.step_bytes = round_up(self.product.step_bytes + product.key_step * self.row_bytes, 64)  # see `_zero`
+        self.steps = kernel.params[("query_steps",)]
         with self.b.at_entry():
-            self.sum_bytes = self.b.mul(kernel.params[("key_steps",)], self.step_bytes, "sum_bytes")
+            self.sum_bytes = self.b.mul(self.steps, self.step_bytes, "sum_bytes")
         self.parts = Parts(kernel, self.sum_bytes)
-        return [self.step_bytes]
 
     def begin(self, element: Value, part: Value) -> None:
         """Before the first block of a part of a batch element."""
-        b, params, steps = self.b, self.kernel.params, self.kernel.params[("key_steps",)]
-        (own,), self.element = self.kernel.tiles.more, element
-        self.sums = own.first
-        self.row_area = b.row(self.sums, steps, self.product.step_bytes, "i8", "row_sums")
+        b, params, self.element = self.b, self.kernel.params, element
+        self.sums = self.parts.record(b.add(params[("records",)], self.kernel.thread))
+        self.row_area = b.row(self.sums, self.steps, self.product.step_bytes, "i8", "row_sums")
         # Sums of the spans of keys before, or what a part leaves.
         self.cut = self.parts.cut()
         self.long = b.compare("sgt", b.mul(params[("blocks",)], self.kernel.side.rows_per_block), QUERY_GRADIENT_SPAN)

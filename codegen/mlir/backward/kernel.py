@@ -3,9 +3,11 @@
     for each piece of work that this thread takes: a part of the blocks of an outer batch element
         for each inner batch element (dense gradients are summed over these)
             for each block of lane rows (queries or keys) of the part
-                pack the lane side: A (Q or K), B (dO or V); pack the row side as far as needed: C (K or Q), D (V or dO)
-                for each block of rows that may meet the lanes
-                    tile: see `tile`
+                pack the lane side: A (Q or K), B (dO or V)
+                for each window of rows: all of them, unless packed rows would take too much memory
+                    pack the row side as far as needed: C (K or Q), D (V or dO)
+                    for each block of rows that may meet the lanes
+                        tile: see `tile`
                 transpose, write
 
 `fusion.planning.cpu_backward` cuts the work into pieces, by sizes and the machine's cores. Results do not depend on
@@ -85,9 +87,12 @@ class BackwardKernel(KernelFunction):
             self.tiles.packed.clear()
             with self.dynamic_loop(self.params[("shares",)], "share") as self.share:
                 self._share(top)
-        rows, tiles = self.side.rows_per_item, self.tiles
-        part_bytes = 0 if self.query_gradients is None else self.query_gradients.step_bytes
-        return self.kernel_text(rows=rows, key_step=tiles.key_step, step_bytes=tiles.step_bytes, part_bytes=part_bytes)
+        tiles = self.tiles
+        return self.kernel_text(
+            rows=self.side.rows_per_item, key_step=tiles.key_step, step_bytes=tiles.step_bytes,
+            part_bytes=0 if self.query_gradients is None else self.query_gradients.step_bytes,
+            part_step=self.tiling.keys, windowed=True,
+        )  # fmt: skip
 
     def _share(self, top: Scope) -> None:
         """Every so many pieces of work; mostly one. First those parts of all elements that are the longest under causal
@@ -133,7 +138,6 @@ class BackwardKernel(KernelFunction):
         scope.prepare(*self.read, bound=self.batch_names)
         self.readers = [self.reader(scope, number) for number in side.operands]
         side.loads = [side.load(self.context, scope, expr) for expr in self.dense]
-        self.tiles.packed.note(self.readers[2:])
         if self.tiles.centred is not None:
             self.tiles.centred.begin(self.readers[side.operands.index(1)])
         self.sinks = [
@@ -156,15 +160,19 @@ class BackwardKernel(KernelFunction):
         return RowReader(self.context, scope, Access(operand=number, index=index, row=row, column=column))
 
     def _block(self, block: Block) -> None:
-        b, tiles, keys = self.b, self.tiles, self.tiling.keys
+        b, tiles, keys, size = self.b, self.tiles, self.tiling.keys, self.params[("window",)]
         tiles.pack_lanes(block, self.readers[:2], self.n_lanes)
         if self.query_gradients is not None:
             self.query_gradients.pack(block)
         several = b.compare("sgt", self.n_rows, tiles.span, "several")
         tiles.clear(block, several)
         low, high = self.side.rows(block)
-        tiles.packed.extend(low, high, tiles.key_step, lambda row: tiles.pack_rows(row, self.readers[2:], self.n_rows))
-        with b.loop(low, high, keys, hint="r0") as first:
+        readers = self.readers[2:]
+        pack = lambda row: tiles.pack_rows(row, readers, self.n_rows)
+        with (
+            tiles.packed.windows(readers, low, high, size, tiles.key_step, pack) as (low, high),
+            b.loop(low, high, keys, hint="r0") as first,
+        ):
             rows = Span(first=first, count=b.least(b.sub(high, first), keys, "n_rows"))
             with b.when(self.side.may_meet(block, rows)):
                 tiles.tile(block, rows)

@@ -39,9 +39,8 @@ class Lanes:
         self.spec, self.params = kernel.spec, kernel.params
         self.rows_per_block = self.rows_per_item = kernel.tiling.groups * self.lanes
 
-    def reserve(self, products: list[Products]) -> list[int]:
-        """Memory of its own; bytes of a key step in areas behind the packed rows."""
-        return []
+    def reserve(self, products: list[Products]) -> None:
+        """Memory of its own."""
 
     def begin_element(self, scope: Scope) -> None:
         """Before the first block of a batch element."""

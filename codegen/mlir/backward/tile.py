@@ -124,9 +124,9 @@ class BackwardTiles:
         self.lane_sums = kernel.array(len(kernel.lane_sums) * groups, row, "sums")
         self.packed = PackedRows(self.b, kernel.area(STATE_BYTES, "state"))
         self.centred = CentredKeys(kernel) if normalized(spec) and 0 in kernel.results else None
-        more = (kernel.query_gradients or kernel.side).reserve(products)
+        (kernel.query_gradients or kernel.side).reserve(products)
         sizes = [size for p in products for size in (p.key_bytes(), p.value_bytes())]
-        keys_a, values_a, keys_b, values_b, *self.more = self._packed_areas([*sizes, *more])
+        keys_a, values_a, keys_b, values_b = self._packed_areas(sizes)
         numbers, scales, widths = kernel.side.operands, (kernel.programs.scale, 1.0), (kernel.d, kernel.d_v)
         packed = (keys_a, values_a.first), (keys_b, values_b.first)
         self.halves = tuple(
@@ -146,8 +146,8 @@ class BackwardTiles:
         return [products_of(self.b, kernel.target, kernel.tiling, n, n, *more) for n in (kernel.d, kernel.d_v)]
 
     def _packed_areas(self, sizes: list[int]) -> list[Array]:
-        """Areas behind the fixed ones, whose lengths follow the number of rows, with so many bytes a key step: C and D,
-        each packed in two ways, and what the lanes reserve."""
+        """Areas behind the fixed ones, whose lengths follow the number of rows of a window, with so many bytes a key
+        step: C and D, each packed in two ways."""
         b, steps, fixed = self.b, self.kernel.params[("key_steps",)], self.kernel.workspace_bytes
         self.step_bytes, packed = sum(sizes), []
         with b.at_entry():
@@ -167,7 +167,7 @@ class BackwardTiles:
 
     def pack_rows(self, row: Value, readers: list[RowReader], limit: Value) -> None:
         """A step of C and D."""
-        n = self.b.div(row, self.key_step)
+        n = self.packed.number(row, self.key_step)
         for reader, half in zip(readers, self.halves, strict=False):
             p = half.products
             p.pack_keys(reader, row, limit, half.keys[n], self.staging)
@@ -196,7 +196,7 @@ class BackwardTiles:
     def tile(self, block: Block, rows: Span) -> None:
         b, kernel = self.b, self.kernel
         steps = b.ceil_div(rows.count, self.key_step, "steps")
-        start = b.div(rows.first, self.key_step)
+        start = self.packed.number(rows.first, self.key_step)
         masked, *full = kernel.plan.variants
         whole = kernel._whole(self.scope(block, rows)) if full else None
         self._first_products(block, rows, start, steps)
@@ -212,7 +212,7 @@ class BackwardTiles:
             sets = b.div(block.padded, p.nr)
             p.accumulate_sets(p.values_of(half.values, start), steps, half.weights, half.sums, sets)
         if kernel.query_gradients is not None:
-            kernel.query_gradients.accumulate(block, start, steps)
+            kernel.query_gradients.accumulate(block, b.div(rows.first, self.key_step), steps)
 
     def _first_products(self, block: Block, rows: Span, start: Value, steps: Value) -> None:
         """S and dP of a tile."""
