@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from fusion.torch_private.dynamo import counters
 
 from . import object_file, openmp
 from .builder import Builder, Value
-from .object_file import ObjectFileError
+from .object_file import LoadedObject, ObjectFileError
 from .vectormath import VectorMath
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ PIPELINE = (
 OPTIMIZATION = {False: 2, True: 3}
 """LLVM's level, by whether a module has tile instructions: those were measured with 3 alone. The others run as fast
 with 2, which takes a third of the time where 3 unrolls the loops over 32 coordinates."""
+PERF_MAP = "/tmp/perf-{}.map"
+"""The file of a process, by a rule of `perf`'s. It stays behind, and is written where FUSION_LOGS=info asks for it."""
 FORMAT = 2
 """Version of objects on disk; to be raised when the same text comes to mean another object, or is called in another
 way."""
@@ -65,7 +68,7 @@ def compile_text(source: str, entry: str) -> MachineCode:
     name = _object_name(source)
     if name is not None and (content := disk_cache.stored(name)) is not None:
         try:
-            code = _from_object(content, entry)
+            code = _from_object(content, entry, name)
             counters["fusion"]["kernel_cache_hit"] += 1
             return code
         except ObjectFileError as problem:
@@ -130,7 +133,7 @@ def _keep(name: str, engine: Any, entry: str) -> MachineCode | None:
     """The code of an engine by way of an object, which is kept on disk; None where that does not go."""
     try:
         content = _object(engine)
-        code = _from_object(content, entry)
+        code = _from_object(content, entry, name)
     except (ObjectFileError, OSError) as problem:
         log.debug("%s is not kept: %s", name, problem)
         return None
@@ -149,12 +152,29 @@ def _object(engine: Any) -> bytes:
         return file.read()
 
 
-def _from_object(content: bytes, entry: str) -> MachineCode:
+def _from_object(content: bytes, entry: str, name: str) -> MachineCode:
+    """name: of its file."""
     loaded = object_file.load(content, _function)
     packed = f"_mlir_{entry}"  # the form that takes an array of pointers to arguments
     if packed not in loaded.addresses:
         raise ObjectFileError(f"an object without the function {packed}")
+    if log.isEnabledFor(logging.INFO):
+        _write_perf_map(loaded, name)
     return MachineCode(owner=loaded, address=loaded.addresses[packed])
+
+
+def _write_perf_map(loaded: LoadedObject, name: str) -> None:
+    """Append an object's functions to the file in which `perf` looks for names of code that no file has."""
+    lines = [
+        f"{loaded.addresses[symbol]:x} {size:x} fusion {symbol} {name.removesuffix('.o')}\n"
+        for symbol, size in loaded.sizes.items()
+    ]
+    try:
+        handle = os.open(PERF_MAP.format(os.getpid()), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with open(handle, "w") as file:
+            file.writelines(lines)
+    except OSError as problem:
+        log.info("perf will not know the kernel %s: %s", name, problem)
 
 
 def _function(name: str) -> int:

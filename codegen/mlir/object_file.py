@@ -22,7 +22,7 @@ from .values import round_up
 _X86_64 = 62  # the machine, in the header
 _SYMBOLS, _RELOCATIONS, _EMPTY, _UNWINDING = 2, 4, 8, 0x70000001  # kinds of sections
 _WRITABLE, _IN_MEMORY, _CODE, _PER_THREAD = 0x1, 0x2, 0x4, 0x400  # flags of sections
-_OUTSIDE = 0  # in place of the section of a symbol
+_OUTSIDE, _FUNCTION = 0, 2  # in place of the section of a symbol; the kind of one
 _RELATIVE = {1: False, 24: True}  # kinds of relocations, of 64 bits: whether to the place that is filled in
 
 
@@ -31,10 +31,12 @@ class ObjectFileError(ValueError):
 
 
 class LoadedObject(NamedTuple):
-    """memory: where the object lies; it must outlive every call. addresses: of its functions, by name."""
+    """memory: where the object lies; it must outlive every call. addresses: of its functions, by name; sizes: bytes of
+    their code."""
 
     memory: mmap.mmap
     addresses: dict[str, int]
+    sizes: dict[str, int]
 
 
 class _Section(NamedTuple):
@@ -52,8 +54,10 @@ class _Section(NamedTuple):
 
 class _Symbol(NamedTuple):
     name: str
+    kind: int
     section: int
     value: int
+    size: int
 
 
 @functools.cache
@@ -92,7 +96,8 @@ def _load(content: bytes, find: Callable[[str], int]) -> LoadedObject:
             _fill_in(memory, base, places[section.info], _bytes(content, section), addresses)
     _protect(base, code, mmap.PROT_READ | mmap.PROT_EXEC)
     _protect(base + code, size - code, mmap.PROT_READ)
-    return LoadedObject(memory, {symbols[number].name: address for number, address in addresses.items()})
+    sizes = {symbol.name: symbol.size for symbol in symbols if symbol.kind == _FUNCTION and symbol.size}
+    return LoadedObject(memory, {symbols[number].name: address for number, address in addresses.items()}, sizes)
 
 
 def _sections(content: bytes) -> list[_Section]:
@@ -114,8 +119,8 @@ def _symbols(content: bytes, sections: Sequence[_Section]) -> Iterator[_Symbol]:
     for table in sections:
         if table.kind == _SYMBOLS:
             names = _bytes(content, sections[table.link])
-            for name, _, _, section, value, _ in struct.iter_unpack("<IBBHQQ", _bytes(content, table)):
-                yield _Symbol(names[name : names.index(0, name)].decode(), section, value)
+            for name, kind, _, section, value, size in struct.iter_unpack("<IBBHQQ", _bytes(content, table)):
+                yield _Symbol(names[name : names.index(0, name)].decode(), kind & 0xF, section, value, size)
 
 
 def _layout(sections: Sequence[_Section]) -> tuple[dict[int, int], int, int]:

@@ -125,6 +125,28 @@ def test_objects_are_of_one_version_and_processor(monkeypatch, owner: object, na
     assert not compiled(text())
 
 
+def test_perf_knows_kernels_where_the_log_asks_for_it(monkeypatch, caplog, folder: Path, tmp_path: Path) -> None:
+    map_file = tmp_path / "perf.map"
+    monkeypatch.setattr(compiling, "PERF_MAP", str(map_file))
+    compile_text(text(), "f")
+    assert not map_file.exists()
+    (object_path,) = folder.iterdir()
+    with caplog.at_level("INFO", compiling.log.name):
+        codes = [compile_text(text(), "f"), compile_text(text(2), "f")]  # from disk, and from LLVM
+        lines = [line.split(" ", 2) for line in map_file.read_text().splitlines()]
+        names = {int(start, 16): (int(size, 16), name) for start, size, name in lines}
+        for code in codes:
+            size, name = names[code.address]
+            assert 0 < size < 1 << 12 and name.startswith("fusion _mlir_f kernel_")
+        assert names[codes[0].address][1].endswith(object_path.stem)
+        map_file.unlink()
+        map_file.symlink_to(object_path)
+        before = object_path.read_bytes()
+        compile_text(text(), "f")
+    assert object_path.read_bytes() == before, "nobody's link is followed"
+    assert "perf will not know the kernel" in caplog.text
+
+
 @pytest.mark.parametrize("unknown", ["_compiler", "identity", "loadable"])
 def test_nothing_is_kept_where_that_would_not_be_safe(monkeypatch, folder: Path, unknown: str) -> None:
     owner = {"_compiler": compiling, "identity": compiling.cpu, "loadable": object_file}[unknown]

@@ -77,6 +77,6 @@ def test_variables_are_refused(tmp_path: Path) -> None:
 
 def test_names_that_are_missing(good: bytes, tmp_path: Path) -> None:
     with pytest.raises(ObjectFileError, match="an object without the function _mlir_g"):
-        compiling._from_object(good, "g")
+        compiling._from_object(good, "g", "good.o")
     with pytest.raises(ObjectFileError, match="an object that calls nowhere, which is in no library"):
         compiling._function("nowhere")
