@@ -38,8 +38,8 @@ class Options:
         says that nothing is trained, although parameters require gradients.
     linear: whether products of float32 matrices on CPUs, as in linear layers, are computed by oneDNN: "auto" where that
         was measured to be faster than MKL on this processor (docs/linear.md), "always", or "never".
-    autotune: measure a few tiles of each GPU kernel at its first call, and take the fastest from then on;
-        `mode="max-autotune"` asks for it, too.
+    autotune: measure a few tiles of each kernel at its first call (on CPUs in inference), and take the fastest from
+        then on; `mode="max-autotune"` asks for it, too.
     strict: raise `StrictError` instead of leaving an attention unfused.
     verify: compare every attention with the graph's own operations on a sample of made-up values before it is put in
         place; one that differs is left as it was, with an error on the log, and one whose kernel is wrong on small

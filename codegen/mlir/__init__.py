@@ -22,6 +22,7 @@ from fusion.planning.register_tiles import PLANES, target_of, tilings_for
 from fusion.refusals import Reason, Refusal
 
 from .. import emitter
+from .autotune import Tuner
 from .compile import unavailable
 from .launch import Kernel
 from .scope import MEMORY_TYPE
@@ -59,14 +60,15 @@ def compile(
     measure: bool = False,
 ) -> Kernel:
     """The kernel of a spec, one per spec and machine in a process. plan: machine -> the planner that makes the choices;
-    without it there is one tile for all lengths. Nothing is measured. Raises KernelCompilationError (a defect here), or
-    ValueError where `supports` has a reason."""
+    without it there is one tile for all lengths. measure: its best few are timed at the first call (`autotune`). Raises
+    KernelCompilationError (a defect here), or ValueError where `supports` has a reason."""
     machine = machine or Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise ValueError(f"no CPU kernel for {spec}: {reason}")
     target = target_of(machine)
-    key = (spec, target, plan is None)
-    return _kernels.get_or_make(key, lambda: Kernel(spec, tilings_for(spec, target), target, plan and plan(machine)))
+    tuner = Tuner(spec, machine) if measure else None
+    make = lambda: Kernel(spec, tilings_for(spec, target), target, plan and plan(machine), tuner)
+    return _kernels.get_or_make((spec, target, plan is None, measure), make)
 
 
 def compile_training(

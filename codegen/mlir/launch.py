@@ -18,11 +18,12 @@ from fusion.ir.results import extents_function, output_layout
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu import MOST_PACKED, one_by_one, portions
-from fusion.planning.cpu_planner import FEW_QUERIES, WORTH_WAKING, all_heads_choice, rows_choice
+from fusion.planning.cpu_planner import FEW_QUERIES, WORTH_WAKING, CpuPlanner, all_heads_choice, rows_choice
 from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
 
 from .. import reference
 from ..emitter import Edges, Proof
+from .autotune import MEASURED, Tuner
 from .calling import (
     MOST_CUT,
     CompiledKernel,
@@ -254,11 +255,14 @@ class ForwardKernel:
 
 class Kernel(ForwardKernel):
     """A spec's kernel: call it with the operand tensors and the values of `spec.sizes`; returns the output tensor.
-    planner: makes the choice of every call."""
+    planner: makes the choice of every call. tuner: measures its best few."""
 
-    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, planner: Planner | None = None):
+    def __init__(
+        self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, planner: Planner | None = None,
+        tuner: Tuner | None = None,
+    ):  # fmt: skip
         super().__init__(spec, tilings, target)
-        self.planner, self._chosen = planner, BoundedCache()
+        self.planner, self.tuner, self._chosen = planner, tuner, BoundedCache()
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """Choice for a call with these sizes, once for equal sizes."""
@@ -268,7 +272,8 @@ class Kernel(ForwardKernel):
     def _choose(self, sizes: Sequence[int]) -> Choice:
         *_, n_q, n_k, _, _ = self.extents(sizes)
         if self.planner is not None:
-            return self.planner.choose(sizes, self._made(sizes))
+            planned = self.planner.choose(sizes, self._made(sizes))
+            return (self.tuner and self.tuner.choice(self.extents(sizes), planned)) or planned
         if self.spec.mixing is not None:
             return all_heads_choice(self.target, n_k)
         schedule = query_stationary(self.spec)
@@ -292,9 +297,9 @@ class Kernel(ForwardKernel):
 
     def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows | AllHeads:
         """The tiling of a call's choice. Raises RefusedChoiceError where there is none."""
-        if self.spec.mixing is not None:
-            return AllHeads()
-        choice = self.choice(sizes)
+        return AllHeads() if self.spec.mixing is not None else self._tiling_of(self.choice(sizes), sizes)
+
+    def _tiling_of(self, choice: Choice, sizes: Sequence[int]) -> Tiling | ByRows:
         base, tile = self.tilings[0], choice.tile
         if tile.rows == 1:
             return self._by_rows(sizes)
@@ -334,6 +339,21 @@ class Kernel(ForwardKernel):
         shape, strides = output_layout(self.spec, [*batch, n_q, d_v])
         return empty_strided(shape, strides, self._out_dtype)
 
+    def _measure(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+        """Time the planner's best choices for a call, unless the fastest is known."""
+        if self.tuner is None or not isinstance(self.planner, CpuPlanner) or self.choice(sizes).measured:
+            return
+        choices = self.planner.best(sizes, MEASURED)
+        if len(choices) == 1 or torch.are_deterministic_algorithms_enabled():
+            return
+        calls = [self._prepare_call(operands, sizes, self._tiling_of(each, sizes), each.splits) for each in choices]
+        out = empty_strided(calls[0].shape, calls[0].strides, self._out_dtype)
+        addresses = (*map(address, operands), address(out))
+        launches = [functools.partial(call.launch, addresses) for call in calls]
+        self.tuner.measure(self.extents(sizes), dict(zip(choices, launches, strict=True)))
+        self._chosen.store(tuple(sizes), self._choose(sizes))
+
     def _keep(self, key: tuple, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> Prepared:
+        self._measure(operands, sizes)
         splits = self.choice(sizes).splits
         return self._calls.store(key, self._prepare_call(operands, sizes, self._tiling(sizes), splits))

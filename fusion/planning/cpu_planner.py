@@ -78,6 +78,22 @@ class CpuPlanner:
         schedule = self.schedule if parts == 1 else "split_k"
         return Choice(schedule=schedule, tile=Tile(rows=rows, keys=keys), keys=n_k, splits=parts)
 
+    def best(self, sizes: Sequence[int], count: int) -> list[Choice]:
+        """At most `count` choices for a call: that of `choose`, and other tiles with whole keys by predicted time.
+        There are no others where rows go one by one, or all heads are mixed."""
+        *_, n_q, n_k, _, _ = extents = self._extents(sizes)
+        first = self.choose(sizes)
+        if self.spec.mixing is not None or n_q <= FEW_QUERIES:
+            return [first]
+        seconds = self.times(sizes, [])
+        choices = {
+            tile: Choice(schedule=self.schedule, tile=Tile(rows=tile[0], keys=tile[1]), keys=n_k) for tile in seconds
+        }
+        others = [choices[tile] for tile in sorted(seconds, key=seconds.__getitem__)]
+        if n_q <= WEIGHED:
+            others.insert(1, self._by_rows(tuple(extents), sizes))
+        return list(dict.fromkeys([first, *others]))[:count]
+
     def _cut(
         self, whole: Pair, sizes: Sequence[int], compiled: Collection[Pair], cut: Collection[Pair]
     ) -> tuple[Pair, int]:
