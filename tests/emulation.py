@@ -6,7 +6,7 @@ anywhere, slowly.
 
 A kernel's text calls such an instruction by its LLVM intrinsic (`codegen/mlir/x86.py`). `emulated` puts a call of a
 function of the same text in its place, which does what Intel's manual says with vectors that LLVM cuts to what there
-is. What the manual leaves open is left out: exceptions, denormal operands, and masks other than all lanes.
+is. Left out are exceptions, results that are denormal, and masks other than all lanes.
 """
 
 from __future__ import annotations
@@ -171,8 +171,10 @@ def _pairs(b: Builder, total: Value, left: Value, right: Value, odd: int) -> Val
 
 
 def _element(b: Builder, words: Value, odd: int) -> Value:
-    """The first or second bfloat16 of each word, as float32."""
-    return b.bitcast(b.binary("arith.andi", words, -65536) if odd else b.binary("arith.shli", words, 16), F32)
+    """The first or second bfloat16 of each word, as float32; 0 in place of denormal ones."""
+    bits = b.binary("arith.andi", words, -65536) if odd else b.binary("arith.shli", words, 16)
+    denormal = b.compare("eq", b.binary("arith.andi", bits, 0x7F800000), 0)
+    return b.bitcast(b.select(denormal, 0, bits), F32)
 
 
 @_as("x86.avx512.vpermi2var.qi.512", (OCTETS, OCTETS, OCTETS), OCTETS)

@@ -20,13 +20,16 @@ from .products import InterleavedWork, MultiplyAdd, vector_products
 from .rows import RowReader, Rows, load_f32, load_line, widen_pairs
 from .values import Array, round_up
 from .vectormath import sum_rows, transpose
-from .x86 import BF16, F32, WORDS, Avx512, split_pairs
+from .x86 import BF16, F32, LANES, WORDS, Avx512, split_pairs
+
+QUERIES, KEYS, VALUES = OPERANDS = range(3)
+"""Operands of the two products, by how they are packed."""
 
 
 class Amx:
-    """Products on AMX tiles, of one to three bf16 planes. max_abs: address of a vector of i32 that collects the largest
-    magnitudes packed, as bits. exact_pairs: weights may be NaN where the row's sum is not. mirrored: scores are those
-    of a kernel with the two sides exchanged, bit by bit."""
+    """Products on AMX tiles, of one to three bf16 planes. max_abs: address of three vectors of i32 that collect the
+    largest magnitudes packed of queries, keys and values, as bits. exact_pairs: weights may be NaN where the row's sum
+    is not. mirrored: scores are those of a kernel with the two sides exchanged, bit by bit."""
 
     overlaps = True
     key_step = 32
@@ -74,39 +77,40 @@ class Amx:
         """Elements of staged rows, behind which lie 16 columns of 32 keys in float32."""
         return 32 * max(self.d_padded, self.e_padded)
 
-    def split(self, x: Value) -> list[Value]:
-        """The planes of a float32 vector, each rounded to nearest, as bf16 vectors: their sum is x."""
+    def split(self, x: Value, operand: int) -> list[Value]:
+        """The planes of a float32 vector of an operand (`QUERIES`, `KEYS` or `VALUES`), each rounded to nearest, as
+        bf16 vectors: their sum is x."""
         b = self.b
-        self._watch(x)
+        self._watch(x, operand)
         planes = [b.convert("arith.truncf", x, "bf16", "plane")]
         for _ in range(self.planes - 1):
             x = b.sub(x, b.convert("arith.extf", planes[-1], "f32"), "rest")
             planes.append(b.convert("arith.truncf", x, "bf16", "plane"))
         return planes
 
-    def _watch(self, x: Value) -> None:
+    def _watch(self, x: Value, operand: int) -> None:
         if self.max_abs is None:
             return
-        b = self.b
+        b, place = self.b, self.b.at(self.max_abs, LANES * operand, "i32")
         bits = self._magnitude(x)
-        seen = b.load(self.max_abs, WORDS, "worst")
-        b.store(b.most(seen, bits), self.max_abs)
+        seen = b.load(place, WORDS, "worst")
+        b.store(b.most(seen, bits), place)
 
     def _magnitude(self, x: Value) -> Value:
         """|x| as bits: they are ordered as the numbers are, NaN above all."""
         return self.b.and_(self.b.bitcast(x, WORDS), 0x7FFFFFFF, "magnitude")
 
-    def _row_planes(self, rows: Rows, row: Value | int, column: Value) -> list[Value]:
+    def _row_planes(self, rows: Rows, row: Value | int, column: Value, operand: int) -> list[Value]:
         """32 elements of a row as one vector of bf16 per plane."""
         b = self.b
         if rows.memory == "bf16" and self.planes == 1:
             return [load_line(b, rows, row, column, BF16)]
-        halves = [self.split(load_f32(b, rows, row, b.add(column, h), 16)) for h in (0, 16)]
+        halves = [self.split(load_f32(b, rows, row, b.add(column, h), 16), operand) for h in (0, 16)]
         return [b.shuffle(low, high, range(32), "plane") for low, high in zip(*halves, strict=True)]
 
-    def _pack_row(self, rows: Rows, row: Value, column: Value, target: Value) -> None:
+    def _pack_row(self, rows: Rows, row: Value, column: Value, target: Value, operand: int) -> None:
         """32 elements of a row, its planes a tile apart."""
-        for plane, x in enumerate(self._row_planes(rows, row, column)):
+        for plane, x in enumerate(self._row_planes(rows, row, column, operand)):
             self.b.store(x, self.b.at(target, plane * TILE_ELEMENTS, "bf16"))
 
     def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
@@ -116,7 +120,7 @@ class Amx:
         with b.loop(0, self.chunks, hint="chunk") as chunk:
             base = b.row(target, chunk, TILE_ELEMENTS * self.planes, "bf16")
             with b.loop(0, 16, hint="r") as r:
-                self._pack_row(rows, r, b.mul(chunk, 32), b.row(base, r, 32, "bf16"))
+                self._pack_row(rows, r, b.mul(chunk, 32), b.row(base, r, 32, "bf16"), QUERIES)
             with b.loop(0, self.planes, hint="plane") as plane:
                 lines = [b.at(base, b.add(b.mul(plane, TILE_ELEMENTS), 32 * k), "bf16") for k in range(16)]
                 for line, pair in zip(lines, transpose(b, [b.load(line, WORDS) for line in lines]), strict=True):
@@ -128,7 +132,7 @@ class Amx:
         with b.loop(0, 32, hint="r") as r, b.loop(0, self.chunks, hint="chunk") as chunk:
             tile = b.add(b.mul(b.div(r, 16), self.chunks), chunk)
             offset = b.add(b.mul(tile, TILE_ELEMENTS * self.planes), b.mul(b.rem(r, 16), 32))
-            self._pack_row(rows, r, b.mul(chunk, 32), b.at(target, offset, "bf16"))
+            self._pack_row(rows, r, b.mul(chunk, 32), b.at(target, offset, "bf16"), KEYS)
 
     def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         b = self.b
@@ -145,7 +149,7 @@ class Amx:
             base = b.row(target, block, TILE_ELEMENTS * self.planes, "bf16")
             with b.loop(0, 16, hint="e") as column:
                 line = Rows(pointer=columns, stride=32, memory="f32", dtype="float32")
-                self._pack_row(line, column, b.constant(0, "i64"), b.row(base, column, 32, "bf16"))
+                self._pack_row(line, column, b.constant(0, "i64"), b.row(base, column, 32, "bf16"), VALUES)
 
     def _copy_columns(self, rows: Rows, target: Value) -> None:
         """V steps of bf16 rows: pairs of keys as words, transposed."""

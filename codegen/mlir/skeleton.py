@@ -7,7 +7,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
 from fusion.ir.results import keeps_ends
@@ -18,13 +18,14 @@ from fusion.lowering.rows import FACTOR, KEY_MAX, KEY_SUM, row_epilogue
 from fusion.lowering.score_programs import ScorePrograms, score_programs
 from fusion.planning.register_tiles import Target
 
+from .amx import OPERANDS
 from .builder import Value, vector_of
 from .rows import Access, RowReader
 from .scope import MEMORY_TYPE, Context, Scope
 from .softmax import Exponent
 from .thread_function import KernelText, ThreadFunction
 from .vectormath import LIBM, VectorMath, transpose
-from .x86 import LARGE_BITS, WORDS, flush_denormals, restore_mode
+from .x86 import LANES, LARGE_BITS, WORDS, flush_denormals, restore_mode
 
 HEADER = "module {\n" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in LIBM.values())
 
@@ -36,6 +37,8 @@ class KernelFunction(ThreadFunction):
     for 0 anyway (AMX). may_flag: its products split numbers into planes, which very large ones do not have."""
 
     header = HEADER
+    least_exponent: ClassVar[int] = -90
+    """Power of 2 that some element of each operand reaches, unless all are 0, where products split numbers."""
     out_rows: Value  # memory of L rows of the result
 
     def __init__(
@@ -65,21 +68,30 @@ class KernelFunction(ThreadFunction):
         if self.modes is not None:
             with self.b.at_entry():
                 flush_denormals(self.b, self.modes)
-        self.may_flag, self.max_abs = may_flag, self.area(64, "max_abs") if may_flag else None
+        self.may_flag, self._watched = may_flag, list[Value]()
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Around the work: products on tiles collect the largest magnitude that they split into planes, and the
-        launcher is told where one was too large."""
+        """Around the work: products on tiles collect the largest magnitudes that they split into planes, and the
+        launcher is told where one was too large, or all of an operand too small."""
         b = self.b
-        if self.max_abs is None:
-            yield
-            return
-        b.store(b.constant(0, WORDS), self.max_abs)
+        for place in self._watched:
+            b.store(b.constant(0, WORDS), place)
         yield
-        largest = b.reduce("maxsi", b.load(self.max_abs, WORDS, "seen"), "largest")
-        with b.when(b.compare("sge", largest, LARGE_BITS)):
-            b.store(b.constant(1, "i64"), self.params[("ptr", "flag")])
+        least = (127 + self.least_exponent) << 23
+        for place in self._watched:
+            largest = b.reduce("maxsi", b.load(place, WORDS, "seen"), "largest")
+            small = b.and_(b.compare("sgt", largest, 0), b.compare("slt", largest, least))
+            with b.when(b.or_(small, b.compare("sge", largest, LARGE_BITS))):
+                b.store(b.constant(1, "i64"), self.params[("ptr", "flag")])
+
+    def watch(self) -> Value | None:
+        """Memory for the largest magnitudes of operands, where products split these into planes: see `Amx`."""
+        if not self.may_flag:
+            return None
+        places = [self.area(4 * LANES, "max_abs") for _ in OPERANDS]
+        self._watched += places
+        return places[0]
 
     def kernel_text(self, beyond: int = 0, **known: Any) -> KernelText:
         if self.modes is not None:

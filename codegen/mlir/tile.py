@@ -89,7 +89,7 @@ class Tiles:
         self.dense = dense_loads(*whole, but=self.by_distance)
         exact_pairs = self.plain or self.weight is not None
         self.products = p = products_of(
-            self.b, kernel.target, tiling, kernel.d, kernel.d_v, kernel.params[("key_steps",)], kernel.max_abs,
+            self.b, kernel.target, tiling, kernel.d, kernel.d_v, kernel.params[("key_steps",)], kernel.watch(),
             exact_pairs, mirrored=False,
         )  # fmt: skip
         groups, keys, row = tiling.groups, tiling.keys, 4 * self.lanes

@@ -15,9 +15,10 @@ HALVES, BYTES = f"vector<{2 * LANES}xi16>", f"vector<{4 * LANES}xi8>"
 MANTISSA, BIAS = 128, 127
 """Steps of a bfloat16 mantissa between two powers of 2, and the bias of its exponent."""
 
-#: Magnitudes from here on (2**120), infinities and NaN among them, are not split into planes: the kernel raises a flag
-#: instead.
-LARGE_BITS = (127 + 120) << 23
+LARGE_BITS = (127 + 96) << 23
+"""Magnitudes from here on (2**96), infinities and NaN among them, are not split into planes: the kernel raises a flag
+instead. So it does where no magnitude of an operand is above a limit (`KernelFunction.least_exponent`): products take
+denormal bfloat16 for 0, and with them the last planes of numbers below 2**-102."""
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from fusion.ir.expr import I
 from fusion.lowering.backward_plan import LaneAxis
 from fusion.planning.register_tiles import KEY_SPAN
 
-from ..amx import Amx, Products
+from ..amx import KEYS, Amx, Products
 from ..builder import Builder, Value
 from ..micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from ..parts import Parts
@@ -77,7 +77,7 @@ class TiledQueryGradient:
                 base = b.row(target, b.add(block, pair * self.blocks), self.tile, "bf16")
                 with b.loop(0, 16, hint="k") as k:
                     lines = [load_f32(b, rows, b.add(k, 16 * half), b.mul(block, 16), 16) for half in (0, 1)]
-                    both = zip(*(p.split(line) for line in lines), strict=True)
+                    both = zip(*(p.split(line, KEYS) for line in lines), strict=True)
                     for plane, (x, y) in enumerate(both):
                         line = b.shuffle(x, y, [i + 16 * s for i in range(16) for s in (0, 1)], "pair")
                         b.store(line, b.at(b.row(base, k, 32, "bf16"), plane * TILE_ELEMENTS, "bf16"))

@@ -51,6 +51,7 @@ SMALL_TABLE = 1 << 14  # elements of one that costs little to go through after e
 class BackwardKernel(KernelFunction):
     """Writes the function; see the module. needs: which operands' gradients are wanted."""
 
+    least_exponent = -35  # of dS, about P dO V, it is -90 then
     flat_query: Value
     """The number of a batch element's first query among those of all."""
 

@@ -142,8 +142,11 @@ class BackwardTiles:
 
     def _products(self) -> list[Products]:
         kernel = self.kernel
-        more = kernel.params[("key_steps",)], kernel.max_abs, True, kernel.axis is LaneAxis.KEYS
-        return [products_of(self.b, kernel.target, kernel.tiling, n, n, *more) for n in (kernel.d, kernel.d_v)]
+        steps, mirrored = kernel.params[("key_steps",)], kernel.axis is LaneAxis.KEYS
+        return [
+            products_of(self.b, kernel.target, kernel.tiling, n, n, steps, kernel.watch(), True, mirrored)
+            for n in (kernel.d, kernel.d_v)
+        ]
 
     def _packed_areas(self, sizes: list[int]) -> list[Array]:
         """Areas behind the fixed ones, whose lengths follow the number of rows of a window, with so many bytes a key

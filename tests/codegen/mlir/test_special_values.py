@@ -8,9 +8,19 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.planning.register_tiles import tilings_for
-from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw, eager
+from tests import emulation
+from tests.codegen.mlir.cases import (
+    TARGETS,
+    assert_as_exact_as_eager,
+    assert_gradients_as_exact_as_eager,
+    case,
+    draw,
+    eager,
+)
+from tests.fuzz import quick
 from tests.numerics import assert_within
 
 INF, NAN = float("inf"), float("nan")
@@ -99,3 +109,43 @@ def test_the_floating_point_mode_is_the_callers_again() -> None:
     Kernel(c.spec, tilings_for(c.spec, TARGETS["best"]), TARGETS["best"])(operands, sizes)
     smallest = torch.full((4096,), 2.0**-126)
     assert (smallest * 0.5 != 0).all()
+
+
+FACTORS = [(1, 1, 2.0**-60), (1, 1, 2.0**-114), (1, 1, 2.0**-122), (2.0**-115, 2.0**112, 1), (2.0**-60, 2.0**60, 1)]
+"""Of Q, K and V."""
+
+
+@pytest.mark.parametrize("factors", FACTORS)
+def test_tiny_values_in_planes_of_bfloat16(factors: tuple[float, float, float]) -> None:
+    """Products of planes take denormal numbers for 0: the last planes of a float32 below 2**-102."""
+    c = case("plain", d=40, d_v=24)
+    chosen = quick.Plan(
+        target=emulation.AMX, tiling=tilings_for(c.spec, emulation.AMX)[0], schedule="flash", span=512, optimised=False
+    )
+    with quick.compiling_for(chosen):
+        run = quick.kernel(c.spec, chosen, trained=False)
+        assert isinstance(run, Kernel)
+        operands, sizes = draw(c, SHAPE)
+        operands = [x * factor for x, factor in zip(operands, factors, strict=True)]
+        assert_as_exact_as_eager(run(operands, sizes), c, operands)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["one kernel", "two kernels"])
+@pytest.mark.parametrize(
+    ("factors", "arriving"),
+    [((1, 1, 1), 2.0**-20), ((1, 1, 1), 2.0**-100), ((1, 1, 1), 2.0**-112), ((1, 1, 2.0**-60), 2.0**-50),
+     ((2.0**-50, 2.0**50, 1), 2.0**-10)],
+)  # fmt: skip
+def test_tiny_gradients_in_planes_of_bfloat16(
+    factors: tuple[float, float, float], arriving: float, fused: bool
+) -> None:
+    c = case("causal", d=40, d_v=24)
+    with emulation.compiling(emulation.AMX):
+        run = TrainingKernel(c.spec, tilings_for(c.spec, emulation.AMX), emulation.AMX)
+        run.fused = fused
+        operands, sizes = draw(c, SHAPE)
+        operands = [x * factor for x, factor in zip(operands, factors, strict=True)]
+        out, statistics = run.outputs(operands, sizes)
+        grad, needs = arriving * torch.randn_like(out), (True,) * 3
+        given = run.backward(grad, out, statistics, operands, sizes, needs)
+        assert_gradients_as_exact_as_eager(given, c, operands, grad, needs)
