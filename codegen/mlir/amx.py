@@ -28,7 +28,7 @@ QUERIES, KEYS, VALUES = OPERANDS = range(3)
 
 class Amx:
     """Products on AMX tiles, of one to three bf16 planes. max_abs: address of three vectors of i32 that collect the
-    largest magnitudes packed of queries, keys and values, as bits. exact_pairs: weights may be NaN where the row's sum
+    largest magnitudes packed of queries, keys and values, as bits. keeps_nan: weights may be NaN where the row's sum
     is not. mirrored: scores are those of a kernel with the two sides exchanged, bit by bit."""
 
     overlaps = True
@@ -44,10 +44,10 @@ class Amx:
         planes: int,
         key_capacity: int,
         max_abs: Value | None,
-        exact_pairs: bool,
+        keeps_nan: bool,
         mirrored: bool,
     ):
-        self.exact_pairs = exact_pairs
+        self.keeps_nan = keeps_nan
         self.b, self.d, self.e, self.planes, self.max_abs = b, d, e, planes, max_abs
         self.kernel = AmxTiles(b, planes, mirrored, SCORE_PAIRS)
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
@@ -226,7 +226,7 @@ class Amx:
 
     def pairs(self, first: Value, second: Value) -> list[Value]:
         """See `x86.split_pairs`."""
-        return split_pairs(self.b, first, second, self.planes, self.exact_pairs)
+        return split_pairs(self.b, first, second, self.planes, self.keeps_nan)
 
     def store_powers(
         self, target: Value, key: Value, first: Value, second: Value, total: Value, ordinary: bool
@@ -297,12 +297,12 @@ Products = Amx | MultiplyAdd
 
 def products_of(
     b: Builder, target: Target, tiling: Tiling, d: int, e: int, key_steps: Value, max_abs: Value | None,
-    exact_pairs: bool, mirrored: bool,
+    keeps_nan: bool, mirrored: bool,
 ) -> Products:  # fmt: skip
     """The products of a tiling with d columns of Q and K and e of V. key_steps: see `MultiplyAdd`; max_abs,
-    exact_pairs, mirrored: see `Amx`."""
+    keeps_nan, mirrored: see `Amx`."""
     if tiling.planes and target.amx:
-        return Amx(b, d, e, tiling.planes, tiling.keys, max_abs, exact_pairs, mirrored)
+        return Amx(b, d, e, tiling.planes, tiling.keys, max_abs, keeps_nan, mirrored)
     result = vector_products(b, target, tiling.planes > 0, d, e, key_steps)
     result.chain = tiling.chain or result.chain
     return result

@@ -14,7 +14,7 @@ import functools
 from fusion.ir.expr import Expr
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import Normalizer
-from fusion.lowering.bounded_scores import SLACK, VALUE_EXPONENTS, BoundedScores, near
+from fusion.lowering.bounded_scores import SLACK, VALUE_EXPONENTS, BoundedScores, bounded_scores
 
 from .amx import Amx
 from .builder import Value, vector_of
@@ -26,7 +26,7 @@ from .values import Array
 from .x86 import BIAS, MANTISSA
 
 
-def bounded_scores(tiles: Tiles) -> BoundedScores | None:
+def score_bounds(tiles: Tiles) -> BoundedScores | None:
     """When the scores of a kernel are near a centre; None where it would gain nothing (products outweigh the softmax
     with several planes) or rows need their true maximum."""
     spec, programs = tiles.spec, tiles.programs
@@ -35,14 +35,14 @@ def bounded_scores(tiles: Tiles) -> BoundedScores | None:
     if not gains or true_maximum or spec.normalizer is Normalizer.NONE:
         return None
     known = [program for program in (programs.masked, programs.full) if program is not None]
-    return near(known, programs.scale, *((MANTISSA, BIAS) if tiles.statistics is None else (1.0, 0.0)))
+    return bounded_scores(known, programs.scale, *((MANTISSA, BIAS) if tiles.statistics is None else (1.0, 0.0)))
 
 
 class BoundedTiles(Overlapped):
     """The tiles of one kernel. step_bytes: of a key step's norms of keys and magnitudes of values, each a vector of
-    bits. notes: where those of all steps lie."""
+    bits. step_norms: where those of all steps lie."""
 
-    notes: Value
+    step_norms: Value
 
     def __init__(self, tiles: Tiles, scores: BoundedScores):
         kernel, size = tiles.kernel, 4 * tiles.lanes
@@ -52,25 +52,25 @@ class BoundedTiles(Overlapped):
         other_weights = kernel.array(tiles.group_block, tiles.weights.size, "other_weights")
         super().__init__(tiles, (tiles.weights, other_weights))
 
-    def note_queries(self, g: Value, packed: Value) -> None:
+    def store_query_norms(self, g: Value, packed: Value) -> None:
         """The norms of a group of queries."""
         self.b.store(self.products.query_norms(packed), self.query_norms[g])
 
-    def note_step(self, number: Value, keys: Value, values: Value) -> None:
+    def store_step_norms(self, number: Value, keys: Value, values: Value) -> None:
         """The largest norm and magnitude of a packed key step."""
-        note = self._notes[number]
+        note = self._norms_of_steps[number]
         self.b.store(self.products.key_norms(keys), note)
         self.b.store(self.products.value_magnitudes(values), self.b.at(note, self.tiles.lanes, "i32"))
 
     @property
-    def _notes(self) -> Array:
-        return Array(self.b, self.notes, self.step_bytes)
+    def _norms_of_steps(self) -> Array:
+        return Array(self.b, self.step_norms, self.step_bytes)
 
     def attend(self, item: Item, keys: KeyRange) -> Value:
         """Visit keys where their scores are near; whether the item has to be visited without that (i1)."""
         b, tiles = self.b, self.tiles
         b.store(b.constant(1, "i64"), self.needs_general)
-        with b.when(self._is_near(item, keys)):
+        with b.when(self._are_bounded(item, keys)):
             tiles.clear(item, self.scores.centre)
             b.store(b.constant(0, "i64"), self.keys_done)
             self.visit(item, keys)
@@ -82,7 +82,7 @@ class BoundedTiles(Overlapped):
             b.store(b.convert("arith.extui", dead, "i64"), self.needs_general)
         return b.compare("ne", b.load(self.needs_general, "i64"), 0, "again")
 
-    def _is_near(self, item: Item, keys: KeyRange) -> Value:
+    def _are_bounded(self, item: Item, keys: KeyRange) -> Value:
         """Whether the scores of the item's queries with these keys are, and the values are not extreme."""
         b, step, nothing = self.b, self.products.key_step, self.b.constant(0, vector_of("i32", self.tiles.lanes))
 
@@ -95,7 +95,7 @@ class BoundedTiles(Overlapped):
             queries.yields(b.most(worst, b.load(self.query_norms[g], nothing.type, "norms")))
         first, end = b.div(b.as_value(keys.low, "i64"), step), b.ceil_div(keys.high, step)
         with b.carry(first, end, 1, [nothing, nothing], hint="n") as (steps, n, (norm, magnitude)):
-            note = self._notes[n]
+            note = self._norms_of_steps[n]
             norms, magnitudes = (b.load(b.at(note, k * self.tiles.lanes, "i32"), nothing.type) for k in (0, 1))
             steps.yields(b.most(norm, norms), b.most(magnitude, magnitudes))
         squared = b.mul(largest(queries.results[0]), largest(steps.results[0]))
@@ -124,10 +124,10 @@ class BoundedTiles(Overlapped):
 
     def advance(self, old: Tile, new: Tile) -> None:
         """Programs and exponentials are one pass. `keys_done` says how many keys of a tile have weights already."""
-        b, tiles, near = self.b, self.tiles, self.scores
-        half, masked = self.products.key_step // 2, near.exponents[tiles.programs.masked]
-        plain = masked if tiles.programs.full is None else near.exponents[tiles.programs.full]
-        ordinary = plain not in near.filled
+        b, tiles, scores = self.b, self.tiles, self.scores
+        half, masked = self.products.key_step // 2, scores.exponents[tiles.programs.masked]
+        plain = masked if tiles.programs.full is None else scores.exponents[tiles.programs.full]
+        ordinary = plain not in scores.filled
         padded, done = old.block.padded, b.load(self.keys_done, "i64", "keys_done")
         # So many keys of the old tile that the new scores are never stored over some that still have no weights.
         ahead = b.most(b.div(padded, 2), b.sub(padded, b.mul(new.steps, half)))
@@ -184,10 +184,10 @@ class BoundedTiles(Overlapped):
             powers = functools.partial(self.products.store_powers, softmax.group.weights)
             return functools.partial(powers, ordinary=ordinary)
 
-        def exactly(key: Value, first: Value, second: Value, total: Value) -> Value:
+        def weigh(key: Value, first: Value, second: Value, total: Value) -> Value:
             statistics.note_exponents(g, first, second)
             weights = [self.tiles.kernel.context.math.exp2(x) for x in (first, second)]
             store(key, *weights)
             return b.add(total, b.add(*weights), "l")
 
-        return exactly
+        return weigh

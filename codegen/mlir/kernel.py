@@ -25,7 +25,7 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import dead_rows_need_keys
 from fusion.planning.register_tiles import Target, Tiling
 
-from .bounded_tiles import BoundedTiles, bounded_scores
+from .bounded_tiles import BoundedTiles, score_bounds
 from .builder import Value
 from .dense import DenseLoad
 from .parts import TileParts
@@ -48,8 +48,6 @@ def emit(
 class AttentionKernel(KernelFunction):
     """Writes the function; see the module."""
 
-    looks_ahead = True  # takes the range of the scores from the norms of their operands, where that helps
-
     def __init__(
         self,
         spec: AttentionSpec,
@@ -68,8 +66,8 @@ class AttentionKernel(KernelFunction):
         self.out_rows = self.area(self.lanes * p.e_padded * 4, "out_rows")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.parts = TileParts(self.tiles) if tiling.cut else None
-        near = bounded_scores(self.tiles) if self.looks_ahead else None
-        self.bounded = None if near is None else BoundedTiles(self.tiles, near)
+        bounds = score_bounds(self.tiles)
+        self.bounded = None if bounds is None else BoundedTiles(self.tiles, bounds)
         self.stream = (Overlapped if p.overlaps else Sequential)(self.tiles)
         b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
         self.windowed = self.bounded is None and aux is None
@@ -80,7 +78,7 @@ class AttentionKernel(KernelFunction):
             self.packed_values = b.row(self.packed_keys, steps, p.key_bytes(), "i8", "packed_values")
             behind = b.row(self.packed_values, steps, p.value_bytes(), "i8", "notes")
             if self.bounded is not None:
-                self.bounded.notes = behind
+                self.bounded.step_norms = behind
                 behind = b.row(behind, steps, self.bounded.step_bytes, "i8", "kept")
             if aux is not None:
                 aux.lie_at(behind, steps)
@@ -156,7 +154,7 @@ class AttentionKernel(KernelFunction):
             at = tiles.queries[g]
             p.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)
             if self.bounded is not None:
-                self.bounded.note_queries(g, at)
+                self.bounded.store_query_norms(g, at)
         return Item(
             number=number, scope=scope, readers=readers, first=first, count=count, groups=groups,
             padded_groups=padded_groups, part=part,
@@ -170,7 +168,7 @@ class AttentionKernel(KernelFunction):
         values = p.values_of(self.packed_values, n)
         p.pack_values(readers[2], key, self.n_k, values, self.staging)
         if self.bounded is not None:
-            self.bounded.note_step(n, keys, values)
+            self.bounded.store_step_norms(n, keys, values)
 
     def packed_step(self, key: Value) -> Value:
         """The number of a key's step among those that are packed."""

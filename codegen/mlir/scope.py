@@ -47,7 +47,8 @@ class Lanes:
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """State that every scope of a kernel shares. ranges: what is known of leaves; exact: see `feeding_comparisons`."""
+    """State that every scope of a kernel shares. ranges: what is known of leaves; uncontracted: floats whose
+    sums do not become multiply-adds, see `feeding_comparisons`."""
 
     b: Builder
     params: Params
@@ -55,7 +56,7 @@ class Context:
     operands: tuple[Operand, ...]
     lanes: int
     ranges: Mapping[Expr, Range] = field(default_factory=dict)
-    exact: Set[Expr] = frozenset()
+    uncontracted: Set[Expr] = frozenset()
 
 
 def staged_leaf(staged: Sequence[tuple[Expr, Callable[[Value], Value]]], row: Value) -> Callable[[Expr], Value | None]:
@@ -208,7 +209,7 @@ class Scope:
     def _fused(self, expr: Expr) -> Value | None:
         """a * b + c as one operation. Rounds once where eager rounds twice; the same for infinities and NaN. Not of
         fills: of a product that lies between two numbers, c would choose, and a unit of rounding there decides rows."""
-        if expr.op != "fadd" or expr in self.context.exact:
+        if expr.op != "fadd" or expr in self.context.uncontracted:
             return None
         for product, rest in (expr.args, expr.args[::-1]):
             plain = product.op == "fmul" and not has_fill(product)

@@ -58,7 +58,7 @@ class KernelFunction(ThreadFunction):
             operands=spec.operands,
             lanes=self.lanes,
             ranges=shares(spec),
-            exact=feeding_comparisons(*spec.expressions()),
+            uncontracted=feeding_comparisons(*spec.expressions()),
         )
         self.programs: ScorePrograms = score_programs(spec, folded=True)
         self.exponent = Exponent(self.context, self.programs.scale)

@@ -112,11 +112,12 @@ class Exponent:
 
 
 class GroupSoftmax:
-    """Writes the passes, as loops over rows or row by row. exact: the maximum in use is that of the scores, NaN where
-    one is."""
+    """Writes the passes, as loops over rows or row by row. true_maximum: the maximum in use is that of the scores, NaN
+    where one is."""
 
-    def __init__(self, context: Context, group: Group, block: KeyBlock, exponent: Exponent, exact: bool):
-        self.context, self.group, self.block, self.exponent, self.exact = context, group, block, exponent, exact
+    def __init__(self, context: Context, group: Group, block: KeyBlock, exponent: Exponent, true_maximum: bool):
+        self.context, self.group, self.block, self.exponent = context, group, block, exponent
+        self.true_maximum = true_maximum
         self.scale = exponent.scale
         self.b: Builder = context.b
         self.lanes = context.lanes
@@ -168,7 +169,7 @@ class GroupSoftmax:
 
     def largest(self, x: Value, y: Value) -> Value:
         """The larger; y where x is NaN (one `vmaxps`), unless NaN is wanted."""
-        if self.exact:
+        if self.true_maximum:
             return self.b.binary("arith.maximumf", x, y, "max")
         return self.b.select(self.b.compare("ogt", x, y), x, y, "max")
 
@@ -185,8 +186,8 @@ class GroupSoftmax:
         and sum."""
         b, group = self.b, self.group
         old = b.load(group.maximum, self.vector, "m_old")
-        limit = 0.0 if self.exact else RESCALE_ABOVE / (self.scale * LOG2E)
-        far = b.compare("ugt" if self.exact else "ogt", b.sub(highest, old), limit, "far")
+        limit = 0.0 if self.true_maximum else RESCALE_ABOVE / (self.scale * LOG2E)
+        far = b.compare("ugt" if self.true_maximum else "ogt", b.sub(highest, old), limit, "far")
         any_far = b.reduce("or", far, "any_far")
         with b.when(any_far):
             new = self.largest(highest, old)

@@ -87,10 +87,10 @@ class Tiles:
         whole = (self.programs.masked, self.programs.full, self.weight)
         self.by_distance = distance_parts(*whole)
         self.dense = dense_loads(*whole, but=self.by_distance)
-        exact_pairs = self.plain or self.weight is not None
+        keeps_nan = self.plain or self.weight is not None
         self.products = p = products_of(
             self.b, kernel.target, tiling, kernel.d, kernel.d_v, kernel.params[("key_steps",)], kernel.watch(),
-            exact_pairs, mirrored=False,
+            keeps_nan, mirrored=False,
         )  # fmt: skip
         groups, keys, row = tiling.groups, tiling.keys, 4 * self.lanes
         self.statistics = TrainingStatistics(kernel, groups) if with_statistics else None

@@ -40,12 +40,12 @@ def restore_mode(b: Builder, modes: Value) -> None:
     b.intrinsic("x86.sse.ldmxcsr", modes)
 
 
-def split_pairs(b: Builder, first: Value, second: Value, planes: int, exact: bool = False) -> list[Value]:
-    """bf16 planes of two float32 vectors, in pairs as words, `first` in their lower halves. exact: the last plane is
-    rounded to nearest even, and NaN stays; else half up, where a NaN may come out as a number."""
+def split_pairs(b: Builder, first: Value, second: Value, planes: int, keeps_nan: bool = False) -> list[Value]:
+    """bf16 planes of two float32 vectors, in pairs as words, `first` in their lower halves. keeps_nan: the last plane
+    is rounded to nearest even, and NaN stays; else half up, where a NaN may come out as a number."""
     results = []
     for plane in range(planes):
-        if exact and plane == planes - 1:
+        if keeps_nan and plane == planes - 1:
             return [*results, b.bitcast(Avx512(b).pairs(first, second), WORDS, "pair")]
         # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of the last
         # place added first halves what remains, and with it the products that are left out.

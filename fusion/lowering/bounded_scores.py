@@ -65,7 +65,9 @@ class BoundedScores:
     finite: bool  # see `MagnitudeBound`
 
 
-def near(programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float = 0.0) -> BoundedScores | None:
+def bounded_scores(
+    programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float = 0.0
+) -> BoundedScores | None:
     """Bounded form of a spec; None where a program's range does not follow from that of the raw score. unit, bias: of
     the exponents."""
     factor, limit, reaches = scale * LOG2E, LARGEST_SCORE, []

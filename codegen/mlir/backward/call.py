@@ -67,7 +67,7 @@ class BackwardCall:
         key = (id(plan), needs, torch.get_num_threads(), *sizes, *layouts)
         self.derived = kernel.derived.get(key) or kernel.derived.store(key, self._derive())
         *self.batch, self.n_q, self.n_k, self.d, self.d_v = self.derived.extents
-        self.off: Tensor | None = None
+        self.log_sum_term: Tensor | None = None
         self.rows = self._row_values(out, statistics)
         self.complete = False
 
@@ -107,8 +107,8 @@ class BackwardCall:
         if self.plan.at_log_sum is not None:
             read = (*self.operands, *self.arriving)
             at_log_sum = pulled.value(self.spec, read, self.sizes, self.plan.at_log_sum).squeeze(-1)
-            self.off = at_log_sum * lost_logarithms(*statistics[3:])
-            off.copy_(self.off)
+            self.log_sum_term = at_log_sum * lost_logarithms(*statistics[3:])
+            off.copy_(self.log_sum_term)
         return rows
 
     def gradients(self) -> list[Tensor]:
@@ -150,12 +150,12 @@ class BackwardCall:
         """False where a kernel met values that its products cannot take."""
         if self.derived.simple:
             return self._launch(DELTAS, choice)
-        return self._add_aux_sums(choice) and self._make_exact(choice)
+        return self._add_aux_sums(choice) and self._recompute_deltas(choice)
 
     def _add_aux_sums(self, choice: int) -> bool:
         """Put what auxiliary outputs give into delta, once; False where the kernel met values that its products cannot
-        take. From then on sums of dx are `off`, the gradient of the log-sum-exp, in place of 0."""
-        nothing = self.plan.at_weight is None and self.off is None
+        take. From then on sums of dx are `log_sum_term`, the gradient of the log-sum-exp, in place of 0."""
+        nothing = self.plan.at_weight is None and self.log_sum_term is None
         if nothing or not self._wants_delta() or self.complete:
             return True
         delta = self.delta
@@ -164,8 +164,8 @@ class BackwardCall:
                 return False
             sums = result[0]
             delta += sums if self.spec.row_scale is None else sums * self.slope
-        if self.off is not None:
-            delta -= self.off
+        if self.log_sum_term is not None:
+            delta -= self.log_sum_term
         self.complete = True
         return True
 
@@ -179,7 +179,7 @@ class BackwardCall:
         sums = torch.zeros(2, *self.batch, self.n_q, dtype=torch.float32)
         return sums if self._launch(kind, choice, {("ptr", "sums", 0): sums}) else None
 
-    def _make_exact(self, choice: int) -> bool:
+    def _recompute_deltas(self, choice: int) -> bool:
         """Make deltas as exact as eager's where they are not; False where a kernel met values that its products cannot
         take.
 
@@ -212,12 +212,12 @@ class BackwardCall:
 
     def _drift(self, sums: Tensor) -> Tensor:
         """Error of deltas by these sums (`SUM_OF_DX`), [b.., i]. Nothing is said of rows in which delta is none."""
-        off = 0.0 if self.off is None else self.off
+        term = 0.0 if self.log_sum_term is None else self.log_sum_term
         if self.spec.sinks:
-            return sums - off - self.delta
+            return sums - term - self.delta
         if self.spec.row_scale is None:
-            return sums - off
-        return torch.where(self.lost > -1, self.slope * sums - self.lost * self.delta - off, 0.0)
+            return sums - term
+        return torch.where(self.lost > -1, self.slope * sums - self.lost * self.delta - term, 0.0)
 
     def _correct(self, results: Mapping[RowSum, Tensor]) -> None:
         """Take over the sums of a kernel.

@@ -1,4 +1,4 @@
-"""The kernels that make delta as exact as eager's where dO times O is not; see `call.BackwardCall._make_exact`."""
+"""Kernels that make delta as exact as eager's where dO times O is not: see `call.BackwardCall._recompute_deltas`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..rows import Rows as RowsInMemory
 from ..scope import Lanes, Scope
 from ..vectormath import sum_rows
 from .lanes import OUTPUT, OUTPUT_GRADIENT, QueryLanes
-from .tile import Block, Kind, Span
+from .tile import Block, Kind, RowRange
 
 if TYPE_CHECKING:
     from .kernel import BackwardKernel
@@ -91,13 +91,14 @@ class ListedQueries(QueryLanes):
     def blocks(self, scope: Scope, number: Value) -> Iterator[Block]:
         b, size = self.b, self.rows_per_block
         first = b.mul(number, self.rows_per_item, "first")
-        count = self._list(Span(first=first, count=b.least(b.sub(self.kernel.n_q, first), self.rows_per_item, "count")))
+        looked_at = b.least(b.sub(self.kernel.n_q, first), self.rows_per_item, "count")
+        count = self._list(RowRange(first=first, count=looked_at))
         with b.loop(0, count, size, hint="start") as start:
             here = b.least(b.sub(count, start), size, "count")
             low, high = self._listed(start), self._listed(b.sub(b.add(start, here), 1))
-            yield self.block(scope.inner(), start, here, Span(first=low, count=b.add(b.sub(high, low), 1)))
+            yield self.block(scope.inner(), start, here, RowRange(first=low, count=b.add(b.sub(high, low), 1)))
 
-    def _list(self, queries: Span) -> Value:
+    def _list(self, queries: RowRange) -> Value:
         """Write the numbers of the rows among these to the list, and the first of all behind it; returns how many."""
         b, lanes = self.b, self.lanes
         with b.loop(0, queries.count, lanes, hint="r") as r:
@@ -144,7 +145,7 @@ class ListedQueries(QueryLanes):
     def _listed(self, place: Value) -> Value:
         return self.b.load(self.b.at(self.listed, place, "i64"), "i64", "row")
 
-    def prefetch(self, block: Block, rows: Span) -> None:
+    def prefetch(self, block: Block, rows: RowRange) -> None:
         pass
 
     def scope(self, block: Block, g: Value) -> Scope:

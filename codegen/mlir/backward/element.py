@@ -15,7 +15,7 @@ from ..dense import stage_loads
 from ..scope import Scope, staged_leaf
 
 if TYPE_CHECKING:
-    from .tile import BackwardTiles, Block, Span
+    from .tile import BackwardTiles, Block, RowRange
 
 PAIR = 2  # rows that are worked on at a time: the second products take weights in pairs
 
@@ -44,9 +44,9 @@ class Elements:
         """Rows r and r + 1 of each group to the right sides of the second products."""
         kernel = self.kernel
         for group, *both in zip(self.groups, ds, weights, strict=True):
-            for half, place, pair in zip(self.tiles.halves, group.weights, both, strict=False):
-                if half.operand in kernel.results:
-                    half.products.store_weights(place, r, *pair)
+            for gemm, place, pair in zip(self.tiles.gemms, group.weights, both, strict=False):
+                if gemm.operand in kernel.results:
+                    gemm.products.store_weights(place, r, *pair)
         if kernel.query_gradients is not None:
             kernel.query_gradients.store(r, self.g, ds)
 
@@ -63,7 +63,7 @@ class Elements:
 class GroupElements:
     """One group of lanes of `Elements`; what they read of dense tensors is staged."""
 
-    def __init__(self, tiles: BackwardTiles, block: Block, rows: Span, g: Value, member: int, variant: TileProgram):
+    def __init__(self, tiles: BackwardTiles, block: Block, rows: RowRange, g: Value, member: int, variant: TileProgram):
         """member: of those worked on together."""
         self.kernel, self.b, self.first, self.variant = tiles.kernel, tiles.b, rows.first, variant
         kernel = tiles.kernel
@@ -75,9 +75,9 @@ class GroupElements:
         loads = ((load, area[member]) for load, area in areas if load.expr in wanted)
         self.staged = stage_loads(loads, self.scope, rows.first, rows.count)
         self.statistics = kernel.side.statistics(self.scope)
-        self.scores, *dp = (half.tile[g] for half in tiles.halves)
+        self.scores, *dp = (gemm.tile[g] for gemm in tiles.gemms)
         self.dp = dp[0] if dp else None
-        self.weights = [half.weights[g] for half in tiles.halves]
+        self.weights = [gemm.weights[g] for gemm in tiles.gemms]
 
     def pair(self, r: Value, sums: Sequence[Value], both: bool) -> tuple[Pair, Pair, list[Value]]:
         """(weights for V, dS, sums) of rows r and r + 1, or of r alone."""
@@ -109,35 +109,35 @@ class GroupElements:
         if aux is not None:
             scaled = b.add(scaled, aux, "dw")
         upstream = scaled if known is None else b.mul(weight, b.sub(scaled, known["delta"]), "dx")
-        through = None if factor is None else b.mul(dp, weight, "dw")
-        gradients = self._scope(row, upstream, through)
+        weight_upstream = None if factor is None else b.mul(dp, weight, "dw")
+        gradients = self._scope(row, upstream, weight_upstream)
         for entry, sink in zip(kernel.collected, kernel.sinks, strict=True):
             if entry.form in (Form.DENSE, Form.SCATTERED):
                 sink.add(gradients, gradients.vector(self.variant.gradients[entry.load]))
-        no_weight = None if through is None else b.constant(0.0, kernel.vector)
-        shares = self._scope(row, weight, no_weight, aux=0)
-        missing = b.mul(weight, scaled) if kernel.spec.sinks else upstream
-        collected = self._add_up(sums, gradients, shares, missing)
+        no_upstream = None if weight_upstream is None else b.constant(0.0, kernel.vector)
+        shares = self._scope(row, weight, no_upstream, aux=0)
+        dx = b.mul(weight, scaled) if kernel.spec.sinks else upstream
+        collected = self._add_up(sums, gradients, shares, dx)
         ds = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_ds else upstream
         if kernel.reduces_lanes:
             ds = b.select(self.scope.lanes.valid, ds, b.constant(0.0, kernel.vector), "ds")
         return weight if factor is None else b.mul(weight, factor), ds, collected
 
-    def _scope(self, row: Scope, upstream: Value, through: Value | None, aux: int = 1) -> Scope:
+    def _scope(self, row: Scope, upstream: Value, weight_upstream: Value | None, aux: int = 1) -> Scope:
         known = {UPSTREAM: upstream}
         if self.kernel.spec.aux_outputs:
             known[AUX_UPSTREAM] = self.b.constant(float(aux), self.kernel.vector)
-        if through is not None:
-            known[WEIGHT_UPSTREAM] = through
+        if weight_upstream is not None:
+            known[WEIGHT_UPSTREAM] = weight_upstream
         return row.inner(known)
 
-    def _add_up(self, sums: Sequence[Value], gradients: Scope, shares: Scope, missing: Value) -> list[Value]:
-        """`sums` of lanes with what this row adds, `missing` to `SUM_OF_DX`; sums of the row itself are added to in
+    def _add_up(self, sums: Sequence[Value], gradients: Scope, shares: Scope, dx: Value) -> list[Value]:
+        """`sums` of lanes with what this row adds, `dx` to `SUM_OF_DX`; sums of the row itself are added to in
         memory."""
         b, kernel, result = self.b, self.kernel, list(sums)
         for number, entry in enumerate(kernel.sums):
             scope = shares if entry.share else gradients
-            term = missing if entry == SUM_OF_DX else scope.vector(self.variant.gradients[entry.of])
+            term = dx if entry == SUM_OF_DX else scope.vector(self.variant.gradients[entry.of])
             if entry in kernel.lane_sums:
                 place = kernel.lane_sums.index(entry)
                 result[place] = b.add(result[place], term, "sum")

@@ -270,7 +270,7 @@ class QueryGradients:
     def accumulate(self, block: Block, start: Value, steps: Value) -> None:
         """The third product of a tile."""
         sums = self.b.row(self.sums, start, self.product.step_bytes, "i8")
-        ds = self.row_ds if self.stores else self.kernel.tiles.score_half.weights.first
+        ds = self.row_ds if self.stores else self.kernel.tiles.score_gemms.weights.first
         self.product.accumulate(ds, self.key_pairs, sums, steps, block.count)
 
     def _write(self, scope: Scope) -> None:

@@ -43,7 +43,7 @@ from ..thread_function import KernelText
 from .fused import QueryGradients
 from .lanes import OUTPUT_GRADIENT
 from .loads import GradientSink
-from .tile import BackwardTiles, Block, Kind, Problem, ProductPair, Span
+from .tile import BackwardTiles, Block, GemmPair, Kind, Problem, RowRange
 
 SMALL_TABLE = 1 << 14  # elements of one that costs little to go through after each tile
 
@@ -174,7 +174,7 @@ class BackwardKernel(KernelFunction):
             tiles.packed.windows(readers, low, high, size, tiles.key_step, pack) as (low, high),
             b.loop(low, high, keys, hint="r0") as first,
         ):
-            rows = Span(first=first, count=b.least(b.sub(high, first), keys, "n_rows"))
+            rows = RowRange(first=first, count=b.least(b.sub(high, first), keys, "n_rows"))
             with b.when(self.side.may_meet(block, rows)):
                 tiles.tile(block, rows)
                 for sink in self.sinks:  # what small tables were given joins what they had before
@@ -194,7 +194,7 @@ class BackwardKernel(KernelFunction):
         before, after = (b.div(b.add(first, n), span, "chapter") for n in (0, count))
         return b.compare("ne", before, after, "ends")
 
-    def any_dead(self, queries: Span) -> Value:
+    def any_dead(self, queries: RowRange) -> Value:
         """Whether a query of these met no live key in the forward: its maximum is not above the fill, or its sum is
         nothing."""
         b, mask = self.b, self.spec.mask
@@ -222,19 +222,19 @@ class BackwardKernel(KernelFunction):
         for k, entry in enumerate(self.lane_sums):
             at = b.at(self.params[("ptr", "sums", self.sums.index(entry))], b.add(base, row), "f32")
             b.masked_store(b.load(self.tiles.sum_at(k, g), self.vector, "sum"), at, valid)
-        for half in self.tiles.halves:
-            if half.operand in self.results:
-                self._write(block.scope, half, g, Span(first=row, count=remaining))
+        for gemm in self.tiles.gemms:
+            if gemm.operand in self.results:
+                self._write(block.scope, gemm, g, RowRange(first=row, count=remaining))
 
-    def _write(self, scope: Scope, half: ProductPair, g: Value, rows: Span) -> None:
+    def _write(self, scope: Scope, gemm: GemmPair, g: Value, rows: RowRange) -> None:
         """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""
-        b, scale = self.b, half.scale
+        b, scale = self.b, gemm.scale
         change = lambda cell: cell if scale == 1.0 else b.mul(cell, scale)
-        with self._lines(half.sums[g], half.products.e_padded, rows.count, change) as (r, line):
+        with self._lines(gemm.sums[g], gemm.products.e_padded, rows.count, change) as (r, line):
             row = b.add(rows.first, r)
-            if half.operand == 0:
+            if gemm.operand == 0:
                 self.add_mean(line, row)
-            self.write_line(scope, half.operand, line, row, half.width)
+            self.write_line(scope, gemm.operand, line, row, gemm.width)
 
     def add_mean(self, line: Value, query: Value) -> None:
         """To a row of the gradient of Q: what it lacks where keys were centred, see `centring`."""

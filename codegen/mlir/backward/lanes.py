@@ -17,7 +17,7 @@ from ..rows import LINE
 from ..scope import Scope
 from ..values import SIZE
 from .loads import GradientSink, LaneLoad
-from .tile import Block, Kind, Span
+from .tile import Block, Kind, RowRange
 
 if TYPE_CHECKING:
     from .kernel import BackwardKernel
@@ -50,23 +50,23 @@ class Lanes:
         b, rows = self.b, self.rows_per_block
         first = b.mul(number, rows, "first")
         count = b.least(b.sub(self.kernel.n_lanes, first), rows, "count")
-        yield self.block(scope, first, count, Span(first=first, count=count))
+        yield self.block(scope, first, count, RowRange(first=first, count=count))
 
-    def block(self, scope: Scope, first: Value, count: Value, span: Span) -> Block:
-        b, step = self.b, self.kernel.tiles.score_half.products.nr
+    def block(self, scope: Scope, first: Value, count: Value, extent: RowRange) -> Block:
+        b, step = self.b, self.kernel.tiles.score_gemms.products.nr
         groups = b.ceil_div(count, self.lanes, "groups")
         padded = b.mul(b.ceil_div(groups, step), step, "padded_groups")
-        return Block(scope=scope, first=first, count=count, groups=groups, padded=padded, span=span)
+        return Block(scope=scope, first=first, count=count, groups=groups, padded=padded, extent=extent)
 
     def rows(self, block: Block) -> tuple[Value, Value]:
         """The rows that a block's lanes may meet, from and up to: all here."""
         return self.b.constant(0, "i64"), self.kernel.n_rows
 
-    def may_meet(self, block: Block, rows: Span) -> Value:
+    def may_meet(self, block: Block, rows: RowRange) -> Value:
         """Whether a query of this tile may look at a key of it, or met no live key."""
         raise NotImplementedError
 
-    def prefetch(self, block: Block, rows: Span) -> None:
+    def prefetch(self, block: Block, rows: RowRange) -> None:
         """Ask for what will be read and written of these rows, while products are computed."""
 
     def scope(self, block: Block, g: Value) -> Scope:
@@ -95,16 +95,16 @@ class QueryLanes(Lanes):
         b, kernel = self.b, self.kernel
         if not kernel.skips:
             return super().rows(block)
-        first, count = block.span.first, block.span.count
+        first, count = block.extent.first, block.extent.count
         ranged = block.scope.inner({I0: first, I1: b.sub(b.add(first, count), 1)})
         low, high = kernel._key_range(ranged, kernel.tiles.key_step)
         low = b.as_value(low, "i64")
         if not normalized(self.spec):
             return low, high
-        self.dead = kernel.any_dead(block.span)
+        self.dead = kernel.any_dead(block.extent)
         return b.select(self.dead, b.constant(0, "i64"), low, "low"), b.select(self.dead, kernel.n_k, high, "high")
 
-    def may_meet(self, block: Block, rows: Span) -> Value:
+    def may_meet(self, block: Block, rows: RowRange) -> Value:
         """By the map of live tiles: `rows` has seen to the keys' closed-form range."""
         b, mask = self.b, self.spec.mask
         if mask is None or not self.kernel.skips or mask.tile_live is None:
@@ -113,7 +113,7 @@ class QueryLanes(Lanes):
         meets = b.compare("ne", live, 0, "meets")
         return b.or_(meets, self.dead, "meets") if normalized(self.spec) else meets
 
-    def prefetch(self, block: Block, rows: Span) -> None:
+    def prefetch(self, block: Block, rows: RowRange) -> None:
         size, keys = self.rows_per_block, self.kernel.tiles.key_step
         for load in self.loads:
             load.prefetch_tile(block.first, size, rows.first, keys, size, self.kernel.n_k)
@@ -131,14 +131,14 @@ class KeyLanes(Lanes):
     operands = (1, 2, 0, OUTPUT_GRADIENT)
     load = LaneLoad
 
-    def may_meet(self, block: Block, rows: Span) -> Value:
+    def may_meet(self, block: Block, rows: RowRange) -> Value:
         b, kernel, mask = self.b, self.kernel, self.spec.mask
         if mask is None or not kernel.skips:
             return b.constant(1, "i1")
         meets = kernel._all(kernel.tiles.scope(block, rows), mask.visits())
         return b.or_(meets, kernel.any_dead(rows), "meets") if normalized(self.spec) else meets
 
-    def prefetch(self, block: Block, rows: Span) -> None:
+    def prefetch(self, block: Block, rows: RowRange) -> None:
         """Dense tensors that are read, and their gradients that are written."""
         b, lanes, axis = self.b, self.lanes, self.kernel.axis
         for tensor in (*self.loads, *(sink for sink in self.kernel.sinks if sink.entry.form is Form.DENSE)):

@@ -59,7 +59,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ProductPair:
+class GemmPair:
     """The two products over one width: of A and C over d, or of B and D over d_v."""
 
     operand: int  # the operand whose gradient the second product sums up
@@ -81,7 +81,7 @@ class ProductPair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class RowRange:
     """`count` rows from `first` on."""
 
     first: Value
@@ -91,15 +91,15 @@ class Span:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """`count` lane rows from `first` on, in `groups` groups of lanes; products see `padded` groups. scope: knows the
-    batch coordinates. span: these rows; where they are those of a list, from number `first` on, all between them, too.
-    """
+    batch coordinates. extent: these rows, or where they are those of a list, from number `first` on, all from its first
+    to its last."""
 
     scope: Scope
     first: Value
     count: Value
     groups: Value
     padded: Value
-    span: Span
+    extent: RowRange
 
 
 class BackwardTiles:
@@ -129,16 +129,16 @@ class BackwardTiles:
         keys_a, values_a, keys_b, values_b = self._packed_areas(sizes)
         numbers, scales, widths = kernel.side.operands, (kernel.programs.scale, 1.0), (kernel.d, kernel.d_v)
         packed = (keys_a, values_a.first), (keys_b, values_b.first)
-        self.halves = tuple(
-            ProductPair(
+        self.gemms = tuple(
+            GemmPair(
                 operand=numbers[n], width=widths[n], scale=scales[n], products=products[n], lanes=lanes[n],
                 keys=packed[n][0], values=packed[n][1], tile=tiles[n], weights=weights[n], sums=sums[n],
                 rows=groups * products[n].e_padded,
             )
             for n in ((0,) if kind.at_weight else (0, 1))
         )  # fmt: skip
-        self.score_half, self.value_half = self.halves[0], self.halves[-1]
-        self.key_step = self.score_half.products.key_step
+        self.score_gemms, self.value_gemms = self.gemms[0], self.gemms[-1]
+        self.key_step = self.score_gemms.products.key_step
 
     def _products(self) -> list[Products]:
         kernel = self.kernel
@@ -163,40 +163,40 @@ class BackwardTiles:
     def pack_lanes(self, block: Block, readers: list[RowReader], limit: Value) -> None:
         """A and B."""
         b = self.b
-        for reader, half in zip(readers, self.halves, strict=False):
+        for reader, gemm in zip(readers, self.gemms, strict=False):
             with b.loop(0, block.padded, hint="g") as g:
                 first = b.add(block.first, b.mul(g, self.lanes))
-                half.products.pack_queries(reader, first, limit, half.lanes[g], self.staging)
+                gemm.products.pack_queries(reader, first, limit, gemm.lanes[g], self.staging)
 
     def pack_rows(self, row: Value, readers: list[RowReader], limit: Value) -> None:
         """A step of C and D."""
         n = self.packed.number(row, self.key_step)
-        for reader, half in zip(readers, self.halves, strict=False):
-            p = half.products
-            p.pack_keys(reader, row, limit, half.keys[n], self.staging)
-            if half.operand in self.kernel.results:
-                values = self.centred if half.operand == 0 and self.centred else reader
-                p.pack_values(values, row, limit, p.values_of(half.values, n), self.staging)
+        for reader, gemm in zip(readers, self.gemms, strict=False):
+            p = gemm.products
+            p.pack_keys(reader, row, limit, gemm.keys[n], self.staging)
+            if gemm.operand in self.kernel.results:
+                values = self.centred if gemm.operand == 0 and self.centred else reader
+                p.pack_values(values, row, limit, p.values_of(gemm.values, n), self.staging)
 
     def clear(self, block: Block, several: Value) -> None:
         """No row yet: sums of a block. several: whether there is more than one span of rows."""
         b, kernel = self.b, self.kernel
-        for half in (half for half in self.halves if half.operand in kernel.results):
-            size = half.products.weight_bytes(kernel.tiling.keys)
-            kernel._zero_unused(half.weights.first, b.mul(block.groups, size), b.mul(block.padded, size))
-        for half in self.halves:
-            size = half.rows * 4 * self.lanes
+        for gemm in (gemm for gemm in self.gemms if gemm.operand in kernel.results):
+            size = gemm.products.weight_bytes(kernel.tiling.keys)
+            kernel._zero_unused(gemm.weights.first, b.mul(block.groups, size), b.mul(block.padded, size))
+        for gemm in self.gemms:
+            size = gemm.rows * 4 * self.lanes
             all_spans = b.constant(2 * size, "i64")
-            kernel._zero(half.sums.first, b.select(several, all_spans, b.constant(size, "i64")))
+            kernel._zero(gemm.sums.first, b.select(several, all_spans, b.constant(size, "i64")))
         b.fill(self.lane_sums.first, len(kernel.lane_sums) * kernel.tiling.groups, b.constant(0.0, self.vector))
 
     def begin_span(self, back: bool = False) -> None:
         """Add the sums to those of the spans before, and begin anew; or the other way round, at the end."""
-        for half in self.halves:
-            places = half.sums.first, half.before
-            self.b.move_sums(*(places[::-1] if back else places), half.rows, self.vector)
+        for gemm in self.gemms:
+            places = gemm.sums.first, gemm.before
+            self.b.move_sums(*(places[::-1] if back else places), gemm.rows, self.vector)
 
-    def tile(self, block: Block, rows: Span) -> None:
+    def tile(self, block: Block, rows: RowRange) -> None:
         b, kernel = self.b, self.kernel
         steps = b.ceil_div(rows.count, self.key_step, "steps")
         start = self.packed.number(rows.first, self.key_step)
@@ -210,30 +210,30 @@ class BackwardTiles:
                 self._groups(block, rows, steps, *full)
             with b.otherwise():
                 self._groups(block, rows, steps, masked)
-        for half in (half for half in self.halves if half.operand in kernel.results):
-            p = half.products
+        for gemm in (gemm for gemm in self.gemms if gemm.operand in kernel.results):
+            p = gemm.products
             sets = b.div(block.padded, p.nr)
-            p.accumulate_sets(p.values_of(half.values, start), steps, half.weights, half.sums, sets)
+            p.accumulate_sets(p.values_of(gemm.values, start), steps, gemm.weights, gemm.sums, sets)
         if kernel.query_gradients is not None:
             kernel.query_gradients.accumulate(block, b.div(rows.first, self.key_step), steps)
 
-    def _first_products(self, block: Block, rows: Span, start: Value, steps: Value) -> None:
+    def _first_products(self, block: Block, rows: RowRange, start: Value, steps: Value) -> None:
         """S and dP of a tile."""
         b = self.b
-        for half in self.halves:
-            p = half.products
+        for gemm in self.gemms:
+            p = gemm.products
             with b.loop(0, steps, hint="step") as step:
-                if half is self.score_half:  # what will be read and written of these rows
-                    ahead = Span(first=b.add(rows.first, b.mul(step, p.key_step)), count=p.key_step)
+                if gemm is self.score_gemms:  # what will be read and written of these rows
+                    ahead = RowRange(first=b.add(rows.first, b.mul(step, p.key_step)), count=p.key_step)
                     self.kernel.side.prefetch(block, ahead)
                 with b.loop(0, block.padded, p.nr, hint="g") as g:
                     members = [b.add(g, k) for k in range(p.nr)]
                     keys = self.kernel.tiling.keys
                     numbers = [b.add(b.mul(m, keys), b.mul(step, p.key_step)) for m in members]
-                    places = [b.row(half.tile.first, number, self.lanes) for number in numbers]
-                    p.scores(half.keys[b.add(start, step)], [half.lanes[m] for m in members], places)
+                    places = [b.row(gemm.tile.first, number, self.lanes) for number in numbers]
+                    p.scores(gemm.keys[b.add(start, step)], [gemm.lanes[m] for m in members], places)
 
-    def _groups(self, block: Block, rows: Span, steps: Value, variant: TileProgram) -> None:
+    def _groups(self, block: Block, rows: RowRange, steps: Value, variant: TileProgram) -> None:
         """P and dS of a tile."""
         b, n = self.b, rows.count
         with b.loop(0, block.groups, self.group_block, hint="g") as g:
@@ -253,9 +253,9 @@ class BackwardTiles:
         """Address of sum k of a group's lanes."""
         return self.lane_sums[self.b.add(g, k * self.kernel.tiling.groups)]
 
-    def scope(self, block: Block, rows: Span) -> Scope:
+    def scope(self, block: Block, rows: RowRange) -> Scope:
         """A scope that knows the first and last query and key of a tile."""
-        b, lanes = self.b, block.span
+        b, lanes = self.b, block.extent
         queries, keys = (lanes, rows) if self.kernel.axis is LaneAxis.QUERIES else (rows, lanes)
         i0, j0 = queries.first, keys.first
         known = {I0: i0, I1: b.sub(b.add(i0, queries.count), 1), J0: j0, J1: b.sub(b.add(j0, keys.count), 1)}

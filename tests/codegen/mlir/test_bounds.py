@@ -18,7 +18,7 @@ from fusion.lowering.bounded_scores import (
     LARGEST_SCORE,
     TANH_ERROR,
     TANH_NEAR,
-    near,
+    bounded_scores,
     tanh_polynomial,
 )
 from fusion.lowering.numbers import LOG2E
@@ -55,7 +55,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_exponents_in_other_units(name: str, scale: float) -> None:
-    plain, other = near([PROGRAMS[name]], scale), near([PROGRAMS[name]], scale, 128, 127)
+    plain, other = bounded_scores([PROGRAMS[name]], scale), bounded_scores([PROGRAMS[name]], scale, 128, 127)
     assert plain is not None and other is not None
     (first,), (second,) = plain.exponents.values(), other.exponents.values()
     assert bool(plain.filled) == bool(other.filled) == (name in ("filled", "finite", "added"))
@@ -73,7 +73,7 @@ def test_exponents_in_other_units(name: str, scale: float) -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_exponents_are_those_of_the_program_and_in_range(name: str, scale: float) -> None:
     program = PROGRAMS[name]
-    found = near([program], scale)
+    found = bounded_scores([program], scale)
     assert found is not None
     s = torch.linspace(-found.bound, found.bound, 1001, dtype=torch.float64)
     for i, j in ((0, 1), (1, 0)):
@@ -100,7 +100,7 @@ def test_exponents_are_those_of_the_program_and_in_range(name: str, scale: float
     ],
 )
 def test_ranges_that_do_not_follow_from_the_score(program: Expr) -> None:
-    found = near([program], 1.0)
+    found = bounded_scores([program], 1.0)
     assert found is None
 
 
@@ -117,7 +117,7 @@ def test_ranges_that_do_not_follow_from_the_score(program: Expr) -> None:
 )
 def test_constants_beside_the_scores(program: Expr) -> None:
     """For every score that is let through, an exponent is right and in range, or a fill far below."""
-    found = near([program], 1.0)
+    found = bounded_scores([program], 1.0)
     for s in () if found is None else (-found.bound, found.bound):
         for i in (0, 1):
             places = {SCORE: torch.tensor(s, dtype=torch.float64), I: torch.tensor(i), J: torch.tensor(1)}
@@ -140,11 +140,11 @@ def test_fills_are_low_beside_the_scores() -> None:
 
 
 def test_programs_must_share_a_centre() -> None:
-    assert near([SCORE, apply("fadd", SCORE, const(1.0))], 1.0) is None
+    assert bounded_scores([SCORE, apply("fadd", SCORE, const(1.0))], 1.0) is None
 
 
 def test_tiny_scales_stay_within_powers_that_are_numbers() -> None:
-    found = near([scaled(SCORE, 1e-9)], 1.0)
+    found = bounded_scores([scaled(SCORE, 1e-9)], 1.0)
     assert found is not None
     assert found.bound == LARGEST_SCORE
 
