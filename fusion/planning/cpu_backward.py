@@ -121,15 +121,19 @@ class Backward:
     def _clock(self) -> float:
         return self.machine.clock or 2.5e9
 
-    def workspace(self, form: Form) -> int:
-        """Bytes of a thread's packed rows and dQ."""
+    def packed(self, form: Form) -> int:
+        """Bytes of all rows, packed."""
         problem, element = self.problem, 2 * self.planes or 4
         rows = problem.n_q if form.by_keys else problem.n_k
-        copies = form.copies[0] * problem.d + form.copies[1] * problem.d_v
-        return rows * (copies * element + 4 * problem.d * form.sums)
+        return rows * (form.copies[0] * problem.d + form.copies[1] * problem.d_v) * element
+
+    def workspace(self, form: Form) -> int:
+        """Bytes of a thread's packed rows, of a window of them where those of all threads are too many, and dQ."""
+        return min(self.packed(form), MOST_PACKED // self.machine.cores) + self._dq_bytes * form.sums
 
     def block_seconds(self, form: Form) -> tuple[float, np.ndarray]:
-        """Seconds of packing all rows, and of each block of lanes."""
+        """Seconds of packing all rows, and of each block of lanes, which packs those that it visits where they are
+        packed window by window."""
         problem, machine = self.problem, self.machine
         costs = COSTS[self.planes if self.amx or not self.planes else "pairs"]
         visited = self._visited(form)
@@ -143,7 +147,10 @@ class Backward:
         beside = self.block * float(widths.sum()) / lanes * costs.packed
         computed = flops / rate * costs.product + (elements + beside) / self._clock
         read = self._row_bytes(form) * visited / self._bandwidth(self.workspace(form))
-        return rows * copied / self._clock, np.maximum(computed, read)
+        packing, blocks = copied / self._clock, np.maximum(computed, read)
+        if self.packed(form) > MOST_PACKED // self.machine.cores:
+            return 0.0, blocks + visited * packing
+        return rows * packing, blocks
 
     def _row_bytes(self, form: Form) -> float:
         """Bytes of a row that a block reads, and of dQ that it adds to."""

@@ -9,6 +9,7 @@ import pytest
 
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
+from fusion.planning import cpu_backward
 from fusion.planning.cpu_backward import FUSED, KEYS, LEAST_ROOM, MOST_PIECES, QUERIES, Backward, last_end
 from fusion.planning.problem import Problem
 
@@ -51,6 +52,16 @@ def test_memory_of_parts_is_bounded() -> None:
                 one = work.division(FUSED)
                 assert one.shared == (one.parts > 1) * 4 * heads * one.parts * n * 64
                 assert one.shared <= max(LEAST_ROOM, cores * work.workspace(FUSED))
+
+
+def test_rows_are_packed_window_by_window_where_those_of_all_threads_are_too_many(monkeypatch) -> None:
+    work = backward(64, n_q=1 << 15, n_k=1 << 15, d=128, d_v=128)
+    packing, blocks = work.block_seconds(KEYS)
+    assert 64 * work.workspace(KEYS) <= cpu_backward.MOST_PACKED < 64 * work.packed(KEYS)
+    monkeypatch.setattr(cpu_backward, "MOST_PACKED", 1 << 40)
+    whole, unpacked = work.block_seconds(KEYS)
+    assert packing == 0 < whole and work.workspace(KEYS) == work.packed(KEYS)
+    assert (blocks > unpacked).all() and (blocks < unpacked + 1.5 * whole).all()
 
 
 def test_two_kernels_where_one_could_not_be_cut() -> None:
