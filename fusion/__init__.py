@@ -26,6 +26,7 @@ _EXPORTS = {
     "Problem": "fusion.planning.problem",
     "Report": "fusion.report.report",
     "rewrite": "fusion.api.rewrite",
+    "sequence_parallel": "fusion.sequences.parallel",
     "uninstall": "fusion.api.rewrite",
     "verify": "fusion.api.verify",
 }

@@ -14,6 +14,7 @@ When = Literal["auto", "always", "never"]
 Training = Literal["auto", "always", "never"]
 Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial", "two_planes"]
+Sequences = Literal["auto", "gather", "ring", "all_to_all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Options:
     approximate: allow this approximation of attention in inference, where it is certified from the data and predicted
         to be faster; exact otherwise. See docs/approximate.md.
     epsilon: the error of attention weights that it may have, relative to a row's sum; between 0 and 0.5.
+    sequences: the schedule of DTensors whose sequence is sharded over processes (docs/sequences.md): "auto" for the one
+        that is predicted to be fastest. Where one cannot run, "gather" does.
     """
 
     inner: str | Callable[..., Any] = "inductor"
@@ -61,13 +64,17 @@ class Options:
     verify: Verify = True
     approximate: Approximate = None
     epsilon: float = 1e-2
+    sequences: Sequences = "auto"
 
     @property
     def request(self) -> Request:
         """Request that the op passes to the emitter."""
         method = self.approximate
         allowed = None if method is None else Approximation(method=method, epsilon=float(self.epsilon))
-        return Request(emitter=self.emitter, tuned=self.autotune, approximation=allowed, proved=bool(self.verify))
+        proved = bool(self.verify)
+        return Request(
+            emitter=self.emitter, tuned=self.autotune, approximation=allowed, proved=proved, across=self.sequences
+        )
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:

@@ -25,18 +25,21 @@ class Request:
     tuned: whether tiles are measured at the first call, by emitters that can.
     approximation: the approximation that may replace exact attention, or None.
     proved: whether kernels prove themselves before their first use.
+    across: the schedule across processes of a sharded sequence (`fusion.sequences`); "auto" for the fastest.
     """
 
     emitter: str = "auto"
     tuned: bool = False
     approximation: Approximation | None = None
     proved: bool = True
+    across: str = "auto"
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def parse(text: str) -> Request:
         """Request that `str` wrote: an emitter, "/tuned", "/unproved", "+method:epsilon" where an approximation is
-        allowed."""
+        allowed, "@schedule" where one across processes was chosen."""
+        text, _, across = text.partition("@")
         text, separator, allowed = text.partition("+")
         proved, text = not text.endswith(UNPROVED), text.removesuffix(UNPROVED)
         method, _, epsilon = allowed.partition(":")
@@ -45,12 +48,14 @@ class Request:
             tuned=text.endswith(TUNED),
             approximation=Approximation(method=method, epsilon=float(epsilon)) if separator else None,
             proved=proved,
+            across=across or "auto",
         )
 
     def __str__(self) -> str:
         allowed = self.approximation
         ways = f"{TUNED * self.tuned}{UNPROVED * (not self.proved)}"
-        return f"{self.emitter}{ways}" + (f"+{allowed.method}:{allowed.epsilon!r}" if allowed else "")
+        approximation = f"+{allowed.method}:{allowed.epsilon!r}" if allowed else ""
+        return f"{self.emitter}{ways}{approximation}" + (f"@{self.across}" if self.across != "auto" else "")
 
 
 PLAIN = Request()

@@ -1,10 +1,10 @@
 """Sharding rule of fusion's ops on DTensors: every process computes its own batches or heads.
 
 For each dimension of the mesh, the batch coordinate along which Q (or else K, V, another operand) is sharded there is
-split between the processes (`fusion.runtime.dtensor`). Operands that can be cut along with it are; all others are
-replicated over that dimension, as are operands whose placement fits no batch coordinate (rows of a sequence, columns of
-a head, partial sums). The gradient of a replicated operand then is the sum over the processes (`Partial`), as for
-DTensor's own products. Where nothing can be split, every process computes everything: slower, and right.
+split between the processes (`fusion.ir.parts`), or the rows of the sequence (`fusion.sequences`). Operands that can be
+cut along with it are; all others are replicated over that dimension, as are operands whose placement fits no coordinate
+(columns of a head, partial sums). The gradient of a replicated operand then is the sum over the processes (`Partial`),
+as for DTensor's own products. Where nothing can be split, every process computes everything: slower, and right.
 
 Importing this module registers the rule; it is imported once DTensors exist.
 """
@@ -21,34 +21,32 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fusion import sequences
 from fusion.errors import ShardingError
-from fusion.ir import AttentionSpec, integers, results
-from fusion.ir.expr import Expr, coord, coordinates, load, loads, rebuild, size, substitute, walk
+from fusion.ir import AttentionSpec, results
+from fusion.ir.expr import coordinates
+from fusion.ir.parts import Extent, Split, accesses, one_part, size_of_batch, split_dims
+from fusion.ir.request import Request
 from fusion.runtime import op
 from fusion.torch_private.operators import schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Split along one dimension of the mesh: batch coordinate `axis` in runs of `length`; per operand the dimension
-    that is cut along with it, or None where each process needs the whole operand."""
-
-    axis: int
-    length: int
-    dims: tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Division of a call: per dimension of the mesh its split, or None where every process does the same; and the spec
-    of the call of one process, in which `offset<n>` is the start of its run in the n-th."""
+    """Division of a call: per dimension of the mesh its split, or None where every process does the same; the spec of
+    the call of one process, in which `offset<n>` is the start of its run in the n-th; the coordinates by which the
+    output is sharded in the end; and the dimensions of K and V that stay sharded, for a ring."""
 
     spec: AttentionSpec
     splits: tuple[Split | None, ...]
+    output: tuple[str | None, ...]
+    keys: tuple[tuple[int, int] | None, ...]
 
     def operand(self, number: int) -> list[Placement]:
         """Placements that an operand needs."""
         dims = [None if split is None else split.dims[number] for split in self.splits]
+        if number in (1, 2):
+            dims = [dim if keys is None else keys[number - 1] for dim, keys in zip(dims, self.keys, strict=True)]
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
     def gradient(self, number: int) -> list[Placement]:
@@ -56,38 +54,56 @@ class Layout:
         whole = [Replicate() if split is None else Partial() for split in self.splits]
         return [w if isinstance(p, Replicate) else p for w, p in zip(whole, self.operand(number), strict=True)]
 
-    def batched(self, dim: Callable[[int], int]) -> list[Placement]:
-        """Placements of a tensor whose dimension `dim(axis)` is a batch coordinate."""
-        return [Replicate() if split is None else Shard(dim(split.axis)) for split in self.splits]
+    def result(self, names: Sequence[str]) -> list[Placement]:
+        """Placements of a result, as computed, whose dimensions are these coordinates."""
+        return _along([split and split.coordinate for split in self.splits], names)
+
+
+def _along(coordinates: Sequence[str | None], names: Sequence[str]) -> list[Placement]:
+    return [Replicate() if name is None else Shard(names.index(name)) for name in coordinates]
 
 
 @lru_cache(maxsize=1024)
 def layout(
     spec: str,
     lengths: tuple[Extent, ...],
+    n_q: int,
     shapes: tuple[tuple[Extent, ...], ...],
     sharded: tuple[tuple[int | None, ...], ...],
     mesh: tuple[int, ...],
+    schedule: str,
 ) -> Layout:
     """The layout of a call on a mesh of this shape.
 
     lengths: of the batch coordinates, None where one cannot be split.
+    n_q: number of query rows.
     shapes: of the operands.
     sharded: per operand and dimension of the mesh, the dimension of the tensor that is sharded.
+    schedule: of sharded sequences.
     """
-    local, splits = AttentionSpec.from_json(spec), []
+    local, splits, output, keys = AttentionSpec.from_json(spec), [], [], []
     left, extents = list(lengths), [list(shape) for shape in shapes]
     for number, parts in enumerate(mesh):
-        split = _split(local, left, extents, [dims[number] for dims in sharded], parts, splits)
+        cut = tuple(dims[number] for dims in sharded)
+        split, along = _split(local, left, extents, cut, parts, splits), None
+        if split is None:
+            call = sequences.Call(
+                spec=local, n_q=n_q, parts=parts, sharded=cut, shapes=extents, batch=left, taken=splits
+            )
+            along = sequences.divide(call, schedule)
+            split = along and along.split
         splits.append(split)
+        keys.append(along and along.keys)
+        output.append(along.output if along is not None else split and split.coordinate)
         if split is None:
             continue
-        left[split.axis] = split.length
-        for shape, dim in zip(extents, split.dims, strict=True):
-            if dim is not None:
-                shape[dim] = cast("int", shape[dim]) // parts
-        local = one_part(local, split.axis, split.dims, f"offset{number}")
-    return Layout(spec=local, splits=tuple(splits))
+        if split.coordinate != "i":
+            left[int(split.coordinate[1:])] = split.length
+            for shape, dim in zip(extents, split.dims, strict=True):
+                if dim is not None:
+                    shape[dim] = cast("int", shape[dim]) // parts
+        local = one_part(local, split.coordinate, split.dims, f"offset{number}")
+    return Layout(spec=local, splits=tuple(splits), output=tuple(output), keys=tuple(keys))
 
 
 def _split(
@@ -104,9 +120,9 @@ def _split(
         for axis, length in enumerate(lengths):
             if dim is None or length is None or length % parts:
                 continue
-            dims = split_dims(spec, axis, length // parts, parts, shapes)
-            if dims[operand] == dim and not any(d in before for d, before in zip(dims, cut, strict=True)):
-                return Split(axis=axis, length=length // parts, dims=dims)
+            dims, name = split_dims(spec, axis, length // parts, parts, shapes), size_of_batch(spec, axis)
+            if dims[operand] == dim and name and not any(d in before for d, before in zip(dims, cut, strict=True)):
+                return Split(coordinate=f"b{axis}", count=length, length=length // parts, size=name, dims=dims)
     return None
 
 
@@ -128,14 +144,28 @@ class _Call:
         known = dict(zip(parsed.sizes, sizes, strict=True))
         names = [size_of_batch(parsed, axis) for axis in range(len(parsed.batch))]
         lengths = tuple(None if name is None else int(known[name]) for name in names)
+        n_q = int(results.size_value(parsed.n_q, known))
         used = _batch_dims(spec)
         shapes = tuple(
             tuple(int(extent) if t in dims else None for t, extent in enumerate(operand.shape))
             for operand, dims in zip(operands, used, strict=True)
         )
         sharded = tuple(_sharded(operand, mesh.ndim) for operand in operands)
-        result = layout(spec, lengths, shapes, sharded, tuple(mesh.size(n) for n in range(mesh.ndim)))
+        extents = tuple(mesh.size(n) for n in range(mesh.ndim))
+        result = layout(spec, lengths, n_q, shapes, sharded, extents, Request.parse(emitter).across)
         return cls(mesh=mesh, layout=result, spec=parsed, sizes=sizes, operands=operands, emitter=emitter)
+
+    def ring(self) -> str | None:
+        """The ring that K and V are passed around, where there is one."""
+        for number, keys in enumerate(self.layout.keys):
+            split = self.layout.splits[number]
+            if keys is not None and split is not None:
+                n_k = int(results.coordinate_extents(self.spec, self.sizes)["j"])
+                return sequences.Ring(
+                    group=self.mesh.get_group(number).group_name, parts=self.mesh.size(number),
+                    offset=f"offset{number}", rows=split.count, keys=n_k, dims=keys,
+                ).to_json()  # fmt: skip
+        return None
 
     def arguments(self) -> tuple[list[Tensor], list[int], str, str]:
         """Arguments of the op for this process's part."""
@@ -146,8 +176,7 @@ class _Call:
         known = dict(zip(self.spec.sizes, self.sizes, strict=True))
         for number, split in enumerate(self.layout.splits):
             if split is not None:
-                known[cast("str", size_of_batch(self.spec, split.axis))] = split.length
-                known[f"offset{number}"] = self.mesh.get_local_rank(number) * split.length
+                known[f"offset{number}"], known[split.size] = split.run(self.mesh.get_local_rank(number))
         spec = self.layout.spec
         return local, [known[name] for name in spec.sizes], spec.to_json(), self.emitter
 
@@ -173,25 +202,32 @@ class _Call:
         extents, output = results.coordinate_extents(self.spec, self.sizes), self.spec.output
         shape = [extents[name] for name in output.dims]
         order = [output.dims.index(name) for name in output.order]
-        return self.whole(local, shape, order, self.output_placements())
+        out = self.whole(local, shape, order, self.output_placements())
+        return out.redistribute(self.mesh, _along(self.layout.output, output.dims))
 
     def output_placements(self) -> list[Placement]:
-        return self.layout.batched(lambda axis: self.spec.output.dims.index(f"b{axis}"))
+        return self.layout.result(self.spec.output.dims)
 
     def statistics(self, local: Tensor) -> DTensor:
         shape = results.statistics_shape(self.spec, self.sizes)
+        shape[0] = local.shape[0]  # a ring has others
         return self.whole(local, shape, range(len(shape)), self.statistics_placements(len(shape)))
 
     def statistics_placements(self, rank: int) -> list[Placement]:
         """Placements of the statistics: `results.statistics_shape` is [numbers, b.., i], or [0] where there are
         none."""
-        return self.layout.batched(lambda axis: 1 + axis) if rank > 1 else [Replicate()] * self.mesh.ndim
+        names = ["", *(f"b{axis}" for axis in range(len(self.spec.batch))), "i"]
+        return self.layout.result(names) if rank > 1 else [Replicate()] * self.mesh.ndim
 
     def gradient(self, number: int, local: Tensor) -> Tensor:
         operand, described = self.operands[number], self.spec.operands[number]
         order = described.order or range(described.rank)
         result = self.whole(local, operand.shape, order, self.layout.gradient(number))
-        return result if isinstance(operand, DTensor) else result.full_tensor()
+        if not isinstance(operand, DTensor):
+            return result.full_tensor()
+        pairs = zip(result.placements, operand.placements, strict=True)
+        kept = [own if isinstance(own, Shard) else p for p, own in pairs]
+        return result.redistribute(self.mesh, kept)  # of a sum a process needs its own shard only
 
 
 def _mesh(operands: Sequence[Tensor]) -> DeviceMesh:
@@ -232,12 +268,15 @@ def _batch_dims(spec: str) -> tuple[frozenset[int], ...]:
 
 def _attention(called: Any, *arguments: Any) -> DTensor:
     call = _Call.of(*arguments)
+    if (ring := call.ring()) is not None:
+        return call.output(torch.ops.fusion.ring_attention(*call.arguments(), ring)[0])
     return call.output(called(*call.arguments()))
 
 
 def _forward(called: Any, *arguments: Any) -> tuple[DTensor, DTensor]:
     call = _Call.of(*arguments)
-    out, statistics = called(*call.arguments())
+    ring = call.ring()
+    out, statistics = called(*call.arguments()) if ring is None else torch.ops.fusion.ring_attention(*call.arguments(), ring)
     return call.output(out), call.statistics(statistics)
 
 
@@ -247,7 +286,9 @@ def _backward(called: Any, grad: Tensor, out: Tensor, statistics: Tensor, *argum
     at = call.output_placements()
     results = call.local(grad, at), call.local(out, at)
     kept = call.local(statistics, call.statistics_placements(statistics.dim()))
-    result = called(*results, kept, *call.arguments(), needs)
+    given = *results, kept, *call.arguments(), needs
+    ring = call.ring()
+    result = called(*given) if ring is None else torch.ops.fusion.ring_attention_backward(*given, ring)
     wanted = [number for number, needed in enumerate(needs) if needed]
     return [call.gradient(number, local) for number, local in zip(wanted, result, strict=True)]
 
@@ -278,83 +319,3 @@ for _name, _compute in {
     "tile_map": _tile_map,
 }.items():
     torch.library.register_torch_dispatch(f"fusion::{_name}", DTensor, _rule(_compute), lib=op._library)
-
-
-Extent = int | None
-"""Extent of an operand's dimension; None where the placement does not depend on it."""
-
-
-def accesses(spec: AttentionSpec) -> list[list[tuple[Expr, ...]]]:
-    """Per operand, every index at which it is read."""
-    result: list[list[tuple[Expr, ...]]] = [[] for _ in spec.operands]
-    for number, index in enumerate((spec.q, spec.k, spec.v)):
-        result[number].append(index)
-    for part in loads(*spec.expressions()):
-        result[part.operand].append(part.args)
-    return result
-
-
-def size_of_batch(spec: AttentionSpec, axis: int) -> str | None:
-    """Name of the size that a batch coordinate's extent is; None if it is none, or another value is computed from
-    it."""
-    extent = spec.batch[axis]
-    if extent.op != "size" or any(extent is other for k, other in enumerate(spec.batch) if k != axis):
-        return None
-    others = [e for e in spec.expressions() if e is not extent]
-    return None if any(part is extent for part in walk(*others)) else extent.name
-
-
-def split_dims(
-    spec: AttentionSpec, axis: int, length: int, parts: int, shapes: Sequence[Sequence[Extent]]
-) -> tuple[int | None, ...]:
-    """Per operand, the dimension that is cut along with batch coordinate `axis`; None where each part needs all of it.
-    length: of the coordinate's run in one part. shapes: extents of the operands before they are cut."""
-    b = coord(f"b{axis}")
-
-    def moves(index: Expr, extent: Extent) -> bool:
-        if extent is None or extent % parts:
-            return False
-        step = extent // parts
-        return all(
-            substitute(index, {b: integers.add(b, r * length)}) is integers.add(index, r * step)
-            for r in range(1, max(parts, 2))
-        )
-
-    def dim(indices: Sequence[tuple[Expr, ...]], shape: Sequence[Extent]) -> int | None:
-        every = range(len(shape))
-        return next((t for t in every if indices and all(moves(index[t], shape[t]) for index in indices)), None)
-
-    return tuple(dim(indices, shape) for indices, shape in zip(accesses(spec), shapes, strict=True))
-
-
-def one_part(spec: AttentionSpec, axis: int, dims: Sequence[int | None], offset: str) -> AttentionSpec:
-    """Spec of one part, whose operands are cut along `dims`. Where it needs r * L, its last size is that, under the
-    name `offset`.
-
-    Coordinate b of extent B is cut into `parts` runs of L = B / parts; part r has b = r * L + b', 0 <= b' < L. An
-    operand can be cut along with it where its index in one dimension of extent D moves by D / parts from part to part,
-
-        index(b + L) = index(b) + D / parts        as b itself does, or b // group of grouped heads
-
-    for then part r reads nothing but its own run of that dimension, at `index(b')`. Every other operand is needed whole
-    and read at `index(r * L + b')`; and so is b wherever the score program computes with it (slopes of ALiBi per head).
-    r * L is one more size of the spec, so that all parts share one kernel.
-    """
-    b = coord(f"b{axis}")
-    moved = integers.add(b, size(offset))
-
-    def leaf(part: Expr) -> Expr | None:
-        if part is b:
-            return moved
-        if part.op == "load":
-            return load(part.operand, place(part.operand, part.args), part.kind)
-        return None
-
-    def shift(expr: Expr) -> Expr:
-        return rebuild(expr, leaf)
-
-    def place(operand: int, index: tuple[Expr, ...]) -> tuple[Expr, ...]:
-        return tuple(e if t == dims[operand] else shift(e) for t, e in enumerate(index))
-
-    local = spec.mapped(shift, q=place(0, spec.q), k=place(1, spec.k), v=place(2, spec.v))
-    return spec if local == spec else replace(local, sizes=(*spec.sizes, offset))

@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {
     "value heads": Case(traced=False, function=plain, at=one(WHOLE, WHOLE, HEADS), out=(HEADS,)),
     "batch and heads": Case(traced=False, function=plain, at=one(HEADS, BATCH, WHOLE), out=(HEADS,)),
     "replicated": Case(function=plain, at=one(WHOLE, WHOLE, WHOLE), out=(WHOLE,)),
-    "rows": Case(function=plain, at=one(ROWS, ROWS, ROWS), out=(WHOLE,)),
+    "rows": Case(function=plain, at=one(ROWS, ROWS, ROWS), out=(ROWS,)),
     "columns": Case(function=plain, at=one(COLUMNS, COLUMNS, COLUMNS), out=(WHOLE,)),
     "three heads": Case(
         function=plain,

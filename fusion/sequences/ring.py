@@ -1,0 +1,210 @@
+"""The ring: K and V stay sharded, and their blocks come to the queries one at a time.
+
+In step s process r computes with the keys of process r - s, and process r + s with its own (modulo their number), so
+that every process sends and receives one block a step, while it computes with the block before. A block comes from its
+owner, not from a neighbour that passes it on: where no row of a process has a live key in it, it is neither sent nor
+computed. Gradients of K and V return to the owner in the same way, a step later. Published rings pass on (2310.01889);
+the bytes a process sends are the same, fewer where blocks are dead.
+
+Rows without a live key, or with an infinite score, have values that depend on all keys at once. Where any process has
+one, all of them gather K and V, and compute as `gather` does; one number each tells them.
+
+`torch.ops.fusion.ring_attention` and its gradient are operators, which graphs take as a whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.ir import AttentionSpec, results
+from fusion.ir.parts import LENGTHS
+from fusion.ir.results import result_names
+from fusion.runtime.kernels import differentiable
+from fusion.sequences import partial
+from fusion.sequences.transfers import Returns, Ring, Transfers
+from fusion.torch_private.operators import register_fake
+
+
+def _block(spec: AttentionSpec, ring: Ring, operands: Sequence[Tensor], owner: int, keys: Sequence[Tensor]):
+    """Operands of a block of keys: those of its owner in the place of K and V, and the same keys of all others."""
+    first, count = ring.keys_of(owner)
+    dims = partial.key_dims(spec)
+    rest = [
+        tensor if dim is None else tensor.narrow(dim, first, count)
+        for tensor, dim in zip(operands[3:], dims[3:], strict=True)
+    ]
+    return [operands[0], *keys, *rest], {LENGTHS["j"]: count, partial.FIRST_KEY: first}
+
+
+def forward(
+    operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring: str
+) -> tuple[Tensor, Tensor]:
+    """The output of this process's rows, and the statistics for `backward`: [M, L, the output where it is narrower than
+    these.., b.., i]."""
+    parsed, device = AttentionSpec.from_json(spec), operands[0].device.type
+    shards = Ring.from_json(ring)
+    transfers = Transfers(shards, shards.live(parsed, sizes))
+    part = partial.of_output(parsed)
+    kernels, known = differentiable(part.to_json(), device, request), dict(zip(parsed.sizes, sizes, strict=True))
+    sums = partial.Sums(parsed, operands, sizes)
+    for owner, keys in filter(_is_live, transfers.blocks(operands[1:3])):
+        given, lengths = _block(parsed, shards, operands, owner, keys)
+        out, _, row_max, row_sum = kernels.outputs(given, [(known | lengths)[name] for name in part.sizes])
+        sums.add(out, row_max, row_sum)
+    output = sums.finish()
+    if not transfers.agree(sums.ordinary(), operands[0]):
+        whole = [operands[0], *transfers.whole(operands[1:3]), *operands[3:]]
+        out, _ = differentiable(spec, device, request).outputs(whole, sizes)[:2]
+        return out, _statistics(parsed, sums, output)
+    return sums.stored(output), _statistics(parsed, sums, output)
+
+
+def _is_live(block: tuple[int, list[Tensor]]) -> bool:
+    return bool(block[1])
+
+
+def _statistics(spec: AttentionSpec, sums: partial.Sums, output: Tensor) -> Tensor:
+    planes = [sums.row_max[None], sums.row_sum[None]]
+    return torch.cat([*planes, output.movedim(-1, 0)] if keeps_output(spec) else planes)
+
+
+def keeps_output(spec: AttentionSpec) -> bool:
+    """Whether the gradient needs the output before it was rounded."""
+    return spec.out_dtype != partial.wide(spec)
+
+
+def planes(spec: AttentionSpec) -> int:
+    """Number of planes [b.., i] of the statistics."""
+    return 2 + (spec.d_v.integer if keeps_output(spec) else 0)
+
+
+def backward(
+    grad: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    operands: Sequence[Tensor],
+    sizes: Sequence[int],
+    spec: str,
+    request: str,
+    needs: Sequence[bool],
+    ring: str,
+) -> list[Tensor]:
+    """Gradients of the operands that `needs` marks, from that of this process's rows."""
+    parsed, shards = AttentionSpec.from_json(spec), Ring.from_json(ring)
+    transfers = Transfers(shards, shards.live(parsed, sizes))
+    sums = partial.Sums(parsed, operands, sizes)
+    sums.row_max, sums.row_sum = statistics[0], statistics[1]
+    call = _Backward(parsed, request, grad, operands, dict(zip(parsed.sizes, sizes, strict=True)), list(needs))
+    if transfers.agree(sums.ordinary(), operands[0]):
+        wide_out = statistics[2:].movedim(0, -1) if keeps_output(parsed) else _computed(parsed, out, sums.row_max.dtype)
+        delta = (_computed(parsed, grad, sums.row_max.dtype) * wide_out).sum(-1)
+        result = call.by_blocks(transfers, delta, (sums.row_max, sums.row_sum))
+    else:
+        result = call.at_once(transfers)
+    described = zip(operands, parsed.operands, strict=True)
+    return [results.laid_out(result[n], *place) for n, place in enumerate(described) if needs[n]]
+
+
+def _computed(spec: AttentionSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Output or its gradient as [b.., i, e]."""
+    return tensor.to(dtype).permute([spec.output.dims.index(name) for name in result_names(spec)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    spec: AttentionSpec
+    request: str
+    grad: Tensor
+    operands: Sequence[Tensor]
+    sizes: dict[str, int]
+    needs: list[bool]
+
+    def by_blocks(self, transfers: Transfers, delta: Tensor, rows: tuple[Tensor, Tensor]) -> dict[int, Tensor]:
+        """Gradients by operand, with those of K and V for this process's keys."""
+        ring, part = transfers.ring, partial.of_gradient(self.spec)
+        kernels = differentiable(part.to_json(), self.grad.device.type, self.request)
+        totals = {n: torch.zeros_like(o, dtype=_exact(o)) for n, o in enumerate(self.operands) if self.needs[n]}
+        own, needs = [*self.operands[1:3]], (*self.needs, False, False)
+        returns = Returns(transfers, own, self.needs[1:3])
+        for step, (owner, keys) in enumerate(transfers.blocks(own)):
+            if not keys:
+                returns.add(step, {})
+                continue
+            given, lengths = _block(self.spec, ring, self.operands, owner, keys)
+            given, sizes = [*given, *rows], [(self.sizes | lengths)[name] for name in part.sizes]
+            out, statistics, _ = kernels.outputs(given, sizes)
+            found = kernels.backward(self.grad, out, statistics, given, sizes, needs, [-delta])
+            numbered = dict(zip([n for n, needed in enumerate(needs) if needed], found, strict=True))
+            returns.add(step, {n: gradient for n, gradient in numbered.items() if n in (1, 2)})
+            self._add(totals, {n: gradient for n, gradient in numbered.items() if n not in (1, 2)}, *ring.keys_of(owner))
+        returns.finish()
+        sizes = [self.sizes[name] for name in self.spec.sizes]
+        of_sinks = partial.of_sinks(self.spec, self.operands, sizes, self.needs, delta, rows)
+        for n, gradient in of_sinks.items():
+            totals[n] += gradient
+        return totals | {n + 1: returns.sums[n] for n in range(2)}
+
+    def _add(self, totals: dict[int, Tensor], found: dict[int, Tensor], first: int, count: int) -> None:
+        dims = partial.key_dims(self.spec)
+        for n, gradient in found.items():
+            dim = None if n == 0 else dims[n]
+            (totals[n] if dim is None else totals[n].narrow(dim, first, count)).add_(gradient)
+
+    def at_once(self, transfers: Transfers) -> dict[int, Tensor]:
+        """Gradients with all keys at once: rows of any process may have none that lives."""
+        text, sizes = self.spec.to_json(), [self.sizes[name] for name in self.spec.sizes]
+        kernels, own = differentiable(text, self.grad.device.type, self.request), [*self.operands[1:3]]
+        whole = [self.operands[0], *transfers.whole(own), *self.operands[3:]]
+        out, statistics = kernels.outputs(whole, sizes)[:2]
+        found = kernels.backward(self.grad, out, statistics, whole, sizes, tuple(self.needs))
+        result = dict(zip([n for n, needed in enumerate(self.needs) if needed], found, strict=True))
+        ring = transfers.ring
+        everything = Transfers(ring, [[True] * ring.parts] * ring.parts)
+        returns = Returns(everything, own, self.needs[1:3])
+        for step in range(ring.parts):
+            run = ring.keys_of((transfers.rank - step) % ring.parts)
+            returns.add(step, {n: result[n].narrow(ring.dims[n - 1], *run) for n in (1, 2) if self.needs[n]})
+        returns.finish()
+        return result | {n + 1: returns.sums[n] for n in range(2)}
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+
+
+def _fake_forward(
+    operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring: str
+) -> tuple[Tensor, Tensor]:
+    parsed = AttentionSpec.from_json(spec)
+    *batch, rows, _, _ = results.coordinate_extents(parsed, sizes).values()
+    out = results.empty_result(parsed, 0, operands[0], sizes)
+    return out, operands[0].new_empty((planes(parsed), *batch, rows), dtype=getattr(torch, partial.wide(parsed)))
+
+
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    *_, operands, _, spec, _, needs, _ = arguments
+    places = zip(operands, AttentionSpec.from_json(spec).operands, strict=True)
+    return [results.empty_gradient(*place) for place in itertools.compress(places, needs)]
+
+
+_CALL = "Tensor[] operands, SymInt[] sizes, str spec, str request"
+_OPERATORS = {
+    "ring_attention": (f"({_CALL}, str ring) -> (Tensor, Tensor)", forward, _fake_forward),
+    "ring_attention_backward": (
+        f"(Tensor grad, Tensor out, Tensor statistics, {_CALL}, bool[] needs, str ring) -> Tensor[]",
+        backward,
+        _fake_backward,
+    ),
+}
+_library = torch.library.Library("fusion", "FRAGMENT")
+for _name, (_schema, _run, _shapes) in _OPERATORS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
+    register_fake(_library, f"fusion::{_name}", _shapes, __file__)
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _key)

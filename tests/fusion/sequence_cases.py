@@ -1,0 +1,232 @@
+"""Attentions of sharded sequences, and the processes that run them: what test_sequences.py compares with one process."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fusion
+
+B, H, N, D = 2, 4, 37, 16
+QKV = ((B, H, N, D),) * 3
+SCHEDULES = ("gather", "ring", "all_to_all")
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+
+def positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+
+
+def plain(q, k, v):
+    return scores(q, k).softmax(-1) @ v
+
+
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def causal_written_out(q, k, v):
+    i, j = positions(q, k)
+    return scores(q, k).masked_fill(j > i, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def window(q, k, v):
+    i, j = positions(q, k)
+    return scores(q, k).masked_fill((j > i) | (i - j >= 7), float("-inf")).softmax(-1) @ v
+
+
+def capped(q, k, v):
+    i, j = positions(q, k)
+    return (20 * torch.tanh(scores(q, k) / 20)).masked_fill(j > i, float("-inf")).softmax(-1) @ v
+
+
+def alibi(q, k, v):
+    i, j = positions(q, k)
+    slope = torch.exp2(-2.0 * torch.arange(1, H + 1))[:, None, None]
+    return (scores(q, k) - slope * (i - j).abs()).softmax(-1) @ v
+
+
+def table_of_distances(q, k, v, table):
+    i, j = positions(q, k)
+    return (scores(q, k) + table[:, (i - j).clamp(-8, 8) + 8]).softmax(-1) @ v
+
+
+def biased(q, k, v, bias):
+    return (scores(q, k) + bias).softmax(-1) @ v
+
+
+def padded(q, k, v, mask):
+    return scores(q, k).masked_fill(mask, float("-inf")).softmax(-1) @ v
+
+
+def padded_finite(q, k, v, mask):
+    i, j = positions(q, k)
+    return scores(q, k).masked_fill(mask | (j > i), torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def documents(q, k, v, document):
+    i, j = positions(q, k)
+    keep = (document[:, None, :, None] == document[:, None, None, :]) & (j <= i)
+    return scores(q, k).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def grouped(q, k, v):
+    k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+    return scores(q, k).softmax(-1) @ v
+
+
+def sinks(q, k, v, sink):
+    column = sink[None, :, None, None].expand(B, -1, q.shape[-2], 1)
+    return torch.cat([scores(q, k), column], -1).softmax(-1)[..., :-1] @ v
+
+
+def sigmoid(q, k, v):
+    return torch.sigmoid(scores(q, k)) @ v
+
+
+def gated(q, k, v, gate):
+    return (scores(q, k).softmax(-1) * gate) @ v
+
+
+def rows_first(q, k, v):
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return (scores(q, k).softmax(-1) @ v).transpose(1, 2)
+
+
+def dropped(q, k, v):
+    return F.dropout(scores(q, k).softmax(-1), 0.5) @ v
+
+
+def overflowing(q, k, v):
+    return (scores(q, k) * 1e37).softmax(-1) @ v
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """function: of tensors of these shapes, of which those in `boolean` hold True with this probability, those in
+    `integers` rising numbers. rows: the dimension of Q, K and V that is sharded; others are the same on all processes.
+    ring: whether the ring can run, and all_to_all: on how many processes."""
+
+    function: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...] = QKV
+    boolean: dict[int, float] = field(default_factory=dict)
+    integers: frozenset[int] = frozenset()
+    rows: int = 2
+    dtype: torch.dtype = torch.float32
+    emitter: str = "reference"
+    placed: dict[int, int] = field(default_factory=dict)
+    seed: int = 0
+
+    def inputs(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed + sum(map(math.prod, self.shapes)))
+        return [self._made(number, shape, generator) for number, shape in enumerate(self.shapes)]
+
+    def _made(self, number: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        if number in self.boolean:
+            return torch.rand(shape, generator=generator) < self.boolean[number]
+        if number in self.integers:
+            return torch.randint(0, 3, shape, generator=generator).sort(-1).values
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+
+CASES: dict[str, Case] = {
+    "plain": Case(function=plain),
+    "plain, kernels": Case(function=plain, emitter="auto"),
+    "bfloat16": Case(function=plain, dtype=torch.bfloat16),
+    "bfloat16, causal": Case(function=causal, dtype=torch.bfloat16),
+    "float64": Case(function=plain, dtype=torch.float64),
+    "causal": Case(function=causal),
+    "causal, kernels": Case(function=causal, emitter="auto"),
+    "causal by a finite fill": Case(function=causal_written_out),
+    "window": Case(function=window),
+    "window, kernels": Case(function=window, emitter="auto"),
+    "soft cap": Case(function=capped),
+    "ALiBi": Case(function=alibi),
+    "table of distances": Case(function=table_of_distances, shapes=(*QKV, (H, 17))),
+    "bias": Case(function=biased, shapes=(*QKV, (H, N, N))),
+    "bias, sharded by rows": Case(function=biased, shapes=(*QKV, (H, N, N)), placed={3: 1}),
+    "bias, sharded by keys": Case(function=biased, shapes=(*QKV, (H, N, N)), placed={3: 2}),
+    "padding": Case(function=padded, shapes=(*QKV, (B, 1, 1, N)), boolean={3: 0.3}),
+    "rows without a live key": Case(function=padded, shapes=(*QKV, (B, 1, N, N)), boolean={3: 0.95}),
+    "rows without a live key, finite": Case(function=padded_finite, shapes=(*QKV, (B, 1, 1, N)), boolean={3: 0.5}),
+    "documents": Case(function=documents, shapes=(*QKV, (B, N)), integers=frozenset({3})),
+    "grouped": Case(function=grouped, shapes=((B, 8, N, D), (B, 4, N, D), (B, 4, N, D))),
+    "sinks": Case(function=sinks, shapes=(*QKV, (H,))),
+    "sigmoid": Case(function=sigmoid),
+    "multiplied weights": Case(function=gated, shapes=(*QKV, (N, N))),
+    "rows before heads": Case(function=rows_first, shapes=((B, N, H, D),) * 3, rows=1),
+    "other lengths": Case(function=plain, shapes=((B, H, 10, D), (B, H, 23, D), (B, H, 23, D))),
+    "fewer rows than processes": Case(function=plain, shapes=((B, H, 3, D), (B, H, 5, D), (B, H, 5, D))),
+    "one key head": Case(
+        function=lambda q, k, v: plain(q, k.expand(-1, H, -1, -1), v.expand(-1, H, -1, -1)),
+        shapes=((B, H, N, D), (B, 1, N, D), (B, 1, N, D)),
+    ),
+    "infinite scores": Case(function=overflowing, shapes=((1, 4, 9, D),) * 3),
+}
+DROPOUT = Case(function=dropped)
+
+
+def weights(shape: torch.Size) -> Tensor:
+    """Of the result's elements in the loss."""
+    return torch.linspace(-1, 1, math.prod(shape)).sin().reshape(shape)
+
+
+def gradients(case: Case, inputs: list[Tensor]) -> list[Tensor]:
+    """The result and the gradients in one process, as eager computes them."""
+    leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
+    out = case.function(*leaves)
+    (out * weights(out.shape).to(out.dtype)).sum().backward()
+    return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
+
+
+def distributed(case: Case, schedule: str, processes: int) -> dict[str, Any]:
+    """The same on this process of several; with the schedule that ran and the placement of the result."""
+    mesh = init_device_mesh("cpu", (processes,))
+    leaves = []
+    for number, tensor in enumerate(case.inputs()):
+        dim = case.placed.get(number, case.rows if number < 3 else None)
+        place = Replicate() if dim is None else Shard(dim)
+        leaves.append(distribute_tensor(tensor, mesh, [place]).requires_grad_(tensor.is_floating_point()))
+    attend = fusion.sequence_parallel(case.function, options={"emitter": case.emitter, "sequences": schedule})
+    out = attend(*leaves)
+    factors = distribute_tensor(weights(out.shape).to(out.dtype), mesh, [Replicate()])
+    (out * factors).sum().full_tensor().backward()
+    tensors = [out.detach().full_tensor(), *(t.grad.full_tensor() for t in leaves if t.grad is not None)]
+    places = [t.grad.placements for t in leaves[:3] if t.grad is not None]
+    return {"out": out.placements, "gradients": places, "tensors": tensors}
+
+
+def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
+    """Run cases on one of the processes and write down what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=processes,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    found = {}
+    for name in names:
+        for schedule in SCHEDULES:
+            try:
+                found[name, schedule] = distributed(CASES[name], schedule, processes)
+            except Exception:
+                found[name, schedule] = {"error": traceback.format_exc()}
+                print(rank, name, schedule, found[name, schedule]["error"], flush=True)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
