@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fusion.backend import fuse
 from fusion.errors import ShardingError, StrictError
 from fusion.options import Options
-from fusion.passes import marks
+from fusion.passes import nodes
 from fusion.report.report import publish
 from fusion.runtime import dtensor  # noqa: F401  (registers what the ops do with DTensors)
 from fusion.torch_private import fake, tracing
@@ -86,7 +86,7 @@ def _compile(function: Callable[..., Any], arguments: list[Any], mesh: DeviceMes
             "a function of sharded sequences uses attention weights beside the product with V, and no process has all "
             "of a row; compute them apart from the attention"
         )
-    _share_seeds(fused, mesh)
+    _place_constants(fused, mesh)
     return fused
 
 
@@ -97,16 +97,23 @@ def _whole(tensor: Tensor, mode: Any) -> Tensor:
         return whole.requires_grad_(tensor.requires_grad)
 
 
-def _share_seeds(module: GraphModule, mesh: DeviceMesh) -> None:
-    """Give every process the seeds of dropout that the first one draws."""
+def _place_constants(module: GraphModule, mesh: DeviceMesh) -> None:
+    """Make every tensor that the graph starts from, beside its arguments, a DTensor that is the same on all processes;
+    random ones, the seeds of dropout among them, are those that the first process draws."""
 
-    def shared(seed: Tensor) -> Tensor:
+    def replicated(tensor: Tensor) -> DTensor:
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    def shared(tensor: Tensor) -> DTensor:
         for number in range(mesh.ndim):
-            dist.broadcast(seed, group=mesh.get_group(number), group_src=0)
-        return seed
+            dist.broadcast(tensor, group=mesh.get_group(number), group_src=0)
+        return replicated(tensor)
 
-    for node in [node for node in module.graph.nodes if marks.is_seed(node)]:
+    for node in list(module.graph.nodes):
+        if node.op not in ("get_attr", "call_function") or node.all_input_nodes or not nodes.is_tensor(node):
+            continue
+        random = node.op == "call_function" and torch.Tag.nondeterministic_seeded in node.target.tags
         with module.graph.inserting_after(node):
-            call = module.graph.call_function(shared, (node,))
+            call = module.graph.call_function(shared if random else replicated, (node,))
         node.replace_all_uses_with(call, delete_user_cb=lambda user, call=call: user is not call)
     module.recompile()

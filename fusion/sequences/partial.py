@@ -6,13 +6,14 @@ sinks), a block of keys contributes to the output, for the raw weight program u,
     o = sum over its keys of u exp(x - m) v,    m its own largest score,    l = sum of exp(x - m)
     O = sum over blocks of exp(m - M) o / L,    L = sum over blocks of exp(m - M) l + sum over sinks of exp(sink - M)
 
-and to the gradient, with D = sum over e of dO * O of the complete output,
+and to the gradient, with w = exp(x - M) / L, the block's share p = sum of w, and its output P = sum of w u v,
 
-    w = exp(x - M) / L,    dx = w (u dP - D),    dV = (w u)^T dO
+    dV = (w u)^T dO,    dx = w (u dP - sum over e of dO * O) = w (u dP - sum of w u dP - sum over e of dO * (O - P))
 
-Both are attentions of an ordinary spec: rows have another scale, exp(m - M) / L in the gradient, where M and L are
-operands; a gradient of -D arrives at the sum of their weights, an auxiliary output. The normaliser is that of safe
-softmax: a row without a live key in a block contributes nothing.
+The first sum of the latter is the block's own, as exact as on one device also where a row has nearly all of its weight
+in it. So a block is an attention of an ordinary spec: its rows are scaled by 1 / (l + R exp(M - m)), where R is the rest
+of L, and -(sum over e of dO * (O - P)) / (1 - p) arrives at its share, an auxiliary output. The normaliser is that of
+safe softmax: a row without a live key in a block contributes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from fusion.codegen.reference import gradients
 from fusion.ir import AttentionSpec, AuxOutput, Normalizer, Operand, Output, Reduction
-from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, WEIGHT, I, J, Kind, load, walk
+from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, Kind, load, walk
 from fusion.ir.ops import apply
 from fusion.ir.parts import dims_along, one_part
 from fusion.ir.results import coordinate_extents, result_names
@@ -69,14 +70,38 @@ def of_output(spec: AttentionSpec) -> AttentionSpec:
 
 
 @lru_cache(maxsize=1024)
+def of_weights(spec: AttentionSpec) -> AttentionSpec:
+    """Spec of a block's P and p; its last operands are M and L, [b.., i]."""
+    m, l = _row_operands(spec)
+    return _with_share(spec, apply("exp", ROW_MAX - m) / l)
+
+
+@lru_cache(maxsize=1024)
 def of_gradient(spec: AttentionSpec) -> AttentionSpec:
-    """Spec of a block's gradient; its last operands are M and L, [b.., i]."""
-    part, count = _of_keys(spec), len(spec.operands)
-    m, l = (load(number, (*spec.axes, I), Kind.FLOAT) for number in (count, count + 1))
-    known = tuple(Operand(dtype=wide(spec), rank=1 + len(spec.batch), name=name) for name in ("row_max", "row_sum"))
-    total = AuxOutput(value=WEIGHT, dims=_row_names(spec), dtype=wide(spec), reduction=Reduction.SUM, over="j")
-    scale = apply("exp", ROW_MAX - m) / l
-    return replace(part, operands=(*spec.operands, *known), row_scale=scale, aux_outputs=(total,))
+    """Spec of a block's gradient; its last operands are M and R, [b.., i]. Its rows have the weights of `of_weights`,
+    and so the same statistics."""
+    m, rest = _row_operands(spec)
+    return _with_share(spec, ONE / (ROW_SUM + rest * apply("exp", m - ROW_MAX)))
+
+
+def _row_operands(spec: AttentionSpec) -> list[Expr]:
+    count = len(spec.operands)
+    return [load(number, (*spec.axes, I), Kind.FLOAT) for number in (count, count + 1)]
+
+
+def _with_share(spec: AttentionSpec, row_scale: Expr) -> AttentionSpec:
+    dtype, rank = wide(spec), 1 + len(spec.batch)
+    known = tuple(Operand(dtype=dtype, rank=rank, name=name) for name in ("row_max", "row_sum"))
+    share = AuxOutput(value=WEIGHT, dims=_row_names(spec), dtype=dtype, reduction=Reduction.SUM, over="j")
+    return replace(
+        _of_keys(spec), operands=(*spec.operands, *known), row_scale=row_scale, aux_outputs=(share,), out_dtype=dtype
+    )
+
+
+def arriving(delta_of_rest: Tensor, share: Tensor) -> Tensor:
+    """Gradient that arrives at a block's share. delta_of_rest: sum over e of dO * (O - P)."""
+    rest = 1 - share
+    return torch.where(rest > 0, -delta_of_rest / rest, 0.0)
 
 
 def _of_keys(spec: AttentionSpec) -> AttentionSpec:

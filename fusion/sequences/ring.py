@@ -102,18 +102,12 @@ def backward(
     sums.row_max, sums.row_sum = statistics[0], statistics[1]
     call = _Backward(parsed, request, grad, operands, dict(zip(parsed.sizes, sizes, strict=True)), list(needs))
     if transfers.agree(sums.ordinary(), operands[0]):
-        wide_out = statistics[2:].movedim(0, -1) if keeps_output(parsed) else _computed(parsed, out, sums.row_max.dtype)
-        delta = (_computed(parsed, grad, sums.row_max.dtype) * wide_out).sum(-1)
-        result = call.by_blocks(transfers, delta, (sums.row_max, sums.row_sum))
+        whole_out = statistics[2:].movedim(0, -1) if keeps_output(parsed) else call.computed(out)
+        result = call.by_blocks(transfers, whole_out, (sums.row_max, sums.row_sum))
     else:
         result = call.at_once(transfers)
     described = zip(operands, parsed.operands, strict=True)
     return [results.laid_out(result[n], *place) for n, place in enumerate(described) if needs[n]]
-
-
-def _computed(spec: AttentionSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Output or its gradient as [b.., i, e]."""
-    return tensor.to(dtype).permute([spec.output.dims.index(name) for name in result_names(spec)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,34 +119,48 @@ class _Backward:
     sizes: dict[str, int]
     needs: list[bool]
 
-    def by_blocks(self, transfers: Transfers, delta: Tensor, rows: tuple[Tensor, Tensor]) -> dict[int, Tensor]:
-        """Gradients by operand, with those of K and V for this process's keys."""
-        ring, part = transfers.ring, partial.of_gradient(self.spec)
-        kernels = differentiable(part.to_json(), self.grad.device.type, self.request)
+    def computed(self, tensor: Tensor) -> Tensor:
+        """Output or its gradient as [b.., i, e], in the dtype of sums."""
+        order = [self.spec.output.dims.index(name) for name in result_names(self.spec)]
+        return tensor.to(getattr(torch, partial.wide(self.spec))).permute(order)
+
+    def by_blocks(self, transfers: Transfers, out: Tensor, rows: tuple[Tensor, Tensor]) -> dict[int, Tensor]:
+        """Gradients by operand, with those of K and V for this process's keys. rows: M and L."""
         totals = {n: torch.zeros_like(o, dtype=_exact(o)) for n, o in enumerate(self.operands) if self.needs[n]}
-        own, needs = [*self.operands[1:3]], (*self.needs, False, False)
+        own = [*self.operands[1:3]]
         returns = Returns(transfers, own, self.needs[1:3])
         for step, (owner, keys) in enumerate(transfers.blocks(own)):
-            if not keys:
-                returns.add(step, {})
-                continue
-            given, lengths = _block(self.spec, ring, self.operands, owner, keys)
-            given, sizes = [*given, *rows], [(self.sizes | lengths)[name] for name in part.sizes]
-            out, statistics, _ = kernels.outputs(given, sizes)
-            found = kernels.backward(self.grad, out, statistics, given, sizes, needs, [-delta])
-            numbered = dict(zip([n for n, needed in enumerate(needs) if needed], found, strict=True))
-            returns.add(step, {n: gradient for n, gradient in numbered.items() if n in (1, 2)})
-            self._add(totals, {n: gradient for n, gradient in numbered.items() if n not in (1, 2)}, *ring.keys_of(owner))
+            found = self._of_block(transfers.ring, owner, keys, out, rows) if keys else {}
+            returns.add(step, {n: gradient for n, gradient in found.items() if n in (1, 2)})
+            self._add(totals, found, *transfers.ring.keys_of(owner))
         returns.finish()
-        sizes = [self.sizes[name] for name in self.spec.sizes]
-        of_sinks = partial.of_sinks(self.spec, self.operands, sizes, self.needs, delta, rows)
-        for n, gradient in of_sinks.items():
+        sizes, delta = [self.sizes[name] for name in self.spec.sizes], (self.computed(self.grad) * out).sum(-1)
+        for n, gradient in partial.of_sinks(self.spec, self.operands, sizes, self.needs, delta, rows).items():
             totals[n] += gradient
         return totals | {n + 1: returns.sums[n] for n in range(2)}
 
+    def _of_block(
+        self, ring: Ring, owner: int, keys: list[Tensor], out: Tensor, rows: tuple[Tensor, Tensor]
+    ) -> dict[int, Tensor]:
+        """Gradients by operand through a block of keys."""
+        specs, device = (partial.of_weights(self.spec), partial.of_gradient(self.spec)), self.grad.device.type
+        weights, gradient = (differentiable(spec.to_json(), device, self.request) for spec in specs)
+        given, lengths = _block(self.spec, ring, self.operands, owner, keys)
+        sizes = [[(self.sizes | lengths)[name] for name in spec.sizes] for spec in specs]
+        of_block, statistics, share = weights.outputs([*given, *rows], sizes[0])
+        grad = self.grad.to(of_block.dtype)
+        delta_of_rest = (self.computed(grad) * (out - self.computed(of_block))).sum(-1)
+        operands = [*given, rows[0], ((1 - share) * rows[1]).clamp(min=0)]
+        needs, arriving = (*self.needs, False, False), [partial.arriving(delta_of_rest, share)]
+        found = gradient.backward(grad, of_block, statistics, operands, sizes[1], needs, arriving)
+        return dict(zip([n for n, needed in enumerate(needs) if needed], found, strict=True))
+
     def _add(self, totals: dict[int, Tensor], found: dict[int, Tensor], first: int, count: int) -> None:
+        """Add a block's gradients of all operands but K and V."""
         dims = partial.key_dims(self.spec)
         for n, gradient in found.items():
+            if n in (1, 2):
+                continue
             dim = None if n == 0 else dims[n]
             (totals[n] if dim is None else totals[n].narrow(dim, first, count)).add_(gradient)
 
