@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fusion.ir import integers
-from fusion.ir.expr import I0, I1, J0, J1, Expr, I, J, coord, coordinates, load, loads, rebuild, size, substitute, walk
+from fusion.ir.expr import I0, I1, J0, J1, Expr, coord, coordinates, load, loads, rebuild, size, substitute, walk
 from fusion.ir.mask_facts import MaskFacts
 from fusion.ir.spec import AttentionSpec
 

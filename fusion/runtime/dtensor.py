@@ -12,7 +12,7 @@ Importing this module registers the rule; it is imported once DTensors exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -67,30 +67,33 @@ def _along(coordinates: Sequence[str | None], names: Sequence[str]) -> list[Plac
 def layout(
     spec: str,
     lengths: tuple[Extent, ...],
-    n_q: int,
+    sizes: tuple[int, ...],
     shapes: tuple[tuple[Extent, ...], ...],
     sharded: tuple[tuple[int | None, ...], ...],
     mesh: tuple[int, ...],
-    schedule: str,
+    device: str,
+    request: str,
 ) -> Layout:
     """The layout of a call on a mesh of this shape.
 
     lengths: of the batch coordinates, None where one cannot be split.
-    n_q: number of query rows.
+    sizes: those of the spec where Q is sharded along its rows; () elsewhere.
     shapes: of the operands.
     sharded: per operand and dimension of the mesh, the dimension of the tensor that is sharded.
-    schedule: of sharded sequences.
     """
     local, splits, output, keys = AttentionSpec.from_json(spec), [], [], []
+    known = dict(zip(local.sizes, sizes, strict=False))
     left, extents = list(lengths), [list(shape) for shape in shapes]
     for number, parts in enumerate(mesh):
         cut = tuple(dims[number] for dims in sharded)
         split, along = _split(local, left, extents, cut, parts, splits), None
-        if split is None:
-            call = sequences.Call(
-                spec=local, n_q=n_q, parts=parts, sharded=cut, shapes=extents, batch=left, taken=splits
-            )
-            along = sequences.divide(call, schedule)
+        if split is None and known:
+            along = sequences.divide(
+                sequences.Call(
+                    spec=local, sizes=known, parts=parts, sharded=cut, shapes=extents, batch=left, taken=splits,
+                    device=device, request=Request.parse(request),
+                )
+            )  # fmt: skip
             split = along and along.split
         splits.append(split)
         keys.append(along and along.keys)
@@ -103,6 +106,7 @@ def layout(
                 if dim is not None:
                     shape[dim] = cast("int", shape[dim]) // parts
         local = one_part(local, split.coordinate, split.dims, f"offset{number}")
+        known |= {split.size: split.length, f"offset{number}": 0} if known else {}
     return Layout(spec=local, splits=tuple(splits), output=tuple(output), keys=tuple(keys))
 
 
@@ -144,7 +148,6 @@ class _Call:
         known = dict(zip(parsed.sizes, sizes, strict=True))
         names = [size_of_batch(parsed, axis) for axis in range(len(parsed.batch))]
         lengths = tuple(None if name is None else int(known[name]) for name in names)
-        n_q = int(results.size_value(parsed.n_q, known))
         used = _batch_dims(spec)
         shapes = tuple(
             tuple(int(extent) if t in dims else None for t, extent in enumerate(operand.shape))
@@ -152,7 +155,8 @@ class _Call:
         )
         sharded = tuple(_sharded(operand, mesh.ndim) for operand in operands)
         extents = tuple(mesh.size(n) for n in range(mesh.ndim))
-        result = layout(spec, lengths, n_q, shapes, sharded, extents, Request.parse(emitter).across)
+        whole = tuple(map(int, sizes)) if sequences.is_sharded(parsed, sharded[0]) else ()
+        result = layout(spec, lengths, whole, shapes, sharded, extents, mesh.device_type, emitter)
         return cls(mesh=mesh, layout=result, spec=parsed, sizes=sizes, operands=operands, emitter=emitter)
 
     def ring(self) -> str | None:
@@ -275,8 +279,8 @@ def _attention(called: Any, *arguments: Any) -> DTensor:
 
 def _forward(called: Any, *arguments: Any) -> tuple[DTensor, DTensor]:
     call = _Call.of(*arguments)
-    ring = call.ring()
-    out, statistics = called(*call.arguments()) if ring is None else torch.ops.fusion.ring_attention(*call.arguments(), ring)
+    given, ring = call.arguments(), call.ring()
+    out, statistics = called(*given) if ring is None else torch.ops.fusion.ring_attention(*given, ring)
     return call.output(out), call.statistics(statistics)
 
 

@@ -21,9 +21,7 @@ from fusion.runtime import dtensor  # noqa: F401  (registers what the ops do wit
 from fusion.torch_private import fake, tracing
 
 
-def sequence_parallel(
-    function: Callable[..., Any], *, options: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
+def sequence_parallel(function: Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Function that computes `function` on DTensors, exactly, forward and backward.
 
     function: attention in plain PyTorch as one process would compute it, of tensors and plain values: with masks from

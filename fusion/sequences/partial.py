@@ -11,9 +11,9 @@ and to the gradient, with w = exp(x - M) / L, the block's share p = sum of w, an
     dV = (w u)^T dO,    dx = w (u dP - sum over e of dO * O) = w (u dP - sum of w u dP - sum over e of dO * (O - P))
 
 The first sum of the latter is the block's own, as exact as on one device also where a row has nearly all of its weight
-in it. So a block is an attention of an ordinary spec: its rows are scaled by 1 / (l + R exp(M - m)), where R is the rest
-of L, and -(sum over e of dO * (O - P)) / (1 - p) arrives at its share, an auxiliary output. The normaliser is that of
-safe softmax: a row without a live key in a block contributes nothing.
+in it. So a block is an attention of an ordinary spec: its rows are scaled by 1 / (l + R exp(M - m)), where R is the
+rest of L, and -(sum over e of dO * (O - P)) / (1 - p) arrives at its share, an auxiliary output. The normaliser is that
+of safe softmax: a row without a live key in a block contributes nothing.
 """
 
 from __future__ import annotations

@@ -49,9 +49,8 @@ def forward(
     these.., b.., i]."""
     parsed, device = AttentionSpec.from_json(spec), operands[0].device.type
     shards = Ring.from_json(ring)
-    transfers = Transfers(shards, shards.live(parsed, sizes))
-    part = partial.of_output(parsed)
-    kernels, known = differentiable(part.to_json(), device, request), dict(zip(parsed.sizes, sizes, strict=True))
+    known, part = dict(zip(parsed.sizes, sizes, strict=True)), partial.of_output(parsed)
+    transfers, kernels = Transfers(shards, shards.live(parsed, known)), differentiable(part.to_json(), device, request)
     sums = partial.Sums(parsed, operands, sizes)
     for owner, keys in filter(_is_live, transfers.blocks(operands[1:3])):
         given, lengths = _block(parsed, shards, operands, owner, keys)
@@ -97,10 +96,11 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of the operands that `needs` marks, from that of this process's rows."""
     parsed, shards = AttentionSpec.from_json(spec), Ring.from_json(ring)
-    transfers = Transfers(shards, shards.live(parsed, sizes))
+    known = dict(zip(parsed.sizes, sizes, strict=True))
+    transfers = Transfers(shards, shards.live(parsed, known))
     sums = partial.Sums(parsed, operands, sizes)
     sums.row_max, sums.row_sum = statistics[0], statistics[1]
-    call = _Backward(parsed, request, grad, operands, dict(zip(parsed.sizes, sizes, strict=True)), list(needs))
+    call = _Backward(parsed, request, grad, operands, known, list(needs))
     if transfers.agree(sums.ordinary(), operands[0]):
         whole_out = statistics[2:].movedim(0, -1) if keeps_output(parsed) else call.computed(out)
         result = call.by_blocks(transfers, whole_out, (sums.row_max, sums.row_sum))

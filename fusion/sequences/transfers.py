@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,29 +48,43 @@ class Ring:
         """First key of a process and their number."""
         return run_of(self.keys, self.parts, part)
 
-    def live(self, spec: AttentionSpec, sizes: Sequence[int]) -> list[list[bool]]:
-        """For each process and each block of keys, whether a row of the one may have a live key in the other."""
-        known, result = dict(zip(spec.sizes, sizes, strict=True)), []
-        blocks = [self.keys_of(part) for part in range(self.parts)]
+    def live(self, spec: AttentionSpec, sizes: Mapping[str, int]) -> list[list[bool]]:
+        """For each process and each block of keys, whether a row of the one may have a live key in the other. spec: of
+        a process's rows."""
+        blocks, result = [self.keys_of(part) for part in range(self.parts)], []
         for part in range(self.parts):
-            first, rows = self.rows_of(part)
-            ends = key_ranges(spec, known | {self.offset: first, LENGTHS["i"]: rows}, rows, self.keys) if rows else []
-            result.append([any(low < key + n and key < high for low, high in ends) for key, n in blocks])
+            low, high = self._visited(spec, sizes, part, max(1, self.rows))
+            seen = low < high
+            result.append([bool((seen & (low < first + n) & (first < high)).any()) and n > 0 for first, n in blocks])
         return result
 
+    def pairs(self, spec: AttentionSpec, sizes: Mapping[str, int]) -> list[int]:
+        """Scores of one head that each process computes, in blocks of rows."""
+        result = []
+        for part in range(self.parts):
+            low, high = self._visited(spec, sizes, part, ROWS)
+            rows = np.minimum(ROWS, self.rows_of(part)[1] - ROWS * np.arange(low.shape[1]))
+            result.append(int(((high - low) * rows).sum() // max(1, len(low))))
+        return result
 
-def key_ranges(spec: AttentionSpec, sizes: dict[str, int], rows: int, n_k: int) -> list[tuple[int, int]]:
-    """(first key, end) of what the rows of a part see, of each head that has a range of its own."""
-    mask = spec.mask
-    ends = [] if mask is None else [end for end in (mask.key_lo, mask.key_hi) if end is not None]
-    leaves = ("coord", "size", "const")
-    if mask is None or any(part.op not in ARITHMETIC and part.op not in leaves for part in walk(*ends)):
-        return [(0, n_k)]
-    names = set[str]().union(*map(coordinates, ends)) - {"i0", "i1"}
-    batch = tuple((f"b{k}", int(size_value(n, sizes))) for k, n in enumerate(spec.batch) if f"b{k}" in names)
-    ranges = KeyRanges(low=mask.key_lo, high=mask.key_hi, sizes=tuple(sizes.items()), batch=batch)
-    low, high = ranges.of_rows(np.array([0]), np.array([rows - 1]), n_k)
-    return [(int(a), int(b)) for a, b in zip(low[:, 0], high[:, 0], strict=True)]
+    def _visited(self, spec: AttentionSpec, sizes: Mapping[str, int], part: int, step: int) -> tuple[Any, Any]:
+        """First key and end that blocks of so many rows of a process see: [heads with a range of their own, blocks]."""
+        first, count = self.rows_of(part)
+        known = dict(sizes) | {self.offset: first, LENGTHS["i"]: count}
+        starts = np.arange(0, count, step)
+        mask = spec.mask
+        ends = [] if mask is None else [end for end in (mask.key_lo, mask.key_hi) if end is not None]
+        if not ends or any(part.op not in (*ARITHMETIC, "coord", "size") for part in walk(*ends)):
+            return np.zeros((1, len(starts)), np.int64), np.full((1, len(starts)), self.keys)
+        names = set[str]().union(*map(coordinates, ends)) - {"i0", "i1"}
+        batch = tuple((f"b{k}", int(size_value(n, known))) for k, n in enumerate(spec.batch) if f"b{k}" in names)
+        assert mask is not None
+        ranges = KeyRanges(low=mask.key_lo, high=mask.key_hi, sizes=tuple(known.items()), batch=batch)
+        return ranges.of_rows(starts, np.minimum(starts + step, count) - 1, self.keys)
+
+
+ROWS = 64
+"""Rows of a block by which scores are counted."""
 
 
 class Transfers:

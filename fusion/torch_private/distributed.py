@@ -10,4 +10,4 @@ __all__ = ["group_of"]
 
 def group_of(name: str) -> dist.ProcessGroup:
     """Process group with this `group_name`."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # pyright: ignore[reportArgumentType]

@@ -1,22 +1,27 @@
-"""Attentions of sharded sequences, and the processes that run them: what test_sequences.py compares with one process."""
+"""Attentions of sharded sequences, and the processes that run them: test_sequences.py compares with one process."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fusion
+from fusion import sequences
+from fusion.runtime import dtensor
 
 B, H, N, D = 2, 4, 37, 16
 QKV = ((B, H, N, D),) * 3
@@ -118,8 +123,8 @@ def overflowing(q, k, v):
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """function: of tensors of these shapes, of which those in `boolean` hold True with this probability, those in
-    `integers` rising numbers. rows: the dimension of Q, K and V that is sharded; others are the same on all processes.
-    ring: whether the ring can run, and all_to_all: on how many processes."""
+    `integers` rising numbers. rows: the dimension of Q, K and V that is sharded. placed: that of others, by number;
+    the rest is the same on all processes. lacks: schedules that cannot run; the gather takes their place."""
 
     function: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...] = QKV
@@ -129,11 +134,21 @@ class Case:
     dtype: torch.dtype = torch.float32
     emitter: str = "reference"
     placed: dict[int, int] = field(default_factory=dict)
-    seed: int = 0
+    lacks: tuple[str, ...] = ()
 
     def inputs(self) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(self.seed + sum(map(math.prod, self.shapes)))
+        generator = torch.Generator().manual_seed(sum(map(math.prod, self.shapes)))
         return [self._made(number, shape, generator) for number, shape in enumerate(self.shapes)]
+
+    def placements(self) -> tuple[Shard]:
+        return (Shard(self.rows),)
+
+    def runs(self, schedule: str, processes: int) -> str:
+        """The schedule that runs where this one is asked for."""
+        heads = 2 if self.rows == 1 else 1
+        divides = any(all(shape[dim] % processes == 0 for shape in self.shapes[:3]) for dim in (0, heads))
+        impossible = schedule in self.lacks or schedule == "all_to_all" and not divides
+        return "gather" if impossible else schedule
 
     def _made(self, number: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         if number in self.boolean:
@@ -166,7 +181,7 @@ CASES: dict[str, Case] = {
     "documents": Case(function=documents, shapes=(*QKV, (B, N)), integers=frozenset({3})),
     "grouped": Case(function=grouped, shapes=((B, 8, N, D), (B, 4, N, D), (B, 4, N, D))),
     "sinks": Case(function=sinks, shapes=(*QKV, (H,))),
-    "sigmoid": Case(function=sigmoid),
+    "sigmoid": Case(function=sigmoid, lacks=("ring",)),
     "multiplied weights": Case(function=gated, shapes=(*QKV, (N, N))),
     "rows before heads": Case(function=rows_first, shapes=((B, N, H, D),) * 3, rows=1),
     "other lengths": Case(function=plain, shapes=((B, H, 10, D), (B, H, 23, D), (B, H, 23, D))),
@@ -177,7 +192,7 @@ CASES: dict[str, Case] = {
     ),
     "infinite scores": Case(function=overflowing, shapes=((1, 4, 9, D),) * 3),
 }
-DROPOUT = Case(function=dropped)
+DROPOUT, DROPPED, SEED = Case(function=dropped), "dropout", 7
 
 
 def weights(shape: torch.Size) -> Tensor:
@@ -193,21 +208,62 @@ def gradients(case: Case, inputs: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
 
 
-def distributed(case: Case, schedule: str, processes: int) -> dict[str, Any]:
-    """The same on this process of several; with the schedule that ran and the placement of the result."""
-    mesh = init_device_mesh("cpu", (processes,))
+def _place(case: Case, mesh: DeviceMesh) -> list[DTensor]:
     leaves = []
     for number, tensor in enumerate(case.inputs()):
         dim = case.placed.get(number, case.rows if number < 3 else None)
         place = Replicate() if dim is None else Shard(dim)
         leaves.append(distribute_tensor(tensor, mesh, [place]).requires_grad_(tensor.is_floating_point()))
+    return leaves
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Names of the schedules that run in the context."""
+    ran: list[str] = []
+
+    def divide(*given: Any) -> sequences.Division | None:
+        result = sequences.schedules.divide(*given)
+        ran.append("" if result is None else result.schedule)
+        return result
+
+    dtensor.layout.cache_clear()
+    with mock.patch.object(sequences, "divide", divide):
+        yield ran
+
+
+def distributed(case: Case, schedule: str, mesh: DeviceMesh, weighted: bool = True) -> dict[str, Any]:
+    """The same on this process of several; with the schedule that ran and the placement of the results."""
+    leaves = _place(case, mesh)
     attend = fusion.sequence_parallel(case.function, options={"emitter": case.emitter, "sequences": schedule})
-    out = attend(*leaves)
-    factors = distribute_tensor(weights(out.shape).to(out.dtype), mesh, [Replicate()])
-    (out * factors).sum().full_tensor().backward()
+    with recorded() as ran:
+        out = attend(*leaves)
+    factors = weights(out.shape).to(out.dtype) if weighted else torch.ones(out.shape, dtype=out.dtype)
+    (out * distribute_tensor(factors, mesh, [Replicate()])).sum().full_tensor().backward()
     tensors = [out.detach().full_tensor(), *(t.grad.full_tensor() for t in leaves if t.grad is not None)]
     places = [t.grad.placements for t in leaves[:3] if t.grad is not None]
-    return {"out": out.placements, "gradients": places, "tensors": tensors}
+    return {"out": out.placements, "gradients": places, "tensors": tensors, "ran": ran[0]}
+
+
+def with_dropout(schedule: str, mesh: DeviceMesh) -> dict[str, Any]:
+    torch.manual_seed(SEED + dist.get_rank())
+    return distributed(DROPOUT, schedule, mesh, weighted=False)
+
+
+def refusals(mesh: DeviceMesh) -> dict[str, Exception | None]:
+    """What functions raise that cannot be computed by shards."""
+    leaves, result = _place(CASES["plain"], mesh), {}
+
+    def with_weights(q, k, v):
+        w = scores(q, k).softmax(-1)
+        return w @ v, w.amax(-1)
+
+    for name, function in {"weights": with_weights, "no attention": lambda q, k, v: q + k + v}.items():
+        try:
+            result[name] = fusion.sequence_parallel(function, options={"emitter": "reference"})(*leaves) and None
+        except Exception as problem:
+            result[name] = problem
+    return result
 
 
 def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
@@ -220,13 +276,17 @@ def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
         world_size=processes,
         timeout=datetime.timedelta(seconds=120),
     )
-    found = {}
-    for name in names:
-        for schedule in SCHEDULES:
-            try:
-                found[name, schedule] = distributed(CASES[name], schedule, processes)
-            except Exception:
-                found[name, schedule] = {"error": traceback.format_exc()}
-                print(rank, name, schedule, found[name, schedule]["error"], flush=True)
+    found, mesh = {}, init_device_mesh("cpu", (processes,))
+    runs: dict[Any, Callable[[], Any]] = {
+        (name, schedule): functools.partial(distributed, CASES[name], schedule, mesh)
+        for name in names
+        for schedule in SCHEDULES
+    }
+    runs |= {(DROPPED, schedule): functools.partial(with_dropout, schedule, mesh) for schedule in SCHEDULES}
+    for key, run in (runs | {"refused": functools.partial(refusals, mesh)}).items():
+        try:
+            found[key] = run()
+        except Exception:
+            found[key] = {"error": traceback.format_exc()}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -1,0 +1,89 @@
+"""Attention of a sequence that is sharded over processes: results and gradients of one process, by each schedule."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("this build of torch has no distributed with gloo", allow_module_level=True)
+
+from torch import multiprocessing
+
+import fusion
+from fusion.errors import ShardingError, StrictError
+from tests.fusion.sequence_cases import CASES, DROPOUT, DROPPED, SCHEDULES, SEED, gradients, work
+from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
+
+ON_FOUR = (
+    "plain",
+    "causal",
+    "window, kernels",
+    "rows without a live key, finite",
+    "sinks",
+    "fewer rows than processes",
+)
+RUNS = [(2, name) for name in CASES] + [(4, name) for name in ON_FOUR]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By number of processes: what each process found."""
+    result = {}
+    for processes in (2, 4):
+        folder = tmp_path_factory.mktemp(f"processes{processes}")
+        names = [name for count, name in RUNS if count == processes]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            multiprocessing.spawn(work, (str(folder), processes, names), nprocs=processes)
+        result[processes] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
+    return result
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("processes", "name"), RUNS)
+def test_every_process_finds_what_one_process_finds(found, processes, name, schedule):
+    case = CASES[name]
+    inputs = case.inputs()
+    eager = gradients(case, copy.deepcopy(inputs))
+    exact = gradients(case, [t.double() if t.is_floating_point() else t for t in inputs])
+    for process in found[processes]:
+        result = process[name, schedule]
+        assert "error" not in result, result["error"]
+        assert {result["out"], *result["gradients"]} == {case.placements()}
+        assert result["ran"] == case.runs(schedule, processes)
+        if case.dtype is torch.float64:
+            for ours, theirs in zip(result["tensors"], exact, strict=True):
+                assert_same_in_float64(ours, theirs)
+        else:
+            assert_as_exact_as_eager(result["tensors"], eager, exact)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_dropout_is_that_of_one_process_with_the_seed_of_the_first(found, schedule):
+    def alone(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in DROPOUT.inputs()]
+        options = {"emitter": "reference", "inner": "eager", "training": "always"}
+        torch.manual_seed(SEED)
+        out = torch.compile(DROPOUT.function, backend="fusion", options=options)(*leaves)
+        return [out, *torch.autograd.grad(out.sum(), leaves)]
+
+    single, exact = alone(torch.float32), alone(torch.float64)
+    for process in found[2]:
+        result = process[DROPPED, schedule]
+        assert "error" not in result, result["error"]
+        assert_as_exact_as_eager(result["tensors"], single, exact)
+
+
+def test_tensors_of_one_process_are_refused():
+    attend = fusion.sequence_parallel(CASES["plain"].function)
+    with pytest.raises(ShardingError, match=r"called with Tensor, Tensor, Tensor; give DTensors"):
+        attend(*CASES["plain"].inputs())
+
+
+def test_functions_that_cannot_be_computed_by_shards_are_refused(found):
+    for process in found[2]:
+        refused = process["refused"]
+        assert isinstance(refused["weights"], ShardingError) and "weights beside the product" in str(refused["weights"])
+        assert isinstance(refused["no attention"], StrictError) and "no attention" in str(refused["no attention"])
