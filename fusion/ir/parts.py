@@ -12,13 +12,14 @@ ALiBi per head, the counters of dropout. The offset is one more size of the spec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fusion.ir import integers
 from fusion.ir.expr import I0, I1, J0, J1, Expr, coord, coordinates, load, loads, rebuild, size, substitute, walk
 from fusion.ir.mask_facts import MaskFacts
+from fusion.ir.request import Request
 from fusion.ir.spec import AttentionSpec
 
 Extent = int | None
@@ -33,6 +34,8 @@ class Split:
 
     size: the spec's size that is the length of a run.
     dims: per operand the dimension that is cut along with it, or None where each process needs the whole operand.
+    output: the coordinate by which the output is split in the end; "" where that is the same.
+    keys: dimensions of K and V that stay cut though each part needs all keys, which come to it by a ring; else None.
     """
 
     coordinate: str
@@ -40,10 +43,16 @@ class Split:
     length: int
     size: str
     dims: tuple[int | None, ...]
+    output: str = ""
+    keys: tuple[int, int] | None = None
 
     def run(self, part: int) -> tuple[int, int]:
         """First element and length of a part's run."""
         return _run(self.count, self.length, part)
+
+    def dim(self, operand: int) -> int | None:
+        """Dimension of an operand that is cut before the call."""
+        return self.keys[operand - 1] if self.keys is not None and operand in (1, 2) else self.dims[operand]
 
 
 def run_of(count: int, parts: int, part: int) -> tuple[int, int]:
@@ -54,6 +63,47 @@ def run_of(count: int, parts: int, part: int) -> tuple[int, int]:
 def _run(count: int, length: int, part: int) -> tuple[int, int]:
     first = min(part * length, count)
     return first, min(length, count - first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call whose operands are sharded over a dimension of a mesh, of `parts` processes.
+
+    sizes: of the spec, by name; {} where they are not known.
+    sharded: per operand the dimension that is sharded there.
+    shapes, lengths: extents of operands and batch coordinates, None where one cannot be split.
+    taken: splits over other dimensions of the mesh.
+    device: its type.
+    """
+
+    spec: AttentionSpec
+    sizes: Mapping[str, int]
+    parts: int
+    sharded: Sequence[int | None]
+    shapes: Sequence[Sequence[Extent]]
+    lengths: Sequence[Extent]
+    taken: Sequence[Split | None]
+    device: str
+    request: Request
+
+    def free(self, dims: Sequence[int | None]) -> bool:
+        """Whether none of these dimensions, one per operand, is cut by another split."""
+        return not any(d is not None and d in self.cut(n) for n, d in enumerate(dims))
+
+    def cut(self, operand: int) -> set[int | None]:
+        """Dimensions of an operand that other splits cut."""
+        return {split.dims[operand] for split in self.taken if split is not None}
+
+    def split_of_batch(self, axis: int) -> Split | None:
+        """Split along a batch coordinate; None where that is not possible."""
+        length, name = self.lengths[axis], size_of_batch(self.spec, axis)
+        if length is None or name is None or length % self.parts:
+            return None
+        run = length // self.parts
+        dims = split_dims(self.spec, axis, run, self.parts, self.shapes)
+        if not self.free(dims):
+            return None
+        return Split(coordinate=f"b{axis}", count=length, length=run, size=name, dims=dims)
 
 
 @lru_cache(maxsize=1024)

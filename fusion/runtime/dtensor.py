@@ -25,7 +25,7 @@ from fusion import sequences
 from fusion.errors import ShardingError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.expr import coordinates
-from fusion.ir.parts import Extent, Split, accesses, one_part, size_of_batch, split_dims
+from fusion.ir.parts import Call, Extent, Split, accesses, one_part, size_of_batch
 from fusion.ir.request import Request
 from fusion.runtime import op
 from fusion.torch_private.operators import schema
@@ -33,20 +33,15 @@ from fusion.torch_private.operators import schema
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Division of a call: per dimension of the mesh its split, or None where every process does the same; the spec of
-    the call of one process, in which `offset<n>` is the start of its run in the n-th; the coordinates by which the
-    output is sharded in the end; and the dimensions of K and V that stay sharded, for a ring."""
+    """Division of a call: per dimension of the mesh its split, or None where every process does the same; and the spec
+    of the call of one process, in which `offset<n>` is the start of its run in the n-th."""
 
     spec: AttentionSpec
     splits: tuple[Split | None, ...]
-    output: tuple[str | None, ...]
-    keys: tuple[tuple[int, int] | None, ...]
 
     def operand(self, number: int) -> list[Placement]:
         """Placements that an operand needs."""
-        dims = [None if split is None else split.dims[number] for split in self.splits]
-        if number in (1, 2):
-            dims = [dim if keys is None else keys[number - 1] for dim, keys in zip(dims, self.keys, strict=True)]
+        dims = [None if split is None else split.dim(number) for split in self.splits]
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
     def gradient(self, number: int) -> list[Placement]:
@@ -54,13 +49,10 @@ class Layout:
         whole = [Replicate() if split is None else Partial() for split in self.splits]
         return [w if isinstance(p, Replicate) else p for w, p in zip(whole, self.operand(number), strict=True)]
 
-    def result(self, names: Sequence[str]) -> list[Placement]:
-        """Placements of a result, as computed, whose dimensions are these coordinates."""
-        return _along([split and split.coordinate for split in self.splits], names)
-
-
-def _along(coordinates: Sequence[str | None], names: Sequence[str]) -> list[Placement]:
-    return [Replicate() if name is None else Shard(names.index(name)) for name in coordinates]
+    def result(self, names: Sequence[str], final: bool = False) -> list[Placement]:
+        """Placements of a result whose dimensions are these coordinates, as computed or as returned."""
+        along = [split and (final and split.output or split.coordinate) for split in self.splits]
+        return [Replicate() if name is None else Shard(names.index(name)) for name in along]
 
 
 @lru_cache(maxsize=1024)
@@ -77,27 +69,21 @@ def layout(
     """The layout of a call on a mesh of this shape.
 
     lengths: of the batch coordinates, None where one cannot be split.
-    sizes: those of the spec where Q is sharded along its rows; () elsewhere.
+    sizes: those of the spec, or () where only the lengths are known.
     shapes: of the operands.
     sharded: per operand and dimension of the mesh, the dimension of the tensor that is sharded.
     """
-    local, splits, output, keys = AttentionSpec.from_json(spec), [], [], []
-    known = dict(zip(local.sizes, sizes, strict=False))
+    local, splits = AttentionSpec.from_json(spec), []
+    known, asked = dict(zip(local.sizes, sizes, strict=False)), Request.parse(request)
     left, extents = list(lengths), [list(shape) for shape in shapes]
     for number, parts in enumerate(mesh):
-        cut = tuple(dims[number] for dims in sharded)
-        split, along = _split(local, left, extents, cut, parts, splits), None
-        if split is None and known:
-            along = sequences.divide(
-                sequences.Call(
-                    spec=local, sizes=known, parts=parts, sharded=cut, shapes=extents, batch=left, taken=splits,
-                    device=device, request=Request.parse(request),
-                )
-            )  # fmt: skip
-            split = along and along.split
+        call = Call(
+            spec=local, sizes=known, parts=parts, sharded=[dims[number] for dims in sharded],
+            shapes=extents, lengths=left, taken=splits, device=device, request=asked,
+        )  # fmt: skip
+        split = _split(call)
+        split = split or sequences.split(call)
         splits.append(split)
-        keys.append(along and along.keys)
-        output.append(along.output if along is not None else split and split.coordinate)
         if split is None:
             continue
         if split.coordinate != "i":
@@ -107,26 +93,16 @@ def layout(
                     shape[dim] = cast("int", shape[dim]) // parts
         local = one_part(local, split.coordinate, split.dims, f"offset{number}")
         known |= {split.size: split.length, f"offset{number}": 0} if known else {}
-    return Layout(spec=local, splits=tuple(splits), output=tuple(output), keys=tuple(keys))
+    return Layout(spec=local, splits=tuple(splits))
 
 
-def _split(
-    spec: AttentionSpec,
-    lengths: Sequence[Extent],
-    shapes: Sequence[Sequence[Extent]],
-    sharded: Sequence[int | None],
-    parts: int,
-    taken: Sequence[Split | None],
-) -> Split | None:
-    """Split along the batch coordinate by which the first sharded operand is cut; none that cuts what `taken` cuts."""
-    cut = [{s.dims[operand] for s in taken if s is not None} - {None} for operand in range(len(shapes))]
-    for operand, dim in enumerate(sharded):
-        for axis, length in enumerate(lengths):
-            if dim is None or length is None or length % parts:
-                continue
-            dims, name = split_dims(spec, axis, length // parts, parts, shapes), size_of_batch(spec, axis)
-            if dims[operand] == dim and name and not any(d in before for d, before in zip(dims, cut, strict=True)):
-                return Split(coordinate=f"b{axis}", count=length, length=length // parts, size=name, dims=dims)
+def _split(call: Call) -> Split | None:
+    """Split along the batch coordinate by which the first sharded operand is cut."""
+    for operand, dim in enumerate(call.sharded):
+        for axis in range(len(call.lengths)) if dim is not None else ():
+            split = call.split_of_batch(axis)
+            if split is not None and split.dims[operand] == dim:
+                return split
     return None
 
 
@@ -155,21 +131,19 @@ class _Call:
         )
         sharded = tuple(_sharded(operand, mesh.ndim) for operand in operands)
         extents = tuple(mesh.size(n) for n in range(mesh.ndim))
-        whole = tuple(map(int, sizes)) if sequences.is_sharded(parsed, sharded[0]) else ()
+        whole: tuple[int, ...] = ()
+        whole = sequences.sizes_of(parsed, sharded[0], sizes)
         result = layout(spec, lengths, whole, shapes, sharded, extents, mesh.device_type, emitter)
         return cls(mesh=mesh, layout=result, spec=parsed, sizes=sizes, operands=operands, emitter=emitter)
 
     def ring(self) -> str | None:
-        """The ring that K and V are passed around, where there is one."""
-        for number, keys in enumerate(self.layout.keys):
-            split = self.layout.splits[number]
-            if keys is not None and split is not None:
-                n_k = int(results.coordinate_extents(self.spec, self.sizes)["j"])
-                return sequences.Ring(
-                    group=self.mesh.get_group(number).group_name, parts=self.mesh.size(number),
-                    offset=f"offset{number}", rows=split.count, keys=n_k, dims=keys,
-                ).to_json()  # fmt: skip
-        return None
+        """The ring by which keys come to this process's queries, where there is one."""
+        result = None
+        for number, split in enumerate(self.layout.splits):
+            if split is not None and split.keys is not None:
+                n_k, group = int(results.coordinate_extents(self.spec, self.sizes)["j"]), self.mesh.get_group(number)
+                result = sequences.ring_of(group.group_name, self.mesh.size(number), f"offset{number}", split, n_k)
+        return result
 
     def arguments(self) -> tuple[list[Tensor], list[int], str, str]:
         """Arguments of the op for this process's part."""
@@ -207,7 +181,7 @@ class _Call:
         shape = [extents[name] for name in output.dims]
         order = [output.dims.index(name) for name in output.order]
         out = self.whole(local, shape, order, self.output_placements())
-        return out.redistribute(self.mesh, _along(self.layout.output, output.dims))
+        return out.redistribute(self.mesh, self.layout.result(output.dims, final=True))
 
     def output_placements(self) -> list[Placement]:
         return self.layout.result(self.spec.output.dims)

@@ -10,13 +10,12 @@ Q has its query rows sharded, K and V their keys or nothing. The schedules:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import I, J
-from fusion.ir.parts import LENGTHS, Extent, Split, dims_along, one_part, size_of_batch, split_dims
-from fusion.ir.request import Request
+from fusion.ir.parts import LENGTHS, Call, Split, dims_along, one_part
 from fusion.ir.results import extents_function
 from fusion.runtime import kernels
 from fusion.sequences import cost, partial
@@ -25,64 +24,31 @@ from fusion.sequences.transfers import Ring
 SCHEDULES = ("gather", "ring", "all_to_all")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A call on a mesh. sizes: of the spec, by name. sharded: per operand the dimension that is sharded over the
-    dimension of the mesh in question. shapes, batch: extents of operands and batch coordinates on that dimension, None
-    where one cannot be split. device: its type."""
-
-    spec: AttentionSpec
-    sizes: Mapping[str, int]
-    parts: int
-    sharded: tuple[int | None, ...]
-    shapes: Sequence[Sequence[Extent]]
-    batch: Sequence[Extent]
-    taken: Sequence[Split | None]
-    device: str
-    request: Request
-
-    def extents(self) -> tuple[int, ...]:
-        """(batch coordinates.., n_q, n_k, d, d_v)."""
-        return extents_function(self.spec)([self.sizes[name] for name in self.spec.sizes])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """Split of a call by a schedule, and the coordinate by which its output is sharded in the end. keys: dimensions of
-    K and V that stay sharded, for the ring; None elsewhere."""
-
-    schedule: str
-    split: Split
-    output: str = "i"
-    keys: tuple[int, int] | None = None
-
-
-def is_sharded(spec: AttentionSpec, dims: Sequence[int | None]) -> bool:
-    """Whether Q, sharded along these dimensions, is sharded along its rows."""
+def sizes_of(spec: AttentionSpec, dims: Sequence[int | None], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of a call whose Q, sharded along these dimensions, is sharded along its rows; () of any other."""
     rows = dims_along(spec, I)[0]
-    return rows is not None and rows in dims
+    return tuple(map(int, sizes)) if rows is not None and rows in dims else ()
 
 
-def divide(call: Call) -> Division | None:
-    """Division of a call by the schedule that is requested, or by the one that is predicted to be fastest. Where it
-    cannot run, the gather; None where Q is not sharded along its rows."""
+def split(call: Call) -> Split | None:
+    """Split by the schedule that is requested, or by the one that is predicted to be fastest. Where it cannot run, the
+    gather; None where Q is not sharded along its rows."""
     rows = dims_along(call.spec, I)
     if rows[0] is None or call.sharded[0] != rows[0] or any(s is not None and s.coordinate == "i" for s in call.taken):
         return None
-    gather = Division(schedule="gather", split=_of_rows(call, rows))
+    gather = _of_rows(call, rows)
     candidates = {"gather": gather, "ring": _ring(call, gather), "all_to_all": _all_to_all(call)}
-    possible = {name: division for name, division in candidates.items() if division is not None}
+    possible = {name: split for name, split in candidates.items() if split is not None}
     asked = call.request.across
     if asked == "auto":
-        exact = replace(call.request, approximation=None)
-        machine = kernels.machine_of(call.device, exact)
+        machine = kernels.machine_of(call.device, call.request)
         asked = cost.cheapest(traffic(call), [*possible], machine, call.spec.dtype)
     return possible.get(asked, gather)
 
 
 def traffic(call: Call) -> cost.Traffic:
     """Sizes of a call that decide what processes send and compute."""
-    *batch, n_q, n_k, d, d_v = call.extents()
+    *batch, n_q, n_k, d, d_v = _extents(call)
     rows = one_part(call.spec, "i", dims_along(call.spec, I), "first_row")
     ring = Ring(group="", parts=call.parts, offset="first_row", rows=n_q, keys=n_k, dims=(0, 0))
     known = dict(call.sizes) | {"first_row": 0, LENGTHS["i"]: 0}
@@ -95,34 +61,33 @@ def traffic(call: Call) -> cost.Traffic:
     )  # fmt: skip
 
 
-def _of_rows(call: Call, dims: tuple[int | None, ...]) -> Split:
-    n_q = call.extents()[-4]
-    length = -(-n_q // call.parts)
-    cut = tuple(d if d not in _cut(call, n) else None for n, d in enumerate(dims))
-    return Split(coordinate="i", count=n_q, length=length, size=LENGTHS["i"], dims=cut)
+def _extents(call: Call) -> tuple[int, ...]:
+    """(batch coordinates.., n_q, n_k, d, d_v)."""
+    return extents_function(call.spec)([call.sizes[name] for name in call.spec.sizes])
 
 
-def _cut(call: Call, operand: int) -> set[int | None]:
-    """Dimensions of an operand that are cut along another dimension of the mesh."""
-    return {split.dims[operand] for split in call.taken if split is not None}
+def _of_rows(call: Call, dims: Sequence[int | None]) -> Split:
+    n_q = _extents(call)[-4]
+    cut = tuple(dim if call.free([*[None] * n, dim]) else None for n, dim in enumerate(dims))
+    return Split(coordinate="i", count=n_q, length=-(-n_q // call.parts), size=LENGTHS["i"], dims=cut)
 
 
-def _ring(call: Call, gather: Division) -> Division | None:
-    keys = dims_along(call.spec, J)
-    k, v = keys[1:3]
-    if k is None or v is None or call.sharded[1:3] != (k, v) or partial.unsupported(call.spec) is not None:
+def _ring(call: Call, gather: Split) -> Split | None:
+    k, v = dims_along(call.spec, J)[1:3]
+    if k is None or v is None or tuple(call.sharded[1:3]) != (k, v) or partial.unsupported(call.spec) is not None:
         return None
-    return Division(schedule="ring", split=gather.split, keys=(k, v))
+    return replace(gather, keys=(k, v))
 
 
-def _all_to_all(call: Call) -> Division | None:
-    for axis, extent in reversed(list(enumerate(call.batch))):
-        name = size_of_batch(call.spec, axis)
-        if extent is None or name is None or extent % call.parts:
-            continue
-        length = extent // call.parts
-        dims = split_dims(call.spec, axis, length, call.parts, call.shapes)
-        if None not in dims[:3] and not any(d is not None and d in _cut(call, n) for n, d in enumerate(dims)):
-            split = Split(coordinate=f"b{axis}", count=extent, length=length, size=name, dims=dims)
-            return Division(schedule="all_to_all", split=split)
+def _all_to_all(call: Call) -> Split | None:
+    for axis in reversed(range(len(call.lengths))):
+        split = call.split_of_batch(axis)
+        if split is not None and None not in split.dims[:3]:
+            return replace(split, output="i")
     return None
+
+
+def ring_of(group: str, parts: int, offset: str, split: Split, n_k: int) -> str:
+    """Ring of a group of processes with this split, as text."""
+    assert split.keys is not None
+    return Ring(group=group, parts=parts, offset=offset, rows=split.count, keys=n_k, dims=split.keys).to_json()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fusion
 from fusion import sequences
+from fusion.ir.parts import Call, Split
 from fusion.runtime import dtensor
 
 B, H, N, D = 2, 4, 37, 16
@@ -222,13 +223,14 @@ def recorded() -> Iterator[list[str]]:
     """Names of the schedules that run in the context."""
     ran: list[str] = []
 
-    def divide(*given: Any) -> sequences.Division | None:
-        result = sequences.schedules.divide(*given)
-        ran.append("" if result is None else result.schedule)
+    def split(call: Call) -> Split | None:
+        result = sequences.schedules.split(call)
+        if result is not None:
+            ran.append("ring" if result.keys else "gather" if result.coordinate == "i" else "all_to_all")
         return result
 
     dtensor.layout.cache_clear()
-    with mock.patch.object(sequences, "divide", divide):
+    with mock.patch.object(sequences, "split", split):
         yield ran
 
 
