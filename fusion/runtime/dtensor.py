@@ -165,7 +165,7 @@ class _Call:
                 f"fusion::attention of DTensors got a plain {type(tensor).__name__} of shape {list(tensor.shape)} "
                 "among its results' gradients; convert it with DTensor.from_local"
             )
-        return tensor.redistribute(self.mesh, placements).to_local()
+        return _moved(tensor, placements).to_local()
 
     def whole(self, local: Tensor, shape: Sequence[Any], order: Sequence[int], at: Sequence[Placement]) -> DTensor:
         """The DTensor of this shape, packed in this order of dimensions, of which the process holds `local`."""
@@ -181,7 +181,7 @@ class _Call:
         shape = [extents[name] for name in output.dims]
         order = [output.dims.index(name) for name in output.order]
         out = self.whole(local, shape, order, self.output_placements())
-        return out.redistribute(self.mesh, self.layout.result(output.dims, final=True))
+        return _moved(out, self.layout.result(output.dims, final=True))
 
     def output_placements(self) -> list[Placement]:
         return self.layout.result(self.spec.output.dims)
@@ -205,7 +205,13 @@ class _Call:
             return result.full_tensor()
         pairs = zip(result.placements, operand.placements, strict=True)
         kept = [own if isinstance(own, Shard) else p for p, own in pairs]
-        return result.redistribute(self.mesh, kept)  # of a sum a process needs its own shard only
+        return _moved(result, kept)  # of a sum a process needs its own shard only
+
+
+def _moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """DTensor in these placements."""
+    tensor = sequences.moved(tensor, placements)
+    return tensor.redistribute(tensor.device_mesh, placements)
 
 
 def _mesh(operands: Sequence[Tensor]) -> DeviceMesh:

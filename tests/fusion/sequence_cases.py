@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion
 from fusion import sequences
 from fusion.ir.parts import Call, Split
 from fusion.runtime import dtensor
+from fusion.sequences import cost
 
 B, H, N, D = 2, 4, 37, 16
 QKV = ((B, H, N, D),) * 3
@@ -196,6 +198,16 @@ CASES: dict[str, Case] = {
 DROPOUT, DROPPED, SEED = Case(function=dropped), "dropout", 7
 
 
+EVEN = ((2, 4, 32, D),) * 3
+COUNTED = {
+    "even": Case(function=plain, shapes=EVEN),
+    "causal, even": Case(function=causal, shapes=EVEN),
+    "grouped, even": Case(function=grouped, shapes=((2, 8, 32, D), (2, 4, 32, D), (2, 4, 32, D))),
+    "other widths": Case(function=plain, shapes=((2, 4, 32, D), (2, 4, 64, D), (2, 4, 64, 2 * D))),
+    "window, uneven": Case(function=window),
+}
+
+
 def weights(shape: torch.Size) -> Tensor:
     """Of the result's elements in the loss."""
     return torch.linspace(-1, 1, math.prod(shape)).sin().reshape(shape)
@@ -218,20 +230,76 @@ def _place(case: Case, mesh: DeviceMesh) -> list[DTensor]:
     return leaves
 
 
+class Ran(list[str]):
+    """Names of the schedules that ran, and the last call's sizes."""
+
+    traffic: cost.Traffic
+
+
 @contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Names of the schedules that run in the context."""
-    ran: list[str] = []
+def recorded() -> Iterator[Ran]:
+    ran = Ran()
 
     def split(call: Call) -> Split | None:
         result = sequences.schedules.split(call)
         if result is not None:
+            ran.traffic = sequences.schedules.traffic(call)
             ran.append("ring" if result.keys else "gather" if result.coordinate == "i" else "all_to_all")
         return result
 
     dtensor.layout.cache_clear()
     with mock.patch.object(sequences, "split", split):
         yield ran
+
+
+class Sent(TorchDispatchMode):
+    """Count of the elements that this process sends: by torch's collectives to `processes` - 1 others, and by the
+    room's own messages."""
+
+    def __init__(self, processes: int):
+        super().__init__()
+        self.processes, self.elements = processes, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        if name == "all_gather_into_tensor":
+            self.elements += args[0].numel() * (self.processes - 1)
+        elif name == "reduce_scatter_tensor":
+            self.elements += args[0].numel() // self.processes * (self.processes - 1)
+        elif "_c10d_functional" in func.namespace:
+            assert name == "wait_tensor", f"{name} is not counted"
+        return func(*args, **(kwargs or {}))
+
+    def messages(self, operations: list[dist.P2POp]) -> list[Any]:
+        self.elements += sum(p.tensor.numel() for p in operations if p.op is dist.isend)
+        return BATCH(operations)
+
+    def __enter__(self):
+        dist.batch_isend_irecv = self.messages
+        return super().__enter__()
+
+    def __exit__(self, *given: Any) -> None:
+        dist.batch_isend_irecv = BATCH
+        super().__exit__(*given)
+
+
+BATCH = dist.batch_isend_irecv
+
+
+def counted(case: Case, schedule: str, mesh: DeviceMesh) -> dict[str, Any]:
+    """Elements that this process sends in the forward and in the backward, and those that the cost model says."""
+    leaves, processes = _place(case, mesh), mesh.size()
+    attend = fusion.sequence_parallel(case.function, options={"emitter": case.emitter, "sequences": schedule})
+    with recorded() as ran, Sent(processes) as forward:
+        out = attend(*leaves)
+    arriving = distribute_tensor(torch.ones(out.shape), mesh, out.placements)
+    with Sent(processes) as backward:
+        out.backward(arriving)
+    traffic = ran.traffic
+    model = traffic.ring()[dist.get_rank()] if schedule == "ring" else traffic.sent(schedule)
+    return {"sent": (forward.elements, backward.elements), "model": model, "formula": traffic.sent(schedule)}
 
 
 def distributed(case: Case, schedule: str, mesh: DeviceMesh, weighted: bool = True) -> dict[str, Any]:
@@ -283,6 +351,12 @@ def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
         (name, schedule): functools.partial(distributed, CASES[name], schedule, mesh)
         for name in names
         for schedule in SCHEDULES
+    }
+    runs |= {
+        (name, schedule, "counted"): functools.partial(counted, case, schedule, mesh)
+        for name, case in COUNTED.items()
+        for schedule in SCHEDULES
+        if case.shapes[0][2] % processes == 0 or schedule == "ring"
     }
     runs |= {(DROPPED, schedule): functools.partial(with_dropout, schedule, mesh) for schedule in SCHEDULES}
     for key, run in (runs | {"refused": functools.partial(refusals, mesh)}).items():

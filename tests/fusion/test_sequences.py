@@ -13,7 +13,7 @@ from torch import multiprocessing
 
 import fusion
 from fusion.errors import ShardingError, StrictError
-from tests.fusion.sequence_cases import CASES, DROPOUT, DROPPED, SCHEDULES, SEED, gradients, work
+from tests.fusion.sequence_cases import CASES, COUNTED, DROPOUT, DROPPED, SCHEDULES, SEED, gradients, work
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
 ON_FOUR = (
@@ -74,6 +74,22 @@ def test_dropout_is_that_of_one_process_with_the_seed_of_the_first(found, schedu
         result = process[DROPPED, schedule]
         assert "error" not in result, result["error"]
         assert_as_exact_as_eager(result["tensors"], single, exact)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("processes", (2, 4))
+def test_a_process_sends_the_elements_that_the_cost_model_says(found, processes, name, schedule):
+    even = COUNTED[name].shapes[0][2] % processes == 0
+    if not even and schedule != "ring":
+        pytest.skip("the formulas are those of equal shards")
+    results = [process[name, schedule, "counted"] for process in found[processes]]
+    for result in results:
+        assert "error" not in result, result["error"]
+        assert result["sent"] == tuple(result["model"])
+    if even:
+        mean = [sum(result["sent"][n] for result in results) / processes for n in (0, 1)]
+        assert mean == pytest.approx(results[0]["formula"], rel=1e-12)
 
 
 def test_tensors_of_one_process_are_refused():
