@@ -9,6 +9,8 @@ from fusion.errors import ProblemError
 from fusion.machine import Machine, machine
 from fusion.planning.plan import plan
 from fusion.planning.problem import Problem
+from fusion.sequences.cost import rows, table
+from fusion.sequences.schedules import across
 
 HELP = "Schedule, tile, I/O, lower bound and predicted time of one attention problem."
 
@@ -21,7 +23,8 @@ EXAMPLES = """examples:
   fusion cost --N 4096 --d 64
   fusion cost --N 4096 --d 128 --heads 32 --heads-kv 8 --dtype bf16 --causal --machine h200
   fusion cost --N 4096 --d 128 --dtype bf16 --machine sm_89:cores=128,clock=2.52e9,bandwidth=1.008e12
-  fusion cost --N 8192 --d 16 --bound 1 --epsilon 1e-2"""
+  fusion cost --N 8192 --d 16 --bound 1 --epsilon 1e-2
+  fusion cost --N 1048576 --d 128 --heads 32 --causal --dtype bf16 --machine h200 --devices 8 --link 450e9"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--epsilon", type=float, default=1e-2, help="error of the weights, with --bound (default %(default)s)"
     )
+    parser.add_argument("--devices", type=int, default=1, help="shard the sequence over so many (default %(default)s)")
+    parser.add_argument("--link", type=float, help="bytes/s that a device sends (default 450e9 of a GPU, 1e9 of a CPU)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,10 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
     chosen = plan(problem, target)
     crossing = "" if arguments.bound is None else _crossing(problem, target, arguments.bound, arguments.epsilon)
+    if arguments.devices < 1 or arguments.link is not None and not arguments.link > 0:
+        raise ProblemError(f"--devices {arguments.devices} --link {arguments.link}: give positive numbers")
+    sharded = across(problem, arguments.devices) if arguments.devices > 1 else None
     if arguments.json:
-        print(json.dumps({**chosen.to_dict(), "problem": str(problem), "runs": str(chosen.choice)}, indent=2))
+        found = {**chosen.to_dict(), "problem": str(problem), "runs": str(chosen.choice)}
+        found |= {} if sharded is None else {"across": rows(sharded, target, problem.dtype, arguments.link)}
+        print(json.dumps(found, indent=2))
         return 0
     print(f"{chosen.explain()}\nruns       {chosen.choice}")
+    if sharded is not None:
+        print(table(sharded, target, problem.dtype, arguments.link))
     if crossing:
         print(f"polynomial {crossing}")
     return 0

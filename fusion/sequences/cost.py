@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from fusion.ir.parts import run_of
 from fusion.machine import Machine
@@ -116,6 +117,37 @@ class Traffic:
             return slowest + moving + latency
         steps = max(map(sum, self.live), default=1) or 1
         return max(slowest, moving) + min(slowest, moving) / steps + steps * latency
+
+
+def rows(traffic: Traffic, machine: Machine, dtype: str, link: float | None = None) -> list[dict[str, Any]]:
+    """For each schedule the bytes that the busiest device sends, and seconds, in the forward and in a step of training,
+    the fastest in training first. link: bytes/s that a device sends."""
+    by = link or LINKS[machine.kind]
+
+    def row(name: str) -> dict[str, Any]:
+        forward, backward = (n * traffic.element_bytes for n in traffic.most(name))
+        times = [traffic.seconds(name, machine, dtype, by, trained) for trained in (False, True)]
+        return {"schedule": name, "forward_bytes": forward, "backward_bytes": backward,
+                "forward_seconds": times[0], "training_seconds": times[1]}  # fmt: skip
+
+    heads = traffic.key_heads % traffic.parts == 0
+    names = [name for name in FORMULAS if heads or name != "all_to_all"]
+    return sorted(map(row, names), key=lambda row: row["training_seconds"])
+
+
+def table(traffic: Traffic, machine: Machine, dtype: str, link: float | None = None) -> str:
+    """`rows` as text, with the lower bound."""
+    by, bound = link or LINKS[machine.kind], traffic.bound()
+    lines = [f"across     {traffic.parts} devices, {by / 1e9:g} GB/s from each; bytes that the busiest sends"]
+    lines += [f"{'':11}{'schedule':12}{'forward':>11}{'backward':>11}{'forward':>12}{'training':>12}"]
+    for row in rows(traffic, machine, dtype, link):
+        sent = f"{row['forward_bytes']:11.3e}{row['backward_bytes']:11.3e}"
+        lines.append(
+            f"{'':11}{row['schedule']:12}{sent}{row['forward_seconds']:10.3e} s{row['training_seconds']:10.3e} s"
+        )
+    if bound is not None:
+        lines.append(f"{'':11}{'bound':12}{bound * traffic.element_bytes:11.3e}  received, without a mask")
+    return "\n".join(lines)
 
 
 def cheapest(

@@ -10,13 +10,14 @@ Q has its query rows sharded, K and V their keys or nothing. The schedules:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import I, J
 from fusion.ir.parts import LENGTHS, Call, Split, dims_along, one_part
 from fusion.ir.results import extents_function
+from fusion.planning.problem import Problem, attention_of
 from fusion.runtime import kernels
 from fusion.sequences import cost, partial
 from fusion.sequences.transfers import Ring
@@ -42,32 +43,36 @@ def split(call: Call) -> Split | None:
     asked = call.request.across
     if asked == "auto":
         machine = kernels.machine_of(call.device, call.request)
-        asked = cost.cheapest(traffic(call), [*possible], machine, call.spec.dtype)
+        asked = cost.cheapest(traffic(call.spec, call.sizes, call.parts), [*possible], machine, call.spec.dtype)
     return possible.get(asked, gather)
 
 
-def traffic(call: Call) -> cost.Traffic:
-    """Sizes of a call that decide what processes send and compute."""
-    *batch, n_q, n_k, d, d_v = _extents(call)
-    rows = one_part(call.spec, "i", dims_along(call.spec, I), "first_row")
-    ring = Ring(group="", parts=call.parts, offset="first_row", rows=n_q, keys=n_k, dims=(0, 0))
-    known = dict(call.sizes) | {"first_row": 0, LENGTHS["i"]: 0}
-    heads, pairs = math.prod(batch), ring.pairs(rows, known)
-    group = call.spec.heads_per_key(batch[-1]) if batch else 1
+def traffic(spec: AttentionSpec, sizes: Mapping[str, int], parts: int) -> cost.Traffic:
+    """Sizes of a call that decide what processes send and compute. sizes: of the spec, by name."""
+    *batch, n_q, n_k, d, d_v = _extents(spec, sizes)
+    rows = one_part(spec, "i", dims_along(spec, I), "first_row")
+    ring = Ring(group="", parts=parts, offset="first_row", rows=n_q, keys=n_k, dims=(0, 0))
+    known = dict(sizes) | {"first_row": 0, LENGTHS["i"]: 0}
+    heads, group = math.prod(batch), spec.heads_per_key(batch[-1]) if batch else 1
     return cost.Traffic(
-        parts=call.parts, n_q=n_q, n_k=n_k, heads=heads, key_heads=heads // group, d=d, d_v=d_v,
-        live=tuple(map(tuple, ring.live(rows, known))), pairs=tuple(pairs),
-        element_bytes=call.spec.operands[1].torch_dtype.itemsize,
+        parts=parts, n_q=n_q, n_k=n_k, heads=heads, key_heads=heads // group, d=d, d_v=d_v,
+        live=tuple(map(tuple, ring.live(rows, known))), pairs=tuple(ring.pairs(rows, known)),
+        element_bytes=spec.operands[1].torch_dtype.itemsize,
     )  # fmt: skip
 
 
-def _extents(call: Call) -> tuple[int, ...]:
+def across(problem: Problem, devices: int) -> cost.Traffic:
+    """Traffic of a problem whose sequence is sharded over devices."""
+    return traffic(attention_of(problem), {}, devices)
+
+
+def _extents(spec: AttentionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """(batch coordinates.., n_q, n_k, d, d_v)."""
-    return extents_function(call.spec)([call.sizes[name] for name in call.spec.sizes])
+    return extents_function(spec)([sizes[name] for name in spec.sizes])
 
 
 def _of_rows(call: Call, dims: Sequence[int | None]) -> Split:
-    n_q = _extents(call)[-4]
+    n_q = _extents(call.spec, call.sizes)[-4]
     cut = tuple(dim if call.free([*[None] * n, dim]) else None for n, dim in enumerate(dims))
     return Split(coordinate="i", count=n_q, length=-(-n_q // call.parts), size=LENGTHS["i"], dims=cut)
 

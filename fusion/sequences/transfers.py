@@ -51,11 +51,13 @@ class Ring:
     def live(self, spec: AttentionSpec, sizes: Mapping[str, int]) -> list[list[bool]]:
         """For each process and each block of keys, whether a row of the one may have a live key in the other. spec: of
         a process's rows."""
-        blocks, result = [self.keys_of(part) for part in range(self.parts)], []
+        first, count = np.array([self.keys_of(part) for part in range(self.parts)]).T
+        result = []
         for part in range(self.parts):
             low, high = self._visited(spec, sizes, part, max(1, self.rows))
-            seen = low < high
-            result.append([bool((seen & (low < first + n) & (first < high)).any()) and n > 0 for first, n in blocks])
+            low, high = low.reshape(-1, 1), high.reshape(-1, 1)
+            seen = (low < high) & (low < first + count) & (first < high) & (count > 0)
+            result.append(seen.any(0).tolist())
         return result
 
     def pairs(self, spec: AttentionSpec, sizes: Mapping[str, int]) -> list[int]:

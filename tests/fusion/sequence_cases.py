@@ -243,7 +243,7 @@ def recorded() -> Iterator[Ran]:
     def split(call: Call) -> Split | None:
         result = sequences.schedules.split(call)
         if result is not None:
-            ran.traffic = sequences.schedules.traffic(call)
+            ran.traffic = sequences.schedules.traffic(call.spec, call.sizes, call.parts)
             ran.append("ring" if result.keys else "gather" if result.coordinate == "i" else "all_to_all")
         return result
 
