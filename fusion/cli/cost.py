@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from fusion.errors import ProblemError
 from fusion.machine import Machine, machine
 from fusion.planning.plan import plan
 from fusion.planning.problem import Problem
-from fusion.sequences.cost import rows, table
-from fusion.sequences.schedules import across
 
 HELP = "Schedule, tile, I/O, lower bound and predicted time of one attention problem."
 
@@ -79,18 +78,27 @@ def run(arguments: argparse.Namespace) -> int:
     crossing = "" if arguments.bound is None else _crossing(problem, target, arguments.bound, arguments.epsilon)
     if arguments.devices < 1 or arguments.link is not None and not arguments.link > 0:
         raise ProblemError(f"--devices {arguments.devices} --link {arguments.link}: give positive numbers")
-    sharded = across(problem, arguments.devices) if arguments.devices > 1 else None
+    sharded = _sharded(problem, target, arguments) if arguments.devices > 1 else None
     if arguments.json:
         found = {**chosen.to_dict(), "problem": str(problem), "runs": str(chosen.choice)}
-        found |= {} if sharded is None else {"across": rows(sharded, target, problem.dtype, arguments.link)}
+        found |= {} if sharded is None else {"across": sharded[0]}
         print(json.dumps(found, indent=2))
         return 0
     print(f"{chosen.explain()}\nruns       {chosen.choice}")
     if sharded is not None:
-        print(table(sharded, target, problem.dtype, arguments.link))
+        print(sharded[1])
     if crossing:
         print(f"polynomial {crossing}")
     return 0
+
+
+def _sharded(problem: Problem, target: Machine, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+    """Cost of the schedules between devices: as data, and as text."""
+    from fusion.sequences import cost, schedules  # torch.distributed: not where it is not asked for
+
+    traffic = schedules.across(problem, arguments.devices)
+    given = traffic, target, problem.dtype, arguments.link
+    return cost.rows(*given), cost.table(*given)
 
 
 def _crossing(problem: Problem, target: Machine, bound: float, epsilon: float) -> str:

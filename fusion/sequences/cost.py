@@ -84,7 +84,7 @@ class Traffic:
         return forward, backward
 
     def most(self, schedule: str) -> tuple[float, float]:
-        """As `sent`, of the device that sends most."""
+        """Elements that the device sends which sends most, as `sent` otherwise."""
         if schedule != "ring":
             return self.sent(schedule)
         forward, backward = zip(*self.ring(), strict=True)
