@@ -269,7 +269,7 @@ class Sent(TorchDispatchMode):
         elif name == "reduce_scatter_tensor":
             self.elements += args[0].numel() // self.processes * (self.processes - 1)
         elif "_c10d_functional" in func.namespace:
-            assert name == "wait_tensor", f"{name} is not counted"
+            assert name in ("wait_tensor", "_wrap_tensor_autograd"), f"{name} is not counted"
         return func(*args, **(kwargs or {}))
 
     def messages(self, operations: list[dist.P2POp]) -> list[Any]:
