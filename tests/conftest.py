@@ -251,5 +251,5 @@ def _products_stay_with_torchs_library(request: pytest.FixtureRequest) -> Iterat
         return
     speeds = importlib.import_module("fusion.linear.speeds")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speeds, "of_threads", lambda threads: speeds.UNKNOWN)
+        patch.setattr(speeds, "of_threads", lambda threads, dtype=None: speeds.UNKNOWN)
         yield

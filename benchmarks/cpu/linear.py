@@ -34,10 +34,12 @@ def products(seconds: float, clock: Callable[[], float]) -> None:
         cells = []
         for name, left, right in (("forward", x, w), ("dX", grad, w.t()), ("dW", grad.t(), x.t())):
             mkl = Entry(name="MKL", call=lambda left=left, right=right: left @ right.t())
-            own = Entry(name="oneDNN", call=lambda left=left, right=right: product(left, right, None, True))
+            own = Entry(name="oneDNN", call=lambda left=left, right=right: product(left, right, None, "", True))
             interleave([mkl, own], seconds=seconds, clock=clock)
             rates = [f"{2e-9 * m * k * n / min(entry.times):4.0f}" for entry in (mkl, own)]
-            share = errors(product(left, right, None, True), left @ right.t(), left.double() @ right.double().t()).share
+            share = errors(
+                product(left, right, None, "", True), left @ right.t(), left.double() @ right.double().t()
+            ).share
             picks = speeds.onednn_pays(*left.shape, len(right), 0, torch.get_num_threads())
             cells.append(f"{name} {' '.join(rates)} {share:.2f}{'*' if picks else ' '}")
         print(f"{m:5}{k:5}{n:5}   {'   '.join(cells)}", flush=True)

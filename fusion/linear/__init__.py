@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule
 
 from fusion.linear import products, speeds
-from fusion.linear.redirect import COUNTED, ProductsPass, is_large
+from fusion.linear.redirect import COUNTED, DTYPES, ProductsPass, is_large
 from fusion.options import When
 from fusion.passes import nodes
 from fusion.torch_private import devices
@@ -33,25 +33,27 @@ log = logging.getLogger(__name__)
 def settings(module: GraphModule, when: When) -> dict[str, Any]:
     """Inductor's settings under which products of this graph, and of its backward, go to the faster library; empty
     where none do. `"always"`: all products that can go to oneDNN do."""
-    if when == "never" or (when == "auto" and not _may_hold_products(module)):
+    dtypes = _dtypes_of_products(module) if when == "auto" else DTYPES
+    if when == "never" or not dtypes:
         return {}
     if reason := products.lacks():
         _say_once(reason)
         return {}
     if not devices.onednn_may_run():
         return {}
-    if when == "auto" and not speeds.of_threads(torch.get_num_threads()).ever_pays:
+    if when == "auto" and not any(speeds.of_threads(torch.get_num_threads(), dtype).ever_pays for dtype in dtypes):
         return {}
     others = config.post_grad_custom_pre_pass
     others = [] if others is None else others if isinstance(others, list) else [others]
-    ours = ProductsPass(when == "always")
+    ours = ProductsPass(when == "always", dtypes)
     return {"post_grad_custom_pre_pass": [*others, ours] if others else ours}
 
 
-def _may_hold_products(module: GraphModule) -> bool:
-    """Whether a graph reads a matrix that is not small. Where it does not, nothing is measured."""
-    reads = (node for node in module.graph.nodes if node.op in ("placeholder", "get_attr"))
-    return any(is_large(nodes.fake(node)) for node in reads)
+def _dtypes_of_products(module: GraphModule) -> tuple[torch.dtype, ...]:
+    """The dtypes of matrices that a graph reads and that are not small. Of others nothing is measured."""
+    reads = [nodes.fake(node) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")]
+    present = {value.dtype for value in reads if is_large(value)}
+    return tuple(dtype for dtype in DTYPES if dtype in present)
 
 
 @functools.lru_cache(maxsize=64)
@@ -63,9 +65,10 @@ def _say_once(reason: str) -> None:
 def noting(notes: list[str]) -> Iterator[None]:
     """Add to a report how many products of the graph that is compiled inside of the `with` are computed by oneDNN. They
     are counted with Inductor's counters, which it restores where it finds a graph in its cache."""
-    before = counters["inductor"][COUNTED]
+    before = {dtype: counters["inductor"][name] for dtype, name in COUNTED.items()}
     yield
-    if count := counters["inductor"][COUNTED] - before:
-        counters["fusion"]["products"] += count
-        measured = speeds.known.get(torch.get_num_threads())
-        notes.append(f"linear: {count} products by oneDNN" + (f" ({measured})" if measured else ""))
+    for dtype, name in COUNTED.items():
+        if count := counters["inductor"][name] - before[dtype]:
+            counters["fusion"]["products"] += count
+            measured = speeds.known.get((torch.get_num_threads(), dtype))
+            notes.append(f"linear: {count} products by oneDNN" + (f" ({measured})" if measured else ""))

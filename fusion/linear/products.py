@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusion.torch_private import devices
@@ -18,6 +19,9 @@ CHAIN = 430
 have errors of 1.3 times what the project's rule allows beside it, chains of 430 stay within."""
 FEW = (2, 3)
 """Rows for which MKL has shorter chains: beside it oneDNN would round worse than the rule allows."""
+STEP = 256
+"""Widths of parts that differ: a sum of 1024 terms is best computed as 768, and 256, of which oneDNN adds 512 and then
+two times 256."""
 
 
 @functools.cache
@@ -28,28 +32,47 @@ def lacks() -> str:
     return devices.onednn_lacks()
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`. Operands may have any strides; one that oneDNN
-    cannot read is copied for this call."""
+def product(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str = "") -> Tensor:
+    """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`, and its GELU where `gelu` names one. Operands may
+    have any strides; one that oneDNN cannot read is copied for this call."""
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    if (part := width(x.shape[1])) == x.shape[1]:
-        return devices.onednn_product(x, _dense(w), bias)
-    parts = zip(x.split(part, 1), w.split(part, 1), strict=True)
+    if (part := width(x.shape[1], x.dtype)) == x.shape[1]:
+        return devices.onednn_product(x, _dense(w), bias, gelu)
+    parts = zip(_parts(x, part), _parts(w, part), strict=True)
     left, right = next(parts)
-    out = devices.onednn_product(left, _dense(right), bias)
+    out = devices.onednn_product(left, right, bias)
     for left, right in parts:
-        out = devices.onednn_product_and(left, _dense(right), out)
-    return out
+        out = devices.onednn_product_and(left, right, out)
+    return F.gelu(out, approximate=gelu) if gelu else out
+
+
+def _parts(matrix: Tensor, width: int) -> Sequence[Tensor]:
+    """Columns of a matrix by parts that oneDNN can read, all copied in one pass where they have to be copied."""
+    if matrix.mT.is_contiguous() or matrix.shape[1] % width:
+        return [_dense(part) for part in matrix.split(width, 1)]
+    return matrix.unflatten(1, (-1, width)).transpose(0, 1).contiguous().unbind()
 
 
 @functools.lru_cache(65536)
-def width(depth: int) -> int:
-    """Number of terms per call for sums of `depth` terms, so that the chains of additions stay short."""
-    count = 1
-    while (part := -(-depth // count)) > CHAIN and _chain(part) > CHAIN:
-        count += 1
-    return part
+def width(depth: int, dtype: torch.dtype = torch.float32) -> int:
+    """Number of terms per call for sums of `depth` terms, so that the chains of additions stay short. In bfloat16
+    torch's own products are oneDNN's, too."""
+    if dtype is not torch.float32 or depth <= CHAIN:
+        return depth
+    for count in range(1, depth):
+        least = -(-depth // count)
+        for part in (least, (least // STEP + 1) * STEP):
+            rest = depth % part
+            if depth // part + (rest > 0) == count and _average(depth, part) <= CHAIN:
+                return part
+    return 1
+
+
+def _average(depth: int, part: int) -> float:
+    """Length of the chains of a sum that is computed in parts, averaged over its terms."""
+    rest = depth % part
+    return ((depth - rest) * _chain(part) + (rest * _chain(rest) if rest else 0)) / depth
 
 
 def _chain(depth: int) -> float:
@@ -81,7 +104,7 @@ def plainly() -> Iterator[None]:
 
 def copied(x: Tensor, w: Tensor) -> int:
     """Number of elements of the operands that a product copies."""
-    parts = width(x.shape[1]) < x.shape[1]
+    parts = width(x.shape[1], x.dtype) < x.shape[1]
     left = parts or not x.is_contiguous()
     right = not w.mT.is_contiguous() and (parts or not w.is_contiguous())
     return left * x.numel() + right * w.numel()

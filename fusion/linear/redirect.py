@@ -3,14 +3,16 @@ that pays."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fusion.linear import products, speeds
+from fusion.linear import activations, products, speeds
 from fusion.passes import nodes
 from fusion.torch_private import devices
 from fusion.torch_private.dynamo import counters
@@ -18,29 +20,31 @@ from fusion.torch_private.inductor import CustomGraphPass, is_packaging
 from fusion.torch_private.operators import register_fake
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, chosen: bool) -> Tensor:
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool) -> Tensor:
     """`torch.ops.fusion.linear`, in graphs whose gradients are traced: `x: [m, k]` times `w: [n, k]`, transposed, plus
-    `bias: [n]`. chosen: oneDNN was chosen when the graph was compiled, as all sizes were known; otherwise the sizes of
-    the call decide."""
-    if x.shape[0] not in products.FEW and devices.onednn_may_run() and (chosen or _pays(x, w)):
-        return products.product(x, w, bias)
-    return torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
+    `bias: [n]`, and GELU of that where `gelu` is the `approximate` of one. chosen: oneDNN was chosen when the graph was
+    compiled, as all sizes were known; otherwise the sizes of the call decide."""
+    few = x.shape[0] in products.FEW and x.dtype is torch.float32
+    if not few and devices.onednn_may_run() and (chosen or _pays(x, w)):
+        return products.product(x, w, bias, gelu)
+    out = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
+    return F.gelu(out, approximate=gelu) if gelu else out
 
 
 def _pays(x: Tensor, w: Tensor) -> bool:
-    return speeds.onednn_pays(*x.shape, w.shape[0], products.copied(x, w), torch.get_num_threads())
+    return speeds.onednn_pays(*x.shape, w.shape[0], products.copied(x, w), torch.get_num_threads(), x.dtype)
 
 
-def _fake(x: Tensor, w: Tensor, bias: Tensor | None, chosen: bool) -> Tensor:
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-VERSION = 1
+VERSION = 2
 """To be raised with every change of what the op computes or of the pass: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "FRAGMENT")
 _library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, bool chosen) -> Tensor",
+    "linear(Tensor x, Tensor w, Tensor? bias, str gelu, bool chosen) -> Tensor",
     tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag),
 )
 _library.impl("linear", linear, "CPU")
@@ -48,19 +52,25 @@ register_fake(_library, "fusion::linear", _fake, __file__)
 
 
 aten = torch.ops.aten
-COUNTED = "fusion_products_by_onednn"
+GELU = 3
+"""Position of that argument of `fusion::linear`."""
+DTYPES = (torch.float32, torch.bfloat16)
+COUNTED = {dtype: f"fusion_products_by_onednn_{dtype}" for dtype in DTYPES}
+"""Names of Inductor's counters."""
 MANY = 1024
 """Rows, or terms, that are assumed of a size that is not known: where oneDNN is not faster then, nothing changes."""
 
 
 class ProductsPass(CustomGraphPass):
-    """Sends float32 products on CPUs to the faster library. always: to oneDNN, whatever is faster.
+    """Sends products on CPUs to the faster library, with GELU inside where that is faster. always: to oneDNN, whatever
+    is faster. dtypes: those of the products.
 
     Packages of AOTInductor stay unchanged: they would need our operator where they run.
     """
 
-    def __init__(self, always: bool) -> None:
+    def __init__(self, always: bool, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
         self.always, self.threads = always, torch.get_num_threads()
+        self.dtypes = tuple(filter(devices.onednn_has, dtypes))
 
     def __call__(self, graph: Graph) -> None:
         if is_packaging() or not devices.onednn_may_run():
@@ -69,27 +79,40 @@ class ProductsPass(CustomGraphPass):
             for node in graph.find_nodes(op="call_function", target=target):
                 if (product := _product(node)) is not None and self._goes(product):
                     _replace(graph, node, product, self.always or product.is_static)
-                    counters["inductor"][COUNTED] += 1
+                    counters["inductor"][COUNTED[product.x.dtype]] += 1
+        for node in graph.find_nodes(op="call_function", target=torch.ops.fusion.linear.default):
+            if (gelu := activations.gelu_of(node)) is not None and self._is_inside(gelu, nodes.fake(node.args[0])):
+                node.update_arg(GELU, gelu.approximate)
+                gelu.remove()
 
     def uuid(self) -> str:
         """Key of everything but the graph that results depend on."""
-        chosen = "always" if self.always else repr(speeds.of_threads(self.threads))
-        return f"fusion, products {VERSION}, {self.threads} threads: {chosen}"
+        chosen = [] if self.always else [speeds.of_threads(self.threads, dtype) for dtype in self.dtypes]
+        return f"fusion, products {VERSION}, {self.threads} threads, {self.dtypes}: {chosen or 'always'}"
 
     def _goes(self, product: _Product) -> bool:
-        (m, k), n = product.x.shape, product.w.shape[0]
+        (m, k), n, dtype = product.x.shape, product.w.shape[0], product.x.dtype
+        if dtype not in self.dtypes or (dtype is torch.bfloat16 and product.bias is None):
+            return False
         if self.always:
             return not isinstance(k, int) or k > 0
-        if product.is_static:
-            return speeds.onednn_pays(m, k, n, products.copied(product.x, product.w), self.threads)
+        copied = products.copied(product.x, product.w) if product.is_static else 0
         m, k, n = (size if isinstance(size, int) else MANY for size in (m, k, n))
-        return speeds.onednn_pays(m, k, n, 0, self.threads)
+        return speeds.onednn_pays(m, k, n, copied, self.threads, dtype)
+
+    def _is_inside(self, gelu: activations.Gelu, x: Tensor) -> bool:
+        """Whether a GELU is computed in the product `x` goes to. One that is computed in parts cannot have it."""
+        k = x.shape[1]
+        if isinstance(k, int) and products.width(k, x.dtype) < k:
+            return False
+        speed = None if self.always else speeds.of_threads(self.threads, x.dtype)
+        return speed is None or speed.gelu_pays(gelu.approximate, gelu.is_read_elementwise)
 
 
 def is_large(value: Any) -> bool:
-    """Whether a value is a matrix that is not small, or a batch of them, in float32 on a CPU."""
+    """Whether a value is a matrix that is not small, or a batch of them, in one of our dtypes on a CPU."""
     return (
-        _is_float32(value)
+        _is_ours(value)
         and value.dim() >= 2
         and all(not isinstance(size, int) or size >= speeds.LEAST for size in value.shape[-2:])
     )
@@ -104,6 +127,14 @@ class _Product:
     left: Node
     right: Node
     added: Node | None
+
+    @property
+    def bias(self) -> Node | None:
+        """The added tensor where it is one row that is known to be as wide as the product."""
+        value, n = nodes.fake(self.added), self.w.shape[0]
+        if value is None or value.dim() != 1 or not isinstance(n, int) or not isinstance(value.shape[0], int):
+            return None
+        return self.added if value.shape[0] == n else None
 
     @property
     def is_static(self) -> bool:
@@ -121,7 +152,7 @@ def _product(node: Node) -> _Product | None:
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
     x, w = nodes.fake(left), nodes.fake(right)
-    if not _is_float32(x) or not _is_float32(w):
+    if not _is_ours(x) or not _is_ours(w):
         return None
     if x.dim() == 3:
         if not isinstance(x.shape[0], int) or x.shape[0] != 1:
@@ -130,11 +161,11 @@ def _product(node: Node) -> _Product | None:
     return _Product(x=x, w=w.mT, left=left, right=right, added=added[0] if added else None)
 
 
-def _is_float32(value: Any) -> bool:
-    """Whether this is a tensor with strides in float32 on a CPU."""
+def _is_ours(value: Any) -> bool:
+    """Whether this is a tensor with strides in one of our dtypes on a CPU."""
     if not isinstance(value, Tensor):
         return False
-    return value.dtype is torch.float32 and value.device.type == "cpu" and value.layout is torch.strided
+    return value.dtype in DTYPES and value.device.type == "cpu" and value.layout is torch.strided
 
 
 def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
@@ -146,22 +177,17 @@ def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
         result.meta = node.meta | {"val": value}
         return result
 
-    left, right, bias, value = product.left, product.right, product.added, node.meta["val"]
-    further = None if bias is None or _is_bias(nodes.fake(bias), product.w.shape[0]) else bias
+    left, right, bias, value = product.left, product.right, product.bias, node.meta["val"]
+    further = product.added if bias is None else None
     batched = node.target is aten.bmm.default
     with graph.inserting_before(node):
         if batched:
             left, right = call(product.x, aten.select.int, left, 0, 0), call(product.w.mT, aten.select.int, right, 0, 0)
         turned = call(product.w, aten.permute.default, right, [1, 0])
-        bias = None if bias is further else bias
-        result = call(value[0] if batched else value, torch.ops.fusion.linear.default, left, turned, bias, chosen)
+        result = call(value[0] if batched else value, torch.ops.fusion.linear.default, left, turned, bias, "", chosen)
         if batched:
             result = call(value, aten.unsqueeze.default, result, 0)
         if further is not None:
             result = call(value, aten.add.Tensor, result, further)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
-
-
-def _is_bias(value: Any, n: Any) -> bool:
-    return value.dim() == 1 and isinstance(n, int) and isinstance(value.shape[0], int) and value.shape[0] == n

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -12,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 
@@ -19,14 +19,17 @@ from fusion import disk_cache
 from fusion.caching import OncePerKey
 from fusion.linear import products
 from fusion.machine import cpu, machine
+from fusion.torch_private import devices
 
 log = logging.getLogger(__name__)
 
 ROWS = (1, 8, 64, 256)
 SIZES = ((64, 64), (256, 256), (384, 1024))
 """The products that are measured: m, and (k, n) by their product."""
-MARGIN = 1.1
-"""Factor by which oneDNN has to be faster."""
+MARGINS = {torch.float32: 1.1, torch.bfloat16: 1.02}
+"""Factor by which oneDNN has to be faster; in bfloat16 torch's own products are oneDNN's, too."""
+APPROXIMATIONS = ("none", "tanh")
+"""GELU, with erf and with tanh, by torch's names."""
 LEAST = 32
 """Least k and n of a product that goes to oneDNN; narrower ones are not measured."""
 SECONDS = 0.9
@@ -37,13 +40,21 @@ ALIKE, ENOUGH = 1.25, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Seconds of products, by rows and then by sizes, and of the copy of an element. threads: number of threads that
-    ran them."""
+    """Seconds of products by torch's default library and by oneDNN, by rows and then by sizes, and of the copy of an
+    element.
 
-    mkl: tuple[float, ...]
+    sweep: seconds per element of a pass that does little; apart: of passes with erf and tanh, which are what GELU after
+    a product takes; inside: what GELU with each of them adds to a product. threads: number of threads that ran them.
+    """
+
+    default: tuple[float, ...]
     onednn: tuple[float, ...]
     copy: float
+    sweep: float
+    apart: tuple[float, float]
+    inside: tuple[float, float]
     threads: int
+    dtype: str = "float32"
 
     def seconds(self, times: Sequence[float], m: int, k: int, n: int) -> float:
         """The time of a product, interpolated by the logarithms of m and k * n; proportional beyond the largest."""
@@ -56,11 +67,17 @@ class Speeds:
 
     def onednn_pays(self, m: int, k: int, n: int, copied: int) -> bool:
         """Whether oneDNN is faster by the margin. copied: elements that are copied for it."""
-        if min(k, n) < LEAST or not m or m in products.FEW:
+        dtype = getattr(torch, self.dtype)
+        if min(k, n) < LEAST or not m or (m in products.FEW and dtype is torch.float32):
             return False
-        width = products.width(k)
+        width = products.width(k, dtype)
         own = k / width * self.seconds(self.onednn, m, width, n) + copied * self.copy
-        return self.seconds(self.mkl, m, k, n) > MARGIN * own
+        return self.seconds(self.default, m, k, n) > MARGINS[dtype] * own
+
+    def gelu_pays(self, approximate: str, is_read_elementwise: bool) -> bool:
+        """Whether GELU is faster in a product than after it, in a pass that there may be anyway."""
+        which = APPROXIMATIONS.index(approximate)
+        return self.inside[which] < self.apart[which] - is_read_elementwise * self.sweep
 
     @property
     def ever_pays(self) -> bool:
@@ -70,15 +87,16 @@ class Speeds:
     def rates(self) -> tuple[float, float]:
         """flop/s of MKL and oneDNN in the largest measured product."""
         flops = 2 * ROWS[-1] * math.prod(SIZES[-1])
-        return flops / self.mkl[-1], flops / self.onednn[-1]
+        return flops / self.default[-1], flops / self.onednn[-1]
 
     def __str__(self) -> str:
-        mkl, own = (f"{rate / 1e9:.0f}" for rate in self.rates())
-        return f"{own} GFLOP/s; MKL {mkl}" + (" by one thread" if self.threads == 1 else "")
+        other, own = (f"{rate / 1e9:.0f}" for rate in self.rates())
+        name = "MKL" if self.dtype == "float32" else "bias added apart"
+        return f"{own} GFLOP/s; {name} {other}" + (" by one thread" if self.threads == 1 else "")
 
 
 _ONES = (1.0,) * (len(ROWS) * len(SIZES))
-UNKNOWN = Speeds(mkl=_ONES, onednn=_ONES, copy=1.0, threads=0)
+UNKNOWN = Speeds(default=_ONES, onednn=_ONES, copy=1.0, sweep=1.0, apart=(1.0, 1.0), inside=(1.0, 1.0), threads=0)
 """Speeds on a machine that is too busy to be measured: nothing pays."""
 
 
@@ -90,27 +108,30 @@ def _place(grid: Sequence[int], at: int) -> tuple[int, float]:
 
 
 @functools.lru_cache(65536)
-def onednn_pays(m: int, k: int, n: int, copied: int, threads: int) -> bool:
+def onednn_pays(m: int, k: int, n: int, copied: int, threads: int, dtype: torch.dtype = torch.float32) -> bool:
     """Whether a product goes to oneDNN; measured if that was never done for this number of threads."""
-    return of_threads(threads).onednn_pays(m, k, n, copied)
+    return of_threads(threads, dtype).onednn_pays(m, k, n, copied)
 
 
 known = OncePerKey()
-"""The speeds that this process has asked for, by the number of threads."""
+"""The speeds that this process has asked for, by the number of threads and the dtype."""
 
 
-def of_threads(threads: int) -> Speeds:
+def of_threads(threads: int, dtype: torch.dtype = torch.float32) -> Speeds:
     """Speeds of this machine with a number of threads, which must be that of this thread."""
-    return known.get_or_make(threads, functools.partial(_read_or_measured, threads))
+    return known.get_or_make((threads, dtype), functools.partial(_read_or_measured, threads, dtype))
 
 
-def _read_or_measured(threads: int) -> Speeds:
-    name = _name(threads)
+def _read_or_measured(threads: int, dtype: torch.dtype) -> Speeds:
+    if not devices.onednn_has(dtype):
+        return UNKNOWN
+    name = _name(threads, dtype)
     if (content := disk_cache.stored(name)) is not None:
-        result = json.loads(content)
-        return Speeds(**result | {key: tuple(result[key]) for key in ("mkl", "onednn")})
+        result: dict[str, Any] = json.loads(content)
+        tuples: dict[str, Any] = {key: tuple(value) for key, value in result.items() if isinstance(value, list)}
+        return Speeds(**result | tuples)
     started = time.perf_counter()
-    speeds = measured(SECONDS / 2) or _measured_by_one_thread()
+    speeds = measured(SECONDS / 2, dtype) or _measured_by_one_thread(dtype)
     if speeds is None:
         log.warning("products stay with MKL in this process: this machine is too busy to measure them")
         return UNKNOWN
@@ -119,13 +140,13 @@ def _read_or_measured(threads: int) -> Speeds:
     return speeds
 
 
-def _measured_by_one_thread() -> Speeds | None:
+def _measured_by_one_thread(dtype: torch.dtype) -> Speeds | None:
     """Speeds on a machine that is so busy that several threads wait for each other: the ratio of the libraries is the
     same there."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return measured(SECONDS / 2)
+        return measured(SECONDS / 2, dtype)
     finally:
         torch.set_num_threads(threads)
 
@@ -133,31 +154,39 @@ def _measured_by_one_thread() -> Speeds | None:
 _SWITCHES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_")
 
 
-def _name(threads: int) -> str:
+def _name(threads: int, dtype: torch.dtype) -> str:
     """File name of the speeds, with everything that they depend on."""
     switches = sorted(item for item in os.environ.items() if item[0].startswith(_SWITCHES))
     host = machine()
-    facts = [cpu.identity(), host.name, sorted(host.isa), host.cores, threads, "float32", torch.__version__]
+    facts = [cpu.identity(), host.name, sorted(host.isa), host.cores, threads, _named(dtype), torch.__version__]
     form = [field.name for field in fields(Speeds)], ROWS, SIZES, products.CHAIN
     key = json.dumps([*facts, switches, *form, disk_cache.tag()])
     return f"products_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def measured(seconds: float) -> Speeds | None:
+def measured(seconds: float, dtype: torch.dtype = torch.float32) -> Speeds | None:
     """Speeds measured now, with the threads of this thread; None where runs are disturbed all the time."""
-    measured: list[tuple[float, float]] = []
-    deadline, count = time.perf_counter() + seconds, len(ROWS) * len(SIZES)
+    taken: list[list[float]] = []
+    deadline = time.perf_counter() + seconds
     with products.plainly():
-        x = _matrix(*SIZES[-1]).t()
-        pairs = itertools.chain([(x.contiguous, x.contiguous)], itertools.starmap(_product, _measured()))
-        for number, pair in enumerate(pairs):
+        contests = [_passes(dtype), _gelus(dtype), *(_product(*sizes, dtype) for sizes in _measured())]
+        for number, functions in enumerate(contests):
             now = time.perf_counter()
-            if (times := _shortest(pair, now + (deadline - now) / (count + 1 - number))) is None:
+            if (times := _shortest(functions, now + (deadline - now) / (len(contests) - number))) is None:
                 return None
-            measured.append(times)
-    (copy, _), *times = measured
-    mkl, own = zip(*times, strict=True)
-    return Speeds(mkl=mkl, onednn=own, copy=copy / x.numel(), threads=torch.get_num_threads())
+            taken.append(times)
+    (copy, sweep, *apart), (plain, *within), *times = taken
+    default, own = zip(*times, strict=True)
+    per_element = 1 / (ROWS[-1] * SIZES[-1][1])
+    return Speeds(
+        default=default, onednn=own, copy=copy * per_element, sweep=sweep * per_element, dtype=_named(dtype),
+        apart=(apart[0] * per_element, apart[1] * per_element), threads=torch.get_num_threads(),
+        inside=((within[0] - plain) * per_element, (within[1] - plain) * per_element),
+    )  # fmt: skip
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _measured() -> Iterator[tuple[int, int, int]]:
@@ -165,29 +194,46 @@ def _measured() -> Iterator[tuple[int, int, int]]:
     return ((m, k, n) for m in ROWS for k, n in SIZES)
 
 
-def _matrix(rows: int, columns: int) -> torch.Tensor:
-    return torch.full((rows, columns), 0.5, dtype=torch.float32, device="cpu")
+Call = Callable[[], object]
 
 
-def _product(m: int, k: int, n: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A product by MKL as Inductor calls it, and by oneDNN."""
-    x, w, bias, out = _matrix(m, k), _matrix(n, k), _matrix(1, n)[0], _matrix(m, n)
-    return lambda: torch.addmm(bias, x, w.t(), out=out), lambda: torch.ops.fusion.linear(x, w, bias, True)
+def _matrix(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((rows, columns), 0.5, dtype=dtype, device="cpu")
 
 
-def _shortest(pair: tuple[Callable[[], object], Callable[[], object]], deadline: float) -> tuple[float, float] | None:
-    """The shortest times of two functions, called in turns, once enough runs of both come near them."""
-    times: tuple[list[float], ...] = ([], [])
-    for function in pair:
+def _product(m: int, k: int, n: int, dtype: torch.dtype) -> list[Call]:
+    """A product by torch's library as Inductor calls it, and by oneDNN."""
+    x, w, bias, out = _matrix(m, k, dtype), _matrix(n, k, dtype), _matrix(1, n, dtype)[0], _matrix(m, n, dtype)
+    return [lambda: torch.addmm(bias, x, w.t(), out=out), lambda: torch.ops.fusion.linear(x, w, bias, "", True)]
+
+
+def _passes(dtype: torch.dtype) -> list[Call]:
+    """Passes over as many elements as the largest product has: a copy, one that does little, and one with each of the
+    functions of GELU."""
+    x, out = _matrix(SIZES[-1][1], ROWS[-1], dtype), _matrix(SIZES[-1][1], ROWS[-1], dtype)
+    functions = (torch.neg, torch.erf, torch.tanh)
+    return [x.t().contiguous, *(functools.partial(function, x, out=out) for function in functions)]
+
+
+def _gelus(dtype: torch.dtype) -> list[Call]:
+    """The largest product, without and with each GELU inside."""
+    x, w = _matrix(ROWS[-1], SIZES[-1][0], dtype), _matrix(SIZES[-1][1], SIZES[-1][0], dtype)
+    return [functools.partial(torch.ops.fusion.linear, x, w, None, gelu, True) for gelu in ("", *APPROXIMATIONS)]
+
+
+def _shortest(functions: list[Call], deadline: float) -> list[float] | None:
+    """The shortest times of functions, called in turns, once enough runs of all come near them."""
+    times: list[list[float]] = [[] for _ in functions]
+    for function in functions:
         function()
     while not all(map(_settled, times)):
         if times[0] and time.perf_counter() > deadline:
             return None
-        for function, taken in zip(pair, times, strict=True):
+        for function, taken in zip(functions, times, strict=True):
             start = time.perf_counter()
             function()
             taken.append(time.perf_counter() - start)
-    return min(times[0]), min(times[1])
+    return [min(taken) for taken in times]
 
 
 def _settled(times: list[float]) -> bool:

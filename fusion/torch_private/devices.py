@@ -27,10 +27,18 @@ def onednn_may_run() -> bool:
     return torch._C._get_mkldnn_enabled() and precision in ("none", "ieee")
 
 
-def onednn_product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def onednn_has(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products in float32, or in bfloat16 on this processor."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
+
+
+def onednn_product(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str = "") -> Tensor:
     """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`, which is contiguous. `w` is dense by rows or by
-    columns; with other strides it would take a hundred times as long. k is not 0."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, w, bias, "none", [], "")
+    columns; with other strides it would take a hundred times as long. k is not 0. gelu: the `approximate` of the GELU
+    that the result is of, "" for none."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, w, bias, "gelu" if gelu else "none", [], gelu)
 
 
 def onednn_product_and(x: Tensor, w: Tensor, other: Tensor) -> Tensor:

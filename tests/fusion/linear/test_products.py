@@ -1,5 +1,7 @@
 """Products by oneDNN, and the operator that calls them."""
 
+import itertools
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -23,7 +25,7 @@ LAYOUTS = {
 
 
 def linear(x, w, bias=None):
-    return torch.ops.fusion.linear(x, w, bias, True)
+    return torch.ops.fusion.linear(x, w, bias, "", True)
 
 
 def eager(x, w, bias=None):
@@ -63,7 +65,7 @@ def test_deep_sums_are_as_exact_as_eagers(depth: int, draw) -> None:
             check(lambda rows=rows, stored=stored: (draw(rows, depth), stored(depth), None))
 
 
-CUTS = [(512, 768, 768), (512, 1024, 342), (512, 3072, 768), (9999, 768, 384), (9999, 430, 430), (1, 9999, 9999)]
+CUTS = [(512, 768, 768), (512, 1024, 768), (512, 3072, 768), (9999, 768, 384), (9999, 430, 430), (1, 9999, 9999)]
 
 
 @pytest.mark.parametrize(("chain", "depth", "width"), CUTS)
@@ -124,8 +126,8 @@ def test_a_weight_that_changes_is_read_anew() -> None:
 
 def test_the_operator_is_one_to_torch() -> None:
     for bias in (None, torch.randn(48)):
-        for chosen in (False, True):
-            opcheck(torch.ops.fusion.linear.default, (torch.randn(6, 40), torch.randn(48, 40), bias, chosen))
+        for gelu, chosen in itertools.product(("", "none", "tanh"), (False, True)):
+            opcheck(torch.ops.fusion.linear.default, (torch.randn(6, 40), torch.randn(48, 40), bias, gelu, chosen))
 
 
 @pytest.mark.parametrize("switch", ["bf16", "tf32"])
