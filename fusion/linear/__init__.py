@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule
 
 from fusion.linear import products, speeds
-from fusion.linear.redirect import COUNTED, DTYPES, ProductsPass, is_large
+from fusion.linear.redirect import COUNTED, DTYPES, INSIDE, ProductsPass, is_large
 from fusion.options import When
 from fusion.passes import nodes
 from fusion.torch_private import devices
@@ -65,10 +65,11 @@ def _say_once(reason: str) -> None:
 def noting(notes: list[str]) -> Iterator[None]:
     """Add to a report how many products of the graph that is compiled inside of the `with` are computed by oneDNN. They
     are counted with Inductor's counters, which it restores where it finds a graph in its cache."""
-    before = {dtype: counters["inductor"][name] for dtype, name in COUNTED.items()}
+    before = counters["inductor"][COUNTED], counters["inductor"][INSIDE]
     yield
-    for dtype, name in COUNTED.items():
-        if count := counters["inductor"][name] - before[dtype]:
-            counters["fusion"]["products"] += count
-            measured = speeds.known.get((torch.get_num_threads(), dtype))
-            notes.append(f"linear: {count} products by oneDNN" + (f" ({measured})" if measured else ""))
+    count, inside = counters["inductor"][COUNTED] - before[0], counters["inductor"][INSIDE] - before[1]
+    if count:
+        counters["fusion"]["products"] += count
+        measured = speeds.known.get((torch.get_num_threads(), torch.float32))
+        gelu = f", {inside} with GELU inside" if inside else ""
+        notes.append(f"linear: {count} products by oneDNN{gelu}" + (f" ({measured})" if measured else ""))

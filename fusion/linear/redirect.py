@@ -24,15 +24,16 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool) -
     """`torch.ops.fusion.linear`, in graphs whose gradients are traced: `x: [m, k]` times `w: [n, k]`, transposed, plus
     `bias: [n]`, and GELU of that where `gelu` is the `approximate` of one. chosen: oneDNN was chosen when the graph was
     compiled, as all sizes were known; otherwise the sizes of the call decide."""
-    few = x.shape[0] in products.FEW and x.dtype is torch.float32
-    if not few and devices.onednn_may_run() and (chosen or _pays(x, w)):
+    if x.dtype is torch.float32:
+        chosen = x.shape[0] not in products.FEW and (chosen or _pays(x, w))
+    if devices.onednn_may_run() and chosen:
         return products.product(x, w, bias, gelu)
     out = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
     return F.gelu(out, approximate=gelu) if gelu else out
 
 
 def _pays(x: Tensor, w: Tensor) -> bool:
-    return speeds.onednn_pays(*x.shape, w.shape[0], products.copied(x, w), torch.get_num_threads(), x.dtype)
+    return speeds.onednn_pays(*x.shape, w.shape[0], products.copied(x, w), torch.get_num_threads())
 
 
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool) -> Tensor:
@@ -55,15 +56,15 @@ aten = torch.ops.aten
 GELU = 3
 """Position of that argument of `fusion::linear`."""
 DTYPES = (torch.float32, torch.bfloat16)
-COUNTED = {dtype: f"fusion_products_by_onednn_{dtype}" for dtype in DTYPES}
+COUNTED, INSIDE = "fusion_products_by_onednn", "fusion_gelu_inside"
 """Names of Inductor's counters."""
 MANY = 1024
 """Rows, or terms, that are assumed of a size that is not known: where oneDNN is not faster then, nothing changes."""
 
 
 class ProductsPass(CustomGraphPass):
-    """Sends products on CPUs to the faster library, with GELU inside where that is faster. always: to oneDNN, whatever
-    is faster. dtypes: those of the products.
+    """Sends float32 products on CPUs to the faster library, and lets GELU be computed in products where that is faster.
+    always: to oneDNN, and in products, whatever is faster. dtypes: those of the products.
 
     Packages of AOTInductor stay unchanged: they would need our operator where they run.
     """
@@ -77,36 +78,40 @@ class ProductsPass(CustomGraphPass):
             return
         for target in (aten.mm.default, aten.addmm.default, aten.bmm.default):
             for node in graph.find_nodes(op="call_function", target=target):
-                if (product := _product(node)) is not None and self._goes(product):
-                    _replace(graph, node, product, self.always or product.is_static)
-                    counters["inductor"][COUNTED[product.x.dtype]] += 1
-        for node in graph.find_nodes(op="call_function", target=torch.ops.fusion.linear.default):
-            if (gelu := activations.gelu_of(node)) is not None and self._is_inside(gelu, nodes.fake(node.args[0])):
-                node.update_arg(GELU, gelu.approximate)
-                gelu.remove()
+                if (product := _product(node)) is not None and self._goes(product, node):
+                    call = _replace(graph, node, product, self.always or product.is_chosen)
+                    counters["inductor"][COUNTED] += 1
+                    if (gelu := self._gelu(product, call)) is not None:
+                        call.update_arg(GELU, gelu.approximate)
+                        gelu.remove()
+                        counters["inductor"][INSIDE] += 1
 
     def uuid(self) -> str:
         """Key of everything but the graph that results depend on."""
         chosen = [] if self.always else [speeds.of_threads(self.threads, dtype) for dtype in self.dtypes]
         return f"fusion, products {VERSION}, {self.threads} threads, {self.dtypes}: {chosen or 'always'}"
 
-    def _goes(self, product: _Product) -> bool:
+    def _goes(self, product: _Product, node: Node) -> bool:
         (m, k), n, dtype = product.x.shape, product.w.shape[0], product.x.dtype
-        if dtype not in self.dtypes or (dtype is torch.bfloat16 and product.bias is None):
+        if dtype not in self.dtypes or k == 0:
             return False
+        if dtype is torch.bfloat16:  # oneDNN's anyway
+            return self._gelu(product, node) is not None
         if self.always:
-            return not isinstance(k, int) or k > 0
+            return True
         copied = products.copied(product.x, product.w) if product.is_static else 0
         m, k, n = (size if isinstance(size, int) else MANY for size in (m, k, n))
-        return speeds.onednn_pays(m, k, n, copied, self.threads, dtype)
+        return speeds.onednn_pays(m, k, n, copied, self.threads)
 
-    def _is_inside(self, gelu: activations.Gelu, x: Tensor) -> bool:
-        """Whether a GELU is computed in the product `x` goes to. One that is computed in parts cannot have it."""
-        k = x.shape[1]
-        if isinstance(k, int) and products.width(k, x.dtype) < k:
-            return False
-        speed = None if self.always else speeds.of_threads(self.threads, x.dtype)
-        return speed is None or speed.gelu_pays(gelu.approximate, gelu.is_read_elementwise)
+    def _gelu(self, product: _Product, node: Node) -> activations.Gelu | None:
+        """GELU that is to be computed in the product of a node. One that is computed in parts cannot have it."""
+        k, dtype = product.x.shape[1], product.x.dtype
+        if isinstance(k, int) and products.width(k, dtype) < k or node.target is aten.bmm.default:
+            return None
+        if (gelu := activations.gelu_of(node)) is None or self.always:
+            return gelu
+        pays = speeds.of_threads(self.threads, dtype).gelu_pays(gelu.approximate, gelu.is_read_elementwise)
+        return gelu if pays else None
 
 
 def is_large(value: Any) -> bool:
@@ -137,8 +142,13 @@ class _Product:
         return self.added if value.shape[0] == n else None
 
     @property
+    def is_chosen(self) -> bool:
+        """Whether no choice is left for run time."""
+        return self.is_static or self.x.dtype is torch.bfloat16
+
+    @property
     def is_static(self) -> bool:
-        """Whether all sizes are known, and no choice is left for run time."""
+        """Whether all sizes are known."""
         sizes = (*self.x.shape, *self.w.shape, *self.x.stride(), *self.w.stride())
         return all(isinstance(size, int) for size in sizes)
 
@@ -168,9 +178,9 @@ def _is_ours(value: Any) -> bool:
     return value.dtype in DTYPES and value.device.type == "cpu" and value.layout is torch.strided
 
 
-def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
-    """Replace a product by `fusion::linear`. An added tensor that is no bias is added to its result, where Inductor
-    fuses it with the operations that follow."""
+def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> Node:
+    """Replace a product by `fusion::linear`, which is returned. An added tensor that is no bias is added to its result,
+    where Inductor fuses it with the operations that follow."""
 
     def call(value: Any, target: Any, *arguments: Any) -> Node:
         result = graph.call_function(target, arguments)
@@ -184,10 +194,12 @@ def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> None:
         if batched:
             left, right = call(product.x, aten.select.int, left, 0, 0), call(product.w.mT, aten.select.int, right, 0, 0)
         turned = call(product.w, aten.permute.default, right, [1, 0])
-        result = call(value[0] if batched else value, torch.ops.fusion.linear.default, left, turned, bias, "", chosen)
+        arguments = left, turned, bias, "", chosen
+        result = linear = call(value[0] if batched else value, torch.ops.fusion.linear.default, *arguments)
         if batched:
             result = call(value, aten.unsqueeze.default, result, 0)
         if further is not None:
             result = call(value, aten.add.Tensor, result, further)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+    return linear

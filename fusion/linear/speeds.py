@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 ROWS = (1, 8, 64, 256)
 SIZES = ((64, 64), (256, 256), (384, 1024))
 """The products that are measured: m, and (k, n) by their product."""
-MARGINS = {torch.float32: 1.1, torch.bfloat16: 1.02}
-"""Factor by which oneDNN has to be faster; in bfloat16 torch's own products are oneDNN's, too."""
+MARGIN = 1.1
+"""Factor by which oneDNN has to be faster."""
 APPROXIMATIONS = ("none", "tanh")
 """GELU, with erf and with tanh, by torch's names."""
 LEAST = 32
@@ -40,21 +40,20 @@ ALIKE, ENOUGH = 1.25, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Seconds of products by torch's default library and by oneDNN, by rows and then by sizes, and of the copy of an
-    element.
+    """Seconds of products by MKL and oneDNN, by rows and then by sizes, and of the copy of an element. In bfloat16,
+    where torch's own products are oneDNN's, there are none.
 
     sweep: seconds per element of a pass that does little; apart: of passes with erf and tanh, which are what GELU after
     a product takes; inside: what GELU with each of them adds to a product. threads: number of threads that ran them.
     """
 
-    default: tuple[float, ...]
+    mkl: tuple[float, ...]
     onednn: tuple[float, ...]
     copy: float
     sweep: float
     apart: tuple[float, float]
     inside: tuple[float, float]
     threads: int
-    dtype: str = "float32"
 
     def seconds(self, times: Sequence[float], m: int, k: int, n: int) -> float:
         """The time of a product, interpolated by the logarithms of m and k * n; proportional beyond the largest."""
@@ -67,36 +66,36 @@ class Speeds:
 
     def onednn_pays(self, m: int, k: int, n: int, copied: int) -> bool:
         """Whether oneDNN is faster by the margin. copied: elements that are copied for it."""
-        dtype = getattr(torch, self.dtype)
-        if min(k, n) < LEAST or not m or (m in products.FEW and dtype is torch.float32):
+        if min(k, n) < LEAST or not m or m in products.FEW:
             return False
-        width = products.width(k, dtype)
+        width = products.width(k)
         own = k / width * self.seconds(self.onednn, m, width, n) + copied * self.copy
-        return self.seconds(self.default, m, k, n) > MARGINS[dtype] * own
+        return self.seconds(self.mkl, m, k, n) > MARGIN * own
 
     def gelu_pays(self, approximate: str, is_read_elementwise: bool) -> bool:
         """Whether GELU is faster in a product than after it, in a pass that there may be anyway."""
         which = APPROXIMATIONS.index(approximate)
-        return self.inside[which] < self.apart[which] - is_read_elementwise * self.sweep
+        return MARGIN * self.inside[which] < self.apart[which] - is_read_elementwise * self.sweep
 
     @property
     def ever_pays(self) -> bool:
-        """Whether oneDNN is faster for some of the measured products."""
+        """Whether oneDNN is faster for some of the measured products, or GELU in one where there are none."""
+        if not self.mkl:
+            return any(self.gelu_pays(approximate, False) for approximate in APPROXIMATIONS)
         return any(self.onednn_pays(*sizes, 0) for sizes in _measured())
 
     def rates(self) -> tuple[float, float]:
         """flop/s of MKL and oneDNN in the largest measured product."""
         flops = 2 * ROWS[-1] * math.prod(SIZES[-1])
-        return flops / self.default[-1], flops / self.onednn[-1]
+        return flops / self.mkl[-1], flops / self.onednn[-1]
 
     def __str__(self) -> str:
-        other, own = (f"{rate / 1e9:.0f}" for rate in self.rates())
-        name = "MKL" if self.dtype == "float32" else "bias added apart"
-        return f"{own} GFLOP/s; {name} {other}" + (" by one thread" if self.threads == 1 else "")
+        mkl, own = (f"{rate / 1e9:.0f}" for rate in self.rates())
+        return f"{own} GFLOP/s; MKL {mkl}" + (" by one thread" if self.threads == 1 else "")
 
 
 _ONES = (1.0,) * (len(ROWS) * len(SIZES))
-UNKNOWN = Speeds(default=_ONES, onednn=_ONES, copy=1.0, sweep=1.0, apart=(1.0, 1.0), inside=(1.0, 1.0), threads=0)
+UNKNOWN = Speeds(mkl=_ONES, onednn=_ONES, copy=1.0, sweep=1.0, apart=(1.0, 1.0), inside=(1.0, 1.0), threads=0)
 """Speeds on a machine that is too busy to be measured: nothing pays."""
 
 
@@ -108,9 +107,9 @@ def _place(grid: Sequence[int], at: int) -> tuple[int, float]:
 
 
 @functools.lru_cache(65536)
-def onednn_pays(m: int, k: int, n: int, copied: int, threads: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a product goes to oneDNN; measured if that was never done for this number of threads."""
-    return of_threads(threads, dtype).onednn_pays(m, k, n, copied)
+def onednn_pays(m: int, k: int, n: int, copied: int, threads: int) -> bool:
+    """Whether a product in float32 goes to oneDNN; measured if that was never done for this number of threads."""
+    return of_threads(threads).onednn_pays(m, k, n, copied)
 
 
 known = OncePerKey()
@@ -135,7 +134,7 @@ def _read_or_measured(threads: int, dtype: torch.dtype) -> Speeds:
     if speeds is None:
         log.warning("products stay with MKL in this process: this machine is too busy to measure them")
         return UNKNOWN
-    log.info("measured products in %.2f s: %s", time.perf_counter() - started, speeds)
+    log.info("measured products in %.2f s: %s", time.perf_counter() - started, asdict(speeds))
     disk_cache.store(name, json.dumps(asdict(speeds)).encode())
     return speeds
 
@@ -158,7 +157,7 @@ def _name(threads: int, dtype: torch.dtype) -> str:
     """File name of the speeds, with everything that they depend on."""
     switches = sorted(item for item in os.environ.items() if item[0].startswith(_SWITCHES))
     host = machine()
-    facts = [cpu.identity(), host.name, sorted(host.isa), host.cores, threads, _named(dtype), torch.__version__]
+    facts = [cpu.identity(), host.name, sorted(host.isa), host.cores, threads, str(dtype), torch.__version__]
     form = [field.name for field in fields(Speeds)], ROWS, SIZES, products.CHAIN
     key = json.dumps([*facts, switches, *form, disk_cache.tag()])
     return f"products_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -169,24 +168,21 @@ def measured(seconds: float, dtype: torch.dtype = torch.float32) -> Speeds | Non
     taken: list[list[float]] = []
     deadline = time.perf_counter() + seconds
     with products.plainly():
-        contests = [_passes(dtype), _gelus(dtype), *(_product(*sizes, dtype) for sizes in _measured())]
+        contests = [_passes(dtype), _gelus(dtype)]
+        contests += [_product(*sizes) for sizes in _measured() if dtype is torch.float32]
         for number, functions in enumerate(contests):
             now = time.perf_counter()
             if (times := _shortest(functions, now + (deadline - now) / (len(contests) - number))) is None:
                 return None
             taken.append(times)
     (copy, sweep, *apart), (plain, *within), *times = taken
-    default, own = zip(*times, strict=True)
+    mkl, own = zip(*times, strict=True) if times else ((), ())
     per_element = 1 / (ROWS[-1] * SIZES[-1][1])
     return Speeds(
-        default=default, onednn=own, copy=copy * per_element, sweep=sweep * per_element, dtype=_named(dtype),
+        mkl=mkl, onednn=own, copy=copy * per_element, sweep=sweep * per_element,
         apart=(apart[0] * per_element, apart[1] * per_element), threads=torch.get_num_threads(),
         inside=((within[0] - plain) * per_element, (within[1] - plain) * per_element),
     )  # fmt: skip
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _measured() -> Iterator[tuple[int, int, int]]:
@@ -197,13 +193,13 @@ def _measured() -> Iterator[tuple[int, int, int]]:
 Call = Callable[[], object]
 
 
-def _matrix(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def _matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full((rows, columns), 0.5, dtype=dtype, device="cpu")
 
 
-def _product(m: int, k: int, n: int, dtype: torch.dtype) -> list[Call]:
-    """A product by torch's library as Inductor calls it, and by oneDNN."""
-    x, w, bias, out = _matrix(m, k, dtype), _matrix(n, k, dtype), _matrix(1, n, dtype)[0], _matrix(m, n, dtype)
+def _product(m: int, k: int, n: int) -> list[Call]:
+    """A product by MKL as Inductor calls it, and by oneDNN."""
+    x, w, bias, out = _matrix(m, k), _matrix(n, k), _matrix(1, n)[0], _matrix(m, n)
     return [lambda: torch.addmm(bias, x, w.t(), out=out), lambda: torch.ops.fusion.linear(x, w, bias, "", True)]
 
 
