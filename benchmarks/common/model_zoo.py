@@ -78,7 +78,7 @@ class Denoiser(nn.Module):
         self.register_buffer("text", torch.randn(1, 77, 128))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(x, 500, self.text).sample
+        return self.model(x, 500, self.text.expand(len(x), -1, -1)).sample
 
 
 def _seeded(kind: Callable[[str], nn.Module]) -> Callable[..., nn.Module]:

@@ -4,8 +4,8 @@
         [--lengths 128 512 2048] [--runtimes eager Inductor fusion onnxruntime openvino zentorch]
         [--python onnxruntime=PATH zentorch=PATH] [--seconds 10] [--busy] [--append FILE.json]
 
-The models are transformers', made from configurations with random weights; batches of more than one are padded. A
-runtime that is not installed fails, with a note: `pip install ".[runtimes]"` in a clone, and `pip install zentorch`,
+The models are transformers', and a U-Net is diffusers', made from configurations with random weights; batches of more
+than one text are padded. A runtime that is not installed fails, with a note: `pip install ".[runtimes]"` in a clone, and `pip install zentorch`,
 which asks for one version of torch; --python names the interpreter of an environment that has one. Errors
 are shares of what the project's rule allows beside eager mode, over real tokens. Each runtime of a row takes some ten
 seconds and --seconds, and its first compilation up to a minute more. Files are written after each; --append goes on
@@ -35,17 +35,19 @@ from torch import Tensor, nn
 import fusion
 from benchmarks.common import results
 from benchmarks.common.measuring import allowed_error, largest_error
-from benchmarks.common.model_zoo import MODELS, VOCABULARY
+from benchmarks.common.model_zoo import MODELS as LARGE
+from benchmarks.common.model_zoo import SMALL, VOCABULARY
 
+MODELS = LARGE | {"unet": SMALL["unet"]}
 Inputs = tuple[Tensor, ...]
 Call = Callable[[], Tensor]
 
 
 def inputs_of(name: str, batch: int, N: int, dtype: torch.dtype) -> Inputs:
-    """Token ids `[B, N]` with a mask of those that are real where B > 1, or pixels of B images."""
+    """Token ids `[B, N]` with a mask of those that are real where B > 1, or B images."""
     generator = torch.Generator().manual_seed(0)
-    if name == "vit":
-        return (torch.randn(batch, *MODELS[name].inputs(N).shape[1:], generator=generator).to(dtype),)
+    if (one := MODELS[name].inputs(N)).is_floating_point():
+        return (torch.randn(batch, *one.shape[1:], generator=generator).to(dtype),)
     tokens = torch.randint(0, VOCABULARY, (batch, N), generator=generator)
     lengths = N - torch.arange(batch) * N // (2 * batch)
     return (tokens,) if batch == 1 else (tokens, (torch.arange(N) < lengths[:, None]).long())
@@ -197,7 +199,8 @@ def run(options: argparse.Namespace, console: Console) -> Path:
     known = {(c["model"], c["batch"], c["N"], c["dtype"]): c for c in data["cells"]}
     for name in options.models:
         for batch in options.batches:
-            for N in sorted({N if name != "vit" else 197 for N in options.lengths}):
+            is_image = MODELS[name].inputs(MODELS[name].lengths[0]).is_floating_point()
+            for N in MODELS[name].lengths[:1] if is_image else options.lengths:
                 for dtype in options.dtypes:
                     new = {"model": name, "batch": batch, "N": N, "dtype": dtype, "entries": {}}
                     known.setdefault((name, batch, N, dtype), new)
@@ -232,7 +235,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="N; ViT has 197")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="N; images have their own")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
     parser.add_argument("--python", nargs="+", default=[], metavar="RUNTIME=PATH", help="interpreters of runtimes")
     parser.add_argument("--seconds", type=float, default=10.0, help="per runtime")
