@@ -5,11 +5,11 @@
         [--python onnxruntime=PATH zentorch=PATH] [--seconds 10] [--busy] [--append FILE.json]
 
 The models are transformers', and a U-Net is diffusers', made from configurations with random weights; batches of more
-than one text are padded. A runtime that is not installed fails, with a note: `pip install ".[runtimes]"` in a clone, and `pip install zentorch`,
-which asks for one version of torch; --python names the interpreter of an environment that has one. Errors
-are shares of what the project's rule allows beside eager mode, over real tokens. Each runtime of a row takes some ten
-seconds and --seconds, and its first compilation up to a minute more. Files are written after each; --append goes on
-with one. --busy: one thread, and the processor time that the process takes.
+than one text are padded. A runtime that is not installed fails, with a note: `pip install ".[runtimes]"` in a clone,
+and `pip install zentorch`, which asks for one version of torch; --python names the interpreter of an environment that
+has one. Errors are shares of what the project's rule allows beside eager mode, over real tokens. Each runtime of a
+row takes some ten seconds and --seconds, and its first compilation up to a minute more. Files are written after each;
+--append goes on with one. --busy: one thread, and the processor time that the process takes.
 """
 
 from __future__ import annotations
