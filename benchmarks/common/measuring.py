@@ -18,10 +18,13 @@ SETTLE = 2  # samples of each competitor that are thrown away
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One competitor: what it does, what came of it. `note` says why there is no time, or what is odd about it."""
+    """One competitor: what it does, what came of it. `note` says why there is no time, or what is odd about it.
+
+    setup: runs untimed before every call, and its result is the call's argument."""
 
     name: str
-    call: Callable[[], object] | None = None
+    call: Callable[..., object] | None = None
+    setup: Callable[[], object] | None = None
     error: float | None = None  # max|result - float64 reference|
     allowed: float | None = None  # what the numerics rule allows
     first_call: float | None = None  # s, compilation included
@@ -87,6 +90,21 @@ def prepare(entry: Entry, make: Callable[[], Callable[[], Tensor] | None], refer
         entry.note = f"fails: {type(failure).__name__}: {text[0][:160]}"
 
 
+def _sample(entry: Entry, times: int, clock: Callable[[], float]) -> float:
+    """Seconds of one call."""
+    call = entry.call
+    assert call is not None
+    if entry.setup is not None:
+        argument = entry.setup()
+        start = clock()
+        call(argument)
+        return clock() - start
+    start = clock()
+    for _ in range(times):
+        call()
+    return (clock() - start) / times
+
+
 def interleave(
     entries: list[Entry],
     *,
@@ -101,29 +119,21 @@ def interleave(
     running = [entry for entry in entries if entry.call is not None]
     repeats = {}
     for entry in running:
-        assert entry.call is not None
-        for _ in range(SETTLE):
-            start = time.perf_counter()
-            entry.call()
-            once = time.perf_counter() - start
-        repeats[entry.name] = max(1, round(SAMPLE / once))
+        once = [_sample(entry, 1, time.perf_counter) for _ in range(SETTLE)][-1]
+        repeats[entry.name] = max(1, round(SAMPLE / once)) if entry.setup is None else 1
     gc.collect()
     gc.disable()
     try:
         stop, turn = time.perf_counter() + seconds, 0
         while turn < rounds or time.perf_counter() < stop:
             for entry in running[turn % len(running) :] + running[: turn % len(running)]:
-                call, times = entry.call, repeats[entry.name]
-                assert call is not None
+                times = repeats[entry.name]
                 ready = time.perf_counter() + settle
                 while settle and time.perf_counter() < ready:
-                    call()
-                if times == 1:
-                    call()  # not timed: threads of the one before may still be spinning, and its data fill the caches
-                start = clock()
-                for _ in range(times):
-                    call()
-                entry.times.append((clock() - start) / times)
+                    _sample(entry, 1, clock)
+                if times == 1:  # not timed: threads of the one before may still be spinning, its data fill the caches
+                    _sample(entry, 1, clock)
+                entry.times.append(_sample(entry, times, clock))
             turn += 1
     finally:
         gc.enable()

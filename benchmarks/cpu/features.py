@@ -1,0 +1,310 @@
+"""Attention that is more than a softmax over scores, on a CPU: a study for each page or row of docs/performance.md.
+
+    python -m benchmarks.cpu.features cascades [--lengths 512 1024] [--heads 12] [--dtype bfloat16] [--cases slots]
+    python -m benchmarks.cpu.features weights --train
+
+cascades: weights that are divided by a sum of their own, and chains of reductions (docs/cascades.md). einsums: products
+with more than one summed dimension, and single queries. weights: weights or statistics of them as results ("alone": the
+attention without them; "writing": a fresh tensor of the weights' size). mixed_heads: heads that are mixed before and
+after the softmax, as in CaiT ("unmixed": the same without). indexer: 512 keys for each query (DeepSeek-V3.2), as sets
+of keys, as a mask of all keys, and what the indexer takes by itself. nested: a layer over jagged nested tensors, and
+padded. pages: one query over a cache in order and in pages, all keys live or an eighth. recurrent: one query over few
+keys, once for each token ("kernels": nothing is left to Inductor).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.common.compare import Case, Function, chosen, compiled, contestants, draw, main
+from fusion.planning import pays
+
+D = 64
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    """[1, H, N, N]."""
+    return q @ k.mT / q.shape[-1] ** 0.5
+
+
+def renormalised(q, k, v):
+    """What a mask leaves of a softmax adds up to 1 again; one attention."""
+    w = torch.softmax(scores(q, k), -1) * (torch.arange(k.shape[-2]) % 5 > 0).to(q.dtype)
+    return w / (w.sum(-1, keepdim=True) + 1e-13) @ v
+
+
+def of_relu(q, k, v):
+    w = torch.relu(scores(q, k)) + 1e-3
+    return w / w.sum(-1, keepdim=True) @ v
+
+
+def of_squares(q, k, v):
+    w = torch.relu(scores(q, k)).square()
+    return w / (w.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+def of_a_softmax(q, k, v):
+    return torch.softmax(torch.softmax(scores(q, k), -1), -1) @ v
+
+
+def less_the_largest(q, k, v):
+    s = scores(q, k)
+    return torch.softmax((s - s.max()).clamp(min=-50000), -1) @ v
+
+
+def slots(q, k, v):
+    w = torch.softmax(scores(q, k), -2) + 1e-8
+    return w / w.sum(-1, keepdim=True) @ v
+
+
+def over_queries(q, k, v):
+    return torch.softmax(scores(q, k), -2) @ v
+
+
+CASCADES = {f.__name__: f for f in
+            (renormalised, of_relu, of_squares, of_a_softmax, less_the_largest, slots, over_queries)}  # fmt: skip
+
+
+def cascades(options: argparse.Namespace) -> Iterator[Case]:
+    for length in options.lengths or [512, 1024]:
+        tensors = draw(options, *[(1, options.heads or 12, length, D)] * 3)
+        for name, function in chosen(options, CASCADES):
+            functions = contestants(function, eager=True, cascades="always")
+            yield Case(name=f"{name}, N = {length}", tensors=tensors, functions=functions, plain=function)
+
+
+def tied_rows(q, k, v):
+    """[rows, columns, batch, heads, d], as in an MSA Transformer."""
+    w = (torch.einsum("rinhd,rjnhd->hnij", q, k) * 0.1).softmax(-1)
+    return torch.einsum("hnij,rjnhd->rinhd", w, v)
+
+
+def edges(q, e):
+    """[batch, nodes, d] and [batch, nodes, nodes, d], as in graph transformers."""
+    w = (torch.einsum("bid,bijd->bij", q, e) * 0.3).softmax(-1)
+    return torch.einsum("bij,bijd->bid", w, e)
+
+
+def pooling(q, x):
+    """A learned query, [d], over [batch, n, d]."""
+    return torch.einsum("bn,bnd->bd", (torch.einsum("d,bnd->bn", q, x) * 0.3).softmax(-1), x)
+
+
+def decoding(q, x):
+    """[batch, heads, d] over [batch, heads, n, d]."""
+    return torch.einsum("bhn,bhnd->bhd", (torch.einsum("bhd,bhnd->bhn", q, x) * 0.3).softmax(-1), x)
+
+
+EINSUMS = [
+    *((tied_rows, [(rows, columns, 1, 4, 32)] * 3)
+      for rows, columns in ((4, 128), (16, 128), (32, 512), (64, 100), (128, 256))),
+    *((edges, [(b, n, d), (b, n, n, d)]) for b, n, d in ((2, 64, 16), (1, 256, 32))),
+    *((pooling, [(d,), (b, n, d)]) for b, n, d in ((8, 512, 64), (64, 197, 128))),
+    *((decoding, [(b, 8, 64), (b, 8, n, 64)]) for b, n in ((1, 2048), (16, 128))),
+]  # fmt: skip
+
+
+def einsums(options: argparse.Namespace) -> Iterator[Case]:
+    for function, shapes in EINSUMS:
+        if function.__name__ in (options.cases or [function.__name__]):
+            tensors = [(0.2 * x).detach() for x in draw(options, *shapes)]
+            functions = contestants(function, eager=True, cascades="always")
+            name = f"{function.__name__}, K of {list(shapes[1])}"
+            yield Case(name=name, tensors=tensors, functions=functions, plain=function)
+
+
+def alone(q, k, v):
+    return torch.softmax(scores(q, k), -1) @ v
+
+
+def with_weights(q, k, v, statistic=lambda w: w):
+    w = torch.softmax(scores(q, k), -1)
+    return w @ v, statistic(w)
+
+
+def with_logits(q, k, v, statistic):
+    s = scores(q, k)
+    return torch.softmax(s, -1) @ v, statistic(s)
+
+
+WEIGHTS = {
+    "weights": with_weights,
+    "mean_of_heads": lambda q, k, v: with_weights(q, k, v, lambda w: w.mean(1)),
+    "entropy": lambda q, k, v: with_weights(q, k, v, lambda w: -(w * torch.log(w + 1e-9)).sum(-1)),
+    "key_sums": lambda q, k, v: with_weights(q, k, v, lambda w: w.sum(-2)),
+    "log_sum": lambda q, k, v: with_logits(q, k, v, lambda s: s.logsumexp(-1)),
+    "largest_logit": lambda q, k, v: with_logits(q, k, v, lambda s: s.amax(-1)),  # no kernel computes its gradient
+}
+
+
+def weights(options: argparse.Namespace) -> Iterator[Case]:
+    for length in options.lengths or [1024]:
+        shape = (1, options.heads or 12, length, D)
+        tensors = draw(options, *[shape] * 3)
+        for name, function in chosen(options, WEIGHTS):
+            if options.train and name == "largest_logit":
+                continue
+            functions = contestants(function) | {"alone": compiled(alone)}
+            if not options.train:
+                functions["writing"] = lambda q, *_: q.new_empty((*q.shape[:3], q.shape[2])).fill_(1.0)
+            yield Case(name=f"{name}, N = {length}", tensors=tensors, functions=functions, plain=function)
+
+
+def mixed(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+    """x: [B, H, N, N], as CaiT of timm writes it."""
+    return F.linear(x.permute(0, 2, 3, 1), matrix, bias).permute(0, 3, 1, 2)
+
+
+def talking(q, k, v, before, before_bias, after, after_bias):
+    return mixed(mixed(scores(q, k), before, before_bias).softmax(-1), after, after_bias) @ v
+
+
+def mixed_heads(options: argparse.Namespace) -> Iterator[Case]:
+    """Shapes of CaiT at 224 and 384 pixels (XXS, S, M), and longer."""
+    for b, h, n, d in ((8, 4, 196, 48), (8, 8, 196, 48), (2, 8, 576, 48), (2, 16, 576, 48), (1, 8, 1024, 64),
+                       (1, 8, 4096, 64)):  # fmt: skip
+        if n in (options.lengths or [n]):
+            tensors = draw(options, *[(b, h, n, d)] * 3, *[(h, h), (h,)] * 2)
+            functions = contestants(talking) | {"unmixed": compiled(lambda q, k, v, *_: alone(q, k, v))}
+            yield Case(name=f"{b}, {h}, {n}, {d}", tensors=tensors, functions=functions, plain=talking)
+
+
+def keys_of(index_q: Tensor, index_k: Tensor, index_weights: Tensor, keys: int = 512) -> Tensor:
+    """[1, N, keys]: the keys of each query with the largest scores. index_q: [1, N, H, d], index_k: [1, N, d],
+    index_weights: [1, N, H]."""
+    s = F.relu(torch.matmul(index_q, index_k.transpose(-1, -2).unsqueeze(1)) * index_q.shape[-1] ** -0.5)
+    s = torch.matmul(index_weights.unsqueeze(-2), s).squeeze(-2)
+    future = torch.arange(s.shape[-1]) > torch.arange(s.shape[-2])[:, None]
+    return s.masked_fill(future, float("-inf")).topk(min(keys, s.shape[-1]), dim=-1).indices.to(torch.int32)
+
+
+def sparse_layer(q, k, v, *index):
+    """[1, H, N, d_v]: causal attention over the keys that the indexer leaves, as transformers writes it."""
+    indices, n = keys_of(*index), q.shape[-2]
+    outside = indices.new_ones((1, n, n), dtype=torch.bool).scatter(-1, indices.long(), False).unsqueeze(1)
+    mask = (torch.arange(n) <= torch.arange(n)[:, None]) & ~outside
+    k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def as_mask() -> Function:
+    """The layer, compiled so that attention sees a mask of all keys."""
+    run = compiled(lambda *tensors: sparse_layer(*tensors))  # a code object of its own, which Dynamo compiles apart
+
+    def call(*tensors: Tensor) -> Tensor:
+        with mock.patch.object(pays, "sets_pay", lambda *_: "not asked for"):
+            return run(*tensors)
+
+    return call
+
+
+def indexer(options: argparse.Namespace) -> Iterator[Case]:
+    """Query heads, key heads, and columns of K and V: keys for each head, and keys that all heads share."""
+    for name, (heads, key_heads, d, d_v) in {"heads": (2, 2, 192, 128), "latent": (24, 1, 96, 64)}.items():
+        for n in options.lengths or [8192]:
+            if name in (options.cases or [name]):
+                tensors = draw(options, (1, heads, n, d), (1, key_heads, n, d), (1, key_heads, n, d_v))
+                tensors += [torch.randn(shape) for shape in ((1, n, 4, 64), (1, n, 64), (1, n, 4))]
+                functions = contestants(sparse_layer) | {"mask": as_mask()}
+                for label, backend in (("indexer", "fusion"), ("Inductor's indexer", "inductor")):
+                    functions[label] = compiled(lambda q, k, v, *index: keys_of(*index), backend)
+                yield Case(name=f"{name}, N = {n}", tensors=tensors, functions=functions)
+
+
+class Layer(nn.Module):
+    """Self-attention, 512 wide, of 8 heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """x: nested, or padded to the longest of `lengths`."""
+        q, k, v = (f(x).unflatten(-1, (8, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        live = None if lengths is None else torch.arange(x.shape[1]) < lengths[:, None, None, None]
+        return self.out(F.scaled_dot_product_attention(q, k, v, live).transpose(1, 2).flatten(-2))
+
+
+def nested(options: argparse.Namespace) -> Iterator[Case]:
+    for sequences, least, most in ((64, 16, 128), (16, 64, 1024)):
+        if options.lengths and most not in options.lengths:
+            continue
+        lengths = torch.randint(least, most + 1, (sequences,)).tolist()
+        dtype = getattr(torch, options.dtype)
+        layer = Layer().to(dtype)
+        x = torch.nested.nested_tensor([torch.randn(n, 512, dtype=dtype) for n in lengths], layout=torch.jagged)
+        inputs = {"": (x,), "padded, ": (x.to_padded_tensor(0.0), torch.tensor(lengths))}
+        functions = {}
+        for prefix, given in inputs.items():
+            for name, run in contestants(layer, eager=not prefix).items():
+                functions[prefix + name] = lambda *_, run=run, given=given: run(*given)
+        yield Case(name=f"{sequences} of {least} to {most}", tensors=list(layer.parameters()), functions=functions)
+
+
+LAYOUTS = {
+    "order": (lambda heads, keys: (1, heads, keys, D), lambda x, table: x),
+    "pages": (lambda heads, keys: (keys // 16, 16, heads, D), lambda x, table: x[table].flatten(1, 2).transpose(1, 2)),
+    "by head": (
+        lambda heads, keys: (keys // 16, heads, 16, D),
+        lambda x, table: x[table].transpose(1, 2).flatten(2, 3),
+    ),
+}
+"""By layout of a cache: the shape of K and V, and how K or V [1, H, N, d] is read from it."""
+
+
+def paged(q, k, v, table, mask, layout):
+    """Attention over a cache, as transformers calls it."""
+    k, v = (LAYOUTS[layout][1](x, table) for x in (k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def pages(options: argparse.Namespace) -> Iterator[Case]:
+    for heads, group in ((2, 4), (8, 4), (8, 1)):
+        for keys in options.lengths or [2048, 8192]:
+            table, (q,) = torch.randperm(keys // 16)[None], draw(options, (1, heads * group, 1, D))
+            for layout, (shape, _) in LAYOUTS.items():
+                function = functools.partial(paged, layout=layout)
+                stored = draw(options, *[shape(heads, keys)] * 2)
+                for live in (keys, keys // 8):
+                    mask = (torch.arange(keys) < live)[None, None, None]
+                    name = f"{heads * group}/{heads} heads, {live} of {keys} keys, {layout}"
+                    yield Case(name=name, tensors=[q, *stored, table, mask], functions=contestants(function),
+                               plain=function)  # fmt: skip
+
+
+class Recurrent(nn.Module):
+    """A recurrent decoder that attends to what was encoded, [B, N, width], before each token."""
+
+    def __init__(self, width: int, tokens: int = 40) -> None:
+        super().__init__()
+        self.cell, self.tokens = nn.Linear(2 * width, width), tokens
+
+    def forward(self, state: Tensor, encoded: Tensor) -> Tensor:
+        for _ in range(self.tokens):
+            w = torch.softmax(state[:, None] @ encoded.mT * state.shape[-1] ** -0.5, -1)
+            state = torch.tanh(self.cell(torch.cat([state, (w @ encoded)[:, 0]], -1)))
+        return state
+
+
+def recurrent(options: argparse.Namespace) -> Iterator[Case]:
+    for batch, keys, width in ((1, 24, 64), (1, 24, 256), (8, 24, 64), (1, 96, 64), (32, 24, 64)):
+        if keys in (options.lengths or [keys]):
+            decoder = Recurrent(width).eval()
+            functions = contestants(decoder) | {"kernels": compiled(decoder, strict=True)}
+            tensors = draw(options, (batch, width), (batch, keys, width))
+            yield Case(name=f"{batch} x {keys} x {width}", tensors=tensors, functions=functions)
+
+
+STUDIES = {f.__name__: f for f in
+           (cascades, einsums, weights, mixed_heads, indexer, nested, pages, recurrent)}  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(main(__doc__, STUDIES))
