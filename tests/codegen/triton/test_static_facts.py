@@ -10,12 +10,15 @@ pytest.importorskip("triton", reason="kernels need triton")
 import fusion
 from benchmarks.offline.absent import absent
 from benchmarks.offline.disassembly import Instruction, Loop, inner_loops
+from benchmarks.offline.static_cells import Cell, compiled
 from benchmarks.offline.static_facts import StaticFacts, multiplying, redundancy, static_facts
 from benchmarks.offline.timeline import RATES, clocks_of
 from fusion.codegen.triton.differentiable import Differentiable
+from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.launch import Kernel
 from fusion.ir import AttentionSpec
 from fusion.machine import machine
+from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import JOINT
 
 HOPPER = machine("h100")
@@ -185,3 +188,10 @@ def test_warps_with_roles() -> None:
     """Groups that multiply are told from those that load."""
     assert multiplying(ROLES) == [4, 8]
     assert multiplying(ROLES.replace("ttg.warp_specialize(", "(")) == []
+
+
+def test_specialised_programs_of_our_emitter() -> None:
+    """Two groups of four warps multiply; the metadata's twelve are all groups'."""
+    tile = Tile(rows=128, keys=64, warps=4, stages=2, specialized=True)
+    facts = compiled(Cell(name="full", d=64), HOPPER, [Forward.name], {Forward.name: tile})[Forward.name]
+    assert (facts.groups, facts.warps, facts.residents) == (2, 8, 1)

@@ -1,8 +1,8 @@
 """The text of every Triton kernel over a grid of attentions, as one line each: name, number of lines, hash.
 
-    python -m benchmarks.offline.kernel_texts > before.txt
+    python -m tests.codegen.triton.kernel_texts > before.txt
     ... change an emitter ...
-    python -m benchmarks.offline.kernel_texts > after.txt
+    python -m tests.codegen.triton.kernel_texts > after.txt
     diff before.txt after.txt
 
 Where code has only moved, the two are equal. Nothing is compiled. Those of CPU kernels are kept in a file:
