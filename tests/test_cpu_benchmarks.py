@@ -41,7 +41,7 @@ def test_every_benchmark_finds_what_it_imports(name):
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("attention", "--quick --rows full --N 32 --models --dtype fp32 --without flex inductor"),
+        ("attention", "--quick --rows full --N 32 --dtype fp32 --without flex inductor"),
         ("decode", "--quick --parts decode --keys 64 --heads 2/1 --dtype bf16"),
     ],
 )

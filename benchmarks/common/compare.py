@@ -33,13 +33,14 @@ Function = Callable[..., Any]
 class Case:
     """A line of the table. functions: contestants by name, "fusion" first, called with `tensors`, or None where a peer
     cannot express the case; tensors that need a gradient get one in a training step. plain: the function in eager mode,
-    whose float64 result is the reference.
+    whose float64 result is the reference; exact: what computes it, where that is another (a model in float64).
     """
 
     name: str
     tensors: list[Tensor]
     functions: Mapping[str, Function | None]
     plain: Function | None = None
+    exact: Function | None = None
 
 
 Study = Callable[[argparse.Namespace], Iterator[Case]]
@@ -66,7 +67,7 @@ def gradients(tensors: list[Tensor], outputs: list[Tensor]) -> list[Tensor | Non
 
 def outputs_of(function: Function | None, tensors: list[Tensor]) -> list[Tensor]:
     assert function is not None
-    return [x for x in tree_leaves(function(*tensors)) if isinstance(x, Tensor)]
+    return [x for x in tree_leaves(function(*tensors)) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def step(function: Function | None, tensors: list[Tensor]) -> list[Tensor | None]:
@@ -80,11 +81,11 @@ def fault_of(case: Case) -> str:
     if case.plain is None:
         return ""
     wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.tensors]
-    results = [step(function, x) for function, x in
-               ((case.functions["fusion"], case.tensors), (case.plain, case.tensors), (case.plain, wide))]  # fmt: skip
-    for ours, eager, exact in zip(*results, strict=True):
-        if ours is not None and eager is not None and exact is not None:
-            error, allowed = largest_error(ours, exact), allowed_error(eager, exact)
+    ours, plain = (step(function, case.tensors) for function in (case.functions["fusion"], case.plain))
+    results = ours, plain, step(case.exact or case.plain, wide)
+    for result, eager, exact in zip(*results, strict=True):
+        if result is not None and eager is not None and exact is not None:
+            error, allowed = largest_error(result, exact), allowed_error(eager, exact)
             if not error <= allowed:
                 return f"wrong: error {error:.1e}, allowed {allowed:.1e}"
     return ""

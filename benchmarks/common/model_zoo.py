@@ -1,6 +1,5 @@
 """Whole models with random weights, in the sizes people run: what the rest of a model leaves of a kernel's gain."""
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -286,13 +285,6 @@ def text_tokens(step: int, batch: int, N: int) -> Tensor:
     text, generator = _text(), torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(text) - N - 1, (batch,), generator=generator).tolist()
     return torch.stack([text[start : start + N + 1] for start in starts])
-
-
-def reference(make: Callable[[str], nn.Module], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The model's output in float64, from weights rounded to `dtype` first, so that only arithmetic differs."""
-    model = copy.deepcopy(make("eager").to(dtype)).double()
-    with torch.no_grad():
-        return model(x.to(dtype).double() if x.is_floating_point() else x)
 
 
 def with_sdpa(model: Model, dtype: torch.dtype) -> nn.Module | None:

@@ -110,25 +110,6 @@ def row_table(cells: list[dict]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
-def model_table(cells: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the table of whole models."""
-    header = ["model", "N", "dtype", "fusion ms", "eager", "Inductor", "Inductor, sdpa", "sites fused", "note"]
-    lines = []
-    for cell in cells:
-        lines.append(
-            [
-                cell["title"],
-                str(cell["N"]),
-                cell["dtype"],
-                _milliseconds(cell["entries"].get("fusion", {}).get("median")),
-                *(_ratio(cell["entries"], peer) for peer in ("eager", "inductor", "inductor, sdpa")),
-                cell.get("sites", ""),
-                _note(cell["entries"]),
-            ]
-        )
-    return header, lines
-
-
 LEGEND = (
     "Columns with a peer's name: the peer's median time over fusion's, both from turns in one process (above 1: fusion "
     "is faster; `!`: the peer's result is wrong; n/a: it cannot express the variant). GFLOP/s count the live query-key "
@@ -198,26 +179,21 @@ def markdown(data: dict) -> str:
         f"Multiply-add peaks at the start, in GFLOP/s: {peaks}.",
         LEGEND,
     ]
-    if data["rows"]:
-        parts += ["## Attention variants", table(*row_table(data["rows"]))]
-    if data["models"]:
-        parts += ["## Whole models, eager attention unless noted", table(*model_table(data["models"]))]
+    parts += ["## Attention variants", table(*row_table(data["rows"]))]
     return "\n\n".join(parts) + "\n"
 
 
 def _key(cell: dict) -> tuple:
-    return cell.get("row"), cell.get("model"), cell["N"], cell.get("d"), cell["dtype"]
+    return cell["row"], cell["N"], cell["d"], cell["dtype"]
 
 
 def merged(old: dict, new: dict) -> dict:
     """`new` over `old`: cells measured again replace the earlier ones, all others stay."""
     if old["environment"]["cpu"] != new["environment"]["cpu"]:
         raise SystemExit(f"--append: that file is from another machine ({old['environment']['cpu']}); write a new one")
-    both = {"environment": new["environment"]}
-    for kind in ("rows", "models"):
-        again = {_key(cell) for cell in new[kind]}
-        both[kind] = [cell for cell in old[kind] if _key(cell) not in again] + new[kind]
-    return both
+    again = {_key(cell) for cell in new["rows"]}
+    rows = [cell for cell in old["rows"] if _key(cell) not in again] + new["rows"]
+    return {"environment": new["environment"], "rows": rows}
 
 
 def save(data: dict, append: Path | None) -> Path:

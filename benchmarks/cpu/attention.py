@@ -2,8 +2,7 @@
 
     python -m benchmarks.cpu.attention --quick                        a few minutes
     python -m benchmarks.cpu.attention                                everything, more than an hour
-    python -m benchmarks.cpu.attention --rows full causal --N 1024 --d 64 --dtype fp32 --models
-    python -m benchmarks.cpu.attention --rows --models bert gpt2 --N 512 --dtype fp32
+    python -m benchmarks.cpu.attention --rows full causal --N 1024 --d 64 --dtype fp32
 
 Every result is compared with float64 before it is timed. Times are medians over turns in which every competitor runs
 once. Prints ratios and the share of the machine's measured multiply-add peak; writes benchmarks/results/.
@@ -22,7 +21,6 @@ from torch._dynamo.utils import counters
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
 from benchmarks.common import peak, results
 from benchmarks.common.measuring import Entry, allowed_error, interleave, prepare
-from benchmarks.common.model_zoo import MODELS, Model, reference, with_sdpa
 from benchmarks.common.rows import ROWS, Problem, Row, flex_call, sdpa_call
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,13 +30,12 @@ HEADS = {64: 12, 128: 8}  # query heads by head dimension, as in models of that 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="*", choices=[*ROWS], default=[*ROWS], help="attention variants (none: skip)")
-    parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS], help="whole models (none: skip)")
-    parser.add_argument("--N", nargs="*", type=int, help="sequence lengths (default: 128 1024 4096; models: their own)")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], help="attention variants")
+    parser.add_argument("--N", nargs="*", type=int, help="sequence lengths (default: 128 1024 4096)")
     parser.add_argument("--d", nargs="*", type=int, choices=[*HEADS], default=[*HEADS], help="head dimensions")
     parser.add_argument("--dtype", nargs="*", choices=[*DTYPES], default=["fp32", "bf16"], help="dtypes")
     parser.add_argument("--without", nargs="*", default=[], help="competitors to leave out, by the name in the table")
-    parser.add_argument("--quick", action="store_true", help="d = 64, N up to 1024, short timing, models at N <= 512")
+    parser.add_argument("--quick", action="store_true", help="d = 64, N up to 1024, short timing")
     parser.add_argument("--seconds", type=float, default=3.0, help="timing per cell, all competitors together")
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's own choice)")
     parser.add_argument("--cold", action="store_true", help="compile without Inductor's caches, for compile times")
@@ -58,7 +55,7 @@ def compiled(call, backend: str):
 
 
 def measure_row(name: str, row: Row, problem: Problem, dtype: str, options: argparse.Namespace) -> dict:
-    """One cell of the first table: a variant at one size and dtype."""
+    """One cell of the table: a variant at one size and dtype."""
     torch._dynamo.reset()
     operands = problem.tensors(row)
     exact = row.plain(*problem.tensors(row, torch.float64))
@@ -94,44 +91,12 @@ def measure_row(name: str, row: Row, problem: Problem, dtype: str, options: argp
     }
 
 
-def _note_sites(entries: list[Entry], before: tuple[int, int]) -> str:
-    """`fused/all` of what fusion met since `before`; a site that it left alone is said in its entry."""
+def _note_sites(entries: list[Entry], before: tuple[int, int]) -> None:
+    """Say in fusion's entry where it left a site alone since `before`."""
     fused, left = (now - then for now, then in zip(sites_now(), before, strict=True))
     for entry in entries:
         if entry.name == "fusion" and entry.call is not None and (left or not fused) and not entry.note:
             entry.note = f"{fused} of {fused + left} sites fused"
-    return f"{fused}/{fused + left}"
-
-
-def measure_model(name: str, model: Model, N: int, dtype: str, options: argparse.Namespace) -> dict:
-    """One cell of the second table: a whole model at one length and dtype."""
-    torch._dynamo.reset()
-    kind = DTYPES[dtype]
-    x = model.inputs(N)
-    exact = reference(model.make, x, kind)
-    x = x.to(kind) if x.is_floating_point() else x
-    plain, sdpa = model.make("eager").to(kind), with_sdpa(model, kind)
-    allowed = allowed_error(plain(x), exact)
-    before = sites_now()
-    makers = {
-        "eager": lambda: functools.partial(plain, x),
-        "inductor": lambda: functools.partial(compiled(plain, "inductor"), x),
-        "inductor, sdpa": lambda: sdpa and functools.partial(compiled(sdpa, "inductor"), x),
-        "fusion": lambda: functools.partial(compiled(plain, "fusion"), x),
-    }
-    entries = [Entry(name=peer) for peer in makers if peer not in options.without]
-    for entry in entries:
-        prepare(entry, makers[entry.name], exact, allowed)
-    sites = _note_sites(entries, before)
-    interleave(entries, seconds=options.seconds, rounds=3)
-    return {
-        "model": name,
-        "title": model.title,
-        "N": N,
-        "dtype": dtype,
-        "sites": sites,
-        "entries": {entry.name: entry.summary() for entry in entries},
-    }
 
 
 def cells(options: argparse.Namespace) -> Iterator[tuple[str, functools.partial]]:
@@ -144,13 +109,6 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[str, functools.partial]
                     problem = Problem(H=HEADS[d], N=N, d=d, dtype=DTYPES[dtype])
                     line = f"{ROWS[name].title}, N={N}, d={d}, {dtype}"
                     yield line, functools.partial(measure_row, name, ROWS[name], problem, dtype, options)
-    for dtype in options.dtype:
-        for name in options.models:
-            for N in MODELS[name].lengths:
-                if (options.N and N not in options.N) or (options.quick and N > 512):
-                    continue
-                line = f"{MODELS[name].title}, N={N}, {dtype}"
-                yield line, functools.partial(measure_model, name, MODELS[name], N, dtype, options)
 
 
 @torch.no_grad()
@@ -160,9 +118,9 @@ def run(options: argparse.Namespace, console: Console) -> dict:
     peaks = {loop.name: round(loop.rate(), 1) for loop in loops}
     console.print("peaks, GFLOP/s:", ", ".join(f"{name} {rate:.0f}" for name, rate in peaks.items()), highlight=False)
     options.peak = {dtype: peak.fastest(loops, peaks, DTYPES[dtype]) for dtype in options.dtype}
-    data = {"environment": results.environment(peaks), "rows": [], "models": []}
+    data = {"environment": results.environment(peaks), "rows": []}
     for line, cell in results.measured(cells(options), console, str):
-        data["rows" if "row" in cell else "models"].append(cell)
+        data["rows"].append(cell)
         for name, entry in cell["entries"].items():
             if entry["note"] and entry["note"] != "cannot express it":
                 console.print(f"[yellow]{line}: {name}: {entry['note']}", soft_wrap=True)
@@ -183,16 +141,13 @@ def main() -> int:
         console = Console(width=160)  # a log file has no width of its own
     start = time.perf_counter()
     data = run(options, console)
-    if data["rows"]:
-        results.show(console, "attention variants", *results.row_table(data["rows"]))
-    if data["models"]:
-        results.show(console, "whole models", *results.model_table(data["models"]))
+    results.show(console, "attention variants", *results.row_table(data["rows"]))
     console.print(results.LEGEND, highlight=False)
     console.print(f"{time.perf_counter() - start:.0f} s")
     if not options.no_save:
         path = results.save(data, options.append)
         console.print(f"written: {path} and .md", soft_wrap=True)
-    ours = [cell["entries"].get("fusion", {}) for cell in data["rows"] + data["models"]]
+    ours = [cell["entries"].get("fusion", {}) for cell in data["rows"]]
     return int(any(entry.get("note", "").startswith("wrong") for entry in ours))
 
 

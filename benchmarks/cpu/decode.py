@@ -1,4 +1,4 @@
-"""Short calls, decoding and small models on a CPU, side by side in one process.
+"""Short calls and decoding on a CPU, side by side in one process.
 
     python -m benchmarks.cpu.decode --quick                     a few minutes
     python -m benchmarks.cpu.decode                             everything, about half an hour
@@ -27,12 +27,11 @@ from torch.utils._pytree import tree_map
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
 from benchmarks.common import peak, results
 from benchmarks.common.measuring import Entry, allowed_error, interleave, prepare
-from benchmarks.common.model_zoo import SMALL, reference, with_sdpa
 from benchmarks.common.rows import ROWS, Problem, Row, sdpa_call
 from benchmarks.cpu.caches import CACHES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PARTS = ("short", "decode", "caches", "models")
+PARTS = ("short", "decode", "caches")
 HEADS = ("1/1", "2/2", "4/4", "8/8", "8/2", "32/32", "32/8")  # query heads / key heads
 SETTLE = 6e-3  # s
 SAME = 0.97  # of the least time: what is nearer is not told apart
@@ -46,7 +45,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--N", nargs="+", type=int, help="queries and keys of short calls")
     parser.add_argument("--keys", nargs="+", type=int, help="keys in decoding")
     parser.add_argument("--heads", nargs="+", help="query heads / key heads in decoding")
-    parser.add_argument("--models", nargs="+", choices=[*SMALL], default=[*SMALL])
     parser.add_argument("--caches", nargs="+", choices=[*CACHES], default=[*CACHES])
     parser.add_argument("--d", type=int, default=64, help="head dimension")
     parser.add_argument("--dtype", nargs="+", choices=[*DTYPES], default=["fp32", "bf16"])
@@ -112,28 +110,6 @@ def measure_cache(name: str, heads: tuple[int, int], keys: int, kind: torch.dtyp
     return {"bytes": live, "entries": {entry.name: entry.summary() for entry in entries}}
 
 
-def measure_model(name: str, N: int, kind: torch.dtype, options: argparse.Namespace) -> dict:
-    """One cell: a small model at one length and dtype."""
-    torch._dynamo.reset()
-    model = SMALL[name]
-    x = model.inputs(N)
-    exact = reference(model.make, x, kind)
-    x = x.to(kind) if x.is_floating_point() else x
-    plain, sdpa = model.make("eager").to(kind), with_sdpa(model, kind)
-    allowed = allowed_error(plain(x), exact)
-    makers = {
-        "fusion": lambda: compiled(plain, "fusion", x),
-        "inductor": lambda: compiled(plain, "inductor", x),
-        "inductor, sdpa": lambda: sdpa and compiled(sdpa, "inductor", x),
-        "fusion, sdpa": lambda: sdpa and compiled(sdpa, "fusion", x),
-    }
-    entries = [Entry(name=peer) for peer in makers]
-    for entry in entries:
-        prepare(entry, makers[entry.name], exact, allowed)
-    interleave(entries, seconds=2 * options.seconds, settle=SETTLE)
-    return {"entries": {entry.name: entry.summary() for entry in entries}}
-
-
 def cells(options: argparse.Namespace) -> Iterator[tuple[dict, Callable[[], dict]]]:
     """What is to be measured: where, and the call that measures it."""
     for dtype in options.dtype:
@@ -156,10 +132,6 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[dict, Callable[[], dict
                 for N in options.keys:
                     where = {"part": "caches", "what": f"{CACHES[name].title}, {heads} heads", "N": N, "dtype": dtype}
                     yield where, functools.partial(measure_cache, name, (queries, keys), N, kind, options)
-        for name in options.models if "models" in options.parts else ():
-            for N in SMALL[name].lengths[:1] if options.quick else SMALL[name].lengths:
-                where = {"part": "models", "what": SMALL[name].title, "N": N, "dtype": dtype}
-                yield where, functools.partial(measure_model, name, N, kind, options)
 
 
 def line(cell: dict) -> list[str]:
@@ -198,7 +170,7 @@ def save(data: dict) -> Path:
     where = data["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
     text = [
-        f"# Short calls, decoding, small models, {where['date']}",
+        f"# Short calls and decoding, {where['date']}",
         f"{where['cpu']}, {where['threads']} threads on {where['cores']} cores (OMP_WAIT_POLICY: {where['waiting']}); "
         f"{where['system']}, Python {where['python']}; {versions}; commit {where['commit'] or 'unknown'}.",
         LEGEND,
