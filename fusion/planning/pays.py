@@ -25,9 +25,9 @@ from fusion.refusals import Reason, Refusal
 
 # Training on CPUs, in float32. Kernels compute scores again in the backward, and where a bias is trained write as many
 # gradients as the inner compiler's code does, which stores the scores: for little, where they are few. Measured:
-# `benchmarks.cpu.training --lengths 16 32 64 128 256`, and by hand d = 32 and 128, up to 192 heads, and without AMX. In
-# half precision kernels are as fast or faster, but for a trained bias with many heads: a step takes 1.3 times as long
-# in bfloat16 at N = 16, and 1.6 times in float16 (1.2 at 64).
+# `benchmarks.cpu.training steps --lengths 16 32 64 128 256`, and by hand d = 32 and 128, up to 192 heads, and without
+# AMX. In half precision kernels are as fast or faster, but for a trained bias with many heads: a step takes 1.3 times
+# as long in bfloat16 at N = 16, and 1.6 times in float16 (1.2 at 64).
 TRAINING = {True: (136, 320), False: (144, 448)}
 """Rows and keys (the root of their product) from which on kernels train as fast, with AMX and without; the second where
 a bias for each row and key is trained."""
@@ -37,10 +37,11 @@ inner compiler's code adds up element by element: measured without AMX, 4 to 64 
 
 # One query over few keys in inference on CPUs, in float32. The inner compiler writes products of a single row as sums,
 # in one loop with the softmax and what stands around them; the call of a kernel takes 2.5 to 4 us more than that in a
-# recurrent decoder (`benchmarks.cpu.in_a_row`; processor time of one thread, Zen 5): 1.2 to 1.6 times a token's time at
-# 1 x 24 x 64 to 8 x 24 x 64, and 1.26 times that of a masked attention of 8 x 24 x 64. At 8 x 100 x 64 the masked one
-# is faster as a kernel (0.85). From two queries on the inner compiler calls a library for each product, and kernels are
-# faster (0.81 to 0.88 of the time with 2 to 8 queries), as they are than a call of scaled_dot_product_attention (0.6).
+# recurrent decoder (`benchmarks.cpu.features recurrent`; processor time of one thread, Zen 5): 1.2 to 1.6 times a
+# token's time at 1 x 24 x 64 to 8 x 24 x 64, and 1.26 times that of a masked attention of 8 x 24 x 64. At 8 x 100 x 64
+# the masked one is faster as a kernel (0.85). From two queries on the inner compiler calls a library for each product,
+# and kernels are faster (0.81 to 0.88 of the time with 2 to 8 queries), as they are than a call of
+# scaled_dot_product_attention (0.6).
 ONE_QUERY = 1 << 15
 """Elements of K and V, of all heads, below which one query is left to the inner compiler."""
 
@@ -49,13 +50,14 @@ ROWS_OF_MIXED_HEADS = 12
 """Rows from which on a kernel that mixes heads, which packs K and V of all of them for a block of 48 rows, is as fast
 as the inner compiler's code: with 8 it takes 0.7 to 1.4 times as long, with 1 2 to 5 times (8 heads, 1024 keys)."""
 
-# Tangents and second derivatives (`benchmarks.cpu.derivatives`), in bytes of the largest table of scores, as float32.
+# Tangents and second derivatives (`benchmarks.cpu.training derivatives`), in bytes of the largest table of scores, as
+# float32.
 # The reference interpreter computes what kernels do not, a block of rows at a time, which takes two to three times as
 # long as the inner compiler's code: it is used for memory, as eager mode keeps several such tables.
 TANGENTS, TANGENTS_OF_BFLOAT16, DERIVATIVES = 2**24, 2**26, 2**30
 """From which on kernels of tangents are faster; the same in bfloat16; from which on the interpreter saves memory."""
 
-# Cascades (`benchmarks.cpu.cascades`), in bytes of a table of scores, as float32.
+# Cascades (`benchmarks.cpu.features cascades`), in bytes of a table of scores, as float32.
 CASCADE, CASCADE_OF_A_COLUMN = 2**25, 2**30
 """From which on one more product of Q and K for each reduction pays: scores leave the caches there. The second where a
 softmax over the queries is all, of which other compilers make two sweeps that are faster than a second product: it is
