@@ -8,7 +8,7 @@
     python -m benchmarks.gpu --rehearse         no GPU: tiny sizes on CPU tensors, kernels in Triton's interpreter
 
 Phases. check: outputs and gradients of every variant against float64 by the rule that the tests use, the same bits
-twice, CUDA graphs, dropout, and what compute-sanitizer says of a few kernels. tiles: some kernels in other tiles and
+twice, CUDA graphs, dropout. tiles: some kernels in other tiles and
 forms than the planned ones. time: medians of device times over turns in which every competitor runs once, in TFLOP/s of
 the two matrix products over live pairs, or GB/s where queries are few; whole models; training: losses, steps, peak
 memory; what calls launch. The report begins with the project's targets, and whether they were met. Writes
@@ -26,11 +26,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +41,6 @@ from rich.console import Console
 from benchmarks.common import results
 from benchmarks.common.rows import GPU_ROWS
 from benchmarks.gpu import caches as gpu_caches
-from benchmarks.gpu.crew import Crew
 from benchmarks.gpu.device import Device, Gpu, Rehearsal
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.report import report
@@ -108,6 +109,23 @@ def device_of(options: argparse.Namespace) -> Device:
 def started(options: argparse.Namespace, device: str) -> Findings:
     environment = results.environment({}) | {"arguments": sys.argv[1:], "cuda": torch.version.cuda}
     return Findings(environment=environment, device=device, rehearsal=options.rehearse)
+
+
+class Crew:
+    """Commands that run side by side, whose end nobody waits for; `dismiss` kills those that still run."""
+
+    def __init__(self, commands: Sequence[Sequence[str]]):
+        quiet = subprocess.DEVNULL
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # each: they are several themselves
+        self.members = [subprocess.Popen(c, env=environment, stdout=quiet, stderr=quiet) for c in commands]
+
+    def busy(self) -> bool:
+        return any(member.poll() is None for member in self.members)
+
+    def dismiss(self) -> None:
+        for member in self.members:
+            member.kill()
+            member.wait()
 
 
 def supervise(options: argparse.Namespace, path: Path) -> None:

@@ -22,8 +22,7 @@ Kernels = list[tuple[str, float]]
 class Findings:
     """checks: faults by name of the check. kernels: by place and competitor. tuned: what autotune measured. tried:
     titles of steps that ended or were begun by a process that died; current: the one under way; patience: the seconds
-    that it may take. failed: why a step has no result. planned: titles of all steps that were to be taken. counters:
-    what ncu said, by row.
+    that it may take. failed: why a step has no result. planned: titles of all steps that were to be taken.
     """
 
     environment: dict[str, Any]
@@ -41,7 +40,6 @@ class Findings:
     patience: float = STARTING
     failed: dict[str, str] = field(default_factory=dict)
     planned: list[str] = field(default_factory=list)
-    counters: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def left(self) -> list[str]:
@@ -58,6 +56,7 @@ class Findings:
     def read(cls, path: Path) -> Findings:
         """What `write` left."""
         given = json.loads(path.read_text())
+        given.pop("counters", None)  # of files up to 2026-11-29
         given["cells"] = [Cell(**(cell | {"place": Place(**cell["place"])})) for cell in given["cells"]]
         given["models"] = [WholeModel(**each) for each in given["models"]]
         given["losses"] = [Losses(**each) for each in given["losses"]]

@@ -1,6 +1,7 @@
-"""One attention variant, forward or with its gradient, run twice: what compute-sanitizer and ncu look at.
+"""One attention variant, forward or with its gradient, run twice, for compute-sanitizer and ncu to look at.
 
-compute-sanitizer --tool racecheck python -m benchmarks.gpu.observed causal --N 389
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python -m benchmarks.gpu.observed causal
+ncu --kernel-name regex:attention_ --set full python -m benchmarks.gpu.observed causal --N 4096 --heads 16
 """
 
 from __future__ import annotations

@@ -168,11 +168,6 @@ def tuned_lines(found: Findings) -> tuple[list[str], list[list[str]]]:
     return ["variant", "kernel", "tile", "TFLOP/s", ""], lines
 
 
-def counter_text(found: Findings) -> list[str]:
-    """What ncu counted."""
-    return [f"{row}:\n\n" + "\n".join(f"    {line}" for line in lines) for row, lines in found.counters.items()]
-
-
 def check_text(found: Findings) -> str:
     wrong = [f"- {name}: {fault}" for name, faults in found.checks.items() for fault in faults]
     right = sum(not faults for faults in found.checks.values())
@@ -206,8 +201,6 @@ def report(found: Findings, machine: Machine | None) -> str:
         table(*tuned_lines(found)),
         "## What calls launch",
         "\n".join(kernel_text(found)),
-        "## Counters",
-        "\n\n".join(counter_text(found)),
         "## Notes",
         "\n".join(notes),
         f"No time for: {', '.join(found.left) or 'nothing'}.",

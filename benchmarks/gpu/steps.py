@@ -20,8 +20,6 @@ from benchmarks.gpu.check import checks
 from benchmarks.gpu.device import Device, running
 from benchmarks.gpu.findings import STARTING, Findings
 from benchmarks.gpu.models import measure_model
-from benchmarks.gpu.tools import COUNTED, COUNTERS, LIMIT, SANITIZED, SANITIZER, counted, sanitized
-from benchmarks.gpu.tools import found as program
 from benchmarks.gpu.training import follow, grow
 from benchmarks.gpu.tuning import compile_trial, take, trials
 
@@ -130,25 +128,11 @@ def steps(phase: str, sizes: Sizes, device: Device) -> list[Step]:
 
 
 def _checks(sizes: Sizes, device: Device) -> list[Step]:
-    """Results, and between the narrow heads and the wide ones what compute-sanitizer says."""
-    looked = [
-        Step(
-            title=f"check {check.name}", run=lambda found, check=check: _look(found, check), limit=120, ahead=check.look
-        )
+    return [
+        Step(title=f"check {check.name}", limit=120, ahead=check.look,
+             run=lambda found, check=check: _look(found, check))
         for check in checks(list(sizes.rows), sizes.dtype, device)
-    ]
-    wanted = [(tool, row) for tool, row in SANITIZED if row in sizes.rows]
-    if device.rehearsal:
-        wanted = [("memcheck", sizes.rows[0])]
-    elif program(SANITIZER[0]) is None:
-        wanted = []
-    watched = [
-        Step(title=f"check {tool} {row}", limit=LIMIT + 20,
-             run=lambda found, tool=tool, row=row: _sanitize(found, tool, row, device))
-        for tool, row in wanted
     ]  # fmt: skip
-    narrow = next((at for at, step in enumerate(looked) if step.title == "check dropout"), len(looked) - 1) + 1
-    return [*looked[:narrow], *watched, *looked[narrow:]]
 
 
 def _tiles(sizes: Sizes, device: Device) -> list[Step]:
@@ -170,15 +154,9 @@ def _times(sizes: Sizes, device: Device) -> list[Step]:
         Step(title=f"kernels of {p}", limit=60, run=lambda found, p=p: _kernels(found, p, device))
         for p in _profiled(sizes, device)
     ]
-    wanted = [row for row in COUNTED if row in sizes.rows] if program(COUNTERS[0]) else []
-    counters = [
-        Step(title=f"counters of {row}", limit=LIMIT + 20,
-             run=lambda found, row=row: found.counters.update({row: counted(row, device)}))
-        for row in (sizes.rows[:1] if device.rehearsal else wanted)
-    ]  # fmt: skip
     early = 2 * len([name for name in TELLING if name in sizes.rows]) + 5
     training, models = _training(sizes, device), _models(sizes, device)
-    first = [*cells[:early], *training[:2], *launched, *counters, *models[:1]]
+    first = [*cells[:early], *training[:2], *launched, *models[:1]]
     return [*first, *cells[early:], *training[2:], *models[1:]]
 
 
@@ -247,10 +225,6 @@ def _kernels(found: Findings, place: Place, device: Device) -> None:
     with torch.no_grad() if place.direction == "forward" else contextlib.nullcontext():
         for who, call in prepare(cell, operands, device).items():
             found.kernels.setdefault(str(place), {})[who] = device.launched(call)
-
-
-def _sanitize(found: Findings, tool: str, row: str, device: Device) -> None:
-    found.checks[f"{tool} {row}"] = sanitized(tool, row, device)
 
 
 def _compile(place: Place, device: Device) -> None:
