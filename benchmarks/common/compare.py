@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def line(case: Case, options: argparse.Namespace, backward: bool) -> list[str]:
     if fault := fault_of(case):
         return [case.name, fault]
     entries = [entry_of(name, case, backward) for name in case.functions]
-    interleave(entries, seconds=options.seconds)
+    interleave(entries, seconds=options.seconds, clock=time.process_time if options.busy else time.perf_counter)
     ours, *others = [entry.median for entry in entries]
     assert ours is not None
     times = [f"{1e3 * time:.3g}" if time else "" for time in (ours, *others)]
@@ -142,10 +143,15 @@ def main(doc: str | None, studies: dict[str, Study], *, backward: tuple[str, ...
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="some of the study's")
     parser.add_argument("--train", action="store_true", help="a step with gradients")
+    parser.add_argument(
+        "--busy", action="store_true", help="processor time of one thread, for a machine with other work"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="per line, all contestants together")
     parser.add_argument("--output", type=Path, help="a file for the table, with machine and versions")
     options = parser.parse_args()
     options.train |= train
+    if options.busy:
+        torch.set_num_threads(1)
     torch.manual_seed(0)
     head = heading(f"{options.study.replace('_', ' ').capitalize()}, {options.dtype}")
     print(head, end="")

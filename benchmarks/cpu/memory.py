@@ -112,7 +112,8 @@ def main() -> None:
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cell:
-        print(*(f"{size:.1f}" for size in added(*options.cell, options)))
+        peer, mode = options.cell
+        print(*(f"{size:.1f}" for size in added(peer, mode, options)))
         return
     lines = []
     for mode in MODES:
