@@ -2,8 +2,8 @@
 tiles.
 
 For every shape a grid of tiles is compiled and timed, all tiles of a shape in turns within one process. Printed: the
-raw points, the rank correlation (Spearman) of prediction and measurement within each shape and over all points, and
-how far the tile that the kernel chooses by the model is from the best measured one. `--fit` prints the constants
+rank correlation (Spearman) of prediction and measurement within each shape and over all points, and how far the tile
+that the kernel chooses by the model is from the best measured one; --output has the raw points, too. `--fit` prints the constants
 (`fusion.planning.cpu.COSTS`) that suit the points best: non-negative least squares on relative errors.
 
     python -m benchmarks.cpu.model_fit --dtype float32 --seconds 50 --output fit.json
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import random
 import statistics
 import time
@@ -25,11 +24,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import results
+from benchmarks.common.rows import ROWS
+from benchmarks.common.tracing import traced
 from fusion.codegen.mlir.launch import Kernel
-from fusion.ir import AttentionSpec, MaskFacts, Normalizer, Operand, Output
-from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
-from fusion.ir.integers import add
-from fusion.ir.ops import apply, where
+from fusion.ir import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import Costs, cpu_counts
 from fusion.planning.cpu_planner import CpuPlanner
@@ -46,10 +44,9 @@ class Shape:
     d: int
     causal: bool = False
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self, spec: AttentionSpec) -> list[int]:
         """Values of the spec's sizes."""
-        return 1, self.heads, self.n
+        return [{"B0": 1, "B1": self.heads}.get(name, self.n) for name in spec.sizes]
 
     def __str__(self) -> str:
         return f"H={self.heads} N={self.n} d={self.d}{' causal' if self.causal else ''}"
@@ -78,34 +75,8 @@ SHAPES = (
 
 
 def specification(shape: Shape, dtype: str) -> AttentionSpec:
-    """Plain or causal softmax attention on contiguous [B, H, N, d] tensors, the lengths known at run time."""
-    b0, b1 = coord("b0"), coord("b1")
-    score, mask = apply("fmul", SCORE, const(1 / math.sqrt(shape.d))), None
-    if shape.causal:
-        live = apply("ile", J, I)
-        score = where(live, score, const(-math.inf))
-        mask = MaskFacts(
-            live=live, key_lo=const(0), key_hi=add(coord("i1"), 1), full_lo=const(0), full_hi=add(coord("i0"), 1),
-            fill=-math.inf,
-        )  # fmt: skip
-    return AttentionSpec(
-        sizes=("B", "H", "N"),
-        batch=(size("B"), size("H")),
-        n_q=size("N"),
-        n_k=size("N"),
-        d=const(shape.d),
-        d_v=const(shape.d),
-        operands=tuple(Operand(dtype=dtype, rank=4, name=name) for name in "qkv"),
-        q=(b0, b1, I, C),
-        k=(b0, b1, J, C),
-        v=(b0, b1, J, E),
-        score=score,
-        normalizer=Normalizer.SOFTMAX,
-        dtype=dtype,
-        out_dtype=dtype,
-        output=Output(dims=("b0", "b1", "i", "e"), order=("b0", "b1", "i", "e")),
-        mask=mask,
-    )
+    """Plain or causal softmax attention on [B, H, N, d] tensors, the lengths known at run time."""
+    return traced(ROWS["causal" if shape.causal else "full"], getattr(torch, dtype), shape.d)
 
 
 def tiles(shape: Shape, base: Tiling, target: Target) -> Iterator[tuple[int, int]]:
@@ -124,7 +95,7 @@ def kernel_for(
     tiling = replace(base, groups=tile[0] // target.lanes, keys=tile[1])
     spec = specification(shape, dtype)
     kernel = Kernel(spec, (tiling, *tilings_for(spec, target)[1:]), target)
-    return lambda *operands: kernel(operands, shape.sizes)
+    return lambda *operands: kernel(operands, shape.sizes(spec))
 
 
 def measure(
@@ -173,26 +144,14 @@ def _ranks(values: list[float]) -> list[float]:
     return [(order.index(value) + len(order) - 1 - order[::-1].index(value)) / 2 for value in values]
 
 
-def report(shape: Shape, dtype: str, found: dict, chosen: tuple[int, int], predicted: dict) -> dict:
-    """Prints and returns the shape's points and verdict."""
+def verdict(shape: Shape, dtype: str, found: dict, chosen: tuple[int, int], predicted: dict) -> dict:
+    """The shape's points, their rank correlation, and how far the chosen tile is from the best."""
     best = min(found, key=found.__getitem__)
-    rank = spearman(list(predicted.values()), list(found.values()))
-    print(f"{shape} {dtype}: Spearman {rank:.2f}; best {best}, chosen {chosen}", end="")
-    loss = found[chosen] / found[best] - 1
-    print(f" ({loss:+.1%})")
-    for tile in sorted(found):
-        pair = f"measured {found[tile] * 1e3:8.3f} ms  predicted {predicted[tile] * 1e3:8.3f} ms"
-        print(f"    {tile[0]:4d} x {tile[1]:4d}  {pair}")
-    points = [{"tile": tile, "measured": found[tile], "predicted": predicted[tile]} for tile in found]
     return {
-        "shape": str(shape),
-        "dtype": dtype,
-        "spearman": rank,
-        "chosen": chosen,
-        "best": best,
-        "loss": loss,
-        "points": points,
-    }
+        "shape": str(shape), "dtype": dtype, "spearman": spearman(list(predicted.values()), list(found.values())),
+        "chosen": chosen, "best": best, "loss": found[chosen] / found[best] - 1,
+        "points": [{"tile": tile, "measured": found[tile], "predicted": predicted[tile]} for tile in found],
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -213,19 +172,21 @@ def main() -> None:
         target = replace(target, amx=False, pairs="avx512_bf16" in machine.isa)
     print(f"{machine}; kernels for {target}; {arguments.threads} threads")
     shapes = [SHAPES[number] for number in arguments.shapes] if arguments.shapes else SHAPES
-    rows, counted = [], []
+    rows, counted, table = [], [], [f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD)]
+    print("\n".join(table))
     for dtype, shape in itertools.product(arguments.dtype, shapes):
         spec = specification(shape, dtype)
         tilings = tilings_for(spec, target)
         share = arguments.seconds / len(shapes) / len(arguments.dtype)
         multiples = target.register_tile(tilings[0].planes)
         planner = CpuPlanner(spec, machine, register_tile=multiples)
-        tile = Kernel(spec, tilings, target, planner).choice(shape.sizes).tile
+        tile = Kernel(spec, tilings, target, planner).choice(shape.sizes(spec)).tile
         chosen = tile.rows, tile.keys
         found = measure(shape, dtype, tilings[0], target, chosen, share)
-        predicted = planner.tile_times(shape.sizes, list(found))
-        rows.append(report(shape, dtype, found, chosen, {tile: predicted[tile] for tile in found}))
-        problem, clock = problem_of(spec, shape.sizes), machine.clock or 2.5e9
+        predicted = planner.tile_times(shape.sizes(spec), list(found))
+        rows.append(verdict(shape, dtype, found, chosen, {tile: predicted[tile] for tile in found}))
+        print(line(rows[-1]), flush=True)
+        problem, clock = problem_of(spec, shape.sizes(spec)), machine.clock or 2.5e9
         for tile, seconds in found.items():
             counts = cpu_counts(machine, problem, tile, multiples, skip=problem.masked)
             counted.append((tilings[0].planes, counts, (seconds - machine.launch) * clock))
@@ -236,7 +197,10 @@ def main() -> None:
     if arguments.output:
         found = {"environment": results.environment({}), "machine": str(machine), "target": str(target), "rows": rows}
         arguments.output.write_text(json.dumps(found))
-        arguments.output.with_suffix(".md").write_text(markdown(found))
+        text = "\n".join([*(f"- {each}" for each in summary(rows)), "", *table, *map(line, rows), ""])
+        arguments.output.with_suffix(".md").write_text(
+            results.heading("The tile that the cost model chooses") + text + "\n"
+        )
 
 
 def fit(points: list[tuple[dict[str, float], float]]) -> Costs:
@@ -273,29 +237,16 @@ def summary(rows: list[dict]) -> list[str]:
     return lines
 
 
-def markdown(found: dict) -> str:
-    """The result file to read."""
-    where = found["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
-    table = [
-        "| shape | dtype | chosen tile | best measured | chosen over best | predicted ms | measured ms | Spearman |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in found["rows"]:
-        chosen = next(point for point in row["points"] if list(point["tile"]) == list(row["chosen"]))
-        tiles_ = [f"{rows} x {keys}" for rows, keys in (row["chosen"], row["best"])]
-        times = [f"{chosen[name] * 1e3:.3f}" for name in ("predicted", "measured")]
-        cells = [row["shape"], row["dtype"], *tiles_, f"{row['loss']:+.1%}", *times, f"{row['spearman']:.2f}"]
-        table.append(f"| {' | '.join(cells)} |")
-    head = [
-        f"# The tile that the cost model chooses, {where['date']}",
-        f"{where['cpu']}, {where['threads']} of {where['cores']} cores; {versions}; commit {where['commit']}.",
-        "`python -m benchmarks.cpu.model_fit`: medians of turns in random order, every tile of a shape in one process; "
-        "the JSON file of the same name has every point.",
-        "\n".join(f"- {line}" for line in summary(found["rows"])),
-        "\n".join(table),
-    ]
-    return "\n\n".join(head) + "\n"
+HEAD = ["shape", "dtype", "chosen tile", "best measured", "chosen over best", "predicted ms", "measured ms", "Spearman"]
+
+
+def line(row: dict) -> str:
+    """A row of the table."""
+    chosen = next(point for point in row["points"] if point["tile"] == row["chosen"])
+    tiles_ = [f"{rows} x {keys}" for rows, keys in (row["chosen"], row["best"])]
+    times = [f"{chosen[name] * 1e3:.3f}" for name in ("predicted", "measured")]
+    cells = [row["shape"], row["dtype"], *tiles_, f"{row['loss']:+.1%}", *times, f"{row['spearman']:.2f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -189,7 +189,8 @@ def main() -> None:
     parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:
-        print(json.dumps(measure(*options.process, options.task == "cold")))
+        name, compiler = options.process
+        print(json.dumps(measure(name, compiler, options.task == "cold")))
         return
     from benchmarks.common.results import heading, table  # imports torch, whose time is part of what is measured
 
