@@ -3,8 +3,8 @@ tiles.
 
 For every shape a grid of tiles is compiled and timed, all tiles of a shape in turns within one process. Printed: the
 rank correlation (Spearman) of prediction and measurement within each shape and over all points, and how far the tile
-that the kernel chooses by the model is from the best measured one; --output has the raw points, too. `--fit` prints the constants
-(`fusion.planning.cpu.COSTS`) that suit the points best: non-negative least squares on relative errors.
+that the kernel chooses by the model is from the best measured one; --output has the raw points, too. `--fit` prints the
+constants (`fusion.planning.cpu.COSTS`) that suit the points best: non-negative least squares on relative errors.
 
     python -m benchmarks.cpu.model_fit --dtype float32 --seconds 50 --output fit.json
 """
