@@ -90,8 +90,9 @@ class Reason(enum.Enum):
         'Ask for it with options={"transforms": "always"}: memory is then linear in the length, and more time is taken.'
     )
     SHORT_TRAINING = (
-        'Ask for it with options={"training": "always"}: by default training with so few scores is left to the inner '
-        "compiler on CPUs, for speed."
+        "This call records gradients. For inference call the model under torch.no_grad(), and fusion.explain likewise. "
+        'To train such short texts by kernels set options={"training": "always"}: by default the inner compiler trains '
+        "them on CPUs, for speed."
     )
     ONE_QUERY = (
         'Ask for it with options={"emitter": "mlir"}: by default one query over so few keys is left to the inner '

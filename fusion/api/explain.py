@@ -30,7 +30,8 @@ def explain(
     """The report of every attention that one call of `function` meets.
 
     function: a module or function, compiled or not; it is called once with the arguments. Print the report, or look at
-    `report.sites`.
+    `report.sites`. For inference call it under `torch.no_grad()`: it is planned for training where gradients are
+    recorded.
     options: of the backend. Raises OptionError.
     """
     reports: list[Report] = []

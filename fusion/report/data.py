@@ -48,7 +48,7 @@ def report_data(report: Report) -> dict[str, Any]:
         "fused": report.fused,
         "total": len(report.sites),
         "graphs": report.graphs,
-        "notes": list(report.notes),
+        "notes": report.remarks,
         "graph_breaks": list(report.graph_breaks),
         "sites": sites,
         "comparison": None if report.comparison is None else report.comparison.data,

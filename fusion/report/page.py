@@ -40,7 +40,7 @@ def to_html(report: Report) -> str:
     body = [
         f'<header><h1>{title}</h1><p class="where">{" · ".join(about)}</p></header><main>',
         _summary(report),
-        *(f'<p class="note">{escape(note)}</p>' for note in report.notes),
+        *(f'<p class="note">{escape(note)}</p>' for note in report.remarks),
         *(f'<p class="note break">graph break at {escape(entry)}</p>' for entry in report.graph_breaks),
         _comparison(report),
         f"<h2>{data['total']} attention{'s' * (data['total'] != 1)}</h2>" if data["total"] else "",

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from fusion.api.compare import Comparison
 
 NO_ATTENTION = "this graph holds no attention"
+RECORDED = (
+    "this call records gradients, as parameters or inputs require them: attention is planned for training; for "
+    "inference call fusion.explain and the model under torch.no_grad()"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class SiteReport:
     before, after: the graph around it, for drawing.
     attentions: what was recognised; several where the weights are a sum of attentions.
     validated: what was compared with the graph's own operations, or why nothing was; None where it was not asked for.
+    trained: whether gradients are recorded through it.
     """
 
     fused: bool
@@ -85,6 +90,7 @@ class SiteReport:
     after: Excerpt | None = None
     attentions: tuple[AttentionReport, ...] = ()
     validated: str | None = None
+    trained: bool = False
 
     @property
     def reason(self) -> str | None:
@@ -168,6 +174,11 @@ class Report:
         return sum(site.fused for site in self.sites)
 
     @property
+    def remarks(self) -> list[str]:
+        """The notes, after one where gradients were recorded."""
+        return [RECORDED, *self.notes] if any(site.trained for site in self.sites) else [*self.notes]
+
+    @property
     def data(self) -> dict[str, Any]:
         """The report as dicts, lists, numbers and strings: what `fusion explain --json` prints."""
         return report_data(self)
@@ -176,7 +187,8 @@ class Report:
         return report_text(self)
 
     def __repr__(self) -> str:
-        notes = f", {len(self.notes)} notes" if self.notes else ""
+        count = len(self.remarks)
+        notes = f", {count} note{'s' * (count != 1)}" if count else ""
         return f"<Report: {self.fused} of {len(self.sites)} attentions fused{notes}; print it, or to_html(path)>"
 
     def _repr_html_(self) -> str:

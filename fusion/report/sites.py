@@ -14,7 +14,7 @@ from fusion.errors import UnknownMachineError
 from fusion.ir.results import size_value
 from fusion.lowering import aux_gradients
 from fusion.options import Options
-from fusion.passes import graph_excerpt, nodes
+from fusion.passes import graph_excerpt, marks, nodes
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.trace.outline import described
@@ -45,6 +45,7 @@ def report_of(
                 after=graph_excerpt.after(before, site.calls) if site.calls else None,
                 attentions=tuple(_attention(call, hints, options) for call in site.calls),
                 validated=site.validated,
+                trained=options.training != "never" and marks.requires_grad(site.root),
             )
         )
     return report

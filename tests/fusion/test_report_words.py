@@ -10,6 +10,7 @@ from fusion.ir import integers
 from fusion.ir.expr import SCORE, I, J, const, operation
 from fusion.ir.ops import where
 from fusion.ir.printing import to_text
+from fusion.planning import pays
 from fusion.report.data import kernel_summary
 
 X = SCORE / 8
@@ -43,6 +44,29 @@ CLAMPED = where(
 )
 def test_expressions(expr, text):
     assert to_text(expr) == text
+
+
+def short(records_gradients: bool, **options: str) -> fusion.Report:
+    """A layer whose parameters require gradients, over few keys."""
+    model, x = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), torch.randn(2, 16, 16)
+    with torch.set_grad_enabled(records_gradients):
+        return fusion.explain(model, x, options=options)
+
+
+def test_a_report_says_that_gradients_were_recorded_and_how_not_to(monkeypatch):
+    """Code that only infers forgets `torch.no_grad()`, and its attention is planned for training."""
+    monkeypatch.setattr(pays, "TRAINING", dict.fromkeys(pays.TRAINING, (20, 40)))
+    report = short(records_gradients=True)
+    assert [site.fused for site in report.sites] == [False]
+    notes = [line for line in str(report).splitlines() if line.startswith("  note: this call records gradients")]
+    assert notes and "torch.no_grad()" in notes[0] and "torch.no_grad()" in str(report.sites[0].advice)
+    assert "this call records gradients" in report._repr_html_()
+    assert notes[0].removeprefix("  note: ") in report.data["notes"] and "1 note;" in repr(report)
+
+
+def test_reports_of_inference_say_nothing_of_gradients():
+    for report in (short(records_gradients=False), short(records_gradients=True, training="never")):
+        assert report.fused == len(report.sites) == 1 and "records gradients" not in str(report)
 
 
 MLIR = """
