@@ -3,10 +3,8 @@ own time and nothing else."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -110,8 +108,7 @@ def trials(place: Place, device: Device) -> Iterator[Trial]:
         chosen = {**planner.backward(d, d_v), **planner.backward(d, d_v, may_join(spec, _needs(place, spec)))}
         tiles = {name: chosen[name] for name in (*BY_KEYS, QUERIES) if name in chosen}
     for kernel, planned in tiles.items():
-        with mock.patch.dict(os.environ, FUSION_UNTRIED="1"):
-            every = candidates(kernel, spec, (n_q, n_k, d, d_v), planned, machine)
+        every = candidates(kernel, spec, (n_q, n_k, d, d_v), planned, machine)
         alike = [tile for tile in every[1:] if tile.with_form_of(planned) == tile]
         predicted = dict(zip(alike, times(kernel, sizes, alike), strict=True))
         alike.sort(key=lambda tile: predicted[tile])
@@ -120,11 +117,7 @@ def trials(place: Place, device: Device) -> Iterator[Trial]:
             for tile in every[1:]
             if tile not in predicted and (tile.rows, tile.keys) == (planned.rows, planned.keys)
         ]
-        forms = [
-            tile
-            for tile in forms
-            if tile.stages == planned.stages and (tile.specialized or tile.warps == planned.warps)
-        ]
+        forms = [tile for tile in forms if tile.stages == planned.stages and tile.warps == planned.warps]
         turns = [tile for pair in zip(forms, alike, strict=False) for tile in pair]
         turns += forms[len(alike) :] + alike[len(forms) :]
         for tile in [planned, *turns][: 2 if device.rehearsal else MOST]:

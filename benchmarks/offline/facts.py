@@ -71,7 +71,6 @@ class Facts:
     matrix: instructions by kind.
     lost: kinds of side effects of which fewer are in the machine code's text than in Triton's first form.
     exponentials: instructions, and those among them that are issued while a matrix product of Hopper is in flight.
-    specialized: whether warps have roles of their own.
     seconds: to compile.
     """
 
@@ -85,7 +84,6 @@ class Facts:
     lost: tuple[str, ...] = ()
     exponentials: tuple[int, int] = (0, 0)
     spilled: float = 0.0
-    specialized: bool = False
     columns: int = 0
     seconds: float = 0.0
 
@@ -200,7 +198,6 @@ def _facts(
         target=target,
         shared=made.metadata.shared,
         columns=getattr(made.metadata, "tmem_size", None) or 0,
-        specialized="ttg.warp_specialize" in made.asm["ttgir"],
         seconds=seconds,
         lost=_lost(made.asm["ttir"], last),
         **facts,

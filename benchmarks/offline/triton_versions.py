@@ -18,26 +18,19 @@ from benchmarks.common.results import environment
 from benchmarks.common.rows import GPU_ROWS
 from benchmarks.offline.facts import Facts, OfflineCompilationError, facts_of
 from benchmarks.offline.static_cells import Cell
-from fusion.codegen.triton.candidates import may_specialize
 from fusion.machine import of_target
 
 HEAD = ("kernel", "program", "d", "target", "shared B", "registers", "spills B", "products", "notes", "s")
 
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 
-SCHEDULES: dict[str, dict[str, int]] = {
-    "described": {"described": True},
-    "specialized": {"specialized": True, "rotated": False, "warps": 4, "stages": 2},
-    "specialized, rotated": {"specialized": True, "rotated": True, "warps": 4, "stages": 2},
-}
+SCHEDULES: dict[str, dict[str, int]] = {"described": {"described": True}}
 """Ways for the forward to go about its tiles on sm_90 that only autotune chooses, as changes of the table's tile."""
 
 
 def row(name: str, d: int, facts: Facts, schedule: str = "") -> str:
     """A line of the table."""
     notes = [*facts.warnings, *(f"lost {kind}" for kind in facts.lost)]
-    if facts.specialized:
-        notes.append("warps with roles")
     if not facts.fits:
         notes.append(f"over {of_target(facts.target).shared_memory} B")
     products = ", ".join(f"{count} {kind}" for kind, count in facts.matrix.items() if count)
@@ -71,8 +64,7 @@ def main() -> None:
             spec = Cell(name=name, d=d).spec
             lines += [row(name, d, facts) for facts in facts_of(spec, target, training=True)]
             for schedule, changed in SCHEDULES.items() if target == "sm_90" and d <= 128 else ():
-                if "specialized" not in changed or may_specialize(spec, d, d):
-                    lines += [row(name, d, facts, schedule) for facts in facts_of(spec, target, changed=changed)]
+                lines += [row(name, d, facts, schedule) for facts in facts_of(spec, target, changed=changed)]
         except OfflineCompilationError as error:
             lines.append(f"| - | {name} | {d} | {target} | | | | | {str(error).splitlines()[0]} | |")
     text = "\n".join(lines) + "\n"

@@ -8,17 +8,14 @@ may be bolder than one that is chosen without measurement.
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
 
-from fusion.ir.expr import coordinates, loads
 from fusion.ir.spec import AttentionSpec
-from fusion.lowering.score_programs import dead_rows_matter
 from fusion.machine import Machine
 from fusion.planning import gpu_feasible
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import ADDRESSES, BACKWARD, FORWARD, Work, registers, work_of
-from fusion.planning.gpu_layout import panelled, power
+from fusion.planning.gpu_layout import power
 from fusion.planning.gpu_model import PREPARE, may_rotate
 
 from .descriptors import READ, boxes
@@ -70,21 +67,11 @@ def candidates(
 
 def _schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
     """Orders in which a kernel may process its tiles."""
-    every = _all_schedules(kernel, spec, d, d_v, tile, machine)
-    if os.environ.get("FUSION_UNTRIED") == "1" or machine.interpreted:
-        return every
-    return [each for each in every if not each.get("specialized")]
-
-
-def _all_schedules(kernel: str, spec: AttentionSpec, d: int, d_v: int, tile: Tile, machine: Machine) -> list[dict]:
     found = boxes(spec, d, d_v).keys()
     reads: list[dict] = [{}]
     orders = [tile.rotated, not tile.rotated] if may_rotate(spec, kernel) else [tile.rotated]
     if found & ({"k", "v"} if kernel == FORWARD else READ.get(kernel, set())):
         reads += [{"described": True}]
-    specializes = kernel == FORWARD and may_specialize(spec, d, d_v)
-    if specializes and "wgmma" in machine.isa and tile.rows >= 64:
-        reads += [{"specialized": True, "warps": 4}]
     return [{"rotated": rotated, **read} for rotated, read in itertools.product(orders, reads)]
 
 
@@ -93,21 +80,7 @@ def _distance(tile: Tile, other: Tile) -> int:
     return sum(getattr(tile, name) != getattr(other, name) for name in Tile.__dataclass_fields__)
 
 
-def may_specialize(spec: AttentionSpec, d: int, d_v: int) -> bool:
-    """Whether there is a warp-specialised form that Triton compiles: one loop, all of whose tiles come by descriptors,
-    on matrix units. Loads of masks and biases inside it fail or not from one version and spec to the next."""
-    inside = [*loads(spec.score), *loads(spec.weight)]
-    listed = spec.mask is not None and spec.mask.tile_live is not None
-    return (
-        {"q", "k", "v"} <= boxes(spec, d, d_v).keys()
-        and max(panelled(d), panelled(d_v)) <= 256
-        and spec.dtype != "float32"
-        and not (listed or dead_rows_matter(spec) or any("j" in coordinates(load) for load in inside))
-    )
-
-
 def fits(work: Work, tile: Tile, machine: Machine) -> bool:
     """Whether a kernel's tile is expected to fit on a device, without spilling registers."""
-    multiplying = replace(tile, warps=2 * tile.warps) if tile.specialized else tile
-    needed = registers(work, multiplying, machine) + ADDRESSES
-    return gpu_feasible.fits(work, tile, machine) and needed <= gpu_feasible.most_registers(multiplying, machine)
+    needed = registers(work, tile, machine) + ADDRESSES
+    return gpu_feasible.fits(work, tile, machine) and needed <= gpu_feasible.most_registers(tile, machine)

@@ -1,6 +1,5 @@
 """Reading tiles by tensor descriptors: the tensor memory accelerator of Hopper and later computes the addresses and
-zeroes elements outside, from a description of the whole tensor that the host passes with the launch, or of a head's
-matrix that the program writes itself (as warps that only load require).
+zeroes elements outside, from a description of the whole tensor that the host passes with the launch.
 
 That frees registers (72 of 236 in the causal kernel for d = 128) and instructions. It wants an inner stride of 1, outer
 ones of whole 16 bytes, and an index map that is a box: one dimension along the rows, one along the columns, the others
@@ -54,28 +53,13 @@ class Box:
         return f"{self.name}{panel.suffix}_tiles"
 
     def load(self, writer: Writer, panel: Panel, first: str) -> str:
-        """Load, by the host's descriptor, of the tile of the rows from `first` on, [size, width]: zero where there are
+        """Load of the tile of the rows from `first` on, [size, width]: zero where there are
         none."""
         starts = [_coordinate(writer, part) for part in self.index]
         starts[self.rows] = first
         if panel.start:
             starts[-1] = str(panel.start) if self.whole else f"{starts[-1]} + {panel.start}"
         return f"{self.parameter(panel)}.load([{', '.join(starts)}]).reshape([{self.size}, {panel.width}])"
-
-    def describe(self, writer: Writer, panel: Panel, extent: str) -> str:
-        """The statement that describes a head's matrix of `extent` rows."""
-        assert self.operand is not None
-        name = writer.operand(self.operand)
-        parts = zip(self.dims, self.index, strict=True)
-        moved = [f"tl.cast({writer.value(e)}, tl.int64) * {name}_stride_{dim}" for dim, e in parts if e is not NOTHING]
-        shape, stride = f"[{extent}, {panel.extent}]", f"[{name}_stride_{self.dims[self.rows]}, 1]"
-        at = " + ".join([f"{name}_ptr", *moved])
-        block = f"[{self.size}, {panel.width}]"
-        return f"{self.parameter(panel)} = tl.make_tensor_descriptor({at}, {shape}, {stride}, {block})"
-
-    def load_described(self, panel: Panel, first: str) -> str:
-        """Load, by the program's descriptor, of the tile of the rows from `first` on: zero where there are none."""
-        return f"{self.parameter(panel)}.load([{first}, {panel.start}])"
 
     def fits(self, tensor: torch.Tensor) -> bool:
         *outer, inner = self._strides(tensor)

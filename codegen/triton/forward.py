@@ -52,8 +52,7 @@ class Forward(Tiles):
         self.programs: ScorePrograms = score_programs(spec, folded=spec.dtype != "float32")
         if self.whole_rows and first_key_lives(spec):  # each row has an ordinary score from the first tile on
             self.programs = replace(self.programs, guarded=False)
-        # Warp specialisation takes one loop only; with two Triton 3.6 to 3.9 fail.
-        self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM or order.specialized
+        self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM
         values = [value for *_, value in row_epilogue(spec)] if self.softmax else []
         self.writer.count(self.programs.masked, self.programs.full, spec.weight, *values)
 
@@ -103,12 +102,6 @@ class Forward(Tiles):
 
     def _load_queries(self) -> list[str]:
         widened, lines = cast(self.spec.operands[0].dtype, self.spec.dtype), []
-        if self.order.specialized:
-            box = self.loop.boxes["q"]
-            for panel in box.panels:
-                lines.append(box.describe(self.writer, panel, self.n_q))
-                lines.append(f"q{panel.suffix} = {box.load_described(panel, 'i0')}{widened}")
-            return lines
         for part, panel in zip(self.parts(self.writer, 0), self.columns, strict=True):
             name = f"q{panel.suffix}"
             lines.append(load_where(name, part.pointers, (panel.inside,), widened))

@@ -42,16 +42,13 @@ fails."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Form of the loop over the tiles of a kernel. specialized: separate warps load tiles, by descriptors that the
-    program writes, and two groups of warps share a block's rows (Triton's warp specialisation, on Hopper); see
-    `may_specialize`."""
+    """Form of the loop over the tiles of a kernel."""
 
     rotated: bool = False  # the scores of the next tile are computed before the weights of this one are used
     spread: bool = False  # warps share the keys of a tile, see above
     shared: bool = False  # V is the first columns of K, and is read once (latent attention)
     packed: int = 1  # query heads whose rows lie side by side in a block of rows
     described: bool = False  # K and V are read by tensor descriptors where they can be (`descriptors`)
-    specialized: bool = False
 
 
 PLAIN = Order()
@@ -66,7 +63,7 @@ class KeyLoop:
         # Where the first key is known at run time only, tiles are counted: ptxas serialises products otherwise (C7515).
         self.numbered = not self.listed and self.spec.mask is not None and self.spec.mask.key_lo is not None
         self.columns, self.values = kernel.columns, kernel.values
-        read = ("q", "k", "v") if order.specialized else ("k", "v") if order.described else ()
+        read = ("k", "v") if order.described else ()
         self.boxes = {name: box for name, box in boxes(self.spec, kernel.d, kernel.d_v).items() if name in read}
         # Keys as rows, for reading K and V: lines of their own at the level of tiles.
         self.keys = self.writer.where({J: "key"}, "key_ok")
@@ -95,12 +92,8 @@ class KeyLoop:
         return "" if self.last is None else self.last.call(start=start, stop=stop)
 
     def pointers(self) -> list[str]:
-        """Statements that point to the block's keys and values, or describe them."""
-        lines = [f"{name} = {at}" for name, at in sorted(self.blocks.items())]
-        if self.order.specialized:
-            found = [self.boxes[name] for name in ("k", "v")]
-            lines += [box.describe(self.writer, panel, self.kernel.n_k) for box in found for panel in box.panels]
-        return lines
+        """Statements that point to the block's keys and values."""
+        return [f"{name} = {at}" for name, at in sorted(self.blocks.items())]
 
     def _visit(self) -> Visit:
         k, tiles_of_k = self._parts(1)
@@ -127,7 +120,6 @@ class KeyLoop:
         if self.listed:
             doc = "Tiles start <= number < stop, LISTED: of a list; BOUNDED: of the last; MASKED: keys may be dead."
             turns = "start, stop"
-        turns += ", warp_specialize=True" if self.order.specialized else ""
         head = f"for {'number' if self.listed or self.numbered else 'first'} in tl.range({turns}):"
         text = source.block(*tiles_of_k, *tiles, head, source.indented(loop))
         state = [*self.sums, *(["m", "l"] if self.softmax else []), *(["p", "alpha"] if rotated else [])]
@@ -193,7 +185,7 @@ class KeyLoop:
     def _boxed(self, box: Box, panel: Panel, mask: str) -> str:
         # Before the first tile of a pass: where there is nothing, and zeros are read.
         first = "tl.where(first > begin, first, 0) - KEYS" if mask == "before_ok" else "first"
-        return box.load_described(panel, first) if self.order.specialized else box.load(self.keys, panel, first)
+        return box.load(self.keys, panel, first)
 
     def _load(self, number: int, part: Matrix, panel: Panel, mask: str, always: bool) -> list[str]:
         """Statements that read a tile of K or V, with masks only where it may be cut off (always: in every stage) or is

@@ -25,7 +25,7 @@ from . import autotune, peers
 from .apart import Request
 from .autotune import Call, Stage, Tuner, call_of
 from .candidates import candidates
-from .descriptors import boxes, descriptors
+from .descriptors import descriptors
 from .dtypes import allows_tf32
 from .forward import Forward
 from .kernel import KernelText
@@ -67,8 +67,6 @@ class Kernel:
         self._may_share = may_share_values(spec)
         self.extents = extents_function(spec)
         self._peers = functools.cache(functools.partial(peers.calls, spec))
-        # Derived once: a call would spend more than 100 us on it.
-        self._specializes = functools.cache(lambda d, d_v: {"q", "k", "v"} <= boxes(spec, d, d_v).keys())
         self._variants = OncePerKey()
         self._memory = [result_names(spec).index(name) for name in spec.output.order]
         self._dims = [spec.output.order.index(name) for name in spec.output.dims]
@@ -84,7 +82,7 @@ class Kernel:
         if (other := self._packed(batch, n_q, device)) is not self:
             return other.source(sizes)
         choice = self.choice(sizes)
-        return choice.heading("#") + self._variant_of(choice, choice.tile, device, (d, d_v))[0].source
+        return choice.heading("#") + self._variant_of(choice, choice.tile, device, (d, d_v)).source
 
     def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False, order: Order = PLAIN) -> Variant:
         """Module for these sizes, schedule and order, built at first use."""
@@ -148,12 +146,12 @@ class Kernel:
         planner = self.planner(device)
         choice = planner.choose(sizes)
 
-        def variant(tile: Tile) -> tuple[Variant, Tile]:
+        def variant(tile: Tile) -> Variant:
             return self._variant_of(choice, tile, device, (d, d_v), run)
 
         def launch(tile: Tile) -> None:
             assert run is not None
-            run(*variant(tile))
+            run(variant(tile), tile)
 
         def trusted() -> bool:
             return run is None or peers.as_exact_as_eager(self.spec, run.operands, sizes, run.results["out"])
@@ -162,7 +160,7 @@ class Kernel:
         given = (run.operands, sizes, extents, run.results["out"]) if run is not None else ()
         return Stage(
             kernel=_kernel_of(choice),
-            variant=variant(choice.tile)[0],
+            variant=variant(choice.tile),
             tile=choice.tile,
             launch=launch,
             others=lambda: candidates(Forward.name, self.spec, (n_q, n_k, d, d_v), choice.tile, planner.machine),
@@ -178,17 +176,15 @@ class Kernel:
         device: torch.device,
         widths: tuple[int, int],
         run: _ForwardLaunches | None = None,
-    ) -> tuple[Variant, Tile]:
-        """Module for a tile in a choice's schedule, and the tile it runs in: without descriptors, and in the choice's
-        own tile where warps were to be specialised, if they cannot describe the operands of the call `run`."""
+    ) -> Variant:
+        """Module for a tile in a choice's schedule: without descriptors, if they cannot describe the operands of the
+        call `run`."""
         split, interpreted = choice.splits > 1, device.type == "cpu"
         order = order_of(tile, split, run is not None and self._shares(run.operands), self.packed)
-        if not order.specialized or self._specializes(*widths):
-            found = self.variant(*widths, interpreted, split, order)
-            if run is None or run.describes(found, _kernel_of(choice)):
-                return found, tile
-        order = replace(order, described=False, specialized=False)
-        return self.variant(*widths, interpreted, split, order), choice.tile if tile.specialized else tile
+        found = self.variant(*widths, interpreted, split, order)
+        if run is None or run.describes(found, _kernel_of(choice)):
+            return found
+        return self.variant(*widths, interpreted, split, replace(order, described=False))
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """Choice for a call with these sizes and aligned tensors on the current device, as far as is known before
@@ -248,8 +244,7 @@ class Launches:
 
     def run(self, variant: Variant, name: str, grid: int, tile: Tile, **others: int) -> None:
         """Launch a kernel. grid: the number of programs. others: integers that the kernel takes."""
-        boxes = () if variant.order.specialized else variant.boxes[name]  # such programs make descriptors themselves
-        made = descriptors(boxes, self.described, (self.n_q, tile.rows), (self.n_k, tile.keys))
+        made = descriptors(variant.boxes[name], self.described, (self.n_q, tile.rows), (self.n_k, tile.keys))
         arguments = (self.operands, self.sizes, self.results, others | made)
         variant.launch(name, grid, tile, self.fixed, arguments)
 
@@ -352,6 +347,5 @@ def order_of(tile: Tile, split: bool, shared: bool, packed: int) -> Order:
         spread=tile.spread,
         shared=shared,
         packed=packed,
-        described=tile.described and not tile.specialized,
-        specialized=tile.specialized and not (split or shared),
+        described=tile.described,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -70,18 +68,4 @@ class Variant:
         constants = {**tile.constants(), **fixed}
         constants = {key: value for key, value in constants.items() if key in function.arg_names}
         given, device = make(*arguments), arguments[0][0].device
-        launch = functools.partial(module.run, function, programs, device, given, constants, tile.options())
-        if self.order.specialized and device.type != "cpu":
-            _with_scratch(launch)
-        else:
-            launch()
-
-
-def _with_scratch(launch: Callable[[], object]) -> None:
-    """Launch a kernel that writes descriptors: Triton asks for memory for them, which comes from torch. The allocator
-    is set for this launch alone."""
-    import triton
-
-    context = contextvars.copy_context()
-    context.run(triton.set_allocator, lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
-    context.run(launch)
+        module.run(function, programs, device, given, constants, tile.options())

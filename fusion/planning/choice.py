@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from fusion.ir.spec import AttentionSpec
 
-FORM = ("rotated", "spread", "described", "specialized")
+FORM = ("rotated", "spread", "described")
 """Fields of a tile that say what form the loop over it has."""
 
 
@@ -18,13 +18,12 @@ class Tile:
     """A kernel's tile, and the form of its loop.
 
     rows, keys: query rows of a program or work item (B_r), and keys of a tile (B_c).
-    warps: warps of a program; of a specialised one, those of one of its three groups (one loads, two multiply).
+    warps: warps of a program.
     stages: tiles in flight.
     rotated: a product runs beside exponentials: in the forward that with V of one tile beside the softmax of the next
         (software pipelining), for dK and dV that for dP, which that for dV follows.
     spread: more warps than rows need share the keys of a tile, whose weights then go through shared memory.
     described: tiles are read by tensor descriptors (TMA).
-    specialized: warps have roles of their own (warp specialisation).
     """
 
     rows: int
@@ -34,7 +33,6 @@ class Tile:
     rotated: bool = False
     spread: bool = False
     described: bool = False
-    specialized: bool = False
 
     @property
     def order(self) -> str:
@@ -43,8 +41,7 @@ class Tile:
 
     def with_form_of(self, other: Tile) -> Tile:
         """This tile, with the form of another's loop."""
-        warps = self.warps if self.specialized == other.specialized else other.warps
-        return replace(self, warps=warps, **{name: getattr(other, name) for name in FORM})
+        return replace(self, **{name: getattr(other, name) for name in FORM})
 
     def constants(self) -> dict[str, int]:
         """Constants of a GPU kernel's tile at compile time, by name."""

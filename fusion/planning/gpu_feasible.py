@@ -68,7 +68,7 @@ def slowed(work: Work, tile: Tile, machine: Machine) -> float:
 
 def fact_of(work: Work, tile: Tile, machine: Machine) -> Fact | None:
     """Fact from compiling this kernel in this tile, if it was compiled."""
-    if tile.described or tile.specialized:
+    if tile.described:
         return None
     return facts_of(work, machine).get(place_of(tile))
 

@@ -50,19 +50,6 @@ def test_candidates(target: str, d: int, dtype: str) -> None:
     assert {tile.rows for tile in few} == {16}
 
 
-def test_forms_that_have_not_run_on_a_device_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, tile = case("plain", "bfloat16", 64).spec, Tile(rows=128, keys=64, warps=8, stages=2)
-
-    def tried() -> set[str]:
-        found = candidates("attention_forward", spec, (4096, 4096, 64, 64), tile, machine("h100"))
-        return {name for name in ("described", "specialized") if any(getattr(t, name) for t in found)}
-
-    monkeypatch.delenv("FUSION_UNTRIED", raising=False)
-    assert tried() == {"described"}
-    monkeypatch.setenv("FUSION_UNTRIED", "1")
-    assert tried() == {"described", "specialized"}
-
-
 @pytest.mark.parametrize("name", ["a100", "h200", "b200", "mi300x"])
 def test_the_model_has_a_time_for_every_candidate(name: str) -> None:
     c = case("causal", "bfloat16", 128)

@@ -1,4 +1,4 @@
-"""K and V read by tensor descriptors, and warps with roles."""
+"""K and V read by tensor descriptors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ pytest.importorskip("triton", reason="kernels need triton")
 from benchmarks.offline.facts import compile_offline
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.backward import backward_kernels
-from fusion.codegen.triton.candidates import may_specialize
 from fusion.codegen.triton.descriptors import READ, boxes
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.key_loop import Order
@@ -23,7 +22,6 @@ from fusion.ir.expr import C, E, J, coord
 from fusion.machine import INTERPRETER, of_target
 from fusion.planning.choice import Tile
 from fusion.planning.gpu import GpuPlanner
-from fusion.planning.gpu_clocks import KEYS, QUERIES
 from tests.codegen.mlir.cases import (
     Case,
     assert_as_exact_as_eager,
@@ -36,7 +34,6 @@ from tests.codegen.triton.test_backward import check as check_gradients
 PLAIN = Tile(rows=32, keys=32, warps=4, stages=1)
 DESCRIBED = dataclasses.replace(PLAIN, described=True)
 ROTATED = dataclasses.replace(DESCRIBED, rotated=True)
-SPECIALIZED = [dataclasses.replace(PLAIN, specialized=True, rotated=rotated) for rotated in (False, True)]
 SHAPES = (
     {"B": 2, "H": 1, "Nq": 80, "Nk": 40},
     {"B": 1, "H": 2, "Nq": 17, "Nk": 75},
@@ -119,9 +116,8 @@ def test_gradients(name: str, monkeypatch) -> None:
     check_gradients(case(name, d=16, d_v=20), tile=DESCRIBED)
     c = case(name, "bfloat16", 40, 80, group=2, order=("b0", "i", "b1", "e"))
     check_gradients(c, "heads_inside", DESCRIBED, SHAPES[1:2])
-    for kernel, names in ((kernel, READ[kernel]) for kernel in (QUERIES, KEYS)):
-        sources = [variant.source for variant, launched_kernel in launched if launched_kernel == kernel]
-        assert sources and all(f"{read}_tiles.load(" in text for text in sources for read in names)
+    sources = [(variant.source, READ[kernel]) for variant, kernel in launched if kernel in READ]
+    assert sources and all(f"{read}_tiles.load(" in text for text, names in sources for read in names)
 
 
 def test_gradients_of_an_expanded_gradient() -> None:
@@ -170,56 +166,29 @@ def test_which_operands_are_boxes() -> None:
         assert set(boxes(dataclasses.replace(spec, v=index), 16, 16)) == {"q", "k", "do"}
 
 
-@pytest.mark.parametrize("tile", SPECIALIZED, ids=str)
-@pytest.mark.parametrize("name", ["plain", "causal", "alibi", "soft_cap", "left_padded_inf"])
-def test_specialized_programs(name: str, tile: Tile) -> None:
-    """Their text, that is: the interpreter has no warps."""
-    kernel = check(case(name, d=16, d_v=20), tile)
-    (variant,) = kernel._variants.values()
-    assert "warp_specialize=True" in variant.source and "tl.load(q_ptr" not in variant.source
-    check(case(name, "bfloat16", 40, 80, group=2, order=("b0", "i", "b1", "e")), tile, "heads_inside", SHAPES[:1])
-
-
-def test_specialized_programs_of_tensors_that_cannot_be_described() -> None:
-    kernel = check(case("causal", d=16), SPECIALIZED[0], "gaps", SHAPES[:1])
-    assert ["warp_specialize" in variant.source for variant in kernel._variants.values()] == [True, False]
-    c = case("causal", d=16, group=2)  # whose heads share a block of rows: Q is no box
-    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 3, "Nk": 40})
-    kernel = Kernel(c.spec, SPECIALIZED[0])
-    assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
-    (packed,) = kernel._packing.values()
-    assert packed is not kernel and "warp_specialize" not in packed.source(sizes)
-
-
-def test_a_tuned_schedule_is_left_where_tensors_cannot_be_described(monkeypatch, own_cache) -> None:
-    """Specialised programs have warps of their own kind: others run in the table's tile."""
-    launched: list[Tile] = []
+def test_a_tuned_form_is_left_where_tensors_cannot_be_described(monkeypatch, own_cache) -> None:
+    launched: list[tuple[Variant, Tile]] = []
     real = Variant.launch
 
     def launch(self, name: str, programs: int, tile: Tile, *rest) -> None:
-        launched.append(tile)
+        launched.append((self, tile))
         real(self, name, programs, tile, *rest)
 
     monkeypatch.setattr(Variant, "launch", launch)
     c = case("soft_cap", "bfloat16", 16)  # which no kernel of SDPA computes
     planner = GpuPlanner(c.spec, INTERPRETER, tile=dataclasses.replace(PLAIN, rows=64))
-    tuner = Tuner(clock=lambda launch, device: float(not launched[-1].specialized))
-    kernel = Kernel(c.spec, tuner=tuner, plan=lambda machine: planner)
-    operands, sizes = draw(c, SHAPES[0])
-    assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
-    assert launched[-1].specialized
-    operands[1] = operands[1][:1].expand(operands[1].shape)
-    assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
-    assert launched[-1] == dataclasses.replace(PLAIN, rows=64)
-
-
-def test_what_may_be_specialized() -> None:
-    for name in ("plain", "causal", "alibi", "soft_cap", "chunks"):
-        assert may_specialize(case(name, "bfloat16", 128).spec, 128, 128), name
-    for name in ("bias", "documents", "left_padded", "padding"):
-        assert not may_specialize(case(name, "bfloat16", 128).spec, 128, 128), name
-    assert not may_specialize(case("plain", "float32", 128).spec, 128, 128)
-    assert not may_specialize(case("plain", "bfloat16", 512).spec, 512, 512)
+    kernel = Kernel(
+        c.spec,
+        tuner=Tuner(clock=lambda launch, device: float(not launched[-1][1].described)),
+        plan=lambda machine: planner,
+    )
+    for shared in (False, True):
+        operands, sizes = draw(c, SHAPES[0])
+        if shared:
+            operands[1] = operands[1][:1].expand(operands[1].shape)
+        assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
+        variant, tile = launched[-1]
+        assert tile.described and ("k_tiles.load(" in variant.source) != shared
 
 
 @pytest.mark.parametrize(("name", "d"), [("causal", 128), ("alibi", 64)])
@@ -247,25 +216,6 @@ def test_registers_of_gradients_on_hopper() -> None:
             and described.matrix["wgmma"]
         ), described
         assert not described.spills and not described.warnings and not described.lost, described
-
-
-@pytest.mark.parametrize(
-    ("name", "d", "d_v", "order"),
-    [
-        ("causal", 128, 128, Order(specialized=True, rotated=True)),
-        ("alibi", 64, 64, Order(specialized=True)),
-        ("soft_cap", 192, 128, Order(specialized=True, rotated=True)),
-    ],
-)
-def test_specialized_programs_on_hopper(name: str, d: int, d_v: int, order: Order) -> None:
-    """Warps have roles, nothing spills, is lost or serialised; in the rotated order exponentials lie under products."""
-    spec = case(name, "bfloat16", d, d_v).spec
-    assert may_specialize(spec, d, d_v)
-    kernels, tile = forward_kernels(spec, d, d_v, False, order), Tile(rows=128, keys=64, warps=4, stages=2)
-    (fact,) = compile_offline(spec, kernels, d, d_v, {kernels[0].name: tile}, "sm_90")
-    assert fact.specialized and fact.fits and not fact.spills and not fact.warnings and not fact.lost, fact
-    every, under = fact.exponentials
-    assert fact.matrix["wgmma"] and (under > 0.45 * every if order.rotated else under == 0), fact
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])

@@ -30,7 +30,6 @@ from tests.float8 import FORMATS, drawn, every_number, is_same, narrow, stored
 SMALL = Tile(rows=16, keys=32, warps=4, stages=1)
 ROTATED = dataclasses.replace(SMALL, rotated=True)
 DESCRIBED = dataclasses.replace(ROTATED, described=True)
-SPECIALIZED = dataclasses.replace(SMALL, specialized=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -61,15 +60,6 @@ def test_as_exact_as_eager(name: str, layout: str, format_: torch.dtype, which: 
         operands, sizes = drawn(c, {"B": 1, "H": 1, "Nq": queries, "Nk": 75}, layout)
         got = Kernel(c.spec, tile, splits=splits)(operands, sizes)
         assert_as_exact_as_eager(got, c, operands)
-
-
-def test_all_operands_read_by_warps_of_their_own() -> None:
-    c = narrow(case("causal", "bfloat16", 16, 32), FORMATS[1], "q k v")
-    operands, sizes = drawn(c, {"B": 1, "H": 2, "Nq": 20, "Nk": 40})
-    kernel = Kernel(c.spec, SPECIALIZED)
-    assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
-    (variant,) = kernel._variants.values()
-    assert "warp_specialize=True" in variant.source
 
 
 def test_values_that_are_columns_of_the_keys() -> None:
