@@ -14,6 +14,7 @@ from tests.ptx.program import Program
 
 Mask = np.ndarray | None
 """Threads that take part in an instruction; None: all."""
+Grid = tuple[int, int, int]
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _WIDE_REGISTERS = ("%rd", "%SP")
 _OF_REGISTERS: dict[str, Any] = dict.fromkeys(_WIDE_REGISTERS, np.uint64) | {"%rs": np.uint16, "%p": np.bool_}
@@ -24,8 +25,8 @@ class Block:
     at once, and again when they are waited for: `hazards` has those whose factors have changed in between."""
 
     def __init__(
-        self, program: Program, number: int, grid: int, threads: int, shared: int, memory: Memory,
-        parameters: Mapping[str, bytes],
+        self, program: Program, place: Grid, grid: Grid, threads: int, shared: int, memory: Memory,
+        parameters: Mapping[str, bytes], maps: Mapping[int, Any],
     ):  # fmt: skip
         self.program, self.threads, self.memory, self.parameters = program, threads, memory, parameters
         self.shared = Shared(shared)
@@ -34,15 +35,17 @@ class Block:
         thread = np.arange(threads, dtype=np.uint32)
         self.lane = (thread % 32).astype(np.int64)
         self.special: dict[str, Any] = {
-            "%tid.x": thread, "%ctaid.x": number, "%nctaid.x": grid, "%ntid.x": threads, "%laneid": thread % 32,
+            "%tid.x": thread, "%tid.y": 0, "%tid.z": 0, "%ntid.x": threads, "%laneid": thread % 32,
             "%warpid": thread // 32,
-        } | dict.fromkeys(("%ctaid.y", "%ctaid.z", "%tid.y", "%tid.z"), 0)  # fmt: skip
-        self.special |= dict.fromkeys(("%nctaid.y", "%nctaid.z"), 1)
+        }  # fmt: skip
+        for axis, number, size in zip("xyz", place, grid, strict=True):
+            self.special |= {f"%ctaid.{axis}": number, f"%nctaid.{axis}": size}
         self.copies: list[Any] = []
         self.copy_groups: deque[list[Any]] = deque()
         self.products: list[Any] = []
         self.product_groups: deque[list[Any]] = deque()
         self.hazards: list[str] = []
+        self.maps, self.barriers = maps, dict[int, Any]()
 
     def get(self, operand: str, dtype: Any) -> np.ndarray:
         """Values of an operand in all threads."""

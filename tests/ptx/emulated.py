@@ -4,52 +4,78 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 
 from benchmarks.offline.absent import check_resources, driver_of
 from fusion.codegen.triton import launch, module
 from fusion.machine import Machine, of_target
 from tests.ptx import arithmetic, conversions, matrices, movement  # noqa: F401  (they register opcodes)
-from tests.ptx.block import Block
+from tests.ptx.block import Block, Grid
 from tests.ptx.memory import Fault, Memory
 from tests.ptx.program import Program
+from tests.ptx.tensor_maps import TensorMap
 
-_SIZES = {"u64": 8, "s64": 8, "b64": 8, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "u16": 2, "u8": 1, "b8": 1}
+_BYTES = {8: ("u64", "s64", "b64"), 4: ("u32", "s32", "b32", "f32"), 2: ("u16", "s16", "b16"), 1: ("u8", "s8", "b8")}
+_SIZES = {kind: size for size, kinds in _BYTES.items() for kind in kinds} | {"align": 128}
+byte_size = _SIZES.__getitem__
+"""Of a parameter's type; tensor maps are the only ones that ask for an alignment."""
 program_of = functools.lru_cache(maxsize=256)(Program)
 
 
-def _bits(value: Any) -> int:
-    """An argument as an integer: the address of a tensor, the bits of a float32."""
+def _bits(value: Any) -> Any:
+    """An argument as an integer: the address of a tensor, the bits of a float32. Tensor maps stay."""
+    if isinstance(value, TensorMap):
+        return value
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return int(np.float32(value).view(np.uint32)) if isinstance(value, float) else int(value)
 
 
 def execute(
-    ptx: str, grid: int, threads: int, shared: int, arguments: Sequence[int], tensors: Sequence[torch.Tensor]
+    ptx: str, grid: int, threads: int, shared: int, arguments: Sequence[Any], tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Run a kernel. arguments: addresses, integers and bits of float32, in the order of its parameters; those that
-    Triton adds are 0. Raises Fault."""
+    """Run a kernel. arguments: addresses, integers, bits of float32 and tensor maps, in the order of its parameters;
+    those that Triton adds are 0. Raises Fault."""
     program = program_of(ptx)
-    memory = Memory(list(tensors), program.constants.values())
     values = [*arguments, *[0] * (len(program.params) - len(arguments))]
+    given = {name: (kind, value) for (kind, name), value in zip(program.params, values, strict=True)}
     parameters = {
-        name: (value & ((1 << 8 * _SIZES[kind]) - 1)).to_bytes(_SIZES[kind], "little")
-        for (kind, name), value in zip(program.params, values, strict=True)
+        name: (value & ((1 << 8 * byte_size(kind)) - 1)).to_bytes(byte_size(kind), "little")
+        for name, (kind, value) in given.items()
+        if name not in program.maps
     }
+    maps = {address: given[name][1] for name, address in program.maps.items()}
+    memory = Memory(list(tensors), program.constants.values())
+    run_blocks(program, (grid, 1, 1), threads, shared, memory, parameters, maps)
+
+
+def run_blocks(
+    program: Program,
+    grid: Grid,
+    threads: int,
+    shared: int,
+    memory: Memory,
+    parameters: Mapping[str, bytes],
+    maps: Mapping[int, TensorMap] = MappingProxyType({}),
+) -> None:
+    """Run the blocks of a kernel, in any order. maps: by the addresses of `Program.maps`. Raises Fault."""
     with np.errstate(all="ignore"):
-        for number in range(grid):
-            block = Block(program, number, grid, threads, shared, memory, parameters)
+        for number in np.random.default_rng(0).permutation(math.prod(grid)).tolist():
+            place = number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])
+            block = Block(program, place, grid, threads, shared, memory, parameters, maps)
             block.run()
             if block.hazards or block.products or any(block.product_groups):
                 raise Fault(next(iter(block.hazards), "products are in flight at the end"))
+            if any(barrier.copies for barrier in block.barriers.values()):
+                raise Fault("copies of boxes are under way at the end")
 
 
 @dataclass(slots=True)
@@ -63,8 +89,10 @@ class Emulation:
 @contextlib.contextmanager
 def emulated(target: str) -> Iterator[Emulation]:
     """Kernels on CPU tensors are compiled for a target ("sm_80") and their PTX is executed while this lasts."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     machine: Machine = of_target(target)
     emulation, load, before = Emulation(), module.load, driver._active
@@ -77,12 +105,13 @@ def emulated(target: str) -> Iterator[Emulation]:
             kernel._run = functools.partial(run, kernel)
 
     def run(kernel: Any, grid: int, *others: Any) -> None:
-        values, parameters = others[-len(kernel.src.signature) :], kernel.src.signature.items()
-        if any(kind.startswith("tensordesc") for kind in kernel.src.signature.values()):
-            pytest.skip("the emulator has no tensor memory accelerator")
-        passed = [value for (_, kind), value in zip(parameters, values, strict=True) if kind != "constexpr"]
-        tensors = [value for value in passed if isinstance(value, torch.Tensor)]
-        arguments = list(map(_bits, passed))
+        values, kinds = others[-len(kernel.src.signature) :], kernel.src.signature.values()
+        passed = [value for kind, value in zip(kinds, values, strict=True) if kind != "constexpr"]
+        bases = [getattr(value, "base", value) for value in passed]  # of tensor descriptors
+        tensors = [value for value in bases if isinstance(value, torch.Tensor)]
+        maps = iter(kernel.metadata.tensordesc_meta or [None] * len(passed))
+        parts = [make_tensordesc_arg(v, next(maps)) if isinstance(v, TensorDescriptor) else [v] for v in passed]
+        arguments = [_bits(value) for part in parts for value in part]
         emulation.names.append(kernel.metadata.name)
         threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
         execute(kernel.asm["ptx"], grid, threads, shared, arguments, tensors)
@@ -98,7 +127,9 @@ def emulated(target: str) -> Iterator[Emulation]:
             (module, "load", lambda text, interpreted=False: load(text)),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
-        driver.set_active(driver_of(machine))
+        active = driver_of(machine)
+        active.utils = SimpleNamespace(fill_tma_descriptor=TensorMap, fill_tma_descriptor_tiled=TensorMap)
+        driver.set_active(active)
         try:
             yield emulation
         finally:

@@ -59,6 +59,11 @@ class Shared:
         if (changed & (self._writer[at] != warps) & (self.data[at] != values)).any():
             raise Fault(f"a race: two warps write to a place: {line}")
 
+    def land(self, places: np.ndarray, data: np.ndarray) -> None:
+        """Bytes of a copy that threads have waited for, by a barrier in memory: they race with nobody."""
+        self.data[places] = data
+        self._written[places] = NEVER
+
 
 class Memory:
     """The storages of a launch's tensors. An access outside of them, or one that is not aligned, is a fault."""
@@ -71,6 +76,15 @@ class Memory:
             if size and not any(first <= start and start + size <= end for first, end, _ in self.storages):
                 data = np.frombuffer((ctypes.c_uint8 * size).from_address(start), dtype=np.uint8)
                 self.storages.append((start, start + size, data))
+
+    @classmethod
+    def of_blocks(cls, blocks: Iterable[tuple[int, int]], constants: Iterable[np.ndarray]) -> Memory:
+        """Memory of these (first address, bytes)."""
+        memory = cls([], constants)
+        for start, size in blocks:
+            data = np.frombuffer((ctypes.c_uint8 * size).from_address(start), dtype=np.uint8)
+            memory.storages.append((start, start + size, data))
+        return memory
 
     def _storage_at(self, address: int, size: int, line: str) -> Storage:
         for start, end, data in self.storages:

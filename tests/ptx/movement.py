@@ -9,6 +9,7 @@ import numpy as np
 from tests.ptx.block import Block, Mask
 from tests.ptx.memory import Fault
 from tests.ptx.program import Run, list_of, opcode
+from tests.ptx.tensor_maps import bulk_copy
 from tests.ptx.values import DTYPES
 
 _LANES = np.arange(32)
@@ -95,6 +96,8 @@ def _add(parts: list[str], args: list[str], line: str) -> Run:
 @opcode("cp")
 def _cp(parts: list[str], args: list[str], line: str) -> Run:
     """Asynchronous copies, in groups; those of which a thread reads 0 bytes write zeros."""
+    if parts[2] == "bulk":
+        return bulk_copy(parts, args, line)
     assert parts[1] == "async" and (parts[2] in ("commit_group", "wait_group", "wait_all") or parts[3] == "shared"), (
         line
     )
@@ -214,3 +217,9 @@ def _stmatrix(parts: list[str], args: list[str], line: str) -> Run:
 @opcode("fence", "membar", "griddepcontrol")
 def _order(parts: list[str], args: list[str], line: str) -> Run:
     return lambda block, mask: None
+
+
+@opcode("createpolicy")
+def _createpolicy(parts: list[str], args: list[str], line: str) -> Run:
+    """How long a cache keeps what is read: no matter here."""
+    return lambda block, mask: block.put(args[0], np.uint64(0), mask)

@@ -17,8 +17,10 @@ Run = Callable[["Block", "np.ndarray | None"], Any]
 Maker = Callable[[list[str], list[str], str], Run]
 """(parts of the opcode, operands, the line) -> the instruction's execution."""
 OPCODES: dict[str, Maker] = {}
-COLLECTIVE = {"bar", "shfl", "redux", "mma", "wgmma", "ldmatrix", "stmatrix"}
+COLLECTIVE = {"bar", "shfl", "redux", "mma", "wgmma", "ldmatrix", "stmatrix", "elect", "mbarrier"}
 """Opcodes before which threads wait for those that took another branch."""
+MAPS = 1 << 62
+"""Address of the first tensor map among the parameters."""
 
 
 def opcode(*names: str) -> Callable[[Maker], Maker]:
@@ -61,7 +63,8 @@ def list_of(operand: str) -> list[str]:
 
 
 class Program:
-    """The kernel of a PTX module. params: (type, name) of its parameters, in order. constants: arrays in global memory.
+    """The kernel of a PTX module. params: (type, name) of its parameters, in order. maps: addresses of those
+    that are tensor maps. constants: arrays in global memory.
     variables: addresses of arrays, in global, shared or local memory."""
 
     def __init__(self, ptx: str):
@@ -74,6 +77,9 @@ class Program:
         self.variables = {name: data.ctypes.data for name, data in self.constants.items()}
         self.variables |= dict.fromkeys(["global_smem", *([local.group(1)] if local else [])], 0)
         self.params = re.findall(r"\.param \.(\w+)(?: \.ptr)?[^,]*?(\w+_param_\d+)", entry.group(2))
+        maps = [name for kind, name in self.params if kind == "align"]
+        self.maps = {name: MAPS + 128 * number for number, name in enumerate(maps)}
+        self.variables |= self.maps
         texts, self.labels = list[str](), dict[str, int]()
         for line in _statements(ptx[entry.end() :]):
             if label := re.fullmatch(r"([$\w]+):", line):
@@ -85,7 +91,7 @@ class Program:
         self.waits = np.array([name in COLLECTIVE for name in opcodes] + [True])  # the last: at the end
 
     def _instruction(self, line: str, end: int) -> Instruction:
-        predicate = re.match(r"@(!?)(%\w+)\s+", line)
+        predicate = re.match(r"@(!?)(%?\w+)\s+", line)
         name, _, rest = re.sub(r"\s+", " ", line[predicate.end() :] if predicate else line).partition(" ")
         parts, operands = name.split("."), operands_of(rest)
         branch = parts[0] in ("bra", "ret", "exit")

@@ -20,7 +20,7 @@ INTEGERS = np.random.default_rng(2).integers(-(2**31), 2**31, 32).astype(np.int3
 def executed(body: str, tensors=(), shared: int = 256, **registers: np.ndarray) -> Block:
     """A block of 32 threads after these statements."""
     program = Program(f".visible .entry kernel(\n)\n{{\n{body}\nret;\n}}\n")
-    block = Block(program, 0, 1, 32, shared, Memory(list(tensors)), {})
+    block = Block(program, (0, 0, 0), (1, 1, 1), 32, shared, Memory(list(tensors)), {}, {})
     for name, value in registers.items():
         block.put(f"%{name}", value, None)
     with np.errstate(all="ignore"):
