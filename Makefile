@@ -10,12 +10,13 @@ BIN := $(VENV)/bin
 PYTEST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long sample fuzz lint format types bench docs dist versions clean
+.PHONY: help demo test test-long test-gpu sample fuzz lint format types bench docs dist versions clean
 
 help:
 	@echo "make demo    real text through a trained model: eager, Inductor and fusion side by side"
 	@echo "make test    the test suite           (ARGS='-k mask' passes options on to pytest)"
 	@echo "make test-long  with the exhaustive cases (over an hour)"
+	@echo "make test-gpu   on a GPU that is not there: torch for CUDA on a stand-in for its runtime (g++; 5 GB, as sample)"
 	@echo "make sample  some of the tests with the oldest and the newest torch (TORCH='2.12.1': others; 5 GB each,"
 	@echo "             in .venv-torch-*, or in the folder that TORCHES names)"
 	@echo "make fuzz    300 random functions, others at every commit"
@@ -51,6 +52,9 @@ test-long: $(VENV)/.installed-test $(VENV)/.installed-timm
 # The environments of other versions of torch are made once, and kept.
 sample: $(BIN)/pip
 	$(BIN)/python .ci/torches.py --jobs $(JOBS) $(TORCH)
+
+test-gpu: $(BIN)/pip
+	$(BIN)/python .ci/torches.py --gpu $(or $(TORCH),2.11.0)
 
 SEEDS ?= new:300
 fuzz: $(VENV)/.installed-test

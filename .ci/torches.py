@@ -2,6 +2,7 @@
 
     python .ci/torches.py 2.11.0 2.15.0                 both; fails where a test does
     python .ci/torches.py --write 2.11.0 2.13.0         and the second table of docs/versions.md
+    python .ci/torches.py --gpu 2.11.0                  in place of the sample, tests on a GPU that is not there
 
 torch chooses its Triton; the rest is as in constraints.txt. An environment takes some 5 GB, since the registry's torch
 brings the libraries of CUDA, and lies in the checkout, or in the folder that TORCHES names. Constraints that a machine
@@ -41,10 +42,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("torch", nargs="*", default=[OLDEST, NEWEST], help=f"versions; {OLDEST} and {NEWEST} without")
     parser.add_argument("--write", action="store_true", help="write what passed into docs/versions.md")
+    parser.add_argument("--gpu", action="store_true", help="tests/gpu_stand_in; needs g++ and a torch for CUDA 13")
     parser.add_argument("--jobs", default="2", help="how many tests run at a time")
     arguments = parser.parse_args()
     failed = False
     for version in arguments.torch:
+        if arguments.gpu:
+            failed |= bool(subprocess.run([environment(version), "-m", "tests.gpu_stand_in"], cwd=ROOT).returncode)
+            continue
         outcome = tried(version, environment(version), arguments.jobs)
         print(" | ".join(outcome.values()), flush=True)
         failed |= outcome["failed"] != "0" or outcome["passed"] == "0"
