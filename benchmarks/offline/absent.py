@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 
 from fusion.codegen.triton import launch, variant
-from fusion.machine import Machine, of_target
+from fusion.codegen.triton.ahead_of_time import gpu_target
+from fusion.machine import Machine
 
 TENSOR_COLUMNS = 512
 """Of Blackwell's tensor memory, per multiprocessor."""
@@ -101,15 +102,6 @@ def driver_of(machine: Machine) -> Any:
         get_active_torch_device=lambda: torch.device("cuda", 0),
         is_active=lambda: True,
     )
-
-
-def gpu_target(architecture: str) -> Any:
-    """Triton's record of a compilation target ("sm_90", "gfx942")."""
-    from triton.backends.compiler import GPUTarget
-
-    if architecture.startswith("gfx"):
-        return GPUTarget("hip", architecture, of_target(architecture).wave)
-    return GPUTarget("cuda", int(architecture[3:]), 32)
 
 
 def meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,19 +7,18 @@ and every atomic addition of the first intermediate form is still there in the l
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 
 from fusion.codegen.triton import module
+from fusion.codegen.triton.ahead_of_time import POINTERS, assembled, gpu_target, registers_of, signature
 from fusion.codegen.triton.aux_outputs import aux_kernels, aux_tiles
 from fusion.codegen.triton.backward import Queries, backward_kernels, may_join
-from fusion.codegen.triton.descriptors import boxes
 from fusion.codegen.triton.dtypes import FLOAT8
 from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.kernel import KernelText
@@ -32,7 +31,7 @@ from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import shares_values
 from fusion.planning.gpu_model import owner_of_keys
 
-from .absent import TENSOR_COLUMNS, gpu_target
+from .absent import TENSOR_COLUMNS
 from .disassembly import Loop, amd_number, disassemble, inner_loops
 
 
@@ -45,18 +44,6 @@ HEADS = 64
 
 #: ptxas' notes that matrix products wait for each other
 SERIALISED = ("C7510", "C7511", "C7512", "C7514", "C7515", "C7519")
-_POINTERS = {
-    "float32": "*fp32",
-    "float16": "*fp16",
-    "bfloat16": "*bf16",
-    "bool": "*i1",
-    **{dtype: f"*{name}" for dtype, name in FLOAT8.items()},
-    "uint8": "*u8",
-    "int8": "*i8",
-    "int16": "*i16",
-    "int32": "*i32",
-    "int64": "*i64",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +130,7 @@ def facts_of_features(
 
     loaded, tile = module.load(features_module(d, d_v, degree)), feature_tile(d, d_v, MOST_FEATURES)
     given = {"ROWS": tile.rows, "PARENTS": tile.parents, "TOP_PLANES": planes, "CAUSAL": causal}
-    pointers = {"v_ptr": _POINTERS[dtype], "factors_ptr": "*i32", "owner_ptr": "*i32"}
+    pointers = {"v_ptr": POINTERS[dtype], "factors_ptr": "*i32", "owner_ptr": "*i32"}
     found = []
     for name, keys in (("polynomial_state", tile.keys), ("polynomial_readout", tile.near)):
         function = getattr(loaded, name)
@@ -171,8 +158,8 @@ def _signature_by_names(
 
 def _compile(spec: AttentionSpec, loaded, kernel: KernelText, sizes: tuple[int, int], tile: Tile, target: str) -> Facts:
     function = getattr(loaded, kernel.name)
-    signature, constants, attributes = _signature(spec, function.arg_names, sizes, tile, target)
-    return _facts(function, signature, constants, attributes, (tile.warps, tile.stages), target, str(spec))
+    arguments = signature(spec, function.arg_names, sizes, tile, target)
+    return _facts(function, *arguments, (tile.warps, tile.stages), target, str(spec))
 
 
 def _facts(
@@ -204,71 +191,20 @@ def _facts(
     )
 
 
-def _signature(
-    spec: AttentionSpec, names: Sequence[str], sizes: tuple[int, int], tile: Tile, target: str
-) -> tuple[dict, dict, dict]:
-    from fusion.codegen.triton.expressions import Writer
-
-    writer = Writer(spec=spec)
-    dtypes = {writer.operand(n): operand.dtype for n, operand in enumerate(spec.operands)}
-    results = {"out": spec.out_dtype, "dout": spec.out_dtype}
-    results |= dict.fromkeys(("dead", "tile_list", "tile_counts"), "int32")
-    results |= {f"d{'qkv'[n]}": spec.operands[n].dtype for n in range(3)}
-    results |= {f"aux{k}": aux.dtype for k, aux in enumerate(spec.aux_outputs)}
-    inner = {f"{writer.operand(n)}_stride_{operand.rank - 1}" for n, operand in enumerate(spec.operands)}
-    inner |= {f"d{'qkv'[n]}_stride_{spec.operands[n].rank - 1}" for n in range(3)} | {"out_stride_e", "dout_stride_e"}
-    inner |= {f"aux{k}_stride_{len(aux.dims) - 1}" for k, aux in enumerate(spec.aux_outputs)}
-    given = {**tile.constants(), "PRECISION": "ieee", "UNIT_TANH": "tanh" in of_target(target).isa}
-    described = {
-        name: f"tensordesc<{_POINTERS[box.dtype(spec)][1:]}{block}>"
-        for box in boxes(spec, *sizes).values()
-        for name, block in box.blocks(given[box.size]).items()
-    }
-    signature, constants, attributes = {}, {}, {}
-    for position, name in enumerate(names):
-        stem = name.removesuffix("_ptr")
-        if stem != name:
-            signature[name] = _POINTERS[results.get(stem) or dtypes.get(stem) or "float32"]
-            attributes[(position,)] = [["tt.divisibility", 16]]
-        elif name in described:
-            signature[name] = described[name]
-        elif name in given or name in inner:
-            signature[name], constants[name] = "constexpr", given.get(name, 1)
-        else:
-            signature[name] = "i32"
-            if "_stride_" in name:
-                attributes[(position,)] = [["tt.divisibility", 16]]
-    return signature, constants, attributes
-
-
 def _nvidia(ptx: str, target: str) -> dict:
     """Registers, spills, matrix instructions and warnings, from a run of ptxas."""
-    architecture = re.search(r"\.target (sm_\w+)", ptx)
     with tempfile.TemporaryDirectory() as folder:
-        text = os.path.join(folder, "kernel.ptx")
-        with open(text, "w") as file:
-            file.write(ptx)
-        command = [
-            _ptxas(target),
-            "-v",
-            f"--gpu-name={architecture[1] if architecture else target}",
-            text,
-            "-o",
-            f"{text}.cubin",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        loops = _loops(f"{text}.cubin") if not done.returncode else []
-    said = done.stdout + done.stderr
-    if done.returncode:
-        raise OfflineCompilationError(f"ptxas refused the kernel for {target}: {said}")
-    registers = max(map(int, re.findall(r"Used (\d+) registers", said)), default=0)
-    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+        place = Path(folder) / "kernel.cubin"
+        try:
+            said = assembled(ptx, target, place)
+        except RuntimeError as error:
+            raise OfflineCompilationError(str(error)) from error
+        loops = _shortest_first(disassemble(place.read_bytes()))
     kinds = {"wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "tcgen05": r"tcgen05\.mma"}
     matrix = {kind: len(re.findall(pattern, ptx)) for kind, pattern in kinds.items()}
     warnings = tuple(sorted(code for code in SERIALISED if code in said))
     return {
-        "registers": registers,
-        "spills": spills,
+        **registers_of(said),
         "matrix": matrix,
         "warnings": warnings,
         "exponentials": tuple(map(sum, zip(*(loop.exponentials for loop in loops), strict=True))) or (0, 0),
@@ -276,21 +212,9 @@ def _nvidia(ptx: str, target: str) -> dict:
     }
 
 
-def _loops(cubin: str) -> list[Loop]:
-    with open(cubin, "rb") as file:
-        return _shortest_first(disassemble(file.read()))
-
-
 def _shortest_first(text: str) -> list[Loop]:
     """The inner loops of a kernel that multiply, the shortest (without masks and bounds) first."""
     return sorted(inner_loops(text), key=lambda loop: len(loop.body))
-
-
-def _ptxas(target: str) -> str:
-    """The assembler that this version of Triton takes for a target; it brings several."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    return get_ptxas(int(target[3:])).path
 
 
 def _amd(text: str) -> dict:

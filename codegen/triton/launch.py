@@ -21,7 +21,8 @@ from fusion.planning.gpu import GpuPlanner
 from fusion.planning.gpu_clocks import may_share_values
 
 from .. import reference
-from . import autotune, peers
+from . import autotune, module, peers
+from .ahead_of_time import Resources, resources
 from .apart import Request
 from .autotune import Call, Stage, Tuner, call_of
 from .candidates import candidates
@@ -83,6 +84,19 @@ class Kernel:
             return other.source(sizes)
         choice = self.choice(sizes)
         return choice.heading("#") + self._variant_of(choice, choice.tile, device, (d, d_v)).source
+
+    def resources(self, sizes: Sequence[int], target: str) -> list[Resources]:
+        """Of the kernels of `source`, compiled for an NVIDIA GPU that need not be there, but for those that it runs for
+        lists of tiles. Raises RuntimeError where Triton or ptxas refuses one."""
+        *batch, n_q, n_k, d, d_v = self.extents(sizes)
+        device = current_device()
+        if (other := self._packed(batch, n_q, device)) is not self:
+            return other.resources(sizes, target)
+        choice = self.choice(sizes)
+        text, tile = self._variant_of(choice, choice.tile, device, (d, d_v)).source, choice.tile
+        tiles = {_kernel_of(choice): tile} | ({Combine.name: combining_tile(tile)} if choice.splits > 1 else {})
+        loaded = module.load(text)
+        return [resources(self.spec, getattr(loaded, name), (d, d_v), tiles[name], target) for name in tiles]
 
     def variant(self, d: int, d_v: int, interpreted: bool, split: bool = False, order: Order = PLAIN) -> Variant:
         """Module for these sizes, schedule and order, built at first use."""

@@ -117,7 +117,8 @@ class SiteReport:
 
     def on(self, machine: str | Machine, which: int = 0) -> tuple[Plan, str]:
         """Plan of one of the site's attentions on a GPU at the sizes of the example, and the text of its Triton module;
-        no GPU is needed. Raises UnknownMachineError, and ValueError where there is no kernel."""
+        no GPU is needed. For NVIDIA's the text begins with what ptxas, which Triton brings, says of its registers.
+        Raises UnknownMachineError, and ValueError where there is no kernel."""
         from fusion.codegen import triton
         from fusion.errors import UnknownMachineError
         from fusion.planning.gpu import GpuPlanner
@@ -126,7 +127,15 @@ class SiteReport:
         if gpu.kind != "gpu":
             raise UnknownMachineError(f"machine {machine!r} is no GPU; name one (h200): the report has the CPU's plan")
         kernel = triton.compile(spec, plan=lambda _: GpuPlanner(spec, gpu))
-        return plan(spec, gpu, sizes=sizes), kernel.source(tuple(sizes.values()))
+        extents = tuple(sizes.values())
+        text = kernel.source(extents)
+        if text and gpu.architecture.startswith("sm_"):
+            try:
+                compiled = kernel.resources(extents, gpu.architecture)
+            except RuntimeError as refused:
+                compiled = [f"not compiled for {gpu.architecture}: {refused}".splitlines()[0]]
+            text = "".join(f"# {each}\n" for each in compiled) + text
+        return plan(spec, gpu, sizes=sizes), text
 
     @property
     def alike(self) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ import fusion
 from benchmarks import offline
 from benchmarks.offline.facts import Facts, OfflineCompilationError, compile_offline, facts_of
 from fusion.codegen.triton.key_loop import Order
-from fusion.codegen.triton.launch import combining_tile, forward_kernels, order_of, split_kernels
+from fusion.codegen.triton.launch import Kernel, combining_tile, forward_kernels, order_of, split_kernels
 from fusion.ir import integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM
 from fusion.ir.spec import AuxOutput
@@ -37,6 +37,27 @@ def check(facts: list[Facts]) -> None:
         assert not fact.warnings, fact
         if fact.kernel != "attention_backward_prepare":
             assert fact.matrix[MATRIX[fact.target]] > 0, fact
+
+
+@pytest.mark.parametrize(
+    ("n_q", "names"), [(1024, ["attention_forward"]), (1, ["attention_split", "attention_combine"])]
+)
+def test_resources_of_a_call(n_q: int, names: list[str]) -> None:
+    """Of the kernels that it would run, in their tiles."""
+    spec, target = case("plain", "bfloat16", 64).spec, "sm_90"
+    kernel, sizes = Kernel(spec, plan=lambda _: GpuPlanner(spec, of_target(target))), (4, 16, n_q, 8192)
+    resources = kernel.resources(sizes, target)
+    assert [each.kernel for each in resources] == names
+    tile = kernel.choice(sizes).tile
+    kernels = (
+        forward_kernels(spec, 64, 64, False, order_of(tile, False, False, 1))
+        if n_q > 1
+        else split_kernels(spec, 64, 64, False, order_of(tile, True, False, 1))
+    )
+    tiles = {names[0]: tile, names[-1]: tile if n_q > 1 else combining_tile(tile)}
+    for each, fact in zip(resources, compile_offline(spec, kernels, 64, 64, tiles, target), strict=True):
+        assert (each.registers, each.spills, each.shared) == (fact.registers, fact.spills, fact.shared)
+        assert fact.fits and fact.registers
 
 
 @pytest.mark.parametrize("target", MATRIX)

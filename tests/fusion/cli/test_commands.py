@@ -142,6 +142,7 @@ def test_explain_shows_what_a_gpu_would_run_without_one(capsys, model):
     assert main(["explain", f"{model}:attend", "--machine", "h200"]) == 0
     text = capsys.readouterr().out
     assert "machine    h200" in text and "runs       tiles of" in text and "tl.dot(" in text
+    assert re.search(r"# attention_forward: \d+ registers, \d+ bytes spilled, \d+ bytes of shared memory", text)
     assert main(["explain", f"{model}:attend", "--machine", "sm_89", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["gpu"]
     assert entry["machine"] == "sm_89" and "tl.dot(" in entry["source"]
