@@ -151,11 +151,16 @@ def best(work: Work, machine: Machine, extent: Extent, rotates: bool = False) ->
 
 
 def in_order(work: Work, machine: Machine, extent: Extent, tiles: Sequence[Tile]) -> list[Tile]:
-    """Tiles of fewest clocks first; of equal ones those nearest to `TRIP`, then smaller ones with fewer stages."""
+    """Tiles of fewest clocks first; of equal ones those nearest to `TRIP`, then smaller ones with fewer stages: with
+    more, whose loads are in flight beside the products, where memory is what takes the time."""
+    clocks = {tile: expected_clocks(work, tile, machine, extent) for tile in tiles}
+    units = busy_clocks(work, min(tiles, key=clocks.__getitem__), machine, extent)
+    del units["total"]
+    loads = -1 if max(units, key=units.__getitem__) in {level.name for level in machine.levels} else 1
 
     def order(tile: Tile) -> tuple[float, ...]:
-        clocks, inner = expected_clocks(work, tile, machine, extent), work.inner(tile)
-        return clocks, max(inner / TRIP, TRIP / inner), work.outer(tile), tile.stages, -tile.warps
+        inner = work.inner(tile)
+        return clocks[tile], max(inner / TRIP, TRIP / inner), work.outer(tile), loads * tile.stages, -tile.warps
 
     return sorted(tiles, key=order)
 

@@ -105,3 +105,11 @@ def test_few_queries_have_small_blocks() -> None:
     spec = case("plain", "bfloat16", 128).spec
     for n_q in (1, 7, 16, 40):
         assert MODEL.forward(spec, HOPPER, Extents(64, n_q, 8192, 128, 128)).rows <= max(16, 2 * n_q)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_loads_of_a_decoding_step_are_in_flight_beside_products(target: str, d: int) -> None:
+    """Memory takes the time there, so that tiles of any number of stages are predicted to be equally fast."""
+    spec = case("plain", "bfloat16", d).spec
+    assert MODEL.forward(spec, of_target(target), Extents(128, 1, 8192, d, d)).stages >= 2
