@@ -1,5 +1,4 @@
-"""Kernels compiled for a GPU that is not there: Triton's signature of a launch, and what ptxas says of registers and
-spills."""
+"""Kernels compiled for a GPU that is not there: Triton's signature of a launch, registers and spills by ptxas."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ POINTERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Of a kernel: registers of a thread, bytes that a thread spills, bytes of shared memory of a program."""
+    """Registers of a kernel's threads, bytes that a thread spills, and a program's bytes of shared memory."""
 
     kernel: str
     registers: int
@@ -52,7 +51,7 @@ class Resources:
 
 
 def resources(spec: AttentionSpec, function: Any, sizes: tuple[int, int], tile: Tile, target: str) -> Resources:
-    """Of a kernel of a spec for d and d_v, compiled for an NVIDIA GPU. Raises RuntimeError where it is refused."""
+    """Resources of a spec's kernel for d and d_v, compiled for an NVIDIA GPU. Raises RuntimeError where it is refused."""
     import triton
     from triton.compiler import ASTSource
 
@@ -71,8 +70,8 @@ def registers_of(said: str) -> dict[str, int]:
 
 
 def assembled(ptx: str, target: str, place: Path) -> str:
-    """What ptxas, of those that this version of Triton brings, says of a kernel, which it writes to `place`. Raises
-    RuntimeError where it refuses the kernel."""
+    """Messages of ptxas about a kernel, which it writes to `place`; Triton brings an assembler for each generation.
+    Raises RuntimeError where it refuses the kernel."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     architecture = re.search(r"\.target (sm_\w+)", ptx)

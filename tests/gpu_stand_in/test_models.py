@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import numerics
+from tests.models.gradients import with_small_ones_joined
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,13 +31,14 @@ def bert(attention: str) -> Any:
     return transformers.BertForMaskedLM(transformers.BertConfig(attn_implementation=attention, **SMALL, **rates))
 
 
-def step(run: Any, model: Any, words: torch.Tensor, narrow: bool) -> list[torch.Tensor]:
-    """The logits of a training step, and the gradients of all weights."""
+def step(run: Any, model: Any, words: torch.Tensor, narrow: bool) -> dict[str, torch.Tensor]:
+    """Loss and logits of a training step, and the gradients of all weights."""
     model.zero_grad()
     with torch.autocast("cuda", torch.bfloat16) if narrow else contextlib.nullcontext():
         out = run(input_ids=words, labels=words)
     out.loss.backward()
-    return [out.logits.detach().cpu(), *(weight.grad.cpu() for weight in model.parameters() if weight.grad is not None)]
+    gradients = {name: weight.grad.cpu() for name, weight in model.named_parameters() if weight.grad is not None}
+    return {"loss": out.loss.detach().float().cpu(), "logits": out.logits.detach().cpu()} | gradients
 
 
 def check(device: Any, make: Any, attention: str, narrow: bool = False, **options: str) -> None:
@@ -44,15 +46,17 @@ def check(device: Any, make: Any, attention: str, narrow: bool = False, **option
     exact.load_state_dict(model.state_dict())
     compiled = torch.compile(model.cuda(), backend="fusion", options=options)
 
-    def draw() -> tuple[list[torch.Tensor], ...]:
+    def draw() -> tuple[dict[str, torch.Tensor], ...]:
         words = torch.randint(0, WORDS, (2, 40))
         there, before = words.cuda(), len(device.launched)
         actual = step(compiled, model, there, narrow)
         launched = device.launched[before:]
         assert launched.count("attention_forward") == launched.count("attention_backward_prepare") == LAYERS
-        return actual, step(model, model, there, narrow), step(exact, exact, words, False)
+        reference = step(exact, exact, words, False)
+        every = actual, step(model, model, there, narrow), reference
+        return tuple(with_small_ones_joined(each, reference) for each in every)
 
-    numerics.assert_as_exact_over_draws(draw)  # gradients that are 0 but for rounding, as a key's bias has, are luck
+    numerics.assert_as_exact_over_draws(draw, torch.bfloat16 if narrow else None)
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "autocast"])

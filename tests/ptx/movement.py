@@ -63,6 +63,8 @@ def _ld(parts: list[str], args: list[str], line: str) -> Run:
 @opcode("st")
 def _st(parts: list[str], args: list[str], line: str) -> Run:
     dtype, names = DTYPES[parts[-1]], list_of(args[1])
+    if parts[1] == "param":  # of a call
+        return lambda block, mask: None
 
     def store(block: Block, mask: Mask) -> None:
         threads = _active(block, mask)
@@ -212,6 +214,18 @@ def _stmatrix(parts: list[str], args: list[str], line: str) -> Run:
             block.shared.store(rows, data.reshape(-1, 8).view(np.uint8), warps, line)
 
     return store
+
+
+@opcode("call", "trap")
+def _trap(parts: list[str], args: list[str], line: str) -> Run:
+    """The end of an assertion of the kernel's own, which fails."""
+    if parts[0] == "call" and args[0] != "__assertfail":
+        raise NotImplementedError(f"the emulator calls no functions: {line}")
+
+    def fail(block: Block, mask: Mask) -> None:
+        raise Fault(f"an assertion of the kernel fails: {line}")
+
+    return fail
 
 
 @opcode("fence", "membar", "griddepcontrol")
