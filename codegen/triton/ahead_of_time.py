@@ -51,7 +51,7 @@ class Resources:
 
 
 def resources(spec: AttentionSpec, function: Any, sizes: tuple[int, int], tile: Tile, target: str) -> Resources:
-    """Resources of a spec's kernel for d and d_v, compiled for an NVIDIA GPU. Raises RuntimeError where it is refused."""
+    """Resources of a spec's kernel for d and d_v, compiled for an NVIDIA GPU. Raises RuntimeError if it is refused."""
     import triton
     from triton.compiler import ASTSource
 
