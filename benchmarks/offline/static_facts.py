@@ -17,7 +17,6 @@ _LAYOUT = re.compile(
     re.MULTILINE,
 )
 _PRODUCT = re.compile(r"(?:warp_group_dot|tt\.dot)\b[^\n]*-> tensor<(\d+)x(\d+)x\w+, #(\w+)>")
-_ROLE = re.compile(r"^ +(?:default \{|partition\d+\(.* num_warps\((\d+)\) \{)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +25,7 @@ class StaticFacts:
 
     shared: bytes.
     registers: of a thread.
-    warps: that multiply.
-    groups: of them that work independently (specialised programs).
+    warps: of a program.
     redundancy: how often each result of a product is computed, of the product where that is most.
     residents: programs of which a multiprocessor holds the shared memory and registers.
     loops: those that multiply.
@@ -37,7 +35,6 @@ class StaticFacts:
     shared: int
     registers: int
     warps: int
-    groups: int
     redundancy: float
     residents: int
     loops: tuple[Loop, ...]
@@ -61,7 +58,7 @@ class StaticFacts:
     def clocks(self, loop: Loop | None = None) -> Clocks:
         """Of one trip of a loop, of the main one where none is named."""
         rates = RATES["wgmma" if "wgmma" in self.machine.isa else ""]
-        return clocks_of(loop or self.main, self.warps, rates, self.groups)
+        return clocks_of(loop or self.main, self.warps, rates)
 
     def rate(self, flop: float, loop: Loop | None = None) -> float:
         """Flop/s that are predicted of the machine where a trip does so many; what it adds to memory counts where it
@@ -74,14 +71,12 @@ class StaticFacts:
 def static_facts(kernel: Any, machine: Machine) -> StaticFacts:
     """kernel: of Triton's compiler."""
     metadata = kernel.metadata
-    groups = multiplying(kernel.asm["ttgir"]) or [metadata.num_warps]
     text, registers = _machine_code(kernel)
     return StaticFacts(
         kernel=metadata.name,
         shared=metadata.shared,
         registers=registers,
-        warps=sum(groups),
-        groups=len(groups),
+        warps=metadata.num_warps,
         redundancy=redundancy(kernel.asm["ttgir"]),
         residents=residents(metadata.shared, registers, metadata.num_warps, machine),
         loops=tuple(inner_loops(text)),
@@ -95,18 +90,6 @@ def _machine_code(kernel: Any) -> tuple[str, int]:
         text = kernel.asm["amdgcn"]
         return text, amd_number(text, "vgpr_count")
     return disassemble(kernel.asm["cubin"]), registers_of(kernel.asm["cubin"])
-
-
-def multiplying(text: str) -> list[int]:
-    """Warps of each group of a specialised program that multiplies; none of other programs. (The metadata's number of
-    warps is that of all groups.) text: Triton's form for GPUs."""
-    before, specialized, roles = text.partition("ttg.warp_specialize(")
-    if not specialized:
-        return []
-    usual = re.search(r'"ttg.num-warps" = (\d+)', before)
-    assert usual is not None
-    pieces = _ROLE.split(roles)  # what leads up to the first role, then of each its warps and its text
-    return [int(warps or usual[1]) for warps, body in zip(pieces[1::2], pieces[2::2], strict=True) if "_dot " in body]
 
 
 def redundancy(text: str) -> float:

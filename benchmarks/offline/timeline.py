@@ -66,15 +66,15 @@ class Clocks:
         return filled / EFFICIENCY
 
 
-def clocks_of(loop: Loop, warps: int, rates: Rates, groups: int = 1) -> Clocks:
-    """warps: that multiply. groups: of warps that work independently of each other (specialised programs)."""
-    timeline = _Timeline(warps // groups, rates)
+def clocks_of(loop: Loop, warps: int, rates: Rates) -> Clocks:
+    """Clocks of a trip of a program's loop."""
+    timeline = _Timeline(warps, rates)
     for _ in range(2):
         before = timeline.now
         for instruction in loop.body:
             timeline.take(instruction)
     tensor, special, shared, issue = (
-        groups * sum(map(each, loop.body))
+        sum(map(each, loop.body))
         for each in (timeline.tensor_clocks, timeline.special_clocks, timeline.shared_clocks, timeline.issue_clocks)
     )
     busiest = max(tensor, issue, special, shared)

@@ -10,15 +10,12 @@ pytest.importorskip("triton", reason="kernels need triton")
 import fusion
 from benchmarks.offline.absent import absent
 from benchmarks.offline.disassembly import Instruction, Loop, inner_loops
-from benchmarks.offline.static_cells import Cell, compiled
-from benchmarks.offline.static_facts import StaticFacts, multiplying, redundancy, static_facts
+from benchmarks.offline.static_facts import StaticFacts, redundancy, static_facts
 from benchmarks.offline.timeline import RATES, clocks_of
 from fusion.codegen.triton.differentiable import Differentiable
-from fusion.codegen.triton.forward import Forward
 from fusion.codegen.triton.launch import Kernel
 from fusion.ir import AttentionSpec
 from fusion.machine import machine
-from fusion.planning.choice import Tile
 from fusion.planning.gpu_clocks import JOINT
 
 HOPPER = machine("h100")
@@ -167,31 +164,3 @@ def test_a_generation_compiles_nothing_after_its_first_tokens() -> None:
             kernel([q, k, v], [1, 32, 1, n_k])
     assert launches.variants("attention_split") == launches.variants("attention_combine") == 1
     assert len(launches.names) == 22
-
-
-ROLES = """
-module attributes {"ttg.num-ctas" = 1 : i32, "ttg.num-warps" = 4 : i32, ttg.target = "cuda:90"} {
-    ttg.warp_specialize(%a, %b) attributes {requestedRegisters = array<i32: 240, 24>}
-    default {
-      %s = ttng.warp_group_dot %q, %k, %zero : tensor<64x64xf32, #mma>
-    }
-    partition0(%a_0: i32 loc("a"), %b_0: i32) num_warps(8) {
-      %s = ttng.warp_group_dot %q, %k, %zero : tensor<64x64xf32, #mma>
-    }
-    partition1(%a_0: i32, %b_0: i32) num_warps(1) {
-      ttng.async_tma_copy_global_to_local %a_0
-    } : (i32, i32) -> ()
-"""
-
-
-def test_warps_with_roles() -> None:
-    """Groups that multiply are told from those that load."""
-    assert multiplying(ROLES) == [4, 8]
-    assert multiplying(ROLES.replace("ttg.warp_specialize(", "(")) == []
-
-
-def test_specialised_programs_of_our_emitter() -> None:
-    """Two groups of four warps multiply; the metadata's twelve are all groups'."""
-    tile = Tile(rows=128, keys=64, warps=4, stages=2, specialized=True)
-    facts = compiled(Cell(name="full", d=64), HOPPER, [Forward.name], {Forward.name: tile})[Forward.name]
-    assert (facts.groups, facts.warps, facts.residents) == (2, 8, 1)
