@@ -1,7 +1,7 @@
 """Tiles whose scores lie near a centre that is known beforehand (`lowering.bounded_scores`): no pass looks for maxima.
 
-The norms of queries and keys are kept as they are packed, and tell for a work item whether its scores are near. Then
-half of the weights take the place of the maxima, and weights have two areas, in turns:
+The norms of queries and keys are kept as they are packed, and tell for a work item and a window of keys whether its
+scores are near. Then half of the weights take the place of the maxima, and weights have two areas, in turns:
 
     the second half of the weights of one tile beside the scores of the next, then the product with V of the one beside
     the first half of the weights of the next
@@ -10,6 +10,8 @@ half of the weights take the place of the maxima, and weights have two areas, in
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from fusion.ir.expr import Expr
 from fusion.ir.results import keeps_ends
@@ -66,21 +68,31 @@ class BoundedTiles(Overlapped):
     def _norms_of_steps(self) -> Array:
         return Array(self.b, self.step_norms, self.step_bytes)
 
-    def attend(self, item: Item, keys: KeyRange) -> Value:
-        """Visit keys where their scores are near; whether the item has to be visited without that (i1)."""
-        b, tiles = self.b, self.tiles
-        b.store(b.constant(1, "i64"), self.needs_general)
-        with b.when(self._are_bounded(item, keys)):
-            tiles.clear(item, self.scores.centre)
-            b.store(b.constant(0, "i64"), self.keys_done)
-            self.visit(item, keys)
+    def attend(self, item: Item, windows: Callable[[], AbstractContextManager[KeyRange]]) -> Value:
+        """Visit the keys of all windows as long as their scores are near; whether the item has to be visited without
+        that (i1)."""
+        b, tiles, zero = self.b, self.tiles, self.b.constant(0, "i64")
+        b.store(zero, self.needs_general)
+        tiles.clear(item, self.scores.centre)
+        with windows() as keys:
+            so_far = b.compare("eq", b.load(self.needs_general, "i64"), 0, "so_far")
+            with b.when(b.and_(so_far, self._are_bounded(item, keys))):
+                b.store(zero, self.keys_done)
+                self.visit(item, keys)
+            with b.otherwise():
+                b.store(b.constant(1, "i64"), self.needs_general)
+        with b.when(b.compare("eq", b.load(self.needs_general, "i64"), 0)):
             if tiles.statistics is not None:
                 tiles.statistics.end_exponents(item.padded_groups, self.scores.centre)
             dead = self._mark_dead_rows(item)
             if not self.scores.finite:  # nothing else would come out
                 dead = b.constant(0, "i1")
             b.store(b.convert("arith.extui", dead, "i64"), self.needs_general)
-        return b.compare("ne", b.load(self.needs_general, "i64"), 0, "again")
+        again = b.compare("ne", b.load(self.needs_general, "i64"), 0, "again")
+        if tiles.statistics is not None:
+            with b.when(again):
+                tiles.statistics.clear(item.padded_groups)
+        return again
 
     def _are_bounded(self, item: Item, keys: KeyRange) -> Value:
         """Whether the scores of the item's queries with these keys are, and the values are not extreme."""
@@ -93,7 +105,8 @@ class BoundedTiles(Overlapped):
 
         with b.carry(0, item.padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
             queries.yields(b.most(worst, b.load(self.query_norms[g], nothing.type, "norms")))
-        first, end = b.div(b.as_value(keys.low, "i64"), step), b.ceil_div(keys.high, step)
+        first = self.tiles.kernel.packed_step(b.as_value(keys.low, "i64"))
+        end = b.add(first, b.ceil_div(b.sub(keys.high, keys.low), step))
         with b.carry(first, end, 1, [nothing, nothing], hint="n") as (steps, n, (norm, magnitude)):
             note = self._norms_of_steps[n]
             norms, magnitudes = (b.load(b.at(note, k * self.tiles.lanes, "i32"), nothing.type) for k in (0, 1))

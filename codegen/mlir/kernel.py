@@ -17,7 +17,9 @@ registers lies in the thread's part of a workspace; packed K and V are as long a
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fusion.ir.expr import I0, I1
@@ -70,7 +72,7 @@ class AttentionKernel(KernelFunction):
         self.bounded = None if bounds is None else BoundedTiles(self.tiles, bounds)
         self.stream = (Overlapped if p.overlaps else Sequential)(self.tiles)
         b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
-        self.windowed = self.bounded is None and aux is None
+        self.windowed = aux is None  # whose kept weights are those of all keys
         self.step_bytes = p.key_bytes() + p.value_bytes() + (self.bounded.step_bytes if self.bounded else 0)
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
@@ -211,18 +213,23 @@ class AttentionKernel(KernelFunction):
             tiles.aux_outputs.clear(item.padded_groups)
         readers, own = item.readers[1:], [] if item.part is None else [item.part]
         pack, step = functools.partial(self._pack, item.readers), self.products.key_step
-        if self.windowed:
-            tiles.clear(item, float("-inf"))
-            size = self.params[("window",)]
-            with self.packed.windows(readers, keys.low, keys.high, size, step, pack, own) as (low, high):
-                self.stream.visit(item, replace(keys, low=low, high=high))
-            return
-        self.packed.note(readers, own)
-        self.packed.extend(keys.low, keys.high, step, pack)
-        again = b.constant(1, "i1") if self.bounded is None else self.bounded.attend(item, keys)
-        with b.when(again):
+        if not self.windowed:
+            self.packed.note(readers, own)
+            self.packed.extend(keys.low, keys.high, step, pack)
             tiles.clear(item, float("-inf"))
             self.stream.visit(item, keys)
+            return
+
+        @contextlib.contextmanager
+        def windows() -> Iterator[KeyRange]:
+            size = self.params[("window",)]
+            with self.packed.windows(readers, keys.low, keys.high, size, step, pack, own) as (low, high):
+                yield replace(keys, low=low, high=high)
+
+        with contextlib.nullcontext() if self.bounded is None else b.when(self.bounded.attend(item, windows)):
+            tiles.clear(item, float("-inf"))
+            with windows() as window:
+                self.stream.visit(item, window)
 
     def _end(self, item: Item) -> None:
         """Write the rows of an item, and what else is asked of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.planning.register_tiles import tilings_for
+from tests import emulation
 from tests.codegen.mlir.cases import (
     TARGETS,
     Case,
@@ -70,6 +72,24 @@ def test_results_are_those_of_keys_that_are_packed_whole(monkeypatch, dtype: str
     whole = kernel(c)(operands, sizes)
     in_windows(monkeypatch)
     assert_same(kernel(c)(operands, sizes), whole)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", ["plain", "causal", "left_padded_inf"])
+def test_windows_of_scores_that_are_bounded_or_not(monkeypatch, name: str, trained: bool) -> None:
+    """Where a later window's scores are not, the item begins anew."""
+    in_windows(monkeypatch, 1 << 15)
+    c, target = case(name, "bfloat16", 40, 24), emulation.AMX
+    tilings = [replace(tiling, keys=64) for tiling in tilings_for(c.spec, target)]
+    with emulation.compiling(target):
+        run = (TrainingKernel if trained else Kernel)(c.spec, tilings, target)
+        for factor in (1, 1000):
+            operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 40, "Nk": 300})
+            operands[1][..., 200:, :] *= factor
+            out = run.outputs(operands, sizes)[0] if isinstance(run, TrainingKernel) else run(operands, sizes)
+            assert_as_exact_as_eager(out, c, operands)
+        text = run.variant(40, 24, tilings[0]).text
+    assert "query_norms" in text.source and launch.window_of(text, 300, 1) == 128
 
 
 def test_windows_of_parts_and_in_training(monkeypatch) -> None:
