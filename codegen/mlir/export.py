@@ -23,7 +23,7 @@ from fusion.planning.register_tiles import target_of, tilings_for
 from . import supports
 from .calling import bytes_per_thread
 from .kernel import emit
-from .launch import batch_of_items, span_of, work_items
+from .launch import batch_of_items, shared_rows, work_items
 from .mixed_heads import emit_mixed_heads
 from .row_kernel import emit_rows
 from .skeleton import HEADER
@@ -148,7 +148,7 @@ class _Writer:
 
     def body(self, batch: Sequence[int], n_q: int, n_k: int) -> str:
         text, steps = self.text, -(-n_k // self.text.key_step)
-        plan = work_items(math.prod(batch) * n_q, span_of(text, self.spec, batch, n_q), text.rows, n_k)
+        plan = work_items(math.prod(batch) * n_q, shared_rows(text, self.spec, batch, n_q), text.rows, n_k)
         items, per_thread = plan["items"], bytes_per_thread(text, steps)
         threads = self.op(f"func.call @{self.name}_threads() : () -> i32", "most")
         threads = self.op(f"arith.minsi {threads}, {self.constant(items, 'i32')} : i32", "threads")

@@ -77,7 +77,7 @@ class Variant(CompiledKernel):
         else:
             text = emit_mixed_heads(spec, target, d, d_v)
         super().__init__(text)
-        self._together = functools.lru_cache(maxsize=1024)(lambda *last: span_of(self.text, spec, last, 1))
+        self._shared_rows = functools.lru_cache(maxsize=1024)(lambda *last: shared_rows(self.text, spec, last, 1))
 
     def launch_for(
         self, extents: Sequence[int], values: Mapping[tuple, int], given: Sequence[tuple], splits: int = 1
@@ -88,7 +88,7 @@ class Variant(CompiledKernel):
         heads = 1 if self.spec.mixing is None else batch[self.spec.mixing.axis]
         batch = batch_of_items(self.spec, batch)
         text, rows = self.text, math.prod(batch) * n_q
-        span, steps = n_q * self._together(*batch[-1:]), -(-n_k // text.key_step)
+        span, steps = n_q * self._shared_rows(*batch[-1:]), -(-n_k // text.key_step)
         # Rows of a tile are computed whether they exist or not.
         work = rows // n_q * -(-n_q // text.rows) * min(text.rows, n_q + 15) if self.tiled else rows
         work *= heads * steps * text.key_step * (d + d_v)
@@ -140,7 +140,7 @@ WORK_PER_THREAD = {True: 1 << 19, False: WORTH_WAKING}
 stride, get_num_threads = torch.Tensor.stride, torch.get_num_threads
 
 
-def rows_together(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
+def rows_sharing_keys(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
     """Number of successive rows, in the order (batch coordinates.., query), that read the same keys."""
     return n_q * spec.heads_per_key(batch[-1]) if batch else n_q
 
@@ -151,9 +151,9 @@ def batch_of_items(spec: AttentionSpec, batch: Sequence[int]) -> list[int]:
     return [1 if k == axis else extent for k, extent in enumerate(batch)]
 
 
-def span_of(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
+def shared_rows(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
     """Number of these that may be in one work item."""
-    return rows_together(spec, batch, n_q) if text.across_heads else n_q
+    return rows_sharing_keys(spec, batch, n_q) if text.across_heads else n_q
 
 
 class ForwardKernel:
@@ -293,7 +293,7 @@ class Kernel(ForwardKernel):
 
     def _by_rows(self, sizes: Sequence[int]) -> ByRows:
         *batch, n_q, _, _, _ = self.extents(sizes)
-        return ByRows(rows_at_once=1 << min(rows_together(self.spec, batch, n_q) - 1, 2).bit_length())
+        return ByRows(rows_at_once=1 << min(rows_sharing_keys(self.spec, batch, n_q) - 1, 2).bit_length())
 
     def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows | AllHeads:
         """The tiling of a call's choice. Raises RefusedChoiceError where there is none."""

@@ -115,16 +115,16 @@ class MixedHeadsKernel(KernelFunction):
         for name, area in self.matrices.items():
             self._read_matrix(scope, getattr(self.mixing, name), area, self.scale if name == "scores" else 1.0)
         with b.loop(0, self.heads, hint="head") as head:
-            self._score_head(self._of_head(scope, head), head, first)
+            self._score_head(self._head_scope(scope, head), head, first)
         with b.loop(0, self.groups, hint="g") as g:
             start = b.add(first, b.mul(g, self.lanes), "row")
             lanes = Lanes(coord=I, first=start, count=self.lanes, valid=self._valid(b.sub(self.n_q, start)))
             with b.when(b.compare("slt", start, self.n_q)):
                 self._weigh(scope.inner(lanes=lanes), g)
         with b.loop(0, self.heads, hint="head") as head:
-            self._finish(self._of_head(scope, head), head, first)
+            self._finish(self._head_scope(scope, head), head, first)
 
-    def _of_head(self, scope: Scope, head: Value) -> Scope:
+    def _head_scope(self, scope: Scope, head: Value) -> Scope:
         """The scope of one head, which knows all batch coordinates."""
         batch = [coord(name) for name in self.batch_names]
         known = {name: head if name is self.axis else scope.value(name) for name in batch}
@@ -149,7 +149,7 @@ class MixedHeadsKernel(KernelFunction):
         """Copy what heads are mixed by: blocks of [h][`heads_at_once` results]."""
         b, heads, width = self.b, self.heads, self.heads_at_once
         with b.loop(0, heads, hint="to") as to, b.loop(0, heads, hint="of") as of:
-            inner = self._of_head(scope, to)
+            inner = self._head_scope(scope, to)
             inner.known[HEAD] = of
             place = b.add(b.mul(b.div(to, width), width * heads), b.add(b.mul(of, width), b.rem(to, width)))
             b.store(
@@ -219,11 +219,11 @@ class MixedHeadsKernel(KernelFunction):
         if mixing.scores is not None:
             if self.scored is not SCORE:
                 with b.loop(0, self.heads, hint="head") as head:
-                    self._apply(self._of_head(lanes, head), head, g, self.scored, None)
+                    self._apply(self._head_scope(lanes, head), head, g, self.scored, None)
             own = self.scale * mixing.own_score
             self._mix(self.matrices["scores"], lambda head, key: self._at(head, g, key), self._put_scores(g), own)
         with b.loop(0, self.heads, hint="head") as head:
-            self._exponentials(self._of_head(lanes, head), head, g)
+            self._exponentials(self._head_scope(lanes, head), head, g)
         if mixing.weights is not None:
             put = self._put_weights(lanes, g)
             own = float(mixing.own_weight)
@@ -253,7 +253,7 @@ class MixedHeadsKernel(KernelFunction):
 
         def put(head: Value, first: Value, values: Sequence[Value]) -> None:
             if program is not WEIGHT:
-                scope = self._of_head(lanes, head)
+                scope = self._head_scope(lanes, head)
                 scope.prepare(program, bound=self.batch_names)
                 values = [self._weighted(scope, b.add(first, u), value) for u, value in enumerate(values)]
             for u in range(0, len(values), 2):

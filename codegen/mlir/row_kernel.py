@@ -87,15 +87,15 @@ class _RowKernel(KernelFunction):
         start = b.mul(b.rem(item, blocks), most)
         first, count = b.add(b.mul(b.div(item, blocks), span), start, "first"), b.least(most, b.sub(span, start))
         cut = self.parts.cut()
-        self._sum_in(b.select(cut, self.parts.record(number), self.sums))
+        self._use_record(b.select(cut, self.parts.record(number), self.sums))
         with b.loop(0, count, hint="r") as r:
             self._begin(*self._row_scope(top, b.add(first, r)), r, part)
         self._visit(top, first, count)
         with self.parts.last_of(item, cut):
-            self._sum_in(self.sums)
+            self._use_record(self.sums)
             with b.when(cut):
                 self._merge(item, count)
-            if self._repeats():
+            if self._visits_again():
                 # Rows for which all the keys that the mask leaves are dead count every key.
                 with b.loop(0, count, hint="r") as r:
                     self._begin_again(r)
@@ -103,7 +103,7 @@ class _RowKernel(KernelFunction):
             with b.loop(0, count, hint="r") as r:
                 self._finish(*self._row_scope(top, b.add(first, r)), r)
 
-    def _sum_in(self, record: Value) -> None:
+    def _use_record(self, record: Value) -> None:
         """Output, maximum and sum (vectors) of every row are in this record from here on."""
         self.outputs, self.maxima, self.totals = self._areas(record)
 
@@ -116,8 +116,8 @@ class _RowKernel(KernelFunction):
         """Sums of row r, in a record."""
         outputs, maxima, totals = self._areas(record)
         places = (totals, self.lanes), (outputs, self.e_padded)
-        vectors = [(self._own(area, r, size), size // self.lanes) for area, size in places]
-        return Sums(maximum=self._own(maxima, r, self.lanes), vectors=vectors)
+        vectors = [(self._row_of(area, r, size), size // self.lanes) for area, size in places]
+        return Sums(maximum=self._row_of(maxima, r, self.lanes), vectors=vectors)
 
     def _merge(self, item: Value, count: Value) -> None:
         """Sum up what the parts of an item have left."""
@@ -127,10 +127,10 @@ class _RowKernel(KernelFunction):
             with self.parts.records(item) as record:
                 self.parts.join(self._sums(self.sums, r), self._sums(record, r))
 
-    def _repeats(self) -> bool:
+    def _visits_again(self) -> bool:
         mask = self.spec.mask
         bounded = mask is not None and (mask.key_lo is not None or mask.key_hi is not None)
-        return (bounded or self._looks()) and dead_rows_need_keys(self.spec)
+        return (bounded or self._mask_is_data()) and dead_rows_need_keys(self.spec)
 
     def _row_scope(self, top: Scope, row: Value) -> tuple[Scope, Scope, Value]:
         """(scope of the row, of its batch element, its query i); row: number in the order (batch coordinates.., i)."""
@@ -140,7 +140,7 @@ class _RowKernel(KernelFunction):
         scope.prepare(self.programs.masked, self.weight, bound=self.batch_names | {"i"})
         return scope, batch, i
 
-    def _own(self, area: Value, r: Value, size: int) -> Value:
+    def _row_of(self, area: Value, r: Value, size: int) -> Value:
         """Row r's part of an area of `size` float32 elements per row."""
         return self.b.row(area, r, size)
 
@@ -150,10 +150,10 @@ class _RowKernel(KernelFunction):
         self.products.store_query(source, r)
         step = self.lanes if any(runs(index, J)[0] > 1 for index in (self.spec.k, self.spec.v)) else 1
         self._clear(r, *self.parts.keys(part, *self._key_range(scope, step)))
-        if self._looks():
+        if self._mask_is_data():
             self._trim(scope, r)
 
-    def _looks(self) -> bool:
+    def _mask_is_data(self) -> bool:
         """Whether only data says which keys are live."""
         return self.spec.mask is not None and any(J.name in coordinates(x) for x in loads(self.spec.mask.maybe_live))
 
@@ -193,16 +193,16 @@ class _RowKernel(KernelFunction):
         zero, ends = b.constant(0.0, self.vector), b.row(self.ranges, r, 2, "i64")
         b.store(low, ends)
         b.store(high, b.at(ends, 1, "i64"))
-        b.store(b.constant(float("-inf"), self.vector), self._own(self.maxima, r, lanes))
-        b.store(zero, self._own(self.totals, r, lanes))
-        b.fill(self._own(self.outputs, r, self.e_padded), self.e_padded // lanes, zero, hint="e")
+        b.store(b.constant(float("-inf"), self.vector), self._row_of(self.maxima, r, lanes))
+        b.store(zero, self._row_of(self.totals, r, lanes))
+        b.fill(self._row_of(self.outputs, r, self.e_padded), self.e_padded // lanes, zero, hint="e")
 
     def _begin_again(self, r: Value) -> None:
         """All keys for a row whose keys were all dead, none for others."""
         b, nothing = self.b, self.b.constant(0, "i64")
         ends = b.row(self.ranges, r, 2, "i64")
         b.store(nothing, b.at(ends, 1, "i64"))
-        m = b.load(self._own(self.maxima, r, self.lanes), self.vector, "m")
+        m = b.load(self._row_of(self.maxima, r, self.lanes), self.vector, "m")
         assert self.spec.mask is not None
         alive = b.extract(self._alive(m, self.spec.mask.fill), 0, "alive")
         with b.when(b.negated(alive)):
@@ -233,7 +233,7 @@ class _RowKernel(KernelFunction):
                 self._attend(self._row_scope(top, b.add(first, r))[0], r, mine)
             self.products.end((keys, values), every, self._active_rows)
             with self._active_rows(every) as (r, mine):
-                self.products.add_output(values, mine, r, self._own(self.outputs, r, self.e_padded))
+                self.products.add_output(values, mine, r, self._row_of(self.outputs, r, self.e_padded))
 
     def _sources(self, scope: Scope) -> list[Source]:
         """K and V."""
@@ -257,11 +257,11 @@ class _RowKernel(KernelFunction):
     def _attend(self, scope: Scope, r: Value, mine: KeyChunk) -> None:
         """Row r's weights of its keys of a chunk, and its maximum and sum with them; its output is rescaled."""
         b, lanes = self.b, self.lanes
-        maximum, total = self._own(self.maxima, r, lanes), self._own(self.totals, r, lanes)
+        maximum, total = self._row_of(self.maxima, r, lanes), self._row_of(self.totals, r, lanes)
         m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
         m_new, own = self._weights(scope, r, mine, m)
         if self.spec.normalizer is not Normalizer.NONE:
-            factor, output = self.exponent.factor(m, m_new), self._own(self.outputs, r, self.e_padded)
+            factor, output = self.exponent.factor(m, m_new), self._row_of(self.outputs, r, self.e_padded)
             before = b.mul(before, factor)
             b.update(output, self.e_padded, lambda x: b.mul(x, factor), self.vector)
         b.store(m_new, maximum)
@@ -270,9 +270,9 @@ class _RowKernel(KernelFunction):
 
     def _finish(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
         b, lanes = self.b, self.lanes
-        output, factor = self._own(self.outputs, r, self.e_padded), None
+        output, factor = self._row_of(self.outputs, r, self.e_padded), None
         if self.spec.normalizer is not Normalizer.NONE:
-            m, total = (b.load(self._own(area, r, lanes), self.vector) for area in (self.maxima, self.totals))
+            m, total = (b.load(self._row_of(area, r, lanes), self.vector) for area in (self.maxima, self.totals))
             total = b.reduce("add", total, "sum")
             factor = self._row_factor(scope, m, b.broadcast(total, lanes))
         step = lanes if self.e_padded % (2 * lanes) else 2 * lanes

@@ -182,7 +182,7 @@ class QueryGradients:
     def __init__(self, kernel: BackwardKernel):
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
         # Sums of narrower dtypes take so few blocks of keys, each summed up by itself, that they need not begin anew.
-        self.spans = kernel.spec.out_dtype == "float32"
+        self.begins_anew = kernel.spec.out_dtype == "float32"
         self.row_sums = [number for number, entry in enumerate(kernel.sums) if entry.axis is LaneAxis.QUERIES]
         self.row_bytes = 4 * self.lanes * len(self.row_sums)
 
@@ -193,7 +193,7 @@ class QueryGradients:
             self.product = TiledQueryGradient(self.b, product, *sizes)
         else:
             self.product = VectorQueryGradient(self.b, product, *sizes)
-        self.stores = self.product.ds_bytes > 0  # dS once more
+        self.stores_ds = self.product.ds_bytes > 0  # dS once more
         self.row_ds = kernel.area(self.product.ds_bytes, "row_ds")
         self.key_pairs = kernel.area(self.product.pair_bytes, "key_pairs")
         self.step_bytes = round_up(self.product.step_bytes + product.key_step * self.row_bytes, 64)  # see `_zero`
@@ -209,12 +209,14 @@ class QueryGradients:
         self.row_area = b.row(self.sums, self.steps, self.product.step_bytes, "i8", "row_sums")
         # Sums of the spans of keys before, or what a part leaves.
         self.cut = self.parts.cut()
-        self.long = b.compare("sgt", b.mul(params[("blocks",)], self.kernel.side.rows_per_block), QUERY_GRADIENT_SPAN)
+        self.several_spans = b.compare(
+            "sgt", b.mul(params[("blocks",)], self.kernel.side.rows_per_block), QUERY_GRADIENT_SPAN
+        )
         record = b.add(b.mul(element, params[("parts",)]), part)
         self.record = self.parts.record(b.select(self.cut, record, self.kernel.thread))
-        self.left = b.or_(self.cut, self.long, "left") if self.spans else self.cut
+        self.uses_record = b.or_(self.cut, self.several_spans, "left") if self.begins_anew else self.cut
         self.kernel._zero(self.sums, self.sum_bytes)
-        with b.when(self.left):
+        with b.when(self.uses_record):
             self.kernel._zero(self.record, self.sum_bytes)
 
     def _begin_span(self) -> None:
@@ -222,21 +224,21 @@ class QueryGradients:
         self.b.move_sums(self.sums, self.record, self.b.div(self.sum_bytes, 64), vector_of("f32", 16))
 
     def end_block(self, number: Value) -> None:
-        if self.spans:
+        if self.begins_anew:
             b, size = self.b, self.kernel.side.rows_per_block
             ends = self.kernel.ends_span(b.mul(number, size), size, QUERY_GRADIENT_SPAN)
-            with b.when(b.and_(ends, self.left)):
+            with b.when(b.and_(ends, self.uses_record)):
                 self._begin_span()
 
     def end(self, scope: Scope) -> None:
         """After the last block of a part."""
         b = self.b
-        with b.when(self.left):
+        with b.when(self.uses_record):
             self._begin_span()
         with self.parts.last_of(self.element, self.cut):
             with b.when(self.cut), self.parts.records(self.element) as record:
                 self._add(record)
-            with b.when(b.and_(self.left, b.negated(self.cut))):
+            with b.when(b.and_(self.uses_record, b.negated(self.cut))):
                 self._add(self.record)
             self._write(scope)
 
@@ -270,7 +272,7 @@ class QueryGradients:
     def accumulate(self, block: Block, start: Value, steps: Value) -> None:
         """The third product of a tile."""
         sums = self.b.row(self.sums, start, self.product.step_bytes, "i8")
-        ds = self.row_ds if self.stores else self.kernel.tiles.score_gemms.weights.first
+        ds = self.row_ds if self.stores_ds else self.kernel.tiles.score_gemms.weights.first
         self.product.accumulate(ds, self.key_pairs, sums, steps, block.count)
 
     def _write(self, scope: Scope) -> None:

@@ -79,7 +79,9 @@ class BackwardKernel(KernelFunction):
         # Whether anything is made of dS, and whether a product with it reduces over whole groups of lanes: what lies
         # behind the last one must be 0 then.
         self.wants_ds = kind.fused or 0 in self.results or 1 in self.results or bool(self.collected)
-        self.reduces_lanes = self.tiles.group_block > 1 if self.query_gradients is None else self.query_gradients.stores
+        self.reduces_lanes = (
+            self.tiles.group_block > 1 if self.query_gradients is None else self.query_gradients.stores_ds
+        )
 
     def text(self) -> KernelText:
         top = self._top()
