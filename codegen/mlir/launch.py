@@ -152,7 +152,7 @@ def batch_of_items(spec: AttentionSpec, batch: Sequence[int]) -> list[int]:
 
 
 def shared_rows(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
-    """Number of these that may be in one work item."""
+    """Number of successive rows that read the same keys and may be in one work item."""
     return rows_sharing_keys(spec, batch, n_q) if text.across_heads else n_q
 
 
@@ -263,6 +263,11 @@ class Kernel(ForwardKernel):
     ):  # fmt: skip
         super().__init__(spec, tilings, target)
         self.planner, self.tuner, self._chosen = planner, tuner, BoundedCache()
+
+    def _only(self, tiling: Tiling | ByRows | AllHeads) -> Self:
+        result = super()._only(tiling)
+        result.tuner = None
+        return result
 
     def choice(self, sizes: Sequence[int]) -> Choice:
         """Choice for a call with these sizes, once for equal sizes."""

@@ -19,6 +19,7 @@ from fusion.machine.processors import of_such_cores
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu_planner import CpuPlanner
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
+from tests.numerics import assert_runs_as_exact_as_eager
 
 EXTENTS = 2, 3, 200, 300, 64, 64
 MACHINE = Machine.detect()
@@ -134,3 +135,15 @@ def test_a_kernel_measures_its_first_call_and_runs_the_fastest(monkeypatch, dtyp
     operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 1, "Nk": 300})
     assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     assert len(launched) == 1, "few queries have one choice"
+
+
+def test_the_option_reaches_the_kernels(folder: Path) -> None:
+    def attention(q, k, v):
+        return (q @ k.transpose(-2, -1) * 0.3).softmax(-1) @ v
+
+    run = torch.compile(attention, backend="fusion", options={"autotune": True, "inner": "eager", "strict": True})
+    q, k, v = torch.randn(3, 1, 4, 512, 64).unbind()
+    assert_runs_as_exact_as_eager(run, attention, q, k, v)
+    (path,) = folder.glob("cpu_tiles_*.json")
+    (known,) = json.loads(path.read_text())["choices"].values()
+    assert len(known["measured"]) == autotune.MEASURED and known["choice"] in [each[:3] for each in known["measured"]]
