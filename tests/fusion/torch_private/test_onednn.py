@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fusion.torch_private import devices
 from tests.numerics import assert_as_exact_as_eager
@@ -18,6 +19,18 @@ def test_products(columns: bool) -> None:
     assert_as_exact_as_eager(devices.onednn_product(x, w, None), x @ w.mT, exact, check_strides=True)
     assert_as_exact_as_eager(devices.onednn_product(x, w, bias), x @ w.mT + bias, exact + bias)
     assert_as_exact_as_eager(devices.onednn_product_and(x, w, other), x @ w.mT + other, exact + other)
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+def test_gelu_of_products(gelu: str, dtype: torch.dtype) -> None:
+    if not devices.onednn_has(dtype):
+        pytest.skip(f"this processor has no {dtype} in oneDNN")
+    x, w, bias = (torch.randn(size).to(dtype) for size in ((9, 40), (50, 40), (50,)))
+    eager, exact = (F.gelu(F.linear(*operands), approximate=gelu) for operands in
+                    ((x, w, bias), (x.double(), w.double(), bias.double())))  # fmt: skip
+    assert_as_exact_as_eager(devices.onednn_product(x, w, bias, gelu), eager, exact, check_strides=True)
 
 
 @needs_onednn
