@@ -352,12 +352,8 @@ def copy_provenance(origin: Node, target: Node) -> None:
 
 def source_line(node: Node) -> str | None:
     """Source location of a node, as "file.py:12 in forward: code", from the stack trace that Dynamo recorded."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or "")
-    if not frames:
-        return None
-    of_modes = next((k for k, frame in enumerate(frames) if frame[2] == "__torch_function__"), 0)  # of a default device
-    file, line, function, code = frames[of_modes - 1]
-    return f"{file}:{line} in {function}: {code.strip()}"
+    frames = tracing.stack_frames(node)
+    return frames[-1].place if frames else None
 
 
 def producer(node: Node) -> Node:
@@ -374,7 +370,7 @@ def module_path(node: Node) -> str | None:
         return None
     path, _ = list(stack.values())[-1]
     path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", path)
-    return re.sub(r"^L\.fn\.|^(L\.)?self\.?|^L\.|_modules\.|\.__dict__", "", path) or None
+    return re.sub(r"^L\.fn\.|^L\.args\.0(\.|$)|^(L\.)?self\.?|^L\.|_modules\.|\.__dict__", "", path) or None
 
 
 def size_hints(graph: Graph) -> dict[str, int]:

@@ -17,8 +17,8 @@ from fusion.planning.plan import Plan
 if TYPE_CHECKING:
     from fusion.report.report import AttentionReport, Report, SiteReport
 
-SITE = {"location": "at", "verdict": "verdict", "reason": "reason", "stopped": "stopped", "advice": "to fuse",
-        "validated": "checked", "same_as": "kernel"}  # fmt: skip
+SITE = {"location": "at", "calling": "from", "verdict": "verdict", "reason": "reason", "stopped": "stopped",
+        "advice": "to fuse", "validated": "checked", "same_as": "kernel"}  # fmt: skip
 ATTENTION = {"part": "part", "program": "program", "operands": "where", "stored": "reads", "mask": "mask",
              "keys": "keys", "aux_outputs": "also", "gradients": "gradient", "schedule": "plan", "runs": "runs",
              "approximation": "approx", "kernel": "kernel"}  # fmt: skip
@@ -95,6 +95,7 @@ def _site(site: SiteReport, number: int, same_as: str | None, may_map: bool) -> 
         "fused": site.fused,
         "module": site.module,
         "location": site.location,
+        "calling": site.calling,
         "verdict": _verdict(site.plans) if same_as is None else None,
         "reason": site.reason,
         "kind": None if site.refusal is None else site.refusal.kind.name.lower(),

@@ -27,7 +27,7 @@ CONTEXT = 3
 """Lines of the user's source on either side of the one in question."""
 KERNEL_BYTES = 1_200_000
 """The most of highlighted kernels in one page; the rest is cut, and the report has it whole."""
-_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+) in (?P<function>\S+): (?P<code>.*)", re.S)
+_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+) in (?P<function>[^\s:]+)(?:: (?P<code>.*))?", re.S)
 
 
 def to_html(report: Report) -> str:
@@ -121,7 +121,7 @@ def _title(site: SiteReport, number: int, total: float) -> str:
 
 def _details(site: SiteReport, data: dict[str, Any], number: int, budget: int) -> tuple[str, int]:
     """(everything about a site, the size of its kernels). budget: for these."""
-    parts = [_source(site.location)]
+    parts = [_source(site.location), _source(site.calling, "<h3>Called from</h3>")]
     labels = {"verdict": "verdict", "validated": SITE["validated"]}
     if site.reason is not None:
         parts.append(f"<h3>Why not</h3><p>{escape(site.reason)}</p>")
@@ -162,7 +162,7 @@ def _source(location: str | None, head: str = "<h3>Source</h3>") -> str:
     head += f"<p class=mono>{escape(place['file'])}:{place['line']} in {escape(place['function'])}</p>"
     centre, lines = int(place["line"]), linecache.getlines(place["file"])
     if not 0 < centre <= len(lines):
-        return head + f"<pre><mark>{python(place['code'])}</mark></pre>"
+        return head + f"<pre><mark>{python(place['code'] or '')}</mark></pre>"
     shown = []
     for number in range(max(1, centre - CONTEXT), min(len(lines), centre + CONTEXT) + 1):
         text = f'<span class="n">{number:5d}  </span>{python(lines[number - 1].rstrip())}'

@@ -72,6 +72,7 @@ class SiteReport:
     fused: whether it runs as fused kernels.
     refusal: why not.
     location: the user's source line of the product.
+    calling: the line of a module's `forward` that called the function of another file with that product; None if none.
     module: path of the nn.Module.
     stopped_by, stopped_at: the operation that stood in the way and the user's line of it, where one can be named.
     before, after: the graph around it, for drawing.
@@ -91,6 +92,7 @@ class SiteReport:
     attentions: tuple[AttentionReport, ...] = ()
     validated: str | None = None
     trained: bool = False
+    calling: str | None = None
 
     @property
     def reason(self) -> str | None:

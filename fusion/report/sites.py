@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
+from torch.fx import Node
 
 from fusion.approximate import dispatch
 from fusion.errors import UnknownMachineError
@@ -22,7 +23,7 @@ from fusion.planning.plan import Plan, bytes_text, plan
 from fusion.refusals import Reason, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
-from fusion.torch_private.tracing import user_name, user_path
+from fusion.torch_private.tracing import stack_frames, user_name, user_path
 
 
 def report_of(
@@ -40,6 +41,7 @@ def report_of(
                 stopped_by=None if by is None else described(by) or str(by.target),
                 stopped_at=None if by is None else nodes.source_line(by),
                 location=nodes.source_line(site.anchor),
+                calling=_calling_line(site.anchor),
                 module=nodes.module_path(site.anchor),
                 before=before,
                 after=graph_excerpt.after(before, site.calls) if site.calls else None,
@@ -49,6 +51,14 @@ def report_of(
             )
         )
     return report
+
+
+def _calling_line(node: Node) -> str | None:
+    """Location in the `forward` that called a function of another file, in which the node is computed: libraries of
+    models have one function for the attention of all."""
+    frames = stack_frames(node)
+    calls = [frame for frame in frames if frame.function == "forward"]
+    return calls[-1].place if calls and calls[-1].file != frames[-1].file else None
 
 
 def _advised(refusal: Refusal | None, options: Options) -> Refusal | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler
@@ -33,8 +33,9 @@ from fusion.torch_private.tensors import tree_map
 
 __all__ = [
     "ORIGINS", "carry_source", "current_node", "current_tracer", "disable_proxy_modes_tracing", "has_source",
-    "is_lifted", "is_plain", "is_watched", "lazy_module", "make_fx", "node_of", "rename", "reparametrized", "stand_for",
-    "track", "untraced", "updated", "with_tracer", "without_function_modes", "without_functions", "written",
+    "is_lifted", "is_plain", "is_watched", "lazy_module", "make_fx", "node_of", "rename", "reparametrized",
+    "stack_frames", "stand_for", "track", "untraced", "updated", "with_tracer", "without_function_modes",
+    "without_functions", "written",
 ]  # fmt: skip
 
 ORIGINS = ("stack_trace", *_COPY_META_FIELDS)
@@ -139,6 +140,26 @@ def user_name(node: Node) -> str:
     """Last name of `user_path`, with an index behind it, as in "tables_0"."""
     *_, last = parts = user_path(node).split(".")
     return "_".join(parts[-2:]) if last.isdigit() else last
+
+
+class Frame(NamedTuple):
+    """One call in a stack trace. place: "file.py:12 in forward: code"; without the code where it was read from no
+    file (`python -`)."""
+
+    file: str
+    function: str
+    place: str
+
+
+def stack_frames(node: Node) -> list[Frame]:
+    """Calls in the stack trace that Dynamo recorded with a node, the innermost last."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)(?:\n(?!\s*File ")\s*(.*))?', trace)
+    of_modes = next((k for k, frame in enumerate(frames) if frame[2] == "__torch_function__"), 0)  # of a default device
+    return [
+        Frame(file, function, f"{file}:{line} in {function}: {code.strip()}".removesuffix(": "))
+        for file, line, function, code in frames[: of_modes or None]
+    ]
 
 
 def carry_source(origin: Node, target: Node) -> None:

@@ -1,5 +1,6 @@
 """The words of a report: expressions as people write them, tensors under the user's names, one sentence on the cost."""
 
+import importlib
 import math
 
 import pytest
@@ -67,6 +68,57 @@ def test_a_report_says_that_gradients_were_recorded_and_how_not_to(monkeypatch):
 def test_reports_of_inference_say_nothing_of_gradients():
     for report in (short(records_gradients=False), short(records_gradients=True, training="never")):
         assert report.fused == len(report.sites) == 1 and "records gradients" not in str(report)
+
+
+LIBRARY = """
+import torch
+
+def attend(q, k, v):
+    return torch.softmax(q @ k.mT / 4, -1) @ v
+"""
+MODELING = """
+import torch
+from library_of_attention import attend
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return attend(x, x, x)
+
+class Decoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer()])
+
+    def generate(self, *args):
+        return self.layers[0](*args)
+
+def generates(*args):
+    return args[0].generate(args[1])
+"""
+
+
+def test_a_function_that_models_share_is_named_with_its_caller(tmp_path, monkeypatch):
+    """As in transformers, whose models all call one file; and their `generate` compiles a function of `*args`."""
+    (tmp_path / "library_of_attention.py").write_text(LIBRARY)
+    (tmp_path / "modeling_of_it.py").write_text(MODELING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    modeling = importlib.import_module("modeling_of_it")
+    report = fusion.explain(modeling.generates, modeling.Decoder(), torch.randn(1, 2, 9, 16))
+    (site,) = report.sites
+    assert site.module == "layers.0"
+    assert site.location.endswith("library_of_attention.py:5 in attend: return torch.softmax(q @ k.mT / 4, -1) @ v")
+    called = f"    from     {tmp_path / 'modeling_of_it.py'}:7 in forward: return attend(x, x, x)"
+    assert called in str(report) and "Called from" in report._repr_html_()
+    own = fusion.explain(Model(), *torch.randn(3, 1, 2, 40, 16), torch.ones(1, 40, dtype=torch.bool))
+    assert own.sites[0].calling is None and "    from " not in str(own)
+
+
+def test_code_that_is_in_no_file_has_a_line_without_text(tmp_path):
+    space: dict = {"torch": torch}
+    exec(compile(LIBRARY, "<stdin>", "exec"), space)
+    report = fusion.explain(space["attend"], *torch.randn(3, 1, 2, 9, 16))
+    assert report.sites[0].location == "<stdin>:5 in attend"
+    assert "&lt;stdin&gt;:5 in attend" in report.to_html(tmp_path / "page.html").read_text()
 
 
 MLIR = """
