@@ -37,7 +37,7 @@ def _register() -> None:
     """Register the backend without an entry point, and the artifacts of `torch.compiler.load_cache_artifacts`."""
     from importlib.metadata import entry_points
 
-    import_module("fusion.disk_cache")
+    import_module("fusion.caching")
     if entry_points(group="torch_dynamo_backends", name="fusion"):
         return
 

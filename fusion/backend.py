@@ -18,8 +18,8 @@ from fusion.inner_compiler import compared, with_certificates, with_tangents
 from fusion.integrations import nested_tensors
 from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
+from fusion.passes.prepare import find_attention
 from fusion.passes.prepare.distances import read_by_distance
-from fusion.passes.prepare.trials import find_attention
 from fusion.passes.prepare.unread_rows import skip_unread_rows
 from fusion.passes.recognize.ancestors import escaping_weights
 from fusion.passes.recognize.find import Site, pending
@@ -124,9 +124,10 @@ def _fuse_graph(
 ) -> tuple[GraphModule, Report]:
     """The way of a graph."""
     dump.stage("dynamo", origin := module)
+    module, bodies, inside = without_regions(module), dict[str, GraphModule](), Report()  # graphs inside of the graph
     inner = lambda body, inputs, asked: _fuse(body, inputs, options, asked)
-    module, transformed = fuse_transformed(without_regions(module), options, inner)  # graphs inside of the graph
-    bodies, checkpointed = fuse_checkpointed(module, inner)
+    module = fuse_transformed(module, options, inner, inside)
+    bodies = fuse_checkpointed(module, inner, inside)
 
     graph = normalize(module, example_inputs, bodies)  # 1. one form: pre-dispatch ATen
     cast_before_expansions(graph.graph)
@@ -144,8 +145,8 @@ def _fuse_graph(
 
     report = report_of(sites, pictures, hints, options)
     notes = [*(notes if report.fused else ()), *_unseen(origin, graph, report)]
-    report.sites = [*transformed.sites, *checkpointed.sites, *report.sites]
-    report.notes = [*notes, *transformed.notes, *checkpointed.notes]
+    report.sites = [*inside.sites, *report.sites]
+    report.notes = [*notes, *inside.notes]
     return graph, report
 
 

@@ -14,11 +14,10 @@ from fusion.ir import Kind
 from fusion.ir.results import size_value
 from fusion.options import Options
 from fusion.passes import nodes
-from fusion.passes.prepare import cascades
+from fusion.passes.prepare import Change, cascades
 from fusion.passes.prepare.late_division import MOVE_DIVISIONS
-from fusion.passes.prepare.trials import Change
+from fusion.passes.recognize.core import is_sdpa
 from fusion.passes.recognize.find import Site
-from fusion.passes.recognize.sdpa import is_sdpa
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.specify.tile_maps import Pays
 from fusion.passes.subgraphs.transforms import Asked

@@ -17,9 +17,9 @@ from fusion.errors import OptionError
 from fusion.exactness import copied, errors, floats, reference
 from fusion.options import Options
 from fusion.passes import marks, nodes
-from fusion.passes.tensors import dtensor
 from fusion.torch_private.autograd import is_within_dual_level
 from fusion.torch_private.dynamo import counters, lookup_backend
+from fusion.torch_private.tensors import is_dtensor
 
 
 def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Options, mode: Any) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     for node in module.graph.find_nodes(op="placeholder"):
         if "example_value" in node.meta:  # Dynamo's; the other was traced without gradients
             node.meta.pop("val", None)
-    has_dtensors = any(marks.dtensor(node) or dtensor.is_dtensor(nodes.fake(node)) for node in module.graph.nodes)
+    has_dtensors = any(marks.dtensor(node) or is_dtensor(nodes.fake(node)) for node in module.graph.nodes)
     settings = inductor_passes.below_rewrite(has_dtensors)
     if options.inner == "inductor":
         register_inductor_codegen()

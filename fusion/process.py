@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from fusion.torch_private.autograd import hooks_allowed, recording
-from fusion.torch_private.fake import unset_fake_temporarily
+from fusion.torch_private.tensors import unset_fake_temporarily
 from fusion.torch_private.tracing import disable_proxy_modes_tracing, without_function_modes
 
 log = logging.getLogger("fusion.backend")

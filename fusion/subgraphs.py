@@ -17,10 +17,9 @@ from fusion.report.report import NO_ATTENTION, Report
 Fuse = Callable[[GraphModule, Sequence[Any], Asked | None], tuple[GraphModule, Report]]
 
 
-def fuse_transformed(module: GraphModule, options: Options, fuse: Fuse) -> tuple[GraphModule, Report]:
-    """The graph with the attentions inside of its function transforms fused, and the report of these."""
+def fuse_transformed(module: GraphModule, options: Options, fuse: Fuse, total: Report) -> GraphModule:
+    """The graph with the attentions inside of its function transforms fused; `total` gets their reports."""
     fused: list[tuple[transforms.Run, GraphModule]] = []
-    total = Report()
     for run in transforms.runs(module) if options.transforms != "never" else ():
         if not may_hold_attention(run.body):
             continue
@@ -32,13 +31,12 @@ def fuse_transformed(module: GraphModule, options: Options, fuse: Fuse) -> tuple
         _add(total, report)
         if report.fused:
             fused.append((run, graph))
-    return transforms.with_fused(module, fused), total
+    return transforms.with_fused(module, fused)
 
 
-def fuse_checkpointed(module: GraphModule, fuse: Fuse) -> tuple[dict[str, GraphModule], Report]:
-    """The checkpointed graphs in which something was fused, by name, and the report of all of them."""
+def fuse_checkpointed(module: GraphModule, fuse: Fuse, total: Report) -> dict[str, GraphModule]:
+    """The checkpointed graphs in which something was fused, by name; `total` gets the reports of all of them."""
     fused: dict[str, GraphModule] = {}
-    total = Report()
     for name, body in checkpointing.bodies(module).items():
         if body.around is None:
             total.notes.append("a checkpointed function that is called in several regions of autocast stays as it is")
@@ -49,7 +47,7 @@ def fuse_checkpointed(module: GraphModule, fuse: Fuse) -> tuple[dict[str, GraphM
         if report.fused:
             checkpointing.lift_seeds(graph)
             fused[name] = graph
-    return fused, total
+    return fused
 
 
 def _add(total: Report, report: Report) -> None:

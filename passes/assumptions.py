@@ -67,3 +67,22 @@ def known(expr: Any) -> Any:
     """Sympy expression in which sizes that are fixed now are replaced by their values."""
     assumptions = _current.get()
     return expr if assumptions is None or not assumptions.sizes else expr.xreplace(assumptions.sizes)
+
+
+_plain = ContextVar("_plain", default=False)
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Context in which keys and values are read from the graph's copy of a cache, and attentions whose weights are used
+    elsewhere stay as they are: for kernels that support neither, and return one tensor."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def are_plain() -> bool:
+    """Whether `plain_kernels` is in force."""
+    return _plain.get()

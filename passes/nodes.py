@@ -20,8 +20,7 @@ from fusion.ir.ranges import LARGEST_SIZE
 from fusion.refusals import Reason, Refusal
 from fusion.torch_private import operators, tensors, tracing
 from fusion.torch_private.autograd import SET_GRAD_ENABLED
-from fusion.torch_private.fake import free_unbacked_symbols, optimization_hint, shape_environment, statically_known_true
-from fusion.torch_private.fake import functions as torch_sympy
+from fusion.torch_private.tensors import functions as torch_sympy
 
 from . import assumptions
 
@@ -103,7 +102,7 @@ def number(argument: Any) -> Any:
     recorded = fake(argument)
     if is_given_float(argument):
         return assumptions.ask(
-            recorded.node.expr, shape_environment(recorded), lambda: recorded.node.guard_float(__file__, 0)
+            recorded.node.expr, tensors.shape_environment(recorded), lambda: recorded.node.guard_float(__file__, 0)
         )
     return recorded if isinstance(recorded, float) else argument
 
@@ -154,7 +153,7 @@ def _require_sizes(extent: torch.SymInt) -> None:
     """Require of every symbol of an expression what `size` assumes: at least 0 and below `LARGEST_SIZE`. A Python int
     that Dynamo made dynamic need not be in this range: torch then guards on the range, or on the value where it is
     outside. A divisor has to be other than 0: a kernel would end the process where Python raises an error."""
-    env, expr = shape_environment(extent), assumptions.known(extent.node.expr)
+    env, expr = tensors.shape_environment(extent), assumptions.known(extent.node.expr)
 
     def holds(condition: Any) -> bool:
         return bool(assumptions.ask(condition, env, lambda: env.evaluate_expr(condition)))
@@ -162,7 +161,7 @@ def _require_sizes(extent: torch.SymInt) -> None:
     for symbol in expr.free_symbols:
         if env.bound_sympy(symbol).lower >= 0:
             continue  # the size of a tensor; of such, kernels are called for none that is too large
-        if free_unbacked_symbols(symbol):
+        if tensors.free_unbacked_symbols(symbol):
             raise Unsupported(
                 Reason.RUN_TIME_SCALAR, f"an integer that is computed at run time and may be negative: {symbol}"
             )
@@ -177,7 +176,7 @@ def _is_one(extent: torch.SymInt) -> bool:
     """Whether an expression of sizes is 1. torch guards on this where a dimension was broadcast, and keeps the
     expression."""
     node = extent.node
-    return not node.expr.is_symbol and node.has_hint() and node.hint == 1 and statically_known_true(extent == 1)
+    return not node.expr.is_symbol and node.has_hint() and node.hint == 1 and tensors.statically_known_true(extent == 1)
 
 
 def _from_sympy(expr: sympy.Expr) -> Expr:
@@ -236,7 +235,7 @@ def _power(base: Expr, exponent: Expr) -> Expr:
 
 def memory_order(node: Node) -> tuple[int, ...]:
     """Dimensions of a tensor from the slowest to the fastest in memory; broadcast dimensions keep their position."""
-    strides = [optimization_hint(stride, UNKNOWN) for stride in fake(node).stride()]
+    strides = [tensors.optimization_hint(stride, UNKNOWN) for stride in fake(node).stride()]
     for k in reversed(range(len(strides))):
         if strides[k] == 0 and k + 1 < len(strides):
             strides[k] = strides[k + 1]
@@ -249,7 +248,7 @@ def specialize(extent: Any) -> None:
     expression."""
     symbols = assumptions.known(extent.node.expr).free_symbols if isinstance(extent, torch.SymInt) else ()
     for symbol in symbols:
-        assumptions.fix(symbol, shape_environment(extent))
+        assumptions.fix(symbol, tensors.shape_environment(extent))
     if symbols:
         raise Specialized
 
@@ -383,7 +382,7 @@ def size_hints(graph: Graph) -> dict[str, int]:
         for extent in extents:
             symbolic = isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol
             if symbolic and isinstance(extent.node.hint, int | None):  # else it is that of a nested tensor
-                hints[str(extent.node.expr)] = optimization_hint(extent, UNKNOWN)
+                hints[str(extent.node.expr)] = tensors.optimization_hint(extent, UNKNOWN)
     return hints
 
 

@@ -26,7 +26,7 @@ from . import marks, nodes
 from .building import Symbols, derived
 from .pullback.tables import Table
 from .recognize.find import Site, pending
-from .specify.aux_outputs import materialize_aux_output
+from .specify.aux_outputs import materialize
 from .specify.calls import impurity
 from .specify.gathered_keys import with_merged_heads
 from .specify.specify import AttentionCall
@@ -168,13 +168,10 @@ def _call(
     if part.uses:
         every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
         call = graph.call_function(operator.getitem, (every, 0))
-        written = {
-            use.node: materialize_aux_output(
-                graph, use, aux, graph.call_function(operator.getitem, (every, 2 + k)), symbols,
-                site.bounds | {J: site.attentions[0].keys}, marks.requires_grad(root),
-            )
-            for k, (use, aux) in enumerate(zip(part.uses, part.spec.aux_outputs, strict=True))
-        }  # fmt: skip
+        bounds = site.bounds | {J: site.attentions[0].keys}
+        for k, (use, aux) in enumerate(zip(part.uses, part.spec.aux_outputs, strict=True)):
+            made = graph.call_function(operator.getitem, (every, 2 + k))
+            written[use.node] = materialize(graph, use, aux, made, symbols, bounds, marks.requires_grad(root))
     elif part.differentiable:  # the second result only the gradient reads
         both = graph.call_function(torch.ops.fusion.attention_forward.default, arguments)
         call = graph.call_function(operator.getitem, (both, 0))
@@ -182,7 +179,8 @@ def _call(
         call = graph.call_function(torch.ops.fusion.attention.default, arguments)
     nodes.copy_provenance(root, call)
     call.meta["val"] = empty_result(part.spec, 0, nodes.fake(root), size_fakes)
-    return with_merged_heads(graph, root, call, part.spec), written
+    call = with_merged_heads(graph, root, call, part.spec)
+    return call, written
 
 
 Order = tuple[int, ...]

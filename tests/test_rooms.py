@@ -1,24 +1,53 @@
-"""Features beside the way of a graph: without the files of one, and the lines that name it, the rest works."""
+"""Features beside the way of a graph: without the files of one, and the lines that name it, the rest works.
+
+What remains without all of them is the core. `python -m tests.test_rooms` counts the lines of its files: those of
+fusion/ and passes/ of which a function runs while plain, masked, biased and grouped attention are compiled, proved and
+run, in inference and in training, on a CPU. (Functions that run when a module is imported, to make its tables, do not
+count.)
+"""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {
-    "rows that nothing reads": (["passes/prepare/unread_rows.py"], "skip_unread_rows"),
-    "tables by distance": (["passes/prepare/distances.py"], "read_by_distance"),
-    "divisions behind the product": (["passes/prepare/late_division.py"], "MOVE_DIVISIONS"),
-    "cascades": (["passes/prepare/cascades.py"], "cascades"),
-    "sharded sequences": (["fusion/sequences"], "sequences"),
-}
-"""By name: its files, and the word by which lines of the doors name it."""
-DOORS = ("fusion/backend.py", "fusion/decide.py", "fusion/runtime/dtensor.py")
+    "rows that nothing reads": (["passes/prepare/unread_rows.py"], ["skip_unread_rows"]),
+    "tables by distance": (["passes/prepare/distances.py"], ["read_by_distance"]),
+    "divisions behind the product": (["passes/prepare/late_division.py"], ["MOVE_DIVISIONS"]),
+    "cascades": (["passes/prepare/cascades.py"], ["cascades"]),
+    "repeated calls": (["passes/trace/repeats.py"], ["copy_repeated_calls"]),
+    "rewritten operations": (
+        ["passes/trace/rewrites.py"], ["rewrites", "make_by_size", "fill_by_masks", "write_products", "read_floats"],
+    ),
+    "nested tensors": (["passes/tensors/nested.py", "fusion/integrations/nested_tensors.py"], ["nested"]),
+    "DTensors": (
+        ["passes/tensors/dtensor.py", "fusion/runtime/dtensor.py"],
+        [r"(?<!marks\.)dtensor", r"torch\.distributed\.tensor"],
+    ),
+    "graphs in the graph": (
+        ["fusion/subgraphs.py", "passes/subgraphs/transforms.py", "passes/subgraphs/checkpointing.py"],
+        ["subgraphs", "fuse_transformed", "fuse_checkpointed", "checkpointing"],
+    ),
+    "keys selected for a row": (["passes/specify/gathered_keys.py"], ["read_sets", "with_merged_heads"]),
+    "auxiliary outputs": (
+        ["passes/specify/aux_outputs.py"], ["split_extrema", "aux_outputs import", "uses_of", r"materialize\(graph"],
+    ),
+    "maps of tiles": (["passes/specify/tile_maps.py"], ["map_tiles", r"specify\.tile_maps"]),
+    "sharded sequences": (["fusion/sequences"], ["sequences"]),
+    "caches of keys and values": (["passes/pullback/caches.py"], ["behind_cache"]),
+}  # fmt: skip
+"""By name: its files, and the words (regular expressions) by which lines of the doors name it."""
+DOORS = (
+    "fusion/__init__.py", "fusion/backend.py", "fusion/decide.py", "passes/replace.py", "passes/trace/normalize.py",
+    "passes/pullback/operands.py", "passes/specify/calls.py", "passes/specify/specify.py", "fusion/runtime/dtensor.py",
+)  # fmt: skip
 CORE = """
 import torch
 import torch.distributed.tensor  # so that the rule of DTensors is there, too
@@ -50,27 +79,72 @@ print("passed")
 
 
 def without(words: list[str], text: str) -> str:
-    """A module without the statements of one line that name one of these, and the import of it."""
-    named = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
-    lines = text.splitlines(keepends=True)
-    return "".join(line for line in lines if not named.search(line))
+    """A module without the statements of one line that name one of these, and without their names in its imports."""
+    named = re.compile(rf"\b({'|'.join(words)})(\b|_)")
+    lines = []
+    for line in text.splitlines(keepends=True):
+        start, several, names = line.partition(" import ")
+        if several and not named.search(start) and "," in names:
+            names = ", ".join(name for name in names.strip().split(", ") if not named.search(name)) + "\n"
+            line = f"{start} import {names}" if names.strip() else ""
+        lines.append("" if named.search(line) else line)
+    return "".join(lines)
+
+
+TRACED = """
+import os, sys, threading
+folder, files = os.getcwd(), set()
+def note(frame, event, _):
+    path = frame.f_code.co_filename
+    if event == "call" and path.startswith(folder) and path not in files:
+        while frame is not None and frame.f_code.co_name != "<module>":
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename == "<string>":
+            files.add(path)
+threading.setprofile(note)
+sys.setprofile(note)
+"""
+"""Program before `CORE` that notes the files of which a function runs."""
+
+
+def emptied(folder: Path, names: list[str]) -> None:
+    """Copy the product to a folder, without these rooms."""
+    for top in ("fusion", "passes", "codegen"):
+        shutil.copytree(ROOT / top, folder / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (file for name in names for file in ROOMS[name][0]):
+        shutil.rmtree(folder / file) if (folder / file).is_dir() else (folder / file).unlink()
+    for door in filter(Path.exists, map(folder.__truediv__, DOORS)):
+        door.write_text(without([word for name in names for word in ROOMS[name][1]], door.read_text()))
+
+
+def run(folder: Path, program: str, **environment: str) -> str:
+    """Output of a program that imports the product of a folder."""
+    env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"} | environment
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, env=env)
+    assert not done.returncode, done.stderr[-2000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in ROOMS), "all of them"])
 def test_the_core_works_without(name: str, tmp_path: Path) -> None:
-    for top in ("fusion", "passes", "codegen"):
-        shutil.copytree(ROOT / top, tmp_path / top, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    rooms = list(ROOMS.values()) if name == "all of them" else [ROOMS[name]]
-    for files, _ in rooms:
-        for file in files:
-            shutil.rmtree(tmp_path / file) if (tmp_path / file).is_dir() else (tmp_path / file).unlink()
-    for door in map(tmp_path.__truediv__, DOORS):
-        door.write_text(without([word for _, word in rooms], door.read_text()))
-    run = subprocess.run(
-        [sys.executable, "-c", CORE],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert run.stdout.endswith("passed\n"), run.stderr[-2000:]
+    emptied(tmp_path, list(ROOMS) if name == "all of them" else [name])
+    assert run(tmp_path, CORE).endswith("passed\n")
+
+
+def core() -> dict[str, int]:
+    """Lines of the core, by file."""
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as cache:
+        folder = Path(name).resolve()
+        emptied(folder, list(ROOMS))
+        program = f"{TRACED}\n{CORE}\nsys.setprofile(None)\nprint(*files, sep='\\n')"
+        lines = run(folder, program, TORCHINDUCTOR_CACHE_DIR=cache).splitlines()[1:]
+        paths = {Path(line).resolve() for line in lines}
+        counts = {path.relative_to(folder).as_posix(): len(path.read_text().splitlines()) for path in paths}
+    return {name: count for name, count in sorted(counts.items()) if not name.startswith("codegen/")}
+
+
+if __name__ == "__main__":
+    counted = core()
+    for name, count in counted.items():
+        print(f"{count:5} {name}")
+    print(f"{sum(counted.values())} lines in {len(counted)} files")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusion import disk_cache
+from fusion import caching
 from fusion.ir.records import to_json
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, cpu
@@ -37,7 +37,7 @@ class Tuner:
     """Measures the choices of one spec on a machine, and remembers the fastest."""
 
     def __init__(self, spec: AttentionSpec, machine: Machine):
-        facts = [*cpu.identity(), *sorted(machine.isa), str(machine.cores), disk_cache.tag()]
+        facts = [*cpu.identity(), *sorted(machine.isa), str(machine.cores), caching.tag()]
         self._header = {"format": FORMAT, "torch": torch.__version__, "machine": facts, "spec": to_json(spec)}
         key = hashlib.sha256(json.dumps(self._header).encode()).hexdigest()[:16]
         self._file, self._choices = f"cpu_tiles_{key}.json", dict[str, Any]()
@@ -84,16 +84,16 @@ class Tuner:
         }
         try:
             content = self._header | {"choices": self._stored() | self._choices}
-            disk_cache.save(self._file, json.dumps(content, indent=1).encode())
+            caching.save(self._file, json.dumps(content, indent=1).encode())
         except OSError as problem:
             log.info("what was measured is not remembered: %s", problem)
 
     def _stored(self) -> dict[str, Any]:
         """The choices on disk, by situation; none from a file that cannot be read or is of another spec or machine."""
-        if not disk_cache.enabled():
+        if not caching.enabled():
             return {}
         try:
-            content = json.loads(disk_cache.read(self._file))
+            content = json.loads(caching.read(self._file))
             if self._header.items() <= content.items():
                 return {name: known for name, known in content["choices"].items() if _sound(known)}
         except FileNotFoundError:

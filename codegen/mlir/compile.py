@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from fusion import disk_cache
+from fusion import caching
 from fusion.errors import KernelCompilationError
 from fusion.machine import Machine, cpu
 from fusion.torch_private.dynamo import counters
@@ -66,7 +66,7 @@ def compile_text(source: str, entry: str) -> MachineCode:
     """The machine code of a module's function: from disk, or parsed, lowered and compiled now. Raises
     KernelCompilationError."""
     name = _object_name(source)
-    if name is not None and (content := disk_cache.stored(name)) is not None:
+    if name is not None and (content := caching.stored(name)) is not None:
         try:
             code = _from_object(content, entry, name)
             counters["fusion"]["kernel_cache_hit"] += 1
@@ -137,7 +137,7 @@ def _keep(name: str, engine: Any, entry: str) -> MachineCode | None:
     except (ObjectFileError, OSError) as problem:
         log.debug("%s is not kept: %s", name, problem)
         return None
-    disk_cache.store(name, content)
+    caching.store(name, content)
     return code
 
 
@@ -188,9 +188,9 @@ def _function(name: str) -> int:
 def _object_name(source: str) -> str | None:
     """The file of a text's object; None where objects are not kept: they differ between processors, versions of LLVM
     and ways to compile."""
-    if not disk_cache.enabled() or not object_file.loadable():
+    if not caching.enabled() or not object_file.loadable():
         return None
-    parts = [FORMAT, PIPELINE, _level(source), _compiler(), cpu.identity(), disk_cache.tag(), cpu.left_out(), source]
+    parts = [FORMAT, PIPELINE, _level(source), _compiler(), cpu.identity(), caching.tag(), cpu.left_out(), source]
     return f"kernel_{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}.o" if all(parts[:5]) else None
 
 

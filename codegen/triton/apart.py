@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import disk_cache
+from fusion import caching
 from fusion.planning.choice import Tile
 
 from . import supervise
@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
-    disk_cache.write(path, json.dumps(state).encode())
+    caching.write(path, json.dumps(state).encode())
 
 
 def measure(request: Request) -> None:
@@ -95,7 +95,7 @@ def _measure(request: Request, folder: Path) -> None:
 
 def _environment() -> dict[str, str]:
     """Environment of this process, with the locations of its modules and caches."""
-    found = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(disk_cache.directory().parent)}
+    found = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caching.directory().parent)}
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 

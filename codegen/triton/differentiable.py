@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fusion.caching import OncePerKey
-from fusion.ir.elements import strided
 from fusion.ir.expr import ZERO, C, I
+from fusion.ir.reads import strided
 from fusion.ir.results import empty_result, no_statistics, size_function, size_of
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.rows import lost_logarithms

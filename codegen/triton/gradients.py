@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion.ir.derivative import SINK_UPSTREAM, adjoints
-from fusion.ir.elements import elements
 from fusion.ir.expr import (
     SCORE,
     WEIGHT,
@@ -29,6 +28,7 @@ from fusion.ir.expr import (
     loads,
 )
 from fusion.ir.ops import apply
+from fusion.ir.reads import elements
 from fusion.ir.spec import AttentionSpec, AuxOutput, Operand, Reduction
 from fusion.lowering import aux_gradients, rows
 from fusion.lowering.aux_gradients import AuxGradients

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fusion import disk_cache
+from fusion import caching
 from fusion.ir.spec import AttentionSpec
 
 from . import source
@@ -98,11 +98,11 @@ def load(text: str, interpreted: bool = False) -> ModuleType:
 def _shown(name: str, text: str) -> str:
     """The path of the file with this text."""
     try:
-        path = disk_cache.directory() / name
+        path = caching.directory() / name
         with contextlib.suppress(FileNotFoundError):
-            if disk_cache.read(name) == text.encode():
+            if caching.read(name) == text.encode():
                 return str(path)
-        disk_cache.save(name, text.encode())
+        caching.save(name, text.encode())
     except OSError as problem:
         log.debug("%s is not written: %s", name, problem)
         return name

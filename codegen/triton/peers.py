@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusion.exactness import errors
 from fusion.ir import integers
-from fusion.ir.elements import is_strided, strided
 from fusion.ir.expr import Expr, I, J, const, coord
 from fusion.ir.ops import apply
+from fusion.ir.reads import is_strided, strided
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import dead_rows_matter, plain_scale
 

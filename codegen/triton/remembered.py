@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from fusion import disk_cache
+from fusion import caching
 from fusion.planning.choice import Tile
 from fusion.planning.gpu_layout import power
 
@@ -42,7 +42,7 @@ def remembered(digest: str, device: torch.device) -> dict[str, Any]:
     module, device or version."""
     name = name_of(digest, device)
     try:
-        content = json.loads(disk_cache.read(name))
+        content = json.loads(caching.read(name))
         if not _header(digest, device).items() <= content.items():
             return {}
         return {name: choice for name, choice in content["choices"].items() if _sound(choice["tile"], choice["peer"])}
@@ -85,6 +85,6 @@ def remember(
     choices = remembered(digest, device) | {name: choice}
     try:
         text = json.dumps(_header(digest, device) | {"choices": choices}, indent=1)
-        disk_cache.save(name_of(digest, device), text.encode())
+        caching.save(name_of(digest, device), text.encode())
     except OSError as problem:
         log.info("what was measured is not remembered: %s", problem)

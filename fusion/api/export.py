@@ -24,7 +24,7 @@ from fusion.codegen.mlir.compile import PIPELINE
 from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, attention_function
 from fusion.errors import KernelCompilationError, MlirExportError
 from fusion.ir import AttentionSpec
-from fusion.passes.pullback.caches import plain_kernels
+from fusion.passes.assumptions import plain_kernels
 from fusion.torch_private.tensors import tree_flatten, tree_leaves, tree_unflatten
 
 # torch-mlir's own operations (scans, sorts) know nothing of the analysis that would save copies.

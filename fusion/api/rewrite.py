@@ -23,7 +23,7 @@ from fusion.options import Options
 from fusion.passes import nodes
 from fusion.report.report import publish
 from fusion.runtime.specialized import register_inductor_codegen
-from fusion.torch_private import fake, tracing
+from fusion.torch_private import tensors, tracing
 from fusion.torch_private.inductor import config
 from fusion.torch_private.tensors import tree_leaves
 
@@ -96,7 +96,7 @@ def _lifted(module: GraphModule, names: list[str], arguments: list[Any]) -> Grap
         with tracing.reparametrized(module, state), torch.fx.traceback.preserve_node_meta():
             return torch.fx.Interpreter(module).run(*flat[len(names) :])
 
-    mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = tensors.FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in arguments]
     lifted = tracing.make_fx(run, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     for node, value in zip(lifted.graph.find_nodes(op="placeholder"), fakes, strict=True):
@@ -189,7 +189,7 @@ def _drops(node: Node) -> bool:
 def _guards(inputs: list[Any]) -> int:
     """Number of conditions on symbolic sizes: one more, and the program would hold for fewer shapes."""
     for leaf in tree_leaves(inputs):
-        if (environment := fake.shape_environment(leaf)) is not None:
+        if (environment := tensors.shape_environment(leaf)) is not None:
             return len(environment.guards) + len(environment.replacements)
     return 0
 
@@ -200,7 +200,7 @@ def _complete_values(fused: GraphModule) -> None:
         if node.op == "call_function" and "val" not in node.meta:
             values = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
             args, kwargs = values
-            with fake.detect_fake_mode(args[0]) or contextlib.nullcontext(), torch.no_grad():
+            with tensors.detect_fake_mode(args[0]) or contextlib.nullcontext(), torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
 
 

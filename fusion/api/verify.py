@@ -22,7 +22,7 @@ from fusion.api.compare import Measured, compare_results
 from fusion.exactness import copied, is_float
 from fusion.integrations import nested_tensors
 from fusion.passes.graph_excerpt import CutOut, cut_out
-from fusion.passes.prepare.trials import find_attention
+from fusion.passes.prepare import find_attention
 from fusion.passes.recognize.find import Site
 from fusion.passes.trace.normalize import may_hold_attention, normalize
 from fusion.passes.trace.outline import without_regions

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fusion.approximate.certificates import note_exact
-from fusion.approximate.eligible import Plain, plain
+from fusion.approximate.certificates import Plain, note_exact, plain
 from fusion.errors import UnknownMachineError
 from fusion.ir.request import Approximation, Request
 from fusion.ir.spec import AttentionSpec

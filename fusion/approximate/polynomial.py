@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusion.approximate import cost
-from fusion.approximate.certificates import Certificate, is_captured, output_error, record
+from fusion.approximate.certificates import Certificate, Plain, is_captured, output_error, record
 from fusion.approximate.cost import CAUSAL_CHUNK as CHUNK
-from fusion.approximate.cost import Choice
-from fusion.approximate.eligible import Plain
+from fusion.approximate.cost import Choice, feature_count
 from fusion.approximate.head_batches import (
     KEPT,
     ExactHeads,
@@ -34,7 +33,6 @@ from fusion.approximate.head_batches import (
     ieee_products,
     problem_of,
 )
-from fusion.approximate.polynomials import feature_count
 from fusion.approximate.score_bounds import HeadBounds, Inspection
 from fusion.caching import BoundedCache
 from fusion.codegen.reference import polynomial as reference

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from fusion.approximate import cost
-from fusion.approximate.certificates import Certificate, output_error, record
-from fusion.approximate.eligible import Plain
+from fusion.approximate.certificates import Certificate, Plain, output_error, record
 from fusion.approximate.head_batches import KEPT, ExactHeads, Executor, HeadPacker, Heads, problem_of
 from fusion.approximate.score_bounds import Inspection
 from fusion.caching import BoundedCache

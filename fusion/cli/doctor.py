@@ -112,21 +112,21 @@ def _cpp_compiler() -> Finding:
 
 
 def _cache() -> Finding:
-    from fusion import disk_cache
+    from fusion import caching
 
     try:
-        folder = disk_cache.directory()
+        folder = caching.directory()
         with tempfile.TemporaryFile(dir=folder):
             pass
         with contextlib.suppress(FileNotFoundError):
-            disk_cache.read("_")
-    except disk_cache.Distrusted as problem:
+            caching.read("_")
+    except caching.Distrusted as problem:
         advice = "let nobody else write there, or set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
         return Finding("cache", "missing", f"not used: {problem}", advice)
     except OSError as problem:
         return Finding("cache", "broken", str(problem), "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written")
     result = f"{folder.parent}: {_count(folder.parent)}, of which {_count(folder)} in fusion/"
-    if disk_cache.enabled():
+    if caching.enabled():
         return Finding("cache", "ok", result)
     advice = "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, to compile each kernel once and not in every process"
     return Finding("cache", "missing", f"{result}; not used", advice)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion.torch_private import devices
-from fusion.torch_private.fake import unset_fake_temporarily
+from fusion.torch_private.tensors import unset_fake_temporarily
 from fusion.torch_private.tracing import without_function_modes
 
 CHAIN = 430

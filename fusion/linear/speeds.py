@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusion import disk_cache
+from fusion import caching
 from fusion.caching import OncePerKey
 from fusion.linear import products
 from fusion.machine import cpu, machine
@@ -125,7 +125,7 @@ def _read_or_measured(threads: int, dtype: torch.dtype) -> Speeds:
     if not devices.onednn_has(dtype):
         return UNKNOWN
     name = _name(threads, dtype)
-    if (content := disk_cache.stored(name)) is not None:
+    if (content := caching.stored(name)) is not None:
         result: dict[str, Any] = json.loads(content)
         tuples: dict[str, Any] = {key: tuple(value) for key, value in result.items() if isinstance(value, list)}
         return Speeds(**result | tuples)
@@ -135,7 +135,7 @@ def _read_or_measured(threads: int, dtype: torch.dtype) -> Speeds:
         log.warning("products stay with MKL in this process: this machine is too busy to measure them")
         return UNKNOWN
     log.info("measured products in %.2f s: %s", time.perf_counter() - started, asdict(speeds))
-    disk_cache.store(name, json.dumps(asdict(speeds)).encode())
+    caching.store(name, json.dumps(asdict(speeds)).encode())
     return speeds
 
 
@@ -159,7 +159,7 @@ def _name(threads: int, dtype: torch.dtype) -> str:
     host = machine()
     facts = [cpu.identity(), host.name, sorted(host.isa), host.cores, threads, str(dtype), torch.__version__]
     form = [field.name for field in fields(Speeds)], ROWS, SIZES, products.CHAIN
-    key = json.dumps([*facts, switches, *form, disk_cache.tag()])
+    key = json.dumps([*facts, switches, *form, caching.tag()])
     return f"products_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

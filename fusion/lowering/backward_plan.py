@@ -24,10 +24,9 @@ from typing import NamedTuple
 
 from fusion.ir import integers
 from fusion.ir.derivative import UPSTREAM
-from fusion.ir.elements import Elements, elements
 from fusion.ir.expr import SCORE, ZERO, Expr, I, J, Kind, const, coordinates, loads
 from fusion.ir.ops import apply
-from fusion.ir.reads import key_dimension
+from fusion.ir.reads import Elements, elements, key_dimension
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering import rows
 from fusion.lowering.aux_gradients import aux_gradients

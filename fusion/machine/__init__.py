@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fusion.errors import UnknownMachineError
+from fusion.machine.cpu import GIB, KIB, MIB, MemoryLevel
 from fusion.machine.gpus import FIGURES, INTERPRETER, NAMED, of_architecture, of_device, of_target
-from fusion.machine.memory import GIB, KIB, MIB, MemoryLevel
 from fusion.machine.processors import Machine, dtype_bytes, dtype_name, with_cores
 
 __all__ = [

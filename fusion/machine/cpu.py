@@ -1,4 +1,5 @@
-"""Facts about the CPU that this process runs on: caches, width and instruction set from the operating system."""
+"""Facts about the CPU that this process runs on: caches, width and instruction set from the operating system. Levels of
+memory, and their sizes."""
 
 from __future__ import annotations
 
@@ -8,11 +9,37 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fusion.errors import OptionError
-from fusion.machine.memory import GIB, KIB, MIB, MemoryLevel
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLevel:
+    """One level of memory. `capacity` in bytes, per core (SM, CU) unless `shared`; `bandwidth` in bytes/s, all cores
+    together."""
+
+    name: str
+    capacity: int
+    bandwidth: float
+    shared: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} {_size(self.capacity)}{'' if self.shared else ' per core'} at {self.bandwidth / 1e9:.0f} GB/s"
+        )
+
+
+def _size(count: int) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count} B"
+
 
 _ISA = (
     "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16",

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion.errors import UnknownMachineError
-from fusion.machine.memory import GIB, KIB, MIB, MemoryLevel
+from fusion.machine.cpu import GIB, KIB, MIB, MemoryLevel
 from fusion.machine.processors import Machine, with_cores
 
 

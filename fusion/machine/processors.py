@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fusion.errors import ProblemError, UnknownMachineError
 from fusion.machine import cpu
-from fusion.machine.memory import MemoryLevel
+from fusion.machine.cpu import MemoryLevel
 
 _BYTES = {"float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _SHORT = {

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import disk_cache, process
+from fusion import caching, process
 from fusion.caching import BoundedCache
 from fusion.codegen.emitter import Edges
 from fusion.codegen.reference import backward, run_all
@@ -87,18 +87,18 @@ class Proof:
             _versions(),
             cpu.identity(),
             cpu.left_out(),
-            disk_cache.tag(),
+            caching.tag(),
             self.device,
             self.spec.to_json(),
         ]
         name = f"proof_{hashlib.sha256(json.dumps([*parts, text]).encode()).hexdigest()[:32]}"
-        if (verdict := _verdicts.get(name)) is None and disk_cache.stored(name) is not None:
+        if (verdict := _verdicts.get(name)) is None and caching.stored(name) is not None:
             verdict = _verdicts.store(name, "")
         if verdict is None:
             started = time.perf_counter()
             verdict = _verdicts.store(name, find() or "")
             if not verdict:  # others are found anew, lest a mistake here outlives its mending
-                disk_cache.store(name, b"")
+                caching.store(name, b"")
             counters["fusion"]["kernels_proved"] += 1
             log.debug("a kernel was proved in %.3f s", time.perf_counter() - started)
         if verdict:

@@ -28,7 +28,7 @@ from fusion.passes.graph_excerpt import cut_out
 from fusion.passes.recognize.find import Site
 from fusion.report import scripts
 from fusion.report.report import Report
-from fusion.torch_private import caches
+from fusion.torch_private import dynamo
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ class Dump:
     def finish(self, report: Report) -> None:
         """Write everything, and hand report, plans and kernels to torch's structured log (TORCH_TRACE), which `tlparse`
         shows. A folder that cannot be written is reported, and nothing else happens."""
-        for name, text in _artifacts(report) if caches.is_tracing_log_on() else ():
-            caches.write_to_tracing_log(f"fusion_{name.rpartition('.')[0]}", text)
+        for name, text in _artifacts(report) if dynamo.is_tracing_log_on() else ():
+            dynamo.write_to_tracing_log(f"fusion_{name.rpartition('.')[0]}", text)
         if self.folder:
             self._write(_artifacts(report))
 

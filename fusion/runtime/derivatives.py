@@ -40,8 +40,7 @@ from fusion.ir.records import expressions
 from fusion.ir.request import Request
 from fusion.ir.results import result_names, size_of
 from fusion.lowering.gradients import adds_up_to_zero
-from fusion.runtime.executor import backward_of
-from fusion.runtime.kernels import differentiable
+from fusion.runtime.kernels import backward_of, differentiable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 from fusion.errors import OperandError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.tile_map import MapSpec
-from fusion.runtime import autograd, derivatives, executor, vmap_rules
+from fusion.runtime import autograd, derivatives, kernels, vmap_rules
 from fusion.runtime.tile_map_op import tile_map
 from fusion.torch_private.operators import assert_async, register_fake
 
@@ -207,7 +207,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 """By name: the schema, and the shapes of what it returns."""
 _RUN = {
-    **{name: executor.implementation(name) for name in executor.OF_OPERATORS},
+    **{name: kernels.implementation(name) for name in kernels.OF_OPERATORS},
     "attention_derivative": derivatives.execute,
     "tile_map": tile_map,
     "table": table,
@@ -215,7 +215,7 @@ _RUN = {
 
 _library = torch.library.Library("fusion", "DEF")
 for _name, (_schema, _shapes) in _OPERATORS.items():
-    _waits = (torch.Tag.cudagraph_unsafe,) if _name == "attention_outputs_backward" else ()  # `executor`: are they zero
+    _waits = (torch.Tag.cudagraph_unsafe,) if _name == "attention_outputs_backward" else ()  # `kernels`: are they zero
     _library.define(_name + _schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag, *_waits))
     register_fake(_library, f"fusion::{_name}", _shapes, __file__)
     for _key in ("CPU", "CUDA"):

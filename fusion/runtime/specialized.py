@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fusion.runtime import kernels
-from fusion.runtime.executor import OF_OPERATORS
+from fusion.runtime.kernels import OF_OPERATORS
 from fusion.torch_private.tracing import is_watched
 
 SPECIALIZED = ("attention_below_autograd", "attention_forward", "attention_backward")

@@ -18,7 +18,7 @@ from fusion.options import Options
 from fusion.passes import nodes
 from fusion.report.report import publish
 from fusion.runtime import dtensor  # noqa: F401  (registers what the ops do with DTensors)
-from fusion.torch_private import fake, tracing
+from fusion.torch_private import tensors, tracing
 
 
 def sequence_parallel(function: Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def _form(value: Any) -> Any:
 
 
 def _compile(function: Callable[..., Any], arguments: list[Any], mesh: DeviceMesh, options: Options) -> GraphModule:
-    mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = tensors.FakeTensorMode(allow_non_fake_inputs=True)
     whole = [_whole(a, mode) if isinstance(a, Tensor) else a for a in arguments]
     graph = tracing.make_fx(function, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*whole)
     for node, value in zip(graph.graph.find_nodes(op="placeholder"), whole, strict=True):

@@ -26,13 +26,13 @@ from fusion.ir.results import size_value
 from fusion.refusals import Reason
 
 from .. import marks, nodes
+from ..assumptions import are_plain
 from ..building import Symbols, derived
 from ..nodes import Unsupported, arguments, packet, shape
-from ..pullback.caches import are_plain
 from ..pullback.contractions import is_contraction, products_above
 from ..recognize.ancestors import SOFTMAXES, AncestorKind, AncestorKinds
 from ..recognize.find import Site
-from .trials import Change, Promise
+from . import Change, Promise
 
 aten = torch.ops.aten
 _REASONS = (

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from fusion.ir import integers
 from fusion.ir.expr import Expr, I, J, Kind, loads
 from fusion.ir.reads import is_shift_free
-from fusion.torch_private.fake import detect_fake_mode, enable_python_dispatcher
+from fusion.torch_private.tensors import detect_fake_mode, enable_python_dispatcher
 
 from .. import marks, nodes
 from ..building import Symbols, derived

@@ -35,11 +35,10 @@ from ..nodes import Unsupported, packet, shape
 from ..pullback.contractions import factors, is_contraction
 from ..pullback.reductions import depends_on_product
 from ..pullback.roundings import is_coarser
-from ..pullback.views import Index, broadcast_index, source
+from ..pullback.views import Index, broadcast_index, order_of, source
 from ..recognize.ancestors import SOFTMAXES, AncestorKind, AncestorKinds, is_statistic
 from ..recognize.find import Site
-from ..specify.aux_outputs import order_of
-from .trials import Change, Promise
+from . import Change, Promise
 
 aten = torch.ops.aten
 _REASONS = (Reason.FURTHER_REDUCTION, Reason.OTHER_NORMALISER)

@@ -24,8 +24,7 @@ from torch.fx.node import map_arg
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, contains, coord
-from fusion.torch_private.fake import detect_fake_mode, enable_python_dispatcher
-from fusion.torch_private.tensors import tree_leaves
+from fusion.torch_private.tensors import detect_fake_mode, enable_python_dispatcher, tree_leaves
 
 from .. import marks, nodes
 from ..building import Symbols, derived

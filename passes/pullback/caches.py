@@ -8,27 +8,25 @@ output for V. The rest is the element's value, an expression. If that is only a 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
-from fusion.ir import integers
 from fusion.ir.expr import ONE, Expr, J, coordinates, loads, rebuild, renumbered, walk
 from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.reads import bytes_per_element
 
 from .. import marks, nodes
+from ..assumptions import are_plain
 from ..nodes import Unsupported, packet
 from . import pointwise, tables, views
 from .roundings import is_coarser
-from .views import Index
+from .views import Index, linear_in
 
 if TYPE_CHECKING:
     from .pullback import PullBack
@@ -43,25 +41,6 @@ _MOST_NODES = 64
 _THROUGH = (*views.CASTS, aten.cat, aten.concat, aten.stack)
 _MOST_BYTES = 1.25
 """Bytes that may be read through a table for one that a copy would have: scales and the table itself."""
-
-
-_plain = ContextVar("_plain", default=False)
-
-
-@contextlib.contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Context in which keys and values are read from the graph's copy of a cache, and attentions whose weights are used
-    elsewhere stay as they are: for kernels that support neither, and return one tensor."""
-    token = _plain.set(True)
-    try:
-        yield
-    finally:
-        _plain.reset(token)
-
-
-def are_plain() -> bool:
-    """Whether `plain_kernels` is in force."""
-    return _plain.get()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +61,12 @@ class Stored:
     passed: tuple[Node, ...]
 
 
-def stored(
+def behind_cache(
     walk_: PullBack, here: Node, index: Index, row: Expr, column: Expr, extent: Expr, accept: Callable[[Expr], bool]
 ) -> Stored | None:
     """Stored tensor that an operand is the widened, unpacked or gathered copy of; None if there is none. accept:
     whether the caller can apply a scale."""
-    if _plain.get() or nodes.dtype(here) not in _PRODUCTS or not extent.is_const or not _leads_to_cache(here):
+    if are_plain() or nodes.dtype(here) not in _PRODUCTS or not extent.is_const or not _leads_to_cache(here):
         return None
     inner = type(walk_)(walk_.bounds | {column: extent}, walk_.keys, walk_.anchor)
     inner.reads_tables = True
@@ -201,16 +180,3 @@ def _is_kept(inner: PullBack, here: Node) -> bool:
     """Whether a gathered copy is made in any case, because another node uses it."""
     calls = {table.call for table in inner.tables.values()}
     return any(user not in inner.interior for call in calls - {here} for user in call.users)
-
-
-def linear_in(index: Index, row: Expr, column: Expr) -> bool:
-    """Whether every entry is a constant times `row` plus a constant times `column` plus a function of the batch."""
-    for entry in index:
-        for atom in (row, column):
-            parts = integers.linear(entry, atom)
-            if parts is None or not parts[0].is_const:
-                return False
-            entry = parts[1]
-        if coordinates(entry) & {"i", "j", "c", "e"}:
-            return False
-    return True

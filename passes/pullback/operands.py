@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
@@ -21,9 +21,9 @@ from fusion.refusals import Reason
 from .. import marks, nodes
 from ..nodes import Unsupported
 from ..trace.inplace import changes
-from .caches import linear_in, stored
+from .caches import behind_cache
 from .contractions import strip_scale
-from .views import Index
+from .views import Index, linear_in
 
 if TYPE_CHECKING:
     from .pullback import PullBack
@@ -72,7 +72,8 @@ def locate(
     the tensor that it computes. accept: whether the caller can apply the scale of a stored operand.
     """
     bounds, dtype = walk.bounds | {column: extent}, nodes.dtype(here)
-    cached = stored(walk, here, index, row, column, extent, accept)
+    cached: Any = None
+    cached = behind_cache(walk, here, index, row, column, extent, accept)
     if cached is not None and not changes(cached.passed, walk.anchor):
         walk.interior |= dict.fromkeys(cached.passed)
         walk.scales |= cached.scales

@@ -36,12 +36,11 @@ from ..trace.inplace import changes, may_copy
 from ..trace.outline import described
 from . import casts, indexing, pointwise, reductions
 from .contractions import ADDING, Factors, factors, is_contraction, is_distance, products_above
-from .folding import folded
 from .heads import mixed
-from .materialize import decided_otherwise, too_heavy
+from .indexing import folded
 from .operands import Access, is_float8, locate
 from .reductions import blocking_op, depends_on_product
-from .roundings import Narrow, is_coarser, narrowed_to, rounded_at
+from .roundings import Narrow, decided_otherwise, is_coarser, narrowed_to, rounded_at, too_heavy
 from .tables import KeySet, Numbers, scattered
 from .views import Index, broadcast_index, number_of, source
 

@@ -7,6 +7,7 @@ removes again wherever the dimension was not really split.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr
+from fusion.ir.expr import Expr, coord, coordinates
 from fusion.ir.ops import apply
 from fusion.refusals import Reason
 
@@ -115,6 +116,29 @@ def number_of(index: Index, extents: Sequence[Expr]) -> Expr:
     for entry, extent in zip(index, extents, strict=True):
         number = integers.add(integers.mul(number, extent), entry)
     return number
+
+
+def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str, ...] | None:
+    """Coordinates c1, c2, .. such that `index` is element number (c1 * n2 + c2) * n3 + .., each of them once."""
+    number, count = number_of(index, extents), integers.mul(*extents)
+    for order in itertools.permutations(sorted(coordinates(number))):
+        extents_in_order = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)
+        if number_of(tuple(map(coord, order)), extents_in_order) is number and integers.mul(*extents_in_order) is count:
+            return order
+    return None
+
+
+def linear_in(index: Index, row: Expr, column: Expr) -> bool:
+    """Whether every entry is a constant times `row` plus a constant times `column` plus a function of the batch."""
+    for entry in index:
+        for atom in (row, column):
+            parts = integers.linear(entry, atom)
+            if parts is None or not parts[0].is_const:
+                return False
+            entry = parts[1]
+        if coordinates(entry) & {"i", "j", "c", "e"}:
+            return False
+    return True
 
 
 def _group(new: Sequence[Expr], old: Sequence[Expr], a0: int, b0: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from ..pullback.contractions import (
     products_above,
 )
 from ..pullback.heads import head_sum, is_batch
-from .sdpa import is_sdpa
+from .core import is_sdpa
 
 aten = torch.ops.aten
 

@@ -29,7 +29,7 @@ from .. import marks, nodes
 from ..assumptions import Assumptions
 from ..nodes import Unsupported, packet, shape
 from ..pullback.contractions import ADDING, MOVES, behind_moves, factors, is_contraction, is_parameter
-from ..pullback.folding import forget
+from ..pullback.indexing import forget
 from ..pullback.operands import is_float8, locate, mark_stored, scale_of_values
 from ..pullback.pullback import PullBack
 from ..pullback.roundings import is_coarser
@@ -41,8 +41,8 @@ from .ancestors import (
     is_statistic,
     scales_rows,
 )
+from .core import Attention, is_sdpa, pull_back_sdpa
 from .recognize import attentions
-from .sdpa import Attention, is_sdpa, pull_back_sdpa
 
 if TYPE_CHECKING:
     from ..specify.specify import AttentionCall

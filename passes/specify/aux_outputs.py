@@ -1,6 +1,6 @@
 """Auxiliary outputs of an attention: other values computed from its weights, written beside the output.
 
-`uses(site, ...)` follows the weights of a site downstream, to where they leave the region. Every node on the way is
+`uses_of(site, ...)` follows the weights of a site downstream, to where they leave the region. Every node on the way is
 pulled back as the weights were, so that it is an expression of one normalised weight, and ends in one of
 
     a reduction over the keys      a statistic of rows: entropy, largest weight, largest logit, log-sum-exp
@@ -14,7 +14,6 @@ it was.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +28,11 @@ from fusion.ir.spec import AuxOutput, Normalizer, Reduction
 from fusion.lowering.rows import in_log_sums
 
 from .. import marks, nodes
+from ..assumptions import are_plain
 from ..building import Symbols, derived
 from ..nodes import Unsupported, arguments, packet, shape
-from ..pullback.caches import are_plain
 from ..pullback.contractions import products_above
-from ..pullback.views import RESHAPES, Index, number_of, reshape_index, source
+from ..pullback.views import RESHAPES, Index, order_of, reshape_index, source
 from ..recognize.find import Site
 from ..recognize.recognize import in_terms_of
 
@@ -71,24 +70,22 @@ class AuxUse:
         return (*(name for name in self.order if name != last), last)
 
 
-def uses(
-    site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]
-) -> tuple[list[AuxUse], set[Node]] | None:
-    """Auxiliary outputs that replace the escaping nodes of a site, and the nodes on the way to them; None where there
-    are none.
+def uses_of(site: Site, escaping: Sequence[Node], outside: Callable[[Node], bool]) -> tuple[list[AuxUse], set[Node]]:
+    """Auxiliary outputs that replace the escaping nodes of a site, and the nodes on the way to them; nothing where
+    some node cannot be replaced.
 
     escaping: nodes of the region that are used outside of it.
     outside: whether a node is such a user.
     """
     if len(site.attentions) != 1 or are_plain() or site.attentions[0].core.mixes_heads:
-        return None
+        return [], set()
     pullback = site.attentions[0].pullback
     before = dict(pullback.interior)
     try:
         walk, uses_by_node = _Walk(site, outside), dict[Node, AuxUse]()
         for node in escaping:
             if (index := walk.index_of(node)) is None or (ends := walk.ends(node, index)) is None:
-                return None
+                return [], set()
             uses_by_node |= {use.node: use for use in ends}
         on_the_way = pullback.interior.keys() - before.keys()
         return list(uses_by_node.values()), on_the_way | uses_by_node.keys()
@@ -187,16 +184,6 @@ def _is_of_weights(value: Expr) -> bool:
     return any(part in (WEIGHT, LOG_WEIGHT) for part in walk(value))
 
 
-def order_of(index: Index, extents: Index, bounds: integers.Bounds) -> tuple[str, ...] | None:
-    """Coordinates c1, c2, .. such that `index` is element number (c1 * n2 + c2) * n3 + .., each of them once."""
-    number, count = number_of(index, extents), integers.mul(*extents)
-    for order in itertools.permutations(sorted(coordinates(number))):
-        extents_in_order = tuple(bounds.get(coord(name), integers.integer(0)) for name in order)
-        if number_of(tuple(map(coord, order)), extents_in_order) is number and integers.mul(*extents_in_order) is count:
-            return order
-    return None
-
-
 def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) -> Index | None:
     """Index of the element of a user that depends on `node[index]` and corresponds to it; None where that is unknown.
     The index may be a guess: the user is pulled back from there."""
@@ -218,7 +205,7 @@ def _index_after(user: Node, node: Node, index: Index, bounds: integers.Bounds) 
     return tuple(places.get(atom, integers.integer(0)) for atom in atoms)
 
 
-def materialize_aux_output(
+def materialize(
     graph: Graph, use: AuxUse, aux: AuxOutput, made: Node, symbols: Symbols, bounds: Bounds, trained: bool
 ) -> Node:
     """Node that replaces `use.node`: an auxiliary output in that node's shape, dtype and order in memory. made: the

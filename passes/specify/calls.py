@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -20,7 +21,7 @@ from ..pullback.contractions import products_above
 from ..pullback.reductions import blocking_op, is_reduction
 from ..recognize.ancestors import SOFTMAXES
 from ..recognize.find import Site, defect, pending
-from .aux_outputs import AuxUse, uses
+from .aux_outputs import AuxUse, uses_of
 from .specify import AttentionCall, specify
 
 progress = logging.getLogger("fusion.progress")
@@ -176,10 +177,8 @@ def _with_auxiliary_outputs(
     site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]], symbols: Symbols
 ) -> AttentionCall | None:
     """Call of a site with auxiliary outputs for the escaping weights; None where there is none."""
-    outside = _outside(site, live, needs)
-    if (result := uses(site, escaping, outside)) is None:
-        return None
-    aux_uses, on_the_way = result
+    outside, aux_uses, on_the_way = _outside(site, live, needs), list[Any](), set[Node]()
+    aux_uses, on_the_way = uses_of(site, escaping, outside)
     if not aux_uses or (any(marks.requires_grad(use.node) for use in aux_uses) and not marks.requires_grad(site.root)):
         return None
     try:

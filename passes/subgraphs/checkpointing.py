@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
 from fusion.refusals import Reason
 from fusion.torch_private import tracing
-from fusion.torch_private.fake import FakeTensor, remember_item
-from fusion.torch_private.tensors import shares_storage
+from fusion.torch_private.tensors import is_dtensor, shares_storage
 
 from .. import marks, nodes
-from ..tensors import dtensor
 from ..trace import autocast
+from ..trace.retrace import Retrace, RetraceInterpreter
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ def bodies(module: GraphModule) -> dict[str, Body]:
     """Checkpointed graphs of a graph, by the name of the attribute."""
     bodies_by_name: dict[str, Body] = {}
     for node, around in autocast.regions(module.graph):
-        if node.op == "call_function" and node.target is torch.ops.higher_order.tag_activation_checkpoint:
+        if node.op == "call_function" and node.target is _CHECKPOINT:
             name = str(node.args[0].target)  # type: ignore[union-attr]
             values = list(map(nodes.fake, node.args[1:]))
             known = bodies_by_name.setdefault(
@@ -59,41 +61,6 @@ def lift_seeds(body: GraphModule) -> None:
             node.replace_all_uses_with(last[0])
             body.graph.erase_node(node)
     body.recompile()
-
-
-class RetraceInterpreter(Interpreter):
-    """Runs a graph on fake tensors. Dynamo's knowledge of an `item()` is copied to the new tensor. Regions of autocast
-    are entered, where the graph's own calls would only be recorded, and are left at the latest with the graph."""
-
-    def __init__(self, module: GraphModule):
-        super().__init__(module)
-        self._regions: list[torch.amp.autocast_mode.autocast] = []
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().run(*args, **kwargs)
-        finally:
-            while self._regions:
-                self._regions.pop().__exit__(None, None, None)
-
-    def run_node(self, n: Node) -> Any:
-        fake = nodes.fake(n)
-        is_item = n.op.startswith("call") and n.target in ("item", torch.ops.aten.item.default)
-        if is_item and isinstance(fake, (torch.SymFloat, torch.SymInt)):
-            (tensor,), _ = self.fetch_args_kwargs_from_env(n)
-            if isinstance(tensor, FakeTensor):
-                remember_item(tensor, fake)
-        return super().run_node(n)
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is autocast.enter:  # the class sets the state as well as recording it
-            self._regions.append(torch.amp.autocast_mode.autocast(*args, **kwargs))
-            self._regions[-1].__enter__()
-            return self._regions[-1]
-        if target is autocast.leave:
-            self._regions.remove(args[0])
-            return args[0].__exit__(None, None, None)
-        return super().call_function(target, args, kwargs)
 
 
 def _is_shared(value: Any, results: Sequence[Any]) -> bool:
@@ -121,12 +88,11 @@ class Checkpoints:
         with tracing.disable_proxy_modes_tracing():
             result = RetraceInterpreter(body).run(*inputs)
         tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
-        checkpoint = torch.ops.higher_order.tag_activation_checkpoint
-        call = tracing.written(tracer, "call_function", checkpoint, (body, *inputs), kwargs)
+        call = tracing.written(tracer, "call_function", _CHECKPOINT, (body, *inputs), kwargs)
         read = zip(inputs, call.node.args[1:], strict=True)
         shared = [node for value, node in read if isinstance(node, Node) and _is_shared(value, result)]
         marks.aliases.set(call.node, tuple(shared))
-        if not any(map(dtensor.is_dtensor, result)):
+        if not any(map(is_dtensor, result)):
             return tracing.track(result, call, tracer)
         # One by one: of DTensors that are not tracked yet, torch cannot note a copy.
         results_as_nodes = [
@@ -134,3 +100,14 @@ class Checkpoints:
             for k, value in enumerate(result)
         ]
         return type(result)(results_as_nodes)
+
+
+def keep_calls(base: type[Retrace], module: GraphModule, fused: Mapping[str, GraphModule]) -> type[Retrace]:
+    """Interpreter that records the calls of checkpointed graphs. fused: the graphs that replace these, by name."""
+    checkpoints = Checkpoints(module, fused)
+
+    class Keeping(base):
+        def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return (checkpoints.call if target is _CHECKPOINT else partial(super().call_function, target))(args, kwargs)
+
+    return Keeping

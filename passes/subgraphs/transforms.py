@@ -20,8 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusion.torch_private import functorch
 from fusion.torch_private.autograd import SET_GRAD_ENABLED
-from fusion.torch_private.fake import detect_fake_mode
-from fusion.torch_private.tensors import is_traceable_wrapper_subclass
+from fusion.torch_private.tensors import detect_fake_mode, is_traceable_wrapper_subclass
 
 from .. import nodes
 from ..trace import autocast

@@ -15,17 +15,11 @@ from torch.fx import GraphModule
 
 from fusion.refusals import Reason
 from fusion.torch_private import tracing
-from fusion.torch_private.fake import mode_of, real_object
-from fusion.torch_private.tensors import tree_map
+from fusion.torch_private.tensors import is_dtensor, mode_of, real_object, tree_map
 
 from .. import marks, nodes
 from ..nodes import Unsupported
-
-
-def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor, found out without importing `torch.distributed.tensor`."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(value, loaded.DTensor)
+from ..trace.retrace import Retrace
 
 
 def redistribute(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +58,21 @@ def convert(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     with tracing.disable_proxy_modes_tracing():
         result = function(*tree_map(real_object, args), **tree_map(real_object, kwargs))
     return tracing.track(result, tracing.written(tracer, "call_function", function, args, kwargs), tracer)
+
+
+def keep_conversions(base: type[Retrace]) -> type[Retrace]:
+    """Interpreter that records conversions."""
+
+    class Keeping(base):
+        def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            function = conversion(target, args)
+            return super().call_function(target, args, kwargs) if function is None else convert(function, args, kwargs)
+
+        def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            function = conversion(target, args)
+            return super().call_method(target, args, kwargs) if function is None else convert(function, args, kwargs)
+
+    return Keeping
 
 
 def refuse_absent(module: GraphModule) -> None:

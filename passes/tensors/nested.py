@@ -8,7 +8,7 @@ becomes one over all sequences, whose mask gives each query the keys of its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torch.fx import GraphModule, Node
 
 from fusion.refusals import Reason
 from fusion.torch_private import tensors, tracing
-from fusion.torch_private.fake import FakeTensorMode, shape_environment, without_guards
 from fusion.torch_private.operators import HigherOrderOperator
-from fusion.torch_private.tensors import tree_leaves
+from fusion.torch_private.tensors import FakeTensorMode, shape_environment, tree_leaves, without_guards
 
 from .. import nodes
 from ..trace import outline
+from ..trace.retrace import Retrace
 
 
 def _asked(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +100,24 @@ def empty_like_nested(fake: Any, mode: FakeTensorMode) -> Any:
     with mode:
         parts = {name: nodes.empty_like(getattr(fake, name)) for name in names}
     return type(fake).__tensor_unflatten__(parts, context, fake.size(), fake.stride())
+
+
+def created(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """Inputs of a trace, the nested tensors among them made anew."""
+    return [empty_like_nested(fake, mode) if nodes.is_nested(fake) else fake for fake in fakes]
+
+
+def keep_calls(base: type[Retrace]) -> type[Retrace]:
+    """Interpreter that traces calls which take or return nested tensors by `trace_nested`."""
+
+    class Keeping(base):
+        def run_node(self, n: Node) -> Any:
+            if not touches_nested(n):
+                return super().run_node(n)
+            with tracing.current_node(self, n):
+                return trace_nested(n.target, *self.fetch_args_kwargs_from_env(n))
+
+    return Keeping
 
 
 def touches_nested(node: Node) -> bool:

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fusion.torch_private import operators
-from fusion.torch_private.fake import statically_known_true
+from fusion.torch_private.tensors import statically_known_true
 
 from .. import marks, nodes
 from ..building import derived

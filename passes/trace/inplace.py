@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusion.torch_private.fake import enable_python_dispatcher
 from fusion.torch_private.operators import OpOverload, schema
-from fusion.torch_private.tensors import tree_leaves
+from fusion.torch_private.tensors import enable_python_dispatcher, tree_leaves
 
 from .. import marks, nodes
 

@@ -17,29 +17,24 @@ from torch.fx import GraphModule, Node
 
 from fusion.refusals import Reason
 from fusion.torch_private import autograd
-from fusion.torch_private.fake import FakeTensor, FakeTensorMode
-from fusion.torch_private.functorch import of_vmap
-from fusion.torch_private.operators import HigherOrderOperator, OpOverload, schema
-from fusion.torch_private.tracing import current_node, make_fx
+from fusion.torch_private.operators import OpOverload, schema
+from fusion.torch_private.tensors import FakeTensor, FakeTensorMode
+from fusion.torch_private.tracing import make_fx
 
 from .. import marks, nodes
 from ..subgraphs import checkpointing
 from ..tensors import dtensor, nested
 from .autocast import write_casts
-from .decompositions import EINSUMS, ENCODER, MADE_OF_OTHERS, VARLEN
+from .decompositions import MADE_OF_OTHERS
 from .inplace import make_functional, mark_mutations, write_to_the_whole
-from .outline import Untraceable, is_outlined, outline, record, regions, trace_through_vmap, traces_through
-from .repeats import DeferredResult, Repeats, part_of
+from .outline import Untraceable, inner_graphs, outline
+from .repeats import copy_repeated_calls
+from .retrace import Retrace, carry_placeholders, fake_inputs, placed
 from .rewrites import fill_by_masks, make_by_size, read_floats, write_products
-from .trace_inputs import LazyInput, carry_placeholders, fake_inputs, placed
 
 aten = torch.ops.aten
 
 _EXTREMA = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
-_DECOMPOSITIONS = ENCODER | EINSUMS | VARLEN
-_DECOMPOSITIONS[autograd.GET_DATA] = torch.Tensor.detach  # `x.data`, which no trace follows
-
-
 _PRODUCT_NAMES = ("matmul", "bmm", "einsum", "mm", "attention", "encoder_layer", "varlen_attn")
 _PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
 """Names that count beside a softmax only: products that linear layers and much else are made of, too."""
@@ -48,9 +43,7 @@ _PRODUCTS_OF_WEIGHTS = ("addmm", "mv", "dot", "inner", "sum")
 def may_hold_attention(module: GraphModule) -> bool:
     """Whether a graph of Dynamo has any product of two activations, without which there is no attention. Checkpointed
     graphs and regions within it count."""
-    if any(
-        map(may_hold_attention, (*(body.graph for body in checkpointing.bodies(module).values()), *regions(module)))
-    ):
+    if any(map(may_hold_attention, inner_graphs(module))):
         return True
     calls = [node for node in module.graph.nodes if node.op.startswith("call")]
     if any(node.op == "call_module" for node in calls):
@@ -62,21 +55,20 @@ def may_hold_attention(module: GraphModule) -> bool:
     return normalised and any(part in name for name in names for part in _PRODUCTS_OF_WEIGHTS)
 
 
-def normalize(
-    module: GraphModule, example_inputs: Sequence[Any], bodies: Mapping[str, GraphModule] | None = None
-) -> GraphModule:
-    """Graph of the same computation in pre-dispatch ATen, with `meta["val"]` on every node. The argument is not
-    changed.
+Bodies = Mapping[str, GraphModule]
+"""Graphs that replace checkpointed ones, by the names of their attributes."""
 
-    bodies: the graphs that replace its checkpointed graphs, by the names of their attributes.
-    """
+
+def normalize(module: GraphModule, example_inputs: Sequence[Any], bodies: Bodies | None = None) -> GraphModule:
+    """Graph of the same computation in pre-dispatch ATen, with `meta["val"]` on every node. The argument is not
+    changed."""
     dtensor.refuse_absent(module)
     outlined = outline(module)
     nested.refuse_unknown(outlined)
     try:
-        traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {})
+        traced = _trace(outlined, fake_inputs(module, example_inputs), bodies or {})
     except Untraceable:
-        traced = _trace(outlined, *fake_inputs(module, example_inputs), bodies or {}, sealed=True)
+        traced = _trace(outlined, fake_inputs(module, example_inputs), bodies or {}, sealed=True)
     _refuse_fake_constants(traced)
     carry_placeholders(module, traced)
     dtensor.mark(traced.graph)
@@ -101,80 +93,31 @@ def normalize(
 
 
 def _trace(
-    outlined: GraphModule,
-    fakes: Sequence[Any],
-    mode: FakeTensorMode,
-    bodies: Mapping[str, GraphModule],
-    sealed: bool = False,
+    outlined: GraphModule, inputs: tuple[Sequence[Any], FakeTensorMode], bodies: Bodies, sealed: bool = False
 ) -> GraphModule:
-    """Traced graph. fakes, mode: see `fake_inputs`. sealed: whether each `vmap` stays one call."""
+    """Traced graph. inputs: see `fake_inputs`. sealed: whether each `vmap` stays one call."""
+    fakes, mode = inputs
+    fakes = nested.created(fakes, mode)
+    interpreter = _interpreter(outlined, bodies)
 
     def run():  # without annotations: the graph would have them, as text, and no key in AOTAutograd's cache
         values = placed(fakes, mode)
         with torch.fx.traceback.preserve_node_meta():
-            return _Retrace(outlined, checkpointing.Checkpoints(outlined, bodies), sealed).run(*values)
+            return interpreter(outlined, sealed).run(*values)
 
     # With Inductor's freezing, parameters are constants of the graph.
     with mode, patch.object(mode, "allow_non_fake_inputs", True):
         return make_fx(run, MADE_OF_OTHERS, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)()
 
 
-class _Retrace(checkpointing.RetraceInterpreter):
-    """Runs Dynamo's graph, or a part of it, with torch's fused encoder modules decomposed. checkpoints: of the whole
-    graph."""
-
-    def __init__(self, module: GraphModule, checkpoints: checkpointing.Checkpoints, sealed: bool):
-        super().__init__(module)
-        self.checkpoints, self.sealed = checkpoints, sealed
-        self.repeats = Repeats()
-
-    def run_node(self, n: Node) -> Any:
-        if (again := part_of(n, self.env) or self.repeats.again(n, self.env)) is not None:
-            return again
-        if nested.touches_nested(n):
-            with current_node(self, n):
-                return nested.trace_nested(n.target, *self.fetch_args_kwargs_from_env(n))
-        return super().run_node(n)
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, HigherOrderOperator) and target.name() == "register_hook":  # the trace would not keep it
-            message = "a gradient hook is registered on a tensor, and such graphs are not analysed"
-            raise nodes.Unsupported(Reason.HOOK, message)
-        if (level := of_vmap(target)) is not None:
-            return level(*args)
-        if target is torch.ops.higher_order.tag_activation_checkpoint:
-            return self.checkpoints.call(args, kwargs)
-        if (converted := dtensor.conversion(target, args)) is not None:
-            return dtensor.convert(converted, args, kwargs)
-        decomposition = _DECOMPOSITIONS.get(target)
-        result = NotImplemented if decomposition is None else decomposition(*args, **kwargs)
-        if result is NotImplemented:
-            result = super().call_function(target, args, kwargs)
-        self.repeats.note(result)
-        return result
-
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_outlined(target):
-            body = self.fetch_attr(target)
-            if self.sealed or not traces_through(body.graph):
-                return record(body, args)
-            result = trace_through_vmap(_Retrace(body, self.checkpoints, self.sealed), args)
-            self.repeats.note(result)
-            return result
-        return super().call_module(target, args, kwargs)
-
-    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (converted := dtensor.conversion(target, args)) is not None:
-            return dtensor.convert(converted, args, kwargs)
-        result = super().call_method(target, args, kwargs)
-        self.repeats.note(result)
-        return result
-
-    def map_nodes_to_values(self, args: Any, n: Node) -> Any:
-        for node in n.all_input_nodes:
-            if isinstance(deferred := self.env.get(node), (LazyInput, DeferredResult)):
-                self.env[node] = deferred.create()
-        return super().map_nodes_to_values(args, n)
+def _interpreter(outlined: GraphModule, bodies: Bodies) -> type[Retrace]:
+    """Class that runs the graph, extended for calls that stay single calls, and for calls that are copied."""
+    interpreter = Retrace
+    interpreter = checkpointing.keep_calls(interpreter, outlined, bodies)
+    interpreter = dtensor.keep_conversions(interpreter)
+    interpreter = nested.keep_calls(interpreter)
+    interpreter = copy_repeated_calls(interpreter)
+    return interpreter
 
 
 def _refuse_fake_constants(traced: GraphModule) -> None:

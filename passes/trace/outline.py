@@ -30,11 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fusion.refusals import Reason
 from fusion.torch_private import functorch, tracing
 from fusion.torch_private.operators import HigherOrderOperator
-from fusion.torch_private.tensors import is_traceable_wrapper_subclass, tree_leaves, tree_map_only
+from fusion.torch_private.tensors import is_dtensor, is_traceable_wrapper_subclass, tree_leaves, tree_map_only
 
 from .. import nodes
 from ..nodes import Unsupported
-from ..tensors import dtensor
 
 
 class Untraceable(Exception):
@@ -161,7 +160,7 @@ def _unwraps(node: Node) -> bool:
 
 
 def _wraps(value: Any) -> bool:
-    return is_traceable_wrapper_subclass(value) and not (dtensor.is_dtensor(value) or nodes.is_nested(value))
+    return is_traceable_wrapper_subclass(value) and not (is_dtensor(value) or nodes.is_nested(value))
 
 
 def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
@@ -272,7 +271,7 @@ def record(body: GraphModule, args: tuple[Any, ...]) -> Any:
 
 def without_regions(module: GraphModule) -> GraphModule:
     """Graph with all calls of regions inlined; the module itself where there are none."""
-    if not regions(module):
+    if not any(_region(module, node) for node in module.graph.nodes):
         return module
     graph, copies = Graph(), dict[Node, Any]()
     attribute_values: dict[str, Any] = {}
@@ -292,9 +291,10 @@ def without_regions(module: GraphModule) -> GraphModule:
     return result
 
 
-def regions(module: GraphModule) -> list[GraphModule]:
-    """The graphs of all calls."""
-    return [body for node in module.graph.nodes if (body := _region(module, node)) is not None]
+def inner_graphs(module: GraphModule) -> list[GraphModule]:
+    """The graphs of regions and checkpointed functions that a graph calls."""
+    calls = (node for node in module.graph.nodes if node.op == "call_function" and node.target in _OPEN)
+    return [operator.attrgetter(str(node.args[0].target))(module) for node in calls]  # type: ignore[union-attr]
 
 
 def _region(module: GraphModule, node: Node) -> GraphModule | None:

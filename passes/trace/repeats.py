@@ -22,15 +22,13 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fusion.torch_private import functorch, tracing
-from fusion.torch_private.fake import FakeTensor, FakeTensorMode, constant_of, fast_detach, mode_of
+from fusion.torch_private import functorch, tensors, tracing
 from fusion.torch_private.operators import OpOverload, OpOverloadPacket
-from fusion.torch_private.tensors import tree_flatten, tree_unflatten, version
 from fusion.torch_private.tracing import without_functions
 
 from .. import nodes
 from .outline import is_outlined
-from .trace_inputs import LazyInput
+from .retrace import Deferred, LazyInput, Retrace
 
 aten = torch.ops.aten
 
@@ -67,30 +65,30 @@ class _Traced:
     operations: tuple[Node, ...]
     results: tuple[Node, ...]
     form: Form
-    mode: FakeTensorMode | None
+    mode: tensors.FakeTensorMode | None
     versions: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeferredResult:
+class DeferredResult(Deferred):
     """Value of a call that was copied. recorded: the value that Dynamo recorded; results, form: see `_Traced`."""
 
     recorded: Any
     results: tuple[Node, ...]
     form: Form
-    mode: FakeTensorMode | None
+    mode: tensors.FakeTensorMode | None
     tracer: Any
 
     def create(self) -> Any:
         """The value, created in the running trace."""
-        leaves, structure = tree_flatten(self.recorded)
+        leaves, structure = tensors.tree_flatten(self.recorded)
         assert self.mode is not None
         with tracing.untraced():
-            fakes = [fast_detach(self.mode, leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
+            fakes = [tensors.fast_detach(self.mode, leaf).requires_grad_(leaf.requires_grad) for leaf in leaves]
         for leaf, node in zip(fakes, self.results, strict=True):
             tracing.stand_for(leaf, node, self.tracer)
-        return tree_unflatten(fakes, structure)
+        return tensors.tree_unflatten(fakes, structure)
 
 
 def part_of(call: Node, values: Mapping[Node, Any]) -> DeferredResult | None:
@@ -108,6 +106,25 @@ def part_of(call: Node, values: Mapping[Node, Any]) -> DeferredResult | None:
     with without_functions():
         form = _form_of_tensors(recorded)
     return DeferredResult(recorded=recorded, results=(node,), form=form, mode=deferred.mode, tracer=deferred.tracer)
+
+
+def copy_repeated_calls(base: type[Retrace]) -> type[Retrace]:
+    """Interpreter that copies the operations of calls that it has traced before."""
+
+    class Copying(base):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            self.repeats = Repeats()
+
+        def run_node(self, n: Node) -> Any:
+            if (again := part_of(n, self.env) or self.repeats.again(n, self.env)) is not None:
+                return again
+            result = super().run_node(n)
+            if n.op.startswith("call"):
+                self.repeats.note(result)
+            return result
+
+    return Copying
 
 
 class Repeats:
@@ -165,7 +182,7 @@ class Repeats:
             return None
         if result is None and not written:
             return None
-        leaves = [] if result is None else tree_flatten(result)[0]
+        leaves = [] if result is None else tensors.tree_flatten(result)[0]
         try:
             results = tuple(self._node(leaf) for leaf in leaves)
         except _Unknown:
@@ -180,7 +197,7 @@ class Repeats:
             operations=operations,
             results=results,
             form=form,
-            mode=mode_of(leaves[0]) if leaves else None,
+            mode=tensors.mode_of(leaves[0]) if leaves else None,
             versions=_versions(result),
             places=places,
         )
@@ -227,8 +244,8 @@ class Repeats:
     def _node(self, tensor: torch.Tensor) -> Node:
         """Node of a tensor. Raises `_Unknown` for constants: their values may decide which operations a call consists
         of."""
-        entry = tracing.node_of(tensor, self._tracer) if type(tensor) is FakeTensor else None
-        if entry is None or any(c is not None and c.numel() for c in (entry[1], constant_of(tensor))):
+        entry = tracing.node_of(tensor, self._tracer) if type(tensor) is tensors.FakeTensor else None
+        if entry is None or any(c is not None and c.numel() for c in (entry[1], tensors.constant_of(tensor))):
             raise _Unknown
         return entry[0]
 
@@ -275,7 +292,7 @@ def _places(operations: tuple[Node, ...], target: Any) -> tuple[tuple[int, int],
 def _form_of_tensors(value: Any) -> Form:
     if isinstance(value, torch.Tensor):
         return "tensor", *_form_of_tensor(value)
-    leaves, structure = tree_flatten(value)
+    leaves, structure = tensors.tree_flatten(value)
     return structure, *map(_form_of_tensor, leaves)
 
 
@@ -291,8 +308,8 @@ def _form_of_result(value: Any) -> Form | None:
     """Form of new tensors, or of nothing; None for other results."""
     if value is None:
         return ()
-    leaves = (value,) if isinstance(value, torch.Tensor) else tree_flatten(value)[0]
-    if not leaves or not all(type(x) is FakeTensor and not x.is_inference() for x in leaves):
+    leaves = (value,) if isinstance(value, torch.Tensor) else tensors.tree_flatten(value)[0]
+    if not leaves or not all(type(x) is tensors.FakeTensor and not x.is_inference() for x in leaves):
         return None
     try:
         return _form_of_tensors(value)
@@ -302,7 +319,7 @@ def _form_of_result(value: Any) -> Form | None:
 
 def _versions(value: Any) -> tuple[int, ...]:
     """Version counters of the tensors in a value: the number of their in-place changes."""
-    return tuple(version(leaf) for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
+    return tuple(tensors.version(leaf) for leaf in tensors.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
 def _is_known(node: Node) -> bool:

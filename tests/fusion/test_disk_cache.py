@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.compiler._cache import CacheArtifactManager
 
-from fusion import disk_cache
-from fusion.disk_cache import KernelArtifact, store, stored
+from fusion import caching
+from fusion.caching import KernelArtifact, store, stored
 
 ROOT = Path(__file__).parents[2]
 CONTENT = bytes(range(256)) * 64
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def process(code: str) -> subprocess.CompletedProcess:
     """Another process that runs a piece of code in the same cache folder."""
-    command = [sys.executable, "-c", f"import os, signal\nfrom fusion import disk_cache\n{code}"]
+    command = [sys.executable, "-c", f"import os, signal\nfrom fusion import caching\n{code}"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -39,7 +39,7 @@ def test_another_process_finds_what_was_kept(folder: Path) -> None:
     assert stored("a.o") is None
     store("a.o", CONTENT)
     assert stored("a.o") == CONTENT and [path.name for path in folder.iterdir()] == ["a.o"]
-    done = process("assert disk_cache.stored('a.o') == bytes(range(256)) * 64; disk_cache.store('b.o', b'theirs')")
+    done = process("assert caching.stored('a.o') == bytes(range(256)) * 64; caching.store('b.o', b'theirs')")
     assert done.returncode == 0, done.stderr
     assert stored("b.o") == b"theirs"
 
@@ -79,7 +79,7 @@ def test_a_full_disk_keeps_nothing_and_leaves_nothing(folder: Path) -> None:
     with _no_room():
         store("a.o", CONTENT)
         with pytest.raises(OSError):
-            disk_cache.write(folder / "b.o", CONTENT)
+            caching.write(folder / "b.o", CONTENT)
     assert not list(folder.iterdir()) and stored("a.o") is None
 
 
@@ -89,7 +89,7 @@ def test_whatever_the_operating_system_refuses_is_no_error(monkeypatch, folder: 
     def refuse(*arguments, **keywords):
         raise OSError(code, os.strerror(code))
 
-    owner = {"mkdir": Path, "mkstemp": disk_cache.tempfile, "replace": os}[step]
+    owner = {"mkdir": Path, "mkstemp": caching.tempfile, "replace": os}[step]
     with monkeypatch.context() as patch:
         patch.setattr(owner, step, refuse)
         store("a.o", CONTENT)
@@ -106,7 +106,7 @@ def test_a_file_that_may_not_be_read_is_as_good_as_none(folder: Path) -> None:
 
 def test_a_process_that_is_killed_in_the_middle_leaves_no_half_file(folder: Path) -> None:
     kill = "os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)\n"
-    done = process(kill + "disk_cache.store('a.o', b'half')")
+    done = process(kill + "caching.store('a.o', b'half')")
     assert done.returncode == -signal.SIGKILL
     assert stored("a.o") is None
     store("a.o", CONTENT)
@@ -178,15 +178,15 @@ def _group_may_write(path: Path) -> None:
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_others_may_have_written_is_ignored_and_that_said_once(folder, monkeypatch, caplog, name) -> None:
     store("a.o", CONTENT)
-    disk_cache._warn.cache_clear()
+    caching._warn.cache_clear()
     try:
         ELSEWHERE[name](folder, monkeypatch)
         assert [stored("a.o") for _ in range(3)] == [None] * 3
-        with pytest.raises(disk_cache.Distrusted):
-            disk_cache.read("a.o")
+        with pytest.raises(caching.Distrusted):
+            caching.read("a.o")
     finally:
         os.chmod(folder.parent, 0o700)
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "fusion.disk_cache"]
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "fusion.caching"]
     assert "files of the cache are not used" in told and str(folder.parent) in told
 
 
@@ -220,7 +220,7 @@ def test_nothing_is_exchanged_between_the_check_and_the_reading(folder, monkeypa
     other = tmp_path / "other"
     other.mkdir()
     (other / "a.o").write_bytes((folder / "a.o").read_bytes()[:-1])
-    check = disk_cache._check
+    check = caching._check
 
     def exchanging(handle, path, sticky=False):
         check(handle, path, sticky)
@@ -228,7 +228,7 @@ def test_nothing_is_exchanged_between_the_check_and_the_reading(folder, monkeypa
             os.replace(folder, tmp_path / "kept")
             os.replace(other, folder)
 
-    monkeypatch.setattr(disk_cache, "_check", exchanging)
+    monkeypatch.setattr(caching, "_check", exchanging)
     assert stored("a.o") == CONTENT
 
 

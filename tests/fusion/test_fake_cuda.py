@@ -11,9 +11,9 @@ from torch.fx import Graph
 import fusion
 from fusion.ir.tile_map import MapSpec
 from fusion.passes.replace import _operand
-from fusion.runtime import executor
+from fusion.runtime import kernels
 from fusion.runtime.tile_map_op import Cells
-from fusion.torch_private.fake import FakeTensorMode
+from fusion.torch_private.tensors import FakeTensorMode
 
 N = 96
 I, J = torch.arange(N)[:, None], torch.arange(N)
@@ -81,8 +81,8 @@ def test_gradients_of_auxiliary_outputs_in_a_capture(monkeypatch) -> None:
     """The host reads whether they are zero, but not in a capture; Inductor captures around the op."""
     seen, capturing = [], [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(executor, "backward_of", lambda *_: lambda *given: seen.append(given))
-    backward = executor.outputs_backward_of("", "cuda", "")
+    monkeypatch.setattr(kernels, "backward_of", lambda *_: lambda *given: seen.append(given))
+    backward = kernels.outputs_backward_of("", "cuda", "")
     with FakeTensorMode():
         grad = torch.empty(4, device="cuda")
         with pytest.raises(RuntimeError):  # the host would read a number of the device

@@ -8,8 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion
 from fusion.passes import marks
-from fusion.passes.prepare import cascades
-from fusion.passes.prepare.trials import find_attention
+from fusion.passes.prepare import cascades, find_attention
 from fusion.passes.trace.normalize import normalize
 from fusion.planning.cpu_planner import WEIGHED
 from tests.emitters import interpreted

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion.passes.trace import normalize as normalizing
-from fusion.passes.trace import repeats
+from fusion.passes.trace import repeats, retrace
 from fusion.passes.trace.normalize import normalize
 
 X, W, B = torch.randn(3, 4), torch.randn(4, 4, requires_grad=True), torch.randn(4)
@@ -216,8 +215,8 @@ def test_equal_levels_of_vmap_are_traced_once(monkeypatch):
         return x
 
     (module, inputs), traced = captured(stack), []
-    through = normalizing.trace_through_vmap
-    monkeypatch.setattr(normalizing, "trace_through_vmap", lambda *given: traced.append(1) or through(*given))
+    through = retrace.trace_through_vmap
+    monkeypatch.setattr(retrace, "trace_through_vmap", lambda *given: traced.append(1) or through(*given))
     graph = normalize(module, inputs).graph
     assert len(traced) <= 2, "the first, and another where strides or gradients differ"
     lines = {node.meta["stack_trace"] for node in graph.nodes if "softmax" in str(node.target)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fusion.ir.elements import Elements
+from fusion.ir.reads import Elements
 from fusion.ir.results import packed_strides, size_value
 from fusion.lowering.backward_plan import BackwardPlan, Form, RowSum
 from fusion.planning import cpu_backward

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fusion.ir.elements import is_strided
 from fusion.ir.expr import C, I
+from fusion.ir.reads import is_strided
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.gradients import Axes
 

@@ -90,9 +90,9 @@ def test_a_text_is_compiled_once() -> None:
     [
         lambda path: path.write_bytes(path.read_bytes()[:-7]),
         lambda path: path.write_bytes(b""),
-        lambda path: compiling.disk_cache.store(path.name, b"no object"),
-        lambda path: compiling.disk_cache.store(path.name, b"\x7fELF" + bytes(60)),
-        lambda path: compiling.disk_cache.store(path.name, (path.read_bytes()[32:])[:-200]),
+        lambda path: compiling.caching.store(path.name, b"no object"),
+        lambda path: compiling.caching.store(path.name, b"\x7fELF" + bytes(60)),
+        lambda path: compiling.caching.store(path.name, (path.read_bytes()[32:])[:-200]),
         lambda path: path.unlink(),
         lambda path: path.chmod(0o666),
     ],
@@ -114,7 +114,7 @@ def test_what_is_damaged_is_compiled_again(folder: Path, damage: Callable[[Path]
         (compiling, "OPTIMIZATION", {False: 1, True: 1}),
         (compiling, "_compiler", lambda: ["another LLVM"]),
         (compiling.cpu, "identity", lambda: ["another processor"]),
-        (compiling.disk_cache, "tag", lambda: "another tag"),
+        (compiling.caching, "tag", lambda: "another tag"),
     ],
 )
 def test_objects_are_of_one_version_and_processor(monkeypatch, owner: object, name: str, value: object) -> None:

@@ -36,7 +36,7 @@ def emits(gpu_kernels: None) -> Iterator[Callable[..., None]]:
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the test's own for what is remembered between processes."""
-    from fusion import disk_cache
+    from fusion import caching
 
-    monkeypatch.setattr(disk_cache, "directory", lambda: tmp_path)
+    monkeypatch.setattr(caching, "directory", lambda: tmp_path)
     return tmp_path

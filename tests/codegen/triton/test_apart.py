@@ -64,7 +64,7 @@ def test_another_process_measures_and_this_one_takes_its_choice() -> None:
     kernel = Kernel(c.spec, tuner=Elsewhere())
     assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     assert kernel.choice(sizes).measured
-    (found,) = apart.disk_cache.directory().glob("tiles_*.json")
+    (found,) = apart.caching.directory().glob("tiles_*.json")
     assert "measured" in found.read_text()
 
 
@@ -89,7 +89,7 @@ def test_kernels_of_the_backward_are_measured_elsewhere() -> None:
     out, statistics = Differentiable(c.spec).outputs(operands, sizes)
     got = run.backward(out, out, statistics, operands, sizes, (True, True, True))
     assert_gradients_as_exact_as_eager(got, c, operands, out, (True, True, True))
-    (path,) = apart.disk_cache.directory().glob("tiles_*.json")
+    (path,) = apart.caching.directory().glob("tiles_*.json")
     measured = {name.partition(":")[0] for name in json.loads(path.read_text())["choices"]}
     assert {"attention_backward_keys", "attention_backward_queries"} <= measured
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from fusion import disk_cache
+from fusion import caching
 from fusion.codegen import reference
 from fusion.codegen.triton import autotune
 from fusion.codegen.triton.autotune import Stage, Tuner, call_of
@@ -141,7 +141,7 @@ def test_files_that_are_damaged_or_of_something_else_are_ignored(damage: str, ow
 
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, own_cache) -> None:
     kernels = Kernels(best(OTHERS[2]))
-    monkeypatch.setattr(disk_cache, "directory", lambda: own_cache / "missing")
+    monkeypatch.setattr(caching, "directory", lambda: own_cache / "missing")
     tuner = Tuner(clock=kernels.clock)
     kernels.run(tuner)
     assert kernels.run(tuner) == [OTHERS[2]]

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 import fusion
 from benchmarks.offline.facts import facts_of_features
 from fusion.approximate import certificates
-from fusion.approximate.eligible import plain
+from fusion.approximate.certificates import plain
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.codegen.reference import polynomial as reference
 from fusion.codegen.triton.polynomial import FeatureKernels, supports

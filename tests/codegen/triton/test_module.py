@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.offline.absent import absent, meta
-from fusion import disk_cache
+from fusion import caching
 from fusion.codegen.triton import launch, module
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
@@ -20,7 +20,7 @@ TEXT = "import triton\n\n\n@triton.jit\ndef kernel(x):\n    pass\n\n\nVALUE = 1\
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return disk_cache.directory()
+    return caching.directory()
 
 
 def test_the_file_is_for_people(folder):

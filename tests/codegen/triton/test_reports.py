@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
-from fusion import disk_cache
+from fusion import caching
 from fusion.codegen.triton.autotune import Tuner
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
@@ -35,7 +35,7 @@ def seconds(launch, device) -> float:
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_tile_that_was_measured_is_reported(trained: bool, monkeypatch, tmp_path, emits) -> None:
-    monkeypatch.setattr(disk_cache, "directory", lambda: tmp_path)
+    monkeypatch.setattr(caching, "directory", lambda: tmp_path)
     tuner = Tuner(clock=seconds)
     emits(lambda spec: Kernel(spec, tuner=tuner), lambda spec: Differentiable(spec, tuner=tuner))
     q, k, v = (torch.randn(1, 1, 40, 16, requires_grad=trained) for _ in range(3))

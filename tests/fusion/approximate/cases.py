@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion
-from fusion.approximate.eligible import plain
+from fusion.approximate.certificates import plain
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.approximate.two_planes import TwoPlaneAttention
 from fusion.codegen import mlir

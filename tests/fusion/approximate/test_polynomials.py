@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.approximate.polynomials import Polynomial, feature_count, least_row_error, minimax, relative_error
+from fusion.approximate.cost import Polynomial, feature_count, least_row_error, minimax, relative_error
 from tests.numerics import ROUNDING, assert_within
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusion
-from fusion import disk_cache
+from fusion import caching
 from fusion.cli import COMMANDS, main, progress
 from fusion.cli import doctor as doctor_command
 from fusion.runtime import kernels
@@ -301,7 +301,7 @@ def test_doctor_finds_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
 def test_doctor_says_where_the_caches_are_and_how_large(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     (tmp_path / "other").write_bytes(bytes(1 << 20))
-    disk_cache.store("kernel.o", bytes(1 << 19))
+    caching.store("kernel.o", bytes(1 << 19))
     finding = doctor_command._cache()
     assert (finding.state, finding.found) == (
         "ok",

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusion import disk_cache, proof
+from fusion import caching, proof
 from fusion.codegen.mlir import kernel, launch, scope, skeleton, tile, vectormath
 from fusion.codegen.mlir.aux_outputs import AuxOutputs, TrainingStatistics
 from fusion.codegen.mlir.backward.call import BackwardCall
@@ -326,7 +326,7 @@ FAULTS = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(disk_cache, "enabled", lambda: False)
+    monkeypatch.setattr(caching, "enabled", lambda: False)
     proof._verdicts.clear()
     yield
     proof._verdicts.clear()

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusion import disk_cache, proof
+from fusion import caching, proof
 from fusion.codegen import mlir, triton
 from fusion.codegen.emitter import Edges
 from fusion.codegen.mlir.row_kernel import _RowKernel
@@ -191,4 +191,4 @@ def test_a_result_of_another_shape_or_with_other_nans_is_wrong() -> None:
 
 def test_verdicts_lie_beside_the_kernels(tmp_path: Path) -> None:
     compiled(strict=True)(*tensors())
-    assert [path.name for path in disk_cache.directory().glob("proof_*")]
+    assert [path.name for path in caching.directory().glob("proof_*")]

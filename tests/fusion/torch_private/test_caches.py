@@ -1,8 +1,8 @@
-"""torch's cache directory and its artifacts, as fusion.torch_private.caches uses them."""
+"""torch's cache directory and its artifacts, as fusion.torch_private.dynamo uses them."""
 
 import torch
 
-from fusion.torch_private import caches
+from fusion.torch_private import dynamo as caches
 
 
 def test_the_directory_follows_the_environment(monkeypatch, tmp_path) -> None:

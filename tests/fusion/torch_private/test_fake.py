@@ -1,9 +1,9 @@
-"""Tensors without data, as fusion.torch_private.fake uses them."""
+"""Tensors without data, as fusion.torch_private.tensors uses them."""
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fusion.torch_private import fake
+from fusion.torch_private import tensors as fake
 
 
 def _mode(**keywords: object) -> fake.FakeTensorMode:

@@ -1,4 +1,4 @@
-"""Symbolic sizes as fusion.torch_private.fake reads them."""
+"""Symbolic sizes as fusion.torch_private.tensors reads them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fusion.torch_private import fake
+from fusion.torch_private import tensors as fake
 
 
 def _size(extent: int) -> tuple[Any, fake.FakeTensorMode]:

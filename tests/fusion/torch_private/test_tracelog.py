@@ -1,14 +1,14 @@
-"""torch's structured log as fusion.torch_private.caches writes it."""
+"""torch's structured log as fusion.torch_private.dynamo writes it."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-from fusion.torch_private import caches
+from fusion.torch_private import dynamo as caches
 
 _PROGRAM = """
-from fusion.torch_private import caches
+from fusion.torch_private import dynamo as caches
 import torch
 assert caches.is_tracing_log_on()
 caches.write_to_tracing_log("fusion_test", "the text")
