@@ -38,21 +38,33 @@ def test_every_benchmark_finds_what_it_imports(name):
     importlib.import_module(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("attention", "--quick --rows full --N 32 --dtype fp32 --without flex inductor"),
-        ("decode", "--quick --parts decode --keys 64 --heads 2/1 --dtype bf16"),
-    ],
-)
-def test_a_short_run_measures_fusion_and_its_peers(name, arguments, monkeypatch):
-    benchmark = importlib.import_module(f"benchmarks.cpu.{name}")
-    monkeypatch.setattr(sys, "argv", [name, *arguments.split(), "--seconds", "0.02"])
-    data = benchmark.run(benchmark.parse(), Console())
-    (cell,) = data.get("rows") or data["cells"]
+def test_a_short_run_measures_fusion_and_its_peers(monkeypatch):
+    attention = importlib.import_module("benchmarks.cpu.attention")
+    arguments = "--quick --rows full --N 32 --dtype fp32 --without flex inductor --seconds 0.02"
+    monkeypatch.setattr(sys, "argv", ["attention", *arguments.split()])
+    (cell,) = attention.run(attention.parse(), Console())["rows"]
     assert {"fusion", "sdpa"} <= cell["entries"].keys()
     for entry in cell["entries"].values():
         assert entry["median"] > 0 and not entry["note"], cell
+
+
+def test_a_comparison_writes_a_table(monkeypatch, tmp_path):
+    decode = importlib.import_module("benchmarks.cpu.decode")
+    arguments = f"decode --lengths 64 --cases 2/1 --dtype bfloat16 --seconds 0.02 --output {tmp_path / 'table.md'}"
+    monkeypatch.setattr(sys, "argv", ["decode", *arguments.split()])
+    assert decode.main(decode.__doc__, decode.STUDIES) == 0
+    *_, head, rule, line = (tmp_path / "table.md").read_text().splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert len(cells) == head.count("|") - 1 and cells[0] == "2/1 heads, 64 keys"
+    assert all(float(cell) > 0 for cell in cells[1:])
+
+
+def test_a_wrong_result_is_not_timed(capsys):
+    compare = importlib.import_module("benchmarks.common.compare")
+    functions = {"fusion": lambda x: x + 1, "peer": torch.nn.Identity()}
+    case = compare.Case(name="wrong", tensors=[torch.ones(3)], functions=functions, plain=torch.nn.Identity())
+    text, wrong = compare.table(lambda options: iter([case]), argparse.Namespace())
+    assert wrong and "wrong: error 1.0e+00" in text
 
 
 def test_runtimes_are_measured_with_the_same_weights(monkeypatch, tmp_path):

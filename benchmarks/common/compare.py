@@ -108,7 +108,8 @@ def line(case: Case, options: argparse.Namespace, backward: bool) -> list[str]:
     if fault := fault_of(case):
         return [case.name, fault]
     entries = [entry_of(name, case, backward) for name in case.functions]
-    interleave(entries, seconds=options.seconds, clock=time.process_time if options.busy else time.perf_counter)
+    clock = time.process_time if options.busy else time.perf_counter
+    interleave(entries, seconds=options.seconds, settle=options.settle, clock=clock)
     ours, *others = [entry.median for entry in entries]
     assert ours is not None
     times = [f"{1e3 * time:.3g}" if time else "" for time in (ours, *others)]
@@ -133,9 +134,16 @@ def table(study: Study, options: argparse.Namespace, backward: bool = False) -> 
     return "\n".join(lines) + "\n", wrong
 
 
-def main(doc: str | None, studies: dict[str, Study], *, backward: tuple[str, ...] = (), train: bool = False) -> int:
+def main(
+    doc: str | None,
+    studies: dict[str, Study],
+    *,
+    backward: tuple[str, ...] = (),
+    train: bool = False,
+    settle: float = 0,
+) -> int:
     """Run the study that the command line names; 1 if a result was wrong. backward: studies that time the backward
-    alone; train: all studies need gradients."""
+    alone; train: all studies need gradients; settle: seconds (`interleave`)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=list(studies), nargs="?" if len(studies) == 1 else None, default=[*studies][0])
     parser.add_argument("--lengths", nargs="+", type=int, help="rows and keys")
@@ -149,7 +157,7 @@ def main(doc: str | None, studies: dict[str, Study], *, backward: tuple[str, ...
     parser.add_argument("--seconds", type=float, default=4.0, help="per line, all contestants together")
     parser.add_argument("--output", type=Path, help="a file for the table, with machine and versions")
     options = parser.parse_args()
-    options.train |= train
+    options.train, options.settle = options.train | train, settle
     if options.busy:
         torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -62,6 +62,8 @@ class Transcriber(nn.Module):
 class Denoiser(nn.Module):
     """A U-Net of diffusers on an image of latents `[1, 4, side, side]`, with a text of 77 tokens."""
 
+    text: Tensor
+
     def __init__(self, attention: str) -> None:
         from diffusers import UNet2DConditionModel
         from diffusers.models.attention_processor import AttnProcessor
