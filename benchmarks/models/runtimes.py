@@ -96,13 +96,14 @@ RUNTIMES: dict[str, Callable[[nn.Module, Inputs, Path], Call]] = {
 }
 
 
+def built(cell: dict) -> tuple[nn.Module, Inputs]:
+    dtype = getattr(torch, cell["dtype"])
+    return MODELS[cell["model"]].make("eager").to(dtype), inputs_of(cell["model"], cell["batch"], cell["N"], dtype)
+
+
 def prepare(cell: dict, folder: Path) -> dict:
     """Write weights, and the float64 result of the cell's model, for all runtimes; returns the allowed error."""
-    dtype = getattr(torch, cell["dtype"])
-    model, inputs = (
-        MODELS[cell["model"]].make("eager").to(dtype),
-        inputs_of(cell["model"], cell["batch"], cell["N"], dtype),
-    )
+    model, inputs = built(cell)
     torch.save(model.state_dict(), folder / "weights.pt")
     eager = _real(model(*inputs), inputs)
     exact = _real(model.double()(*(x.double() if x.is_floating_point() else x for x in inputs)), inputs)
@@ -118,11 +119,7 @@ def _real(result: Tensor, inputs: Inputs) -> Tensor:
 def measure(runtime: str, cell: dict, folder: Path, seconds: float, busy: bool) -> dict:
     """Times, in seconds, and error of one runtime in this process."""
     clock = time.process_time if busy else time.perf_counter
-    dtype = getattr(torch, cell["dtype"])
-    model, inputs = (
-        MODELS[cell["model"]].make("eager").to(dtype),
-        inputs_of(cell["model"], cell["batch"], cell["N"], dtype),
-    )
+    model, inputs = built(cell)
     model.load_state_dict(torch.load(folder / "weights.pt"))
     start = time.perf_counter()
     call = RUNTIMES[runtime](model, inputs, folder)
@@ -144,21 +141,10 @@ def measure(runtime: str, cell: dict, folder: Path, seconds: float, busy: bool) 
 def in_process(task: str, cell: dict, folder: Path, options: argparse.Namespace) -> dict:
     """The result of `prepare` or of a runtime in a process of its own; a note where it fails."""
     python = dict(entry.split("=", 1) for entry in options.python).get(task, sys.executable)
-    command = [
-        python,
-        "-m",
-        "benchmarks.models.runtimes",
-        "--child",
-        task,
-        json.dumps(cell),
-        str(folder),
-        "--seconds",
-        str(options.seconds),
-    ]
+    command = [python, "-m", "benchmarks.models.runtimes", "--child", task, json.dumps(cell), str(folder)]
+    command += ["--seconds", str(options.seconds), *["--busy"] * options.busy]
     environment = {"ZENDNNL_MATMUL_WEIGHT_CACHE": "1"} if task == "fusion+zentorch" else {}
-    done = subprocess.run(
-        command + ["--busy"] * options.busy, capture_output=True, text=True, env=os.environ | environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [f"exit {done.returncode}"]
     return json.loads(lines[-1]) if done.returncode == 0 else {"note": f"fails: {lines[-1][:160]}"}
 
