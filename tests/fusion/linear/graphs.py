@@ -56,7 +56,7 @@ class Products(torch.nn.Module):
 
     def _parameter(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> None:
         """Weights as models begin with: chains of larger ones multiply the errors of what is before them."""
-        scale = max(shape[-2:]) ** -0.5 if len(shape) > 1 and max(shape) else 1.0
+        scale = max(1, *shape[-2:]) ** -0.5 if len(shape) > 1 else 1.0
         self.register_parameter(name, torch.nn.Parameter(scale * torch.randn(shape, generator=generator)))
 
     def _linear(self, name: str, k: int, n: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
