@@ -65,7 +65,7 @@ class ApproximationError(FusionError, ValueError):
 
 
 class ComparisonError(FusionError, RuntimeError):
-    """The callable to be compared cannot be run, or is missing."""
+    """The callable to be explained, verified or compared cannot be run, or is missing."""
 
 
 class RewriteError(FusionError, ValueError):

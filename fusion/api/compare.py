@@ -30,7 +30,7 @@ progress = logging.getLogger("fusion.progress")
 class Measured:
     """One way to run the model.
 
-    seconds: median of a call.
+    seconds: median of a call; half of all calls took between the two `quartiles`.
     first: of the first call, with compilation.
     peak: bytes allocated at most during a call, beyond what is held before it.
     error: largest absolute difference from float64, and `allowed`, what the numerics rule grants; None where there is
@@ -40,6 +40,7 @@ class Measured:
 
     name: str
     seconds: float = float("nan")
+    quartiles: tuple[float, float] | None = None
     first: float = float("nan")
     peak: int | None = None
     error: float | None = None
@@ -75,6 +76,9 @@ class Comparison:
         """Under which the numbers hold."""
         where = f"{self.device}, {self.threads} threads" if self.device == "cpu" else self.device
         text = f"Medians of {self.turns} calls each, in turns, in one process; {where}."
+        spread = [(entry.name, *map(seconds_text, entry.quartiles)) for entry in self.entries if entry.quartiles]
+        if spread:
+            text += " Half of them took " + ", ".join(f"{low} to {high} ({name})" for name, low, high in spread) + "."
         if self.predicted:
             text += f" Predicted for attention in fusion: {seconds_text(self.predicted)}."
         return f"{text} {self.note}" if self.note else text
@@ -98,6 +102,7 @@ class Comparison:
         entries = {
             entry.name: {
                 "seconds": number(entry.seconds),
+                "quartiles": entry.quartiles,
                 "first_call_seconds": number(entry.first),
                 "peak_bytes": entry.peak,
                 "error": entry.error,
@@ -130,6 +135,8 @@ def compare(
     from fusion.inductor_passes import without_ours
 
     original = original_of(function)
+    with calling("compare", original, args, kwargs):
+        pass  # Dynamo would take what is no function for a defect of its own
     inductor = torch.compile(original, dynamic=False, options=without_ours() or None)
     return _compared({"eager": original, "inductor": inductor, **_ours(original, options)}, args, kwargs, seconds)
 
@@ -152,10 +159,7 @@ def _compared(runs: Mapping[str, Callable[..., Any]], args: Any, kwargs: Any, se
         before = _random_states()
         firsts = {"eager": _first_call("eager", runs["eager"], args, kwargs)}
         if failure := firsts["eager"][0].failure:
-            name = getattr(runs["eager"], "__name__", type(runs["eager"]).__name__)
-            raise ComparisonError(
-                f"compare was asked to run {name}, which fails in eager mode: {failure}; give the inputs that it takes"
-            )
+            raise ComparisonError(_not_run("compare", runs["eager"], failure))
         exact, note = None, "It draws random numbers."
         if all(torch.equal(old, new) for old, new in zip(before, _random_states(), strict=True)):
             exact, note = reference(runs["eager"], args, kwargs)
@@ -168,11 +172,38 @@ def _compared(runs: Mapping[str, Callable[..., Any]], args: Any, kwargs: Any, se
     for name, (entry, results) in firsts.items():
         if not entry.failure:
             error, allowed = _error(results, firsts["eager"][1], exact)
-            entry = replace(entry, seconds=times.get(name, entry.seconds), peak=peaks.get(name), error=error)
+            entry = replace(entry, peak=peaks.get(name), error=error)
+            if name in times:
+                low, median, high = statistics.quantiles(times[name], n=4, method="inclusive")
+                entry = replace(entry, seconds=median, quartiles=(low, high))
             entry = entry if name == "eager" else replace(entry, allowed=allowed)
         entries.append(entry)
     device = next((str(leaf.device.type) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "cpu")
     return Comparison(entries=tuple(entries), turns=turns, threads=torch.get_num_threads(), device=device, note=note)
+
+
+@contextlib.contextmanager
+def calling(command: str, function: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """Context of a command's call of the user's function. Raises ComparisonError where that cannot be called, or where
+    the call fails and fails in eager mode as well, which is tried then."""
+    if not callable(function):
+        raise ComparisonError(
+            f"{command} was given {function!r:.60}, a {type(function).__name__}, which cannot be called; give the "
+            "model itself (a torch.nn.Module) or a function, and its inputs"
+        )
+    try:
+        yield
+    except Exception as problem:
+        with torch.no_grad():
+            failure = _first_call("eager", function, args, kwargs)[0].failure
+        if not failure:
+            raise
+        raise ComparisonError(_not_run(command, function, failure)) from problem
+
+
+def _not_run(command: str, function: Callable[..., Any], failure: str) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{command} was asked to run {name}, which fails in eager mode: {failure}; give the inputs that it takes"
 
 
 def _random_states() -> list[Tensor]:
@@ -245,8 +276,8 @@ def _allocations(profiler: Any) -> Iterator[int]:
         yield change
 
 
-def _in_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> tuple[dict[str, float], int]:
-    """Median seconds of each, called one after the other until every one had `seconds`, at least 3 times."""
+def _in_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> tuple[dict[str, list[float]], int]:
+    """Seconds of the calls of each, called one after the other until every one had `seconds`, at least 3 times."""
     progress.info("timing %s in turns, for %g s each", ", ".join(calls), seconds)
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
@@ -256,7 +287,7 @@ def _in_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> tuple[dict
         for name in names[turns % len(names) :] + names[: turns % len(names)]:
             times[name].append(_timed(calls[name]))
         turns += 1
-    return {name: statistics.median(values) for name, values in times.items()}, turns
+    return times, turns
 
 
 def _timed(call: Callable[[], Any]) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from fusion.api.compare import calling
 from fusion.backend import fuse
 from fusion.exactness import copied
 from fusion.integrations import nested_tensors
@@ -32,7 +33,7 @@ def explain(
     function: a module or function, compiled or not; it is called once with the arguments. Print the report, or look at
     `report.sites`. For inference call it under `torch.no_grad()`: it is planned for training where gradients are
     recorded.
-    options: of the backend. Raises OptionError.
+    options: of the backend. Raises OptionError, and ComparisonError where the call fails in eager mode as well.
     """
     reports: list[Report] = []
     chosen, original = Options.parse(options), original_of(function)
@@ -44,7 +45,8 @@ def explain(
         return recorder.run if recorder.wanted else graph.forward
 
     nested_tensors.register()
-    torch.compile(original, backend=backend)(*args, **kwargs)
+    with calling("explain", original, args, kwargs):
+        torch.compile(original, backend=backend)(*args, **kwargs)
     whole = merge(reports)
     if not reports:
         whole.notes.append(NOTHING_TRACED)

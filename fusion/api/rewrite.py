@@ -38,7 +38,8 @@ def rewrite(program: Program, *inputs: Any, options: Mapping[str, Any] | None = 
 
     A GraphModule is rewritten for the shapes and dtypes of the inputs, and checks them when it runs; its parameters and
     buffers keep their names. An ExportedProgram keeps its dynamic shapes, signature and state. Where nothing is fused,
-    the program itself is returned. `fusion.collect_reports()` gets the report.
+    the program itself is returned. `fusion.collect_reports()` gets the report. A process that loads a saved program
+    has to `import fusion` first: torch does not know `fusion::attention` otherwise.
 
     Both are taken to be run without gradients, which decides where fusing pays, unless the module, or dropout in the
     program, is in training mode; what is fused can be trained all the same.

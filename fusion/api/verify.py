@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from fusion import decide
 from fusion.api import check
-from fusion.api.compare import Measured, compare_results
+from fusion.api.compare import Measured, calling, compare_results
 from fusion.exactness import copied, is_float
 from fusion.integrations import nested_tensors
 from fusion.passes.graph_excerpt import CutOut, cut_out
@@ -90,7 +90,13 @@ class Verification:
     def __str__(self) -> str:
         whole, compared = self.whole, sum(site.outcome is not None for site in self.sites)
         lines = [*map(str, self.sites)]
-        lines.append(f"{compared - len(self.wrong)} of {compared} attentions right, of {len(self.sites)} in the model")
+        if compared:
+            lines.append(
+                f"{compared - len(self.wrong)} of {compared} attentions right, of {len(self.sites)} in the model"
+            )
+        else:
+            why = "none of the attentions is fused" if self.sites else "no attention was found"
+            lines.append(f"{why}, so nothing was compared but the whole model")
         if whole.failure:
             lines.append(f"the whole model: fusion failed: {whole.failure}")
         elif whole.error is None:
@@ -130,7 +136,7 @@ def verify(
     original, recorder = original_of(function), _Recorder(options=options or {}, gradients=gradients, wanted=site)
     arguments = tree_map(_differentiable, (args, kwargs)) if gradients else (args, kwargs)
     nested_tensors.register()
-    with torch.set_grad_enabled(gradients):
+    with calling("verify", original, args, kwargs), torch.set_grad_enabled(gradients):
         torch.compile(original, backend=recorder.backend, dynamic=False)(*arguments[0], **arguments[1])
     compared = compare_results(original, args, kwargs, options)
     return Verification(sites=recorder.sites, whole=compared["fusion"], note=compared.note)

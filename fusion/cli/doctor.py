@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    findings = [*_packages(), _entry_point(), _cpp_compiler(), _cache(), _cpu(), _gpu(), _products()]
+    findings = _findings()
     if arguments.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
@@ -52,6 +52,19 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{state:8} {name:{width}}  {found}" + (f"\n{'':8} {'':{width}}  -> {advice}" if advice else ""))
     works = any(finding.name.startswith("target") and finding.state == "ok" for finding in findings)
     return int(not works or any(finding.state == "broken" for finding in findings))
+
+
+def _findings() -> list[Finding]:
+    """Findings on everything; without torch's compiler, which is not imported where its cache directory cannot be made,
+    on what can be looked at."""
+    cache = _cache()
+    try:
+        importlib.import_module("fusion.torch_private.dynamo")
+    except Exception as problem:
+        text = f"cannot be imported: {type(problem).__name__}: {problem}"
+        compiler = Finding("torch.compile", "broken", text, cache.advice or "pip install torch, in place of this one")
+        return [cache, compiler] if cache.state == "broken" else [*_packages(), cache, compiler]
+    return [*_packages(), _entry_point(), _cpp_compiler(), cache, _cpu(), _gpu(), _products()]
 
 
 _PACKAGES = (
@@ -162,7 +175,7 @@ def _products() -> Finding:
         return Finding("linear layers", "missing", f"all by torch's library: {reason}")
     speed = speeds.of_threads(torch.get_num_threads())
     where = "oneDNN where it is faster" if speed.ever_pays else "all by MKL, which is as fast as oneDNN"
-    return Finding("linear layers", "ok", f"{where} ({speed})")
+    return Finding("linear layers", "ok", f"{where}; {speed}")
 
 
 def _gpu() -> Finding:

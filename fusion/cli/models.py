@@ -14,14 +14,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 
 from fusion.cli.cost import MACHINES
-from fusion.errors import TargetError
+from fusion.errors import ComparisonError, TargetError
 from fusion.options import Options
+from fusion.torch_private.tensors import tree_map
 
 Result = TypeVar("Result")
 INPUT_NAMES = ("inputs", "example_inputs")
@@ -42,7 +43,7 @@ class Target:
         try:
             return command(self.function, *self.args, options=self.options, **keywords, **self.kwargs)
         except Exception as problem:
-            why = f"{type(problem).__name__}: {problem}"
+            why = str(problem) if isinstance(problem, ComparisonError) else f"{type(problem).__name__}: {problem}"
             raise TargetError(f"{self.name} cannot be run on these inputs: {why}") from problem
 
 
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> No
         default=[],
         help="a random tensor as the next argument, e.g. 2x8x1024x64 or 1x128:int64; may be given several times",
     )
-    parser.add_argument("--device", default="cpu", help="device of the model and of --tensor (default %(default)s)")
+    parser.add_argument("--device", default="cpu", help="device of the model and its inputs (default %(default)s)")
     parser.add_argument(
         "--option",
         metavar="NAME=VALUE",
@@ -97,7 +98,7 @@ def load(arguments: argparse.Namespace) -> Target:
     """The target of a command line. Raises TargetError."""
     chosen = options(arguments)
     module, name = _resolve(arguments.target)
-    function = _model(_attribute(module, name, arguments.target), arguments.target)
+    function = _model(_attribute(module, name, arguments.target, "callables", Callable), arguments.target)
     try:
         torch.empty(0, dtype=torch.uint8, device=arguments.device)
     except Exception as problem:
@@ -109,6 +110,7 @@ def load(arguments: argparse.Namespace) -> Target:
         function = function.eval().to(arguments.device)
     inputs: Any = [_tensor(text, arguments.device) for text in arguments.tensor]
     inputs = inputs or _inputs(arguments.inputs, module, arguments.target)
+    inputs = tree_map(lambda leaf: leaf.to(arguments.device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
     return Target(name=arguments.target, function=function, args=args, kwargs=kwargs, options=chosen)
 
@@ -143,12 +145,13 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _attribute(module: ModuleType, name: str, asked: str) -> Any:
+def _attribute(module: ModuleType, name: str, asked: str, called: str, kinds: Any) -> Any:
+    """The value of a name in a module. called, kinds: of the values that are listed where there is no such name."""
     try:
         return operator.attrgetter(name)(module)
     except AttributeError:
-        names = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-        raise TargetError(f"{asked}: there is no {name!r}; callables there: {', '.join(names) or 'none'}") from None
+        names = sorted(n for n, value in vars(module).items() if isinstance(value, kinds) and not n.startswith("_"))
+        raise TargetError(f"{asked}: there is no {name!r}; {called} there: {', '.join(names) or 'none'}") from None
 
 
 def _model(value: Any, asked: str) -> Callable[..., Any]:
@@ -173,7 +176,7 @@ def _inputs(name: str | None, module: ModuleType, asked: str) -> Any:
         raise TargetError(f"{asked} has no inputs: define {names} in its file, or give --inputs NAME or --tensor SHAPE")
     if ":" in name:
         module, name = _resolve(name)
-    inputs = _attribute(module, name, name)
+    inputs = _attribute(module, name, f"--inputs {name}", "values", (FunctionType, tuple, list, dict, torch.Tensor))
     inputs = inputs() if callable(inputs) and not isinstance(inputs, torch.Tensor) else inputs
     if isinstance(inputs, torch.Tensor):
         return (inputs,)
@@ -223,6 +226,8 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
 
         from fusion.api.explain import explain
 
+        if arguments.html and not (folder := Path(arguments.html).resolve().parent).is_dir():
+            raise TargetError(f"--html {arguments.html}: there is no folder {folder}; make it, or name another file")
         model = load(arguments)
         with torch.no_grad():
             report = model.run(explain)
@@ -230,7 +235,12 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
         if arguments.compare:
             report.compare(*model.args, **model.kwargs)
         if arguments.html:
-            report.to_html(arguments.html)
+            try:
+                report.to_html(arguments.html)
+            except OSError as problem:
+                raise TargetError(
+                    f"--html {arguments.html} cannot be written: {problem}; name another file"
+                ) from problem
         planned = [site.on(arguments.machine) for site in report.sites if site.fused] if arguments.machine else []
         if arguments.json:
             gpu = [{**plan.to_dict(), "source": source} for plan, source in planned]

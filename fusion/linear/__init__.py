@@ -72,4 +72,6 @@ def noting(notes: list[str]) -> Iterator[None]:
         counters["fusion"]["products"] += count
         measured = speeds.known.get((torch.get_num_threads(), torch.float32))
         gelu = f", {inside} with GELU inside" if inside else ""
-        notes.append(f"linear: {count} products by oneDNN{gelu}" + (f" ({measured})" if measured else ""))
+        notes.append(
+            f"linear: {count} product{'s' * (count != 1)} by oneDNN{gelu}" + (f" ({measured})" if measured else "")
+        )

@@ -91,7 +91,7 @@ class Speeds:
 
     def __str__(self) -> str:
         mkl, own = (f"{rate / 1e9:.0f}" for rate in self.rates())
-        return f"{own} GFLOP/s; MKL {mkl}" + (" by one thread" if self.threads == 1 else "")
+        return f"oneDNN {own} GFLOP/s, MKL {mkl}" + (", measured with one thread" if self.threads == 1 else "")
 
 
 _ONES = (1.0,) * (len(ROWS) * len(SIZES))

@@ -182,12 +182,12 @@ def _mask(attention: AttentionReport) -> str:
     legend = "".join(f"<li>{swatch.format(k)}{drawings.NAMES[k]} {shown.shares[k]:.0%}</li>" for k in kinds)
     about = f"{shown.n_q:,} queries (down) by {shown.n_k:,} keys; a square is {shown.cell} by {shown.cell}."
     about += " The mask of these inputs." if attention.values else ""
-    about += " The first batch element and head." if spec.batch else ""
+    whose = "<p>Of the first batch element and head:</p>" if spec.batch else ""
     about += " Evenly spaced rows and columns of each square were looked at." if shown.sampled else ""
     formula = expression_to_mathml(spec.mask.live, attention.names)
     return (
         f'<h3>Mask</h3><div class="wide" tabindex="0">{formula}</div><div class="columns">{drawings.mask_svg(shown)}'
-        f'<div><ul class="legend">{legend}</ul><p>{about}</p></div></div>'
+        f'<div>{whose}<ul class="legend">{legend}</ul><p>{about}</p></div></div>'
     )
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -210,13 +211,30 @@ def test_strict_is_an_exit_code(capsys, model):
         ("{model}:attend", ("--inputs", "nothing"), "there is no 'nothing'"),
         ("{model}:attend", ("--tensor", "2x"), "write its shape and dtype"),
         ("{model}:attend", ("--tensor", "2x2:number"), "write its shape and dtype"),
-        ("{model}:attend", ("--tensor", "2x2"), "cannot be run on these inputs: TypeError"),
+        (
+            "{model}:attend",
+            ("--tensor", "2x2"),
+            "on these inputs: explain was asked to run attend, which fails in eager mode: TypeError",
+        ),
+        (
+            "{model}:attend",
+            ("--inputs", "namedd"),
+            "--inputs namedd: there is no 'namedd'; values there: .* named, .*single",
+        ),
+        ("{model}:attend", ("--html", "/nonexistent/a.html"), "there is no folder /nonexistent; make it"),
     ],
 )
 def test_a_wrong_request_says_what_to_write(capsys, model, target, more, message):
     code, out, err = run(capsys, "explain", target.format(model=model), *more)
     assert code == 2 and not out
     assert re.search(message, " ".join(err.split())), err
+
+
+def test_inputs_go_to_the_device(capsys, model):
+    code, _, err = run(capsys, "explain", f"{model}:attend", "--inputs", "named", "--device", "meta")
+    assert code == 2 and "scale" in err  # attend takes none
+    code, out, err = run(capsys, "explain", f"{model}:attend", "--device", "meta")
+    assert code == 0 and "there is no emitter for device" in out, err
 
 
 def test_files_without_inputs_and_files_that_fail(capsys, tmp_path):
@@ -231,7 +249,7 @@ def test_files_without_inputs_and_files_that_fail(capsys, tmp_path):
 def test_bench_of_a_variant(capsys):
     argv = ("bench", "--variant", "causal", "--N", "65", "--heads", "2", "--d", "16", "--seconds", "0.01")
     code, out, _ = run(capsys, *argv)
-    assert code == 0 and "causal 1x2x65x16 float32" in out and "speed-up" in out
+    assert code == 0 and "causal 1x2x65x16 float32" in out and "speed-up" in out and "Half of them took " in out
     code, out, _ = run(capsys, *argv, "--json")
     (found,) = json.loads(out).values()
     assert set(found["entries"]) == {"eager", "inductor", "fusion"}
@@ -256,6 +274,26 @@ def test_bench_says_no_when_fusion_is_wrong(capsys, monkeypatch):
 def test_bench_of_nothing(capsys):
     code, _, err = run(capsys, "bench", "--N", "0")
     assert code == 2 and "--N 0: there is nothing to run; give a positive size" in err
+
+
+def test_verify_of_a_model_without_attention(capsys, model):
+    code, out, _ = run(capsys, "verify", f"{model}:plain", "--inputs", "single")
+    assert code == 0 and "no attention was found, so nothing was compared but the whole model" in out
+
+
+@pytest.mark.parametrize("command", [fusion.explain, fusion.verify, fusion.compare])
+def test_calls_that_fail_say_so_in_the_same_words(command):
+    def attend(q, k, v):
+        return torch.softmax(q @ k.mT, -1) @ v
+
+    name, q = command.__name__, torch.randn(1, 2, 9, 4)
+    for wrong in [(), (q, q, torch.randn(3, 3)), (q, q.bfloat16(), q)]:
+        with pytest.raises(
+            fusion.FusionError, match=f"{name} was asked to run attend, which fails in eager mode: .*Error"
+        ):
+            command(attend, *wrong)
+    with pytest.raises(fusion.FusionError, match=f"{name} was given 'bert-base', a str, which cannot be called; give"):
+        command("bert-base", q)
 
 
 @pytest.fixture
@@ -296,6 +334,19 @@ def test_doctor_finds_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file))
     finding = doctor_command._cache()
     assert finding.state == "broken" and "set TORCHINDUCTOR_CACHE_DIR" in finding.advice
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_doctor_diagnoses_a_cache_without_which_torch_cannot_be_imported(tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / folder)}
+    command = [sys.executable, "-m", "fusion.cli", "doctor", "--json"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
+    assert done.returncode == 1, done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout) if finding["state"] == "broken"}
+    assert {"cache", "torch.compile"} == {*findings} and str(tmp_path / "file") in findings["cache"]["found"]
+    assert all("set TORCHINDUCTOR_CACHE_DIR" in finding["advice"] for finding in findings.values())
 
 
 def test_doctor_says_where_the_caches_are_and_how_large(monkeypatch, tmp_path):

@@ -94,7 +94,7 @@ def test_times_between_and_beyond_what_was_measured() -> None:
 def test_the_report_says_what_went_where(set_speeds) -> None:
     set_speeds(given(200, 450, overhead=0))
     notes, count = compiled(Layers(), torch.randn(96, 256))
-    assert notes == ["linear: 2 products by oneDNN (450 GFLOP/s; MKL 200)"] and count == 2
+    assert notes == ["linear: 2 products by oneDNN (oneDNN 450 GFLOP/s, MKL 200)"] and count == 2
     torch._dynamo.reset()
     assert compiled(Layers(), torch.randn(96, 256)) == (notes, 2), "a graph from Inductor's cache is counted, too"
 
@@ -252,7 +252,10 @@ def test_a_machine_that_is_busy(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(speeds, "measured", busy)
     assert not speeds.of_threads(2).ever_pays and not list(folder.glob("products_*.json"))
     monkeypatch.setattr(speeds, "known", OncePerKey())
-    assert speeds.of_threads(2).ever_pays and str(speeds.of_threads(2)) == "450 GFLOP/s; MKL 200 by one thread"
+    assert (
+        speeds.of_threads(2).ever_pays
+        and str(speeds.of_threads(2)) == "oneDNN 450 GFLOP/s, MKL 200, measured with one thread"
+    )
     assert asked == [threads, 1, threads, 1] and torch.get_num_threads() == threads
     assert len(list(folder.glob("products_*.json"))) == 1
 
@@ -269,4 +272,4 @@ def test_a_measurement_is_whole() -> None:
 def test_doctor_shows_it(set_speeds, capsys) -> None:
     set_speeds(given(200, 450, overhead=0))
     main(["doctor"])
-    assert "450 GFLOP/s; MKL 200" in capsys.readouterr().out
+    assert "oneDNN 450 GFLOP/s, MKL 200" in capsys.readouterr().out
