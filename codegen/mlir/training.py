@@ -15,7 +15,7 @@ from torch import Tensor
 from fusion.caching import BoundedCache, OncePerKey
 from fusion.ir.results import REDUCE, aux_shape, packed_strides, size_of, statistics_shape
 from fusion.ir.spec import AttentionSpec, AuxOutput
-from fusion.lowering import aux_gradients
+from fusion.lowering import aux_gradients, rows
 from fusion.lowering.backward_plan import BackwardPlan, backward_plan
 from fusion.lowering.gradients import hides_nan, left_to_reference
 from fusion.machine import Machine
@@ -167,7 +167,8 @@ class TrainingKernel(ForwardKernel):
 
     def _without_kernels(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> str | None:
         """Why gradients, where some arrive at these of the auxiliary outputs, are left to the reference interpreter."""
-        return left_to_reference(self.spec) or aux_gradients.unsupported(self._with(places), needs)
+        reason = left_to_reference(self.spec) or rows.unsupported(self.spec, needs)
+        return reason or aux_gradients.unsupported(self._with(places), needs)
 
     def _sees_hidden_keys(self, spec: AttentionSpec, needs: tuple[bool, ...], arriving: Sequence[Tensor]) -> bool:
         """Whether a backward visits the keys that the mask hides, as they make gradients NaN."""

@@ -152,8 +152,8 @@ class BackwardPlan:
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    """Reason why there are no backward kernels for this spec, or None."""
-    if (reason := rows.unsupported(spec)) is not None:
+    """Reason why there are no backward kernels for this spec, whichever operands need gradients, or None."""
+    if (reason := rows.unsupported(spec, (False,) * len(spec.operands))) is not None:
         return reason
     if rounds(spec):
         return "a gradient is rounded to a coarser dtype on its way through a cast"
