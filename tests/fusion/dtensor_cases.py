@@ -223,6 +223,19 @@ CASES: dict[str, Case] = {
         out=(HEADS,),
         options={"emitter": "auto", "inner": "inductor", "training": "always"},
     ),
+    "rows, inductor": Case(
+        function=biased,
+        shapes=(Q, K, V, (H, N, M)),
+        at=one(ROWS, ROWS, ROWS, WHOLE),
+        out=(ROWS,),
+        options={"emitter": "auto", "inner": "inductor", "training": "always", "sequences": "ring"},
+    ),
+    "rows, exchanged, inductor": Case(
+        function=plain,
+        at=one(ROWS, ROWS, ROWS),
+        out=(ROWS,),
+        options={"emitter": "auto", "inner": "inductor", "training": "always", "sequences": "all_to_all"},
+    ),
     "inductor, from its cache": Case(
         function=biased,
         shapes=(Q, K, V, (H, N, M)),

@@ -6,9 +6,11 @@ import contextlib
 import datetime
 import functools
 import math
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -336,8 +338,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, Exception | None]:
     return result
 
 
-def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
-    """Run cases on one of the processes and write down what was found."""
+def join(rank: int, folder: str, processes: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -346,6 +347,27 @@ def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
         world_size=processes,
         timeout=datetime.timedelta(seconds=120),
     )
+
+
+def deserted(rank: int, folder: str) -> None:
+    """The first process calls a ring whose second has died, and writes down what it raises."""
+    join(rank, folder, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    attend = fusion.sequence_parallel(plain, options={"emitter": "reference", "sequences": "ring"})
+    leaves = _place(CASES["plain"], mesh)
+    attend(*leaves)
+    if rank == 1:
+        os._exit(0)
+    try:
+        attend(*leaves)
+    except RuntimeError as problem:
+        Path(folder, "raised").write_text(str(problem))
+    os._exit(0)
+
+
+def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
+    """Run cases on one of the processes and write down what was found."""
+    join(rank, folder, processes)
     found, mesh = {}, init_device_mesh("cpu", (processes,))
     runs: dict[Any, Callable[[], Any]] = {
         (name, schedule): functools.partial(distributed, CASES[name], schedule, mesh)

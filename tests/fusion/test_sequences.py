@@ -13,7 +13,7 @@ from torch import multiprocessing
 
 import fusion
 from fusion.errors import ShardingError, StrictError
-from tests.fusion.sequence_cases import CASES, COUNTED, DROPOUT, DROPPED, SCHEDULES, SEED, gradients, work
+from tests.fusion.sequence_cases import CASES, COUNTED, DROPOUT, DROPPED, SCHEDULES, SEED, deserted, gradients, work
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
 ON_FOUR = (
@@ -90,6 +90,17 @@ def test_a_process_sends_the_elements_that_the_cost_model_says(found, processes,
     if even:
         for n in (0, 1):
             assert sum(result["sent"][n] for result in results) == round(results[0]["formula"][n] * processes)
+
+
+def test_a_process_that_died_is_an_error_on_the_others(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    pair = [context.Process(target=deserted, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in pair:
+        process.start()
+    for process in pair:
+        process.join(600)  # beyond the time-out of the group
+        assert process.exitcode == 0, "a process hangs, or died of something else"
+    assert (tmp_path / "raised").read_text()
 
 
 def test_tensors_of_one_process_are_refused():

@@ -19,7 +19,7 @@ from tests.fuzz import campaign, functions_run
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("kind", choices=["functions", "ties", "specs", "ptx", "guarded", "faults"])
+    parser.add_argument("kind", choices=["functions", "ties", "specs", "sharded", "ptx", "guarded", "faults"])
     parser.add_argument("--seeds", default="0:1000", help="first:end, or new:count for seeds of this commit's own")
     parser.add_argument("--shard", default="1/1", help="number/of: every so-manieth seed")
     parser.add_argument("--minutes", type=float, help="stop after these")
@@ -44,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
             return faults.measure(record, list(seeds), chosen.minutes, chosen.fault)
         if chosen.kind == "specs":
             from tests.fuzz import specs_run as runner
+        elif chosen.kind == "sharded":
+            from tests.fuzz import sharded_run as runner
         elif chosen.kind == "ptx":
             from tests.fuzz import ptx_run as runner
         elif chosen.kind == "guarded":

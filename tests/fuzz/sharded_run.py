@@ -115,8 +115,8 @@ class InShards:
         results, _ = self._processes(operands, sizes, run)
         return [torch.cat([out for out, _ in results], i), [statistics for _, statistics in results]]
 
-    def backward(self, grad: Tensor, out: Tensor, statistics: list[Tensor], operands: Sequence[Tensor],
-                 sizes: Sequence[int], needs: tuple[bool, ...], aux_outputs: Sequence[Tensor] = ()) -> list[Tensor]:  # fmt: skip
+    def backward(self, *given: Any) -> list[Tensor]:
+        grad, out, statistics, operands, sizes, needs, *_ = given
         text = self.local.to_json()
 
         def run(rank: int, cut: list[Tensor], own: list[Tensor], local: list[int], shards: str) -> list[Tensor]:
@@ -149,11 +149,10 @@ def run(record: Record, seeds: Iterable[int], seconds: float) -> None:
 def kernel(found: Drawn, how: specs_run.Way) -> InShards | None:
     """What runs the spec; None where a ring cannot."""
     rng = random.Random(f"shards {found.spec}")
-    if partial.unsupported(found.spec) is not None or None in (dims_along(found.spec, I)[0], *keys_of(found.spec)):
+    if partial.unsupported(found.spec) is not None or None in (
+        dims_along(found.spec, I)[0],
+        *partial.key_dims(found.spec)[1:3],
+    ):
         return None
     request = "auto/unproved" if rng.random() < KERNELS else "reference"
     return InShards(found.spec, rng.choice([2, 3, 4]), request)
-
-
-def keys_of(spec: AttentionSpec) -> tuple[int | None, ...]:
-    return partial.key_dims(spec)[1:3]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.fuzz import kernel_faults, quick
+from tests.fuzz import kernel_faults, quick, sharded_run
 from tests.fuzz.campaign import Record, in_workers
 from tests.fuzz.check import Sample, Verdict, allowing_overflow, check
 from tests.fuzz.faults import FAULTS, found_by
@@ -120,6 +120,13 @@ def test_random_specs_run_on_cpu_kernels():
         results = check_spec(found, how, rng, 0)
         assert {result.verdict for result in results} <= {Verdict.RIGHT, Verdict.LUCK}
         assert len(results) == CALLS[how.kind]
+
+
+def test_random_specs_run_in_simulated_rings():
+    record = Record("sharded", "0:8", None)
+    sharded_run.run(record, range(8), 600.0)
+    assert not record.bad
+    assert record.counts["right"] >= 4
 
 
 def test_specs_are_tried_in_every_way():
