@@ -1,12 +1,13 @@
-"""Train a small GPT on two processes of this machine: data parallel, sharded, and with its heads split between them.
+"""Train a small GPT on two processes of this machine: data parallel, sharded, with heads or sequences split.
 
-    python examples/distributed.py [data|sharded|heads|dtensors ...]
+    python examples/distributed.py [data|sharded|heads|dtensors|sequence ...]
 
 The model is plain PyTorch, and `DistributedDataParallel`, `fully_shard` (FSDP2) and `parallelize_module` (tensor
 parallelism by DTensor) are applied as usual; then the whole model is compiled with `backend="fusion"`. With split heads
 the attention of each process gets its own heads as local tensors ("heads") or as DTensors of all heads ("dtensors").
-Every way starts from the same weights and sees the same tokens as an eager run in one process, and has to arrive at its
-losses.
+With a split sequence a process has half of the tokens of every text, and `fusion.sequence_parallel` computes attention
+over all of them: in this way texts are trained that are longer than one process can hold. Every way starts from the
+same weights and sees the same tokens as an eager run in one process, and has to arrive at its losses.
 """
 
 import sys
@@ -20,9 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, multiprocessing, nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -75,6 +76,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
+def alibi(length: int, device: torch.device) -> Tensor:
+    """`[length, length]`, with -inf after the diagonal."""
+    position = torch.arange(length, device=device)
+    distance = position - position[:, None]
+    return (distance / 8).masked_fill(distance > 0, float("-inf"))
+
+
 class GPT(nn.Module):
     """Tokens `[batch, N]` in, scores `[batch, N, TOKENS]` of the next token out. Causal, with ALiBi."""
 
@@ -85,9 +93,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, ids: Tensor) -> Tensor:
-        position = torch.arange(ids.shape[1], device=ids.device)
-        distance = position - position[:, None]
-        bias = (distance / 8).masked_fill(distance > 0, float("-inf"))
+        bias = alibi(ids.shape[1], ids.device)
         x = self.token(ids)
         for block in self.blocks:
             x = block(x, bias)
@@ -130,15 +136,40 @@ def heads_of_dtensors(model: GPT, options: Options) -> Model:
     return heads_split(model, options, local=False)
 
 
+class AttentionOfShards(nn.Module):
+    """`Attention` of texts whose tokens are split: `q`, `k`, `v` `[batch, heads, N / processes, HEAD_WIDTH]`."""
+
+    def __init__(self, mesh: DeviceMesh, options: Options) -> None:
+        super().__init__()
+        self.mesh, self.attend = mesh, fusion.sequence_parallel(self.of_whole_texts, options=options)
+
+    def of_whole_texts(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention with the bias of all positions; no process makes it."""
+        return Attention()(q, k, v, alibi(q.shape[2], q.device))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        q, k, v = (DTensor.from_local(t, self.mesh, [Shard(2)]) for t in (q, k, v))
+        return self.attend(q, k, v).to_local()
+
+
+def sequence_split(model: GPT, options: Options) -> Model:
+    """Every process has all weights and half of the tokens of each text; gradients are averaged."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for block in model.blocks:
+        block.attention = AttentionOfShards(mesh, options)
+    return DistributedDataParallel(model)
+
+
 WAYS: dict[str, Callable[[GPT, Options], Model]] = {
     "data": data_parallel,
     "sharded": sharded,
     "heads": heads_split,
     "dtensors": heads_of_dtensors,
+    "sequence": sequence_split,
 }
 
 
-def train(model: Model, parameters: Sequence[nn.Parameter], share: slice) -> tuple[Tensor, list[Tensor]]:
+def train(model: Model, parameters: Sequence[nn.Parameter], share: Any) -> tuple[Tensor, list[Tensor]]:
     """Losses `[STEPS]` on this process's share of every batch, and for every weight the sum of its gradients."""
     sums = [torch.zeros(parameter.shape) for parameter in parameters]
     generator = torch.Generator().manual_seed(1)
@@ -182,8 +213,12 @@ def trained(rank: int, way: str, options: Options) -> Found:
     counters.clear()
     model = initial()
     compiled = WAYS[way](model, options)
-    rows = BATCH // PROCESSES
-    share = slice(None) if way in ("heads", "dtensors") else slice(rank * rows, (rank + 1) * rows)
+    rows, tokens = BATCH // PROCESSES, LENGTH // PROCESSES
+    share: Any = slice(rank * rows, (rank + 1) * rows)
+    if way in ("heads", "dtensors"):
+        share = slice(None)
+    elif way == "sequence":  # and the token after these, which the last of them predicts
+        share = slice(None), slice(rank * tokens, (rank + 1) * tokens + 1)
     losses, gradients = train(compiled, list(model.parameters()), share)
     dist.all_reduce(losses)
     return losses / PROCESSES, gradients, counters["fusion"]["fused"]

@@ -71,7 +71,8 @@ def _form(value: Any) -> Any:
 def _compile(function: Callable[..., Any], arguments: list[Any], mesh: DeviceMesh, options: Options) -> GraphModule:
     mode = tensors.FakeTensorMode(allow_non_fake_inputs=True)
     whole = [_whole(a, mode) if isinstance(a, Tensor) else a for a in arguments]
-    graph = tracing.make_fx(function, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*whole)
+    flat = lambda *given: function(*given)  # a method has one parameter more than it is given
+    graph = tracing.make_fx(flat, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*whole)
     for node, value in zip(graph.graph.find_nodes(op="placeholder"), whole, strict=True):
         node.meta["val"] = value
     fused, report = fuse(graph, whole, options)

@@ -43,7 +43,7 @@ def found(example, request):
     return example.run(tested, {"inner": "eager", "strict": True})
 
 
-@pytest.mark.parametrize("way", ["data", LONG("sharded"), "heads", LONG("dtensors")])
+@pytest.mark.parametrize("way", ["data", LONG("sharded"), "heads", LONG("dtensors"), "sequence"])
 def test_losses_and_gradients_are_those_of_one_eager_process(found, example, expected, way):
     losses, gradients, fused = found[way]
     assert fused == (1 if way == "sharded" else 2), "sharded blocks share what is compiled"

@@ -117,6 +117,11 @@ def rows_first(q, k, v):
     return (scores(q, k).softmax(-1) @ v).transpose(1, 2)
 
 
+class Scaled:
+    def attend(self, q, k, v):
+        return plain(q * 2, k, v)
+
+
 def dropped(q, k, v):
     return F.dropout(scores(q, k).softmax(-1), 0.5) @ v
 
@@ -189,6 +194,7 @@ CASES: dict[str, Case] = {
     "sigmoid": Case(function=sigmoid, lacks=("ring",)),
     "multiplied weights": Case(function=gated, shapes=(*QKV, (N, N))),
     "rows before heads": Case(function=rows_first, shapes=((B, N, H, D),) * 3, rows=1),
+    "a method": Case(function=Scaled().attend),
     "other lengths": Case(function=plain, shapes=((B, H, 10, D), (B, H, 23, D), (B, H, 23, D))),
     "fewer rows than processes": Case(function=plain, shapes=((B, H, 3, D), (B, H, 5, D), (B, H, 5, D))),
     "one key head": Case(
