@@ -123,8 +123,7 @@ def compare(title: str, inputs: tuple[Tensor, ...], method: str, seconds: float 
     interleave(entries, seconds=seconds)
     times = [1e3 * (entry.median or math.nan) for entry in entries]
     ran = sum(len(c.heads) for c in certificates if c.ran != "exact")
-    live = [c.live for c in certificates if c.live is not None]
-    what = f"{ran} heads approximate" + (f", {sum(live) / len(live):.0%} of the tiles" if live else "")
+    what = f"{ran} heads approximate"
     what += "".join(f", degree {c.degree} ({c.features} features)" for c in certificates[:1] if c.degree)
     return (
         f"{method + ', ' + title:48} exact {times[0]:8.2f} ms  ours {times[1]:8.2f} ms  {times[0] / times[1]:5.2f}x  "
