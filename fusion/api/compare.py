@@ -135,8 +135,7 @@ def compare(
     from fusion.inductor_passes import without_ours
 
     original = original_of(function)
-    with calling("compare", original, args, kwargs):
-        pass  # Dynamo would take what is no function for a defect of its own
+    _require_callable("compare", original)
     inductor = torch.compile(original, dynamic=False, options=without_ours() or None)
     return _compared({"eager": original, "inductor": inductor, **_ours(original, options)}, args, kwargs, seconds)
 
@@ -186,11 +185,7 @@ def _compared(runs: Mapping[str, Callable[..., Any]], args: Any, kwargs: Any, se
 def calling(command: str, function: Any, args: Any, kwargs: Any) -> Iterator[None]:
     """Context of a command's call of the user's function. Raises ComparisonError where that cannot be called, or where
     the call fails and fails in eager mode as well, which is tried then."""
-    if not callable(function):
-        raise ComparisonError(
-            f"{command} was given {function!r:.60}, a {type(function).__name__}, which cannot be called; give the "
-            "model itself (a torch.nn.Module) or a function, and its inputs"
-        )
+    _require_callable(command, function)
     try:
         yield
     except Exception as problem:
@@ -199,6 +194,14 @@ def calling(command: str, function: Any, args: Any, kwargs: Any) -> Iterator[Non
         if not failure:
             raise
         raise ComparisonError(_not_run(command, function, failure)) from problem
+
+
+def _require_callable(command: str, function: Any) -> None:
+    if not callable(function):
+        raise ComparisonError(
+            f"{command} was given {function!r:.60}, a {type(function).__name__}, which cannot be called; give the "
+            "model itself (a torch.nn.Module) or a function, and its inputs"
+        )
 
 
 def _not_run(command: str, function: Callable[..., Any], failure: str) -> str:

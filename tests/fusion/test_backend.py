@@ -72,6 +72,12 @@ def test_strict_raises_what_would_be_left_unfused():
         torch.compile(two_results, backend="fusion", options={"inner": "eager", "strict": True})(*inputs())
 
 
+def test_strict_says_nothing_of_graphs_without_attention():
+    x = torch.randn(3)
+    result = torch.compile(torch.relu, backend="fusion", options={"inner": "eager", "strict": True})(x)
+    assert torch.equal(result, torch.relu(x))
+
+
 def test_counters():
     counters.clear()
     run()

@@ -180,7 +180,7 @@ def test_products_in_bfloat16_have_gelu_inside(set_speeds) -> None:
     set_speeds(given(200, 450, overhead=0))
     module = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).bfloat16()
     notes, count = compiled(module, torch.randn(96, 256, dtype=torch.bfloat16))
-    assert count == 1 and notes[0].startswith("linear: 1 products by oneDNN, 1 with GELU inside")
+    assert count == 1 and notes[0].startswith("linear: 1 product by oneDNN, 1 with GELU inside")
 
 
 def test_gelu_is_inside_where_that_is_faster() -> None:

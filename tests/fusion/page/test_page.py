@@ -223,6 +223,7 @@ def test_the_mask_of_the_inputs_is_drawn():
     assert [list(row) for row in shown.cells] == brute_force(live, shown.cell, shown.cell)
     words = Checker(to_html(report)).words
     assert "The mask of these inputs." in words and "decided by data" not in words
+    assert 0 < words.index("Of the first batch element and head:") < words.index("dead ")
     assert "document: int64[1, 300]" in words and "document: int64[1, 300]" in str(report)
 
 
