@@ -5,10 +5,10 @@
 `reference` is computed in float64, `eager` by plain torch in the dtype under test, eps is that dtype's. The rule holds
 per tensor in two norms, because each is blind to something:
 
-- the largest absolute error sees a single wrong element (a tail column, a dead row); size is the largest magnitude; -
-the root mean square sees a small error everywhere (a scale off by 1e-3, statistics in half precision), below eager's
-largest; size is the root mean square. A mean of many roundings barely depends on luck: a factor of two is a real
-bound.
+- the largest absolute error sees a single wrong element (a tail column, a dead row); size is the largest magnitude;
+- the root mean square sees a small error everywhere (a scale off by 1e-3, statistics in half precision), below eager's
+  largest; size is the root mean square. A mean of many roundings barely depends on luck: a factor of two is a real
+  bound.
 
 Errors are absolute within a tensor: attention averages, so elements near zero carry the rounding of large ones, and
 relative errors of single elements say nothing. NaN and infinities must stand where eager has them.
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fusion.torch_private.tensors import tree_leaves, tree_map
+from fusion.torch_private.tensors import TorchDispatchMode, tree_leaves, tree_map
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -50,12 +50,35 @@ def floats(result: Any) -> list[Tensor]:
     return [leaf.detach().clone() for leaf in filter(is_float, tree_leaves(result))]
 
 
+class InFloat64(TorchDispatchMode):
+    """Float64 wherever a computation says float32: a cast that is written into a model, a tensor that it makes, or one
+    that it captured. Tensors that are changed in place stay what they are."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        changes = function._schema.is_mutable
+
+        def wide(value: Any) -> Any:
+            if value is torch.float32:
+                return torch.float64
+            return value.double() if isinstance(value, Tensor) and value.dtype is torch.float32 else value
+
+        def dtype(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        positional, named = tree_map(dtype if changes else wide, (tuple(args), dict(kwargs or {})))
+        result = function(*positional, **named)
+        return result if changes else tree_map(wide, result)
+
+
 def in_float64(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """`floats` of a call in float64, with copies of the arguments and, where the function is a module, of the
     module."""
     run = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
     args, kwargs = tree_map(lambda leaf: widened(copied(leaf)), (tuple(args), dict(kwargs)))
-    return floats(run(*args, **kwargs))
+    with InFloat64():
+        return floats(run(*args, **kwargs))
 
 
 def reference(

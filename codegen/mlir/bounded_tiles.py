@@ -160,7 +160,7 @@ class BoundedTiles(Overlapped):
             tiles.stage_all(new, masked)
             self._weigh_all(new, masked, 0, new.block.padded)
             b.store(new.block.padded, self.keys_done)
-        tiles._end_key_span(old)
+        tiles._end_block(old)
 
     def _is_regular(self, tile: Tile) -> Value:
         """Whether a tile's key steps are full and no key of it is masked."""

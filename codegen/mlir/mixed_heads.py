@@ -272,7 +272,7 @@ class MixedHeadsKernel(KernelFunction):
         rows = self._rows(head, g)
         group = Group(
             scores=rows, factors=None if self.weight is None else self.staged[-1], weights=rows, output=self.output,
-            maximum=self.maximum, total=self.total, rows=self.b.constant(0, "i64"),
+            maximum=self.maximum, total=self.total, block_total=self.total, rows=self.b.constant(0, "i64"),
         )  # fmt: skip
         block = KeyBlock(first=self.b.constant(0, "i64"), count=self.n_k, padded=self.padded)
         return GroupSoftmax(self.context, group, block, self.exponent, keeps_ends(self.spec))

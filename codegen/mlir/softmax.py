@@ -30,6 +30,9 @@ from .scope import Context, Scope, staged_leaf
 RESCALE_ABOVE = 8.0  # in powers of two
 UNROLL = 4  # keys at a time where the program is applied
 PAIR = 2  # and where only exponentials are left
+SUMMED = 64
+"""Keys whose weights are added up by themselves. Equal weights (of a fill, of scores that a clamp cut) lose the same to
+each rounding of a long sum; eager mode's sums over vectors are as short."""
 
 #: Takes the weights of two rows: (number of the first, which is even, weights of it and the next)
 Store = Callable[[Value, Value, Value], None]
@@ -47,7 +50,8 @@ class Group:
     weights: Value  # packed
     output: Value  # [e][L], with the running sum as a row after it
     maximum: Value  # vector of the running maximum, in units of the programs' scale
-    total: Value  # the row of the running sum
+    total: Value  # the row of the running sum of the blocks before
+    block_total: Value  # the row of the block's own
     rows: Value  # how many rows from `output` on are in units of that maximum (`KEY_SPAN`)
     kept: Value | None = None
     scored: Value | None = None
@@ -207,9 +211,11 @@ class GroupSoftmax:
         """Weights of rows [low, high), an even number, and their sum."""
         b = self.b
         coefficients, zero = self.coefficients(), b.constant(0.0, self.vector)
-        with b.carry(low, high, PAIR, [zero, zero], hint="j") as (loop, j, sums):
-            loop.yields(*self.weigh(store, j, coefficients, sums))
-        self.add_total(loop.results)
+        with b.loop(low, high, SUMMED, hint="first") as first:
+            end = b.least(b.add(first, SUMMED), high)
+            with b.carry(first, end, PAIR, [zero] * PAIR, hint="j") as (loop, j, sums):
+                loop.yields(*self.weigh(store, j, coefficients, sums))
+            self.add_total(loop.results)
 
     def apply_and_weigh(self, rows: RowProgram, weigh: Weigh, first: Value, sums: Sequence[Value]) -> list[Value]:
         """The weights of PAIR keys from `first` on for each of `sums`, to which they are added, straight from the raw
@@ -249,8 +255,8 @@ class GroupSoftmax:
         return [b.add(s, p, "l") for s, p in zip(sums, pair, strict=True)]
 
     def add_total(self, sums: Sequence[Value]) -> None:
-        b, total = self.b, self.group.total
-        b.store(functools.reduce(b.add, sums, b.load(total, self.vector, "l")), total)
+        b, total = self.b, self.group.block_total
+        b.store(b.add(b.load(total, self.vector, "l"), functools.reduce(b.add, sums)), total)
 
     def _load(self, key: Value) -> Value:
         return self.b.load(self._row(self.group.scores, key), self.vector, "x", align=4 * self.lanes)

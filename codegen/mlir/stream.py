@@ -108,7 +108,7 @@ class Overlapped:
             self.accumulate_beside(old, both, step_keys, self._maxima_beside(new, program), work)
             tiles.maxima(new, program, b.mul(both, step_keys), new.block.count)
         self.accumulate(old, both, old.steps)
-        tiles._end_key_span(old)
+        tiles._end_block(old)
         with b.when(b.compare("sgt", new.steps, 0)):
             tiles.rescale(new)
 

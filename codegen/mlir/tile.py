@@ -105,6 +105,7 @@ class Tiles:
         self.span = KEY_SPAN if self.spec.out_dtype == "float32" else HALF_KEY_SPAN
         self.own_rows = p.e_padded + 1
         self.output = kernel.array(groups, 2 * self.own_rows * row, "output")
+        self.block_totals = kernel.array(groups, row, "block_totals")
         self.max_of = kernel.array(groups, row, "maxima")
         self.highest = kernel.array(group_block, row, "highest")
         entries = keys + (group_block + 1) * self.lanes
@@ -132,6 +133,7 @@ class Tiles:
             output=output,
             maximum=self.max_of[g],
             total=self.b.at(output, self.products.e_padded * self.lanes, "f32"),
+            block_total=self.block_totals[g],
             rows=self.sum_rows,
             kept=aux.kept_rows(g) if aux is not None and aux.keeps else None,
             scored=aux.scored_rows(g) if aux is not None and aux.keeps_scores else None,
@@ -144,10 +146,15 @@ class Tiles:
             memory = self.group(g)
             b.store(b.constant(maximum, self.vector), memory.maximum)
             b.fill(memory.output, memory.rows, b.constant(0.0, self.vector), hint="e")
+            b.store(b.constant(0.0, self.vector), memory.block_total)
 
-    def _end_key_span(self, tile: Tile) -> None:
-        """End a span: where a tile is its last and another follows, add its groups' output and sum to those before."""
+    def _end_block(self, tile: Tile) -> None:
+        """Add the sums of a tile to those of the tiles before. Where it is the last of a span of keys and another
+        follows, add its groups' output and sum to those of the spans before."""
         b, first = self.b, tile.block.first
+        with b.loop(0, tile.here, hint="member") as member:
+            memory = self.group(b.add(tile.g, member))
+            b.move_sums(memory.block_total, memory.total, 1, self.vector)
         following = b.add(first, self.tiling.keys)
         ends = b.compare("ne", b.div(first, self.span), b.div(following, self.span))
         ends = b.and_(ends, b.compare("slt", following, self.kernel.n_k), "ends")
@@ -236,7 +243,7 @@ class Tiles:
         values, weights, output = self.second_product(tile)
         sets = self.b.ceil_div(tile.here, self.products.nr, "sets")
         self.products.accumulate_sets(values, tile.steps, weights, output, sets)
-        self._end_key_span(tile)
+        self._end_block(tile)
 
     def variants(self, tile: Tile) -> Iterator[Expr]:
         """The programs that may apply to a tile, each in the branch where it does."""

@@ -120,14 +120,20 @@ class VectorMath:
         return b.select(regular, b.fma(e, b.mul(low, LN2), e), e, "exp")
 
     def tanh(self, x: Value) -> Value:
-        """tanh: x P(x**2) / Q(x**2), 2e-8 and rounding; 7e-5 where the exponential is of low degree too."""
+        """tanh: x P(x**2) / Q(x**2), 2e-8 and rounding; 7e-5 where the exponential is of low degree too. At most 1 in
+        magnitude, as a program may take the root of 1 - tanh(x)**2."""
         b, exact = self.b, self.degree >= 5
         p, q = _TANH if exact else _TANH_SHORT
-        clamped = b.select(b.compare("ogt", x, 9.0), 9.0, x)  # from there on tanh is 1 in float32
-        clamped = b.select(b.compare("olt", clamped, -9.0), -9.0, clamped, "clamped")
+        clamped = self._within(x, 9.0)  # from there on tanh is 1 in float32
         square = b.mul(clamped, clamped, "square")
         numerator = b.mul(horner(b, square, p), clamped)
-        return b.mul(numerator, self.reciprocal(horner(b, square, q), exact), "tanh")
+        return self._within(b.mul(numerator, self.reciprocal(horner(b, square, q), exact), "tanh"), 1.0)
+
+    def _within(self, x: Value, bound: float) -> Value:
+        """x clamped to [-bound, bound]; NaN stays."""
+        b = self.b
+        below = b.select(b.compare("ogt", x, bound), bound, x)
+        return b.select(b.compare("olt", below, -bound), -bound, below, "clamped")
 
     def reciprocal(self, x: Value, exact: bool = True) -> Value:
         """1 / x for x that is neither 0 nor infinite; to 6e-5 where `exact` is not asked for and that is cheaper."""

@@ -148,6 +148,25 @@ def _unequal(left: Expr, right: Expr) -> Expr | None:
     return None if decided is None else const(not decided.attr)
 
 
+EXACT_INTEGERS = 2**24
+"""Below it every integer is a float32, and beyond it none is rounded to less."""
+
+
+def _integer_comparison(name: str) -> Callable[[Expr, Expr], Expr | None]:
+    """Comparison of an integer, as a float, with a constant: one of integers, of which masks get their ranges."""
+    # (comparison, rounding of a constant on the right, rounding of one on the left)
+    integer, right, left = {"flt": ("ilt", math.ceil, math.floor), "fle": ("ile", math.floor, math.ceil)}[name]
+
+    def compare(a: Expr, b: Expr) -> Expr | None:
+        rounding, constant = (right, b) if a.op == "to_float" else (left, a)
+        if {a.op, b.op} != {"to_float", "const"} or not abs(constant.value) < EXACT_INTEGERS:
+            return None
+        bound = const(rounding(constant.value))
+        return apply(integer, a.args[0], bound) if constant is b else apply(integer, bound, b.args[0])
+
+    return compare
+
+
 def _add(left: Expr, right: Expr) -> Expr | None:
     """(x if p else 0) + (0 if p else y) = x if p else y: the gradient of a value used on both sides of a selection."""
     for zero, other in ((left, right), (right, left)):
@@ -239,6 +258,8 @@ _SIMPLIFY: dict[str, Callable[..., Expr | None]] = {
     "fmul": _multiply,
     "div": _identity(1.0),
     "pow": _identity(1.0),
+    "flt": _integer_comparison("flt"),
+    "fle": _integer_comparison("fle"),
     "ilt": lambda left, right: _at_most(left, right, less=1),
     "ile": _at_most,
     "ieq": _equal,

@@ -10,10 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.ir.expr import Expr
+from fusion.ir.expr import Expr, Kind, const, walk
+from fusion.ir.ops import apply, remake, where
 from fusion.ir.primitives import ATOM, PRIMITIVES, Primitive
 
 LETTERS = {"score": "s", "row_max": "m", "row_sum": "l", "weight": "w"}
+MANY = 200
+"""Nodes of expressions whose repeated parts are not looked for."""
+WORTH_A_NAME = 12
 _NEGATIVE = 7
 """The precedence of a sign."""
 
@@ -65,6 +69,55 @@ def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:
     return printed(expr, names or {}, TEXT)[0]
 
 
+def shortened(expr: Expr) -> Expr:
+    """An expression with the same values, whose conditions do not repeat what is decided before they are asked."""
+    known: dict[tuple[Expr, frozenset[tuple[Expr, bool]]], Expr] = {}
+
+    def under(part: Expr, facts: frozenset[tuple[Expr, bool]]) -> Expr:
+        """The part where the predicates in `facts` are true or false."""
+        if (part, facts) not in known:
+            known[part, facts] = rewritten(part, facts)
+        return known[part, facts]
+
+    def rewritten(part: Expr, facts: frozenset[tuple[Expr, bool]]) -> Expr:
+        for truth in (True, False):
+            if (part, truth) in facts:
+                return const(truth)
+        if part.op in ("and", "or"):
+            first, second = part.args
+            second = under(second, facts | _implied(under(first, facts), part.op == "and"))
+            return apply(part.op, under(first, facts | _implied(second, part.op == "and")), second)
+        if part.op in ("where", "iwhere"):
+            condition = under(part.args[0], facts)
+            then = under(part.args[1], facts | _implied(condition, True))
+            return where(condition, then, under(part.args[2], facts | _implied(condition, False)))
+        if part.op not in PRIMITIVES or not part.args:
+            return part
+        args = tuple(under(arg, facts) for arg in part.args)
+        return apply("pow", args[0], const(2.0)) if part.op == "fmul" and args[0] is args[1] else remake(part, args)
+
+    return under(expr, frozenset())
+
+
+def repeated(expr: Expr) -> Expr | None:
+    """The longest part of an expression's text that a reader meets more than once, if it is worth a name."""
+    parts = list(walk(expr))
+    whole = to_text(expr)
+    named = [part for part in parts if part.args and part.kind is Kind.FLOAT and part is not expr]
+    texts = {part: to_text(part) for part in named} if len(parts) < MANY else {}
+    often = [part for part, text in texts.items() if len(text) > WORTH_A_NAME and whole.count(text) > 1]
+    return max(often, key=lambda part: len(texts[part]), default=None)
+
+
+def _implied(predicate: Expr, truth: bool) -> frozenset[tuple[Expr, bool]]:
+    """Predicates that are decided where this one is true, or false."""
+    if predicate.op == ("and" if truth else "or"):
+        return frozenset().union(*(_implied(part, truth) for part in predicate.args))
+    if predicate.op == "not":
+        return _implied(predicate.args[0], not truth)
+    return frozenset({(predicate, truth), (apply("not", predicate), not truth)})
+
+
 def number_text(value: object) -> str:
     """Constant as people write it; the ends of float32's range by name."""
     if isinstance(value, bool) or not isinstance(value, float):
@@ -78,6 +131,10 @@ def number_text(value: object) -> str:
 
 def printed(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[str, int]:
     """(the expression in a notation, its precedence)."""
+    return _printed(shortened(expr), names, notation)
+
+
+def _printed(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[str, int]:
     if expr.op == "const":
         text = number_text(expr.attr)
         if text.startswith("-"):
@@ -90,7 +147,7 @@ def printed(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[s
         return notation.call("log", [letter]) if expr.attr == "log" else letter, ATOM
     if expr.op in ("where", "iwhere"):
         return _selection(expr, names, notation)
-    args = [printed(arg, names, notation) for arg in expr.args]
+    args = [_printed(arg, names, notation) for arg in expr.args]
     texts = [text for text, _ in args]
     if expr.op == "load":
         return notation.element(names.get(expr.operand, f"t{expr.attr}"), texts), ATOM
@@ -106,19 +163,19 @@ def _selection(expr: Expr, names: Mapping[int, str], notation: Notation) -> tupl
     """Selection: of the larger or smaller value as such, else with nested selections in its last branch as cases."""
     if (extremum := _extremum(expr)) is not None:
         name, *parts = extremum
-        return notation.call(name, [printed(part, names, notation)[0] for part in parts]), ATOM
+        return notation.call(name, [_printed(part, names, notation)[0] for part in parts]), ATOM
     rows = []
     while expr.op in ("where", "iwhere") and _extremum(expr) is None:
-        (condition, _), (value, level) = (printed(arg, names, notation) for arg in expr.args[:2])
+        (condition, _), (value, level) = (_printed(arg, names, notation) for arg in expr.args[:2])
         rows.append((value if level else notation.brackets(value), condition))
         expr = expr.args[2]
-    return notation.cases(rows, printed(expr, names, notation)[0]), ATOM if len(rows) > 1 else 0
+    return notation.cases(rows, _printed(expr, names, notation)[0]), ATOM if len(rows) > 1 else 0
 
 
 def _extremum(expr: Expr) -> tuple[Any, ...] | None:
     """("max" or "min", x, bound) or ("clamp", x, low, high) where a selection is that; NaN stays NaN, as in torch."""
     condition, taken, other = expr.args
-    if condition.op in ("flt", "ilt") and set(condition.args) == {taken, other}:
+    if condition.op in ("flt", "ilt", "fle", "ile") and set(condition.args) == {taken, other}:
         return ("max" if condition.args[1] is taken else "min"), other, taken
     if condition.op != "and" or other.op != expr.op or (inner := _extremum(other)) is None or inner[0] != "max":
         return None

@@ -43,6 +43,7 @@ from fusion.ir.expr import (
     load,
     loads,
     node,
+    substitute,
     walk,
 )
 from fusion.ir.mask_facts import MaskFacts
@@ -222,10 +223,12 @@ class AttentionSpec:
 
     def formula(self, names: Mapping[int, str] | None = None) -> str:
         """The score program and normaliser as mathematics. names: of the operands, by default those of the spec."""
-        from fusion.ir.printing import to_text
+        from fusion.ir.printing import repeated, shortened, to_text
 
-        names = names or self.names
-        inner = to_text(self.score, names)
+        names, score = names or self.names, shortened(self.score)
+        if (part := repeated(score)) is not None:
+            score = substitute(score, {part: node("coord", (), Kind.FLOAT, "x")})
+        inner = to_text(score, names) + ("" if part is None else f", x = {to_text(part, names)}")
         if (mixing := self.mixing) is not None and mixing.scores is not None:
             own = f"{to_text(mixing.scored, names)} + " if mixing.own_score else ""
             mixed = f"{own}sum over h of {_factor(mixing.scores, names)} * {_factor(mixing.scored, names)}"

@@ -268,7 +268,8 @@ def plan(
 
     problem: a `Problem`, or an `AttentionSpec` with the values of its sizes in `sizes`, by name or in order.
     choice: what a kernel runs, whose cost is asked; by default what the machine's planner chooses.
-    values: tensors that the spec's mask reads, by operand: its tiles are counted on them.
+    values: tensors that the spec's mask reads, by operand: its tiles are counted on them; none for a mask of
+        positions.
 
     Raises UnknownMachineError, ProblemError, NoFittingTileError.
     """
@@ -282,7 +283,7 @@ def plan(
         raise ProblemError(f"plan() was given a {type(problem).__name__}; give a Problem or an AttentionSpec")
     if choice is None:
         choice = _chosen(spec, extents, problem, target, torch.get_num_threads())
-    if values and isinstance(sizes, Mapping):
+    if values is not None and isinstance(sizes, Mapping):
         _, block, _ = reading(choice, spec, problem, target)
         problem = with_counts(problem, spec, sizes, values, block, choice.tile.keys)
     return _with_cost(choice, spec, problem, target)

@@ -196,15 +196,15 @@ def mask_text(spec: AttentionSpec, names: Mapping[int, str], plan: Plan, may_map
     assert spec.mask is not None
     text = " ∧ ".join(_predicate(spec, part, names) for part in conjuncts(spec.mask.live))
     if (live := plan.problem.live_share(1)) < 1:
-        counted = plan.problem.counted is not None
-        most = "at most " * (bool(loads(spec.mask.live)) and not counted)
+        counted, data = plan.problem.counted is not None, bool(loads(spec.mask.live))
+        most = "at most " * (data and not counted)
         text += f", {most}{100 * live:.0f} % of the scores live, {100 * plan.computed:.0f} % computed"
-        text += " (of these inputs)" * counted
+        text += " (of these inputs)" * (counted and data)
     low, high = spec.mask.key_lo, spec.mask.key_hi
     if low is not None or high is not None:
         text += f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"
     if spec.mask.tile_live is not None:
-        text += "; every call looks for tiles of the data that are dead or full"
+        text += "; every call looks for tiles that are dead or full"
     elif may_map and plan.problem.counted is not None and live < WORTH_LOOKING and plan.computed == 1:
         text += '; options={"tile_maps": "always"} looks for dead tiles at every call, which is not predicted to pay'
     return text

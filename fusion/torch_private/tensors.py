@@ -15,7 +15,7 @@ from torch._guards import active_fake_mode, detect_fake_mode
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils._sympy import functions
 
@@ -25,7 +25,7 @@ except ImportError:  # before torch 2.12
     from torch.fx.experimental.symbolic_shapes import size_hint as optimization_hint
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "constant_of", "detect_fake_mode", "empty_strided_cpu",
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "constant_of", "detect_fake_mode", "empty_strided_cpu",
     "enable_python_dispatcher", "fast_detach", "free_unbacked_symbols", "functions", "has_symbols", "is_dtensor",
     "is_out_of_memory", "is_traceable_wrapper_subclass", "is_view", "mode_of", "nested_like", "nested_parts",
     "nested_size", "optimization_hint", "public_empty_strided", "ragged_dim", "real_object", "remember_item",

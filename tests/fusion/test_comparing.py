@@ -8,6 +8,7 @@ import torch
 import fusion
 from fusion.api.compare import peak_memory
 from fusion.errors import ComparisonError
+from fusion.exactness import reference
 from tests.numerics import allowance, assert_same_in_float64, wide
 
 
@@ -92,3 +93,28 @@ def test_without_float64_the_errors_are_missing_and_the_note_says_why():
 
     found = fusion.compare(picky, *inputs(), seconds=0.01)
     assert found["fusion"].error is None and "only float32" in found.conditions
+
+
+class _Casting(torch.nn.Module):
+    """Casts that are written out, and tensors that are no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.offset = torch.nn.Linear(16, 16), [torch.randn(16)]
+
+    def forward(self, x):
+        counted = torch.arange(x.shape[-1]).float() / 16
+        x = self.linear(x.float() + counted) + torch.full((16,), 0.125)
+        made = torch.zeros(16, dtype=torch.float32)
+        made += self.offset[0]
+        return torch.softmax(x.mT @ x, -1, dtype=torch.float32) @ made
+
+
+def test_a_reference_is_float64_throughout():
+    model, x = _Casting(), torch.randn(1, 9, 16)
+    (exact,), note = reference(model, (x,), {})
+    assert exact.dtype is torch.float64 and not note
+    wide = x.double() + torch.arange(16).double() / 16
+    wide = wide @ model.linear.weight.double().mT + model.linear.bias.double() + 0.125
+    expected = torch.softmax(wide.mT @ wide, -1) @ model.offset[0].double()
+    assert_same_in_float64(exact, expected, terms=16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,11 +11,35 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.training import TrainingKernel
+from fusion.ir.expr import const, substitute
 from fusion.planning.register_tiles import Target, tilings_for
 from tests import emulation
-from tests.codegen.mlir.cases import HERE, assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case
+from tests.codegen.mlir.cases import (
+    HERE,
+    assert_as_exact_as_eager,
+    assert_gradients_as_exact_as_eager,
+    case,
+    draw,
+    masked,
+)
 
 TARGETS = {"here": HERE, "avx512": emulation.AVX512}
+
+
+@pytest.mark.parametrize("target", [emulation.AVX2, emulation.AVX512, emulation.AMX], ids=["avx2", "avx512", "amx"])
+@pytest.mark.parametrize("keys", [512, 640])
+def test_many_equal_weights_beside_larger_ones(keys: int, target: Target) -> None:
+    """A finite fill makes most weights equal. Sums as short as eager's lose no more to them."""
+    c = case("documents")
+    score = substitute(c.spec.score, {const(torch.finfo(torch.float32).min): const(-5.0)})
+    program = replace(c.program, eager=lambda s, i, j, document: masked(s, document[0, i] == document[0, j], -5.0))
+    c = replace(c, spec=replace(c.spec, score=score), program=program)
+    with emulation.compiling(target):
+        long_blocks = replace(tilings_for(c.spec, target)[0], keys=256)
+        kernel = Kernel(c.spec, [long_blocks], target)
+        operands, sizes = draw(c, {"B": 2, "H": 4, "Nq": keys, "Nk": keys})
+        operands[3].copy_(torch.arange(keys) // (keys // 5))
+        assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
 
 
 @pytest.mark.parametrize("target", TARGETS)

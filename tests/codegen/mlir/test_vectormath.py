@@ -52,6 +52,16 @@ def test_accuracy(name: str, lanes: int) -> None:
     assert_as_exact_as_eager(ours, theirs, torch.ones_like(ours), torch.float32)  # relative errors
 
 
+@pytest.mark.parametrize("degree", [3, 5])
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(("name", "least"), [("tanh", -1.0), ("sigmoid", 0.0)])
+def test_values_stay_in_the_range_of_the_function(name: str, least: float, lanes: int, degree: int) -> None:
+    """Programs go on from it: `asin(tanh(s))` takes a root of what is left to 1."""
+    x = torch.linspace(-20, 20, 1 << 16)
+    y = apply(lambda b, v: getattr(VectorMath(b, HERE.avx512 and lanes == 16, degree), name)(v), x, lanes)
+    assert least <= y.min() and y.max() <= 1.0
+
+
 @pytest.mark.parametrize("ordinary", [True, False])
 def test_powers_as_pairs_of_bfloat16(ordinary: bool) -> None:
     """x is rounded to 2**-8 and 2**x to bfloat16, half a step each."""

@@ -1,15 +1,19 @@
 """Specs refuse what cannot be, print as mathematics, and survive being written and read."""
 
+import itertools
 import math
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fusion
 from fusion.ir import AttentionSpec, Output, expr, integers
-from fusion.ir.expr import FALSE, SCORE, TRUE, WEIGHT, I, J, Kind, const, coord, load
-from fusion.ir.ops import apply, as_float, evaluate
+from fusion.ir.expr import FALSE, SCORE, TRUE, WEIGHT, Expr, I, J, Kind, const, coord, load, node
+from fusion.ir.ops import apply, as_float, evaluate, where
 from fusion.ir.primitives import PRIMITIVES
+from fusion.ir.printing import shortened
 from fusion.ir.spec import AuxOutput, Reduction
 from fusion.passes.pullback.casts import swallows
 from tests.numerics import assert_same_in_float64
@@ -72,6 +76,60 @@ def test_constant_folding_is_torchs(name):
     tensors = [torch.tensor(v, dtype=dtypes[kind]) for v, kind in zip(values, primitive.args, strict=True)]
     assert folded.is_const
     assert_same_in_float64(folded.attr, primitive.evaluate(*tensors))
+
+
+@pytest.mark.parametrize("bound", [0.0, 2.5, -3.0, 2.0**24 - 1, 2.0**24, 2.0**40, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["flt", "fle"])
+def test_comparisons_of_integers_as_floats(name, bound):
+    """In float32, as a model computes them: beyond 2**24 an integer is rounded, and the comparison stays one of
+    floats."""
+    around = [0, 2, 3, -3, -4, 2**24 - 1, 2**24, 2**24 + 1, 2**40 + 1]
+    values = torch.tensor(around)
+    number = as_float(load(5, (), Kind.INT))
+    for args in ((number, const(bound)), (const(bound), number)):
+        ours = apply(name, *args)
+        assert (ours.op in ("ilt", "ile")) is (abs(bound) < 2**24), ours
+        floats = values.float(), torch.tensor(bound)
+        expected = {"flt": torch.lt, "fle": torch.le}[name](*(floats if args[0].op == "to_float" else floats[::-1]))
+        if ours.op in ("ilt", "ile"):
+            assert torch.equal(evaluate(ours, lambda leaf: values), expected)
+
+
+def test_conditions_say_once_what_is_decided():
+    """Built without the normalising constructors, as nested clamps and fills leave them."""
+    p, q = (load(n, (), Kind.BOOL) for n in (3, 4))
+    twice = node("and", (p, node("or", (apply("not", p), q), Kind.BOOL)), Kind.BOOL)
+    assert shortened(twice) is apply("and", p, q)
+    nested = node("where", (p, node("where", (p, SCORE, WEIGHT), Kind.FLOAT), const(1.0)), Kind.FLOAT)
+    assert shortened(nested) is where(p, SCORE, const(1.0))
+
+
+def test_shortened_conditions_have_the_same_values():
+    generator = random.Random(0)
+    leaves = [load(n, (), Kind.BOOL) for n in range(3)]
+
+    def condition(depth: int) -> Expr:
+        if not depth:
+            return generator.choice(leaves)
+        op = generator.choice(["and", "or", "not"])
+        return apply(op, *(condition(depth - 1) for _ in range(1 if op == "not" else 2)))
+
+    def selection(depth: int) -> Expr:
+        if not depth:
+            return const(float(generator.randrange(5)))
+        return where(condition(2), selection(depth - 1), selection(depth - 1))
+
+    for _ in range(200):
+        expr = selection(3)
+        for truths in itertools.product((True, False), repeat=3):
+            known = dict(zip(leaves, map(torch.tensor, truths), strict=True))
+            assert torch.equal(*(evaluate(part, known.__getitem__) for part in (expr, shortened(expr))))
+
+
+def test_a_long_part_that_is_repeated_gets_a_name():
+    x = SCORE * load(3, (J,), Kind.FLOAT) + load(4, (I,), Kind.FLOAT)
+    spec = replace(_spec(), score=apply("fmul", apply("sigmoid", x), x))
+    assert "sigmoid(x) * x, x = s * " in spec.formula({n: f"t{n}" for n in range(9)})
 
 
 def test_every_nan_has_the_same_bits(monkeypatch):

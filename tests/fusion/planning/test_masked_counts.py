@@ -9,10 +9,11 @@ import torch
 import fusion
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS
 from fusion.machine import machine
+from fusion.planning import counted
 from fusion.planning.plan import lower_bound
 from fusion.planning.register_tiles import planes_of, target_of
 from fusion.report.data import mask_text
-from tests.numerics import assert_same_in_float64
+from tests.numerics import assert_same_in_float64, assert_within
 
 MASKS = {
     "causal": lambda i, j, h: j <= i,
@@ -85,6 +86,42 @@ def test_masks_that_are_data_are_counted_on_the_inputs(name):
     assert plan.ratio >= 1 and plan.schedule == "block_sparse"
     text = mask_text(site.spec, site.attentions[0].names, plan)
     assert f"{100 * live.double().mean().item():.0f} % of the scores live" in text and "of these inputs" in text
+
+
+@pytest.mark.parametrize("mask", ["one for all", "documents", "window or first keys", "float positions"])
+@pytest.mark.parametrize("most", [1 << 23, 1 << 14])
+def test_shares_of_masks_that_no_range_tells(mask, most, monkeypatch):
+    """No batch element or head has a mask of its own here. Of many scores those of some blocks of rows are counted."""
+    monkeypatch.setattr(counted, "MOST_SCORES", most)
+    n = 640
+    i, j, _ = positions(1, n, n)
+    document = torch.arange(n) // 100
+    live = {
+        "one for all": torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 0.7,
+        "documents": document[:, None] == document,
+        "window or first keys": (j <= i) & ((i - j < 64) | (j < 4)),
+        "float positions": j <= i,
+    }[mask]
+
+    def attend(q, k, v, given, document):
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(q.shape[-2])
+        dead = {
+            "one for all": lambda: ~given,
+            "documents": lambda: document[:, None] != document,
+            "window or first keys": lambda: ~((j <= i) & ((i - j < 64) | (j < 4))),
+            "float positions": lambda: (i - j).float() < 0,
+        }[mask]()
+        return (q @ k.mT / 4).masked_fill(dead, -math.inf).softmax(-1) @ v
+
+    q, k, v = (torch.randn(1, 2, n, 16) for _ in range(3))
+    (site,) = fusion.explain(attend, q, k, v, live, document).sites
+    plan = site.plan
+    share = live.double().mean().item()
+    assert_within(abs(plan.problem.live_share(1) - share), 0.1 * share + 0.005 if most < 1 << 20 else 1e-9)
+    assert f"{100 * plan.problem.live_share(1):.0f} % of the scores live" in mask_text(
+        site.spec, site.attentions[0].names, plan
+    )
+    assert plan.ratio >= 1
 
 
 def test_a_mask_of_which_nothing_is_skipped_names_the_option_that_would():

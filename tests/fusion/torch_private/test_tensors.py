@@ -77,3 +77,14 @@ def test_a_nested_tensor_has_the_sequences_of_another(jagged: _Nested) -> None:
 def test_tensors_that_hold_others_are_told_apart(jagged: _Nested) -> None:
     assert tensors.is_traceable_wrapper_subclass(jagged.whole)
     assert not any(map(tensors.is_traceable_wrapper_subclass, (torch.ones(2), torch.nn.Parameter(torch.ones(2)), 3)))
+
+
+def test_a_dispatch_mode_sees_operations_and_may_change_them():
+    class Doubled(tensors.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert isinstance(function._schema.is_mutable, bool)
+            return function(*args, **(kwargs or {})) * 2
+
+    with Doubled():
+        made = torch.ones(3)
+    assert torch.equal(made, torch.full((3,), 2.0))
