@@ -61,9 +61,14 @@ def _findings() -> list[Finding]:
     try:
         importlib.import_module("fusion.torch_private.dynamo")
     except Exception as problem:
+        if cache.state == "broken":
+            return [cache, Finding("torch.compile", "broken", "cannot be imported without that folder", cache.advice)]
         text = f"cannot be imported: {type(problem).__name__}: {problem}"
-        compiler = Finding("torch.compile", "broken", text, cache.advice or "pip install torch, in place of this one")
-        return [cache, compiler] if cache.state == "broken" else [*_packages(), cache, compiler]
+        return [
+            *_packages(),
+            cache,
+            Finding("torch.compile", "broken", text, "pip install torch, in place of this one"),
+        ]
     return [*_packages(), _entry_point(), _cpp_compiler(), cache, _cpu(), _gpu(), _products()]
 
 

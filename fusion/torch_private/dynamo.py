@@ -1,10 +1,5 @@
-"""Dynamo: its counters, its table of functions, and its variables for values and calls. torch's cache directory, the
-files that travel with `torch.compiler.save_cache_artifacts`, and torch's structured log.
-
-Without the directory, compiled kernels would lie beside Inductor's and not follow TORCHINDUCTOR_CACHE_DIR; without the
-artifacts, a process that loads those of another would compile the kernels again; without the log, `tlparse` shows
-nothing of this package.
-"""
+"""Dynamo: its counters, its table of functions, and its variables for values and calls. torch's structured log, without
+which `tlparse` shows nothing of this package."""
 
 from __future__ import annotations
 
@@ -17,12 +12,10 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import counters
-from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 
 __all__ = [
-    "SDPA", "CacheArtifact", "CacheArtifactFactory", "CacheArtifactManager", "ConstantSource", "RestartAnalysis",
-    "backend_of", "cache_dir", "call_in_graph", "counters", "is_tracing_log_on", "known", "list_backends",
-    "lookup_backend", "original_of", "register_backend", "treat", "write_to_tracing_log",
+    "SDPA", "ConstantSource", "RestartAnalysis", "backend_of", "call_in_graph", "counters", "is_tracing_log_on",
+    "known", "list_backends", "lookup_backend", "original_of", "register_backend", "treat", "write_to_tracing_log",
 ]  # fmt: skip
 
 SDPA = torch._C._nn.scaled_dot_product_attention
@@ -71,13 +64,6 @@ def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, OptimizedModule):  # which has the mark of the function, too, on the module's `forward`
         return function._orig_mod
     return getattr(function, "_torchdynamo_orig_callable", function)
-
-
-def cache_dir() -> str:
-    """Directory of Inductor's files, created where it does not exist."""
-    from torch._inductor.runtime import cache_dir_utils
-
-    return cache_dir_utils.cache_dir()
 
 
 def is_tracing_log_on() -> bool:

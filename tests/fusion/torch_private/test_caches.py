@@ -1,8 +1,24 @@
-"""torch's cache directory and its artifacts, as fusion.torch_private.dynamo uses them."""
+"""torch's cache directory and its artifacts, as fusion.torch_private.caches uses them."""
 
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
 import torch
 
-from fusion.torch_private import dynamo as caches
+from fusion.torch_private import caches
+
+
+@pytest.mark.skipif(
+    not entry_points(group="torch_dynamo_backends", name="fusion"),
+    reason="needs the package installed: without its entry point the backend is registered with Dynamo at import",
+)
+def test_the_package_is_imported_without_dynamo() -> None:
+    """Dynamo takes a second to import, and fails where the cache directory cannot be made."""
+    code = "import sys, torch, fusion; assert 'torch._dynamo' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_directory_follows_the_environment(monkeypatch, tmp_path) -> None:
