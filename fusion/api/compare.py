@@ -158,7 +158,8 @@ def _compared(runs: Mapping[str, Callable[..., Any]], args: Any, kwargs: Any, se
         before = _random_states()
         firsts = {"eager": _first_call("eager", runs["eager"], args, kwargs)}
         if failure := firsts["eager"][0].failure:
-            raise ComparisonError(_not_run("compare", runs["eager"], failure))
+            message = _not_run("compare", runs["eager"], failure)
+            raise ComparisonError(message)
         exact, note = None, "It draws random numbers."
         if all(torch.equal(old, new) for old, new in zip(before, _random_states(), strict=True)):
             exact, note = reference(runs["eager"], args, kwargs)
