@@ -237,7 +237,7 @@ class TrainingStatistics:
         b, at = self.b, self._peak_of(g)
         peak = b.load(at, self.kernel.vector, "peak")
         for x in (first, second):
-            peak = b.select(b.compare("ogt", x, peak), x, peak, "peak")
+            peak = self.kernel.exponent.larger(peak, x, "peak")
         b.store(peak, at)
 
     def end_exponents(self, groups: Value, centre: float) -> None:

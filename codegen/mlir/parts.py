@@ -76,7 +76,7 @@ class Parts:
         """Add what other keys have left."""
         b, kernel = self.b, self.kernel
         m, other = (b.load(sums.maximum, kernel.vector, "m") for sums in (own, more))
-        m_new = b.select(b.compare("ogt", other, m), other, m, "m_new")
+        m_new = kernel.exponent.larger(m, other, "m_new")
         plain = kernel.spec.normalizer is Normalizer.NONE
         factors = (1.0, 1.0) if plain else [kernel.exponent.factor(old, m_new) for old in (m, other)]
         for (mine, count), (theirs, _) in zip(own.vectors, more.vectors, strict=True):

@@ -296,11 +296,10 @@ class _RowKernel(KernelFunction):
             b.store(x, at(weights, j0))
             if weight is not None:
                 b.store(weight, at(self.factors, j0))
-            # A NaN does not become the maximum: it goes through the exponential.
-            loop.yields(self._larger(highest, x))
+            loop.yields(self.exponent.larger(highest, x))
         total = b.constant(0.0, self.vector)
         if self.spec.normalizer is not Normalizer.NONE:
-            m = self._larger(m, self._largest(loop.results[0]))
+            m = self.exponent.larger(m, self._largest(loop.results[0]))
             c, shift = self.exponent.coefficients(m)
             with b.carry(low, high, lanes, [total], hint="j0") as (loop, j0, (total,)):
                 p = self.context.math.exp2(b.fma(b.load(at(weights, j0), self.vector, "x"), c, shift))
@@ -313,15 +312,11 @@ class _RowKernel(KernelFunction):
                 b.store(b.mul(p, factor), at(weights, j0))
         return m, total
 
-    def _larger(self, x: Value, y: Value) -> Value:
-        """The larger of each lane; of y only what is a number."""
-        return self.b.select(self.b.compare("ogt", y, x), y, x, "m")
-
     def _largest(self, x: Value) -> Value:
         """The largest lane in all lanes. (Of a reduction LLVM makes one lane after the other.)"""
         distance = self.lanes // 2
         while distance:
-            x = self._larger(x, self.b.shuffle(x, x, [lane ^ distance for lane in range(self.lanes)]))
+            x = self.exponent.larger(x, self.b.shuffle(x, x, [lane ^ distance for lane in range(self.lanes)]))
             distance //= 2
         return x
 

@@ -83,6 +83,10 @@ class Exponent:
         self.context, self.b, self.scale = context, context.b, scale
         self.vector = vector_of("f32", context.lanes)
 
+    def larger(self, m: Value, x: Value, hint: str = "m") -> Value:
+        """The larger of each lane, of x only what is a number: a NaN goes through the exponential (one `vmaxps`)."""
+        return self.b.select(self.b.compare("ogt", x, m), x, m, hint)
+
     def coefficients(self, m: Value) -> tuple[Value, Value]:
         """(c, shift) such that the weight of x is exp2(x * c + shift), for the maximum m."""
         b = self.b
@@ -172,10 +176,10 @@ class GroupSoftmax:
         return rows.scope.inner(known, leaf=staged_leaf(rows.staged, key))
 
     def largest(self, x: Value, y: Value) -> Value:
-        """The larger; y where x is NaN (one `vmaxps`), unless NaN is wanted."""
+        """The larger; y where x is NaN, unless the true maximum is wanted."""
         if self.true_maximum:
             return self.b.binary("arith.maximumf", x, y, "max")
-        return self.b.select(self.b.compare("ogt", x, y), x, y, "max")
+        return self.exponent.larger(y, x, "max")
 
     def fill_beyond(self, value: float) -> None:
         """Rows after the last key, which the products read."""
