@@ -27,7 +27,7 @@ MEASURED = 3  # choices that are timed at most
 MARGIN = 0.02
 """A choice must be faster than the planned one by this share to take its place: less is within what two runs differ."""
 ROUNDS, SECONDS = 7, 0.5
-"""Times that each choice runs, in turns, and when no other round begins; two rounds always run."""
+"""Times that each choice runs, in turns, and when no other round begins."""
 FORMAT = 1  # of the files; to be raised when a choice or a situation comes to mean something else
 
 _measuring = threading.RLock()  # other work of this process falsifies measurements
@@ -65,7 +65,7 @@ class Tuner:
                 return
             start = time.perf_counter()
             for number in range(ROUNDS):
-                if number > 1 and time.perf_counter() - start > SECONDS:
+                if number > 0 and time.perf_counter() - start > SECONDS:
                     break
                 for choice, launch in launches.items():
                     before = time.perf_counter()
