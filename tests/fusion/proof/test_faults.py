@@ -267,7 +267,7 @@ FAULTS = {
     # Row by row
     "parts of keys are added as they are": Fault(put=method(Exponent, "factor", one), spec=spec(), by_rows=True),
     "the maximum is the first key's": Fault(
-        put=method(_RowKernel, "_larger", lambda right, self, x, y: x), spec=spec(), by_rows=True
+        put=method(Exponent, "larger", lambda right, self, m, x, hint="m": m), spec=spec(), by_rows=True
     ),
     "the last key of a row is left out": Fault(
         put=method(_RowKernel, "_key_range", one_key_less), spec=spec("causal_last_key"), by_rows=True
