@@ -1,4 +1,5 @@
-"""Backend of `torch.compile`: the way of a graph."""
+"""Backend of `torch.compile`: `_fuse_graph` and `_decide` normalize a graph, find attention, specify it, validate the
+specs, choose forms, refuse what does not pay, and replace the rest; Inductor compiles the result."""
 
 from __future__ import annotations
 

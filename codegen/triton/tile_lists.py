@@ -76,7 +76,7 @@ class TileLists(WrittenKernel):
     def _lanes(self) -> str:
         """Look up LANES tiles and add the live ones to the lists."""
         first, last, size = self.along
-        live, whole = self._conditions(*self.mask.visits()), self._whole()
+        live, whole = self._conditions(*self.mask.live_conditions()), self._whole()
         return source.block(
             f"number = start + tl.arange(0, {LANES})",
             f"{first} = tl.minimum(number, tiles_across - 1) * {size}",

@@ -60,7 +60,7 @@ class MaskFacts:
         parts = (part for part in conjuncts(self.live) if not any(inner.op == "score" for inner in walk(part)))
         return functools.reduce(functools.partial(apply, "and"), parts, TRUE)
 
-    def visits(self) -> list[Expr]:
+    def live_conditions(self) -> list[Expr]:
         """Conditions for a score of the tile of rows I0..I1 and keys J0..J1 to be live: BOOL each."""
         conditions = [] if self.key_lo is None else [apply("ile", self.key_lo, J1)]
         conditions += [] if self.key_hi is None else [apply("ilt", J0, self.key_hi)]

@@ -23,7 +23,7 @@ MOST_SCORES = 1 << 23
 
 def mask_operands(mask: MaskFacts) -> set[int]:
     """Numbers of the operands that the mask, its key ranges or its map of tiles read."""
-    return {part.operand for part in loads(mask.live, *mask.visits())}
+    return {part.operand for part in loads(mask.live, *mask.live_conditions())}
 
 
 def load(values: Mapping[int, Tensor], part: Expr) -> Tensor | Callable[..., Tensor]:
@@ -49,7 +49,7 @@ def with_counts(
     mask, n_q, n_k = spec.mask, problem.n_q, problem.n_k
     if mask is None or mask_operands(mask) - values.keys():
         return problem
-    programs = (mask.live, *mask.visits())
+    programs = (mask.live, *mask.live_conditions())
     extents = {coord(f"b{n}"): size_value(extent, sizes) for n, extent in enumerate(spec.batch)}
     used = [name for name in extents if name.name in set().union(*map(coordinates, programs))]
     heads = math.prod(extents[name] for name in used)

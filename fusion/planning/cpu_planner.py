@@ -1,13 +1,11 @@
-"""Choices on CPUs: row by row for few queries, else the tile of least predicted time, or row by row where that is
-predicted to take less. Keys are cut into parts where that fills the cores.
+"""Choices on CPUs: `CpuPlanner.choose` takes row by row for few queries, else the tile of least predicted time, or row
+by row where that is predicted to take less. Keys are cut into parts where that fills the cores.
 
-Predicted time of the CPU kernel for few queries, which goes row by row with keys in lanes, and into how many parts
-it cuts the keys.
-
-Threads take pieces of work (rows that read the same keys; a part of these keys) from a common counter. A piece costs
-the larger of its vector work and of its share of the reading; whoever ends last decides. Where all keys count, pieces
-are equal, and what is lost beside whole rounds is that threads do not begin together; where a mask leaves keys out that
-are known only at run time, up to a whole piece is lost (Graham's bound on list scheduling).
+The time of the kernel that goes row by row, with keys in lanes, is predicted here. Threads take pieces of work (rows
+that read the same keys; a part of these keys) from a common counter. A piece costs the larger of its vector work and of
+its share of the reading; whoever ends last decides. Where all keys count, pieces are equal, and what is lost beside
+whole rounds is that threads do not begin together; where a mask leaves keys out that are known only at run time, up to
+a whole piece is lost (Graham's bound on list scheduling).
 """
 
 from __future__ import annotations

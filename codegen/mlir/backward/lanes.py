@@ -135,7 +135,7 @@ class KeyLanes(Lanes):
         b, kernel, mask = self.b, self.kernel, self.spec.mask
         if mask is None or not kernel.skips:
             return b.constant(1, "i1")
-        meets = kernel._all(kernel.tiles.scope(block, rows), mask.visits())
+        meets = kernel._all(kernel.tiles.scope(block, rows), mask.live_conditions())
         return b.or_(meets, kernel.any_dead(rows), "meets") if normalized(self.spec) else meets
 
     def prefetch(self, block: Block, rows: RowRange) -> None:

@@ -41,7 +41,7 @@ def test_tiles_are_left_out_and_taken_whole_as_their_scores_are_live(mask: MaskF
         for j0 in range(0, KEYS, STEP):
             tile = {I0: i0, I1: min(i0 + STEP, ROWS) - 1, J0: j0, J1: min(j0 + STEP, KEYS) - 1}
             scores = live[tile[I0] : tile[I1] + 1, tile[J0] : tile[J1] + 1]
-            if not holds(mask.visits(), tile):
+            if not holds(mask.live_conditions(), tile):
                 left_out += 1
                 assert not scores.any(), tile
             elif holds(mask.whole(), tile):
