@@ -80,7 +80,9 @@ def with_counts(
 
 def _sample(numbers: Tensor, most: int) -> Tensor:
     """At most so many of some numbers, but one, at even distances."""
-    return numbers[torch.linspace(0, len(numbers) - 1, max(1, most)).long()] if len(numbers) > most else numbers
+    if len(numbers) <= most:
+        return numbers
+    return numbers[torch.linspace(0, len(numbers) - 1, max(1, most), dtype=torch.float64).long()]
 
 
 def _share_of_ranges(problem: Problem, rows: Tensor) -> float:

@@ -159,7 +159,7 @@ def test_what_cannot_be_traced_stays_as_it_is(monkeypatch, dynamic):
 
     once = functorch.of_vmap
     monkeypatch.setattr(
-        "fusion.passes.trace.normalize.of_vmap", lambda target: refuse if "remove" in str(target) else once(target)
+        "fusion.passes.trace.retrace.of_vmap", lambda target: refuse if "remove" in str(target) else once(target)
     )
     inputs = [torch.randn(3, 8, 8) for _ in range(3)]
     report = fusion.explain(function, *inputs)

@@ -19,8 +19,8 @@ from fusion.ir import Normalizer
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
 from fusion.planning.register_tiles import tilings_for
-from tests.codegen.mlir.cases import TARGETS, Case, assert_gradients_as_exact_as_eager, case, draw
-from tests.numerics import assert_same
+from tests.codegen.mlir.cases import TARGETS, Case, assert_gradients_as_exact_as_eager, beside_eager, case, draw
+from tests.numerics import assert_as_exact_over_draws, assert_same
 
 THREADS = (1, 2, 3, 8, 31, 64)
 
@@ -54,14 +54,21 @@ def on_threads(run: TrainingKernel, given: list, counts: Sequence[int] = THREADS
     return results
 
 
-def assert_right_on_threads(run: TrainingKernel, c: Case, given: list, counts: Sequence[int] = THREADS) -> None:
+def assert_right_on_threads(
+    run: TrainingKernel, c: Case, extents: dict[str, int], counts: Sequence[int] = THREADS
+) -> None:
     """Gradients as exact as eager's, and the same numbers on all of these threads."""
-    first, *others = on_threads(run, given, counts)
-    grad, _, _, operands, _, needs = given
-    assert_gradients_as_exact_as_eager(first, c, operands, grad, needs)
-    for other in others:
-        for one, two in zip(first, other, strict=True):
-            assert_same(one, two)
+
+    def draw_and_run():
+        given = drawn(c, extents, run)
+        first, *others = on_threads(run, given, counts)
+        for other in others:
+            for one, two in zip(first, other, strict=True):
+                assert_same(one, two)
+        grad, _, _, operands, _, needs = given
+        return beside_eager(first, c, operands, grad, needs)
+
+    assert_as_exact_over_draws(draw_and_run, getattr(torch, c.spec.dtype), name="gradient", check_dtype=False)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +96,8 @@ def test_gradients_are_the_same_for_any_number_of_threads(name: str, fields: dic
     c = case(name, **fields)
     for parts, n_q, n_k in ((None, 333, 517), (2, 77, 300), (5, 130, 97)):
         run = kernel(c, target, parts=parts)
-        given = drawn(c, {"B": 2 if "bias" in name else 1, "H": 2, "Nq": n_q, "Nk": n_k}, run)
-        assert_right_on_threads(run, c, given, THREADS if parts is None else (1, 5))
+        extents = {"B": 2 if "bias" in name else 1, "H": 2, "Nq": n_q, "Nk": n_k}
+        assert_right_on_threads(run, c, extents, THREADS if parts is None else (1, 5))
         steps = {(step.kind, step.parts) for derived in run.derived.values() for step in derived.steps[0]}
         ((kind, cut),) = steps
         assert kind is FUSED and cut == (parts or cut) > 1
@@ -103,7 +110,7 @@ def test_sums_of_long_heads_begin_anew_within_parts(monkeypatch, dtype: str, par
     monkeypatch.setattr("fusion.codegen.mlir.backward.call.QUERY_GRADIENT_SPAN", 200)
     c = case("causal_last_key", dtype)
     run = kernel(c, parts=parts)
-    assert_right_on_threads(run, c, drawn(c, {"B": 1, "H": 3, "Nq": 61, "Nk": 1300}, run), (1, 2, 5))
+    assert_right_on_threads(run, c, {"B": 1, "H": 3, "Nq": 61, "Nk": 1300}, (1, 2, 5))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
@@ -133,7 +140,7 @@ def test_two_kernels_cut_blocks_as_well() -> None:
     c = case("causal", group=2)
     run = kernel(c)
     run.fused = False
-    assert_right_on_threads(run, c, drawn(c, {"B": 1, "H": 1, "Nq": 500, "Nk": 600}, run), (1, 4, 20))
+    assert_right_on_threads(run, c, {"B": 1, "H": 1, "Nq": 500, "Nk": 600}, (1, 4, 20))
     steps = [step for derived in run.derived.values() for step in derived.steps[0]]
     assert {step.kind.name for step in steps} == {"queries", "keys"} and all(step.parts > 1 for step in steps)
     assert all((DELTAS, 0) in derived.launchers and (KEYS, 0) in derived.launchers for derived in run.derived.values())

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 import fusion
 from benchmarks import offline
 from benchmarks.offline.facts import Facts, OfflineCompilationError, compile_offline, facts_of
+from fusion.codegen.triton import ahead_of_time
 from fusion.codegen.triton.key_loop import Order
 from fusion.codegen.triton.launch import Kernel, combining_tile, forward_kernels, order_of, split_kernels
 from fusion.ir import integers
@@ -209,7 +210,6 @@ def test_kernels_compile_after_others_were_interpreted(tmp_path, monkeypatch) ->
 
 def test_a_kernel_that_ptxas_refuses_is_an_error(monkeypatch):
     failed = SimpleNamespace(returncode=1, stdout="", stderr="no such target")
-    monkeypatch.setattr(offline.facts.subprocess, "run", lambda *args, **kwargs: failed)
-    monkeypatch.setattr(offline.facts, "_ptxas", lambda target: "ptxas")
+    monkeypatch.setattr(ahead_of_time.subprocess, "run", lambda *args, **kwargs: failed)
     with pytest.raises(OfflineCompilationError, match="ptxas refused the kernel for sm_1: no such target"):
         offline.facts._nvidia(".target sm_1", "sm_1")

@@ -9,7 +9,7 @@ import fusion
 
 
 @pytest.mark.parametrize("failing", ["fusion.passes.recognize.find._examine", "fusion.passes.specify.calls.specify",
-                                     "fusion.passes.specify.calls.uses"])  # fmt: skip
+                                     "fusion.passes.specify.calls.uses_of"])  # fmt: skip
 def test_a_failure_of_a_pass_costs_one_attention(failing, monkeypatch):
     """It is called a defect, and the others are fused."""
     module, name = importlib.import_module(failing.rpartition(".")[0]), failing.rpartition(".")[2]
