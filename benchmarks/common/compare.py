@@ -18,11 +18,11 @@ import torch
 import torch._dynamo.config
 import torch._inductor.config
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
 from benchmarks.common.measuring import Entry, allowed_error, interleave, largest_error
 from benchmarks.common.results import heading
+from fusion.torch_private.tensors import tree_leaves
 
 torch._inductor.config.compile_threads = 1  # workers that start up would disturb the first cases
 torch._dynamo.config.recompile_limit = 1000  # programs made by one function share its code
@@ -130,7 +130,7 @@ def table(study: Study, options: argparse.Namespace, backward: bool = False) -> 
         wrong |= cells[1].startswith("wrong")
         lines.append("| " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)
-        torch._dynamo.reset()
+        torch.compiler.reset()
     return "\n".join(lines) + "\n", wrong
 
 

@@ -111,7 +111,7 @@ def last_rows(inputs: tuple[Tensor, ...], is_causal: bool) -> Tensor:
 
 def compare(title: str, inputs: tuple[Tensor, ...], method: str, seconds: float = 1.5) -> str:
     """One line: exact and approximate on the same inputs, in turns."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     function = causal if title.startswith("causal") else attend
     epsilon = 1e-2 if method == "polynomial" else 1e-3
     exact = torch.compile(function, backend="fusion", options={"inner": "eager"})

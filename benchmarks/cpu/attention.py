@@ -56,7 +56,7 @@ def compiled(call, backend: str):
 
 def measure_row(name: str, row: Row, problem: Problem, dtype: str, options: argparse.Namespace) -> dict:
     """One cell of the table: a variant at one size and dtype."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     operands = problem.tensors(row)
     exact = row.plain(*problem.tensors(row, torch.float64))
     eager = functools.partial(row.plain, *operands)

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from benchmarks.common import peak
 from benchmarks.common.compare import Case, Function, compiled, contestants, draw, main
 from benchmarks.common.rows import ROWS, Problem, Row, sdpa_call
+from fusion.torch_private.tensors import tree_flatten, tree_unflatten
 
 HEADS = ("1/1", "2/2", "4/4", "8/8", "8/2", "32/32", "32/8")
 D, PAGE = 64, 16
@@ -60,7 +60,7 @@ def decode(options: argparse.Namespace) -> Iterator[Case]:
 
 
 Stored = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""What is stored of K, of V, and of both."""
+"""Stored tensors: of K, of V, and of both."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def renormalised(q, k, v):
-    """What a mask leaves of a softmax adds up to 1 again; one attention."""
+    """Softmax weights that are masked and normalised again: one attention."""
     w = torch.softmax(scores(q, k), -1) * (torch.arange(k.shape[-2]) % 5 > 0).to(q.dtype)
     return w / (w.sum(-1, keepdim=True) + 1e-13) @ v
 

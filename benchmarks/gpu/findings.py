@@ -1,4 +1,4 @@
-"""What a run of benchmarks/gpu has found so far: kept in a file after every step, so that a crash loses one step."""
+"""Results of a run of benchmarks/gpu, saved after every step, so that a crash loses one step."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Chosen:
 
 
 def choices() -> Iterator[Chosen]:
-    """Of all cells, for long sequences."""
+    """Choices for all cells, with long sequences."""
     for target in TARGETS:
         machine = of_target(target)
         for name in (row for row in GPU_ROWS if "decode" not in row):
@@ -56,7 +56,7 @@ def choices() -> Iterator[Chosen]:
 
 
 def choices_of(cell: Cell, machine: Machine) -> Iterator[Chosen]:
-    """Of a cell's kernels."""
+    """Choices for the kernels of a cell."""
     d, d_v = cell.spec.d.integer, cell.spec.d_v.integer
     backward = () if cell.name in FORWARD_ONLY else backward_tiles(cell, machine)
     for kernel in (Forward.name, *(name for name in backward if name in BACKWARD)):

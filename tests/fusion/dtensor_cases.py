@@ -256,14 +256,14 @@ CASES: dict[str, Case] = {
 
 
 def weights(shape: torch.Size) -> Tensor:
-    """Of the result's elements in the loss."""
+    """Factors of the result's elements in the loss."""
     return torch.linspace(-1, 1, math.prod(shape)).sin().reshape(shape)
 
 
-def gradients(case: Case, inputs: list[Tensor]) -> list[Tensor]:
-    """The result and the gradients in one process, as eager computes them."""
+def gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Result and gradients of a function in one process, in eager mode."""
     leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
-    out = case.function(*leaves)
+    out = function(*leaves)
     (out * weights(out.shape).to(out.dtype)).sum().backward()
     return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
 

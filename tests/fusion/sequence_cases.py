@@ -27,6 +27,7 @@ from fusion import sequences
 from fusion.ir.parts import Call, Split
 from fusion.runtime import dtensor
 from fusion.sequences import cost
+from tests.fusion.dtensor_cases import weights
 
 B, H, N, D = 2, 4, 37, 16
 QKV = ((B, H, N, D),) * 3
@@ -214,19 +215,6 @@ COUNTED = {
     "other widths": Case(function=plain, shapes=((2, 4, 32, D), (2, 4, 64, D), (2, 4, 64, 2 * D))),
     "window, uneven": Case(function=window),
 }
-
-
-def weights(shape: torch.Size) -> Tensor:
-    """Of the result's elements in the loss."""
-    return torch.linspace(-1, 1, math.prod(shape)).sin().reshape(shape)
-
-
-def gradients(case: Case, inputs: list[Tensor]) -> list[Tensor]:
-    """The result and the gradients in one process, as eager computes them."""
-    leaves = [t.requires_grad_(t.is_floating_point()) for t in inputs]
-    out = case.function(*leaves)
-    (out * weights(out.shape).to(out.dtype)).sum().backward()
-    return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
 
 
 def _place(case: Case, mesh: DeviceMesh) -> list[DTensor]:

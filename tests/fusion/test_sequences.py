@@ -13,7 +13,8 @@ from torch import multiprocessing
 
 import fusion
 from fusion.errors import ShardingError, StrictError
-from tests.fusion.sequence_cases import CASES, COUNTED, DROPOUT, DROPPED, SCHEDULES, SEED, deserted, gradients, work
+from tests.fusion.dtensor_cases import gradients
+from tests.fusion.sequence_cases import CASES, COUNTED, DROPOUT, DROPPED, SCHEDULES, SEED, deserted, work
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
 ON_FOUR = (
@@ -46,8 +47,8 @@ def found(tmp_path_factory):
 def test_every_process_finds_what_one_process_finds(found, processes, name, schedule):
     case = CASES[name]
     inputs = case.inputs()
-    eager = gradients(case, copy.deepcopy(inputs))
-    exact = gradients(case, [t.double() if t.is_floating_point() else t for t in inputs])
+    eager = gradients(case.function, copy.deepcopy(inputs))
+    exact = gradients(case.function, [t.double() if t.is_floating_point() else t for t in inputs])
     for process in found[processes]:
         result = process[name, schedule]
         assert "error" not in result, result["error"]

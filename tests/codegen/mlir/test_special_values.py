@@ -112,7 +112,7 @@ def test_the_floating_point_mode_is_the_callers_again() -> None:
 
 
 FACTORS = [(1, 1, 2.0**-60), (1, 1, 2.0**-114), (1, 1, 2.0**-122), (2.0**-115, 2.0**112, 1), (2.0**-60, 2.0**60, 1)]
-"""Of Q, K and V."""
+"""Factors of Q, K and V."""
 
 
 @pytest.mark.parametrize("factors", FACTORS)

@@ -37,7 +37,7 @@ PLACES = {
 }
 """What masks say of positions; also data (padding) bounds nothing."""
 PRODUCTS = {"queries": 3, "keys": 4, "joint": 5}
-"""Of a tile, in each kernel. On GPUs that add fast one kernel may do the work of two."""
+"""Products of a tile, in each kernel. On GPUs that add fast one kernel may do the work of two."""
 SHAPES = (
     {"B": 1, "H": 1, "Nq": 64, "Nk": 64},
     {"B": 1, "H": 1, "Nq": 75, "Nk": 83},

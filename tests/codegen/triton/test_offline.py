@@ -44,7 +44,7 @@ def check(facts: list[Facts]) -> None:
     ("n_q", "names"), [(1024, ["attention_forward"]), (1, ["attention_split", "attention_combine"])]
 )
 def test_resources_of_a_call(n_q: int, names: list[str]) -> None:
-    """Of the kernels that it would run, in their tiles."""
+    """Facts of the kernels that it would run, in their tiles."""
     spec, target = case("plain", "bfloat16", 64).spec, "sm_90"
     kernel, sizes = Kernel(spec, plan=lambda _: GpuPlanner(spec, of_target(target))), (4, 16, n_q, 8192)
     resources = kernel.resources(sizes, target)
