@@ -5,7 +5,7 @@
         for each window of the keys in range: all of them, unless packed K and V would take too much memory
             pack K and V, as far as needed, if the item reads other keys than the one before
             for each block of keys, with each row's maximum so far or, where the norms of Q and K say that the scores
-            lie close together, without (`bounded_tiles`)
+            lie close together, without (`fixed_shift`)
                 S^T = K Q^T;  score program, softmax statistics, weights;  O^T += V^T P^T
         where the keys are cut into parts: leave what is summed; the last of the item goes on with the sums of all
         where a row met no live key although keys were skipped: once more over all keys
@@ -27,9 +27,9 @@ from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import dead_rows_need_keys
 from fusion.planning.register_tiles import Target, Tiling
 
-from .bounded_tiles import BoundedTiles, score_bounds
 from .builder import Value
 from .dense import DenseLoad
+from .fixed_shift import FixedShift, score_bounds
 from .parts import TileParts
 from .rows import STATE_BYTES, PackedRows, RowReader
 from .scope import Scope
@@ -69,7 +69,7 @@ class AttentionKernel(KernelFunction):
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.parts = TileParts(self.tiles) if tiling.cut else None
         bounds = score_bounds(self.tiles)
-        self.bounded = None if bounds is None else BoundedTiles(self.tiles, bounds)
+        self.bounded = None if bounds is None else FixedShift(self.tiles, bounds)
         self.stream = (Overlapped if p.overlaps else Sequential)(self.tiles)
         b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
         self.windowed = aux is None  # whose kept weights are those of all keys

@@ -22,7 +22,7 @@ from .amx import Amx
 from .builder import Value
 from .products import InterleavedWork
 from .softmax import PAIR, GroupSoftmax, RowProgram
-from .tile import Item, KeyRange, Tile, Tiles
+from .tile import Item, KeyRange, ScoreTile, Tiles
 from .values import Array
 
 GROUP_PAIR = (0, 1)  # of the set of groups that overlapping products take
@@ -45,7 +45,7 @@ class Sequential:
             with b.when(b.compare("sgt", n, 0)):
                 self.tile(tiles.tile(item, rows, g, j0, n))
 
-    def tile(self, tile: Tile) -> None:
+    def tile(self, tile: ScoreTile) -> None:
         """All stages of a tile."""
         tiles = self.tiles
         tiles.score_all(tile)
@@ -88,7 +88,7 @@ class Overlapped:
             following = zip((g, j0, n, other, area), (*before, area, other), strict=True)
             loop.yields(*(b.select(taken, x, y) for x, y in following))
 
-    def advance(self, old: Tile, new: Tile) -> None:
+    def advance(self, old: ScoreTile, new: ScoreTile) -> None:
         """The second half of a tile and the first half of the next; either may have no keys."""
         b, tiles, step_keys = self.b, self.tiles, self.products.key_step
         both = b.least(old.steps, new.steps, "both")
@@ -113,7 +113,7 @@ class Overlapped:
             tiles.rescale(new)
 
     def score_beside(
-        self, new: Tile, both: Value, keys: int, beside: InterleavedWork, rest: Callable[..., None],
+        self, new: ScoreTile, both: Value, keys: int, beside: InterleavedWork, rest: Callable[..., None],
         first: Value | int = 0,
     ) -> None:  # fmt: skip
         """The scores of a tile; beside `both` of the steps work on `keys` keys each. rest: that on those of a step's
@@ -128,7 +128,7 @@ class Overlapped:
             self.tiles.score(new, step)
 
     def accumulate_beside(
-        self, old: Tile, both: Value, keys: int, beside: InterleavedWork, rest: Callable[..., None]
+        self, old: ScoreTile, both: Value, keys: int, beside: InterleavedWork, rest: Callable[..., None]
     ) -> None:
         """The product with V over `both` key steps of a tile, beside work on `keys` keys of each."""
         b = self.b
@@ -139,7 +139,9 @@ class Overlapped:
                 start = b.mul(step, keys)
                 rest(start, b.add(start, count))
 
-    def accumulate(self, tile: Tile, first: Value | int, steps: Value, beside: InterleavedWork | None = None) -> None:
+    def accumulate(
+        self, tile: ScoreTile, first: Value | int, steps: Value, beside: InterleavedWork | None = None
+    ) -> None:
         """The product with V of key steps first..steps-1 of a tile."""
         b = self.b
         values, packed, output = self.tiles.second_product(tile)
@@ -179,12 +181,12 @@ class Overlapped:
 
         return pieces
 
-    def pair(self, tile: Tile, program: Expr) -> tuple[list[GroupSoftmax], list[RowProgram]]:
+    def pair(self, tile: ScoreTile, program: Expr) -> tuple[list[GroupSoftmax], list[RowProgram]]:
         """Softmaxes and programs of the members of GROUP_PAIR."""
         softmaxes = [self.tiles.softmax(tile, member) for member in GROUP_PAIR]
         return softmaxes, [self.tiles.row_program(tile, member, program) for member in GROUP_PAIR]
 
-    def _weights_beside(self, tile: Tile) -> InterleavedWork:
+    def _weights_beside(self, tile: ScoreTile) -> InterleavedWork:
         softmaxes = [self.tiles.softmax(tile, member) for member in GROUP_PAIR]
         stores = [self.tiles.store_of(softmax) for softmax in softmaxes]
         coefficients = [softmax.coefficients() for softmax in softmaxes]
@@ -202,7 +204,7 @@ class Overlapped:
 
         return self.beside(self.products.key_step, 0, lambda member: [zero] * PAIR, work, end)
 
-    def _maxima_beside(self, tile: Tile, program: Expr) -> InterleavedWork:
+    def _maxima_beside(self, tile: ScoreTile, program: Expr) -> InterleavedWork:
         b, (softmaxes, programs) = self.b, self.pair(tile, program)
         places = [self.tiles.highest[member] for member in GROUP_PAIR]
 

@@ -63,7 +63,7 @@ class KeyRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
+class ScoreTile:
     """Some groups of an item against a block of keys."""
 
     item: Item
@@ -148,7 +148,7 @@ class Tiles:
             b.fill(memory.output, memory.rows, b.constant(0.0, self.vector), hint="e")
             b.store(b.constant(0.0, self.vector), memory.block_total)
 
-    def _end_block(self, tile: Tile) -> None:
+    def _end_block(self, tile: ScoreTile) -> None:
         """Add the sums of a tile to those of the tiles before. Where it is the last of a span of keys and another
         follows, add its groups' output and sum to those of the spans before."""
         b, first = self.b, tile.block.first
@@ -173,11 +173,11 @@ class Tiles:
         with self.b.when(self.several):
             self.merge_spans(g, 1, 0)
 
-    def tile(self, item: Item, scope: Scope, g: Value, j0: Value, n: Value, weights: Array | None = None) -> Tile:
+    def tile(self, item: Item, scope: Scope, g: Value, j0: Value, n: Value, weights: Array | None = None) -> ScoreTile:
         """The tile of the groups from g on and n keys from j0 on."""
         b, step = self.b, self.products.key_step
         steps = b.ceil_div(n, step, "steps")
-        return Tile(
+        return ScoreTile(
             item=item, scope=scope, g=g, steps=steps,
             here=b.least(b.sub(item.groups, g), self.group_block, "here"),
             block=KeyBlock(first=j0, count=n, padded=b.mul(steps, step)), weights=weights or self.weights,
@@ -202,18 +202,20 @@ class Tiles:
         return tile, b.select(keys.skipping, needed, n, "n_keys")
 
     @contextlib.contextmanager
-    def members(self, tile: Tile, low: Value | int = 0, high: Value | int = 1) -> Iterator[Value]:
+    def members(self, tile: ScoreTile, low: Value | int = 0, high: Value | int = 1) -> Iterator[Value]:
         """A loop over the groups of a tile, where there are keys [low, high) to work on."""
         b, known = self.b, isinstance(low, int) and isinstance(high, int)
         some = contextlib.nullcontext() if known else b.when(b.compare("slt", b.as_value(low, "i64"), high))
         with some, b.loop(0, tile.here, hint="member") as member:
             yield member
 
-    def reset_maxima(self, tile: Tile) -> None:
+    def reset_maxima(self, tile: ScoreTile) -> None:
         with self.members(tile) as member:
             self.b.store(self.b.constant(float("-inf"), self.vector), self.highest[member])
 
-    def score(self, tile: Tile, step: Value, first: Value | int = 0, beside: InterleavedWork | None = None) -> None:
+    def score(
+        self, tile: ScoreTile, step: Value, first: Value | int = 0, beside: InterleavedWork | None = None
+    ) -> None:
         """One key step against the set of groups from member `first` on."""
         b, p = self.b, self.products
         at = b.row(self.kernel.packed_keys, b.add(self.kernel.packed_step(tile.block.first), step), p.key_bytes(), "i8")
@@ -226,26 +228,26 @@ class Tiles:
         for load in self.loads:
             load.prefetch_tile(row, p.nr * self.lanes, key, p.key_step, block, self.kernel.n_k)
 
-    def score_all(self, tile: Tile) -> None:
+    def score_all(self, tile: ScoreTile) -> None:
         b, size = self.b, self.products.nr
         sets = b.ceil_div(tile.here, size, "sets")
         with b.loop(0, tile.steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
             self.score(tile, step, b.mul(number, size))
 
-    def second_product(self, tile: Tile) -> tuple[Value, Array, Array]:
+    def second_product(self, tile: ScoreTile) -> tuple[Value, Array, Array]:
         """Addresses of the values of the tile's keys, its weights and its output."""
         p = self.products
         at = p.values_of(self.kernel.packed_values, self.kernel.packed_step(tile.block.first))
         return at, tile.weights, self.output.behind(tile.g)
 
-    def accumulate(self, tile: Tile) -> None:
+    def accumulate(self, tile: ScoreTile) -> None:
         """The product with V of a tile, whole."""
         values, weights, output = self.second_product(tile)
         sets = self.b.ceil_div(tile.here, self.products.nr, "sets")
         self.products.accumulate_sets(values, tile.steps, weights, output, sets)
         self._end_block(tile)
 
-    def variants(self, tile: Tile) -> Iterator[Expr]:
+    def variants(self, tile: ScoreTile) -> Iterator[Expr]:
         """The programs that may apply to a tile, each in the branch where it does."""
         b, block, kernel = self.b, tile.block, self.kernel
         self._fill_tables(tile)
@@ -259,7 +261,7 @@ class Tiles:
         with b.otherwise():
             yield self.programs.masked
 
-    def _fill_tables(self, tile: Tile) -> None:
+    def _fill_tables(self, tile: ScoreTile) -> None:
         b, block = self.b, tile.block
         ends = tile.scope.value(I0), tile.scope.value(I1), block.first, b.sub(b.add(block.first, block.count), 1)
         # A step that only ends the last tile has no keys, and what lies before the first is not the table's.
@@ -273,7 +275,7 @@ class Tiles:
         first, valid = b.add(item.first, offset), self.kernel._valid(b.sub(item.count, offset))
         return scope.inner(lanes=Lanes(coord=I, first=first, count=self.lanes, valid=valid))
 
-    def softmax(self, tile: Tile, member: Value | int) -> GroupSoftmax:
+    def softmax(self, tile: ScoreTile, member: Value | int) -> GroupSoftmax:
         memory = self.group(self.b.add(tile.g, member), member, tile.weights)
         return GroupSoftmax(self.kernel.context, memory, tile.block, self.kernel.exponent, keeps_ends(self.spec))
 
@@ -282,20 +284,20 @@ class Tiles:
         wanted, place = dense_loads(program, self.weight, but=self.by_distance), member if self.products.overlaps else 0
         return [(load, area[place]) for load, area in zip(self.loads, self.staged, strict=True) if load.expr in wanted]
 
-    def stage(self, tile: Tile, member: Value, program: Expr) -> None:
+    def stage(self, tile: ScoreTile, member: Value, program: Expr) -> None:
         """Dense operands of one group, with lanes innermost."""
         if wanted := self._wanted(program, member):
             lanes = self.lane_scope(tile.item, tile.scope, self.b.add(tile.g, member))
             for load, area in wanted:
                 load.stage(lanes, tile.block.first, tile.block.count, area)
 
-    def stage_all(self, tile: Tile, program: Expr) -> None:
+    def stage_all(self, tile: ScoreTile, program: Expr) -> None:
         """Stage the operands that a program reads of a tile, for all of its groups."""
         self._fill_tables(tile)
         with self.members(tile) as member:
             self.stage(tile, member, program)
 
-    def row_program(self, tile: Tile, member: Value | int, program: Expr) -> RowProgram:
+    def row_program(self, tile: ScoreTile, member: Value | int, program: Expr) -> RowProgram:
         b, lanes = self.b, self.lane_scope(tile.item, tile.scope, self.b.add(tile.g, member))
         lanes.prepare(program, self.weight, bound=self.kernel.batch_names | {"i"})
         row, last = b.mul(member, self.lanes), b.sub(tile.block.count, 1)
@@ -304,7 +306,7 @@ class Tiles:
         staged += [(table.part, lambda key, of=table: of.read(row, b.sub(key, last))) for table in self.tables]
         return RowProgram(program=program, weight=self.weight, scope=lanes, staged=staged)
 
-    def maxima(self, tile: Tile, program: Expr, low: Value | int, high: Value, staging: bool = False) -> None:
+    def maxima(self, tile: ScoreTile, program: Expr, low: Value | int, high: Value, staging: bool = False) -> None:
         """The score program on keys [low, high) of the block, for all groups; maxima join those in `highest`. staging:
         of dense operands, before."""
         b = self.b
@@ -314,7 +316,7 @@ class Tiles:
             place, rows = self.highest[member], self.row_program(tile, member, program)
             b.store(self.softmax(tile, member).apply(rows, low, high, b.load(place, self.vector, "h")), place)
 
-    def rescale(self, tile: Tile) -> None:
+    def rescale(self, tile: ScoreTile) -> None:
         """After the maxima of all rows: what they mean for the running maximum, sum and output."""
         b = self.b
         with self.members(tile) as member:
@@ -326,7 +328,7 @@ class Tiles:
                     self.statistics.note_maximum(softmax, b.add(tile.g, member), highest)
                 softmax.rescale(highest)
 
-    def weigh(self, tile: Tile, low: Value | int, high: Value) -> None:
+    def weigh(self, tile: ScoreTile, low: Value | int, high: Value) -> None:
         """Scores to weights for keys [low, high) of the block and all groups."""
         with self.members(tile, low, high) as member:
             softmax = self.softmax(tile, member)

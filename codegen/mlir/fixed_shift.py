@@ -1,4 +1,5 @@
-"""Tiles whose scores lie near a centre that is known beforehand (`lowering.bounded_scores`): no pass looks for maxima.
+"""Softmax with a fixed shift in place of the running maximum, where scores lie near a centre that is known beforehand
+(`lowering.bounded_scores`): no pass looks for maxima.
 
 The norms of queries and keys are kept as they are packed, and tell for a work item and a window of keys whether its
 scores are near. Then half of the weights take the place of the maxima, and weights have two areas, in turns:
@@ -23,7 +24,7 @@ from .builder import Value, vector_of
 from .products import InterleavedWork
 from .softmax import GroupSoftmax, Weigh
 from .stream import Overlapped
-from .tile import Item, KeyRange, Tile, Tiles
+from .tile import Item, KeyRange, ScoreTile, Tiles
 from .values import Array
 from .x86 import BIAS, MANTISSA
 
@@ -40,9 +41,9 @@ def score_bounds(tiles: Tiles) -> BoundedScores | None:
     return bounded_scores(known, programs.scale, *((MANTISSA, BIAS) if tiles.statistics is None else (1.0, 0.0)))
 
 
-class BoundedTiles(Overlapped):
-    """The tiles of one kernel. step_bytes: of a key step's norms of keys and magnitudes of values, each a vector of
-    bits. step_norms: where those of all steps lie."""
+class FixedShift(Overlapped):
+    """The loop over the tiles of one kernel. step_bytes: of a key step's norms of keys and magnitudes of values, each a
+    vector of bits. step_norms: where those of all steps lie."""
 
     step_norms: Value
 
@@ -135,7 +136,7 @@ class BoundedTiles(Overlapped):
 
         return b.any(item.groups, 1, mark, "g")
 
-    def advance(self, old: Tile, new: Tile) -> None:
+    def advance(self, old: ScoreTile, new: ScoreTile) -> None:
         """Programs and exponentials are one pass. `keys_done` says how many keys of a tile have weights already."""
         b, tiles, scores = self.b, self.tiles, self.scores
         half, masked = self.products.key_step // 2, scores.exponents[tiles.programs.masked]
@@ -162,14 +163,14 @@ class BoundedTiles(Overlapped):
             b.store(new.block.padded, self.keys_done)
         tiles._end_block(old)
 
-    def _is_regular(self, tile: Tile) -> Value:
+    def _is_regular(self, tile: ScoreTile) -> Value:
         """Whether a tile's key steps are full and no key of it is masked."""
         b, block, kernel = self.b, tile.block, self.tiles.kernel
         full = b.compare("eq", block.count, block.padded, "full")
         whole = kernel._whole(kernel._with_keys(tile.scope, block.first, block.count))
         return full if whole is None else b.and_(full, whole, "regular")
 
-    def _weigh_beside(self, tile: Tile, exponent: Expr, first: Value | int, ordinary: bool) -> InterleavedWork:
+    def _weigh_beside(self, tile: ScoreTile, exponent: Expr, first: Value | int, ordinary: bool) -> InterleavedWork:
         """Half of the keys of each step. ordinary: exponents are no fills."""
         b, (softmaxes, programs) = self.b, self.pair(tile, exponent)
         weigh = [self._weigh(softmax, b.add(tile.g, member), ordinary) for member, softmax in enumerate(softmaxes)]
@@ -183,7 +184,7 @@ class BoundedTiles(Overlapped):
             lambda member, sums: softmaxes[member].add_total(sums),
         )  # fmt: skip
 
-    def _weigh_all(self, tile: Tile, exponent: Expr, low: Value | int, high: Value) -> None:
+    def _weigh_all(self, tile: ScoreTile, exponent: Expr, low: Value | int, high: Value) -> None:
         with self.tiles.members(tile, low, high) as member:
             softmax = self.tiles.softmax(tile, member)
             weigh = self._weigh(softmax, self.b.add(tile.g, member), False)
