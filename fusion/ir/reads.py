@@ -79,12 +79,14 @@ def _is_polynomial_shift_free(expr: Expr) -> bool:
     return moved is expr
 
 
-def dense_loads(*programs: Expr | None, but: Sequence[Expr] = ()) -> list[Expr]:
-    """Loads at indices linear in row and key; without integers, which are gathered, and loads that only `but`
-    contains."""
+def dense_loads(
+    *programs: Expr | None, but: Sequence[Expr] = (), kinds: Sequence[Kind] = (Kind.FLOAT, Kind.BOOL)
+) -> list[Expr]:
+    """Loads at indices linear in row and key, without those that only `but` contains. kinds: of what is loaded;
+    integers are gathered."""
     leaves = {part: load(-1 - number, (), part.kind) for number, part in enumerate(but)}  # which depend on nothing
     result = {e: None for p in programs if p is not None for e in loads(substitute(p, leaves))}
-    return [e for e in result if {"i", "j"} <= coordinates(e) and e.kind is not Kind.INT and _is_dense(e)]
+    return [e for e in result if {"i", "j"} <= coordinates(e) and e.kind in kinds and _is_dense(e)]
 
 
 def key_dimension(expr: Expr) -> int | None:

@@ -65,6 +65,7 @@ class Schedule:
     """A loop nest over blocks, by the elements of one head that it moves between the slow and the fast memory, and
     that it holds in the fast one at most. Formulas in N_q, N_k queries and keys, d and d_v columns of K and V, s the
     share of the tiles that a mask leaves, B_r x B_c a tile, B_s the keys of a part, and stages, the tiles in flight.
+    `TABLES` comes to the elements moved.
 
     skips: tiles that the mask hides are left out.
     """
@@ -102,6 +103,9 @@ SCHEDULES = {
 }
 """The schedules of forward kernels, by name. `examples/io_model` has them as sums of phases, with others that have no
 kernel, and proves the formulas on a simulated memory."""
+TABLES = " + t*N_q*N_k"
+"""I/O of biases and masks with an element for each score. t: what is read of them for a score, in elements of the
+products' dtype and in the mean over all scores, of which those in skipped tiles read nothing."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,7 +123,9 @@ class Plan:
     compulsory: the bound is what every schedule must move (inputs that somebody needs, outputs), and exact; otherwise
         it is an order, with the constant 1.
     footprint: elements held in the fast memory.
-    share: s, the live share that io is counted with.
+    heads: whose elements the schedule's formula counts; query heads whose rows share a block, and so read keys once,
+        are one.
+    sizes: values of the formula's symbols.
     computed: share of the scores that lie in tiles which the kernel computes.
     time: s.
     resources: seconds that each is busy.
@@ -132,7 +138,8 @@ class Plan:
     bound: float
     compulsory: bool
     footprint: float
-    share: float
+    heads: int
+    sizes: Mapping[str, float] = field(repr=False, hash=False)
     computed: float
     time: float
     resources: tuple[tuple[str, float], ...]
@@ -201,15 +208,14 @@ class Plan:
     @property
     def symbolic(self) -> str:
         """The schedule's I/O for one head, in symbols."""
-        return SCHEDULES[self.schedule].io
+        return SCHEDULES[self.schedule].io + TABLES * (self.sizes["t"] > 0)
 
     @property
     def formula(self) -> str:
         """The schedule's I/O for one head with numbers put in, and its value."""
-        values = _sizes(self.problem) | dict(self.tile) | {"s": self.share}
-        shown = lambda match: number_text(values[match[0]]) if match[0] in values else match[0]
+        shown = lambda match: number_text(self.sizes[match[0]]) if match[0] in self.sizes else match[0]
         text = re.sub(r"\b[A-Za-z]\w*\b", shown, self.symbolic)
-        return f"{text} = {number_text(self.io / self.problem.problems)}"
+        return f"{text} = {number_text(self.io / self.heads)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Fields of the plan, for JSON."""
@@ -228,13 +234,15 @@ class Plan:
     def explain(self) -> str:
         """The plan on several lines: formula with numbers put in, I/O, bound, resources."""
         parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources if value)
+        together = self.problem.problems // self.heads
+        heads = "heads" if together == 1 else f"heads of keys, each with the rows of {together} heads of queries,"
         lines = [
             f"problem    {self.problem}",
             f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}",
             f"schedule   {self.schedule} {tile_text(self.tile)}, footprint {number_text(self.footprint)} elements",
             f"I/O        {self.symbolic}",
             f"           = {self.formula} per head",
-            f"           x {self.problem.problems} heads = {number_text(self.io)} elements"
+            f"           x {self.heads} {heads} = {number_text(self.io)} elements"
             f" = {bytes_text(self.io_bytes)}{self._levels()}",
             f"bound      {number_text(self.bound)} elements ({self.bound_text}); ratio {self.ratio:.2f}",
             f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})",
@@ -325,19 +333,20 @@ def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: M
         from fusion.planning.cpu_planner import choice_time
 
         times = choice_time(spec, problem, machine, choice)
-    share = moved.live_share(*block) if schedule.skips else 1.0
-    sizes = _sizes(moved) | choice.tiling | {"B_r": block[0], "s": share}
+    share, scores = (moved.live_share(*block), problem.computed_share(*computed)) if schedule.skips else (1.0, 1.0)
+    sizes = {**_sizes(moved), **choice.tiling, "B_r": block[0], "s": share, "t": scores * problem.table_elements}
     bound = lower_bound(problem, machine.fast_elements(problem.dtype))
     return Plan(
         problem=problem,
         machine=machine,
         choice=choice,
-        io=_compiled(schedule.io)(sizes) * moved.problems,
+        io=_compiled(schedule.io + TABLES)(sizes) * moved.problems,
         bound=bound,
         compulsory=bound == lower_bound(problem, math.inf),
         footprint=_compiled(schedule.footprint)(sizes),
-        share=share,
-        computed=problem.live_share(*computed) if schedule.skips else 1.0,
+        heads=moved.problems,
+        sizes=sizes,
+        computed=scores,
         time=float(times.total[0]),
         resources=tuple(times.at(0).items()),
     )
@@ -368,7 +377,7 @@ def _sizes(problem: Problem) -> dict[str, float]:
 def lower_bound(problem: Problem, capacity: float) -> float:
     """Elements that any schedule moves for all heads: the larger of what must be moved, and of what a fast memory of
     M = `capacity` elements imposes. The former reads each key head once however many query heads share it, and no key
-    that the mask hides from all queries."""
+    that the mask hides from all queries; of a table it reads the elements of live scores."""
     n_q, n_k, d, d_v = (max(1, size) for size in (problem.n_q, problem.n_k, problem.d, problem.d_v))
     batch = max(1, problem.batch)
     if problem.n_k_total:
@@ -381,7 +390,10 @@ def lower_bound(problem: Problem, capacity: float) -> float:
     rows, keys = problem.needed()
     compulsory = problem.problems * (rows * problem.d + n_q * problem.d_v)
     compulsory += batch * max(1, problem.heads_kv) * keys * (problem.d + problem.d_v)
-    imposed = problem.live_share(1, 1) * _products_bound(n_q, n_k, d, capacity)
+    live = problem.live_share(1, 1)
+    elements = sum(table.copies * table.bytes for table in problem.tables) / problem.element_bytes
+    compulsory += live * n_q * n_k * elements
+    imposed = live * _products_bound(n_q, n_k, d, capacity)
     return max(compulsory, problem.problems * imposed)
 
 

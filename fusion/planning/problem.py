@@ -69,6 +69,15 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A load of an element for each score (of a bias, a mask). bytes: of an element. copies: batch elements and heads with
+    elements of their own, as far as that is known; 0 where rows and keys, or other loads, may share elements."""
+
+    bytes: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """q: [batch, heads, n_q, d], k: [batch, heads_kv, n_k, d], v: [batch, heads_kv, n_k, d_v].
 
@@ -77,7 +86,8 @@ class Problem:
     window: and j > i + diagonal - window.
     ranges: of the keys that rows visit, of an attention's own mask, in place of `causal` and `window`.
     score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...).
-    dense: tensors of an element for each score that the score program reads (biases, masks).
+    dense: tensors of an element for each score that the score program reads (biases, masks), by the time of kernels.
+    tables: the same, with indices into further tensors, by what they move.
     stored_bytes: bytes of an element of k and v in memory (their mean) where that is not `dtype`, else 0.
     together: query heads whose rows lie side by side, in one head: row r is row r // together of each of them.
     n_k_total: number of keys that the n_k are selected from, where `heads` are queries with a set each; else 0.
@@ -101,6 +111,7 @@ class Problem:
     ranges: KeyRanges | None = None
     score_flops: int = 0
     dense: int = 0
+    tables: tuple[Table, ...] = ()
     stored_bytes: float = 0
     together: int = 1
     n_k_total: int = 0
@@ -152,10 +163,22 @@ class Problem:
             return self.counted.scores
         if not self.bounded:
             return self.density
+        return float(self._visited(rows, cols).mean()) / max(1, self.n_k) * self.density
+
+    def computed_share(self, rows: int, cols: int) -> float:
+        """Share of the scores that lie in the tiles of `rows x cols` which `live_share` counts; tiles at the edge are
+        smaller."""
+        if not self.bounded:
+            return self.density
+        n_q, visited = max(1, self.n_q), self._visited(rows, cols)
+        edges = np.append(np.arange(0, n_q, rows), n_q)
+        return float((visited * np.diff(edges)).sum()) / (len(visited) * n_q * max(1, self.n_k)) * self.density
+
+    def _visited(self, rows: int, cols: int) -> np.ndarray:
+        """Keys that each block of `rows` queries meets: [heads that differ, blocks]."""
         start, end = self.all_key_ranges(rows)
-        n_k = max(1, self.n_k)
-        keys = (-(-end // cols) * cols).clip(0, n_k) - start // cols * cols
-        return float(keys.clip(0, n_k)[start < end].sum()) / (start.size * n_k) * self.density
+        keys = (-(-end // cols) * cols).clip(0, max(1, self.n_k)) - start // cols * cols
+        return np.where(start < end, keys.clip(0, max(1, self.n_k)), 0)
 
     def needed(self) -> tuple[float, float]:
         """Rows of a head, and keys, that take part in a live score; a mean over heads."""
@@ -172,6 +195,11 @@ class Problem:
         np.add.at(edges, (head[live], end[live]), -1)
         keys = (edges[:, :-1].cumsum(axis=1) > 0).sum()
         return live.sum() / len(start) * min(1.0, self.density), keys / len(start) * self.density
+
+    @property
+    def table_elements(self) -> float:
+        """What is read of tables for a score, in elements of `dtype`."""
+        return sum(table.bytes for table in self.tables) / self.element_bytes
 
     def with_heads_together(self) -> Problem:
         """This problem, in which the query heads that read the same keys are one head of as many times the rows."""
@@ -220,7 +248,7 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         raise ProblemError(f"the spec has the sizes {list(spec.sizes)}; values for {missing} are missing: give sizes=")
     n_q, n_k, d, d_v = (size_value(e, values) for e in (spec.n_q, spec.n_k, spec.d, spec.d_v))
     batch = [size_value(extent, values) for extent in spec.batch]
-    heads, (score_flops, dense) = batch[-1] if batch else 1, _of_programs(*spec.programs())
+    heads, (score_flops, tables) = batch[-1] if batch else 1, _of_programs(*spec.programs())
     if (mixing := spec.mixing) is not None:  # a multiply-add for every head
         score_flops += batch[mixing.axis] * sum(matrix is not None for matrix in (mixing.scores, mixing.weights))
     return Problem(
@@ -236,15 +264,29 @@ def problem_of(spec: AttentionSpec, sizes: Mapping[str, int] | Sequence[int] | N
         stored_bytes=_stored_bytes(spec, d, d_v, n_k, values),
         n_k_total=0 if spec.n_k_total is None else size_value(spec.n_k_total, values),
         score_flops=score_flops,
-        dense=dense,
+        dense=sum(part.kind is not Kind.INT for part in tables),
+        tables=tuple(
+            Table(bytes=spec.operands[part.operand].torch_dtype.itemsize, copies=_copies(part, tables[:n], batch))
+            for n, part in enumerate(tables)
+        ),
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _of_programs(*programs: Expr | None) -> tuple[int, int]:
-    """`Problem.score_flops` and `Problem.dense`: looked for once, as every new length asks."""
+def _of_programs(*programs: Expr | None) -> tuple[int, list[Expr]]:
+    """(`Problem.score_flops`, loads of `Problem.tables`): looked for once, as every new length asks."""
     operations = sum(part.op in PRIMITIVES and part.kind is Kind.FLOAT for part in walk(*programs))
-    return operations, len(dense_loads(*programs, but=distance_parts(*programs)))
+    return operations, dense_loads(*programs, but=distance_parts(*programs), kinds=(*Kind,))
+
+
+def _copies(table: Expr, others: Sequence[Expr], batch: Sequence[int]) -> int:
+    """`Table.copies`, without elements that another load may read as well. Batch coordinates count where one is an
+    index by itself."""
+    own = [coordinates(index) & {"i", "j"} for index in table.args]
+    if not ({"i"} in own and {"j"} in own) or any(other.operand == table.operand for other in others):
+        return 0
+    alone = {index.name for index in table.args if index.op == "coord"}
+    return math.prod(extent for n, extent in enumerate(batch) if f"b{n}" in alone)
 
 
 def _stored_bytes(spec: AttentionSpec, d: int, d_v: int, n_k: int, sizes: Mapping[str, int]) -> float:

@@ -48,19 +48,65 @@ def test_io_and_bound_are_what_the_mask_needs(name, shape):
     (site,) = fusion.explain(attend, q, k, v).sites
     plan, here = site.plan, machine(None)
     step = target_of(here).register_tile(planes_of(site.spec, target_of(here)))[1]
-    visited, blocks = 0, range(0, n_q, plan.B_r)
-    for head in live:
-        for first in blocks:
-            keys = head[first : first + plan.B_r].any(0).nonzero()
-            if len(keys):
-                low, high = int(keys[0]) // step * step, -(-(int(keys[-1]) + 1) // step) * step
-                visited += min(high, n_k) - low
+    visited = sum(sum(live_keys(head, plan.B_r, step, n_k)) for head in live)
     # Q, the output and a statistic of each row once, K and V of the visited tiles (`fusion.planning.plan.SCHEDULES`).
     assert_same_in_float64(plan.io, batch * (heads * n_q * (2 * d + 1) + 2 * d * visited))
     needed_rows, needed_keys = live.any(2).sum().item(), live.any(1).sum().item()
     compulsory = batch * (needed_rows * d + heads * n_q * d + 2 * needed_keys * d)
     assert_same_in_float64(lower_bound(plan.problem, math.inf), compulsory)
     assert plan.ratio >= 1
+
+
+def decayed(scores: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """A decay by distance, which the graph makes as a table for each head."""
+    i, j, _ = positions(base.shape[0], *scores.shape[-2:])
+    return scores * base ** (i - j).abs()
+
+
+TABLES = {
+    "bias of each head": (lambda b, h, n, m: torch.randn(h, n, m), torch.add, 4, lambda b, h: h),
+    "bias of each batch element": (lambda b, h, n, m: torch.randn(b, 1, n, m), torch.add, 4, lambda b, h: b),
+    "bias of all": (lambda b, h, n, m: torch.randn(b, h, n, m), torch.add, 4, lambda b, h: b * h),
+    "one bias, in half precision": (lambda b, h, n, m: torch.randn(n, m).half(), torch.add, 2, lambda b, h: 1),
+    "booleans": (lambda b, h, n, m: torch.rand(n, m) < 0.5, lambda s, x: torch.where(x, s, 0.5 * s), 1, lambda b, h: 1),
+    "decay by distance": (lambda b, h, n, m: torch.rand(h, 1, 1), decayed, 4, lambda b, h: h),
+}
+"""Tables of an element for each score: one of that kind, its use, bytes of an element, and copies of it."""
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "twice as many keys", "chunks"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_tables_are_read_where_scores_are_computed(kind, mask):
+    batch, heads, n_q, n_k, d = 2, 3, 200, 260, 16
+    make, use, size, copies = TABLES[kind]
+    keeps = MASKS.get(mask, lambda i, j, h: (i >= 0) & (j >= 0))
+    live = keeps(*positions(1, n_q, n_k)).expand(n_q, n_k)
+
+    def attend(q, k, v, table):
+        scores = use(q @ k.mT / math.sqrt(d), table)
+        return scores.masked_fill(~keeps(*positions(1, n_q, n_k)), -math.inf).softmax(-1) @ v
+
+    q, k, v = (torch.randn(batch, heads, n, d) for n in (n_q, n_k, n_k))
+    (site,) = fusion.explain(attend, q, k, v, make(batch, heads, n_q, n_k)).sites
+    plan, here = site.plan, machine(None)
+    rows, step = target_of(here).register_tile(planes_of(site.spec, target_of(here)))
+    keys = {size: live_keys(live, size, step, n_k) for size in (plan.B_r, rows)}
+    computed = sum(min(rows, n_q - n * rows) * count for n, count in enumerate(keys[rows]))
+    read = heads * (n_q * (2 * d + 1) + 2 * d * sum(keys[plan.B_r]) + computed * size / 4)
+    assert_same_in_float64(plan.io, batch * read)
+    needed = batch * heads * (live.any(1).sum().item() * d + n_q * d + 2 * live.any(0).sum().item() * d)
+    needed += live.sum().item() * copies(batch, heads) * size / 4
+    assert_same_in_float64(lower_bound(plan.problem, math.inf), needed)
+    assert plan.ratio >= 1 and "t*N_q*N_k" in plan.explain()
+
+
+def live_keys(live: torch.Tensor, rows: int, step: int, n_k: int) -> list[int]:
+    """Keys that each block of rows visits, in steps."""
+    found = [live[first : first + rows].any(0).nonzero() for first in range(0, len(live), rows)]
+    return [
+        min(-(-(int(keys[-1]) + 1) // step) * step, n_k) - int(keys[0]) // step * step if len(keys) else 0
+        for keys in found
+    ]
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -80,9 +126,11 @@ def test_masks_that_are_data_are_counted_on_the_inputs(name):
         rows = slice(first // CELL_ROWS * CELL_ROWS, -(-min(first + plan.B_r, n_q) // CELL_ROWS) * CELL_ROWS)
         keys = slice(start // CELL_KEYS * CELL_KEYS, -(-end // CELL_KEYS) * CELL_KEYS)
         visited += (end - start) * int(live[:, rows, keys].any((1, 2)).sum())
-    assert_same_in_float64(plan.io, heads * n_q * (2 * d + 1) + 2 * d * visited)
+    mask = plan.computed * heads * n_q * n_k / 4  # its elements are bytes
+    assert_same_in_float64(plan.io, heads * n_q * (2 * d + 1) + 2 * d * visited + mask)
     needed_rows, needed_keys = live.any(2).sum().item(), live.any(1).sum().item()
-    assert_same_in_float64(lower_bound(plan.problem, math.inf), (needed_rows + heads * n_q + 2 * needed_keys) * d)
+    needed = (needed_rows + heads * n_q + 2 * needed_keys) * d + live.sum().item() / 4
+    assert_same_in_float64(lower_bound(plan.problem, math.inf), needed)
     assert plan.ratio >= 1 and plan.schedule == "block_sparse"
     text = mask_text(site.spec, site.attentions[0].names, plan)
     assert f"{100 * live.double().mean().item():.0f} % of the scores live" in text and "of these inputs" in text
