@@ -70,8 +70,8 @@ class Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A load of an element for each score (of a bias, a mask). bytes: of an element. copies: batch elements and heads with
-    elements of their own, as far as that is known; 0 where rows and keys, or other loads, may share elements."""
+    """A load of an element for each score (of a bias, a mask). bytes: of an element. copies: batch elements and heads
+    with elements of their own, as far as known; 0 where rows and keys, or other loads, may share elements."""
 
     bytes: int
     copies: int
