@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fusion.errors import ProblemError
-from fusion.planning.plan import lower_bound
 from fusion.planning.problem import Problem
+from fusion.planning.schedules import lower_bound
 
 from . import SCHEDULES, bounds, counts, schedule
 from .schedule import SmallMemoryError, sizes_of

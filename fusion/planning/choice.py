@@ -61,7 +61,7 @@ class Tile:
 class Choice:
     """Schedule, tile and splits of a call.
 
-    schedule: the name of its schedule (`fusion.planning.plan.SCHEDULES`).
+    schedule: the name of its schedule (`fusion.planning.schedules.SCHEDULES`).
     tile: of the kernel that takes the time.
     keys: all keys of the call.
     splits: parts that the keys are cut into.

@@ -198,7 +198,7 @@ class Problem:
 
     @property
     def table_elements(self) -> float:
-        """What is read of tables for a score, in elements of `dtype`."""
+        """Reads of tables for a score, in elements of `dtype`."""
         return sum(table.bytes for table in self.tables) / self.element_bytes
 
     def with_heads_together(self) -> Problem:

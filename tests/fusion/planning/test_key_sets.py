@@ -7,8 +7,8 @@ import fusion
 from fusion.ir import AttentionSpec
 from fusion.machine import machine
 from fusion.planning.pays import sets_pay
-from fusion.planning.plan import lower_bound
 from fusion.planning.problem import problem_of
+from fusion.planning.schedules import lower_bound
 
 D = 64
 

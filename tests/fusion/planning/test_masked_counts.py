@@ -10,8 +10,8 @@ import fusion
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS
 from fusion.machine import machine
 from fusion.planning import counted
-from fusion.planning.plan import lower_bound
 from fusion.planning.register_tiles import planes_of, target_of
+from fusion.planning.schedules import lower_bound
 from fusion.report.data import mask_text
 from tests.numerics import assert_same_in_float64, assert_within
 
@@ -49,7 +49,7 @@ def test_io_and_bound_are_what_the_mask_needs(name, shape):
     plan, here = site.plan, machine(None)
     step = target_of(here).register_tile(planes_of(site.spec, target_of(here)))[1]
     visited = sum(sum(live_keys(head, plan.B_r, step, n_k)) for head in live)
-    # Q, the output and a statistic of each row once, K and V of the visited tiles (`fusion.planning.plan.SCHEDULES`).
+    # Q, the output and a statistic of each row once, K and V of the visited tiles (`planning.schedules`).
     assert_same_in_float64(plan.io, batch * (heads * n_q * (2 * d + 1) + 2 * d * visited))
     needed_rows, needed_keys = live.any(2).sum().item(), live.any(1).sum().item()
     compulsory = batch * (needed_rows * d + heads * n_q * d + 2 * needed_keys * d)

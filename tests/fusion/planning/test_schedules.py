@@ -9,7 +9,8 @@ import sympy
 from examples import io_model
 from examples.io_model.schedule import SIZES, TILES
 from fusion.machine import machine
-from fusion.planning.plan import SCHEDULES, planner_for
+from fusion.planning.plan import planner_for
+from fusion.planning.schedules import SCHEDULES
 from tests.codegen.mlir.cases import case
 
 PAGE = Path(__file__).parents[3] / "docs" / "cost-model.md"

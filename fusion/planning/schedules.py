@@ -1,0 +1,103 @@
+"""I/O of schedules, as formulas, and lower bounds on it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType
+
+from fusion.planning.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A loop nest over blocks, by the elements of one head that it moves between the slow and the fast memory, and
+    that it holds in the fast one at most. Formulas in N_q, N_k queries and keys, d and d_v columns of K and V, s the
+    share of the tiles that a mask leaves, B_r x B_c a tile, B_s the keys of a part, and stages, the tiles in flight.
+    `TABLES` comes to the elements moved.
+
+    skips: tiles that the mask hides are left out.
+    """
+
+    title: str
+    io: str
+    footprint: str
+    skips: bool = False
+
+
+_FOOTPRINT = "B_r*(d + d_v) + stages*B_c*(d + d_v) + B_r*B_c + 2*B_r"
+SCHEDULES = {
+    "flash": Schedule(
+        title="query-stationary: Q, O stay, K, V stream",
+        io="N_q*(d + d_v + 1) + N_k*(d + d_v)*ceil(N_q/B_r)",
+        footprint=_FOOTPRINT,
+    ),
+    "block_sparse": Schedule(
+        title="query-stationary over live tiles",
+        io="N_q*(d + d_v + 1) + s*N_k*(d + d_v)*ceil(N_q/B_r)",
+        footprint=_FOOTPRINT,
+        skips=True,
+    ),
+    "split_k": Schedule(
+        title="query-stationary on parts of the keys, then a merge",
+        io="N_q*(d_v + 1) + N_q*(d + 2*d_v + 2)*ceil(N_k/B_s) + s*N_k*(d + d_v)*ceil(N_q/B_r)",
+        footprint=f"max({_FOOTPRINT}, 2*B_r*(d_v + 1))",
+        skips=True,
+    ),
+    "whole_rows": Schedule(
+        title="rows of scores whole, all heads together: for heads that are mixed",
+        io="N_q*(d + d_v + 1) + N_k*(d + d_v)*ceil(N_q/B_r)",
+        footprint="B_r*N_k + max((B_r + B_c)*d, (B_r + B_c)*d_v + 2*B_r)",
+    ),
+}
+"""The schedules of forward kernels, by name. `examples/io_model` has them as sums of phases, with others that have no
+kernel, and proves the formulas on a simulated memory."""
+TABLES = " + t*N_q*N_k"
+"""I/O of biases and masks with an element for each score. t: what is read of them for a score, in elements of the
+products' dtype and in the mean over all scores, of which those in skipped tiles read nothing."""
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(formula: str) -> CodeType:
+    return compile(formula, formula, "eval")
+
+
+def elements(formula: str, sizes: Mapping[str, float]) -> float:
+    """The value of one of the formulas above."""
+    return float(eval(_compiled(formula), {"ceil": math.ceil, "max": max}, dict(sizes)))
+
+
+def problem_sizes(problem: Problem) -> dict[str, float]:
+    """Values of the formulas' sizes; of 0 they count as 1."""
+    sizes = {"N_q": problem.n_q, "N_k": problem.n_k, "d": problem.d, "d_v": problem.d_v}
+    return {name: max(1, size) for name, size in sizes.items()}
+
+
+def lower_bound(problem: Problem, capacity: float) -> float:
+    """Elements that any schedule moves for all heads: the larger of what must be moved, and of what a fast memory of
+    M = `capacity` elements imposes. The former reads each key head once however many query heads share it, and no key
+    that the mask hides from all queries; of a table it reads the elements of live scores."""
+    n_q, n_k, d, d_v = (max(1, size) for size in (problem.n_q, problem.n_k, problem.d, problem.d_v))
+    batch = max(1, problem.batch)
+    if problem.n_k_total:
+        # Where every query has keys of its own, all queries and the keys of all sets are one problem, of whose scores a
+        # share is wanted. Each key is read once at least, and a set holds no key twice.
+        queries, keys = problem.heads * n_q, min(problem.n_k_total, problem.heads * n_k)
+        compulsory = (queries + keys) * (problem.d + problem.d_v)
+        share = min(1.0, n_k / problem.n_k_total)
+        return batch * max(compulsory, share * _products_bound(queries, problem.n_k_total, d, capacity))
+    rows, keys = problem.needed()
+    compulsory = problem.problems * (rows * problem.d + n_q * problem.d_v)
+    compulsory += batch * max(1, problem.heads_kv) * keys * (problem.d + problem.d_v)
+    live = problem.live_share(1, 1)
+    elements = sum(table.copies * table.bytes for table in problem.tables) / problem.element_bytes
+    compulsory += live * n_q * n_k * elements
+    imposed = live * _products_bound(n_q, n_k, d, capacity)
+    return max(compulsory, problem.problems * imposed)
+
+
+def _products_bound(n_q: int, n_k: int, d: int, capacity: float) -> float:
+    """The order of the elements that standard products of Q and K move (2402.07443), with the constant 1."""
+    return n_q * n_k * d * min(d / capacity, 1 / math.sqrt(capacity))
