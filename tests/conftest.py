@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
@@ -143,9 +143,17 @@ def _place(item: pytest.Item) -> str:
 def _diagonal(item: pytest.Item) -> int:
     """Number of a case's diagonal in the grid of its test's parameters. Each value of an axis is on each n-th diagonal
     if another axis has n values or more."""
-    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    first = [name.split(",")[0].strip() if isinstance(name, str) else name[0] for name in names]
-    return sum(item.callspec.indices[name] for name in first)
+    return sum(_place_on_axis(item.callspec.params, *mark.args[:2]) for mark in item.iter_markers("parametrize"))
+
+
+def _place_on_axis(params: dict[str, object], names: str | list[str], rows: Sequence) -> int:
+    """Position of a case's values among those of one `parametrize`. (From pytest 9 on, `callspec.indices` is the number
+    of the whole case instead.)"""
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    values = (
+        row.values if isinstance(row, type(pytest.param())) else [row] if len(names) == 1 else row for row in rows
+    )
+    return next(k for k, row in enumerate(values) if all(params[n] is x for n, x in zip(names, row, strict=True)))
 
 
 def _skip_without_torch_mlir(items: list[pytest.Item]) -> None:

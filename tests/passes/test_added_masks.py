@@ -101,6 +101,7 @@ FUNCTIONS = [padding_and_causal, one_after_the_other, selection_and_padding, pad
 NARROW = [padding_and_causal, three_masks, loaded_and_causal]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_added_masks_are_as_in_eager_mode(function, dtype):

@@ -56,6 +56,7 @@ def results(model, function, x, dtype, ambient):
     return [out, *torch.autograd.grad(out.float().square().sum(), [x, *parameters])]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("call", [plain, einsum, masked, region])
 def test_as_eager_under_autocast(call, inner):

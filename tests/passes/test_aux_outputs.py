@@ -206,6 +206,7 @@ def gradients(function, inputs):
     return [x.grad for x in given]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("function", CASES, ids=lambda f: f.__name__)
 def test_results_are_eagers(function, emitter):
@@ -305,6 +306,7 @@ def test_half_precision(function, dtype):
     assert_as_exact_as_eager(ours, function(*inputs), function(*(x.double() for x in inputs)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 70), (64, 64), (130, 257), (0, 5)])
 @pytest.mark.parametrize("function", [returned_masked, key_sums, masked_statistics])
 def test_lengths(function, lengths):

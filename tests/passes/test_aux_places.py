@@ -53,6 +53,7 @@ MODES = [without_gradient, table_without_gradient, values_alone_have_a_gradient,
          neither_has_a_gradient]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("function", MODES, ids=lambda f: f.__name__)
 def test_gradients_flow_where_they_do_in_eager_mode(function, inner):

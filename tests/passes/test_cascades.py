@@ -143,6 +143,7 @@ def run(function, given=tensors, **options):
     return report
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emitter", ["auto", "reference"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_is_fused(form, emitter):

@@ -188,6 +188,7 @@ def with_a_region_inside(x, w):
         return checkpoint(part, x, w, use_reentrant=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(
     "function", [under_autocast, in_two_regions, in_the_ambient_region_and_out_of_it, with_a_region_inside]

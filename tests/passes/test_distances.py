@@ -75,6 +75,7 @@ def compiled(attention, **options):
     return torch.compile(attention, backend="fusion", options={"inner": "eager"}, **options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", READS)
 def test_results_and_gradients(name, dynamic):

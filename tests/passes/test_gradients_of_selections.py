@@ -34,6 +34,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_of_selections(name, emitter):

@@ -321,6 +321,7 @@ def run(function, dtype=torch.float32, train=False, n=12):
     return [site for report in reports for site in report.sites]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("function", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_fresh_tensors(function, dtype):

@@ -60,6 +60,7 @@ def compared(name: str, dtype: torch.dtype, queries: int, fill: float, emitter: 
     assert site.fused or name == "negative", site.reason
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("queries", [1, 40])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_numbers_of_64_bits(name: str, queries: int) -> None:

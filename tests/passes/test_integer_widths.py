@@ -108,6 +108,7 @@ FUNCTIONS = [compared_with_a_number_beyond, compared_with_the_largest, compared_
              truth_values, beyond_float32, compared_in_half_precision]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_integers_are_those_of_eager_mode(function, emitter):

@@ -115,6 +115,7 @@ def fused(function, *, given=tensors, gradients=False, dtype=None, **options):
     return report.sites
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emitter", ["auto", "reference"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_is_fused(form, emitter):

@@ -174,6 +174,7 @@ def test_numbers_of_heads(h):
     run(as_cait, *drawn(h=h))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("n_q", "n_k", "d_v"), [(1, 70, D), (3, 1, D), (70, 33, 5), (16, 1100, 40), (48, 8, D), (49, 519, 16)]
 )

@@ -111,6 +111,7 @@ def test_other_replacements_are_left_alone(function):
     assert not site.fused
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("dtype", "emitter"), WAYS)
 @pytest.mark.parametrize("function", [f for f in FUNCTIONS if f not in (added_mask, less_the_logarithm)])
 def test_in_training_a_selection_keeps_gradients_from_the_scores(function, dtype, emitter):
@@ -141,6 +142,7 @@ def large_or_masked(q, k, v, pad):
     return s.masked_fill((s < 0) | ~pad[:, None, None], -math.inf).softmax(-1) @ v
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [1, LENGTH])
 @pytest.mark.parametrize("special", [1.0, math.nan, math.inf])
 @pytest.mark.parametrize("function", [cleaned_then_masked, large_or_masked], ids=lambda f: f.__name__)

@@ -110,6 +110,7 @@ def given(dtype):
     return q, k, v, pad, wide
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("emitter", ["reference", "auto"])
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32], ids=str)
 @pytest.mark.parametrize("function", CONSTANTS, ids=lambda f: f.__name__)
@@ -134,6 +135,7 @@ def test_fills_in_a_mask_of_a_wider_dtype(function, dtype, emitter):
     assert site.reason is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emitter", ["reference", "auto"])
 @pytest.mark.parametrize("weight", [0.3, 0.6, 0.8])
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

@@ -98,10 +98,11 @@ def has_strides_of_eager(function, layout, extents, inner, trained=False):
     assert [site.reason for report in reports for site in report.sites] == [None]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_in_eager_mode(function, layout):
-    """Each pair of a function with a layout, of a function with extents and of a layout with extents."""
+    """Pairs of a function with a layout, and of both with extents; all of them in the long set."""
     place = FUNCTIONS.index(function) + 2 * list(LAYOUTS).index(layout)
     for step in (0, 1):
         has_strides_of_eager(function, layout, EXTENTS[(place + step) % len(EXTENTS)], "eager")
@@ -115,6 +116,7 @@ def test_all_extents_in_eager_mode(function, layout):
         has_strides_of_eager(function, layout, extents, "eager")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("layout", ["bhnd", "nbhd"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

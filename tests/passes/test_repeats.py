@@ -191,6 +191,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_the_graph_is_that_of_a_whole_trace(function, dynamic, monkeypatch):

@@ -224,6 +224,7 @@ def test_is_as_exact_as_eager(function, emitter):
             assert has_kernels == (function in KERNELS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emitter", ["reference", "auto"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("function", [sum_and_epsilon, one_more, maximum_and_epsilon], ids=lambda f: f.__name__)

@@ -170,6 +170,7 @@ def test_every_attention_inside_every_transform(attend, transform):
     check(transform(attend), emitter="reference", sites=2 if attend is two_layers else 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("transform", [tangents, penalty, per_sample], ids=lambda f: f.__name__)
 def test_kernels_inside_a_transform(transform, inner):
