@@ -1,12 +1,13 @@
-"""Instructions that this processor may not have, as functions: kernels for AMX, AVX-512 and pairs of bfloat16 run
-anywhere, slowly.
+"""Instructions that this processor may not have, as functions: kernels for AMX, AVX-512 and pairs of bfloat16, on x86
+and on Arm, run anywhere, slowly.
 
     with emulation.compiling(emulation.AMX):
         kernel = Kernel(spec, tilings_for(spec, emulation.AMX), emulation.AMX)
 
-A kernel's text calls such an instruction by its LLVM intrinsic (`codegen/mlir/x86.py`). `emulated` puts a call of a
-function of the same text in its place, which does what Intel's manual says with vectors that LLVM cuts to what there
-is. Left out are exceptions, results that are denormal, and masks other than all lanes.
+A kernel's text calls such an instruction by its LLVM intrinsic (`codegen/mlir/x86.py`, `arm.py`). `emulated` puts a
+call of a function of the same text in its place, which does what the manual says with vectors that LLVM cuts to what
+there is. Left out are exceptions, results that are denormal, masks other than all lanes, and that Arm's products of
+pairs are rounded to odd.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ HERE = target_of(Machine.detect())
 AVX2 = Target(lanes=8, tile_rows=4, tile_groups=3)
 AVX512 = Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3)
 PAIRS = replace(AVX512, pairs=True)
+ARM_PAIRS = Target(lanes=4, pairs=True, tile_rows=4, tile_groups=4)
 AMX = replace(AVX512, amx=True)
 
 HALF, HELD = "vector<16xbf16>", "vector<256xi32>"
@@ -48,7 +50,8 @@ _written: dict[str, tuple[tuple[str, ...], str | None, Write]] = {}
 
 def runs_here(target: Target) -> bool:
     """Whether this processor has the instructions of a target."""
-    return target.avx512 <= HERE.avx512 and target.pairs <= (HERE.pairs or HERE.amx) and target.amx <= HERE.amx
+    pairs = not target.pairs or (target.lanes == HERE.lanes and (HERE.pairs or HERE.amx))
+    return target.avx512 <= HERE.avx512 and pairs and target.amx <= HERE.amx
 
 
 @contextlib.contextmanager
@@ -63,7 +66,7 @@ def compiling(target: Target) -> Iterator[None]:
 def emulated(source: str) -> str:
     """A module's text without those instructions. bfloat16 are words in it: on some processors LLVM cannot even move
     vectors of them."""
-    text = re.sub(r'llvm\.call_intrinsic "llvm\.(x86\.(?!sse)[^"]*)"', r"func.call @\1", source)
+    text = re.sub(r'llvm\.call_intrinsic "llvm\.((?:x86\.(?!sse)|aarch64)[^"]*)"', r"func.call @\1", source)
     text = re.sub(r"arith\.(truncf|extf) (%\S+) : (\S+) to (\S+)", _conversion, text)
     text = re.sub(r"(-?\d\.\d+e[+-]\d+)(>?) : (\S*bf16)", _word, text)
     used = [name for name in _written if f"@{name}(" in text]
@@ -81,7 +84,7 @@ def _conversion(found: re.Match[str]) -> str:
     op, value, source, target = found.groups()
     if "bf16" not in source + target:
         return found[0]
-    return f"func.call @{op}_{'vector' if 'vector' in source else 'scalar'}({value}) : ({source}) -> {target}"
+    return f"func.call @{op}_{shape_of(source)[0]}({value}) : ({source}) -> {target}"
 
 
 def _as(name: str, types: Sequence[str], result: str | None) -> Callable[[Write], Write]:
@@ -141,14 +144,16 @@ def _reciprocal(b: Builder, x: Value, *_: Value) -> Value:
     return b.select(b.compare("olt", b.unary("math.absf", quotient), float("inf")), kept, quotient)
 
 
-@_as("truncf_scalar", ("f32",), "bf16")
-@_as("truncf_vector", (F32,), HALF)
+@_as("truncf_0", ("f32",), "bf16")
+@_as("truncf_4", ("vector<4xf32>",), "vector<4xbf16>")
+@_as("truncf_16", (F32,), HALF)
 def _narrow(b: Builder, x: Value) -> Value:
     return VectorMath(b, avx512=False).narrow(x, "bf16")
 
 
-@_as("extf_scalar", ("bf16",), "f32")
-@_as("extf_vector", (HALF,), F32)
+@_as("extf_0", ("bf16",), "f32")
+@_as("extf_4", ("vector<4xbf16>",), "vector<4xf32>")
+@_as("extf_16", (HALF,), F32)
 def _widen(b: Builder, x: Value) -> Value:
     lanes = shape_of(x.type)[0]
     words = b.convert("arith.extui", b.bitcast(x, vector_of("i16", lanes)), "i32")
@@ -160,6 +165,7 @@ def _narrow_two(b: Builder, high: Value, low: Value) -> Value:
     return b.shuffle(_narrow(b, low), _narrow(b, high), range(32))
 
 
+@_as("aarch64.neon.bfdot.v4f32.v8bf16", ("vector<4xf32>", *["vector<8xbf16>"] * 2), "vector<4xf32>")
 @_as("x86.avx512bf16.dpbf16ps.512", (F32, BF16, BF16), F32)
 def _add_pairs(b: Builder, total: Value, left: Value, right: Value) -> Value:
     return _pairs(b, _pairs(b, total, left, right, 1), left, right, 0)
@@ -167,14 +173,15 @@ def _add_pairs(b: Builder, total: Value, left: Value, right: Value) -> Value:
 
 def _pairs(b: Builder, total: Value, left: Value, right: Value, odd: int) -> Value:
     """total + the products of the even or the odd bfloat16 of two vectors of pairs."""
-    return b.fma(*(_element(b, b.bitcast(pairs, WORDS), odd) for pairs in (left, right)), total)
+    words = vector_of("i32", shape_of(total.type)[0])
+    return b.fma(*(_element(b, b.bitcast(pairs, words), odd) for pairs in (left, right)), total)
 
 
 def _element(b: Builder, words: Value, odd: int) -> Value:
     """The first or second bfloat16 of each word, as float32; 0 in place of denormal ones."""
     bits = b.binary("arith.andi", words, -65536) if odd else b.binary("arith.shli", words, 16)
     denormal = b.compare("eq", b.binary("arith.andi", bits, 0x7F800000), 0)
-    return b.bitcast(b.select(denormal, 0, bits), F32)
+    return b.bitcast(b.select(denormal, 0, bits), vector_of("f32", shape_of(bits.type)[0]))
 
 
 @_as("x86.avx512.vpermi2var.qi.512", (OCTETS, OCTETS, OCTETS), OCTETS)

@@ -20,7 +20,7 @@ from fusion.errors import KernelCompilationError
 from fusion.machine import Machine, cpu
 from fusion.torch_private.dynamo import counters
 
-from . import object_file, openmp
+from . import arm, object_file, openmp
 from .builder import Builder, Value
 from .object_file import LoadedObject, ObjectFileError
 from .vectormath import VectorMath
@@ -95,7 +95,7 @@ def _engine(source: str) -> Any:
 
     with ir.Context():
         module = ir.Module.parse(complete(source))
-        if features := cpu.left_out():
+        if features := arm.FEATURES if arm.BFDOT in source else cpu.left_out():
             limited = ir.ArrayAttr.get([ir.StringAttr.get(text) for text in ("target-features", features)])
             for operation in module.body:
                 if operation.operation.name == "func.func":

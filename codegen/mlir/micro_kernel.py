@@ -3,7 +3,7 @@
 A kernel is one instruction set's way to do a step of that loop:
 
 - `FmaVectors`: C's rows are vectors of float32. One element of A is broadcast, times the vectors of a row of B.
-- `Bf16Vectors`: the same of bfloat16, in pairs along the reduction (`x86.Avx512.add_pair_products`).
+- `Bf16Vectors`: the same of bfloat16, in pairs along the reduction (`x86.Avx512`, `arm.NeonPairs`).
 - `AmxTiles`: C is made of 16 x 16 tiles. A float32 is the exact sum of three bf16 values (planes), a float16 of two; of
   the products of planes 6 of 9 are accumulated for float32 (what is left out is below 2**-24), 3 of 4 for float16.
 
@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from .arm import NeonPairs
 from .builder import Builder, Value, vector_of
-from .x86 import BF16, LANES, Avx512, TileUnit
+from .x86 import LANES, Avx512, TileUnit
 
 Integer = Value | int
 Pieces = Sequence[Callable[[], None]]
@@ -160,19 +161,20 @@ class FmaVectors(MicroKernel):
 
 
 class Bf16Vectors(FmaVectors):
-    """Vectors of bfloat16 pairs."""
+    """Vectors of bfloat16 pairs, `lanes` of them."""
 
     word, kr = "i32", 2
 
-    def __init__(self, b: Builder):
-        super().__init__(b, LANES)
-        self.unit = Avx512(b)
+    def __init__(self, b: Builder, lanes: int):
+        super().__init__(b, lanes)
+        self.pairs = vector_of("bf16", 2 * lanes)
+        self.unit = Avx512(b) if lanes == LANES else NeonPairs(b)
 
     def load_vector(self, address: Value) -> Value:
-        return self.b.load(address, BF16, "b", align=self.align)
+        return self.b.load(address, self.pairs, "b", align=self.align)
 
     def broadcast(self, address: Value) -> Value:
-        return self.b.bitcast(self.b.broadcast(self.b.load(address, "i32", "a"), self.lanes), BF16)
+        return self.b.bitcast(self.b.broadcast(self.b.load(address, "i32", "a"), self.lanes), self.pairs)
 
     def multiply(self, left: Value, right: Value, total: Value) -> Value:
         return self.unit.add_pair_products(total, left, right)

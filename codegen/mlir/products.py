@@ -32,7 +32,6 @@ from .micro_kernel import Bf16Vectors, FmaVectors, MatrixOperand
 from .rows import RowReader, Rows, load_f32, load_line
 from .values import Array, round_up
 from .vectormath import transpose
-from .x86 import BF16
 
 LONGEST_CHAIN = 128
 """Words of a product that are summed one after the other: rounding grows with a chain's length. Sums of chains are
@@ -180,12 +179,12 @@ class Bf16Dot(MultiplyAdd):
 
     def __init__(self, kernel: Bf16Vectors, d: int, e: int, tile_rows: int, tile_groups: int, key_steps: Value):
         super().__init__(kernel, d, e, tile_rows, tile_groups, key_steps)
-        self.unit = kernel.unit
+        self.unit, self.pairs = kernel.unit, kernel.pairs
 
     def elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
         b = self.b
         if rows.memory == "bf16":
-            return load_line(b, rows, row, column, BF16)
+            return load_line(b, rows, row, column, self.pairs)
         return self.unit.narrow(*(load_f32(b, rows, row, b.add(column, n), self.lanes) for n in (0, self.lanes)))
 
     def value_word(self, rows: Rows, word: int, column: Value) -> Value:
@@ -199,4 +198,6 @@ class Bf16Dot(MultiplyAdd):
 def vector_products(b: Builder, target: Target, pairs: bool, d: int, e: int, key_steps: Value) -> MultiplyAdd:
     """The products of a target that has no tiles, or does not use them. pairs: of bfloat16."""
     sizes = d, e, target.tile_rows, target.tile_groups, key_steps
-    return Bf16Dot(Bf16Vectors(b), *sizes) if pairs else MultiplyAdd(FmaVectors(b, target.lanes), *sizes)
+    if pairs:
+        return Bf16Dot(Bf16Vectors(b, target.lanes), *sizes)
+    return MultiplyAdd(FmaVectors(b, target.lanes), *sizes)

@@ -49,7 +49,7 @@ def row_products(
     # What only one row reads is widened in registers.
     if target.amx and (rows_at_once > 1 or all(TileRows.reads(spec, number) for number in (1, 2))):
         return TileRows
-    return GroupedRows if target.pairs and rows_at_once > 1 and GroupedRows.suits(spec) else VectorRows
+    return GroupedRows if target.groups_rows and rows_at_once > 1 and GroupedRows.suits(spec) else VectorRows
 
 
 class TileRows(RowProducts):

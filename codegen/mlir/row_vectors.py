@@ -25,7 +25,6 @@ from .micro_kernel import Bf16Vectors, FmaVectors
 from .row_products import STEP, ActiveRows, Columns, KeyChunk, Prefetch, RowProducts, Source, Widths
 from .rows import Rows, SharedRows, load_f32, load_line, load_pair
 from .vectormath import sum_rows
-from .x86 import BF16, LANES, Avx512
 
 RUN = 8  # rows of K in a page from which on finding them costs less than putting a copy of them in order
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
@@ -48,9 +47,10 @@ class VectorRows(RowProducts):
         double, whole = 2 * target.lanes, target.pairs and planes_of(spec, target) == 1
         key_pairs, value_pairs = q and k and widths.d_padded % double == 0, v and widths.e_padded % double == 0
         kernel = FmaVectors(b, target.lanes)
-        self.keys = KeyProducts(Bf16Vectors(b) if whole and key_pairs else kernel, widths.d_padded, key_pairs)
-        if whole and value_pairs:
-            self.values = PairValueProducts(Bf16Vectors(b), widths, self.staging, pairs=True)
+        pairs = Bf16Vectors(b, target.lanes) if whole else kernel
+        self.keys = KeyProducts(pairs if key_pairs else kernel, widths.d_padded, key_pairs)
+        if isinstance(pairs, Bf16Vectors) and value_pairs:
+            self.values = PairValueProducts(pairs, widths, self.staging, pairs=True)
         else:
             self.values = ValueProducts(kernel, widths, self.staging, value_pairs)
         self.in_order = self.values.in_order
@@ -154,7 +154,8 @@ class KeyProducts:
     def __init__(self, kernel: FmaVectors, d_padded: int, pairs: bool):
         self.kernel, self.b, self.lanes, self.d_padded, self.pairs = kernel, kernel.b, kernel.lanes, d_padded, pairs
         self.whole = kernel.kr > 1
-        self.element, self.vector = ("bf16", BF16) if self.whole else ("f32", kernel.vector)
+        self.element = "bf16" if self.whole else "f32"
+        self.vector = vector_of(self.element, kernel.kr * self.lanes)
         self.columns = (2 if pairs else 1) * self.lanes
         # Sums of more keys, with elements that are being widened, do not fit into registers.
         self.keys_at_once = self.lanes if self.whole else min(CHAINS, self.lanes)
@@ -162,7 +163,7 @@ class KeyProducts:
     def _vectors(self, rows: Rows, row: Value | int, column: Value) -> list[Value]:
         """The elements of some columns of a row."""
         if self.whole:
-            return [load_line(self.b, rows, row, column, BF16)]
+            return [load_line(self.b, rows, row, column, self.vector)]
         return _columns(self.b, rows, row, column, self.lanes, self.columns // self.lanes, self.pairs)
 
     def _query(self, query: Value, column: Value) -> list[Value]:
@@ -264,13 +265,13 @@ class ValueProducts:
         """The sums of one set as their columns stand in a row."""
         if not self.pairs:
             return list(results)
-        pairs, half = zip(results[::2], results[1::2], strict=True), self.lanes // 2
-        orders = [[place + first for place in self.order()] for first in (0, half)]
+        pairs, lanes = zip(results[::2], results[1::2], strict=True), self.lanes
+        orders = [[self.place(column) for column in range(first, first + lanes)] for first in (0, lanes)]
         return [self.b.shuffle(*pair, order, "o") for pair in pairs for order in orders]
 
-    def order(self) -> list[int]:
-        """Positions, among the elements of two vectors, of the first vector's."""
-        return [place for lane in range(self.lanes // 2) for place in (lane, lane + self.lanes)]
+    def place(self, column: int) -> int:
+        """Position of a column among the elements of two vectors."""
+        return column // 2 + column % 2 * self.lanes
 
 
 class PairValueProducts(ValueProducts):
@@ -279,34 +280,40 @@ class PairValueProducts(ValueProducts):
 
     stored = "bf16"
 
+    def __init__(self, kernel: Bf16Vectors, widths: Widths, staging: Value, pairs: bool):
+        super().__init__(kernel, widths, staging, pairs)
+        self.unit, self.line = kernel.unit, kernel.pairs
+
     def prepare(self, weights: Value, low: Value, high: Value) -> None:
         b, vector = self.b, vector_of("f32", self.lanes)
         with b.loop(low, high, 2 * self.lanes, hint="j") as j:  # in place: what is overwritten has been read
             halves = [b.load(b.at(b.at(weights, j, "f32"), n, "f32"), vector, "p") for n in (0, self.lanes)]
-            b.store(Avx512(b).narrow(*halves), b.at(weights, j, "bf16"))
+            b.store(self.unit.narrow(*halves), b.at(weights, j, "bf16"))
 
     def weight(self, address: Value, number: int) -> Value:
         if number > 1:
             return super().weight(address, number)
         b = self.b
         weight = b.convert("arith.extui", b.load(address, "i16", "p"), "i32")
-        return b.bitcast(b.broadcast(weight, self.lanes), BF16)
+        return b.bitcast(b.broadcast(weight, self.lanes), self.line)
 
     def vectors(self, rows: Rows, word: int, number: int, columns: Columns) -> list[Value]:
         lines = [self.lines(rows, 2 * word + k, columns) for k in range(min(2, number))]
-        lines += [[self.b.constant(0.0, BF16)] * (columns[1] // 2)] * (2 - len(lines))
+        lines += [[self.b.constant(0.0, self.line)] * (columns[1] // 2)] * (2 - len(lines))
         return self.paired(lines)
 
     def lines(self, rows: Rows, r: int, columns: Columns) -> list[Value]:
         """A row's vectors of columns, in bfloat16: half as many."""
         b, (e, count) = self.b, columns
-        return [load_line(b, rows, r, b.add(e, n * self.lanes), BF16) for n in range(0, count, 2)]
+        return [load_line(b, rows, r, b.add(e, n * self.lanes), self.line) for n in range(0, count, 2)]
 
     def paired(self, lines: Sequence[list[Value]]) -> list[Value]:
         """Factors made of two rows' lines: a vector of pairs for each vector of columns."""
-        low = [8 * part + n + row for part in range(4) for n in range(4) for row in (0, 2 * LANES)]
+        parts, rows = range(self.lanes // 4), (0, 2 * self.lanes)
+        low = [8 * part + n + row for part in parts for n in range(4) for row in rows]
         orders = [[element + 4 * half for element in low] for half in (0, 1)]
         return [self.b.shuffle(*both, order, "pairs") for both in zip(*lines, strict=True) for order in orders]
 
-    def order(self) -> list[int]:
-        return [4 * part + n + high for part in (0, 1) for high in (0, self.lanes) for n in range(4)]
+    def place(self, column: int) -> int:
+        part, half, n = column // 8, column // 4 % 2, column % 4
+        return 4 * part + n + half * self.lanes

@@ -49,6 +49,7 @@ class KernelFunction(ThreadFunction):
         self.spec, self.target, self.d, self.d_v = spec, target, d, d_v
         self.lanes = target.lanes
         self.vector = vector_of("f32", self.lanes)
+        flush = flush and target.avx512  # by the control register of x86
         self.context = Context(
             b=self.b,
             params=self.params,

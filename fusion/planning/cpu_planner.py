@@ -265,7 +265,7 @@ def _cycles(machine: Machine, problem: Problem) -> float:
     target, paired = target_of(machine), stored and problem.d % PAIRED == problem.d_v % PAIRED == 0
     if paired and target.amx:
         return keys * (items * width * TILED + kv_heads * rows * TILED_SCORES)
-    return keys * kv_heads * rows * width * (PAIR_VECTOR if paired and target.pairs and rows > 1 else VECTOR)
+    return keys * kv_heads * rows * width * (PAIR_VECTOR if paired and target.groups_rows and rows > 1 else VECTOR)
 
 
 def _items(problem: Problem) -> tuple[int, int, int]:

@@ -38,7 +38,7 @@ class Target:
     lanes: float32 elements in a vector, a multiple of tile_rows.
     avx512: `vreduceps` and `vscalefps` exist, and 512-bit word shuffles.
     amx: bf16 tile products exist (`tdpbf16ps`).
-    pairs: vectors of bf16 pairs can be multiplied and summed (`vdpbf16ps`); not used beside `amx`.
+    pairs: vectors of bf16 pairs can be multiplied and summed (`vdpbf16ps`, Arm's `bfdot`); not used beside `amx`.
     tile_rows: keys (or value columns) in the register tile of vector products.
     tile_groups: lane vectors (groups of queries) in it.
     l1_bytes: capacity of the first-level cache, in which a tile of scores lives.
@@ -56,6 +56,11 @@ class Target:
     def bfloat16(self) -> bool:
         """Whether an instruction rounds float32 to bfloat16."""
         return self.amx or self.pairs
+
+    @property
+    def groups_rows(self) -> bool:
+        """Whether there are vectors for two or four rows with the pairs of a key, where rows share keys."""
+        return self.pairs and self.avx512
 
     def __str__(self) -> str:
         has = {"AVX-512": self.avx512, "bf16 pairs": self.pairs, "AMX": self.amx}
@@ -86,7 +91,7 @@ def target_of(machine: Machine) -> Target:
     if "avx2" in machine.isa:
         return Target(lanes=8, tile_rows=4, tile_groups=3, l1_bytes=near)
     if "neon" in machine.isa:
-        return Target(lanes=4, tile_rows=4, tile_groups=4, l1_bytes=near)
+        return Target(lanes=4, pairs="bf16" in machine.isa, tile_rows=4, tile_groups=4, l1_bytes=near)
     lanes = max(4, machine.vector_bytes // 4 if machine.vector_bytes <= 64 else 4)
     return Target(lanes=lanes, l1_bytes=near)
 

@@ -19,12 +19,13 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from fusion.codegen.mlir import calling
+from fusion.codegen.mlir import arm, calling
 from fusion.codegen.mlir.compile import MachineCode
 from fusion.machine import Machine
 from fusion.planning.register_tiles import target_of
@@ -36,6 +37,7 @@ MACHINE = Machine(
     isa=frozenset({"neon", "fma"}),
 )  # fmt: skip
 NEON = target_of(MACHINE)
+PAIRS = target_of(replace(MACHINE, isa=MACHINE.isa | {"bf16"}))
 TRIPLE, CORE = "aarch64-linux-gnu", "neoverse-n1"
 RUNNER = Path(__file__).with_name("aarch64.c")
 POINTER = 1 << 32
@@ -103,6 +105,8 @@ def _without_splats(line: str) -> str:
 def compiled(source: str, kind: str, triple: str = TRIPLE, core: str = CORE) -> bytes:
     """What LLVM makes of a kernel's text: "asm" or "obj"."""
     tools, target = _tools(), [f"-mtriple={triple}", f"-mcpu={core}", "-O2"]
+    if arm.BFDOT in source:
+        target.append(f"-mattr={arm.FEATURES}")
     optimise, write = [tools["opt"], *target], [tools["llc"], *target, f"-filetype={kind}"]
     return _output(write, _output(optimise, llvm_text(source).encode()))
 
@@ -150,7 +154,7 @@ class _Emulated(calling.Function):
         chosen = [regions[number] for number in used]
         head = [len(slots), len(chosen), *slots, *(size for _, size in chosen), *(x for place in places for x in place)]
         content = struct.pack(f"{len(head)}q", *head) + b"".join(ctypes.string_at(*region) for region in chosen)
-        left = _output([_tools()["run"], str(self.program)], content)
+        left = _output([_tools()["run"], "-cpu", "max", str(self.program)], content)
         for start, size in chosen:
             ctypes.memmove(start, left[:size], size)
             left = left[size:]

@@ -43,7 +43,7 @@ from tests.codegen.mlir.cases import BATCH, HEAD, NK, PROGRAMS, case, fill_where
 
 TARGETS = {
     "neon": Target(lanes=4, tile_rows=4, tile_groups=4), "avx2": emulation.AVX2, "avx512": emulation.AVX512,
-    "pairs": emulation.PAIRS, "amx": emulation.AMX,
+    "pairs": emulation.PAIRS, "amx": emulation.AMX, "arm pairs": emulation.ARM_PAIRS,
 }  # fmt: skip
 HASHES = Path(__file__).with_suffix(".txt")
 WHOLE = ("plain", "causal bfloat16", "left_padded", "bias bfloat16", "bucket_table float16", "dropout",

@@ -29,7 +29,8 @@ from tests.fuzz import quick
 from tests.numerics import assert_runs_as_exact_as_eager, assert_same
 from tests.passes import test_mixed_heads as mixed_heads
 
-SETS = {"avx2": emulation.AVX2, "avx512": emulation.AVX512, "pairs": emulation.PAIRS, "amx": emulation.AMX}
+SETS = {"avx2": emulation.AVX2, "avx512": emulation.AVX512, "pairs": emulation.PAIRS, "amx": emulation.AMX,
+        "arm pairs": emulation.ARM_PAIRS}  # fmt: skip
 SIZES = {"B": 1, "H": 2, "Nq": 70, "Nk": 150}
 
 
@@ -148,7 +149,7 @@ def test_a_row_does_not_depend_on_others_that_share_its_keys() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("where", [0, 1, 2], ids=["q", "k", "v"])
-@pytest.mark.parametrize("target", ["pairs", "amx"])
+@pytest.mark.parametrize("target", ["pairs", "amx", "arm pairs"])
 def test_special_values_stay_where_they_are(target: str, where: int, value: float) -> None:
     """On tiles an element of V is multiplied with the weight of its column, and with 0 for the column beside it; in
     pairs, the last of an odd number of keys with a key that does not exist."""
@@ -201,7 +202,10 @@ def test_the_backward_makes_the_weights_of_the_forward(target: str, dtype: str, 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("d", "n_q", "n_k"), [(5, 70, 3), (72, 131, 150), (136, 9, 49), (8, 20, 5000)])
-@pytest.mark.parametrize(("target", "dtype"), [("avx2", "float32"), ("avx512", "float32"), ("pairs", "bfloat16")])
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [("avx2", "float32"), ("avx512", "float32"), ("pairs", "bfloat16"), ("arm pairs", "bfloat16")],
+)
 def test_all_gradients_in_one_kernel_of_multiply_adds(target: str, dtype: str, d: int, n_q: int, n_k: int) -> None:
     """Queries, keys and columns that fill neither steps nor blocks nor register tiles."""
     c = case("causal", dtype, d, 24)

@@ -39,12 +39,15 @@ def run(target: Target, write: Callable[..., None], *tensors: Tensor) -> None:
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address)(ctypes.addressof(packed))
 
 
+TARGETS = emulation.AVX2, emulation.AVX512, emulation.PAIRS, emulation.ARM_PAIRS
+
+
 def integers(*shape: int) -> Tensor:
     return torch.randint(-4, 5, shape, dtype=torch.float32)
 
 
 def kernel_of(b: Builder, target: Target) -> FmaVectors:
-    return Bf16Vectors(b) if target.pairs else FmaVectors(b, target.lanes)
+    return Bf16Vectors(b, target.lanes) if target.pairs else FmaVectors(b, target.lanes)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -64,7 +67,7 @@ def sides(target: Target) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("unroll", [1, 2, 3])
-@pytest.mark.parametrize("target", [emulation.AVX2, emulation.AVX512, emulation.PAIRS], ids=["avx2", "avx512", "pairs"])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_vectors(target: Target, unroll: int) -> None:
     """In two ranges of steps: the first from zeros, the second on top of it, in registers and in memory."""
     a, b, left, right = sides(target)
