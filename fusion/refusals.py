@@ -31,6 +31,10 @@ class Reason(enum.Enum):
         "On CPUs heads can be mixed once before the softmax and once after it, by a linear layer, a convolution of one "
         "element or an einsum with a matrix. Pointwise functions may stand before, between and after."
     )
+    HEADS_COMBINED = (
+        "A sum or mean of products over heads is one product of the heads side by side: q.transpose(1, 2).flatten(2), "
+        "and k likewise. Another function over heads, such as a softmax, is another computation, and has no kernel."
+    )
     NOT_LINEAR = (
         "Apply it before the softmax, or to the result of the product with V; products, masks and dropout may stay."
     )
@@ -46,9 +50,8 @@ class Reason(enum.Enum):
     SOFTMAX_BY_HAND = "Call torch.softmax, or subtract the row's maximum before the exponential."
     ADDED_TO_PRODUCT = "Add after the product: torch.bmm, then `+`."
     FURTHER_REDUCTION = (
-        'Ask for it with options={"cascades": "always"}: each reduction takes one more product of queries and keys, '
-        "which by default is done from 32 MiB of scores on (1 GiB where a softmax over the queries is all); not in "
-        "training."
+        'Ask for it with options={"cascades": "always"}: each reduction takes one more product of more than 32 queries '
+        "and keys, which by default is done from 32 MiB of scores on (1 GiB where a softmax over the queries is all)."
     )
     COLUMN_OF_SCORES = "Columns concatenated to the scores may depend on the query, not on other scores."
     OTHER_NORMALISER = (
@@ -56,8 +59,13 @@ class Reason(enum.Enum):
         'ask for another one with options={"cascades": "always"} (docs/cascades.md).'
     )
     NO_CASCADE = (
-        'options={"cascades": "always"} is set, but no other attention computes this reduction, or it is part of '
-        "training (docs/cascades.md). Compute it outside, and pass the result in as a tensor."
+        "No option helps: no other attention computes this reduction (docs/cascades.md). Of other scores only what is "
+        "computed outside and passed in as a tensor can be used."
+    )
+    TRAINED_CASCADE = (
+        "No option helps where gradients are recorded: for inference call the model under torch.no_grad(). For "
+        "training write the weights as one softmax over the keys, or as exponentials divided by a function of their "
+        "sum, if that is what you want."
     )
     NO_NORMALISER = (
         "Nothing: without anything between the two products, (q @ k.T) @ v is better computed as q @ (k.T @ v)."
@@ -107,6 +115,9 @@ class Reason(enum.Enum):
     )
     HOOK = "Register the hook outside of what is compiled, or on a parameter."
     DEFECT = "This is a defect of fusion; please report it with the message and the model's code."
+
+
+ADVISE_CASCADES = (Reason.FURTHER_REDUCTION, Reason.OTHER_NORMALISER)
 
 
 @dataclass(frozen=True, slots=True)

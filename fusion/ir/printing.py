@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.ir.expr import Expr, Kind, const, walk
+from fusion.ir.expr import Expr, Kind, const, node, walk
 from fusion.ir.ops import apply, remake, where
 from fusion.ir.primitives import ATOM, PRIMITIVES, Primitive
 
@@ -20,6 +20,10 @@ MANY = 200
 WORTH_A_NAME = 12
 _NEGATIVE = 7
 """The precedence of a sign."""
+ARGUMENTS = tuple(node("coord", (), Kind.FLOAT, f"argument{n}") for n in range(2))
+COMPOSITIONS: dict[str, Expr] = {}
+"""Functions that are compositions of primitives, of `ARGUMENTS`, by the name under which they are printed. They come
+from where they are composed (`fusion.passes.pullback.functions`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,8 @@ def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:
 
 
 def shortened(expr: Expr) -> Expr:
-    """An expression with the same values, whose conditions do not repeat what is decided before they are asked."""
+    """An expression with the same values, whose conditions do not repeat what is decided before they are asked, and in
+    which `COMPOSITIONS` are calls."""
     known: dict[tuple[Expr, frozenset[tuple[Expr, bool]]], Expr] = {}
 
     def under(part: Expr, facts: frozenset[tuple[Expr, bool]]) -> Expr:
@@ -83,6 +88,9 @@ def shortened(expr: Expr) -> Expr:
         for truth in (True, False):
             if (part, truth) in facts:
                 return const(truth)
+        if (call := _call(part)) is not None:
+            name, arguments = call
+            return node("call", tuple(under(arg, facts) for arg in arguments), Kind.FLOAT, name)
         if part.op in ("and", "or"):
             first, second = part.args
             second = under(second, facts | _implied(under(first, facts), part.op == "and"))
@@ -97,6 +105,26 @@ def shortened(expr: Expr) -> Expr:
         return apply("pow", args[0], const(2.0)) if part.op == "fmul" and args[0] is args[1] else remake(part, args)
 
     return under(expr, frozenset())
+
+
+def _call(expr: Expr) -> tuple[str, tuple[Expr, ...]] | None:
+    """(name, arguments) of the composition that an expression is, if it is one."""
+    for name, form in COMPOSITIONS.items():
+        arguments: dict[Expr, Expr] = {}
+        if form.op == expr.op and _matches(form, expr, arguments, set()):
+            return name, tuple(arguments[each] for each in ARGUMENTS if each in arguments)
+    return None
+
+
+def _matches(form: Expr, expr: Expr, arguments: dict[Expr, Expr], equal: set[tuple[Expr, Expr]]) -> bool:
+    """Whether an expression is a form of `arguments`, which are filled in. equal: pairs that were compared before."""
+    if form in ARGUMENTS:
+        return arguments.setdefault(form, expr) is expr
+    if form is expr or (form, expr) in equal:
+        return True
+    equal.add((form, expr))
+    same = (form.op, form.attr, len(form.args)) == (expr.op, expr.attr, len(expr.args)) and bool(form.args)
+    return same and all(_matches(a, b, arguments, equal) for a, b in zip(form.args, expr.args, strict=True))
 
 
 def repeated(expr: Expr) -> Expr | None:

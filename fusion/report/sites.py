@@ -20,7 +20,7 @@ from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.trace.outline import described
 from fusion.planning.plan import Plan, bytes_text, plan
-from fusion.refusals import Reason, Refusal
+from fusion.refusals import ADVISE_CASCADES, Reason, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
 from fusion.torch_private.tracing import stack_frames, user_name, user_path
@@ -37,7 +37,7 @@ def report_of(
         report.sites.append(
             SiteReport(
                 fused=site.refusal is None,
-                refusal=_advised(site.refusal, options),
+                refusal=_advised(site, options),
                 stopped_by=None if by is None else described(by) or str(by.target),
                 stopped_at=None if by is None else nodes.source_line(by),
                 location=nodes.source_line(site.anchor),
@@ -61,12 +61,14 @@ def _calling_line(node: Node) -> str | None:
     return calls[-1].place if calls and calls[-1].file != frames[-1].file else None
 
 
-def _advised(refusal: Refusal | None, options: Options) -> Refusal | None:
-    """Refusal without advice to set an option that is already set."""
-    if refusal is None or options.cascades != "always":
+def _advised(site: Site, options: Options) -> Refusal | None:
+    """Refusal without advice to ask for cascades where these do not help."""
+    refusal = site.refusal
+    if refusal is None or refusal.kind not in ADVISE_CASCADES:
         return refusal
-    asked = refusal.kind in (Reason.FURTHER_REDUCTION, Reason.OTHER_NORMALISER)
-    return Refusal(Reason.NO_CASCADE, refusal.message) if asked else refusal
+    if marks.requires_grad(site.anchor):
+        return Refusal(Reason.TRAINED_CASCADE, refusal.message)
+    return Refusal(Reason.NO_CASCADE, refusal.message) if options.cascades == "always" else refusal
 
 
 def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) -> AttentionReport:

@@ -16,6 +16,7 @@ import torch
 
 from fusion.ir.expr import ONE, ZERO, Expr, Kind, const
 from fusion.ir.ops import apply, where
+from fusion.ir.printing import ARGUMENTS, COMPOSITIONS
 
 from .casts import Builder, Call, float_function, kind_of, operand
 
@@ -316,3 +317,19 @@ SPECIAL: dict[Any, Builder] = {
     aten.ldexp: float_function(lambda x, power, call: x * apply("pow", const(2.0), power), 2),
     aten.rad2deg: float_function(lambda x, call: x * (180 / math.pi)),
 }  # fmt: skip
+
+# Functions that reports print as calls; those with parameters only where these are torch's defaults.
+for _count, _names in (
+    (
+        1,
+        "acos asin asinh acosh atanh sinh cosh tan erfc log10 log2 exp2 frac sinc logit silu mish softplus log_sigmoid",
+    ),
+    (1, "gelu elu selu leaky_relu hardswish hardsigmoid nan_to_num"),
+    (2, "logaddexp logaddexp2 hypot copysign"),
+):
+    for _name in _names.split():
+        _form = (ELEMENTARY | SPECIAL)[getattr(aten, _name)](
+            Call(args=ARGUMENTS[:_count], kwargs={}, dtype=torch.float32)
+        )
+        assert _form is not None
+        COMPOSITIONS[_name] = _form

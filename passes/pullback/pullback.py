@@ -128,6 +128,9 @@ class PullBack:
             if reductions.is_reduction(node) and {*reductions.extents(node)} & {self.keys, self.bounds.get(I)}:
                 message = f"the weights depend on {node.target} of whole rows or columns of scores"
                 return Unsupported(Reason.FURTHER_REDUCTION, message, problem.expr, node)
+            if reductions.combines_heads(node):
+                message = f"scores of different heads are combined by {node.target}"
+                return Unsupported(Reason.HEADS_COMBINED, message, problem.expr, node)
         if self.limit is None:
             message = problem.refusal.message
             if node is not None and is_contraction(node):

@@ -183,6 +183,12 @@ def is_reduction(node: Node) -> bool:
     return packet(node) in OPERATIONS and min(nodes.dims_of(node)) >= len(shape(arguments(node)["self"])) - 2
 
 
+def combines_heads(node: Node) -> bool:
+    """Whether a node reduces scores over dimensions before rows and columns, or is a softmax over such a dimension."""
+    every = packet(node) in (*OPERATIONS, aten.mean, aten.max, aten.min, aten.amin)
+    return every and max(nodes.dims_of(node)) < len(shape(arguments(node)["self"])) - 2
+
+
 def blocking_op(node: Node, products: set[Node]) -> Node | None:
     """First operation from products down to a node, that included, which reads more than one element. An operation
     without any rule is preferred to softmaxes and sums over keys, which may have been followed."""

@@ -8,9 +8,11 @@ import torch
 
 import fusion
 from fusion.ir import integers
-from fusion.ir.expr import SCORE, I, J, const, operation
+from fusion.ir.expr import SCORE, I, J, const, contains, operation, substitute
 from fusion.ir.ops import where
-from fusion.ir.printing import to_text
+from fusion.ir.printing import ARGUMENTS, COMPOSITIONS, to_text
+from fusion.passes.pullback.casts import Call
+from fusion.passes.pullback.pointwise import BUILDERS
 from fusion.planning import pays
 from fusion.report.data import kernel_summary
 
@@ -45,6 +47,21 @@ CLAMPED = where(
 )
 def test_expressions(expr, text):
     assert to_text(expr) == text
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_functions_that_are_compositions_are_printed_as_calls(name):
+    arguments = (X, SCORE + 1)[: sum(contains(COMPOSITIONS[name], each) for each in ARGUMENTS)]
+    value = BUILDERS[getattr(torch.ops.aten, name)](Call(args=arguments, kwargs={}, dtype=torch.float32))
+    whole = where(operation("ile", J, I), operation("fmul", value, SCORE), const(-math.inf))
+    assert to_text(whole) == f"{name}({', '.join(map(to_text, arguments))}) * s if j ≤ i else -inf"
+
+
+def test_a_form_with_another_constant_or_of_two_arguments_is_no_call():
+    form = BUILDERS[torch.ops.aten.asin](Call(args=(X,), kwargs={}, dtype=torch.float32))
+    other = substitute(form, {const(0.5): const(0.25)})
+    mixed = operation("fmul", X, operation("sigmoid", SCORE))
+    assert form is not other and "asin" not in to_text(other) and to_text(mixed) == "s / 8 * sigmoid(s)"
 
 
 def short(records_gradients: bool, **options: str) -> fusion.Report:

@@ -96,6 +96,11 @@ def over_rows(q, k, v):
     return w @ v
 
 
+def mean_over_heads(q, k, v):
+    s = (q @ k.mT).mean(1)  # here
+    return torch.softmax(s, -1) @ v.mean(1)
+
+
 CASES = {
     sorted_scores: (Reason.NOT_POINTWISE, "do not come from a product", "aten.sort"),
     highest_scores: (Reason.NOT_POINTWISE, "on its own scores", "aten.topk"),
@@ -103,7 +108,8 @@ CASES = {
     over_rows_and_keys: (Reason.NOT_POINTWISE, "on its own scores", "aten.softmax"),
     over_rows: (Reason.FURTHER_REDUCTION, "whole rows or columns of scores", "aten.softmax"),
     tanh_of_weights: (Reason.NOT_LINEAR, "not linear in it", "aten.tanh"),
-    other_axis: (Reason.NOT_POINTWISE, "do not come from a product", "aten.softmax"),
+    other_axis: (Reason.HEADS_COMBINED, "different heads are combined", "aten.softmax"),
+    mean_over_heads: (Reason.HEADS_COMBINED, "different heads are combined", "aten.mean"),
     running_sum: (Reason.NOT_POINTWISE, "do not come from a product", "aten.cumsum"),
     also_averaged: (Reason.WEIGHTS_NEEDED, "needed elsewhere .by aten.mean", "aten.mean"),
     returned: (Reason.WEIGHTS_NEEDED, "they are returned", "aten.matmul"),
