@@ -59,8 +59,8 @@ class Reason(enum.Enum):
         'ask for another one with options={"cascades": "always"} (docs/cascades.md).'
     )
     NO_CASCADE = (
-        "No option helps: no other attention computes this reduction (docs/cascades.md). Of other scores only what is "
-        "computed outside and passed in as a tensor can be used."
+        "No option helps: no other attention computes this reduction, as of up to 32 queries or keys none does "
+        "(docs/cascades.md). Of other scores only what is computed outside and passed in as a tensor can be used."
     )
     TRAINED_CASCADE = (
         "No option helps where gradients are recorded: for inference call the model under torch.no_grad(). For "

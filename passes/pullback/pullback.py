@@ -125,12 +125,8 @@ class PullBack:
             return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
         if self.limit is None and node is not None:
             node = blocking_op(node, products_above(node)) or node
-            if reductions.is_reduction(node) and {*reductions.extents(node)} & {self.keys, self.bounds.get(I)}:
-                message = f"the weights depend on {node.target} of whole rows or columns of scores"
-                return Unsupported(Reason.FURTHER_REDUCTION, message, problem.expr, node)
-            if reductions.combines_heads(node):
-                message = f"scores of different heads are combined by {node.target}"
-                return Unsupported(Reason.HEADS_COMBINED, message, problem.expr, node)
+            if (reduced := reductions.refusal(node, (self.keys, self.bounds.get(I)))) is not None:
+                return Unsupported(reduced.kind, reduced.message, problem.expr, node)
         if self.limit is None:
             message = problem.refusal.message
             if node is not None and is_contraction(node):

@@ -5,7 +5,7 @@ Their nodes have, besides the score at key J, the scores of further columns (sin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,6 +17,7 @@ from fusion.ir import integers
 from fusion.ir.expr import ZERO, Expr, J, Kind, coordinates, node, rebuild, substitute, walk
 from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED
+from fusion.refusals import Reason, Refusal
 
 from .. import nodes
 from ..nodes import arguments, packet, shape
@@ -183,10 +184,18 @@ def is_reduction(node: Node) -> bool:
     return packet(node) in OPERATIONS and min(nodes.dims_of(node)) >= len(shape(arguments(node)["self"])) - 2
 
 
-def combines_heads(node: Node) -> bool:
-    """Whether a node reduces scores over dimensions before rows and columns, or is a softmax over such a dimension."""
-    every = packet(node) in (*OPERATIONS, aten.mean, aten.max, aten.min, aten.amin)
-    return every and max(nodes.dims_of(node)) < len(shape(arguments(node)["self"])) - 2
+def refusal(node: Node, extents: Sequence[Expr | None]) -> Refusal | None:
+    """Reason against a reduction of scores, or a softmax of them: along rows or columns, which have these extents, or
+    along the dimensions before them; None for other operations."""
+    if packet(node) not in (*OPERATIONS, aten.mean, aten.max, aten.min, aten.amin):
+        return None
+    over = shape(arguments(node)["self"])
+    if is_reduction(node):
+        rows = any(over[dim] in extents for dim in nodes.dims_of(node))
+        message = f"the weights depend on {node.target} of whole rows or columns of scores"
+        return Refusal(Reason.FURTHER_REDUCTION, message) if rows else None
+    message = f"scores of different heads are combined by {node.target}"
+    return Refusal(Reason.HEADS_COMBINED, message) if max(nodes.dims_of(node)) < len(over) - 2 else None
 
 
 def blocking_op(node: Node, products: set[Node]) -> Node | None:
@@ -200,11 +209,6 @@ def blocking_op(node: Node, products: set[Node]) -> Node | None:
     way = nodes.walk_up([node], parents)
     taken = [here for here in way if not (is_pointwise(here) or is_view(here) or is_contraction(here))]
     return min(taken, key=lambda here: (is_reduction(here), here), default=None)
-
-
-def extents(node: Node) -> list[Expr]:
-    """Number of elements that a reduction runs over along each of its dimensions."""
-    return [shape(arguments(node)["self"])[dim] for dim in nodes.dims_of(node)]
 
 
 _made_from_product: WeakKeyDictionary[Expr, bool] = WeakKeyDictionary()
