@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +51,11 @@ def unsupported(spec: AttentionSpec) -> str | None:
 def wide(spec: AttentionSpec) -> str:
     """Dtype of sums over blocks."""
     return "float64" if any(o.dtype == "float64" for o in spec.operands) else "float32"
+
+
+def is_narrow(spec: AttentionSpec) -> bool:
+    """Whether the output is rounded to a narrower dtype than that of sums."""
+    return spec.out_dtype != wide(spec)
 
 
 @lru_cache(maxsize=1024)
@@ -98,12 +104,6 @@ def _with_share(spec: AttentionSpec, row_scale: Expr) -> AttentionSpec:
     )
 
 
-def arriving(delta_of_rest: Tensor, share: Tensor) -> Tensor:
-    """Gradient that arrives at a block's share. delta_of_rest: sum over e of dO * (O - P)."""
-    rest = 1 - share
-    return torch.where(rest > 0, -delta_of_rest / rest, 0.0)
-
-
 def _of_keys(spec: AttentionSpec) -> AttentionSpec:
     part = one_part(spec, "j", key_dims(spec), FIRST_KEY)
     return replace(part, normalizer=Normalizer.SAFE_SOFTMAX, sinks=())
@@ -113,42 +113,105 @@ def _row_names(spec: AttentionSpec) -> tuple[str, ...]:
     return tuple(result_names(spec)[:-1])
 
 
+class Partial(NamedTuple):
+    """Sums over some keys: output [b.., i, e], not yet divided, and per row, [b.., i], the largest score and the sum."""
+
+    output: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+    def in_units_of(self, row_max: Tensor) -> tuple[Tensor, Tensor]:
+        """(output, sum) for weights exp(x - row_max), with 0 for no live key: its sum may be NaN."""
+        scale = torch.where(self.row_max == -math.inf, 0.0, torch.exp(self.row_max - row_max))
+        return self.output * scale.unsqueeze(-1), torch.where(scale == 0, 0.0, self.row_sum * scale)
+
+    def merged(self, other: Partial) -> Partial:
+        """Sums over the keys of both."""
+        highest = torch.maximum(self.row_max, other.row_max)
+        pairs = zip(self.in_units_of(highest), other.in_units_of(highest), strict=True)
+        output, row_sum = (mine + theirs for mine, theirs in pairs)
+        return Partial(output, highest, row_sum)
+
+    def where(self, rows: Tensor, other: Partial) -> Partial:
+        """These in the rows that are marked, `other` elsewhere."""
+        output = torch.where(rows.unsqueeze(-1), self.output, other.output)
+        pairs = zip(self[1:], other[1:], strict=True)
+        return Partial(output, *(torch.where(rows, mine, theirs) for mine, theirs in pairs))
+
+    def size(self) -> Tensor:
+        """Logarithm of the sum of exp(x)."""
+        return self.row_max + self.row_sum.log()
+
+
+class Merged(NamedTuple):
+    """Sums over all blocks and sinks, M and L, [b.., i], and what the blocks' backward reads beside them.
+
+    peak: number of the block with most of a row's weight; rest: R of that block; output: its O - P, or O itself where
+    results are narrower. So nothing is lost by cancellation where nearly all weight of a row is in one block.
+    """
+
+    row_max: Tensor
+    row_sum: Tensor
+    peak: Tensor
+    rest: Tensor
+    output: Tensor
+
+    def packed(self) -> Tensor:
+        """One tensor [4 + e, b.., i]."""
+        return torch.cat([torch.stack(self[:4]), self.output.movedim(-1, 0)])
+
+    @staticmethod
+    def unpacked(statistics: Tensor) -> Merged:
+        return Merged(*statistics[:4], statistics[4:].movedim(0, -1))
+
+    def ordinary(self, spec: AttentionSpec) -> bool:
+        """Whether each row has a live key, and a finite maximum. Others are computed with all keys at once."""
+        fill = -math.inf if spec.mask is None else spec.mask.fill / 2
+        return bool(((self.row_max > fill) & (self.row_max < math.inf)).all())
+
+    def of_block(self, number: int, share: Tensor, grad: Tensor, output: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+        """R of a block, and what arrives at its share. grad: dO; output: its P; exact: O in the dtype of sums."""
+        is_peak, kept = self.peak == number, self.output is not exact
+        rest = torch.where(is_peak, self.rest, ((1 - share) * self.row_sum).clamp(min=0))
+        others = exact - output
+        if kept:
+            others = torch.where(is_peak.unsqueeze(-1), self.output, others)
+        delta, limits = (grad * others).sum(-1), torch.finfo(rest.dtype)
+        least = limits.tiny if kept else limits.eps * self.row_sum  # less is lost in the rounding of O - P
+        return rest, torch.where(rest > least, -delta / rest * self.row_sum, 0.0)
+
+
 class Sums:
-    """Sums over the blocks that were added: output [b.., i, e] and, per row, M and L, [b.., i]."""
+    """Sums over the blocks that were added, apart for the block with most of a row's weight and for the others."""
 
     def __init__(self, spec: AttentionSpec, operands: Sequence[Tensor], sizes: Sequence[int]):
         self.spec, self.operands, self.sizes = spec, operands, sizes
         *batch, rows, _, columns = coordinate_extents(spec, sizes).values()
-        dtype = getattr(torch, wide(spec))
-        self.output = operands[0].new_zeros((*batch, rows, columns), dtype=dtype)
-        self.row_max = operands[0].new_full((*batch, rows), -math.inf, dtype=dtype)
-        self.row_sum = torch.zeros_like(self.row_max)
+        empty = operands[0].new_zeros((*batch, rows), dtype=getattr(torch, wide(spec)))
+        self.peak = self.rest = Partial(empty.unsqueeze(-1).expand(*empty.shape, columns), empty - math.inf, empty)
+        self.number = torch.zeros_like(empty)
 
-    def add(self, output: Tensor, row_max: Tensor, row_sum: Tensor) -> None:
-        """Add a block's o, m and l."""
-        before, highest = self.row_max, torch.maximum(self.row_max, row_max)
-        old, new = _scale(before, highest), _scale(row_max, highest)
-        self.output = self.output * old.unsqueeze(-1) + output * new.unsqueeze(-1)
-        self.row_sum = _product(self.row_sum, old) + _product(row_sum, new)
-        self.row_max = highest
+    def add(self, number: int, block: Partial) -> None:
+        """Add the o, m and l of a block with a number."""
+        larger = block.size() > self.peak.size()
+        self.rest = self.rest.merged(self.peak.where(larger, block))
+        self.peak = block.where(larger, self.peak)
+        self.number = torch.where(larger, float(number), self.number)
 
-    def finish(self) -> Tensor:
-        """The output of all rows; M and L include the sinks from now on."""
+    def finish(self) -> tuple[Tensor, Merged]:
+        """Output, [b.., i, e], and the statistics for the backward."""
         for sink in self.spec.sinks:
-            value = gradients.value(self.spec, self.operands, self.sizes, sink, self.row_max.dtype)
-            value = value.squeeze(-1).expand(self.row_max.shape)
-            self.add(torch.zeros_like(self.output), value, torch.ones_like(value))
-        output = self.output / self.row_sum.unsqueeze(-1)
+            value = gradients.value(self.spec, self.operands, self.sizes, sink, self.number.dtype)
+            value = value.squeeze(-1).expand(self.number.shape)
+            self.rest = self.rest.merged(Partial(torch.zeros_like(self.rest.output), value, torch.ones_like(value)))
+        _, row_max, row_sum = self.rest.merged(self.peak)
+        others, rest = self.rest.in_units_of(row_max)
+        of_peak, _ = self.peak.in_units_of(row_max)
+        others, output = others / row_sum.unsqueeze(-1), (others + of_peak) / row_sum.unsqueeze(-1)
         if self.spec.normalizer is Normalizer.SAFE_SOFTMAX:
-            dead = self.row_max == -math.inf
-            output = torch.where(dead.unsqueeze(-1), 0.0, output)
-        return output
-
-    def ordinary(self) -> bool:
-        """Whether each row has a live key, and a finite maximum. Others are computed with all keys at once."""
-        mask = self.spec.mask
-        fill = -math.inf if mask is None else mask.fill / 2
-        return bool(((self.row_max > fill) & (self.row_max < math.inf)).all())
+            output = torch.where((row_max == -math.inf).unsqueeze(-1), 0.0, output)
+        kept = output if is_narrow(self.spec) else others
+        return output, Merged(row_max, row_sum, self.number, rest, kept)
 
     def stored(self, output: Tensor) -> Tensor:
         """Output in the dimensions, dtype and memory order of the spec."""
@@ -157,29 +220,19 @@ class Sums:
         return packed.permute([order.index(name) for name in self.spec.output.dims])
 
 
-def _scale(row_max: Tensor, highest: Tensor) -> Tensor:
-    """exp(m - M), 0 where no key has lived yet."""
-    return torch.where(row_max == -math.inf, 0.0, torch.exp(row_max - highest))
-
-
-def _product(total: Tensor, scale: Tensor) -> Tensor:
-    """Sum of a row in units of another maximum; that of a row without a live key may be NaN, and is 0."""
-    return torch.where(scale == 0, 0.0, total * scale)
-
-
 def of_sinks(
     spec: AttentionSpec,
     operands: Sequence[Tensor],
     sizes: Sequence[int],
     needs: Sequence[bool],
     delta: Tensor,
-    rows: tuple[Tensor, Tensor],
+    rows: Merged,
 ) -> dict[int, Tensor]:
-    """Gradients of operands through the sinks, by number: of a sink it is -(its weight) D. rows: M and L."""
+    """Gradients of operands through the sinks, by number: of a sink it is -(its weight) D."""
     result: dict[int, Tensor] = {}
     for sink in spec.sinks:
         value = gradients.value(spec, operands, sizes, sink, delta.dtype)
-        weight = torch.exp(value - rows[0].unsqueeze(-1)) / rows[1].unsqueeze(-1)
+        weight = torch.exp(value - rows.row_max.unsqueeze(-1)) / rows.row_sum.unsqueeze(-1)
         read = {part.operand for part in walk(sink) if part.op == "load" and part.kind is Kind.FLOAT}
         for number in sorted(n for n in read if needs[n]):
             upstream = -weight * delta.unsqueeze(-1)

@@ -45,8 +45,7 @@ def _block(spec: AttentionSpec, ring: Ring, operands: Sequence[Tensor], owner: i
 def forward(
     operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring: str
 ) -> tuple[Tensor, Tensor]:
-    """The output of this process's rows, and the statistics for `backward`: [M, L, the output where it is narrower than
-    these.., b.., i]."""
+    """The output of this process's rows, and the statistics for `backward` (`partial.Merged`)."""
     parsed, device = AttentionSpec.from_json(spec), operands[0].device.type
     shards = Ring.from_json(ring)
     known, part = dict(zip(parsed.sizes, sizes, strict=True)), partial.of_output(parsed)
@@ -55,32 +54,16 @@ def forward(
     for owner, keys in filter(_is_live, transfers.blocks(operands[1:3])):
         given, lengths = _block(parsed, shards, operands, owner, keys)
         out, _, row_max, row_sum = kernels.outputs(given, [(known | lengths)[name] for name in part.sizes])
-        sums.add(out, row_max, row_sum)
-    output = sums.finish()
-    if not transfers.agree(sums.ordinary(), operands[0]):
-        whole = [operands[0], *transfers.whole(operands[1:3]), *operands[3:]]
-        out, _ = differentiable(spec, device, request).outputs(whole, sizes)[:2]
-        return out, _statistics(parsed, sums, output)
-    return sums.stored(output), _statistics(parsed, sums, output)
+        sums.add(owner, partial.Partial(out, row_max, row_sum))
+    output, merged = sums.finish()
+    if transfers.agree(merged.ordinary(parsed), operands[0]):
+        return sums.stored(output), merged.packed()
+    whole = [operands[0], *transfers.whole(operands[1:3]), *operands[3:]]
+    return differentiable(spec, device, request).outputs(whole, sizes)[0], merged.packed()
 
 
 def _is_live(block: tuple[int, list[Tensor]]) -> bool:
     return bool(block[1])
-
-
-def _statistics(spec: AttentionSpec, sums: partial.Sums, output: Tensor) -> Tensor:
-    planes = [sums.row_max[None], sums.row_sum[None]]
-    return torch.cat([*planes, output.movedim(-1, 0)] if keeps_output(spec) else planes)
-
-
-def keeps_output(spec: AttentionSpec) -> bool:
-    """Whether the gradient needs the output before it was rounded."""
-    return spec.out_dtype != partial.wide(spec)
-
-
-def planes(spec: AttentionSpec) -> int:
-    """Number of planes [b.., i] of the statistics."""
-    return 2 + (spec.d_v.integer if keeps_output(spec) else 0)
 
 
 def backward(
@@ -98,12 +81,11 @@ def backward(
     parsed, shards = AttentionSpec.from_json(spec), Ring.from_json(ring)
     known = dict(zip(parsed.sizes, sizes, strict=True))
     transfers = Transfers(shards, shards.live(parsed, known))
-    sums = partial.Sums(parsed, operands, sizes)
-    sums.row_max, sums.row_sum = statistics[0], statistics[1]
+    merged = partial.Merged.unpacked(statistics)
     call = _Backward(parsed, request, grad, operands, known, list(needs))
-    if transfers.agree(sums.ordinary(), operands[0]):
-        whole_out = statistics[2:].movedim(0, -1) if keeps_output(parsed) else call.computed(out)
-        result = call.by_blocks(transfers, whole_out, (sums.row_max, sums.row_sum))
+    if transfers.agree(merged.ordinary(parsed), operands[0]):
+        exact = merged.output if partial.is_narrow(parsed) else call.computed(out)
+        result = call.by_blocks(transfers, exact, merged)
     else:
         result = call.at_once(transfers)
     described = zip(operands, parsed.operands, strict=True)
@@ -124,8 +106,8 @@ class _Backward:
         order = [self.spec.output.dims.index(name) for name in result_names(self.spec)]
         return tensor.to(getattr(torch, partial.wide(self.spec))).permute(order)
 
-    def by_blocks(self, transfers: Transfers, out: Tensor, rows: tuple[Tensor, Tensor]) -> dict[int, Tensor]:
-        """Gradients by operand, with those of K and V for this process's keys. rows: M and L."""
+    def by_blocks(self, transfers: Transfers, out: Tensor, rows: partial.Merged) -> dict[int, Tensor]:
+        """Gradients by operand, with those of K and V for this process's keys. out: O."""
         totals = {n: torch.zeros_like(o, dtype=_exact(o)) for n, o in enumerate(self.operands) if self.needs[n]}
         own = [*self.operands[1:3]]
         returns = Returns(transfers, own, self.needs[1:3])
@@ -140,19 +122,19 @@ class _Backward:
         return totals | {n + 1: returns.sums[n] for n in range(2)}
 
     def _of_block(
-        self, ring: Ring, owner: int, keys: list[Tensor], out: Tensor, rows: tuple[Tensor, Tensor]
+        self, ring: Ring, owner: int, keys: list[Tensor], out: Tensor, rows: partial.Merged
     ) -> dict[int, Tensor]:
         """Gradients by operand through a block of keys."""
         specs, device = (partial.of_weights(self.spec), partial.of_gradient(self.spec)), self.grad.device.type
         weights, gradient = (differentiable(spec.to_json(), device, self.request) for spec in specs)
         given, lengths = _block(self.spec, ring, self.operands, owner, keys)
         sizes = [[(self.sizes | lengths)[name] for name in spec.sizes] for spec in specs]
-        of_block, statistics, share = weights.outputs([*given, *rows], sizes[0])
+        of_block, statistics, share = weights.outputs([*given, rows.row_max, rows.row_sum], sizes[0])
         grad = self.grad.to(of_block.dtype)
-        delta_of_rest = (self.computed(grad) * (out - self.computed(of_block))).sum(-1)
-        operands = [*given, rows[0], ((1 - share) * rows[1]).clamp(min=0)]
-        needs, arriving = (*self.needs, False, False), [partial.arriving(delta_of_rest, share)]
-        found = gradient.backward(grad, of_block, statistics, operands, sizes[1], needs, arriving)
+        rest, arriving = rows.of_block(owner, share, self.computed(grad), self.computed(of_block), out)
+        needs = (*self.needs, False, False)
+        operands = [*given, rows.row_max, rest]
+        found = gradient.backward(grad, of_block, statistics, operands, sizes[1], needs, [arriving])
         return dict(zip([n for n, needed in enumerate(needs) if needed], found, strict=True))
 
     def _add(self, totals: dict[int, Tensor], found: dict[int, Tensor], first: int, count: int) -> None:
@@ -190,9 +172,9 @@ def _fake_forward(
     operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring: str
 ) -> tuple[Tensor, Tensor]:
     parsed = AttentionSpec.from_json(spec)
-    *batch, rows, _, _ = results.coordinate_extents(parsed, sizes).values()
+    *batch, rows, _, columns = results.coordinate_extents(parsed, sizes).values()
     out = results.empty_result(parsed, 0, operands[0], sizes)
-    return out, operands[0].new_empty((planes(parsed), *batch, rows), dtype=getattr(torch, partial.wide(parsed)))
+    return out, operands[0].new_empty((4 + columns, *batch, rows), dtype=getattr(torch, partial.wide(parsed)))
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
