@@ -14,7 +14,7 @@ When = Literal["auto", "always", "never"]
 Training = Literal["auto", "always", "never"]
 Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial", "two_planes"]
-Sequences = Literal["auto", "gather", "ring", "all_to_all"]
+Sequences = Literal["auto", "gather", "ring", "zigzag", "all_to_all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,11 @@
     H   query heads of all batch elements together; G key heads
     d   columns of Q and K;  e of V
 
-The formulas are those of equal shards; `Traffic` counts shards of any lengths, and dead blocks, which the ring leaves
-out (s is the share of other processes' blocks that live). docs/sequences.md derives the bound.
+    s   share of other processes' blocks of keys that live;  z in the zig-zag layout, where the share x of a shard moves
+    o   1 where the backward needs the output again, 0 where results are narrow
+    R   rows of a mesh of R x P/R processes
+
+The formulas are those of equal shards; `Traffic` counts shards of any lengths. docs/sequences.md derives the bound.
 """
 
 from __future__ import annotations
@@ -14,25 +17,36 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fusion.ir.parts import run_of
+import numpy as np
+
 from fusion.machine import Machine
+
+if TYPE_CHECKING:
+    from fusion.ir import AttentionSpec
+    from fusion.sequences.transfers import Ring
 
 FORMULAS = {
     "gather": ("(P - 1)*G*N_k/P*(d + e)", "2*(P - 1)*G*N_k/P*(d + e)"),
     "ring": ("s*(P - 1)*G*N_k/P*(d + e)", "2*s*(P - 1)*G*N_k/P*(d + e)"),
+    "zigzag": ("(z*(P - 1)*G*N_k + x*(H*N_q + G*N_k))/P*(d + e)",
+               "(2*z*(P - 1)*G*N_k + 2*x*G*N_k)/P*(d + e) + x*H*N_q/P*(2*d + (1 + o)*e)"),
     "all_to_all": ("(P - 1)/P*(H*N_q + G*N_k)/P*(d + e)", "2*(P - 1)/P*(H*N_q + G*N_k)/P*(d + e)"),
-}
+    "mesh": ("(R - 1)*H*N_q/P*(d + e + 2) + (P/R - 1)*G*N_k/P*(d + e)",
+             "(R - 1)*H*N_q/P*(2*d + e + 2) + 2*(P/R - 1)*G*N_k/P*(d + e)"),
+}  # fmt: skip
 """Elements that a device sends in the forward and in the backward, by schedule: the backward has K and V on their way
-once more, and their gradients; with all_to_all also the output and its gradient, Q and its gradient."""
+once more, and their gradients; with all_to_all and zigzag also the output and its gradient, Q and its gradient. The
+mesh is not there to be run (docs/sequences.md): each process computes with the queries of R processes and the keys of
+P/R, and partial outputs with two numbers a row are added where their rows are at home."""
 
 LINKS = {"gpu": 450e9, "cpu": 1e9}
 """bytes/s that a device sends, where nothing else is said: NVLink 4 in one direction (NVIDIA's data sheet of the H100);
 the order of a socket between processes of one machine."""
 LATENCY = {"gpu": 1e-5, "cpu": 1e-4}
 """Seconds until a message arrives, likewise: the order of it. It decides between schedules of short sequences only."""
-PRODUCTS = {"gather": (2, 5), "ring": (2, 7), "all_to_all": (2, 5)}
+PRODUCTS = {"gather": (2, 5), "ring": (2, 7), "zigzag": (2, 7), "all_to_all": (2, 5), "mesh": (2, 7)}
 """Products of the size of the scores in the forward and the backward: the ring computes each block's weights anew."""
 
 
@@ -42,11 +56,56 @@ def _compiled(formula: str) -> Callable[[Mapping[str, float]], float]:
     return lambda values: float(eval(code, {}, values))  # the text is one of `FORMULAS`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Runs of the rows and keys of each process of a ring. needed: whether a process computes with a run of keys,
+    [process, run]; owner, keys: of a run; pairs: scores of one head that each process computes; moved: share of its
+    shard that changes hands before and after."""
+
+    needed: np.ndarray
+    owner: np.ndarray
+    keys: np.ndarray
+    pairs: np.ndarray
+    moved: np.ndarray
+
+    @staticmethod
+    def of(ring: Ring, spec: AttentionSpec, sizes: Mapping[str, int]) -> Layout:
+        live, parts, numbers = np.array(ring.live(spec, sizes)), range(ring.parts), range(ring.parts * ring.runs)
+        owner = np.empty(len(numbers), int)
+        for part in parts:
+            owner[ring.runs_of(part)] = part
+        stay = [sum(holder == part for _, holder, _ in ring.moves(part)) / 2 for part in parts]
+        return Layout(
+            needed=np.array([live[ring.runs_of(part)].any(0) for part in parts]), owner=owner,
+            keys=np.array([ring.keys_of(run)[1] for run in numbers]), pairs=np.array(ring.pairs(spec, sizes)),
+            moved=np.array([1 - share if ring.runs > 1 else 0.0 for share in stay]),
+        )  # fmt: skip
+
+    def _others(self) -> np.ndarray:
+        """Keys that processes compute with and do not have, [process, run]."""
+        strange = self.owner != np.arange(len(self.needed))[:, None]
+        return self.needed * strange * self.keys
+
+    def sent(self) -> np.ndarray:
+        """Numbers of keys that each process sends in the forward, and of keys whose gradients it returns, [2, P]."""
+        others = self._others()
+        forward = np.array([others[:, self.owner == part].sum() for part in range(len(others))])
+        return np.stack([forward, others.sum(1)])
+
+    def share(self) -> float:
+        """Share of other processes' keys that a process computes with, on average."""
+        everything = (len(self.needed) - 1) * self.keys.sum()
+        return float(self._others().sum() / everything) if everything else 0.0
+
+    def steps(self) -> int:
+        """Most processes that one computes with the keys of."""
+        return max([1, *(len({*self.owner[needed]}) for needed in self.needed)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traffic:
-    """An attention of a sequence over `parts` processes. live: for each process and each block of keys, whether it is
-    computed; pairs: scores that each process computes of one head where rows are split. heads, key_heads: of all batch
-    elements together."""
+    """An attention of a sequence over `parts` processes. layouts: of the ring and of zigzag. heads, key_heads: of all
+    batch elements together. narrow: whether results are rounded to less than the sums."""
 
     parts: int
     n_q: int
@@ -55,40 +114,41 @@ class Traffic:
     key_heads: int
     d: int
     d_v: int
-    live: tuple[tuple[bool, ...], ...]
-    pairs: tuple[int, ...]
+    layouts: Mapping[str, Layout]
     element_bytes: int = 4
+    narrow: bool = False
 
-    def keys(self, part: int) -> int:
-        """Elements of a process's K and V."""
-        return run_of(self.n_k, self.parts, part)[1] * self.key_heads * (self.d + self.d_v)
-
-    def ring(self) -> list[tuple[int, int]]:
-        """Elements that each process sends in the forward and the backward of a ring, but for the one number by which
-        all agree that rows are ordinary."""
-        others = [[q for q in range(self.parts) if q != part] for part in range(self.parts)]
-        sent = [sum(self.live[q][part] for q in others[part]) * self.keys(part) for part in range(self.parts)]
-        back = [sum(self.live[part][q] * self.keys(q) for q in others[part]) for part in range(self.parts)]
-        return [(forward, forward + backward) for forward, backward in zip(sent, back, strict=True)]
+    def of_ring(self, schedule: str) -> np.ndarray:
+        """Elements that each process sends in the forward and the backward of a ring, [2, P], but for the one number by
+        which all agree that rows are ordinary."""
+        layout, width = self.layouts[schedule], self.d + self.d_v
+        forward, returned = layout.sent() * self.key_heads * width
+        of_rows, of_keys = layout.moved * self.heads * self.n_q / self.parts, layout.moved * self.key_heads * self.n_k
+        of_keys = of_keys / self.parts * width
+        again = 2 * self.d + (2 - self.narrow) * self.d_v
+        return np.stack([forward + of_rows * width + of_keys, forward + returned + of_rows * again + 2 * of_keys])
 
     def symbols(self) -> dict[str, float]:
         """Values of the formulas' symbols."""
-        others = [self.live[a][b] for a in range(self.parts) for b in range(self.parts) if a != b]
-        share = sum(others) / len(others) if others else 0.0
-        return {"P": self.parts, "N_q": self.n_q, "N_k": self.n_k, "H": self.heads, "G": self.key_heads,
-                "d": self.d, "e": self.d_v, "s": share}  # fmt: skip
+        ring, zigzag = self.layouts["ring"], self.layouts["zigzag"]
+        known = {"P": self.parts, "N_q": self.n_q, "N_k": self.n_k, "H": self.heads, "G": self.key_heads, "d": self.d,
+                 "e": self.d_v, "s": ring.share(), "z": zigzag.share(), "x": float(zigzag.moved.mean()),
+                 "o": int(not self.narrow)}  # fmt: skip
+        grids = [known | {"R": rows} for rows in range(1, self.parts + 1) if self.parts % rows == 0]
+        return min(grids, key=lambda grid: sum(_compiled(formula)(grid) for formula in FORMULAS["mesh"]))
 
     def sent(self, schedule: str) -> tuple[float, float]:
         """Elements that a device sends in the forward and the backward: for equal shards, the mean over devices."""
-        forward, backward = (_compiled(formula)(self.symbols()) for formula in FORMULAS[schedule])
+        symbols = self.symbols()
+        forward, backward = (_compiled(formula)(symbols) for formula in FORMULAS[schedule])
         return forward, backward
 
     def most(self, schedule: str) -> tuple[float, float]:
         """Elements that the device sends which sends most, as `sent` otherwise."""
-        if schedule != "ring":
+        if schedule not in self.layouts:
             return self.sent(schedule)
-        forward, backward = zip(*self.ring(), strict=True)
-        return float(max(forward)), float(max(backward))
+        forward, backward = self.of_ring(schedule).max(1)
+        return float(forward), float(backward)
 
     def bound(self) -> float | None:
         """Elements that some device must receive in the forward, whatever the schedule, from shards of the sequence
@@ -108,15 +168,20 @@ class Traffic:
 
     def _seconds(self, schedule: str, machine: Machine, dtype: str, link: float, number: int) -> float:
         score = PRODUCTS[schedule][number] * (self.d + self.d_v) * self.heads / machine.flops(dtype)
-        latency = LATENCY[machine.kind]
+        latency, pairs = LATENCY[machine.kind], self.layouts["zigzag" if schedule == "zigzag" else "ring"].pairs
         moving = self.most(schedule)[number] * self.element_bytes / link
         if schedule == "all_to_all":
-            return sum(self.pairs) / self.parts * score + moving + 4 * latency
-        slowest = max(self.pairs, default=0) * score
+            return float(pairs.mean() * score + moving + 4 * latency)
+        if schedule == "mesh":  # its tiles are taken to be balanced
+            return float(max(pairs.mean() * score, moving) + 2 * latency * math.sqrt(self.parts))
+        slowest = float(pairs.max(initial=0)) * score
         if schedule == "gather":
             return slowest + moving + latency
-        steps = max(map(sum, self.live), default=1) or 1
-        return max(slowest, moving) + min(slowest, moving) / steps + steps * latency
+        layout = self.layouts[schedule]
+        of_rows = (1 + number) * float(layout.moved.max()) * self.element_bytes / link / self.parts
+        before = of_rows * (self.heads * self.n_q + self.key_heads * self.n_k) * (self.d + self.d_v)
+        moving, steps = max(0.0, moving - before), layout.steps()
+        return before + max(slowest, moving) + min(slowest, moving) / steps + (steps + 4 * bool(before)) * latency
 
 
 def rows(traffic: Traffic, machine: Machine, dtype: str, link: float | None = None) -> list[dict[str, Any]]:
@@ -130,8 +195,8 @@ def rows(traffic: Traffic, machine: Machine, dtype: str, link: float | None = No
         return {"schedule": name, "forward_bytes": forward, "backward_bytes": backward,
                 "forward_seconds": times[0], "training_seconds": times[1]}  # fmt: skip
 
-    heads = traffic.key_heads % traffic.parts == 0
-    names = [name for name in FORMULAS if heads or name != "all_to_all"]
+    possible = {"all_to_all": traffic.key_heads, "zigzag": math.gcd(traffic.n_q, traffic.n_k) // 2}
+    names = [name for name in FORMULAS if possible.get(name, traffic.parts) % traffic.parts == 0]
     return sorted(map(row, names), key=lambda row: row["training_seconds"])
 
 

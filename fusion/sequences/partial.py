@@ -65,6 +65,17 @@ def key_dims(spec: AttentionSpec) -> tuple[int | None, ...]:
 
 
 @lru_cache(maxsize=1024)
+def row_dims(spec: AttentionSpec) -> tuple[int | None, ...]:
+    """Per operand, the dimension that is cut along with the query rows. spec: of a process's rows."""
+    return dims_along(spec, I)
+
+
+def shard_dims(spec: AttentionSpec) -> tuple[int | None, ...]:
+    """Per operand, the dimension that is sharded: along the keys of K and V, along the query rows of all others."""
+    return (*row_dims(spec)[:1], *key_dims(spec)[1:3], *row_dims(spec)[3:])
+
+
+@lru_cache(maxsize=1024)
 def of_output(spec: AttentionSpec) -> AttentionSpec:
     """Spec of a block's o, m and l."""
     part, rows = _of_keys(spec), _row_names(spec)
@@ -114,7 +125,7 @@ def _row_names(spec: AttentionSpec) -> tuple[str, ...]:
 
 
 class Partial(NamedTuple):
-    """Sums over some keys: output [b.., i, e], not yet divided, and per row, [b.., i], the largest score and the sum."""
+    """Sums over some keys: output [b.., i, e], not yet divided; per row, [b.., i], the largest score and the sum."""
 
     output: Tensor
     row_max: Tensor
@@ -169,7 +180,9 @@ class Merged(NamedTuple):
         fill = -math.inf if spec.mask is None else spec.mask.fill / 2
         return bool(((self.row_max > fill) & (self.row_max < math.inf)).all())
 
-    def of_block(self, number: int, share: Tensor, grad: Tensor, output: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    def of_block(
+        self, number: int, share: Tensor, grad: Tensor, output: Tensor, exact: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """R of a block, and what arrives at its share. grad: dO; output: its P; exact: O in the dtype of sums."""
         is_peak, kept = self.peak == number, self.output is not exact
         rest = torch.where(is_peak, self.rest, ((1 - share) * self.row_sum).clamp(min=0))
@@ -213,11 +226,18 @@ class Sums:
         kept = output if is_narrow(self.spec) else others
         return output, Merged(row_max, row_sum, self.number, rest, kept)
 
-    def stored(self, output: Tensor) -> Tensor:
-        """Output in the dimensions, dtype and memory order of the spec."""
-        names, order = result_names(self.spec), self.spec.output.order
-        packed = output.to(getattr(torch, self.spec.out_dtype)).permute([names.index(n) for n in order]).contiguous()
-        return packed.permute([order.index(name) for name in self.spec.output.dims])
+
+def computed(spec: AttentionSpec, tensor: Tensor) -> Tensor:
+    """Output or its gradient as [b.., i, e], in the dtype of sums."""
+    order = [spec.output.dims.index(name) for name in result_names(spec)]
+    return tensor.to(getattr(torch, wide(spec))).permute(order)
+
+
+def stored(spec: AttentionSpec, output: Tensor) -> Tensor:
+    """Output, [b.., i, e], in the dimensions and memory order of the spec."""
+    names, order = result_names(spec), spec.output.order
+    packed = output.permute([names.index(name) for name in order]).contiguous()
+    return packed.permute([order.index(name) for name in spec.output.dims])
 
 
 def of_sinks(

@@ -17,53 +17,103 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusion.ir import AttentionSpec, results
 from fusion.ir.parts import LENGTHS
-from fusion.ir.results import result_names
 from fusion.runtime.kernels import differentiable
 from fusion.sequences import partial
 from fusion.sequences.transfers import Returns, Ring, Transfers
 from fusion.torch_private.operators import register_fake
 
 
-def _block(spec: AttentionSpec, ring: Ring, operands: Sequence[Tensor], owner: int, keys: Sequence[Tensor]):
-    """Operands of a block of keys: those of its owner in the place of K and V, and the same keys of all others."""
-    first, count = ring.keys_of(owner)
-    dims = partial.key_dims(spec)
-    rest = [
-        tensor if dim is None else tensor.narrow(dim, first, count)
-        for tensor, dim in zip(operands[3:], dims[3:], strict=True)
-    ]
-    return [operands[0], *keys, *rest], {LENGTHS["j"]: count, partial.FIRST_KEY: first}
+class Rows(NamedTuple):
+    """A run of a process's query rows: its number, its part of the operands, its sizes."""
+
+    run: int
+    operands: Sequence[Tensor]
+    sizes: dict[str, int]
+
+    def of(self, spec: AttentionSpec) -> list[int]:
+        """Values of a spec's sizes."""
+        return [self.sizes[name] for name in spec.sizes]
+
+    def block(self, spec: AttentionSpec, ring: Ring, run: int, keys: Sequence[Tensor]) -> Rows:
+        """These rows with a block of keys: K and V of its owner, and the same keys of all others."""
+        first, count = ring.keys_of(run)
+        dims = partial.key_dims(spec)
+        rest = [
+            tensor if dim is None else tensor.narrow(dim, first, count)
+            for tensor, dim in zip(self.operands[3:], dims[3:], strict=True)
+        ]
+        sizes = self.sizes | {LENGTHS["j"]: count, partial.FIRST_KEY: first}
+        return Rows(self.run, [self.operands[0], *keys, *rest], sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the ring on one of its processes."""
+
+    spec: AttentionSpec
+    request: str
+    device: str
+    sizes: dict[str, int]
+    transfers: Transfers
+
+    @staticmethod
+    def of(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring: str) -> _Call:
+        parsed, shards = AttentionSpec.from_json(spec), Ring.from_json(ring)
+        known = dict(zip(parsed.sizes, sizes, strict=True))
+        transfers = Transfers(shards, shards.live(parsed, known))
+        return _Call(parsed, request, operands[0].device.type, known, transfers)
+
+    def kernels(self, spec: AttentionSpec) -> Any:
+        return differentiable(spec.to_json(), self.device, self.request)
+
+    def dealt(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        return [self.transfers.dealt(o, d) for o, d in zip(operands, partial.shard_dims(self.spec), strict=True)]
+
+    def rows(self, operands: Sequence[Tensor]) -> list[Rows]:
+        """The runs of this process's rows."""
+        ring, dims = self.transfers.ring, partial.row_dims(self.spec)
+        runs = ring.runs_of(self.transfers.rank)
+        cut = [by_run(o, d, runs) for o, d in zip(operands, dims, strict=True)]
+        lengths = ({ring.offset: first, LENGTHS["i"]: count} for first, count in map(ring.rows_of, runs))
+        return [Rows(*row) for row in zip(runs, zip(*cut, strict=True), (self.sizes | n for n in lengths), strict=True)]
+
+    def live(self, rows: Rows, run: int) -> bool:
+        return self.transfers.live[rows.run][run]
+
+
+def by_run(tensor: Tensor, dim: int | None, runs: Sequence[int]) -> Sequence[Tensor]:
+    """Views of a tensor's part in each run."""
+    return [tensor] * len(runs) if dim is None else tensor.tensor_split(len(runs), dim)
 
 
 def forward(
     operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring: str
 ) -> tuple[Tensor, Tensor]:
     """The output of this process's rows, and the statistics for `backward` (`partial.Merged`)."""
-    parsed, device = AttentionSpec.from_json(spec), operands[0].device.type
-    shards = Ring.from_json(ring)
-    known, part = dict(zip(parsed.sizes, sizes, strict=True)), partial.of_output(parsed)
-    transfers, kernels = Transfers(shards, shards.live(parsed, known)), differentiable(part.to_json(), device, request)
-    sums = partial.Sums(parsed, operands, sizes)
-    for owner, keys in filter(_is_live, transfers.blocks(operands[1:3])):
-        given, lengths = _block(parsed, shards, operands, owner, keys)
-        out, _, row_max, row_sum = kernels.outputs(given, [(known | lengths)[name] for name in part.sizes])
-        sums.add(owner, partial.Partial(out, row_max, row_sum))
-    output, merged = sums.finish()
-    if transfers.agree(merged.ordinary(parsed), operands[0]):
-        return sums.stored(output), merged.packed()
-    whole = [operands[0], *transfers.whole(operands[1:3]), *operands[3:]]
-    return differentiable(spec, device, request).outputs(whole, sizes)[0], merged.packed()
-
-
-def _is_live(block: tuple[int, list[Tensor]]) -> bool:
-    return bool(block[1])
+    call = _Call.of(operands, sizes, spec, request, ring)
+    part, own, shards = partial.of_output(call.spec), call.dealt(operands), call.transfers.ring
+    kernels, rows = call.kernels(part), call.rows(own)
+    sums = {row.run: partial.Sums(call.spec, row.operands, row.of(call.spec)) for row in rows}
+    for blocks in call.transfers.blocks(own[1:3]):
+        for run, keys in blocks.items():
+            for row in (row for row in rows if call.live(row, run)):
+                given = row.block(call.spec, shards, run, keys)
+                out, _, row_max, row_sum = kernels.outputs(given.operands, given.of(part))
+                sums[row.run].add(run, partial.Partial(out, row_max, row_sum))
+    outputs, merged = zip(*(of_run.finish() for of_run in sums.values()), strict=True)
+    statistics = torch.cat([of_run.packed() for of_run in merged], -1)
+    if call.transfers.agree(all(of_run.ordinary(call.spec) for of_run in merged), operands[0]):
+        output = torch.cat(outputs, -2).to(getattr(torch, call.spec.out_dtype))
+        return partial.stored(call.spec, call.transfers.dealt(output, output.dim() - 2, back=True)), statistics
+    whole = [operands[0], *call.transfers.whole(operands[1:3]), *operands[3:]]
+    return call.kernels(call.spec).outputs(whole, sizes)[0], statistics
 
 
 def backward(
@@ -78,90 +128,93 @@ def backward(
     ring: str,
 ) -> list[Tensor]:
     """Gradients of the operands that `needs` marks, from that of this process's rows."""
-    parsed, shards = AttentionSpec.from_json(spec), Ring.from_json(ring)
-    known = dict(zip(parsed.sizes, sizes, strict=True))
-    transfers = Transfers(shards, shards.live(parsed, known))
-    merged = partial.Merged.unpacked(statistics)
-    call = _Backward(parsed, request, grad, operands, known, list(needs))
-    if transfers.agree(merged.ordinary(parsed), operands[0]):
-        exact = merged.output if partial.is_narrow(parsed) else call.computed(out)
-        result = call.by_blocks(transfers, exact, merged)
-    else:
-        result = call.at_once(transfers)
-    described = zip(operands, parsed.operands, strict=True)
+    call = _Call.of(operands, sizes, spec, request, ring)
+    ordinary = partial.Merged.unpacked(statistics).ordinary(call.spec)
+    by = _by_blocks if call.transfers.agree(ordinary, operands[0]) else _at_once
+    result = by(call, grad, out, statistics, operands, list(needs))
+    described = zip(operands, call.spec.operands, strict=True)
     return [results.laid_out(result[n], *place) for n, place in enumerate(described) if needs[n]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Backward:
-    spec: AttentionSpec
-    request: str
-    grad: Tensor
-    operands: Sequence[Tensor]
-    sizes: dict[str, int]
-    needs: list[bool]
+def _by_blocks(
+    call: _Call, grad: Tensor, out: Tensor, statistics: Tensor, operands: Sequence[Tensor], needs: list[bool]
+) -> list[Tensor]:
+    """Gradients by operand, with those of K and V for this process's keys."""
+    spec, transfers, own = call.spec, call.transfers, call.dealt(operands)
+    runs, i = transfers.ring.runs_of(transfers.rank), spec.output.dims.index("i")
+    totals = [torch.zeros_like(o, dtype=_exact(o)) if n else o for o, n in zip(own, needs, strict=True)]
+    merged = [partial.Merged.unpacked(part) for part in by_run(statistics, -1, runs)]
+    grads = by_run(transfers.dealt(grad, i), i, runs)
+    if partial.is_narrow(spec):
+        outputs = [of_run.output for of_run in merged]
+    else:
+        outputs = [partial.computed(spec, part) for part in by_run(transfers.dealt(out, i), i, runs)]
+    given = [*zip(call.rows(own), call.rows(totals), grads, outputs, merged, strict=True)]
+    returns = Returns(transfers, own[1:3], needs[1:3])
+    for step, blocks in enumerate(transfers.blocks(own[1:3])):
+        of_keys: dict[int, dict[int, Tensor]] = {run: {} for run in blocks}
+        for run, keys in blocks.items():
+            for row, total, *arrived in (one for one in given if call.live(one[0], run)):
+                found = _of_block(call, row, run, keys, arrived, needs)
+                of_keys[run] = {n: found[n] + of_keys[run].get(n, 0) for n in (1, 2) if needs[n]}
+                _add(spec, total.operands, found, *transfers.ring.keys_of(run))
+        returns.add(step, of_keys)
+    returns.finish()
+    for row, total, of_rows, output, known in given:
+        delta = (partial.computed(spec, of_rows) * output).sum(-1)
+        for n, gradient in partial.of_sinks(spec, row.operands, row.of(spec), needs, delta, known).items():
+            total.operands[n].add_(gradient)
+    totals[1:3] = [returns.whole(n) for n in range(2)]
+    places = zip(totals, operands, partial.shard_dims(spec), needs, strict=True)
+    return [transfers.dealt(t.to(o.dtype), dim, back=True) if n else t for t, o, dim, n in places]
 
-    def computed(self, tensor: Tensor) -> Tensor:
-        """Output or its gradient as [b.., i, e], in the dtype of sums."""
-        order = [self.spec.output.dims.index(name) for name in result_names(self.spec)]
-        return tensor.to(getattr(torch, partial.wide(self.spec))).permute(order)
 
-    def by_blocks(self, transfers: Transfers, out: Tensor, rows: partial.Merged) -> dict[int, Tensor]:
-        """Gradients by operand, with those of K and V for this process's keys. out: O."""
-        totals = {n: torch.zeros_like(o, dtype=_exact(o)) for n, o in enumerate(self.operands) if self.needs[n]}
-        own = [*self.operands[1:3]]
-        returns = Returns(transfers, own, self.needs[1:3])
-        for step, (owner, keys) in enumerate(transfers.blocks(own)):
-            found = self._of_block(transfers.ring, owner, keys, out, rows) if keys else {}
-            returns.add(step, {n: gradient for n, gradient in found.items() if n in (1, 2)})
-            self._add(totals, found, *transfers.ring.keys_of(owner))
-        returns.finish()
-        sizes, delta = [self.sizes[name] for name in self.spec.sizes], (self.computed(self.grad) * out).sum(-1)
-        for n, gradient in partial.of_sinks(self.spec, self.operands, sizes, self.needs, delta, rows).items():
-            totals[n] += gradient
-        return totals | {n + 1: returns.sums[n] for n in range(2)}
+def _of_block(
+    call: _Call, row: Rows, run: int, keys: list[Tensor], arrived: Sequence[Any], needs: list[bool]
+) -> dict[int, Tensor]:
+    """Gradients by operand through a block of keys. arrived: dO, O and the statistics of the rows."""
+    (grad, out, merged), given = arrived, row.block(call.spec, call.transfers.ring, run, keys)
+    weights, gradient = partial.of_weights(call.spec), partial.of_gradient(call.spec)
+    row_max = merged.row_max.contiguous()
+    operands = [*given.operands, row_max, merged.row_sum.contiguous()]
+    of_block, statistics, share = call.kernels(weights).outputs(operands, given.of(weights))
+    grad = grad.to(of_block.dtype)
+    parts = (partial.computed(call.spec, tensor) for tensor in (grad, of_block))
+    rest, arriving = merged.of_block(run, share, *parts, out)
+    wanted, operands = (*needs, False, False), [*given.operands, row_max, rest]
+    found = call.kernels(gradient).backward(
+        grad, of_block, statistics, operands, given.of(gradient), wanted, [arriving]
+    )
+    return dict(zip([n for n, needed in enumerate(wanted) if needed], found, strict=True))
 
-    def _of_block(
-        self, ring: Ring, owner: int, keys: list[Tensor], out: Tensor, rows: partial.Merged
-    ) -> dict[int, Tensor]:
-        """Gradients by operand through a block of keys."""
-        specs, device = (partial.of_weights(self.spec), partial.of_gradient(self.spec)), self.grad.device.type
-        weights, gradient = (differentiable(spec.to_json(), device, self.request) for spec in specs)
-        given, lengths = _block(self.spec, ring, self.operands, owner, keys)
-        sizes = [[(self.sizes | lengths)[name] for name in spec.sizes] for spec in specs]
-        of_block, statistics, share = weights.outputs([*given, rows.row_max, rows.row_sum], sizes[0])
-        grad = self.grad.to(of_block.dtype)
-        rest, arriving = rows.of_block(owner, share, self.computed(grad), self.computed(of_block), out)
-        needs = (*self.needs, False, False)
-        operands = [*given, rows.row_max, rest]
-        found = gradient.backward(grad, of_block, statistics, operands, sizes[1], needs, [arriving])
-        return dict(zip([n for n, needed in enumerate(needs) if needed], found, strict=True))
 
-    def _add(self, totals: dict[int, Tensor], found: dict[int, Tensor], first: int, count: int) -> None:
-        """Add a block's gradients of all operands but K and V."""
-        dims = partial.key_dims(self.spec)
-        for n, gradient in found.items():
-            if n in (1, 2):
-                continue
+def _add(spec: AttentionSpec, totals: Sequence[Tensor], found: dict[int, Tensor], first: int, count: int) -> None:
+    """Add a block's gradients of all operands but K and V."""
+    dims = partial.key_dims(spec)
+    for n, gradient in found.items():
+        if n not in (1, 2):
             dim = None if n == 0 else dims[n]
             (totals[n] if dim is None else totals[n].narrow(dim, first, count)).add_(gradient)
 
-    def at_once(self, transfers: Transfers) -> dict[int, Tensor]:
-        """Gradients with all keys at once: rows of any process may have none that lives."""
-        text, sizes = self.spec.to_json(), [self.sizes[name] for name in self.spec.sizes]
-        kernels, own = differentiable(text, self.grad.device.type, self.request), [*self.operands[1:3]]
-        whole = [self.operands[0], *transfers.whole(own), *self.operands[3:]]
-        out, statistics = kernels.outputs(whole, sizes)[:2]
-        found = kernels.backward(self.grad, out, statistics, whole, sizes, tuple(self.needs))
-        result = dict(zip([n for n, needed in enumerate(self.needs) if needed], found, strict=True))
-        ring = transfers.ring
-        everything = Transfers(ring, [[True] * ring.parts] * ring.parts)
-        returns = Returns(everything, own, self.needs[1:3])
-        for step in range(ring.parts):
-            run = ring.keys_of((transfers.rank - step) % ring.parts)
-            returns.add(step, {n: result[n].narrow(ring.dims[n - 1], *run) for n in (1, 2) if self.needs[n]})
-        returns.finish()
-        return result | {n + 1: returns.sums[n] for n in range(2)}
+
+def _at_once(
+    call: _Call, grad: Tensor, out: Tensor, statistics: Tensor, operands: Sequence[Tensor], needs: list[bool]
+) -> list[Tensor]:
+    """Gradients with all keys at once: rows of any process may have none that lives."""
+    kernels, sizes = call.kernels(call.spec), [call.sizes[name] for name in call.spec.sizes]
+    transfers, own, result = call.transfers.of_shards(), [*operands[1:3]], [*operands]
+    whole = [operands[0], *transfers.whole(own), *operands[3:]]
+    out, statistics = kernels.outputs(whole, sizes)[:2]
+    found = iter(kernels.backward(grad, out, statistics, whole, sizes, tuple(needs)))
+    result = [next(found) if needed else operand for operand, needed in zip(operands, needs, strict=True)]
+    returns, ring = Returns(transfers, own, needs[1:3]), transfers.ring
+    for step in range(ring.parts):
+        part = (transfers.rank - step) % ring.parts
+        of_keys = {n: result[n].narrow(ring.dims[n - 1], *ring.keys_of(part)) for n in (1, 2) if needs[n]}
+        returns.add(step, {part: of_keys})
+    returns.finish()
+    result[1:3] = [returns.whole(n) for n in range(2)]
+    return result
 
 
 def _exact(tensor: Tensor) -> torch.dtype:

@@ -4,6 +4,7 @@ Q has its query rows sharded, K and V their keys or nothing. The schedules:
 
     gather      a process computes its own rows; K and V are gathered first
     ring        a process computes its own rows; blocks of K and V arrive one by one (`fusion.sequences.ring`)
+    zigzag      the same with the n-th and the n-th last of twice as many runs, which change hands before and after
     all_to_all  a process computes some heads of all rows; Q, K, V and the output change hands (Ulysses, 2309.14509)
 """
 
@@ -22,7 +23,7 @@ from fusion.runtime import kernels
 from fusion.sequences import cost, partial
 from fusion.sequences.transfers import Ring
 
-SCHEDULES = ("gather", "ring", "all_to_all")
+SCHEDULES = ("gather", "ring", "zigzag", "all_to_all")
 
 
 def sizes_of(spec: AttentionSpec, dims: Sequence[int | None], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -38,7 +39,8 @@ def split(call: Call) -> Split | None:
     if rows[0] is None or call.sharded[0] != rows[0] or any(s is not None and s.coordinate == "i" for s in call.taken):
         return None
     gather = _of_rows(call, rows)
-    candidates = {"gather": gather, "ring": _ring(call, gather), "all_to_all": _all_to_all(call)}
+    ring = _ring(call, gather)
+    candidates = {"gather": gather, "ring": ring, "zigzag": _zigzag(call, ring), "all_to_all": _all_to_all(call)}
     possible = {name: split for name, split in candidates.items() if split is not None}
     asked = call.request.across
     if asked == "auto":
@@ -51,12 +53,17 @@ def traffic(spec: AttentionSpec, sizes: Mapping[str, int], parts: int) -> cost.T
     """Sizes of a call that decide what processes send and compute. sizes: of the spec, by name."""
     *batch, n_q, n_k, d, d_v = _extents(spec, sizes)
     rows = one_part(spec, "i", dims_along(spec, I), "first_row")
-    ring = Ring(group="", parts=parts, offset="first_row", rows=n_q, keys=n_k, dims=(0, 0))
     known = dict(sizes) | {"first_row": 0, LENGTHS["i"]: 0}
     heads, group = math.prod(batch), spec.heads_per_key(batch[-1]) if batch else 1
+
+    def layout(runs: int) -> cost.Layout:
+        dims = (0, 0)
+        ring = Ring(group="", parts=parts, offset="first_row", rows=n_q, keys=n_k, dims=dims, runs=runs)
+        return cost.Layout.of(ring, rows, known)
+
     return cost.Traffic(
         parts=parts, n_q=n_q, n_k=n_k, heads=heads, key_heads=heads // group, d=d, d_v=d_v,
-        live=tuple(map(tuple, ring.live(rows, known))), pairs=tuple(ring.pairs(rows, known)),
+        layouts={"ring": layout(1), "zigzag": layout(2)}, narrow=partial.is_narrow(spec),
         element_bytes=spec.operands[1].torch_dtype.itemsize,
     )  # fmt: skip
 
@@ -84,6 +91,11 @@ def _ring(call: Call, gather: Split) -> Split | None:
     return replace(gather, keys=(k, v))
 
 
+def _zigzag(call: Call, ring: Split | None) -> Split | None:
+    n_q, n_k = _extents(call.spec, call.sizes)[-4:-2]
+    return None if ring is None or n_q % (2 * call.parts) or n_k % (2 * call.parts) else replace(ring, runs=2)
+
+
 def _all_to_all(call: Call) -> Split | None:
     for axis in reversed(range(len(call.lengths))):
         split = call.split_of_batch(axis)
@@ -95,4 +107,5 @@ def _all_to_all(call: Call) -> Split | None:
 def ring_of(group: str, parts: int, offset: str, split: Split, n_k: int) -> str:
     """Ring of a group of processes with this split, as text."""
     assert split.keys is not None
-    return Ring(group=group, parts=parts, offset=offset, rows=split.count, keys=n_k, dims=split.keys).to_json()
+    ring = Ring(group=group, parts=parts, offset=offset, rows=split.count, keys=n_k, dims=split.keys, runs=split.runs)
+    return ring.to_json()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,11 @@ from fusion.torch_private.distributed import group_of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
     """Processes of a ring and their shards. group: its name. offset: the spec's size that is a process's first row.
-    rows, keys: extent of the sequence. dims: of K and V, those that are sharded."""
+    rows, keys: extent of the sequence. dims: of K and V, those that are sharded.
+
+    runs: of each process, 1: the shard that it has, or 2 with half as many rows: the n-th and the n-th last, so that
+    all compute the same under a causal mask (zig-zag). These are numbered by their place in the sequence.
+    """
 
     group: str
     parts: int
@@ -31,6 +35,7 @@ class Ring:
     rows: int
     keys: int
     dims: tuple[int, int]
+    runs: int = 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -40,21 +45,34 @@ class Ring:
         fields = json.loads(text)
         return Ring(**(fields | {"dims": tuple(fields["dims"])}))
 
-    def rows_of(self, part: int) -> tuple[int, int]:
-        """First query row of a process and their number."""
-        return run_of(self.rows, self.parts, part)
+    def runs_of(self, part: int) -> list[int]:
+        """Runs of a process."""
+        return [part] if self.runs == 1 else [part, 2 * self.parts - 1 - part]
 
-    def keys_of(self, part: int) -> tuple[int, int]:
-        """First key of a process and their number."""
-        return run_of(self.keys, self.parts, part)
+    def rows_of(self, run: int) -> tuple[int, int]:
+        """First query row of a run and their number."""
+        return run_of(self.rows, self.runs * self.parts, run)
+
+    def keys_of(self, run: int) -> tuple[int, int]:
+        """First key of a run and their number."""
+        return run_of(self.keys, self.runs * self.parts, run)
+
+    def needed(self, live: Sequence[Sequence[bool]], part: int, owner: int) -> list[int]:
+        """Runs of the owner's keys in which rows of a process may have a live key."""
+        return [run for run in self.runs_of(owner) if any(live[rows][run] for rows in self.runs_of(part))]
+
+    def moves(self, part: int) -> list[tuple[int, int, int]]:
+        """(half of a process's shard, the process that has this half as a run, its place among that one's runs)."""
+        halves, last = (2 * part, 2 * part + 1), 2 * self.parts - 1
+        return [(n, min(run, last - run), int(run >= self.parts)) for n, run in enumerate(halves)]
 
     def live(self, spec: AttentionSpec, sizes: Mapping[str, int]) -> list[list[bool]]:
-        """For each process and each block of keys, whether a row of the one may have a live key in the other. spec: of
+        """For each run of rows and each of keys, whether a row of the one may have a live key in the other. spec: of
         a process's rows."""
-        first, count = np.array([self.keys_of(part) for part in range(self.parts)]).T
-        result = []
-        for part in range(self.parts):
-            low, high = self._visited(spec, sizes, part, max(1, self.rows))
+        numbers, result = range(self.runs * self.parts), []
+        first, count = np.array([self.keys_of(run) for run in numbers]).T
+        for run in numbers:
+            low, high = self._visited(spec, sizes, run, max(1, self.rows))
             low, high = low.reshape(-1, 1), high.reshape(-1, 1)
             seen = (low < high) & (low < first + count) & (first < high) & (count > 0)
             result.append(seen.any(0).tolist())
@@ -62,16 +80,16 @@ class Ring:
 
     def pairs(self, spec: AttentionSpec, sizes: Mapping[str, int]) -> list[int]:
         """Scores of one head that each process computes, in blocks of rows."""
-        result = []
-        for part in range(self.parts):
-            low, high = self._visited(spec, sizes, part, ROWS)
-            rows = np.minimum(ROWS, self.rows_of(part)[1] - ROWS * np.arange(low.shape[1]))
-            result.append(int(((high - low) * rows).sum() // max(1, len(low))))
-        return result
+        return [sum(self._pairs(spec, sizes, run) for run in self.runs_of(part)) for part in range(self.parts)]
 
-    def _visited(self, spec: AttentionSpec, sizes: Mapping[str, int], part: int, step: int) -> tuple[Any, Any]:
-        """First key and end that blocks of so many rows of a process see: [heads with a range of their own, blocks]."""
-        first, count = self.rows_of(part)
+    def _pairs(self, spec: AttentionSpec, sizes: Mapping[str, int], run: int) -> int:
+        low, high = self._visited(spec, sizes, run, ROWS)
+        rows = np.minimum(ROWS, self.rows_of(run)[1] - ROWS * np.arange(low.shape[1]))
+        return int(((high - low) * rows).sum() // max(1, len(low)))
+
+    def _visited(self, spec: AttentionSpec, sizes: Mapping[str, int], run: int, step: int) -> tuple[Any, Any]:
+        """First key and end that blocks of so many rows of a run see: [heads with a range of their own, blocks]."""
+        first, count = self.rows_of(run)
         known = dict(sizes) | {self.offset: first, LENGTHS["i"]: count}
         starts = np.arange(0, count, step)
         mask = spec.mask
@@ -87,6 +105,8 @@ class Ring:
 
 ROWS = 64
 """Rows of a block by which scores are counted."""
+Message = tuple[int, Sequence[Tensor]]
+"""(the other process, tensors)."""
 
 
 class Transfers:
@@ -97,42 +117,68 @@ class Transfers:
         self.group = group_of(ring.group)
         self.rank = dist.get_rank(self.group)
 
-    def partners(self, step: int) -> tuple[int | None, int | None]:
-        """(process whose keys arrive in a step, process that the own keys go to); None where that block is dead."""
-        source, target = (self.rank - step) % self.ring.parts, (self.rank + step) % self.ring.parts
-        return (
-            source if self.live[self.rank][source] else None,
-            target if self.live[target][self.rank] else None,
-        )
+    def partners(self, step: int) -> tuple[int, int]:
+        """(process whose keys arrive in a step, process that the own keys go to)."""
+        return (self.rank - step) % self.ring.parts, (self.rank + step) % self.ring.parts
 
-    def blocks(self, own: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """(owner, K and V) in each step, the own ones first; [] in the place of a dead block. The next block is on its
-        way meanwhile."""
-        own = [tensor.contiguous() for tensor in own]
-        received, pending = (own if self.live[self.rank][self.rank] else []), []
+    def blocks(self, own: Sequence[Tensor]) -> Iterator[dict[int, list[Tensor]]]:
+        """K and V by number of their run in each step, the own ones first; dead ones do not arrive. The next step's are
+        on their way meanwhile."""
+        mine, runs = self.by_run(own), self.ring.runs_of(self.rank)
+        live = self.ring.needed(self.live, self.rank, self.rank)
+        received, pending = {run: mine[run] for run in runs if run in live}, []
         for step in range(self.ring.parts):
             wait(pending)
             here = received
-            received, pending = self._exchange(step + 1, own) if step + 1 < self.ring.parts else ([], [])
-            yield (self.rank - step) % self.ring.parts, here
+            received, pending = self._exchange(step + 1, mine) if step + 1 < self.ring.parts else ({}, [])
+            yield here
 
-    def _exchange(self, step: int, own: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    def by_run(self, own: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """K and V of this process, by number of the run."""
+        runs = self.ring.runs_of(self.rank)
+        cut = [tensor.tensor_split(len(runs), dim) for tensor, dim in zip(own, self.ring.dims, strict=True)]
+        return {run: [pieces[n].contiguous() for pieces in cut] for n, run in enumerate(runs)}
+
+    def _exchange(self, step: int, mine: dict[int, list[Tensor]]) -> tuple[dict[int, list[Tensor]], list[Any]]:
         source, target = self.partners(step)
-        received: list[Tensor] = []
-        if source is not None:
-            received = [self._like(tensor, dim, source) for tensor, dim in zip(own, self.ring.dims, strict=True)]
-        return received, self.post(list(own) if target is not None else [], target, received, source)
+        like = mine[self.ring.runs_of(self.rank)[0]]
+        received = {
+            run: [self._like(tensor, dim, run) for tensor, dim in zip(like, self.ring.dims, strict=True)]
+            for run in self.ring.needed(self.live, self.rank, source)
+        }
+        sent = [tensor for run in self.ring.needed(self.live, target, self.rank) for tensor in mine[run]]
+        return received, self.post([(target, sent)], [(source, sum(received.values(), []))])
 
-    def _like(self, tensor: Tensor, dim: int, owner: int) -> Tensor:
+    def _like(self, tensor: Tensor, dim: int, run: int) -> Tensor:
         shape = list(tensor.shape)
-        shape[dim] = self.ring.keys_of(owner)[1]
+        shape[dim] = self.ring.keys_of(run)[1]
         return tensor.new_empty(shape)
 
-    def post(self, sent: Sequence[Tensor], target: int | None, received: Sequence[Tensor], source: int | None) -> list:
+    def dealt(self, tensor: Tensor, dim: int | None, back: bool = False) -> Tensor:
+        """Tensor with this process's runs in the place of its shard; back: the other way round. dim: the one that is
+        sharded; a tensor without one stays."""
+        if self.ring.runs == 1 or dim is None:
+            return tensor
+        before = [half.contiguous() for half in tensor.chunk(2, dim)]
+        after, sent, received = [torch.empty_like(half) for half in before], [], []
+        for part in range(self.ring.parts):
+            for half, holder, place in self.ring.moves(part):
+                source, old, target, new = (holder, place, part, half) if back else (part, half, holder, place)
+                if source == target == self.rank:
+                    after[new] = before[old]
+                elif source == self.rank:
+                    sent.append((target, [before[old]]))
+                elif target == self.rank:
+                    received.append((source, [after[new]]))
+        wait(self.post(sent, received))
+        return torch.cat(after, dim)
+
+    def post(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Any]:
         """Start sending and receiving; returns what to wait for."""
         operations = [
             dist.P2POp(function, tensor, group=self.group, group_peer=peer)
-            for function, tensors, peer in ((dist.isend, sent, target), (dist.irecv, received, source))
+            for function, messages in ((dist.isend, sent), (dist.irecv, received))
+            for peer, tensors in messages
             for tensor in tensors
         ]
         return dist.batch_isend_irecv(operations) if operations else []
@@ -143,10 +189,13 @@ class Transfers:
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
         return not int(number)
 
+    def of_shards(self) -> Transfers:
+        """Transfers of everything between the shards themselves."""
+        return Transfers(replace(self.ring, runs=1), [[True] * self.ring.parts] * self.ring.parts)
+
     def whole(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """K and V of all processes."""
-        everything = Transfers(self.ring, [[True] * self.ring.parts] * self.ring.parts)
-        parts = dict(everything.blocks(own))
+        """K and V of all processes. own: this process's shards."""
+        parts = dict(item for here in self.of_shards().blocks(own) for item in here.items())
         return [torch.cat([parts[p][n] for p in sorted(parts)], dim) for n, dim in enumerate(self.ring.dims)]
 
 
@@ -161,27 +210,38 @@ class Returns:
     def __init__(self, transfers: Transfers, own: Sequence[Tensor], needed: Sequence[bool]):
         self.transfers, self.dtypes = transfers, [tensor.dtype for tensor in own]
         self.needed = [n for n in range(2) if needed[n]]
-        exact = [torch.promote_types(tensor.dtype, torch.float32) for tensor in own]
-        self.sums = [torch.zeros_like(tensor, dtype=dtype) for tensor, dtype in zip(own, exact, strict=True)]
-        self.waiting: tuple[list[Tensor], list[Any], list[Tensor]] = [], [], []
+        self.sums = {
+            run: [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+            for run, tensors in transfers.by_run(own).items()
+        }
+        self.waiting: tuple[list[tuple[int, int, Tensor]], list[Any], list[Tensor]] = [], [], []
 
-    def add(self, step: int, gradients: dict[int, Tensor]) -> None:
-        """Gradients (by operand, 1 and 2) of the block of a step, which go to its owner; {} where it is dead."""
+    def add(self, step: int, gradients: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Gradients of the blocks of a step, by number of the run and by operand (1 and 2), which go to their owner."""
         self.finish()
         if not step:
-            for n in self.needed if gradients else ():
-                self.sums[n] += gradients[n + 1]
+            for run, found in gradients.items():
+                for n in self.needed:
+                    self.sums[run][n] += found[n + 1]
             return
-        source, target = self.transfers.partners(step)
-        sent = [gradients[n + 1].to(self.dtypes[n]).contiguous() for n in self.needed if source is not None]
-        received = [torch.empty_like(self.sums[n], dtype=self.dtypes[n]) for n in self.needed if target is not None]
-        received = [tensor.contiguous() for tensor in received]
-        self.waiting = received, self.transfers.post(sent, source, received, target), sent
+        (source, target), ring = self.transfers.partners(step), self.transfers.ring
+        sent = [found[n + 1].to(self.dtypes[n]).contiguous() for found in gradients.values() for n in self.needed]
+        received = [
+            (run, n, torch.empty_like(self.sums[run][n], dtype=self.dtypes[n]))
+            for run in ring.needed(self.transfers.live, target, self.transfers.rank)
+            for n in self.needed
+        ]
+        messages = [(source, sent)], [(target, [tensor for *_, tensor in received])]
+        self.waiting = received, self.transfers.post(*messages), sent
 
     def finish(self) -> None:
         """Wait for what arrives, and add it."""
         received, pending, _ = self.waiting
         wait(pending)
-        for n, part in zip(self.needed, received, strict=False):
-            self.sums[n] += part
+        for run, n, part in received:
+            self.sums[run][n] += part
         self.waiting = [], [], []
+
+    def whole(self, n: int) -> Tensor:
+        """Gradient of this process's K (0) or V (1)."""
+        return torch.cat([tensors[n] for tensors in self.sums.values()], self.transfers.ring.dims[n])

@@ -20,7 +20,7 @@ GRID = [
 
 
 def test_without_a_mask_no_schedule_sends_less_than_the_bound():
-    full = [(traffic, divides) for traffic, divides in GRID if all(map(all, traffic.live))]
+    full = [(traffic, divides) for traffic, divides in GRID if traffic.layouts["ring"].needed.all()]
     assert full
     for traffic, divides in full:
         bound = traffic.bound()
@@ -38,22 +38,23 @@ def test_exchanged_heads_are_near_the_bound():
 @pytest.mark.parametrize("mask", ({}, {"causal": True}, {"causal": True, "window": 100}))
 def test_the_ring_formula_is_the_mean_over_processes(mask):
     traffic = across(Problem(n_q=1024, n_k=1024, d=64, d_v=32, heads=4, heads_kv=2, **mask), 8)
-    per_process = traffic.ring()
-    for n in (0, 1):
-        assert sum(sent[n] for sent in per_process) == 8 * traffic.sent("ring")[n]
+    for schedule in ("ring", "zigzag"):
+        assert traffic.of_ring(schedule).mean(1).tolist() == list(traffic.sent(schedule))
 
 
 def test_dead_blocks_are_those_of_the_mask():
     causal = across(Problem(n_q=64, n_k=64, d=8, d_v=8, causal=True), 4)
-    assert causal.live == tuple(tuple(key <= row for key in range(4)) for row in range(4))
+    assert causal.layouts["ring"].needed.tolist() == [[key <= row for key in range(4)] for row in range(4)]
     window = across(Problem(n_q=64, n_k=64, d=8, d_v=8, causal=True, window=8), 4)
-    assert window.live == tuple(tuple(row - 1 <= key <= row for key in range(4)) for row in range(4))
+    needed = [[row - 1 <= key <= row for key in range(4)] for row in range(4)]
+    assert window.layouts["ring"].needed.tolist() == needed
 
 
 def test_scores_are_counted_on_the_process_that_computes_them():
     problem = Problem(n_q=512, n_k=512, d=8, d_v=8, causal=True)
-    pairs, blocks = across(problem, 4).pairs, [64 * 64 * (n + 1) for n in range(8)]
-    assert pairs == tuple(sum(blocks[2 * n : 2 * n + 2]) for n in range(4))
+    layouts, blocks = across(problem, 4).layouts, [64 * 64 * (n + 1) for n in range(8)]
+    assert layouts["ring"].pairs.tolist() == [sum(blocks[2 * n : 2 * n + 2]) for n in range(4)]
+    assert layouts["zigzag"].pairs.tolist() == [sum(blocks) / 4] * 4
 
 
 @pytest.mark.parametrize("name", ("h200", "cpu"))

@@ -45,7 +45,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("processes", "name"), RUNS)
 def test_every_process_finds_what_one_process_finds(found, processes, name, schedule):
-    case = CASES[name]
+    case = CASES[name].of(schedule)
     inputs = case.inputs()
     eager = gradients(case.function, copy.deepcopy(inputs))
     exact = gradients(case.function, [t.double() if t.is_floating_point() else t for t in inputs])
@@ -87,7 +87,7 @@ def test_a_process_sends_the_elements_that_the_cost_model_says(found, processes,
     results = [process[name, schedule, "counted"] for process in found[processes]]
     for result in results:
         assert "error" not in result, result["error"]
-        assert result["sent"] == tuple(result["model"])
+        assert result["sent"] == tuple(result["model"]), schedule
     if even:
         for n in (0, 1):
             assert sum(result["sent"][n] for result in results) == round(results[0]["formula"][n] * processes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,7 @@ from fusion.ir import AttentionSpec
 from fusion.ir.expr import I
 from fusion.ir.parts import LENGTHS, dims_along, one_part
 from fusion.ir.results import coordinate_extents
-from fusion.sequences import partial, ring
+from fusion.sequences import partial, ring, transfers
 from fusion.sequences.transfers import Returns, Ring
 from tests.fuzz import specs_run
 from tests.fuzz.campaign import Record
@@ -31,7 +31,7 @@ OFFSET = "offset"
 @dataclass
 class Processes:
     """Data that real processes would send each other. ordinary: what each says of its rows; gradients: of K and V, by
-    owner, as they arrive."""
+    run, as they arrive."""
 
     keys: list[Tensor]
     ordinary: list[bool] = field(default_factory=list)
@@ -42,22 +42,27 @@ class Processes:
         return lambda ring, live: Transfers(self, rank, ring, live)
 
 
-class Transfers:
-    """Transfers of one of the processes."""
+class Transfers(transfers.Transfers):
+    """Transfers of one of the processes, which has the runs of a ring already."""
 
     def __init__(self, processes: Processes, rank: int, ring: Ring, live: list[list[bool]]):
         self.processes, self.rank, self.ring, self.live = processes, rank, ring, live
 
-    def blocks(self, own: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    def blocks(self, own: Sequence[Tensor]) -> Iterator[dict[int, list[Tensor]]]:
         for step in range(self.ring.parts):
-            owner = (self.rank - step) % self.ring.parts
-            run = self.ring.keys_of(owner)
-            keys = [t.narrow(d, *run) for t, d in zip(self.processes.keys, self.ring.dims, strict=True)]
-            yield owner, keys if self.live[self.rank][owner] else []
+            here = self.ring.needed(self.live, self.rank, (self.rank - step) % self.ring.parts)
+            keys = [*zip(self.processes.keys, self.ring.dims, strict=True)]
+            yield {run: [t.narrow(d, *self.ring.keys_of(run)) for t, d in keys] for run in here}
+
+    def dealt(self, tensor: Tensor, dim: int | None, back: bool = False) -> Tensor:
+        return tensor
 
     def agree(self, mine: bool, like: Tensor) -> bool:
         self.processes.ordinary.append(mine)
         return mine if self.processes.decided is None else self.processes.decided
+
+    def of_shards(self) -> Transfers:
+        return self
 
     def whole(self, own: Sequence[Tensor]) -> list[Tensor]:
         return self.processes.keys
@@ -66,11 +71,12 @@ class Transfers:
 class Arriving(Returns):
     """Gradients on their way, which the owner finds in `Processes`."""
 
-    def add(self, step: int, gradients: dict[int, Tensor]) -> None:
-        owner = (self.transfers.rank - step) % self.transfers.ring.parts
-        for n in self.needed if gradients else ():
-            part = gradients[n + 1] if not step else gradients[n + 1].to(self.dtypes[n])
-            self.transfers.processes.gradients.setdefault((owner, n), []).append(part.to(self.sums[n].dtype))
+    def add(self, step: int, gradients: Mapping[int, Mapping[int, Tensor]]) -> None:
+        for run, found in gradients.items():
+            for n in self.needed:
+                part = found[n + 1] if not step else found[n + 1].to(self.dtypes[n])
+                exact = torch.promote_types(self.dtypes[n], torch.float32)
+                self.transfers.processes.gradients.setdefault((run, n), []).append(part.to(exact))
 
     def finish(self) -> None:
         pass
@@ -85,35 +91,48 @@ class InShards:
         self.local = one_part(spec, "i", self.rows, OFFSET)
 
     def _processes(self, operands: Sequence[Tensor], sizes: Sequence[int], run: Callable[..., Any], *cut: Tensor):
-        """Results of all processes. run: (tensors of its rows, operands, sizes, ring) -> result. cut: tensors with the
-        dimensions of the output."""
+        """Results of all processes. run: (rank, tensors of its rows, operands, sizes, ring) -> result. cut: tensors
+        with the dimensions of the output. Zig-zag where the lengths divide."""
         extents, known = coordinate_extents(self.spec, sizes), dict(zip(self.spec.sizes, sizes, strict=True))
-        dims = tuple(partial.key_dims(self.spec)[1:3])
-        shards = Ring(group="", parts=self.parts, offset=OFFSET, rows=extents["i"], keys=extents["j"], dims=dims)
-        processes, i = Processes(list(operands[1:3])), self.spec.output.dims.index("i")
+        keys, i = partial.key_dims(self.spec)[1:3], self.spec.output.dims.index("i")
+        even = not any(extents[name] % (2 * self.parts) for name in "ij")
+        ordinary = Ring(group="", parts=self.parts, offset=OFFSET, rows=extents["i"], keys=extents["j"], dims=keys)
 
-        def one(rank: int) -> Any:
-            first, count = shards.rows_of(rank)
-            own = [o if d is None else o.narrow(d, first, count) for o, d in zip(operands, self.rows, strict=True)]
-            own[1:3] = [o.narrow(d, *shards.keys_of(rank)) for o, d in zip(operands[1:3], dims, strict=True)]
+        def one(rank: int, ring_of: Ring, processes: Processes) -> Any:
+            def mine(tensor: Tensor, dim: int | None, span: Callable[[int], tuple[int, int]]) -> Tensor:
+                runs = ring_of.runs_of(rank)
+                return tensor if dim is None else torch.cat([tensor.narrow(dim, *span(run)) for run in runs], dim)
+
+            own = [mine(o, d, ring_of.rows_of) for o, d in zip(operands, self.rows, strict=True)]
+            own[1:3] = [mine(o, d, ring_of.keys_of) for o, d in zip(operands[1:3], keys, strict=True)]
+            first, count = ordinary.rows_of(rank)
             here = known | {OFFSET: first, LENGTHS["i"]: count}
             with mock.patch.object(ring, "Transfers", processes.transfers(rank)):
                 local = [here[name] for name in self.local.sizes]
-                return run(rank, [t.narrow(i, first, count) for t in cut], own, local, shards.to_json())
+                return run(rank, [mine(t, i, ring_of.rows_of) for t in cut], own, local, ring_of.to_json())
 
         with mock.patch.object(ring, "Returns", Arriving):
-            results = [one(rank) for rank in range(self.parts)]
-            if not all(processes.ordinary) and any(processes.ordinary):  # which the others learn of
-                processes.decided = False
-                processes.gradients.clear()
-                results = [one(rank) for rank in range(self.parts)]
-        return results, processes
+            shards = replace(ordinary, runs=2 if even else 1)
+            processes = Processes(list(operands[1:3]))
+            results = [one(rank, shards, processes) for rank in range(self.parts)]
+            if not all(processes.ordinary):  # which the others learn of
+                shards, processes = ordinary, Processes(list(operands[1:3]), decided=False)
+                results = [one(rank, shards, processes) for rank in range(self.parts)]
+        return results, processes, shards
+
+    def _whole(self, shards: Ring, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Tensor of all processes."""
+        pieces = {}
+        for rank, part in enumerate(parts):
+            runs = shards.runs_of(rank)
+            pieces |= dict(zip(runs, part.tensor_split(len(runs), dim), strict=True))
+        return torch.cat([pieces[run] for run in sorted(pieces)], dim)
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
         text, i = self.local.to_json(), self.spec.output.dims.index("i")
         run = lambda rank, cut, own, local, shards: ring.forward(own, local, text, self.request, shards)
-        results, _ = self._processes(operands, sizes, run)
-        return [torch.cat([out for out, _ in results], i), [statistics for _, statistics in results]]
+        results, _, shards = self._processes(operands, sizes, run)
+        return [self._whole(shards, [out for out, _ in results], i), [statistics for _, statistics in results]]
 
     def backward(self, *given: Any) -> list[Tensor]:
         grad, out, statistics, operands, sizes, needs, *_ = given
@@ -122,17 +141,20 @@ class InShards:
         def run(rank: int, cut: list[Tensor], own: list[Tensor], local: list[int], shards: str) -> list[Tensor]:
             return ring.backward(*cut, statistics[rank], own, local, text, self.request, needs, shards)
 
-        results, processes = self._processes(operands, sizes, run, grad, out)
+        results, processes, shards = self._processes(operands, sizes, run, grad, out)
         numbers, found = [n for n, needed in enumerate(needs) if needed], []
         for place, n in enumerate(numbers):
             parts = [result[place] for result in results]
+            dim = partial.shard_dims(self.spec)[n]
             if n in (1, 2):
-                parts = [
-                    sum(processes.gradients.get((owner, n - 1), []), torch.zeros(part.shape)).to(part.dtype)
-                    for owner, part in enumerate(parts)
+                like = [operands[n].narrow(dim, *shards.keys_of(run)) for run in range(shards.runs * shards.parts)]
+                sums = [
+                    sum(processes.gradients.get((run, n - 1), []), torch.zeros(part.shape))
+                    for run, part in enumerate(like)
                 ]
-            dim = partial.key_dims(self.spec)[n] if n in (1, 2) else self.rows[n]
-            found.append(sum(parts[1:], parts[0]) if dim is None else torch.cat(parts, dim))
+                found.append(torch.cat(sums, dim).to(parts[0].dtype))
+            else:
+                found.append(sum(parts[1:], parts[0]) if dim is None else self._whole(shards, parts, dim))
         return found
 
 
