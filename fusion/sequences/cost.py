@@ -131,10 +131,12 @@ class Traffic:
     def symbols(self) -> dict[str, float]:
         """Values of the formulas' symbols."""
         ring, zigzag = self.layouts["ring"], self.layouts["zigzag"]
-        known = {"P": self.parts, "N_q": self.n_q, "N_k": self.n_k, "H": self.heads, "G": self.key_heads, "d": self.d,
-                 "e": self.d_v, "s": ring.share(), "z": zigzag.share(), "x": float(zigzag.moved.mean()),
-                 "o": int(not self.narrow)}  # fmt: skip
-        grids = [known | {"R": rows} for rows in range(1, self.parts + 1) if self.parts % rows == 0]
+        known: dict[str, float] = {
+            "P": self.parts, "N_q": self.n_q, "N_k": self.n_k, "H": self.heads, "G": self.key_heads, "d": self.d,
+            "e": self.d_v, "s": ring.share(), "z": zigzag.share(), "x": float(zigzag.moved.mean()),
+            "o": int(not self.narrow),
+        }  # fmt: skip
+        grids = [known | {"R": float(rows)} for rows in range(1, self.parts + 1) if self.parts % rows == 0]
         return min(grids, key=lambda grid: sum(_compiled(formula)(grid) for formula in FORMULAS["mesh"]))
 
     def sent(self, schedule: str) -> tuple[float, float]:

@@ -173,7 +173,8 @@ class Merged(NamedTuple):
 
     @staticmethod
     def unpacked(statistics: Tensor) -> Merged:
-        return Merged(*statistics[:4], statistics[4:].movedim(0, -1))
+        row_max, row_sum, peak, rest = statistics[:4]
+        return Merged(row_max, row_sum, peak, rest, statistics[4:].movedim(0, -1))
 
     def ordinary(self, spec: AttentionSpec) -> bool:
         """Whether each row has a live key, and a finite maximum. Others are computed with all keys at once."""
