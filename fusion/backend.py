@@ -29,7 +29,7 @@ from fusion.passes.specify.aux_outputs import split_extrema
 from fusion.passes.specify.calls import refuse, resolve_escaping, specify_sites
 from fusion.passes.specify.gathered_keys import read_sets
 from fusion.passes.specify.tile_maps import map_tiles
-from fusion.passes.subgraphs.transforms import Asked
+from fusion.passes.subgraphs import Asked
 from fusion.passes.trace.autocast import cast_before_expansions
 from fusion.passes.trace.normalize import may_hold_attention, normalize
 from fusion.passes.trace.outline import sealed_softmaxes, without_regions

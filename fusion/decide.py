@@ -20,7 +20,7 @@ from fusion.passes.recognize.core import is_sdpa
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.specify.tile_maps import Pays
-from fusion.passes.subgraphs.transforms import Asked
+from fusion.passes.subgraphs import Asked
 from fusion.planning import pays
 from fusion.planning.problem import problem_of
 from fusion.refusals import Reason, Refusal

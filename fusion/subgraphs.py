@@ -8,8 +8,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fusion.options import Options
-from fusion.passes.subgraphs import checkpointing, transforms
-from fusion.passes.subgraphs.transforms import Asked
+from fusion.passes import subgraphs
+from fusion.passes.subgraphs import Asked
 from fusion.passes.trace import autocast
 from fusion.passes.trace.normalize import may_hold_attention
 from fusion.report.report import NO_ATTENTION, Report
@@ -19,8 +19,8 @@ Fuse = Callable[[GraphModule, Sequence[Any], Asked | None], tuple[GraphModule, R
 
 def fuse_transformed(module: GraphModule, options: Options, fuse: Fuse, total: Report) -> GraphModule:
     """The graph with the attentions inside of its function transforms fused; `total` gets their reports."""
-    fused: list[tuple[transforms.Run, GraphModule]] = []
-    for run in transforms.runs(module) if options.transforms != "never" else ():
+    fused: list[tuple[subgraphs.Run, GraphModule]] = []
+    for run in subgraphs.runs(module) if options.transforms != "never" else ():
         if not may_hold_attention(run.body):
             continue
         if run.refusal is not None:
@@ -31,13 +31,13 @@ def fuse_transformed(module: GraphModule, options: Options, fuse: Fuse, total: R
         _add(total, report)
         if report.fused:
             fused.append((run, graph))
-    return transforms.with_fused(module, fused)
+    return subgraphs.with_fused(module, fused)
 
 
 def fuse_checkpointed(module: GraphModule, fuse: Fuse, total: Report) -> dict[str, GraphModule]:
     """The checkpointed graphs in which something was fused, by name; `total` gets the reports of all of them."""
     fused: dict[str, GraphModule] = {}
-    for name, body in checkpointing.bodies(module).items():
+    for name, body in subgraphs.bodies(module).items():
         if body.around is None:
             total.notes.append("a checkpointed function that is called in several regions of autocast stays as it is")
             continue
@@ -45,7 +45,7 @@ def fuse_checkpointed(module: GraphModule, fuse: Fuse, total: Report) -> dict[st
             graph, report = fuse(body.graph, body.values, None)
         _add(total, report)
         if report.fused:
-            checkpointing.lift_seeds(graph)
+            subgraphs.lift_seeds(graph)
             fused[name] = graph
     return fused
 

@@ -32,8 +32,8 @@ ROOMS = {
         [r"(?<!marks\.)dtensor", r"torch\.distributed\.tensor"],
     ),
     "graphs in the graph": (
-        ["fusion/subgraphs.py", "passes/subgraphs/transforms.py", "passes/subgraphs/checkpointing.py"],
-        ["subgraphs", "fuse_transformed", "fuse_checkpointed", "checkpointing"],
+        ["fusion/subgraphs.py", "passes/subgraphs.py"],
+        ["subgraphs", "fuse_transformed", "fuse_checkpointed"],
     ),
     "keys selected for a row": (["passes/specify/gathered_keys.py"], ["read_sets", "with_merged_heads"]),
     "auxiliary outputs": (

@@ -21,8 +21,7 @@ from fusion.torch_private.operators import OpOverload, schema
 from fusion.torch_private.tensors import FakeTensor, FakeTensorMode
 from fusion.torch_private.tracing import make_fx
 
-from .. import marks, nodes
-from ..subgraphs import checkpointing
+from .. import marks, nodes, subgraphs
 from ..tensors import dtensor, nested
 from .autocast import write_casts
 from .decompositions import MADE_OF_OTHERS
@@ -113,7 +112,7 @@ def _trace(
 def _interpreter(outlined: GraphModule, bodies: Bodies) -> type[Retrace]:
     """Class that runs the graph, extended for calls that stay single calls, and for calls that are copied."""
     interpreter = Retrace
-    interpreter = checkpointing.keep_calls(interpreter, outlined, bodies)
+    interpreter = subgraphs.keep_calls(interpreter, outlined, bodies)
     interpreter = dtensor.keep_conversions(interpreter)
     interpreter = nested.keep_calls(interpreter)
     interpreter = copy_repeated_calls(interpreter)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion
 from fusion.errors import OperandError
 from fusion.passes.nodes import Unsupported
-from fusion.passes.subgraphs.checkpointing import Checkpoints, bodies, lift_seeds
+from fusion.passes.subgraphs import Checkpoints, bodies, lift_seeds
 from fusion.passes.trace.normalize import normalize
 from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes.graphs import captured

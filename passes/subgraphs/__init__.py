@@ -1,1 +1,0 @@
-"""Subgraphs, each of which is fused separately: checkpointed functions, function transforms."""
