@@ -85,6 +85,7 @@ def test_programs(name: str, program: str) -> None:
     check(case(program, d=16), name)
 
 
+@pytest.mark.one_in(2)
 @emitters
 @pytest.mark.parametrize("normalizer", [n for n in Normalizer if n is not Normalizer.NONE])
 @pytest.mark.parametrize("program", ["left_padded_inf", "padding"])
@@ -114,6 +115,7 @@ def test_the_sum_of_rows_of_large_fills(name: str, fill: float) -> None:
     compare(kernel(spec, name), spec, *draw(c, SHAPES[1]))
 
 
+@pytest.mark.one_in(2)
 @emitters
 @pytest.mark.parametrize(
     "c",

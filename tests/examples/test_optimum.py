@@ -53,6 +53,7 @@ def test_the_continuous_optimum_fills_the_memory(name):
             assert_same_in_float64(float(phase.footprint.subs(at).subs(values)), 6000)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", DERIVED)
 @pytest.mark.parametrize(("n", "width"), [(256, 16), (1000, 64), (1024, 96), (4096, 256)])
 @pytest.mark.parametrize("share", [1 / 32, 1 / 8, 0.4, 0.9, 2, 7, 30])

@@ -164,6 +164,7 @@ def test_a_full_tile_fills_its_footprint_and_one_element_less_is_refused(name):
         go(footprint - 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 @pytest.mark.parametrize("d", [4, 8])
 @pytest.mark.parametrize("share", [1 / 4, 1 / 2, 1, 2, 4])

@@ -48,6 +48,7 @@ def results(function, **options) -> list[torch.Tensor]:
     return [*(alone if isinstance(alone, tuple) else (alone,)), *outputs, *gradients]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emitter", ["mlir", "reference"])
 @pytest.mark.parametrize("function", [plain, sink, weighted])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -55,6 +55,7 @@ def trained(module: torch.nn.Module, run: Any, x: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", returns_its_graph, "custom"])
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -93,6 +93,7 @@ def test_of_some_operands(attend, which, monkeypatch):
     check(moved(attend, which, torch.randn(37, 51)), drawn(), True, monkeypatch)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("means", [(0, 0, 20, 0, 10, 0), (2, 5, 0, 3, 0, 0), (0, 0, 0, 0, 0, 20), (3, 0, 20, 0, 10, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_with_means_that_cancel(dtype, means, monkeypatch):
@@ -124,6 +125,7 @@ def test_what_the_interpreter_computes(attend, monkeypatch):
     check(moved(attend, (1, 1, 1), torch.randn(37, 51)), drawn(), False, monkeypatch)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3e38])
 @pytest.mark.parametrize("where", [1, 2, 4], ids=["k", "v", "tangent of k"])
 def test_what_is_not_finite_or_nearly_so(where, value, monkeypatch):

@@ -208,6 +208,7 @@ def data():
 OPTIONS = {"inner": "eager", "strict": True, "tile_maps": "always"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", data())
 def test_attention_with_a_map_is_as_exact_as_eager(name, dtype):

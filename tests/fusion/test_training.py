@@ -164,6 +164,7 @@ def check(function, tensors, emitter="auto", inner="eager", run=None):
     assert_as_exact_as_eager(results(run, tensors), results(function, tensors), results(function, exact))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("function", "shape"), CASES, ids=NAMES)
 @pytest.mark.parametrize("emitter", ["reference", "auto"])
 def test_gradients_are_as_exact_as_eagers(request, function, shape, emitter):

@@ -62,6 +62,7 @@ def run(model: Any, mask: torch.Tensor | None) -> list[torch.Tensor]:
     return [hidden.detach(), *torch.autograd.grad(hidden.square().sum(), [table])]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("build", [llama, windows_and_soft_caps, sinks, both_ways, position_biases])
 def test_hidden_states_and_gradients_are_those_of_eager_attention(build, padded: bool) -> None:

@@ -278,6 +278,7 @@ def test_dead_rows_backward(spelling: str, inner: str):
 # --- permutations of K that are not what the product needs (0.5, or a crash) ------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @both
 @pytest.mark.parametrize(
     ("layout", "order"),
@@ -351,6 +352,7 @@ def test_values_transposed(inner: str):
 # --- what makes peers crash -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @both
 @pytest.mark.parametrize("shape", [(N,), (1,), (), (N, 1), (H, 1, 1), (B, 1, 1, N), (N, N)], ids=str)
 def test_additive_masks_of_every_broadcast_shape(shape: tuple[int, ...], inner: str):

@@ -53,6 +53,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_exponents_in_other_units(name: str, scale: float) -> None:
@@ -70,6 +71,7 @@ def test_exponents_in_other_units(name: str, scale: float) -> None:
             assert (y <= 128 * FILL + 128 * 127).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_exponents_are_those_of_the_program_and_in_range(name: str, scale: float) -> None:
@@ -204,6 +206,7 @@ def test_near_scores(name: str) -> None:
 WIDTHS = [(8, 16), (80, 48), (128, 128), (288, 272), (32, 160), (160, 96), (40, 176), (96, 224), (224, 192)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("d", "d_v"), WIDTHS)
 @pytest.mark.parametrize("name", ["plain", "causal", "window"])
 def test_near_scores_of_other_widths(name: str, d: int, d_v: int) -> None:

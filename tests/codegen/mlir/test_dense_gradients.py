@@ -13,6 +13,7 @@ from tests.passes.exactness import as_exact_as_eager
 B, H, N, M = 3, 2, 70, 150
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bias", "float32"), ("bias", "bfloat16"), ("half_bias", "float32"), ("brain_bias", "bfloat16")]

@@ -33,6 +33,7 @@ def test_reference_computes_the_polynomial(degree, causal):
     assert_same_in_float64(reference.attend(q, k, v, each, 256 if causal else 0), expected)
 
 
+@pytest.mark.one_in(2)
 @needs_tiles
 @pytest.mark.parametrize(
     ("n_q", "n_k", "d", "d_v", "degree"),

@@ -147,6 +147,7 @@ def test_a_row_does_not_depend_on_others_that_share_its_keys() -> None:
             assert_same(run([q[:, :, :n_q].clone(), *rest], fewer), every[:, :, :n_q])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("where", [0, 1, 2], ids=["q", "k", "v"])
 @pytest.mark.parametrize("target", ["pairs", "amx", "arm pairs"])

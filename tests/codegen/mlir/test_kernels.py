@@ -58,6 +58,7 @@ def test_other_targets(name: str, target: str) -> None:
     check(c, kernel(c, target))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n_q", [40, 4])
 @pytest.mark.parametrize("target", ["best", "multiply-add", "avx2"])
 @pytest.mark.parametrize("name", ["plain", "causal"])
@@ -101,6 +102,7 @@ def test_rows_that_are_zero(name: str, normalizer: Normalizer) -> None:
     check(c, kernel(c))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", ["best", "multiply-add"])
 @pytest.mark.parametrize("kind", ["weight", "sinks", "off_by_one"])
 @pytest.mark.parametrize("name", ["plain", "left_padded"])
@@ -124,6 +126,7 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
     assert torch.equal(out, torch.zeros_like(out))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", ["best", "generic"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["causal_last_key", "left_padded_inf", "bias", "documents", "alibi"])

@@ -125,6 +125,7 @@ def by_data(fill: float, **fields) -> Case:
 ENDS = [(0, 0), (0, 1), (0, 16), (0, 700), (3, 4), (16, 700), (333, 334), (690, 700), (699, 700), (17, 650)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("fill", [-INF, FMIN])

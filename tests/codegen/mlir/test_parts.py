@@ -66,6 +66,7 @@ CASES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_in(2)
 @CASES
 @pytest.mark.parametrize("parts", [2, 3, 16])
 def test_parts_of_the_keys_are_merged(name: str, fields: dict, parts: int) -> None:
@@ -84,6 +85,7 @@ def test_parts_in_tiles(name: str, fields: dict) -> None:
         assert_as_exact_as_eager(kernel(c, parts, tiled=True)(operands, sizes), c, operands)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("target", ["avx2", "multiply-add", "generic"])
@@ -103,6 +105,7 @@ def test_each_part_packs_its_own_keys() -> None:
         assert_same(other, outs[0])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3e38])
 @pytest.mark.parametrize("where", [0, 2], ids=["q", "v"])

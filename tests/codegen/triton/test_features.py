@@ -34,6 +34,7 @@ def rounding(powers, planes):
     return 2 * error / max(least, 0.2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("n_q", "n_k", "d", "d_v", "degree"),
     [(1, 1, 1, 1, 1), (70, 90, 16, 16, 3), (65, 129, 3, 40, 4), (50, 140, 32, 20, 2), (30, 40, 8, 15, 1)],

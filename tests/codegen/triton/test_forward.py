@@ -110,6 +110,7 @@ def test_values_before_the_first_tile_are_not_read() -> None:
     assert torch.isposinf(got[0, 0, 40:57]).all() and torch.isfinite(got[0, 0, 64 + 32 :]).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("splits", [None, 3])
 @pytest.mark.parametrize("name", ["causal_last_key", "window", "left_padded", "alibi", "documents"])
 def test_heads_that_share_keys_share_a_block(name: str, splits: int | None) -> None:
@@ -241,6 +242,7 @@ def test_the_same_spec_gives_the_same_text() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["plain", "causal", "left_padded", "left_padded_inf", "bias", "alibi", "documents"])
 @pytest.mark.parametrize("splits", [2, 5])
 def test_split_keys(name: str, splits: int) -> None:
