@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fusion.ir.parts import run_of
-from fusion.torch_private.distributed import group_of
+from fusion.torch_private.devices import group_of
 from fusion.torch_private.operators import register_fake
 
 

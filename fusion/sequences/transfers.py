@@ -17,7 +17,7 @@ from fusion.ir.expr import coordinates, walk
 from fusion.ir.parts import LENGTHS, run_of
 from fusion.ir.results import size_value
 from fusion.planning.problem import ARITHMETIC, KeyRanges
-from fusion.torch_private.distributed import group_of
+from fusion.torch_private.devices import group_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

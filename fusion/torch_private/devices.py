@@ -1,9 +1,10 @@
-"""Devices: oneDNN's matrix product, which torch has for frozen graphs, on tensors that are not packed; AMX's tile
-registers; time on a GPU."""
+"""Devices and processes: oneDNN's matrix product, which torch has for frozen graphs, on tensors that are not packed;
+AMX's tile registers; time on a GPU; process groups by name."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -55,3 +56,10 @@ def init_amx() -> bool:
 def keep_busy(cycles: int) -> None:
     """Let the current CUDA device wait. Without it, measured times include the host's time to launch a kernel."""
     torch.cuda._sleep(cycles)
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """Process group with this `group_name`, which operators in a graph carry."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # pyright: ignore[reportArgumentType]

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from fusion.torch_private.distributed import group_of
+from fusion.torch_private.devices import group_of
 
 
 def test_a_group_is_found_by_its_name(tmp_path):
