@@ -152,6 +152,7 @@ class Registration:
     load: Callable[[], Emitter]
     machine: Callable[[str], Machine]  # the machine that a device is
     aux_outputs: bool = False  # whether it writes weights and statistics of them beside the output
+    reproducible: bool = False  # whether it keeps the promise of `AttentionSpec.reproducible`
 
     def serves(self, device: str) -> bool:
         return not self.devices or device in self.devices
@@ -166,10 +167,13 @@ def register(
     load: Callable[[], Emitter],
     machine: Callable[[str], Machine] = find_machine,
     aux_outputs: bool = False,
+    reproducible: bool = False,
 ) -> None:
     """Add an emitter, which becomes the one that "auto" takes on its devices. A registered name is replaced."""
     _registered.pop(name, None)
-    _registered[name] = Registration(name=name, devices=devices, load=load, machine=machine, aux_outputs=aux_outputs)
+    _registered[name] = Registration(
+        name=name, devices=devices, load=load, machine=machine, aux_outputs=aux_outputs, reproducible=reproducible
+    )
 
 
 def names() -> list[str]:
@@ -211,4 +215,4 @@ def registered(*given: Any, **named: Any) -> Iterator[None]:
 
 for _name, _devices in (("reference", ()), ("mlir", ("cpu",)), ("triton", ("cuda",))):
     _load: Any = functools.partial(importlib.import_module, f"fusion.codegen.{_name}")
-    register(_name, _devices, _load, aux_outputs=True)
+    register(_name, _devices, _load, aux_outputs=True, reproducible=_name == "mlir")

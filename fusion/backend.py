@@ -173,6 +173,7 @@ def _decide(
 
         read_sets(sites, functools.partial(decide.keeps_dense_mask, options), hints)  # 5. the cheapest form of a call
         map_tiles(graph.graph, sites, decide.tile_map_pays(options), hints)
+        decide.ask_reproducible(pending(sites), options)
         kernel = lambda site: decide.left_alone(site, options, hints, asked)  # is there one, and does it pay
         refuse(sites, kernel, "compiling the kernel of")
         resolve_escaping(graph.graph, sites, respecifies=False)  # sites that were refused need their scores

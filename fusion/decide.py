@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,6 +80,12 @@ def tile_map_pays(options: Options) -> Pays:
     if options.emitter == "reference" or options.tile_maps == "never":
         return lambda *_: False
     return pays.map_pays if options.tile_maps == "auto" else lambda *_: True
+
+
+def ask_reproducible(sites: Iterable[Site], options: Options) -> None:
+    """Ask for the same bits of a row in every call, by the option `reproducible`."""
+    for site in sites if options.reproducible else ():
+        site.calls = [replace(call, spec=replace(call.spec, reproducible=True)) for call in site.calls]
 
 
 def left_alone(site: Site, options: Options, hints: Mapping[str, int], asked: Asked | None) -> Refusal | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fusion.errors import OptionError
@@ -50,6 +50,8 @@ class Options:
     epsilon: the error of attention weights that it may have, relative to a row's sum; between 0 and 0.5.
     sequences: the schedule of DTensors whose sequence is sharded over processes (docs/sequences.md): "auto" for the one
         that is predicted to be fastest. Where one cannot run, "gather" does.
+    reproducible: a row of an attention's result has the same bits whatever else is in the call, and on any number of
+        threads and processes (docs/reproducible.md). Implies `strict`: what cannot be computed so is an error.
     """
 
     inner: str | Callable[..., Any] = "inductor"
@@ -65,6 +67,7 @@ class Options:
     approximate: Approximate = None
     epsilon: float = 1e-2
     sequences: Sequences = "auto"
+    reproducible: bool = False
 
     @property
     def request(self) -> Request:
@@ -72,9 +75,8 @@ class Options:
         method = self.approximate
         allowed = None if method is None else Approximation(method=method, epsilon=float(self.epsilon))
         proved = bool(self.verify)
-        return Request(
-            emitter=self.emitter, tuned=self.autotune, approximation=allowed, proved=proved, across=self.sequences
-        )
+        across = "gather" if self.reproducible and self.sequences == "auto" else self.sequences
+        return Request(emitter=self.emitter, tuned=self.autotune, approximation=allowed, proved=proved, across=across)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:
@@ -98,7 +100,23 @@ class Options:
             _check(name, value, hints[name])
             if name in _CHECKS:
                 _CHECKS[name](value)
-        return cls(**(given or {}))
+        result = cls(**(given or {}))
+        return _reproducible(result) if result.reproducible else result
+
+
+def _reproducible(options: Options) -> Options:
+    """Options with what `reproducible` implies. Raises `OptionError` where another option contradicts it."""
+    if options.approximate is not None:
+        raise OptionError(
+            f"option 'approximate' is {options.approximate!r} and 'reproducible' is set; whether an approximation is "
+            "taken follows from all that is in a call: leave out one of them."
+        )
+    if options.sequences == "ring":
+        raise OptionError(
+            "option 'sequences' is 'ring' and 'reproducible' is set; a ring adds up results of each process's keys, "
+            "whose bits follow from the number of processes: choose 'gather' or 'all_to_all'."
+        )
+    return replace(options, strict=True)
 
 
 def _check(name: str, value: Any, hint: Any) -> None:

@@ -113,6 +113,10 @@ class Reason(enum.Enum):
         "Make a new nested tensor instead of changing one in place, without holes; or pass values and offsets of the "
         "sequences to torch.nn.attention.varlen_attn, which is fused."
     )
+    NOT_REPRODUCIBLE = (
+        'Leave out options={"reproducible": True}, or compute this attention outside of what is compiled; '
+        "docs/reproducible.md says what can be had."
+    )
     HOOK = "Register the hook outside of what is compiled, or on a parameter."
     DEFECT = "This is a defect of fusion; please report it with the message and the model's code."
 

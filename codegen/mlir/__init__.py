@@ -42,9 +42,20 @@ def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
         return Refusal(Reason.OTHER_MACHINE, f"{machine.name} is not a CPU")
     if (refusal := emitter.unread(spec, MEMORY_TYPE, PLANES)) is not None:
         return refusal
+    if spec.reproducible and (obstacle := _not_reproducible(spec)) is not None:
+        return Refusal(Reason.NOT_REPRODUCIBLE, f"reproducible results are asked for, and {obstacle}")
     written = ("float32", "bfloat16", "float16")
     if spec.out_dtype not in written:
         return Refusal(Reason.DTYPE, f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}")
+    return None
+
+
+def _not_reproducible(spec: AttentionSpec) -> str | None:
+    """What of a row's results follows from the rows beside it or from the number of threads; None for nothing."""
+    if spec.mixing is not None:
+        return "heads are mixed, in tiles that follow from the number of heads"
+    if any(aux.over == "i" for aux in spec.aux_outputs):
+        return "statistics of keys are sums over rows, which threads add up in an order of their own"
     return None
 
 
@@ -65,8 +76,8 @@ def compile(
     machine = machine or Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise ValueError(f"no CPU kernel for {spec}: {reason}")
-    target = target_of(machine)
-    tuner = Tuner(spec, machine) if measure else None
+    target = target_of(machine).reproducible if spec.reproducible else target_of(machine)
+    tuner = Tuner(spec, machine) if measure and not spec.reproducible else None
     make = lambda: Kernel(spec, tilings_for(spec, target), target, plan and plan(machine), tuner)
     return _kernels.get_or_make((spec, target, plan is None, measure), make)
 
@@ -83,7 +94,7 @@ def compile_training(
     machine = machine or Machine.detect()
     if supports(spec, machine) is not None or unsupported(spec) is not None:
         return None
-    target = target_of(machine)
+    target = target_of(machine).reproducible if spec.reproducible else target_of(machine)
     make = lambda: TrainingKernel(spec, tilings_for(spec, target), target, machine)
     return _training.get_or_make((spec, target, machine.cores), make)
 

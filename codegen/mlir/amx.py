@@ -11,6 +11,7 @@ Two by two C tiles share two A and two B tiles (`micro_kernel.AmxTiles`), so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from fusion.planning.register_tiles import Target, Tiling
 
@@ -303,6 +304,7 @@ def products_of(
     keeps_nan, mirrored: see `Amx`."""
     if tiling.planes and target.amx:
         return Amx(b, d, e, tiling.planes, tiling.keys, max_abs, keeps_nan, mirrored)
-    result = vector_products(b, target, tiling.planes > 0, d, e, key_steps)
+    few = replace(target, tile_groups=min(target.tile_groups, tiling.groups))
+    result = vector_products(b, few, tiling.planes > 0, d, e, key_steps)
     result.chain = tiling.chain or result.chain
     return result

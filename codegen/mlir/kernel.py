@@ -109,35 +109,48 @@ class AttentionKernel(KernelFunction):
         self._end(item)
 
     def _part_of_item(self, parts: TileParts, top: Scope, piece: Value) -> None:
-        """The keys of one part. The last part of an item to finish merges the results of all and writes them."""
+        """The keys of one part, or of all where parts are no pieces of work of their own. The last piece of an item to
+        finish merges the results of all and writes them."""
         b, mask, (number, part) = self.b, self.spec.mask, parts.piece(piece)
-        item, cut = self._begin(top, number, part), parts.cut()
-        low, high = parts.keys(part, *self._item_keys(item))
-        skips = mask is not None and mask.skips
-        self._visit(item, KeyRange(low=low, high=high, skipping=b.constant(1, "i1") if skips else None))
-        with b.when(cut):
-            parts.leave(item, piece)
+        cut = parts.cut()
+        item = self._begin(top, number, b.select(cut, part, b.constant(-1, "i64")))
+        parts.begin(number, cut)
+        (low, high), skips = self._item_keys(item), mask is not None and mask.skips
+        keys = KeyRange(low=low, high=high, skipping=b.constant(1, "i1") if skips else None)
+        here = b.select(cut, part, b.constant(0, "i64")), b.select(cut, b.add(part, 1), parts.total)
+        self._visit_parts(parts, item, keys, *here)
         with parts.last_of(number, cut):
-            with b.when(cut):
-                self.tiles.clear(item, float("-inf"))
-                parts.merge(item)
+            parts.merge(item)
             if mask is not None and skips and dead_rows_need_keys(self.spec):
                 with b.when(self._any_dead(item, mask.fill)):
-                    self._visit(item, KeyRange(low=0, high=self.n_k))
+                    self._visit_parts(parts, item, KeyRange(low=0, high=self.n_k), 0, parts.total)
+                    parts.merge(item)
             self._end(item)
+
+    def _visit_parts(
+        self, parts: TileParts, item: Item, keys: KeyRange, first: Value | int, last: Value
+    ) -> None:
+        """Sum up parts first..last-1 of the keys, each by itself."""
+        if self.tiles.statistics is not None:
+            self.tiles.statistics.clear(item.padded_groups)
+        with self.b.loop(first, last, hint="part") as part:
+            low, high = parts.keys(part, keys.low, keys.high)
+            self._visit(item, replace(keys, low=low, high=high))
+            parts.leave(item, part)
 
     def _item_keys(self, item: Item) -> tuple[Value | int, Value]:
         """The keys that an item visits, as far as the mask says."""
         b, mask = self.b, self.spec.mask
         last = b.sub(b.add(item.first, item.count), 1)
         ranged = item.scope.inner({I0: item.first, I1: last})
-        low, high = self._key_range(ranged, self.products.key_step)
+        step = self.tiling.keys if self.spec.reproducible else self.products.key_step
+        low, high = self._key_range(ranged, step)
         if mask is not None and mask.tile_live is not None:
-            low, high = self._live_range(ranged, mask.tile_live, low, high, self.products.key_step)
+            low, high = self._live_range(ranged, mask.tile_live, low, high, step)
         return low, high
 
     def _begin(self, top: Scope, number: Value, part: Value | None = None) -> Item:
-        """The item of a number, with its queries packed. part: of its keys, which is packed anew."""
+        """The item of a number, with its queries packed. part: of its keys, which is packed anew; -1 for all."""
         b, p, tiles, rows = self.b, self.products, self.tiles, self.tiling.groups * self.lanes
         blocks = self.params[("blocks",)]
         block = b.rem(number, blocks, "block")
@@ -206,7 +219,7 @@ class AttentionKernel(KernelFunction):
 
     def _visit(self, item: Item, keys: KeyRange) -> None:
         b, tiles = self.b, self.tiles
-        if tiles.statistics is not None:
+        if tiles.statistics is not None and self.parts is None:
             tiles.statistics.clear(item.padded_groups)
         skips = self.spec.mask is not None and self.spec.mask.skips
         if tiles.aux_outputs is not None and tiles.aux_outputs.keeps and skips:

@@ -19,7 +19,7 @@ from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu import MOST_PACKED, one_by_one, portions
 from fusion.planning.cpu_planner import FEW_QUERIES, WORTH_WAKING, CpuPlanner, all_heads_choice, rows_choice
-from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
+from fusion.planning.register_tiles import KEY_SPAN, REPRODUCIBLE_PART, AllHeads, ByRows, Target, Tiling
 
 from .. import reference
 from ..emitter import Edges, Proof
@@ -94,8 +94,11 @@ class Variant(CompiledKernel):
         work *= heads * steps * text.key_step * (d + d_v)
         threads = min(get_num_threads(), work // WORK_PER_THREAD[self.tiled] + 1)
         plan = work_items(rows, span, text.rows, n_k)
+        fixed = REPRODUCIBLE_PART if self.spec.reproducible and text.part_bytes else 0
         if splits > 1 and plan["items"] <= MOST_CUT:
-            plan = work_items(rows, span, text.rows, n_k, round_up(-(-n_k // splits), text.part_step))
+            part_keys = fixed or round_up(-(-n_k // splits), text.part_step)
+            plan = work_items(rows, span, text.rows, n_k, part_keys)
+        plan["part_keys"] = fixed or plan["part_keys"]
         items, cut = plan["items"], plan["parts"] > 1
         if not (cut or self.tiled):
             plan = work_items(rows, span, min(text.rows, -(-rows // min(threads, rows))), n_k)
@@ -104,10 +107,11 @@ class Variant(CompiledKernel):
         count, unit = one_by_one(items) if cut else portions(rows // span, plan["blocks"], threads)
         if items // unit * count**2 >= 1 << 63:  # see `KernelFunction._items`
             raise UnsupportedSizeError(f"{items} work items in {count} portions were asked for; split the batch")
-        shared, window = items * text.part_bytes * cut, window_of(text, n_k, threads)
+        parts, window = -(-n_k // plan["part_keys"]), window_of(text, n_k, threads)
+        records = items if cut else threads * parts * (parts > 1)
         plan |= {"portions": count, "unit": unit, "window": window}
         values = {**values, **{(name,): value for name, value in plan.items()}}
-        return self.launcher(values, given, threads, min(n_k, window), shared)
+        return self.launcher(values, given, threads, min(n_k, window), records * text.part_bytes)
 
 
 def work_items(rows: int, span: int, block: int, n_k: int, part_keys: int = 0) -> dict[str, int]:
@@ -282,7 +286,7 @@ class Kernel(ForwardKernel):
         if self.spec.mixing is not None:
             return all_heads_choice(self.target, n_k)
         schedule = query_stationary(self.spec)
-        if n_q <= FEW_QUERIES:
+        if n_q <= FEW_QUERIES and not self.spec.reproducible:
             return rows_choice(schedule, self.target.lanes, n_k)
         return Choice(schedule=schedule, tile=self._tile(self.tilings[0]), keys=n_k)
 
@@ -309,6 +313,8 @@ class Kernel(ForwardKernel):
         if tile.rows == 1:
             return self._by_rows(sizes)
         rows, keys = self.target.register_tile(base.planes)
+        if self.spec.reproducible:
+            rows = min(rows, round_up(tile.rows, self.target.lanes))
         if tile.rows % rows or tile.keys % keys:
             raise RefusedChoiceError(
                 f"{choice.schedule} in {choice} cannot run: CPU kernels take whole multiples of {rows} x {keys}"
@@ -318,7 +324,9 @@ class Kernel(ForwardKernel):
                 f"{choice.schedule} in {choice} cannot run: CPU kernels do not cut keys into parts where more than the "
                 "output is wanted"
             )
-        return replace(base, groups=tile.rows // self.target.lanes, keys=tile.keys, cut=choice.splits > 1)
+        groups = tile.rows // self.target.lanes
+        block = min(groups, base.group_block)
+        return replace(base, groups=groups, group_block=block, keys=tile.keys, cut=base.cut or choice.splits > 1)
 
     def __call__(self, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
         # A short call takes no longer than its bookkeeping: what follows from sizes and strides is derived once.

@@ -1,4 +1,5 @@
 """Work items whose keys are cut into parts, each a piece of work of its own: where there are fewer items than threads.
+Where results are to be reproducible, keys are always cut at the same places, and one piece may have all parts.
 
 A piece leaves maximum, sum and output of its keys in memory that all threads share. Whoever is the last of an item
 merges them, in the order of the keys, so that results do not depend on who that was.
@@ -92,6 +93,16 @@ class TileParts(Parts):
         self.tiles, self.rows = tiles, tiles.products.e_padded + 2  # of a group: its output, sum and maximum
         super().__init__(tiles.kernel, 4 * tiles.tiling.groups * self.rows * tiles.lanes)
 
+    def begin(self, number: Value, cut: Value) -> None:
+        """At the start of a piece of work on an item: how many parts there are, and where their records lie: with those
+        of all items, or in memory of this thread."""
+        b, params = self.b, self.params
+        size = params[("part_keys",)]
+        self.total = b.div(b.add(self.kernel.n_k, b.sub(size, 1)), size, "total_parts")
+        self.several = b.compare("sgt", self.total, 1, "several_parts")
+        own = b.mul(self.kernel.thread, self.total)
+        self.first = b.select(cut, b.mul(number, params[("parts",)]), own, "first_record")
+
     def _own(self, g: Value) -> Sums:
         """Sums of a group of this piece of work, which are merged."""
         memory = self.tiles.group(g)
@@ -103,10 +114,10 @@ class TileParts(Parts):
         start = b.row(record, g, self.rows * lanes)
         return Sums(maximum=b.at(start, (self.rows - 1) * lanes, "f32"), vectors=[(start, self.rows - 1)])
 
-    def leave(self, item: Item, piece: Value) -> None:
-        """Copy the item's sums to the record of a piece of work."""
-        b, kernel, record = self.b, self.kernel, self.record(piece)
-        with b.loop(0, item.groups, hint="g") as g:
+    def leave(self, item: Item, part: Value) -> None:
+        """Copy the item's sums to the record of a part, where there are several."""
+        b, kernel, record = self.b, self.kernel, self.record(self.b.add(self.first, part))
+        with b.when(self.several), b.loop(0, item.groups, hint="g") as g:
             self.tiles.all_sums(g)
             own, there = self._own(g), self._recorded(record, g)
             b.store(b.load(own.maximum, kernel.vector, "m"), there.maximum)
@@ -114,6 +125,9 @@ class TileParts(Parts):
                 b.update(target, count * kernel.lanes, lambda old, new: new, kernel.vector, source)
 
     def merge(self, item: Item) -> None:
-        """Add the sums of all parts of an item to its own, which are cleared."""
-        with self.records(item.number) as record, self.b.loop(0, item.groups, hint="g") as g:
-            self.join(self._own(g), self._recorded(record, g))
+        """The sums of all parts of an item, in their order, where there are several."""
+        b = self.b
+        with b.when(self.several):
+            self.tiles.clear(item, float("-inf"))
+            with b.loop(0, self.total, hint="part") as part, b.loop(0, item.groups, hint="g") as g:
+                self.join(self._own(g), self._recorded(self.record(b.add(self.first, part)), g))

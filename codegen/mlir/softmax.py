@@ -190,17 +190,18 @@ class GroupSoftmax:
                 b.store(b.constant(0.0, self.vector), self._row(self.group.factors, j), align=4 * self.lanes)
 
     def rescale(self, highest: Value) -> None:
-        """Take over the block's maximum where it is too far above the one in use, or has to be exact: rescale output
-        and sum."""
+        """Take over a lane's maximum in the block where it is too far above the one in use, or has to be exact: rescale
+        output and sum. Other lanes keep theirs, so that no row's numbers depend on those beside it."""
         b, group = self.b, self.group
         old = b.load(group.maximum, self.vector, "m_old")
         limit = 0.0 if self.true_maximum else RESCALE_ABOVE / (self.scale * LOG2E)
         far = b.compare("ugt" if self.true_maximum else "ogt", b.sub(highest, old), limit, "far")
         any_far = b.reduce("or", far, "any_far")
         with b.when(any_far):
-            new = self.largest(highest, old)
+            new = b.select(far, self.largest(highest, old), old, "m_new")
             b.store(new, group.maximum)
-            factor = b.select(b.compare("oeq", old, float("-inf")), 0.0, self.exponent.change(old, new), "factor")
+            change = b.select(b.compare("oeq", old, float("-inf")), 0.0, self.exponent.change(old, new))
+            factor = b.select(far, change, 1.0, "factor")
             for base, count in ((group.output, group.rows), (group.kept, self.block.first)):
                 if base is not None:
                     with b.loop(0, count, hint="e") as e:

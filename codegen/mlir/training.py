@@ -102,7 +102,8 @@ class TrainingKernel(ForwardKernel):
     def _summed(self, tiling: Tiling, sizes: Sequence[int]) -> Tiling:
         """A tiling whose scores are exact enough for the queries of a call. The gradients of K and V of a few have the
         error of the largest weight, which is that of its score; those of many average it out."""
-        return replace(tiling, chain=SHORT_CHAIN) if self.extents(sizes)[-4] <= FEW_QUERIES else tiling
+        few = self.extents(sizes)[-4] <= FEW_QUERIES and not self.spec.reproducible
+        return replace(tiling, chain=SHORT_CHAIN) if few else tiling
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, what the backward needs of each row (see `TrainingStatistics`), *auxiliary outputs]."""

@@ -180,6 +180,8 @@ class AttentionSpec:
     n_k_total: the number of keys from which the n_k of a row are selected, where the last batch coordinate is the query
         and each query has a separate set, through which k and v are read; None elsewhere. No kernel needs it.
     dtype: dtype of the products in the model ("float32", "bfloat16", "float16").
+    reproducible: whether the bits of a row of the output may follow from nothing but its query, the keys and values
+        that it attends to, and the spec: not from the rows beside it, nor from how the work is divided.
     """
 
     sizes: tuple[str, ...]
@@ -206,6 +208,7 @@ class AttentionSpec:
     aux_outputs: tuple[AuxOutput, ...] = ()
     mixing: Mixing | None = None
     n_k_total: Expr | None = None
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         converted = [(value,) if value is not None else () for value in self.values]

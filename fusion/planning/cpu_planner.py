@@ -23,7 +23,15 @@ from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.cpu import Times, cpu_time, predict
 from fusion.planning.problem import Problem, problem_of
-from fusion.planning.register_tiles import KEY_SPAN, Target, planes_of, target_of
+from fusion.planning.register_tiles import (
+    KEY_SPAN,
+    REPRODUCIBLE_KEYS,
+    REPRODUCIBLE_PART,
+    Target,
+    planes_of,
+    target_for,
+    target_of,
+)
 
 WORTH_COMPILING = 2e-4
 """Predicted seconds that another tile has to save per call: some 2000 calls pay for compiling it."""
@@ -48,7 +56,7 @@ class CpuPlanner:
     def __init__(
         self, spec: AttentionSpec, machine: Machine, times: TileTimes | None = None, register_tile: Pair | None = None
     ):
-        unit = target_of(machine)
+        unit = target_for(spec, machine)
         self.spec, self.machine, self.lanes = spec, machine, unit.lanes
         self.times = times or self.tile_times
         self.register_tile = register_tile or unit.register_tile(planes_of(spec, unit))
@@ -61,6 +69,8 @@ class CpuPlanner:
         *batch, n_q, n_k, d, d_v = self._extents(sizes)
         if self.spec.mixing is not None:
             return all_heads_choice(target_of(self.machine), n_k)
+        if self.spec.reproducible:
+            return self._reproducible(sizes, existing)
         by_rows = self._by_rows((*batch, n_q, n_k, d, d_v), sizes) if n_q <= WEIGHED else None
         if by_rows is not None and n_q <= FEW_QUERIES:
             return by_rows
@@ -75,6 +85,20 @@ class CpuPlanner:
         (rows, keys), parts = self._cut((rows, keys), sizes, compiled, cut)
         schedule = self.schedule if parts == 1 else "split_k"
         return Choice(schedule=schedule, tile=Tile(rows=rows, keys=keys), keys=n_k, splits=parts)
+
+    def _reproducible(self, sizes: Sequence[int], existing: Sequence[Choice]) -> Choice:
+        """The choice for a spec of that kind: the rows of a tile, and whether parts of the keys are pieces of work of
+        their own, neither of which changes a bit."""
+        *batch, n_q, n_k, _, _ = self._extents(sizes)
+        rows, keys = -(-n_q // self.lanes) * self.lanes, REPRODUCIBLE_KEYS
+        if rows >= self.register_tile[0]:
+            tiles = {(legal, keys) for legal, _ in self.times(sizes, [])}
+            seconds = {tile: time for tile, time in self.times(sizes, tiles).items() if tile in tiles}
+            rows, _ = _cheapest(seconds, [(choice.tile.rows, choice.tile.keys) for choice in existing])
+        parts = -(-n_k // REPRODUCIBLE_PART) if math.prod(batch) * -(-n_q // rows) < 2 * self.machine.cores else 1
+        schedule = self.schedule if parts == 1 or self.spec.aux_outputs else "split_k"
+        splits = 1 if schedule != "split_k" else parts
+        return Choice(schedule=schedule, tile=Tile(rows=rows, keys=keys), keys=n_k, splits=splits)
 
     def best(self, sizes: Sequence[int], count: int) -> list[Choice]:
         """At most `count` choices for a call: that of `choose`, and other tiles with whole keys by predicted time.
@@ -161,7 +185,7 @@ def legal_tiles(problem: Problem, machine: Machine, register_tile: Pair) -> list
 
 def choice_time(spec: AttentionSpec, problem: Problem, machine: Machine, choice: Choice) -> Times:
     """Seconds of a call in a choice, as arrays of one element."""
-    tiling, target = choice.tiling, target_of(machine)
+    tiling, target = choice.tiling, target_for(spec, machine)
     if choice.tile.rows == 1:
         parts = np.array([-(-max(1, problem.n_k) // tiling.get("B_s", max(1, problem.n_k)))])
         return row_time(machine, problem, parts, ragged=problem.masked)

@@ -28,7 +28,7 @@ from fusion.planning.choice import Choice, Planner
 from fusion.planning.counted import with_counts
 from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.problem import Problem, attention_of, problem_of
-from fusion.planning.register_tiles import planes_of, target_of
+from fusion.planning.register_tiles import planes_of, target_for
 from fusion.planning.schedules import SCHEDULES, TABLES, elements, lower_bound, problem_sizes
 
 
@@ -308,7 +308,8 @@ def reading(
     if machine.kind == "gpu":
         own = tile.rows, tile.keys
         return problem.with_heads_together() if choice.packed > 1 else problem, own, own
-    register_tile = target_of(machine).register_tile(planes_of(spec, target_of(machine)))
+    target = target_for(spec, machine)
+    register_tile = target.register_tile(planes_of(spec, target))
     if tile.rows == 1:
         together = problem.with_heads_together()
         return together, (min(MOST_ROWS, together.n_q), register_tile[1]), (1, tile.keys)

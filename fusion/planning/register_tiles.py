@@ -26,6 +26,12 @@ problem of fifty was beyond the numerics rule (benchmarks/cpu/accuracy.py)."""
 HALF_KEY_SPAN = 1 << 14
 """Those of results in narrower dtypes, which hide longer sums: 262,144 equal keys reach three quarters of the rule."""
 
+REPRODUCIBLE_KEYS = 128
+"""Keys of a tile where results are to be reproducible: blocks begin at multiples of it, whatever the sizes."""
+REPRODUCIBLE_PART = 4096
+"""Keys after which a row's maximum, sum and output begin anew there, to be merged in order: one thread or several sum
+them up."""
+
 _AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 _PAIRS = {"avx512_bf16"}
 _AMX = {"amx_tile", "amx_bf16"} | _PAIRS
@@ -66,6 +72,12 @@ class Target:
         has = {"AVX-512": self.avx512, "bf16 pairs": self.pairs, "AMX": self.amx}
         return ", ".join([f"{self.lanes} lanes", *(name for name, there in has.items() if there)])
 
+    @property
+    def reproducible(self) -> Target:
+        """Target for rows whose bits do not depend on others. On AMX tiles, the vectors of one tile are computed beside
+        the products of the next, and a number that cannot be split changes the products of a whole call."""
+        return replace(self, amx=False, pairs=self.pairs or self.amx)
+
     def register_tile(self, planes: int) -> tuple[int, int]:
         """(rows, keys) of products over so many bfloat16 planes; 0 of them for multiply-adds."""
         return (2 * self.lanes, 32) if planes and self.amx else (self.tile_groups * self.lanes, self.tile_rows)
@@ -94,6 +106,12 @@ def target_of(machine: Machine) -> Target:
         return Target(lanes=4, pairs="bf16" in machine.isa, tile_rows=4, tile_groups=4, l1_bytes=near)
     lanes = max(4, machine.vector_bytes // 4 if machine.vector_bytes <= 64 else 4)
     return Target(lanes=lanes, l1_bytes=near)
+
+
+def target_for(spec: AttentionSpec, machine: Machine) -> Target:
+    """The target of a spec's kernels."""
+    target = target_of(machine)
+    return target.reproducible if spec.reproducible else target
 
 
 def planes_of(spec: AttentionSpec, target: Target) -> int:
@@ -138,9 +156,10 @@ class AllHeads:
 def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tuple[Tiling, ...]:
     """Ways to form products, with a tile for any lengths; and where that is by split planes, multiply-adds for inputs
     that cannot be split. most_planes: fewer than 3 round (see `fusion.approximate.two_planes`)."""
-    group_block = target.tile_groups
+    group_block, planes = target.tile_groups, min(planes_of(spec, target), most_planes)
     multiply_add = Tiling(groups=2 * group_block, group_block=group_block, keys=target.keys(0), planes=0)
-    planes = min(planes_of(spec, target), most_planes)
+    if spec.reproducible:
+        return (replace(multiply_add, planes=planes, keys=REPRODUCIBLE_KEYS, cut=not spec.aux_outputs),)
     if not planes:
         return (multiply_add,)
     if not target.amx:

@@ -21,7 +21,7 @@ SITE = {"location": "at", "calling": "from", "verdict": "verdict", "reason": "re
         "advice": "to fuse", "validated": "checked", "same_as": "kernel"}  # fmt: skip
 ATTENTION = {"part": "part", "program": "program", "operands": "where", "stored": "reads", "mask": "mask",
              "keys": "keys", "aux_outputs": "also", "gradients": "gradient", "schedule": "plan", "runs": "runs",
-             "approximation": "approx", "kernel": "kernel"}  # fmt: skip
+             "approximation": "approx", "reproducible": "cost", "kernel": "kernel"}  # fmt: skip
 """Entries of a site and of an attention that are text, in order, with the labels that text and page give them."""
 _TRAFFIC = ("cache", "keys", "L2", "HBM")
 _WORK = {
@@ -142,6 +142,7 @@ def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[s
         "schedule": plan.explain(),
         "runs": plan.runs or None,
         "approximation": attention.approximation,
+        "reproducible": attention.reproducible or None,
         "kernel": f"{lines} lines: {source}\n{summary}" if lines else None,
         "kernel_lines": lines,
         "sizes": dict(attention.sizes),

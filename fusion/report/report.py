@@ -49,6 +49,7 @@ class AttentionReport:
     approximation: the use of the option `approximate`; None without that option.
     keys: how the top-k keys of an indexer are read; "" where it has none.
     gradients: which gradients kernels do not have, and why; "" where they have all, or none is asked for.
+    reproducible: the cost of the option `reproducible`; "" without that option.
     """
 
     spec: AttentionSpec
@@ -63,6 +64,7 @@ class AttentionReport:
     approximation: str | None = None
     keys: str = ""
     gradients: str = ""
+    reproducible: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

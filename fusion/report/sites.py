@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from torch.fx import Node
@@ -19,7 +20,7 @@ from fusion.passes import graph_excerpt, marks, nodes
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.trace.outline import described
-from fusion.planning.plan import Plan, bytes_text, plan
+from fusion.planning.plan import Plan, bytes_text, plan, seconds_text
 from fusion.refusals import ADVISE_CASCADES, Reason, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
@@ -88,6 +89,7 @@ def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) 
         planned=_planned(part, hints, options, values),
         source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(tuple(sizes.values())),
         approximation=_approximation(part, hints, options),
+        reproducible=_reproducible(part, hints, options) if options.reproducible else "",
         gradients="\n".join(
             f"through {part.spec.describe_aux(aux)}: the reference interpreter, as {why}"
             for aux, why in (aux_gradients.left_out(part.spec) if part.differentiable else ())
@@ -142,6 +144,15 @@ def _approximation(part: AttentionCall, hints: Mapping[str, int], options: Optio
         return f"{allowed.method}: exact, because {reason}"
     expected = _planned(part, hints, options, {})()
     return dispatch.describe(allowed, expected.problem, expected.machine)
+
+
+def _reproducible(part: AttentionCall, hints: Mapping[str, int], options: Options) -> str:
+    """Text for the cost of the option `reproducible` at a site."""
+    other = replace(part, spec=replace(part.spec, reproducible=False))
+    own, plain = (_planned(each, hints, options, {})().time for each in (part, other))
+    return f"reproducible: {seconds_text(own)} predicted in place of {seconds_text(plain)}" + (
+        ", and gradients take seven products where others take five" if part.differentiable else ""
+    )
 
 
 def _planned(

@@ -89,6 +89,12 @@ def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> R
         return Refusal(
             Reason.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere, and {result.name} writes none"
         )
+    if spec.reproducible and not result.reproducible:
+        return Refusal(
+            Reason.NOT_REPRODUCIBLE,
+            f"reproducible results are asked for, and those of emitter {result.name!r} on device {device!r} follow "
+            "from the lengths and the batch of a call",
+        )
     try:
         return result.load().supports(spec, result.machine(device))
     except UnknownMachineError as problem:

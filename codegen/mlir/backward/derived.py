@@ -26,6 +26,7 @@ from .tile import Kind
 if TYPE_CHECKING:
     from .call import BackwardCall
 
+REPRODUCIBLE_SHARES = 8  # of the work that adds to large copies, where results do not depend on the number of threads
 MOST_COPIES = 1 << 26  # bytes of copies of scattered gradients, where every piece of work has its own
 
 
@@ -143,7 +144,7 @@ def steps_of(call: BackwardCall, choice: int) -> list[Step]:
     )
     fused = needs[0] and (needs[1] or needs[2] and tiling.planes > 0)
     if fused:
-        fused = work.fuses if kernel.fused is None else kernel.fused
+        fused = work.fuses and not call.spec.reproducible if kernel.fused is None else kernel.fused
     forms = [(FUSED, cpu_backward.FUSED)] if fused else [(QUERIES, cpu_backward.QUERIES), (KEYS, cpu_backward.KEYS)]
     return [
         step_of(call, kind, work.division(form).parts)
@@ -160,7 +161,7 @@ def step_of(call: BackwardCall, kind: Kind, parts: int) -> Step:
     scattered = {entry.operand for entry in call.plan.of({Form.SCATTERED} & set(kind.forms), call.needs)}
     tables = [call.operands[number] for number in scattered]
     large = 4 * pieces * sum(copies_of(table) * table.numel() for table in tables) > MOST_COPIES
-    shares = min(call.derived.threads, pieces) if large else pieces
+    shares = min(REPRODUCIBLE_SHARES if call.spec.reproducible else call.derived.threads, pieces) if large else pieces
     return Step(kind, call.plan.sums(kind.forms, call.needs), parts, shares)
 
 

@@ -97,7 +97,8 @@ class QueryLanes(Lanes):
             return super().rows(block)
         first, count = block.extent.first, block.extent.count
         ranged = block.scope.inner({I0: first, I1: b.sub(b.add(first, count), 1)})
-        low, high = kernel._key_range(ranged, kernel.tiles.key_step)
+        step = kernel.tiling.keys if self.spec.reproducible else kernel.tiles.key_step
+        low, high = kernel._key_range(ranged, step)
         low = b.as_value(low, "i64")
         if not normalized(self.spec):
             return low, high
