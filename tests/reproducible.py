@@ -3,19 +3,23 @@ memory, on any number of threads."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from fusion.codegen import mlir
+from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import AttentionSpec, Normalizer, integers
 from fusion.ir.expr import Expr, I, J, const, loads, size, substitute
 from fusion.ir.ops import apply, where
+from fusion.lowering.backward_plan import unsupported
 from fusion.machine import Machine
 from fusion.passes.specify.masks import understand
 from fusion.planning.cpu_planner import CpuPlanner
+from fusion.planning.register_tiles import target_for, tilings_for
 from tests.fuzz import specs
 
 NEWER = {"avx2": ("avx512", "amx"), "avx512": ("avx512_bf16", "amx"), "pairs": ("amx",)}
@@ -27,11 +31,7 @@ FIRST, ROWS, LIVE = map(size, ("First", "Rows", "Live"))
 def machine_with(name: str) -> Machine:
     """This machine, with nothing newer than an instruction set."""
     here = Machine.detect()
-    return replace(here, isa=frozenset(isa for isa in here.isa if not _newer(isa, name)))
-
-
-def _newer(isa: str, name: str) -> bool:
-    return isa.startswith(NEWER[name])
+    return replace(here, isa=frozenset(isa for isa in here.isa if not isa.startswith(NEWER[name])))
 
 
 def divisible(spec: AttentionSpec) -> AttentionSpec:
@@ -63,6 +63,7 @@ class Problem:
 
     def __init__(self, drawn: specs.Drawn, rng: random.Random, n_q: int, n_k: int, batch: int = 3, kv: int = 2):
         self.spec = divisible(drawn.spec)
+        self.paged = drawn.paged
         heads = kv * drawn.group
         self.batch, self.n_q, self.n_k, self.heads = batch, n_q, n_k, heads
         n = {"B": batch, "H": heads, "Nq": n_q, "Nk": 2 * n_k}
@@ -101,14 +102,8 @@ class Problem:
 
     @property
     def whole(self) -> Call:
+        """The call of all rows, on one thread."""
         return Call(batch=(0, self.batch), rows=(0, self.n_q), padded=0, threads=1)
-
-    def part(self, result: torch.Tensor, call: Call) -> torch.Tensor:
-        """Rows of the result of the whole call."""
-        dims = self.spec.output.dims
-        return result.narrow(dims.index("b0"), call.batch[0], call.batch[1] - call.batch[0]).narrow(
-            dims.index("i"), call.rows[0], call.rows[1] - call.rows[0]
-        )
 
     def calls(self, rng: random.Random, count: int) -> Iterator[Call]:
         """Calls of part of the rows, in part of the batch."""
@@ -122,18 +117,37 @@ class Problem:
             )  # fmt: skip
 
 
-def on(threads: int, run, *given):
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Context with so many threads."""
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(threads)
-        return run(*given)
+        torch.set_num_threads(count)
+        yield
     finally:
         torch.set_num_threads(before)
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+def part(result: torch.Tensor, call: Call, batch: int = 0, rows: int = 2) -> torch.Tensor:
+    """Rows of a result of the whole call that a call has. batch, rows: the dimensions of these."""
+    (low, high), (first, last) = call.batch, call.rows
+    return result.narrow(batch, low, high - low).narrow(rows, first, last - first)
 
 
-def kernel_of(spec: AttentionSpec, machine: Machine) -> mlir.Kernel:
-    return mlir.compile(spec, machine, lambda machine: CpuPlanner(spec, machine))
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits, whatever those of a NaN are."""
+    integers_ = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    x, y = x.contiguous(), y.contiguous()
+    return bool(((x.view(integers_) == y.view(integers_)) | (x.isnan() & y.isnan())).all())
+
+
+def kernel_of(spec: AttentionSpec, machine: Machine) -> Kernel:
+    """The kernel of a spec for a machine."""
+    target = target_for(spec, machine)
+    return Kernel(spec, tilings_for(spec, target), target, CpuPlanner(spec, machine))
+
+
+def training_of(spec: AttentionSpec, machine: Machine) -> TrainingKernel | None:
+    """The kernels that train with a spec; None where it has no backward kernel."""
+    target = target_for(spec, machine)
+    return None if unsupported(spec) else TrainingKernel(spec, tilings_for(spec, target), target, machine)

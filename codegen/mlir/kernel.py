@@ -127,9 +127,7 @@ class AttentionKernel(KernelFunction):
                     parts.merge(item)
             self._end(item)
 
-    def _visit_parts(
-        self, parts: TileParts, item: Item, keys: KeyRange, first: Value | int, last: Value
-    ) -> None:
+    def _visit_parts(self, parts: TileParts, item: Item, keys: KeyRange, first: Value | int, last: Value) -> None:
         """Sum up parts first..last-1 of the keys, each by itself."""
         if self.tiles.statistics is not None:
             self.tiles.statistics.clear(item.padded_groups)
