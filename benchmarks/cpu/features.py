@@ -9,7 +9,7 @@ attention without them; "writing": a fresh tensor of the weights' size). mixed_h
 after the softmax, as in CaiT ("unmixed": the same without). indexer: 512 keys for each query (DeepSeek-V3.2), as sets
 of keys, as a mask of all keys, and what the indexer takes by itself. nested: a layer over jagged nested tensors, and
 padded. pages: one query over a cache in order and in pages, all keys live or an eighth. recurrent: one query over few
-keys, once for each token ("kernels": nothing is left to Inductor).
+keys, once for each token ("kernels": nothing is left to Inductor). reproducible: with that option and without it.
 """
 
 from __future__ import annotations
@@ -303,8 +303,21 @@ def recurrent(options: argparse.Namespace) -> Iterator[Case]:
             yield Case(name=f"{batch} x {keys} x {width}", tensors=tensors, functions=functions)
 
 
+def reproducible(options: argparse.Namespace) -> Iterator[Case]:
+    for heads, group, n_q, n_k, d in (
+        (12, 1, 512, 512, 64), (12, 1, 2048, 2048, 64), (8, 1, 1, 4096, 64), (8, 1, 1, 32768, 64),
+        (8, 4, 1, 4096, 128), (8, 4, 1, 32768, 128),
+    ):  # fmt: skip
+        if n_q > 1 or not options.train:
+            tensors = draw(options, (1, heads * group, n_q, d), *[(1, heads, n_k, d)] * 2)
+            function = functools.partial(F.scaled_dot_product_attention, is_causal=n_q > 1, enable_gqa=group > 1)
+            functions = {"fusion": compiled(function), "reproducible": compiled(function, reproducible=True)}
+            name = f"{n_q} queries, {n_k} keys, {heads * group}/{heads} heads of {d}"
+            yield Case(name=name, tensors=tensors, functions=functions, plain=function)
+
+
 STUDIES = {f.__name__: f for f in
-           (cascades, einsums, weights, mixed_heads, indexer, nested, pages, recurrent)}  # fmt: skip
+           (cascades, einsums, weights, mixed_heads, indexer, nested, pages, recurrent, reproducible)}  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(main(__doc__, STUDIES))

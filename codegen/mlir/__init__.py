@@ -51,7 +51,7 @@ def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
 
 
 def _not_reproducible(spec: AttentionSpec) -> str | None:
-    """What of a row's results follows from the rows beside it or from the number of threads; None for nothing."""
+    """Obstacle to results of a row that follow from that row alone; None where there is none."""
     if spec.mixing is not None:
         return "heads are mixed, in tiles that follow from the number of heads"
     if any(aux.over == "i" for aux in spec.aux_outputs):

@@ -21,7 +21,7 @@ from tests.fuzz import specs
 from tests.reproducible import NEWER, Call, Problem, kernel_of, machine_with, part, same_bits, threads, training_of
 
 LENGTHS = {"queries": (1, 7, 40, 100, 200, 300), "keys": (40, 130, 300, 700, 2500)}
-CASES = [pytest.param(seed, marks=() if seed < 6 else pytest.mark.long) for seed in range(100)]
+CASES = [pytest.param(seed, marks=() if seed < 4 else pytest.mark.long) for seed in range(100)]
 
 
 def problem(seed: int, keys: tuple[int, ...] = LENGTHS["keys"]) -> tuple[Problem, Machine, random.Random]:
@@ -108,7 +108,8 @@ def test_parts_of_the_keys_are_pieces_of_work_or_not(name: str, dtype: str) -> N
     assert all(same_bits(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("name", ["left_padded", "documents", "bucket_table", "bias"])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", ["left_padded", "documents", "bias"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rows_are_as_exact_as_ever(name: str, dtype: str) -> None:
     """Also where rows without a live key are visited a second time."""
