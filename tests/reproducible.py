@@ -45,6 +45,7 @@ def divisible(spec: AttentionSpec) -> AttentionSpec:
         spec, sizes=(*spec.sizes, "First", "Rows", "Live"), score=score, mask=understand(score, spec.normalizer),
         weight=change(spec.weight), sinks=tuple(map(change, spec.sinks)), q=spec.q,
         row_scale=spec.row_scale and change(spec.row_scale),
+        aux_outputs=tuple(replace(aux, value=change(aux.value)) for aux in spec.aux_outputs),
     )  # fmt: skip
 
 

@@ -52,6 +52,10 @@ def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
 
 def _not_reproducible(spec: AttentionSpec) -> str | None:
     """Obstacle to results of a row that follow from that row alone; None where there is none."""
+    from fusion.lowering.backward_plan import unsupported
+
+    if spec.aux_outputs and (reason := unsupported(spec)) is not None:
+        return f"its weights are computed by the reference interpreter: {reason}"
     if spec.mixing is not None:
         return "heads are mixed, in tiles that follow from the number of heads"
     if any(aux.over == "i" for aux in spec.aux_outputs):

@@ -76,6 +76,10 @@ def attention_function(
     machine = Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise MlirExportError(f"no MLIR for {spec}: {reason}")
+    if spec.reproducible:
+        raise MlirExportError(
+            f"no reproducible MLIR for {spec}: export it without the option, or call it in this process"
+        )
     if (stored := next((o for o in spec.operands if o.dtype not in TYPES), None)) is not None:
         raise MlirExportError(
             f"no MLIR for {spec}: exported functions take {', '.join(TYPES)}, and {stored.name} is {stored.dtype}; "

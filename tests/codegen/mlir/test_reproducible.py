@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -24,16 +25,22 @@ LENGTHS = {"queries": (1, 7, 40, 100, 200, 300), "keys": (40, 130, 300, 700, 250
 CASES = [pytest.param(seed, marks=() if seed < 4 else pytest.mark.long) for seed in range(100)]
 
 
-def problem(seed: int, keys: tuple[int, ...] = LENGTHS["keys"]) -> tuple[Problem, Machine, random.Random]:
+def problem(
+    seed: int, keys: tuple[int, ...] = LENGTHS["keys"], aux_outputs: bool = False
+) -> tuple[Problem, Machine, random.Random]:
+    """The problem of a seed, a machine and how to draw calls. aux_outputs: whether it has some."""
     rng = random.Random(f"reproducible {seed}")
     torch.manual_seed(seed)
-    number, found = seed, specs.drawn(seed)
-    while found.spec.aux_outputs:
-        number += 1000
-        found = specs.drawn(number)
+    candidates = (specs.drawn(number) for number in itertools.count(seed, 1000))
+    found = next(drawn for drawn in candidates if _has(drawn.spec, aux_outputs))
     drawn = Problem(found, rng, rng.choice(LENGTHS["queries"]), rng.choice(keys))
     drawn.spec = replace(drawn.spec, reproducible=True)
     return drawn, machine_with(rng.choice([name for name in NEWER if can_run(name)])), rng
+
+
+def _has(spec: AttentionSpec, aux_outputs: bool) -> bool:
+    """Whether a spec has auxiliary outputs, of rows alone, or has none."""
+    return bool(spec.aux_outputs) == aux_outputs and all(aux.over != "i" for aux in spec.aux_outputs)
 
 
 def can_run(name: str) -> bool:
@@ -90,6 +97,26 @@ def test_training_has_the_bits_of_inference_and_gradients_those_of_any_batch(see
             assert same_bits(of_batch[number], gradients[number][low:high]), (call, number)
     _, on_five = trained(replace(drawn.whole, threads=5))
     assert all(same_bits(on_five[number], gradient) for number, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 2 else pytest.mark.long) for seed in range(20)])
+def test_weights_and_statistics_of_rows_have_the_same_bits(seed: int) -> None:
+    drawn, machine, rng = problem(seed, keys=(40, 130, 300), aux_outputs=True)
+    kernel = training_of(drawn.spec, machine)
+    if kernel is None:
+        assert "reference interpreter" in str(mlir.supports(drawn.spec, machine))
+        return
+    dims = [drawn.spec.output.dims, *(aux.dims for aux in drawn.spec.aux_outputs)]
+
+    def results(call: Call) -> list[torch.Tensor]:
+        with threads(call.threads):
+            out, _, *aux = kernel.outputs(*drawn.given(call))
+        return [out, *aux]
+
+    whole = results(drawn.whole)
+    for call in drawn.calls(rng, 6):
+        for names, rows, every in zip(dims, results(replace(call, padded=0)), whole, strict=True):
+            assert same_bits(rows, part(every, call, names.index("b0"), names.index("i"))), (call, names)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("causal_last_key", "float32"), ("window", "bfloat16")])
