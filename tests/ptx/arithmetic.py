@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.block import UNSIGNED, Block, Mask
 from tests.ptx.program import OPCODES, Maker, Run, list_of, opcode
 from tests.ptx.values import DTYPES, flushed, from_bfloat16, quotient, to_bfloat16
+from tests.ptx.wave import UNSIGNED, Mask, Wave
 
 _WIDE: dict[Any, Any] = {np.int32: np.int64, np.uint32: np.uint64, np.int16: np.int32, np.uint16: np.uint32}
 _COMPARISONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -26,10 +26,10 @@ def _elementwise(compute: Callable[..., np.ndarray], dtype: Any = None) -> Maker
         if parts[-1] in ("bf16", "bf16x2"):
             return _in_bfloat16(compute, operands, args)
 
-        def run(block: Block, mask: Mask) -> None:
-            values = [block.get(arg, operands) for arg in args[1:]]
+        def run(wave: Wave, mask: Mask) -> None:
+            values = [wave.get(arg, operands) for arg in args[1:]]
             result = compute(*map(flushed, values)) if ftz else compute(*values)
-            block.put(args[0], flushed(result) if ftz else result, mask)
+            wave.put(args[0], flushed(result) if ftz else result, mask)
 
         return run
 
@@ -39,10 +39,10 @@ def _elementwise(compute: Callable[..., np.ndarray], dtype: Any = None) -> Maker
 def _in_bfloat16(compute: Callable[..., np.ndarray], operands: Any, args: list[str]) -> Run:
     """A result of bfloat16, or of two of them in a register, rounded once."""
 
-    def run(block: Block, mask: Mask) -> None:
-        values = [np.ascontiguousarray(block.get(arg, operands)).view(np.uint16) for arg in args[1:]]
+    def run(wave: Wave, mask: Mask) -> None:
+        values = [np.ascontiguousarray(wave.get(arg, operands)).view(np.uint16) for arg in args[1:]]
         result = to_bfloat16(compute(*(from_bfloat16(value).astype(np.float64) for value in values)))
-        block.put(args[0], result.view(operands), mask)
+        wave.put(args[0], result.view(operands), mask)
 
     return run
 
@@ -136,11 +136,11 @@ def _shift(parts: list[str], args: list[str], line: str) -> Run:
     dtype, left = DTYPES[parts[-1]], parts[0] == "shl"
     bits = 8 * np.dtype(dtype).itemsize
 
-    def run(block: Block, mask: Mask) -> None:
-        a, by = block.get(args[1], dtype), block.get(args[2], np.uint32)
+    def run(wave: Wave, mask: Mask) -> None:
+        a, by = wave.get(args[1], dtype), wave.get(args[2], np.uint32)
         within = np.where(by >= bits, 0, by).astype(dtype)
         beyond = np.zeros_like(a) if left or np.dtype(dtype).kind == "u" else np.where(a < 0, -1, 0).astype(dtype)
-        block.put(args[0], np.where(by >= bits, beyond, a << within if left else a >> within), mask)
+        wave.put(args[0], np.where(by >= bits, beyond, a << within if left else a >> within), mask)
 
     return run
 
@@ -176,9 +176,9 @@ def _mad(parts: list[str], args: list[str], line: str) -> Run:
     assert "hi" not in parts, line
     result = _WIDE[dtype] if "wide" in parts else dtype
 
-    def run(block: Block, mask: Mask) -> None:
-        a, b = (block.get(arg, dtype).astype(result) for arg in args[1:3])
-        block.put(args[0], a * b + block.get(args[3], result), mask)
+    def run(wave: Wave, mask: Mask) -> None:
+        a, b = (wave.get(arg, dtype).astype(result) for arg in args[1:3])
+        wave.put(args[0], a * b + wave.get(args[3], result), mask)
 
     return run
 
@@ -186,14 +186,14 @@ def _mad(parts: list[str], args: list[str], line: str) -> Run:
 def _mad_with_carry(parts: list[str], args: list[str], line: str) -> Run:
     assert parts[-1] == "u32", line
 
-    def run(block: Block, mask: Mask) -> None:
-        a, b, c = (block.get(arg, np.uint32).astype(np.uint64) for arg in args[1:4])
+    def run(wave: Wave, mask: Mask) -> None:
+        a, b, c = (wave.get(arg, np.uint32).astype(np.uint64) for arg in args[1:4])
         product = a * b
         part = product >> np.uint64(32) if "hi" in parts else product & np.uint64(0xFFFFFFFF)
-        total = part + c + (block.get("%carry", np.uint32) if parts[0] == "madc" else 0)
-        block.put(args[0], total.astype(np.uint32), mask)
+        total = part + c + (wave.get("%carry", np.uint32) if parts[0] == "madc" else 0)
+        wave.put(args[0], total.astype(np.uint32), mask)
         if "cc" in parts:
-            block.put("%carry", (total >> np.uint64(32)).astype(np.uint32), mask)
+            wave.put("%carry", (total >> np.uint64(32)).astype(np.uint32), mask)
 
     return run
 
@@ -203,19 +203,19 @@ def _mov(parts: list[str], args: list[str], line: str) -> Run:
     """A copy, or a register's parts in several, the lowest first, or the reverse."""
     dtype, size = DTYPES[parts[-1]], np.dtype(DTYPES[parts[-1]]).itemsize
 
-    def unpack(block: Block, mask: Mask) -> None:
+    def unpack(wave: Wave, mask: Mask) -> None:
         names = list_of(args[0])
-        pieces = block.get(args[1], dtype).copy().view(UNSIGNED[size // len(names)]).reshape(block.threads, -1)
+        pieces = wave.get(args[1], dtype).copy().view(UNSIGNED[size // len(names)]).reshape(wave.threads, -1)
         for piece, name in enumerate(names):
-            block.put(name, pieces[:, piece], mask)
+            wave.put(name, pieces[:, piece], mask)
 
-    def pack(block: Block, mask: Mask) -> None:
+    def pack(wave: Wave, mask: Mask) -> None:
         names = list_of(args[1])
-        pieces = [block.get(name, UNSIGNED[size // len(names)]) for name in names]
-        block.put(args[0], np.stack(pieces, 1).view(dtype)[:, 0], mask)
+        pieces = [wave.get(name, UNSIGNED[size // len(names)]) for name in names]
+        wave.put(args[0], np.stack(pieces, 1).view(dtype)[:, 0], mask)
 
-    def copy(block: Block, mask: Mask) -> None:
-        block.put(args[0], block.get(args[1], dtype).copy(), mask)
+    def copy(wave: Wave, mask: Mask) -> None:
+        wave.put(args[0], wave.get(args[1], dtype).copy(), mask)
 
     return unpack if args[0].startswith("{") else pack if args[1].startswith("{") else copy
 
@@ -224,9 +224,9 @@ def _mov(parts: list[str], args: list[str], line: str) -> Run:
 def _selp(parts: list[str], args: list[str], line: str) -> Run:
     dtype = DTYPES[parts[-1]]
 
-    def run(block: Block, mask: Mask) -> None:
-        first, second = (block.get(arg, dtype) for arg in args[1:3])
-        block.put(args[0], np.where(block.get(args[3], np.bool_), first, second), mask)
+    def run(wave: Wave, mask: Mask) -> None:
+        first, second = (wave.get(arg, dtype) for arg in args[1:3])
+        wave.put(args[0], np.where(wave.get(args[3], np.bool_), first, second), mask)
 
     return run
 
@@ -246,12 +246,12 @@ def _setp(parts: list[str], args: list[str], line: str) -> Run:
     dtype, combine = DTYPES[parts[-1]], {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     join = next((combine[part] for part in parts[2:] if part in combine), None)
 
-    def run(block: Block, mask: Mask) -> None:
-        result = _compared(parts[1], block.get(args[1], dtype), block.get(args[2], dtype))
+    def run(wave: Wave, mask: Mask) -> None:
+        result = _compared(parts[1], wave.get(args[1], dtype), wave.get(args[2], dtype))
         if join:
-            other = block.get(args[3].lstrip("!"), np.bool_)
+            other = wave.get(args[3].lstrip("!"), np.bool_)
             result = join(result, ~other if args[3].startswith("!") else other)
-        block.put(args[0], result, mask)
+        wave.put(args[0], result, mask)
 
     return run
 
@@ -261,13 +261,13 @@ def _bfe(parts: list[str], args: list[str], line: str) -> Run:
     """Extraction of bits; a signed one copies the field's highest bit upwards."""
     dtype = DTYPES[parts[-1]]
 
-    def run(block: Block, mask: Mask) -> None:
-        a, start, length = (block.get(arg, np.uint32).astype(np.int64) for arg in args[1:4])
+    def run(wave: Wave, mask: Mask) -> None:
+        a, start, length = (wave.get(arg, np.uint32).astype(np.int64) for arg in args[1:4])
         value = (a >> start) & ((1 << length) - 1)
         if dtype is np.int32:
             negative = (length > 0) & (value >> np.maximum(length - 1, 0) & 1 == 1)
             value = np.where(negative, value - (1 << length), value)
-        block.put(args[0], value.astype(np.int32), mask)
+        wave.put(args[0], value.astype(np.int32), mask)
 
     return run
 

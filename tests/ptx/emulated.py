@@ -1,4 +1,4 @@
-"""Launches of GPU kernels on CPU tensors: Triton compiles them for a GPU, and their PTX is executed by `Block`."""
+"""Launches of GPU kernels on CPU tensors: Triton compiles them for a GPU, and their PTX is executed by `Wave`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,15 +19,17 @@ from benchmarks.offline.absent import check_resources, driver_of
 from fusion.codegen.triton import launch, module
 from fusion.machine import Machine, of_target
 from tests.ptx import arithmetic, conversions, matrices, movement  # noqa: F401  (they register opcodes)
-from tests.ptx.block import Block, Grid
 from tests.ptx.memory import Fault, Memory
 from tests.ptx.program import Program
 from tests.ptx.tensor_maps import TensorMap
+from tests.ptx.wave import Grid, Wave
 
 _BYTES = {8: ("u64", "s64", "b64"), 4: ("u32", "s32", "b32", "f32"), 2: ("u16", "s16", "b16"), 1: ("u8", "s8", "b8")}
 _SIZES = {kind: size for size, kinds in _BYTES.items() for kind in kinds} | {"align": 128}
 byte_size = _SIZES.__getitem__
 """Of a parameter's type; tensor maps are the only ones that ask for an alignment."""
+MOST_THREADS = 4096
+"""Of blocks that run in step: an instruction takes numpy little longer than for one block."""
 program_of = functools.lru_cache(maxsize=256)(Program)
 
 
@@ -66,16 +69,20 @@ def run_blocks(
     parameters: Mapping[str, bytes],
     maps: Mapping[int, TensorMap] = MappingProxyType({}),
 ) -> None:
-    """Run the blocks of a kernel, in any order. maps: by the addresses of `Program.maps`. Raises Fault."""
-    with np.errstate(all="ignore"):
-        for number in np.random.default_rng(0).permutation(math.prod(grid)).tolist():
-            place = number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])
-            block = Block(program, place, grid, threads, shared, memory, parameters, maps)
-            block.run()
-            if block.hazards or block.products or any(block.product_groups):
-                raise Fault(next(iter(block.hazards), "products are in flight at the end"))
-            if any(barrier.copies for barrier in block.barriers.values()):
-                raise Fault("copies of boxes are under way at the end")
+    """Run the blocks of a kernel, in any order, some of them in step. maps: by the addresses of `Program.maps`. Raises
+    Fault."""
+    order = np.random.default_rng(0).permutation(math.prod(grid)).tolist()
+    each = max(1, MOST_THREADS // threads)
+    for start in range(0, len(order), each):
+        numbers = order[start : start + each]
+        places = [(n % grid[0], n // grid[0] % grid[1], n // (grid[0] * grid[1])) for n in numbers]
+        wave = Wave(program, places, grid, threads, shared, memory, parameters, maps)
+        with np.errstate(all="ignore"):
+            wave.run()
+        if wave.hazards or wave.products:
+            raise Fault(next(iter(wave.hazards), "products are in flight at the end"))
+        if any(barrier.copies for barrier in wave.barriers.values()):
+            raise Fault("copies of boxes are under way at the end")
 
 
 @dataclass(slots=True)
@@ -88,7 +95,9 @@ class Emulation:
 
 @contextlib.contextmanager
 def emulated(target: str) -> Iterator[Emulation]:
-    """Kernels on CPU tensors are compiled for a target ("sm_80") and their PTX is executed while this lasts."""
+    """While this lasts, kernels on CPU tensors are compiled for a target ("sm_80") as far as PTX, which is executed."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
     from triton.backends.nvidia.driver import make_tensordesc_arg
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
@@ -117,7 +126,9 @@ def emulated(target: str) -> Iterator[Emulation]:
         execute(kernel.asm["ptx"], grid, threads, shared, arguments, tensors)
 
     def start(kernel: Any, programs: int, device: Any, arguments: Any, constants: Any, options: Any) -> None:
-        kernel[(programs,)](*arguments, **constants, **module.EXACT, **options)
+        with mock.patch.object(CUDABackend, "make_cubin", lambda *_: b""), knobs.cache.scope():
+            knobs.cache.dir = str(Path(knobs.cache.dir) / "without_machine_code")  # which takes as long as all the rest
+            kernel[(programs,)](*arguments, **constants, **module.EXACT, **options)
 
     with contextlib.ExitStack() as stack:
         for where, name, value in (

@@ -6,34 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.block import Block, Mask
 from tests.ptx.memory import Fault
 from tests.ptx.program import Run, list_of, opcode
 from tests.ptx.tensor_maps import bulk_copy
 from tests.ptx.values import DTYPES
+from tests.ptx.wave import WARP, Mask, Wave
 
-_LANES = np.arange(32)
 _REDUCTIONS: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
 }  # fmt: skip
-
-
-def _active(block: Block, mask: Mask) -> np.ndarray:
-    """Numbers of the threads that take part."""
-    return np.arange(block.threads) if mask is None else np.flatnonzero(mask)
-
-
-def _put_active(block: Block, names: list[str], values: np.ndarray, mask: Mask) -> None:
-    """Write the columns of values [active threads, registers] to registers."""
-    for column, name in enumerate(names):
-        full = np.zeros(block.threads, values.dtype)
-        full[_active(block, mask)] = values[:, column]
-        block.put(name, full, mask)
-
-
-def _active_values(block: Block, names: list[str], dtype: Any, mask: Mask) -> np.ndarray:
-    """Values [active threads, registers] of registers."""
-    return np.stack([block.get(name, dtype)[_active(block, mask)] for name in names], 1)
 
 
 @opcode("ld")
@@ -41,21 +22,21 @@ def _ld(parts: list[str], args: list[str], line: str) -> Run:
     dtype, names = DTYPES[parts[-1]], list_of(args[0])
     size = np.dtype(dtype).itemsize * len(names)
 
-    def parameter(block: Block, mask: Mask) -> None:
-        value = np.frombuffer(block.parameters[args[1].strip("[] ")][:size], dtype)[0]
+    def parameter(wave: Wave, mask: Mask) -> None:
+        value = np.frombuffer(wave.parameters[args[1].strip("[] ")][:size], dtype)[0]
         value = np.int64(value) if args[0].startswith("%rd") and dtype is np.int32 else value
-        block.put(args[0], np.full(block.threads, value), mask)
+        wave.put(args[0], np.full(wave.threads, value), mask)
 
-    def load(block: Block, mask: Mask) -> None:
-        threads = _active(block, mask)
-        addresses = block.address(args[1])[threads]
+    def load(wave: Wave, mask: Mask) -> None:
+        threads = wave.active(mask)
+        addresses = wave.address(args[1])[threads]
         if parts[1] == "local":
-            read = block.local[threads[:, None], addresses[:, None] + np.arange(size)]
+            read = wave.local[threads[:, None], addresses[:, None] + np.arange(size)]
         elif parts[1] == "global":
-            read = block.memory.load(addresses, size, line)
+            read = wave.memory.load(addresses, size, line, wave.writers(threads))
         else:
-            read = block.shared.load(addresses, size, threads // 32, line)
-        _put_active(block, names, np.ascontiguousarray(read).view(dtype), mask)
+            read = wave.shared.load(addresses, size, wave.warp[threads], line)
+        wave.put_active(names, np.ascontiguousarray(read).view(dtype), mask)
 
     return parameter if parts[1] == "param" else load
 
@@ -64,18 +45,18 @@ def _ld(parts: list[str], args: list[str], line: str) -> Run:
 def _st(parts: list[str], args: list[str], line: str) -> Run:
     dtype, names = DTYPES[parts[-1]], list_of(args[1])
     if parts[1] == "param":  # of a call
-        return lambda block, mask: None
+        return lambda wave, mask: None
 
-    def store(block: Block, mask: Mask) -> None:
-        threads = _active(block, mask)
-        addresses = block.address(args[0])[threads]
-        values = np.ascontiguousarray(_active_values(block, names, dtype, mask)).view(np.uint8)
+    def store(wave: Wave, mask: Mask) -> None:
+        threads = wave.active(mask)
+        addresses = wave.address(args[0])[threads]
+        values = np.ascontiguousarray(wave.get_active(names, dtype, mask)).view(np.uint8)
         if parts[1] == "local":
-            block.local[threads[:, None], addresses[:, None] + np.arange(values.shape[1])] = values
+            wave.local[threads[:, None], addresses[:, None] + np.arange(values.shape[1])] = values
         elif parts[1] == "global":
-            block.memory.store(addresses, values, line)
+            wave.memory.store(addresses, values, line, wave.writers(threads))
         else:
-            block.shared.store(addresses, values, threads // 32, line)
+            wave.shared.store(addresses, values, wave.warp[threads], line)
 
     return store
 
@@ -86,55 +67,63 @@ def _add(parts: list[str], args: list[str], line: str) -> Run:
     assert "global" in parts and "add" in parts and parts[-1] == "f32", line
     before, address, values = args[:3] if parts[0] == "atom" else (None, *args[:2])
 
-    def add(block: Block, mask: Mask) -> None:
-        addresses = block.address(address)[_active(block, mask)]
-        old = block.memory.add(addresses, _active_values(block, list_of(values), np.float32, mask), line)
+    def add(wave: Wave, mask: Mask) -> None:
+        addresses = wave.address(address)[wave.active(mask)]
+        old = wave.memory.add(addresses, wave.get_active(list_of(values), np.float32, mask), line)
         if before:
-            _put_active(block, list_of(before), old, mask)
+            wave.put_active(list_of(before), old, mask)
 
     return add
 
 
 @opcode("cp")
 def _cp(parts: list[str], args: list[str], line: str) -> Run:
-    """Asynchronous copies, in groups; those of which a thread reads 0 bytes write zeros."""
+    """Asynchronous copies, in groups of each thread's own; those of which it reads 0 bytes write zeros."""
     if parts[2] == "bulk":
         return bulk_copy(parts, args, line)
-    assert parts[1] == "async" and (parts[2] in ("commit_group", "wait_group", "wait_all") or parts[3] == "shared"), (
-        line
-    )
+    if parts[2] in ("commit_group", "wait_group", "wait_all"):
+        return _commit_or_wait(parts[2], int(args[0], 0) if args else 0, line)
+    assert parts[1] == "async" and parts[3] == "shared", line
 
-    def commit(block: Block, mask: Mask) -> None:
-        block.copy_groups.append(block.copies)
-        block.copies = []
-
-    def wait(block: Block, mask: Mask) -> None:
-        if parts[2] == "wait_all":
-            commit(block, mask)
-        while len(block.copy_groups) > (int(args[0], 0) if args else 0):
-            for to, data, warps in block.copy_groups.popleft():
-                block.shared.store(to, data, warps, line)
-
-    def copy(block: Block, mask: Mask) -> None:
-        which, size = _active(block, mask), int(args[2], 0)
-        to, source = block.address(args[0])[which], block.address(args[1])[which]
-        read = block.get(args[3], np.uint32)[which] if len(args) > 3 else np.full(len(which), size, np.uint32)
+    def copy(wave: Wave, mask: Mask) -> None:
+        threads, size = wave.active(mask), int(args[2], 0)
+        to, source = wave.address(args[0])[threads], wave.address(args[1])[threads]
+        read = wave.get(args[3], np.uint32)[threads] if len(args) > 3 else np.full(len(threads), size, np.uint32)
         if ((read != size) & (read != 0)).any():
             raise Fault(f"part of a copy: {line}")
-        data = np.zeros((len(which), size), np.uint8)
-        data[read == size] = block.memory.load(source[read == size], size, line)
-        block.copies.append((to, data, which // 32))
-        block.shared.store(to, np.full_like(data, 0xFF), which // 32, line)  # NaN until it is waited for
+        data, all_of_it = np.zeros((len(threads), size), np.uint8), read == size
+        data[all_of_it] = wave.memory.load(source[all_of_it], size, line, wave.writers(threads[all_of_it]))
+        wave.copies.append((threads, wave.committed["copies"][threads], to, data))
+        wave.shared.store(to, np.full_like(data, 0xFF), wave.warp[threads], line)  # NaN until it is waited for
 
-    return commit if parts[2] == "commit_group" else copy if parts[2] not in ("wait_group", "wait_all") else wait
+    return copy
+
+
+def _commit_or_wait(how: str, pending: int, line: str) -> Run:
+    """The end of a group of copies, or what lands all groups but the last `pending` ones."""
+
+    def run(wave: Wave, mask: Mask) -> None:
+        takes_part = np.ones(wave.threads, bool) if mask is None else mask
+        if how != "wait_group":
+            wave.committed["copies"][takes_part] += 1
+        if how == "commit_group":
+            return
+        copies, wave.copies = wave.copies, []
+        for threads, group, to, data in copies:
+            lands = takes_part[threads] & (group < wave.committed["copies"][threads] - pending)
+            if lands.any():
+                wave.shared.store(to[lands], data[lands], wave.warp[threads[lands]], line)
+            if not lands.all():
+                wave.copies.append((threads[~lands], group[~lands], to[~lands], data[~lands]))
+
+    return run
 
 
 @opcode("bar")
 def _bar(parts: list[str], args: list[str], line: str) -> Run:
-    def barrier(block: Block, mask: Mask) -> None:
-        if mask is not None and parts[1] == "sync" and args == ["0"]:
-            raise Fault(f"barrier in divergent code: {line}")
-        block.shared.barriers += parts[1] == "sync" and args == ["0"]
+    def barrier(wave: Wave, mask: Mask) -> None:
+        if parts[1] == "sync" and args == ["0"]:
+            wave.shared.barriers[wave.whole(mask, wave.size, f"barrier in divergent code: {line}")] += 1
 
     return barrier
 
@@ -144,16 +133,16 @@ def _shfl(parts: list[str], args: list[str], line: str) -> Run:
     """Values of other lanes of a warp, or of a segment of it; a lane whose source is outside keeps its own."""
     how, results = parts[2], args[0].split("|")
 
-    def shuffle(block: Block, mask: Mask) -> None:
-        lane, values = block.lane, block.get(args[1], np.uint32)
-        by, bounds = (block.get(arg, np.uint32).astype(np.int64) for arg in args[2:4])
+    def shuffle(wave: Wave, mask: Mask) -> None:
+        lane, values = wave.lane, wave.get(args[1], np.uint32)
+        by, bounds = (wave.get(arg, np.uint32).astype(np.int64) for arg in args[2:4])
         segment, clamp = bounds >> 8 & 31, bounds & 31
         last = (lane & segment) | (clamp & ~segment)
         source = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": (lane & segment) | (by & ~segment)}[how]
         inside = source >= last if how == "up" else source <= last
-        block.put(results[0], values[np.arange(block.threads) // 32 * 32 + np.where(inside, source, lane)], mask)
+        wave.put(results[0], values[wave.warp * WARP + np.where(inside, source, lane)], mask)
         if len(results) > 1:
-            block.put(results[1], inside, mask)
+            wave.put(results[1], inside, mask)
 
     return shuffle
 
@@ -162,37 +151,31 @@ def _shfl(parts: list[str], args: list[str], line: str) -> Run:
 def _redux(parts: list[str], args: list[str], line: str) -> Run:
     dtype, reduction = DTYPES[parts[-1]], _REDUCTIONS[parts[2]]
 
-    def reduce(block: Block, mask: Mask) -> None:
-        values = block.get(args[1], dtype).reshape(-1, 32)
-        block.put(args[0], np.repeat(reduction.reduce(values, 1, dtype=dtype), 32), mask)
+    def reduce(wave: Wave, mask: Mask) -> None:
+        values = wave.get(args[1], dtype).reshape(-1, 32)
+        wave.put(args[0], np.repeat(reduction.reduce(values, 1, dtype=dtype), 32), mask)
 
     return reduce
 
 
-def _matrix_rows(block: Block, operand: str, matrix: int) -> tuple[np.ndarray, np.ndarray]:
-    """(addresses, warps) of the eight rows of a matrix in each warp, which lanes 8 * matrix and on have."""
-    rows = block.address(operand).reshape(-1, 32)[:, 8 * matrix : 8 * matrix + 8]
-    return rows.reshape(-1), np.repeat(np.arange(len(rows)), 8)
-
-
-def _places(half: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, columns) of a matrix whose elements are one half of the lanes' registers."""
-    row, column = _LANES >> 2, 2 * (_LANES & 3) + half
-    return (column, row) if transposed else (row, column)
+def _matrix_rows(wave: Wave, operand: str, matrices: int, mask: Mask, line: str) -> tuple[np.ndarray, np.ndarray]:
+    """(addresses, warps) of the eight rows of each matrix in each warp; lanes 8 * n and on have those of matrix n."""
+    warps = wave.whole(mask, WARP, f"a matrix in divergent code: {line}")
+    rows = wave.address(operand).reshape(-1, WARP)[warps, : 8 * matrices]
+    return rows.reshape(-1), np.repeat(warps, 8 * matrices)
 
 
 @opcode("ldmatrix")
 def _ldmatrix(parts: list[str], args: list[str], line: str) -> Run:
+    """Matrices [8, 8]; a lane gets two elements, side by side in a row or (transposed) in a column."""
     names, transposed = list_of(args[0]), "trans" in parts
     assert parts[-1] == "b16", line
 
-    def load(block: Block, mask: Mask) -> None:
-        assert mask is None, line
-        for matrix, name in enumerate(names):
-            rows, warps = _matrix_rows(block, args[1], matrix)
-            data = block.shared.load(rows, 16, warps, line).view(np.uint16).reshape(-1, 8, 8)
-            low, high = (data[(slice(None), *_places(half, transposed))].astype(np.uint32) for half in (0, 1))
-            block.put(name, (low | high << 16).reshape(-1), mask)
+    def load(wave: Wave, mask: Mask) -> None:
+        rows, warps = _matrix_rows(wave, args[1], len(names), mask, line)
+        data = wave.shared.load(rows, 16, warps, line).view(np.uint16).reshape(-1, len(names), 8, 8)
+        data = np.ascontiguousarray(data.mT if transposed else data).view(np.uint32)
+        wave.put_active(names, data.transpose(0, 2, 3, 1).reshape(-1, len(names)), mask)
 
     return load
 
@@ -202,16 +185,12 @@ def _stmatrix(parts: list[str], args: list[str], line: str) -> Run:
     names, transposed = list_of(args[1]), "trans" in parts
     assert parts[-1] == "b16", line
 
-    def store(block: Block, mask: Mask) -> None:
-        assert mask is None, line
-        for matrix, name in enumerate(names):
-            values = block.get(name, np.uint32).reshape(-1, 32)
-            data = np.zeros((len(values), 8, 8), np.uint16)
-            for half in (0, 1):
-                rows, columns = _places(half, transposed)
-                data[:, rows, columns] = (values >> 16 * half).astype(np.uint16)
-            rows, warps = _matrix_rows(block, args[0], matrix)
-            block.shared.store(rows, data.reshape(-1, 8).view(np.uint8), warps, line)
+    def store(wave: Wave, mask: Mask) -> None:
+        rows, warps = _matrix_rows(wave, args[0], len(names), mask, line)
+        lanes = wave.get_active(names, np.uint32, mask).reshape(-1, WARP, len(names)).mT
+        data = np.ascontiguousarray(lanes).view(np.uint16).reshape(-1, len(names), 8, 8)
+        data = np.ascontiguousarray(data.mT if transposed else data)
+        wave.shared.store(rows, data.reshape(-1, 8).view(np.uint8), warps, line)
 
     return store
 
@@ -222,7 +201,7 @@ def _trap(parts: list[str], args: list[str], line: str) -> Run:
     if parts[0] == "call" and args[0] != "__assertfail":
         raise NotImplementedError(f"the emulator calls no functions: {line}")
 
-    def fail(block: Block, mask: Mask) -> None:
+    def fail(wave: Wave, mask: Mask) -> None:
         raise Fault(f"an assertion of the kernel fails: {line}")
 
     return fail
@@ -230,10 +209,10 @@ def _trap(parts: list[str], args: list[str], line: str) -> Run:
 
 @opcode("fence", "membar", "griddepcontrol")
 def _order(parts: list[str], args: list[str], line: str) -> Run:
-    return lambda block, mask: None
+    return lambda wave, mask: None
 
 
 @opcode("createpolicy")
 def _createpolicy(parts: list[str], args: list[str], line: str) -> Run:
     """How long a cache keeps what is read: no matter here."""
-    return lambda block, mask: block.put(args[0], np.uint64(0), mask)
+    return lambda wave, mask: wave.put(args[0], np.uint64(0), mask)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from tests.ptx.block import Block
+    from tests.ptx.wave import Wave
 
-Run = Callable[["Block", "np.ndarray | None"], Any]
-"""Execution of an instruction by the threads of a block; mask: those that take part, None for all."""
+Run = Callable[["Wave", "np.ndarray | None"], Any]
+"""Execution of an instruction by the threads of a wave; mask: those that take part, None for all."""
 Maker = Callable[[list[str], list[str], str], Run]
 """(parts of the opcode, operands, the line) -> the instruction's execution."""
 OPCODES: dict[str, Maker] = {}
@@ -88,7 +88,7 @@ class Program:
                 texts += filter(None, (part.strip() for part in line.split(";")))
         self.code = [self._instruction(text, len(texts)) for text in texts]
         opcodes = (re.sub(r"^@\S+\s+", "", text).partition(".")[0] for text in texts)
-        self.waits = np.array([name in COLLECTIVE for name in opcodes] + [True])  # the last: at the end
+        self.waits = [name in COLLECTIVE for name in opcodes] + [True]  # the last: at the end
 
     def _instruction(self, line: str, end: int) -> Instruction:
         predicate = re.match(r"@(!?)(%?\w+)\s+", line)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.ptx.block import Block, Mask
 from tests.ptx.memory import Fault, Memory
 from tests.ptx.program import Run, list_of, opcode
+from tests.ptx.wave import Mask, Wave
 
 ALIGNMENT, MOST_IN_BOX = 16, 256
 
@@ -38,13 +38,13 @@ class TensorMap:
         if max(self.block) > MOST_IN_BOX or row % ALIGNMENT or self.swizzle and row > 16 << self.swizzle:
             raise Fault(f"a box that cannot be copied: {self}")
 
-    def box(self, memory: Memory, first: Sequence[int], line: str) -> np.ndarray:
+    def box(self, memory: Memory, first: Sequence[int], line: str, code: np.ndarray) -> np.ndarray:
         """Bytes of the box at these coordinates, as they lie in shared memory but for the swizzle."""
         index = np.indices(self.block).reshape(len(self.block), -1) + np.array(first)[:, None]
         inside = ((index >= 0) & (index < np.array(self.shape)[:, None])).all(0)
         addresses = self.address + self.size * (index * np.array(self.strides)[:, None]).sum(0)
         data = np.full((len(inside), self.size), 0xFF if self.padding else 0, np.uint8)
-        data[inside] = memory.load(addresses[inside], self.size, line)
+        data[inside] = memory.load(addresses[inside], self.size, line, np.full(inside.sum(), code))
         return data.reshape(-1)
 
     def places(self, start: int) -> np.ndarray:
@@ -65,54 +65,55 @@ class Barrier:
     copies: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
-def _barriers(block: Block, operand: str, mask: Mask, line: str) -> list[int]:
-    """The address of the barrier that each of the threads that take part names."""
-    addresses = block.address(operand)[slice(None) if mask is None else mask]
+def _barriers(wave: Wave, operand: str, mask: Mask, line: str) -> list[tuple[int, int]]:
+    """(block, address) of the barrier that each of the threads that take part names."""
+    threads = wave.active(mask)
+    addresses = wave.address(operand)[threads]
     if (addresses % 8).any():
         raise Fault(f"a barrier that is not aligned: {line}")
-    return [int(address) for address in addresses]
+    return list(zip((threads // wave.size).tolist(), addresses.tolist(), strict=True))
 
 
 @opcode("mbarrier")
 def _mbarrier(parts: list[str], args: list[str], line: str) -> Run:
     operand = next(arg for arg in args if arg.startswith("["))
 
-    def barrier(block: Block, address: int) -> Barrier:
-        if address not in block.barriers:
+    def barrier(wave: Wave, place: tuple[int, int]) -> Barrier:
+        if place not in wave.barriers:
             raise Fault(f"no barrier was made here: {line}")
-        return block.barriers[address]
+        return wave.barriers[place]
 
-    def init(block: Block, mask: Mask) -> None:
-        for address in _barriers(block, operand, mask, line):
-            if address in block.barriers:
+    def init(wave: Wave, mask: Mask) -> None:
+        for place in _barriers(wave, operand, mask, line):
+            if place in wave.barriers:
                 raise Fault(f"there is a barrier already: {line}")
-            block.barriers[address] = Barrier(int(args[1], 0))
+            wave.barriers[place] = Barrier(int(args[1], 0))
 
-    def invalidate(block: Block, mask: Mask) -> None:
-        for address in _barriers(block, operand, mask, line):
-            if barrier(block, address).copies:
+    def invalidate(wave: Wave, mask: Mask) -> None:
+        for place in _barriers(wave, operand, mask, line):
+            if barrier(wave, place).copies:
                 raise Fault(f"copies are under way: {line}")
-            del block.barriers[address]
+            del wave.barriers[place]
 
-    def arrive(block: Block, mask: Mask) -> None:
-        for address in _barriers(block, operand, mask, line):
-            at = barrier(block, address)
+    def arrive(wave: Wave, mask: Mask) -> None:
+        for place in _barriers(wave, operand, mask, line):
+            at = barrier(wave, place)
             at.arrived += 1
             at.expected += int(args[2], 0) if "expect_tx" in parts else 0
             if at.arrived > at.count:
                 raise Fault(f"more threads arrive than are expected, or nobody waited for the phase before: {line}")
 
-    def wait(block: Block, mask: Mask) -> None:
-        parities = block.get(args[2], np.uint32)[slice(None) if mask is None else mask]
-        for address, parity in dict.fromkeys(zip(_barriers(block, operand, mask, line), parities, strict=True)):
-            at = barrier(block, address)
+    def wait(wave: Wave, mask: Mask) -> None:
+        parities = wave.get(args[2], np.uint32)[wave.active(mask)].tolist()
+        for place, parity in dict.fromkeys(zip(_barriers(wave, operand, mask, line), parities, strict=True)):
+            at = barrier(wave, place)
             if at.phase == parity:
                 if at.arrived != at.count or at.expected != sum(len(data) for _, data in at.copies):
                     raise Fault(f"waits for ever: {at.arrived} of {at.count} arrived: {line}")
                 for places, data in at.copies:
-                    block.shared.land(places, data)
-                block.barriers[address] = Barrier(at.count, 1 - at.phase)
-        block.registers[args[0]] = np.ones(block.threads, np.bool_)
+                    wave.shared.land(places, data, place[0])
+                wave.barriers[place] = Barrier(at.count, 1 - at.phase)
+        wave.put(args[0], True, mask)
 
     runs = {"init": init, "inval": invalidate, "arrive": arrive, "try_wait": wait}
     if parts[1] not in runs or parts[1] == "try_wait" and "parity" not in parts:
@@ -126,21 +127,21 @@ def bulk_copy(parts: list[str], args: list[str], line: str) -> Run:
         raise NotImplementedError(f"the emulator has no such copy: {line}")
     source, coordinates = args[1].strip("[] ").split(",", 1)
 
-    def copy(block: Block, mask: Mask) -> None:
-        threads = np.arange(block.threads) if mask is None else np.flatnonzero(mask)
-        barriers = _barriers(block, args[2], mask, line)
-        to, address = block.address(args[0])[threads], block.get(source.strip(), np.int64)[threads]
-        firsts = [block.get(name, np.int32)[threads] for name in reversed(list_of(coordinates))]
+    def copy(wave: Wave, mask: Mask) -> None:
+        threads, barriers = wave.active(mask), _barriers(wave, args[2], mask, line)
+        to, address = wave.address(args[0])[threads].tolist(), wave.get(source.strip(), np.int64)[threads].tolist()
+        firsts = wave.get_active(list_of(coordinates)[::-1], np.int32, mask).tolist()
         for n, thread in enumerate(threads):
-            tensor_map = block.maps[int(address[n])]
-            places = tensor_map.places(int(to[n]))
+            tensor_map = wave.maps[address[n]]
+            places = tensor_map.places(to[n])
             if to[n] % (128 << tensor_map.swizzle if tensor_map.swizzle else ALIGNMENT):
                 raise Fault(f"shared memory that is not aligned for the swizzle: {line}")
-            data = tensor_map.box(block.memory, [int(first[n]) for first in firsts], line)
-            block.shared.store(places, np.full((len(data), 1), 0xFF, np.uint8), np.full(len(data), thread // 32), line)
-            if barriers[n] not in block.barriers:
+            data = tensor_map.box(wave.memory, firsts[n], line, wave.writers(thread))
+            warps = np.full(len(data), wave.warp[thread])
+            wave.shared.store(places, np.full((len(data), 1), 0xFF, np.uint8), warps, line)
+            if barriers[n] not in wave.barriers:
                 raise Fault(f"no barrier was made for the copy: {line}")
-            block.barriers[barriers[n]].copies.append((places, data))
+            wave.barriers[barriers[n]].copies.append((places, data))
 
     return copy
 
@@ -150,13 +151,13 @@ def _elect(parts: list[str], args: list[str], line: str) -> Run:
     """One thread of each warp."""
     lane, elected = args[0].split("|")
 
-    def elect(block: Block, mask: Mask) -> None:
-        block.put(lane, np.uint32(0), mask)
-        block.put(elected, block.lane == 0, mask)
+    def elect(wave: Wave, mask: Mask) -> None:
+        wave.put(lane, np.uint32(0), mask)
+        wave.put(elected, wave.lane == 0, mask)
 
     return elect
 
 
 @opcode("cvta")
 def _cvta(parts: list[str], args: list[str], line: str) -> Run:
-    return lambda block, mask: block.put(args[0], block.get(args[1], np.uint64), mask)
+    return lambda wave, mask: wave.put(args[0], wave.get(args[1], np.uint64), mask)

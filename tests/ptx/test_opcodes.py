@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.ptx import arithmetic, conversions, matrices, movement  # noqa: F401  (they register opcodes)
-from tests.ptx.block import Block
 from tests.ptx.memory import Fault, Memory, Shared
 from tests.ptx.program import Program
+from tests.ptx.wave import Wave
 
 LANES = np.arange(32)
 F = np.random.default_rng(0).standard_normal(32).astype(np.float32)
@@ -17,15 +17,15 @@ G = np.random.default_rng(1).standard_normal(32).astype(np.float32)
 INTEGERS = np.random.default_rng(2).integers(-(2**31), 2**31, 32).astype(np.int32)
 
 
-def executed(body: str, tensors=(), shared: int = 256, **registers: np.ndarray) -> Block:
+def executed(body: str, tensors=(), shared: int = 256, **registers: np.ndarray) -> Wave:
     """A block of 32 threads after these statements."""
     program = Program(f".visible .entry kernel(\n)\n{{\n{body}\nret;\n}}\n")
-    block = Block(program, (0, 0, 0), (1, 1, 1), 32, shared, Memory(list(tensors)), {}, {})
+    wave = Wave(program, [(0, 0, 0)], (1, 1, 1), 32, shared, Memory(list(tensors)), {}, {})
     for name, value in registers.items():
-        block.put(f"%{name}", value, None)
+        wave.put(f"%{name}", value, None)
     with np.errstate(all="ignore"):
-        block.run()
-    return block
+        wave.run()
+    return wave
 
 
 WORDS = INTEGERS.view(np.uint32)
@@ -64,21 +64,21 @@ NAN = np.where(LANES % 3 == 0, np.float32("nan"), F)
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
 )  # fmt: skip
 def test_results(line: str, a: np.ndarray, b: np.ndarray, expected: np.ndarray) -> None:
-    block = executed(line, r1=a, r2=b)
-    np.testing.assert_array_equal(block.registers["%r9"].view(np.asarray(expected).dtype), expected)
+    wave = executed(line, r1=a, r2=b)
+    np.testing.assert_array_equal(wave.registers["%r9"].view(np.asarray(expected).dtype), expected)
 
 
 def test_high_words_of_64_bits() -> None:
     a = WORDS.astype(np.uint64) << np.uint64(32) | WORDS[::-1]
-    block = executed("mul.hi.u64 %rd9, %rd1, -3689348814741910323;", rd1=a)
+    wave = executed("mul.hi.u64 %rd9, %rd1, -3689348814741910323;", rd1=a)
     expected = [int(x) * (2**64 - 3689348814741910323) >> 64 for x in a]
-    np.testing.assert_array_equal(block.registers["%rd9"], np.array(expected, np.uint64))
+    np.testing.assert_array_equal(wave.registers["%rd9"], np.array(expected, np.uint64))
 
 
 def test_bfloat16_rounds_to_the_nearest_even() -> None:
-    block = executed("cvt.rn.bf16x2.f32 %r9, %r1, %r2;", r1=F, r2=G)
+    wave = executed("cvt.rn.bf16x2.f32 %r9, %r1, %r2;", r1=F, r2=G)
     pairs = torch.from_numpy(np.stack([G, F], 1)).to(torch.bfloat16).view(torch.int32)[:, 0].numpy()
-    np.testing.assert_array_equal(block.registers["%r9"].view(np.int32), pairs)
+    np.testing.assert_array_equal(wave.registers["%r9"].view(np.int32), pairs)
 
 
 @pytest.mark.parametrize("opcode", ["sub.rn.bf16x2", "sub.rn.bf16"])
@@ -88,34 +88,34 @@ def test_differences_of_bfloat16(opcode: str) -> None:
         a, b = a[:32], b[:32]
     bits = lambda x: x.view(torch.int16).numpy().view(np.uint16 if opcode.endswith("bf16") else np.uint32)
     name = "rs" if opcode.endswith("bf16") else "r"
-    block = executed(f"{opcode} %{name}9, %{name}1, %{name}2;", **{f"{name}1": bits(a), f"{name}2": bits(b)})
-    np.testing.assert_array_equal(block.registers[f"%{name}9"], bits(a - b))
+    wave = executed(f"{opcode} %{name}9, %{name}1, %{name}2;", **{f"{name}1": bits(a), f"{name}2": bits(b)})
+    np.testing.assert_array_equal(wave.registers[f"%{name}9"], bits(a - b))
 
 
 def test_a_sum_of_bfloat16_is_rounded_once() -> None:
     """The product lies in the middle of two numbers, and float32 has no number for the sum."""
     bits = lambda x: np.full(32, torch.tensor(x).bfloat16().view(torch.uint16).item(), np.uint16)
     body = "fma.rn.bf16 %rs9, %rs1, %rs2, %rs3;"
-    block = executed(body, rs1=bits(1 + 2.0**-7), rs2=bits(1.5), rs3=bits(-(2.0**-40)))
-    np.testing.assert_array_equal(block.registers["%rs9"], bits(1.5 + 2.0**-7))
+    wave = executed(body, rs1=bits(1 + 2.0**-7), rs2=bits(1.5), rs3=bits(-(2.0**-40)))
+    np.testing.assert_array_equal(wave.registers["%rs9"], bits(1.5 + 2.0**-7))
 
 
 def test_local_memory_belongs_to_a_thread() -> None:
     body = ".local .align 4 .b8 __local_depot0[8];\nmov.b64 %SPL, __local_depot0;\nst.local.b32 [%SPL+4], %r1;\n"
-    block = executed(body + "ld.local.b32 %r9, [%SPL+4];", r1=INTEGERS)
-    np.testing.assert_array_equal(block.registers["%r9"].view(np.int32), INTEGERS)
+    wave = executed(body + "ld.local.b32 %r9, [%SPL+4];", r1=INTEGERS)
+    np.testing.assert_array_equal(wave.registers["%r9"].view(np.int32), INTEGERS)
 
 
 def test_threads_diverge_and_meet() -> None:
     body = "setp.lt.s32 %p1, %r1, 10;\n@%p1 bra $L1;\nmov.b32 %r9, 1;\nbra.uni $L2;\n$L1:\nmov.b32 %r9, 2;\n$L2:\n"
-    block = executed(body + "add.s32 %r9, %r9, 1;", r1=LANES.astype(np.int32))
-    np.testing.assert_array_equal(block.registers["%r9"], np.where(LANES < 10, 3, 2))
+    wave = executed(body + "add.s32 %r9, %r9, 1;", r1=LANES.astype(np.int32))
+    np.testing.assert_array_equal(wave.registers["%r9"], np.where(LANES < 10, 3, 2))
 
 
 def test_threads_wait_at_a_barrier_for_those_of_a_branch_that_lies_behind_it() -> None:
     body = "setp.lt.s32 %p1, %r1, 10;\nmov.b32 %r9, 1;\n@%p1 bra $L3;\n$L1:\nbar.sync 0;\nbra.uni $L2;\n"
-    block = executed(body + "$L3:\nmov.b32 %r9, 2;\nbra.uni $L1;\n$L2:\n", r1=LANES.astype(np.int32))
-    np.testing.assert_array_equal(block.registers["%r9"], np.where(LANES < 10, 2, 1))
+    wave = executed(body + "$L3:\nmov.b32 %r9, 2;\nbra.uni $L1;\n$L2:\n", r1=LANES.astype(np.int32))
+    np.testing.assert_array_equal(wave.registers["%r9"], np.where(LANES < 10, 2, 1))
 
 
 def test_a_product_of_a_warp() -> None:
@@ -131,10 +131,10 @@ def test_a_product_of_a_warp() -> None:
     right = [pair(b[column + 8 * r, row], b[column + 1 + 8 * r, row]) for r in range(2)]
     registers = {f"r{n}": value for n, value in enumerate([*left, *right])} | {"r6": np.zeros(32, np.float32)}
     line = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r10, %r11, %r12, %r13}, {%r0, %r1, %r2, %r3}, "
-    block = executed(line + "{%r4, %r5}, {%r6, %r6, %r6, %r6};", **registers)
+    wave = executed(line + "{%r4, %r5}, {%r6, %r6, %r6, %r6};", **registers)
     product = (a.double() @ b.double()).float().numpy()
     for r in range(4):
-        found = block.registers[f"%r{10 + r}"].view(np.float32)
+        found = wave.registers[f"%r{10 + r}"].view(np.float32)
         np.testing.assert_array_equal(found, product[row + 8 * (r >> 1), column + (r & 1)])
 
 
@@ -178,9 +178,9 @@ def test_races(first: str, second: str, barrier: bool, other: int) -> None:
         shared.store(place, values, warps, how) if how == "w" else shared.load(place, 4, warps, how)
 
     access(first, 0, 1)
-    shared.barriers += barrier
+    shared.barriers += int(barrier)
     access(first, 0, 1)
-    shared.barriers += barrier
+    shared.barriers += int(barrier)
     if barrier or not other:
         access(second, other, 2)
         return
