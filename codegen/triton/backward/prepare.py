@@ -7,7 +7,7 @@ from fusion.ir.spec import Normalizer
 
 from .. import source
 from ..stages import Visit
-from .role import Role, any_dead
+from .role import ANY_DEAD, Role, alive
 
 
 class Prepare(Role):
@@ -39,7 +39,8 @@ class Prepare(Role):
         if self.skips:
             lines += [
                 "row_max = tl.load(statistics_ptr + row_place)",
-                f"if {any_dead(self.spec)} != 0:",
+                alive(self.spec),
+                f"if {ANY_DEAD} != 0:",
                 f"    tl.store(dead_ptr + {self.place_factor(self.listed)} * blocks + block, 1)",
             ]
         return [], source.block(*self.query_block(), *lines)

@@ -18,7 +18,7 @@ from .. import source
 from ..expressions import Level, number
 from ..gradients import gradients_of
 from ..stages import Visit, key_limits, listed
-from .role import SHARE, Role, any_dead, dead_limit
+from .role import ANY_DEAD, SHARE, Role, alive, dead_limit
 
 
 class Queries(Role):
@@ -74,15 +74,18 @@ class Queries(Role):
     def _keys(self) -> list[str]:
         """Statements of the range of keys to visit. A block with a row without a live key visits all: eager's weights
         there are not zero."""
-        dead = any_dead(self.spec) if self.skips and self.softmax else ""
+        dead = self.skips and self.softmax
         if not self.listed:
             limits = self.ranges_of(lambda value: key_limits(self.spec.mask, self.n_k, value))
             every = ("start = 0", f"stop = {self.n_k}", "full_start = 0", "full_stop = 0")
-            return [*limits, *([f"if {dead} != 0:", *(f"    {line}" for line in every)] if dead else [])]
+            if dead:
+                limits += [alive(self.spec), f"if {ANY_DEAD} != 0:", *(f"    {line}" for line in every)]
+            return limits
         lines = listed(f"({self.n_k} + KEYS - 1) // KEYS", f"{self.place_factor(listed=True)} * blocks + block")
         if dead:
             lines += [
-                f"every = {dead} != 0",
+                alive(self.spec),
+                f"every = {ANY_DEAD} != 0",
                 "full_count = tl.where(every, 0, full_count)",
                 "partial_count = tl.where(every, tiles_across, partial_count)",
             ]

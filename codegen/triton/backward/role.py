@@ -242,6 +242,11 @@ def dead_limit(spec: AttentionSpec) -> str:
     return number(max(fill / 2, -LARGEST / 2)) if math.isfinite(fill) else 'float("-inf")'
 
 
-def any_dead(spec: AttentionSpec) -> str:
-    """1 where one of the maxima of a column of rows belongs to a row without a live key, else 0."""
-    return f"tl.max(tl.max(((row_max > {dead_limit(spec)}) == 0).to(tl.int32), 1), 0)"
+ANY_DEAD = "tl.max(tl.max((alive == 0).to(tl.int32), 1), 0)"
+"""1 where one of a column of rows has weights at dead keys, else 0."""
+
+
+def alive(spec: AttentionSpec) -> str:
+    """Statement that finds the rows that have no weights at dead keys: those without a live key have some there, and
+    those with a score of +inf have NaN."""
+    return f'alive = (row_max > {dead_limit(spec)}) & (row_max < float("inf"))'

@@ -294,6 +294,21 @@ def test_keys_beyond_the_last_have_no_gradient_in_rows_of_nan() -> None:
     check(found, shapes=({"B": 1, "H": 1, "Nq": 75, "Nk": 40},))
 
 
+@pytest.mark.parametrize("name", ["window", "left_padded_inf"])
+def test_rows_with_an_infinite_score_are_nan_at_all_keys(name: str) -> None:
+    """Also at keys that the mask hides and that no other row of the block attends to: eager's gradient of V is NaN."""
+    c = case(name, d=16)
+    live, score, fill = c.spec.score.args
+    there = apply("and", *(apply("ieq", axis, integers.integer(at)) for axis, at in ((I, 40), (J, 38))))
+    spec = replace(c.spec, score=where(live, where(there, const(math.inf), score), fill))
+
+    def eager(s, i, j, *others):
+        return c.program.eager(torch.where((i == 40) & (j == 38), math.inf, s), i, j, *others)
+
+    c = replace(c, spec=spec, program=replace(c.program, eager=eager))
+    check(c, shapes=({"B": 2, "H": 1, "Nq": 75, "Nk": 90},))
+
+
 def test_rows_that_are_nan_behind_a_mask_have_no_part_in_a_bias_of_the_row() -> None:
     """The mask is not the last operation, so that no tile is skipped; row 49 has no key, and its weights are NaN."""
     c = case("plain", d=16)
