@@ -1,9 +1,11 @@
-"""Models of transformers on a GPU that is not there: all of their attentions run by our kernels, in the forward and in
-a training step, as exactly as eager's."""
+"""Models of transformers and diffusers on a GPU that is not there: all of their attentions run by our kernels, in the
+forward and in a training step, as exactly as eager's."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,12 +15,30 @@ from tests import numerics
 from tests.models.gradients import with_small_ones_joined
 
 transformers = pytest.importorskip("transformers")
+diffusers = pytest.importorskip("diffusers")
 
 LAYERS, WORDS = 2, 64
-SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "vocab_size": WORDS, "max_position_embeddings": 64,
-}  # fmt: skip
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+SMALL = SIZES | {"vocab_size": WORDS, "max_position_embeddings": 64}
+Tensors = dict[str, torch.Tensor]
+
+
+def words() -> Tensors:
+    ids = torch.randint(0, WORDS, (2, 40))
+    return {"input_ids": ids, "labels": ids}
+
+
+def pictures() -> Tensors:
+    return {"pixel_values": torch.randn(2, 3, 24, 24), "labels": torch.randint(0, 2, (2,))}
+
+
+def noise() -> Tensors:
+    """Of pictures, and texts that describe them."""
+    return {
+        "sample": torch.randn(2, 4, 8, 8),
+        "timestep": torch.tensor(7),
+        "encoder_hidden_states": torch.randn(2, 20, 32),
+    }
 
 
 def llama(attention: str) -> Any:
@@ -26,33 +46,90 @@ def llama(attention: str) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def gemma2(attention: str) -> Any:
+    """Soft-capped scores, and in every other layer a window."""
+    config = transformers.Gemma2Config(
+        num_key_value_heads=2, head_dim=16, sliding_window=16, attn_implementation=attention, **SMALL
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
 def bert(attention: str) -> Any:
     rates = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
     return transformers.BertForMaskedLM(transformers.BertConfig(attn_implementation=attention, **SMALL, **rates))
 
 
-def step(run: Any, model: Any, words: torch.Tensor, narrow: bool) -> dict[str, torch.Tensor]:
-    """Loss and logits of a training step, and the gradients of all weights."""
+def t5(attention: str) -> Any:
+    """A table of distances that is trained, and attention to the encoder."""
+    config = transformers.T5Config(
+        vocab_size=WORDS, d_model=64, d_kv=16, d_ff=96, num_layers=LAYERS, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit(attention: str) -> Any:
+    config = transformers.ViTConfig(image_size=24, patch_size=4, attn_implementation=attention, **SIZES)
+    return transformers.ViTForImageClassification(config)
+
+
+def unet(attention: str) -> Any:
+    """Attention of pictures to themselves and to texts, in four places."""
+    from diffusers.models import attention_processor
+
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32, attention_head_dim=2,
+        norm_num_groups=8, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    name = "AttnProcessor2_0" if attention == "sdpa" else "AttnProcessor"
+    model.set_attn_processor(getattr(attention_processor, name)())
+    return model
+
+
+@dataclass(frozen=True)
+class Model:
+    """attentions: how many there are."""
+
+    make: Callable[[str], Any]
+    inputs: Callable[[], Tensors] = words
+    attentions: int = LAYERS
+
+
+MODELS = {
+    "llama": Model(llama), "gemma2": Model(gemma2), "bert": Model(bert), "t5": Model(t5, attentions=3 * LAYERS),
+    "vit": Model(vit, pictures), "unet": Model(unet, noise, 8),
+}  # fmt: skip
+
+
+def step(run: Any, model: Any, inputs: Tensors, narrow: bool) -> Tensors:
+    """Loss and outputs of a training step, and the gradients of all weights."""
     model.zero_grad()
     with torch.autocast("cuda", torch.bfloat16) if narrow else contextlib.nullcontext():
-        out = run(input_ids=words, labels=words)
-    out.loss.backward()
+        out = run(**inputs)
+    result = out.sample if "sample" in inputs else out.logits
+    loss = out.loss if "labels" in inputs else result.square().mean()
+    loss.backward()
     gradients = {name: weight.grad.cpu() for name, weight in model.named_parameters() if weight.grad is not None}
-    return {"loss": out.loss.detach().float().cpu(), "logits": out.logits.detach().cpu()} | gradients
+    return {"loss": loss.detach().float().cpu(), "outputs": result.detach().cpu()} | gradients
 
 
-def check(device: Any, make: Any, attention: str, narrow: bool = False, **options: str) -> None:
-    model, exact = make(attention), make(attention).double()
+def check(device: Any, name: str, attention: str, narrow: bool = False, **options: str) -> None:
+    """Steps of a compiled model beside eager's, and in float64 on the CPU."""
+    chosen = MODELS[name]
+    model, exact = chosen.make(attention), chosen.make(attention).double()
     exact.load_state_dict(model.state_dict())
     compiled = torch.compile(model.cuda(), backend="fusion", options=options)
 
-    def draw() -> tuple[dict[str, torch.Tensor], ...]:
-        words = torch.randint(0, WORDS, (2, 40))
-        there, before = words.cuda(), len(device.launched)
+    def draw() -> tuple[Tensors, ...]:
+        inputs = chosen.inputs()
+        there, before = {name: value.cuda() for name, value in inputs.items()}, len(device.launched)
         actual = step(compiled, model, there, narrow)
         launched = device.launched[before:]
-        assert launched.count("attention_forward") == launched.count("attention_backward_prepare") == LAYERS
-        reference = step(exact, exact, words, False)
+        counts = launched.count("attention_forward"), launched.count("attention_backward_prepare")
+        assert counts == (chosen.attentions, chosen.attentions)
+        wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+        reference = step(exact, exact, wide, False)
         every = actual, step(model, model, there, narrow), reference
         return tuple(with_small_ones_joined(each, reference) for each in every)
 
@@ -61,12 +138,12 @@ def check(device: Any, make: Any, attention: str, narrow: bool = False, **option
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("make", [llama, bert])
-def test_training_steps(device: Any, make: Any, attention: str, narrow: bool) -> None:
-    check(device, make, attention, narrow, inner="eager")
+@pytest.mark.parametrize("name", MODELS)
+def test_training_steps(device: Any, name: str, attention: str, narrow: bool) -> None:
+    check(device, name, attention, narrow, inner="eager")
 
 
 def test_inductor(device: Any) -> None:
     """Its kernels are executed, too."""
-    check(device, llama, "sdpa")
+    check(device, "llama", "sdpa")
     assert any("fused" in name for name in device.launched)

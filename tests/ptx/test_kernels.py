@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="kernels need triton")
 
-from fusion.codegen.triton import module
+from fusion.codegen.triton import launch, module
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Tile
@@ -17,6 +18,7 @@ from fusion.runtime.guards import failures_raised
 from tests import numerics
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
 from tests.emitters import interpreted
+from tests.ptx import matrices
 from tests.ptx.emulated import emulated
 
 TILE = Tile(rows=16, keys=16, warps=4, stages=1)
@@ -67,6 +69,35 @@ def test_contraction_would_show(splits: int) -> None:
     """Products that Triton contracts with sums, of which `module.EXACT` asks for none."""
     with mock.patch.dict(module.EXACT, enable_fp_fusion=True), pytest.raises(AssertionError, match="exceeds"):
         test_sharp_rows_in_float32("sm_80", splits)
+
+
+def truncated(sums: np.ndarray) -> np.ndarray:
+    """float32 of exact sums, towards zero, as devices' matrix units round."""
+    nearest = sums.astype(np.float32)
+    return np.where(np.abs(nearest.astype(np.float64)) > np.abs(sums), np.nextafter(nearest, np.float32(0)), nearest)
+
+
+@pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
+def test_products_of_parts_of_float32_are_outside_of_the_rule(precision: str) -> None:
+    """As exact as float32's, but for numbers whose upper part is infinite, or whose lower part is a denormal."""
+    c = case("plain", "float32", 64)
+    (q, k, v), sizes = draw(c, {"B": 1, "H": 1, "Nq": 64, "Nk": 64})
+    run = Kernel(c.spec, HALF, splits=1)
+    with (
+        mock.patch.object(launch, "precision", lambda dtype: precision),
+        mock.patch.object(matrices, "rounded", truncated),
+        emulated("sm_80") as emulation,
+    ):
+        assert_as_exact_as_eager(run([q, k, v], sizes), c, [q, k, v])
+        assert "mma.sync" in emulation.kernels[0].asm["ptx"]
+        infinite = v.index_fill(-2, torch.tensor([5]), torch.inf)
+        assert_as_exact_as_eager(run([q, k, infinite], sizes), c, [q, k, infinite])
+        small = [1e36 * q, 1e-36 * k, v]
+        with pytest.raises(AssertionError, match="exceeds"):
+            assert_as_exact_as_eager(run(small, sizes), c, small)
+        large = [q, k, (0 * v).index_fill(-2, torch.tensor([5]), 3.4028e38)]
+        with pytest.raises(AssertionError, match="NaN|inf"):
+            assert_as_exact_as_eager(run(large, sizes), c, large)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])

@@ -17,10 +17,10 @@ G = np.random.default_rng(1).standard_normal(32).astype(np.float32)
 INTEGERS = np.random.default_rng(2).integers(-(2**31), 2**31, 32).astype(np.int32)
 
 
-def executed(body: str, tensors=(), shared: int = 256, **registers: np.ndarray) -> Wave:
-    """A block of 32 threads after these statements."""
+def executed(body: str, tensors=(), shared: int = 256, blocks: int = 1, **registers: np.ndarray) -> Wave:
+    """Blocks of 32 threads after these statements."""
     program = Program(f".visible .entry kernel(\n)\n{{\n{body}\nret;\n}}\n")
-    wave = Wave(program, [(0, 0, 0)], (1, 1, 1), 32, shared, Memory(list(tensors)), {}, {})
+    wave = Wave(program, [(n, 0, 0) for n in range(blocks)], (blocks, 1, 1), 32, shared, Memory(list(tensors)), {}, {})
     for name, value in registers.items():
         wave.put(f"%{name}", value, None)
     with np.errstate(all="ignore"):
@@ -188,7 +188,8 @@ def test_races(first: str, second: str, barrier: bool, other: int) -> None:
         access(second, other, 2)
 
 
-def test_one_instruction_races_with_itself() -> None:
+@pytest.mark.parametrize("writer", [0, 1])
+def test_one_instruction_races_with_itself(writer: int) -> None:
     places, warps = np.array([4, 4]), np.array([0, 1])
     values = np.array([[1], [2]], np.uint32).view(np.uint8)
     Shared(16).store(places, values[[0, 0]], warps, "the same bytes")
@@ -197,4 +198,51 @@ def test_one_instruction_races_with_itself() -> None:
     shared = Shared(16)
     shared.load(places, 4, warps, "by both")
     with pytest.raises(Fault, match="another warp reads"):
-        shared.store(places[:1], values[:1], warps[:1], "by one")
+        shared.store(places[:1], values[:1], warps[[writer]], "by one")
+
+
+TRIPS = """mov.b32 %r1, 0;
+st.shared.b32 [%r1], %ctaid.x;
+$L1:
+bar.sync 0;
+add.s32 %r1, %r1, 1;
+setp.le.s32 %p1, %r1, %ctaid.x;
+@%p1 bra $L1;
+ld.shared.b32 %r9, [0];
+"""
+
+
+def test_blocks_of_a_wave_go_their_own_ways() -> None:
+    """As many trips as a block has blocks before it, with barriers and shared memory of its own."""
+    wave = executed(TRIPS, blocks=4)
+    blocks = np.repeat(np.arange(4), 32)
+    np.testing.assert_array_equal(wave.registers["%r1"], blocks + 1)
+    np.testing.assert_array_equal(wave.registers["%r9"], blocks)
+    np.testing.assert_array_equal(wave.shared.barriers, np.arange(1, 5))
+
+
+def test_groups_of_copies_are_a_threads_own() -> None:
+    """A wait for all groups but one, where half of the threads have two."""
+    source = torch.arange(128, dtype=torch.int32)
+    places = {"r1": (16 * LANES).astype(np.uint32), "rd1": (source.data_ptr() + 16 * LANES).astype(np.uint64)}
+    body = "setp.lt.s32 %p1, %r1, 256;\ncp.async.cg.shared.global [%r1], [%rd1], 16;\ncp.async.commit_group;\n"
+    body += "@%p1 cp.async.commit_group;\ncp.async.wait_group 1;\nld.shared.b32 %r9, [%r1];"
+    wave = executed(body, [source], 512, **places)
+    np.testing.assert_array_equal(wave.registers["%r9"], np.where(LANES < 16, 4 * LANES, 0xFFFFFFFF))
+
+
+@pytest.mark.parametrize("access", ["ld.global.b32 %r9, [%rd1];", "st.global.b32 [%rd1], 7;", "add"])
+def test_blocks_race_in_global_memory(access: str) -> None:
+    """The block after the first meets what the first wrote; additions alone may."""
+    memory = torch.zeros(32)
+    addresses = np.tile((memory.data_ptr() + 4 * LANES).astype(np.uint64), 2)
+    add = "red.global.add.f32 [%rd1], %r2;"
+    if access == "add":
+        executed(add, [memory], blocks=2, rd1=addresses, r2=np.ones(64, np.float32))
+        assert (memory == 2).all()
+        access = "ld.global.b32 %r9, [%rd1];"
+    else:
+        add = "st.global.b32 [%rd1], 5;"
+    body = f"setp.eq.s32 %p1, %ctaid.x, 0;\n@%p1 {add}\n@!%p1 {access}"
+    with pytest.raises(Fault, match="race in global memory"):
+        executed(body, [memory], blocks=2, rd1=addresses, r2=np.ones(64, np.float32))
