@@ -71,18 +71,22 @@ def test_runtimes_are_measured_with_the_same_weights(monkeypatch, tmp_path):
     models = importlib.import_module("benchmarks.models.runtimes")
     zoo = importlib.import_module("benchmarks.common.model_zoo")
     monkeypatch.setattr(models, "MODELS", zoo.SMALL)
-    cell = {"model": "bert", "batch": 2, "N": 16, "dtype": "float32"}
+    group = {"model": "bert", "dtype": "float32", "layers": 2, "sizes": [[2, 16], [1, 8]]}
     with torch.no_grad():
-        cell |= models.prepare(cell, tmp_path)
-        cell["entries"] = {name: models.measure(name, cell, tmp_path, 0.02, False) for name in ("eager", "fusion")}
-    assert all(entry["median"] > 0 and entry["error"] <= cell["allowed"] for entry in cell["entries"].values())
-    cell["entries"]["onnxruntime"] = {"note": "fails: absent"}
-    models.write(tmp_path / "table.json", {"clock": "", "cells": [cell]})
+        allowed = list(models.prepare(group, tmp_path))
+        taken = {name: list(models.measure(name, group, tmp_path, 0.02, False)) for name in ("eager", "fusion")}
+    cells = []
+    for number, (batch, n) in enumerate(group["sizes"]):
+        entries = {name: rows[number] for name, rows in taken.items()} | {"onnxruntime": {"note": "fails: absent"}}
+        cells.append(group | {"batch": batch, "N": n, "entries": entries} | allowed[number])
+        for entry in (entries["eager"], entries["fusion"]):
+            assert entry["median"] > 0 and entry["error"] <= allowed[number]["allowed"]
+    models.write(tmp_path / "table.json", {"clock": "", "cells": cells})
     text = (tmp_path / "table.md").read_text()
-    assert "| 2 x 16 | float32 |" in text and "- onnxruntime: fails: absent" in text
+    assert "4 layers), 2 layers | 2 x 16 | float32 |" in text and "- onnxruntime: fails: absent" in text
 
 
 def test_a_runtime_that_fails_leaves_a_note(tmp_path):
     models = importlib.import_module("benchmarks.models.runtimes")
     options = argparse.Namespace(python=["eager=false"], seconds=0.0, busy=False)
-    assert models.in_process("eager", {"model": "bert"}, tmp_path, options) == {"note": "fails: exit 1"}
+    assert models.in_process("eager", {"sizes": [[1, 8]]}, tmp_path, options) == [{"note": "fails: exit 1"}]

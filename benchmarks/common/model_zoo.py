@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model under test. `make(attention)` builds it with transformers' attn_implementation; `lengths` are N.
+    """A model under test. `make(attention)` builds it with transformers' attn_implementation; `lengths` are N. layers:
+    the name of its number of layers.
 
     `make(attention, **smaller)` replaces sizes of its configuration. `inputs(N)` gives the one tensor it takes: token
     ids `[1, N]`, or pixels.
@@ -23,6 +24,7 @@ class Model:
     make: Callable[..., nn.Module]
     inputs: Callable[[int], Tensor]
     lengths: tuple[int, ...]
+    layers: str = "num_hidden_layers"
 
 
 class LastState(nn.Module):
@@ -136,6 +138,7 @@ MODELS: dict[str, Model] = {
         make=_build("GPT2Model", "GPT2Config", vocab_size=VOCABULARY, n_positions=2048),
         inputs=_tokens,
         lengths=(128, 512, 1024, 2048),
+        layers="n_layer",
     ),
     "t5": Model(
         title="T5-base encoder",
@@ -151,6 +154,7 @@ MODELS: dict[str, Model] = {
         ),
         inputs=_tokens,
         lengths=(128, 512, 2048),
+        layers="num_layers",
     ),
     "gemma2": Model(
         title="Gemma-2-like decoder (8 layers)",

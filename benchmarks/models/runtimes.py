@@ -7,14 +7,16 @@
 The models are transformers', and a U-Net is diffusers', made from configurations with random weights; batches of more
 than one text are padded. A runtime that is not installed fails, with a note: `pip install ".[runtimes]"` in a clone,
 and `pip install zentorch`, which asks for one version of torch; --python names the interpreter of an environment that
-has one. Errors are shares of what the project's rule allows beside eager mode, over real tokens. Each runtime of a
-row takes some ten seconds and --seconds, and its first compilation up to a minute more. Files are written after each;
+has one. "fusion+tf32" is fusion where `torch.set_float32_matmul_precision("high")` allows less than float32. Errors are
+shares of what the project's rule allows beside eager mode, over real tokens. A runtime measures all rows of a model and
+a dtype in one process, each for --seconds; a first compilation takes up to a minute. Files are written after each;
 --append goes on with one. --busy: one thread, and the processor time that the process takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import functools
 import json
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,11 @@ def _compiled(backend: str, options: dict[str, Any], model: nn.Module, inputs: I
     return lambda: run(*inputs)
 
 
+def _with_tf32(model: nn.Module, inputs: Inputs, folder: Path) -> Call:
+    torch.set_float32_matmul_precision("high")
+    return _compiled("fusion", {}, model, inputs, folder)
+
+
 def _onnxruntime(model: nn.Module, inputs: Inputs, folder: Path) -> Call:
     import onnxruntime  # type: ignore[reportMissingImports]
 
@@ -89,6 +96,7 @@ RUNTIMES: dict[str, Callable[[nn.Module, Inputs, Path], Call]] = {
     "eager": lambda model, inputs, _: lambda: model(*inputs),
     "Inductor": functools.partial(_compiled, "inductor", {}),
     "fusion": functools.partial(_compiled, "fusion", {}),
+    "fusion+tf32": _with_tf32,
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
     "zentorch": functools.partial(_compiled, "zentorch", {}),
@@ -96,19 +104,23 @@ RUNTIMES: dict[str, Callable[[nn.Module, Inputs, Path], Call]] = {
 }
 
 
-def built(cell: dict) -> tuple[nn.Module, Inputs]:
-    dtype = getattr(torch, cell["dtype"])
-    return MODELS[cell["model"]].make("eager").to(dtype), inputs_of(cell["model"], cell["batch"], cell["N"], dtype)
+def built(group: dict) -> tuple[nn.Module, list[Inputs]]:
+    """The model of a group of rows, and the inputs of each row."""
+    model, dtype = MODELS[group["model"]], getattr(torch, group["dtype"])
+    fewer = {model.layers: group["layers"]} if group["layers"] else {}
+    inputs = [inputs_of(group["model"], batch, N, dtype) for batch, N in group["sizes"]]
+    return model.make("eager", **fewer).to(dtype), inputs
 
 
-def prepare(cell: dict, folder: Path) -> dict:
-    """Write weights, and the float64 result of the cell's model, for all runtimes; returns the allowed error."""
-    model, inputs = built(cell)
+def prepare(group: dict, folder: Path) -> Iterator[dict]:
+    """Write weights, and the float64 results of the rows, for all runtimes; yields their allowed errors."""
+    model, rows = built(group)
     torch.save(model.state_dict(), folder / "weights.pt")
-    eager = _real(model(*inputs), inputs)
-    exact = _real(model.double()(*(x.double() if x.is_floating_point() else x for x in inputs)), inputs)
-    torch.save(exact, folder / "exact.pt")
-    return {"allowed": allowed_error(eager, exact)}
+    wide = copy.deepcopy(model).double()
+    for number, inputs in enumerate(rows):
+        exact = _real(wide(*(x.double() if x.is_floating_point() else x for x in inputs)), inputs)
+        torch.save(exact, folder / f"exact{number}.pt")
+        yield {"allowed": allowed_error(_real(model(*inputs), inputs), exact)}
 
 
 def _real(result: Tensor, inputs: Inputs) -> Tensor:
@@ -116,37 +128,40 @@ def _real(result: Tensor, inputs: Inputs) -> Tensor:
     return result[inputs[1].bool()] if len(inputs) > 1 else result
 
 
-def measure(runtime: str, cell: dict, folder: Path, seconds: float, busy: bool) -> dict:
-    """Times, in seconds, and error of one runtime in this process."""
+def measure(runtime: str, group: dict, folder: Path, seconds: float, busy: bool) -> Iterator[dict]:
+    """Times, in seconds, and errors of one runtime in this process, row by row."""
     clock = time.process_time if busy else time.perf_counter
-    model, inputs = built(cell)
+    model, rows = built(group)
     model.load_state_dict(torch.load(folder / "weights.pt"))
-    start = time.perf_counter()
-    call = RUNTIMES[runtime](model, inputs, folder)
-    result = call()
-    first = time.perf_counter() - start
-    error = largest_error(_real(result, inputs), torch.load(folder / "exact.pt"))
-    times: list[float] = []
-    call()
-    stop = time.perf_counter() + seconds
-    while time.perf_counter() < stop or len(times) < 5:
-        start = clock()
+    for number, inputs in enumerate(rows):
+        torch.compiler.reset()
+        start = time.perf_counter()
+        call = RUNTIMES[runtime](copy.deepcopy(model), inputs, folder)
+        result = call()
+        first = time.perf_counter() - start
+        error = largest_error(_real(result, inputs), torch.load(folder / f"exact{number}.pt"))
+        times: list[float] = []
         call()
-        times.append(clock() - start)
-    versions = {name: version for name in ("torch", runtime) if (version := results.version_of(name))}
-    return {"median": statistics.median(times), "least": min(times), "samples": len(times), "first_call": first,
-            "error": error, "versions": versions}  # fmt: skip
+        stop = time.perf_counter() + seconds
+        while time.perf_counter() < stop or len(times) < 5:
+            start = clock()
+            call()
+            times.append(clock() - start)
+        versions = {name: version for name in ("torch", runtime) if (version := results.version_of(name))}
+        yield {"median": statistics.median(times), "least": min(times), "samples": len(times), "first_call": first,
+               "error": error, "versions": versions}  # fmt: skip
 
 
-def in_process(task: str, cell: dict, folder: Path, options: argparse.Namespace) -> dict:
-    """The result of `prepare` or of a runtime in a process of its own; a note where it fails."""
+def in_process(task: str, group: dict, folder: Path, options: argparse.Namespace) -> list[dict]:
+    """The results of `prepare` or of a runtime in a process of its own; a note for the rows that fail."""
     python = dict(entry.split("=", 1) for entry in options.python).get(task, sys.executable)
-    command = [python, "-m", "benchmarks.models.runtimes", "--child", task, json.dumps(cell), str(folder)]
+    command = [python, "-m", "benchmarks.models.runtimes", "--child", task, json.dumps(group), str(folder)]
     command += ["--seconds", str(options.seconds), *["--busy"] * options.busy]
     environment = {"ZENDNNL_MATMUL_WEIGHT_CACHE": "1"} if task == "fusion+zentorch" else {}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [f"exit {done.returncode}"]
-    return json.loads(lines[-1]) if done.returncode == 0 else {"note": f"fails: {lines[-1][:160]}"}
+    entries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+    return entries + [{"note": f"fails: {reason[:160]}"}] * (len(group["sizes"]) - len(entries))
 
 
 def write(path: Path, data: dict) -> None:
@@ -156,7 +171,8 @@ def write(path: Path, data: dict) -> None:
     lines = []
     for cell in data["cells"]:
         texts = [_text(cell["entries"].get(name), cell.get("allowed")) for name in runtimes]
-        lines.append([MODELS[cell["model"]].title, f"{cell['batch']} x {cell['N']}", cell["dtype"], *texts])
+        title = MODELS[cell["model"]].title + (f", {cell['layers']} layers" if cell.get("layers") else "")
+        lines.append([title, f"{cell['batch']} x {cell['N']}", cell["dtype"], *texts])
     versions = [e.get("versions", {}).items() for cell in data["cells"] for e in cell["entries"].values()]
     versions = dict.fromkeys(f"{name} {version}" for items in versions for name, version in items)
     notes = sorted({f"- {name}: {e['note']}" for c in data["cells"] for name, e in c["entries"].items() if "note" in e})
@@ -182,38 +198,38 @@ def run(options: argparse.Namespace, console: Console) -> Path:
     path = options.append or results.FOLDER / f"{stamp}-models.json"
     clock = ", processor time of one thread" if options.busy else f", {torch.get_num_threads()} threads"
     data = json.loads(path.read_text()) if path.exists() else {"clock": clock, "cells": []}
-    known = {(c["model"], c["batch"], c["N"], c["dtype"]): c for c in data["cells"]}
+    known = {tuple(map(cell.get, KEY)): cell for cell in data["cells"]}
     for name in options.models:
-        for batch in options.batches:
-            is_image = MODELS[name].inputs(MODELS[name].lengths[0]).is_floating_point()
-            for N in MODELS[name].lengths[:1] if is_image else options.lengths:
-                for dtype in options.dtypes:
-                    new = {"model": name, "batch": batch, "N": N, "dtype": dtype, "entries": {}}
-                    known.setdefault((name, batch, N, dtype), new)
-                    _cell(known[name, batch, N, dtype], data, path, options, console)
+        is_image = MODELS[name].inputs(MODELS[name].lengths[0]).is_floating_point()
+        lengths = MODELS[name].lengths[:1] if is_image else options.lengths
+        for dtype in options.dtypes:
+            keys = [(name, options.layers, dtype, batch, N) for batch in options.batches for N in lengths]
+            data["cells"] += [dict(zip(KEY, key, strict=True), entries={}) for key in keys if key not in known]
+            known |= {tuple(map(cell.get, KEY)): cell for cell in data["cells"]}
+            for _ in _rows([known[key] for key in keys], options, console):
+                write(path, data)
     return path
 
 
-def _cell(cell: dict, data: dict, path: Path, options: argparse.Namespace, console: Console) -> None:
-    if cell not in data["cells"]:
-        data["cells"].append(cell)
-    described = {key: cell[key] for key in ("model", "batch", "N", "dtype")}
+KEY = ("model", "layers", "dtype", "batch", "N")
+
+
+def _rows(cells: list[dict], options: argparse.Namespace, console: Console) -> Iterator[None]:
+    """Measure rows of one model with each runtime, and add to them what comes of it."""
+    group = {name: cells[0][name] for name in KEY[:3]} | {"sizes": [[cell["batch"], cell["N"]] for cell in cells]}
     with tempfile.TemporaryDirectory() as folder:
-        todo = [(task, functools.partial(in_process, task, described, Path(folder), options))
+        todo = [(task, functools.partial(in_process, task, group, Path(folder), options))
                 for task in ("prepare", *options.runtimes)]  # fmt: skip
-        for task, result in results.measured(
-            todo, console, lambda task: f"{' '.join(map(str, described.values()))} {task}"
-        ):
-            if task == "prepare":
-                cell |= result
-                continue
-            cell["entries"][task] = result
-            took = (
-                result.get("note")
-                or f"{_text(result, cell.get('allowed'))} ms, first call {result['first_call']:.1f} s"
-            )
-            console.print(f"{' '.join(map(str, described.values())):32}{task:16}{took}", soft_wrap=True)
-            write(path, data)
+        described = f"{group['model']} {group['dtype']}"
+        for task, entries in results.measured(todo, console, lambda task: f"{described} {task}"):
+            for cell, entry in zip(cells, entries, strict=True):
+                if task == "prepare":
+                    cell |= entry
+                    continue
+                cell["entries"][task] = entry
+                took = entry.get("note") or f"{_text(entry, cell.get('allowed'))} ms"
+                console.print(f"{described} {cell['batch']} x {cell['N']} {task}: {took}", soft_wrap=True)
+            yield
 
 
 def parse() -> argparse.Namespace:
@@ -221,6 +237,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--layers", type=int, help="of each model, in place of its own number; a U-Net has its own")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="N; images have their own")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
     parser.add_argument("--python", nargs="+", default=[], metavar="RUNTIME=PATH", help="interpreters of runtimes")
@@ -241,9 +258,10 @@ def main() -> None:
         console = Console()
         console.print(f"written to {run(options, console)}")
         return
-    task, cell, folder = options.child[0], json.loads(options.child[1]), Path(options.child[2])
-    done = prepare(cell, folder) if task == "prepare" else measure(task, cell, folder, options.seconds, options.busy)
-    print(json.dumps(done))
+    task, group, folder = options.child[0], json.loads(options.child[1]), Path(options.child[2])
+    rows = prepare(group, folder) if task == "prepare" else measure(task, group, folder, options.seconds, options.busy)
+    for entry in rows:
+        print(json.dumps(entry), flush=True)
 
 
 if __name__ == "__main__":

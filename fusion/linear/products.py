@@ -34,10 +34,11 @@ def lacks() -> str:
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str = "") -> Tensor:
     """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`, and its GELU where `gelu` names one. Operands may
-    have any strides; one that oneDNN cannot read is copied for this call."""
+    have any strides; one that oneDNN cannot read is copied for this call. Where less precision than float32's was
+    asked for, no sum is split."""
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    if (part := width(x.shape[1], x.dtype)) == x.shape[1]:
+    if (part := width(x.shape[1], x.dtype)) == x.shape[1] or devices.products_may_round_more():
         return devices.onednn_product(x, _dense(w), bias, gelu)
     parts = zip(_parts(x, part), _parts(w, part), strict=True)
     left, right = next(parts)

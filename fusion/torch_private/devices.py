@@ -22,10 +22,24 @@ def onednn_lacks() -> str:
 
 
 def onednn_may_run() -> bool:
-    """Whether oneDNN is switched on, and products have to be in float32. (The public names of both switches take some
-    microseconds.)"""
-    precision = torch._C._get_fp32_precision_getter("mkldnn", "matmul")
-    return torch._C._get_mkldnn_enabled() and precision in ("none", "ieee")
+    """Whether oneDNN is switched on, and torch itself would compute products of float32 matrices in float32. With tf32
+    allowed it does on processors without AMX's half precision; with bfloat16 allowed its products are oneDNN's."""
+    precision = _precision()
+    is_float32 = precision in _FULL or (precision == "tf32" and not torch.cpu._is_amx_fp16_supported())
+    return torch._C._get_mkldnn_enabled() and is_float32
+
+
+def products_may_round_more() -> bool:
+    """Whether less precision than float32's was asked for."""
+    return _precision() not in _FULL
+
+
+_FULL = ("none", "ieee")
+
+
+def _precision() -> str:
+    """The precision that was asked for. (The public names of this switch and of oneDNN's take some microseconds.)"""
+    return torch._C._get_fp32_precision_getter("mkldnn", "matmul")
 
 
 def onednn_has(dtype: torch.dtype) -> bool:

@@ -145,13 +145,15 @@ def test_settings_of_inductors(setting: str, set_speeds) -> None:
         )  # packed weights have their own
 
 
-def test_less_precision_is_asked_for(set_speeds) -> None:
-    """Torch's own products have it; how oneDNN adds up in float32 cannot be asked then."""
+@pytest.mark.parametrize(("precision", "has_tf32"), [("bf16", False), ("tf32", True), ("tf32", False)])
+def test_less_precision_is_asked_for(precision: str, has_tf32: bool, set_speeds, monkeypatch) -> None:
+    """Where the processor has it, torch's own products have it; where it has no tf32, they are in float32."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: has_tf32)
     set_speeds(given(200, 450, overhead=0))
-    torch.backends.mkldnn.matmul.fp32_precision = "tf32"
+    torch.backends.mkldnn.matmul.fp32_precision, count = precision, int(precision == "tf32" and not has_tf32)
     try:
-        assert compiled(Layers(), torch.randn(96, 256), linear="always") == ([], 0)
-        assert redirected_products() == 0
+        assert compiled(Layers(), torch.randn(96, 256), linear="always")[1] == 2 * count
+        assert redirected_products() == count
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = "none"
     assert redirected_products() == 1

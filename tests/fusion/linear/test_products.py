@@ -1,6 +1,8 @@
 """Products by oneDNN, and the operator that calls them."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -130,18 +132,37 @@ def test_the_operator_is_one_to_torch() -> None:
             opcheck(torch.ops.fusion.linear.default, (torch.randn(6, 40), torch.randn(48, 40), bias, gelu, chosen))
 
 
-@pytest.mark.parametrize("switch", ["bf16", "tf32"])
-def test_less_precision_is_torchs_business(switch: str, monkeypatch) -> None:
-    """Where torch's switches ask for less than float32, the product is eager's own."""
-    monkeypatch.setattr(products, "product", None)
-    x, w, before = torch.randn(64, 256), torch.randn(128, 256), torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = switch
+@contextlib.contextmanager
+def allowed(precision: str) -> Iterator[None]:
+    before, torch.backends.mkldnn.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision, precision
     try:
-        assert not devices.onednn_may_run()
-        assert_same(linear(x, w), eager(x, w))
+        yield
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
-    assert devices.onednn_may_run()
+
+
+@pytest.mark.parametrize(("switch", "has_tf32"), [("bf16", False), ("bf16", True), ("tf32", True)])
+def test_less_precision_is_torchs_business(switch: str, has_tf32: bool, monkeypatch) -> None:
+    """Where torch's switches ask for less than float32, and torch has less here, the product is eager's own."""
+    monkeypatch.setattr(products, "product", None)
+    monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: has_tf32)
+    x, w = torch.randn(64, 256), torch.randn(128, 256)
+    with allowed(switch):
+        assert_same(linear(x, w), eager(x, w))
+
+
+@pytest.mark.parametrize("gelu", ["", "none"])
+def test_sums_are_not_cut_where_tf32_would_do(gelu: str, monkeypatch) -> None:
+    """Without tf32 in the processor one call in float32 is far more exact than was asked for."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
+    x, w, bias = torch.randn(70, 3072), torch.randn(90, 3072), torch.randn(90)
+    with allowed("tf32"), monkeypatch.context() as patch:
+        patch.setattr(devices, "onednn_product_and", None)
+        result = torch.ops.fusion.linear(x, w, bias, gelu, True)
+    assert_same(result, devices.onednn_product(x, w, bias, gelu))
+    in_tf32 = [(t.view(torch.int32) & -(1 << 13)).view(torch.float32) for t in (x, w)]  # 10 bits of the mantissa
+    exact, plain = eager(x.double(), w.double()), devices.onednn_product(x, w, None)
+    assert 16 * (plain - exact).abs().max() < (eager(*in_tf32) - exact).abs().max()
 
 
 def test_onednn_is_turned_off(monkeypatch) -> None:

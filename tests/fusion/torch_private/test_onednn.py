@@ -49,19 +49,38 @@ def _precision_of_all(value: str) -> None:
     torch.backends.fp32_precision = value
 
 
+@pytest.fixture(params=[_precision_of_products, _precision_of_all])
+def put(request: pytest.FixtureRequest):
+    yield request.param
+    request.param("none")
+
+
 @needs_onednn
-@pytest.mark.parametrize("put", [_precision_of_products, _precision_of_all])
-def test_switches(put) -> None:
-    assert devices.onednn_may_run()
-    for value in ("bf16", "tf32"):
-        put(value)
-        try:
-            assert not devices.onednn_may_run()
-        finally:
-            put("none")
+def test_switches(put, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.onednn_may_run() and not devices.products_may_round_more()
+    put("bf16")
+    assert not devices.onednn_may_run() and devices.products_may_round_more()
+    put("tf32")
+    assert devices.products_may_round_more()
+    for has_tf32 in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda has=has_tf32: has)
+        assert devices.onednn_may_run() is not has_tf32
+    put("none")
     with torch.backends.mkldnn.flags(enabled=False):
         assert not devices.onednn_may_run()
     assert devices.onednn_may_run()
+
+
+@needs_onednn
+@pytest.mark.skipif(torch.cpu._is_amx_fp16_supported(), reason="this processor has tf32")
+def test_tf32_is_float32_without_amx(put) -> None:
+    """Torch's products and oneDNN's are the same with tf32 allowed, to the last bit."""
+    x, w, bias = torch.randn(70, 700), torch.randn(90, 700), torch.randn(90)
+    products = lambda: (F.linear(x, w, bias), x @ w.mT, devices.onednn_product(x, w, bias))
+    before = products()
+    put("tf32")
+    for result, expected in zip(products(), before, strict=True):
+        assert torch.equal(result, expected)
 
 
 def test_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
