@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # whole models alternate between Inductor's OpenMP and torch's
 
 import torch
 from torch import Tensor, nn

@@ -10,12 +10,13 @@ and `pip install zentorch`, which asks for one version of torch; --python names 
 has one. "fusion+tf32" is fusion where `torch.set_float32_matmul_precision("high")` allows less than float32. Errors are
 shares of what the project's rule allows beside eager mode, over real tokens. A runtime measures all rows of a model and
 a dtype in one process, each for --seconds; a first compilation takes up to a minute. Files are written after each;
---append goes on with one. --busy: one thread, and the processor time that the process takes.
+--append goes on with one, for which --folder keeps weights and float64 results. --busy: one thread, and the processor time that the process takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import datetime
 import functools
@@ -117,9 +118,9 @@ def prepare(group: dict, folder: Path) -> Iterator[dict]:
     model, rows = built(group)
     torch.save(model.state_dict(), folder / "weights.pt")
     wide = copy.deepcopy(model).double()
-    for number, inputs in enumerate(rows):
+    for inputs, size in zip(rows, group["sizes"], strict=True):
         exact = _real(wide(*(x.double() if x.is_floating_point() else x for x in inputs)), inputs)
-        torch.save(exact, folder / f"exact{number}.pt")
+        torch.save(exact, folder / f"exact {size}.pt")
         yield {"allowed": allowed_error(_real(model(*inputs), inputs), exact)}
 
 
@@ -133,17 +134,17 @@ def measure(runtime: str, group: dict, folder: Path, seconds: float, busy: bool)
     clock = time.process_time if busy else time.perf_counter
     model, rows = built(group)
     model.load_state_dict(torch.load(folder / "weights.pt"))
-    for number, inputs in enumerate(rows):
+    for inputs, size in zip(rows, group["sizes"], strict=True):
         torch.compiler.reset()
         start = time.perf_counter()
         call = RUNTIMES[runtime](copy.deepcopy(model), inputs, folder)
         result = call()
         first = time.perf_counter() - start
-        error = largest_error(_real(result, inputs), torch.load(folder / f"exact{number}.pt"))
+        error = largest_error(_real(result, inputs), torch.load(folder / f"exact {size}.pt"))
         times: list[float] = []
         call()
         stop = time.perf_counter() + seconds
-        while time.perf_counter() < stop or len(times) < 5:
+        while time.perf_counter() < stop or len(times) < 3:
             start = clock()
             call()
             times.append(clock() - start)
@@ -216,10 +217,15 @@ KEY = ("model", "layers", "dtype", "batch", "N")
 
 def _rows(cells: list[dict], options: argparse.Namespace, console: Console) -> Iterator[None]:
     """Measure rows of one model with each runtime, and add to them what comes of it."""
-    group = {name: cells[0][name] for name in KEY[:3]} | {"sizes": [[cell["batch"], cell["N"]] for cell in cells]}
-    with tempfile.TemporaryDirectory() as folder:
-        todo = [(task, functools.partial(in_process, task, group, Path(folder), options))
-                for task in ("prepare", *options.runtimes)]  # fmt: skip
+    group = {name: cells[0][name] for name in KEY[:3]}
+    kept = options.folder and options.folder / " ".join(map(str, group.values()))
+    group["sizes"] = [[cell["batch"], cell["N"]] for cell in cells]
+    with contextlib.nullcontext(kept) if kept else tempfile.TemporaryDirectory() as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tasks = ["prepare", *options.runtimes]
+        if kept and all("allowed" in cell for cell in cells):
+            tasks.remove("prepare")
+        todo = [(task, functools.partial(in_process, task, group, Path(folder), options)) for task in tasks]
         described = f"{group['model']} {group['dtype']}"
         for task, entries in results.measured(todo, console, lambda task: f"{described} {task}"):
             for cell, entry in zip(cells, entries, strict=True):
@@ -239,11 +245,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--layers", type=int, help="of each model, in place of its own number; a U-Net has its own")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="N; images have their own")
-    parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
+    parser.add_argument("--runtimes", nargs="*", default=list(RUNTIMES), choices=list(RUNTIMES))
     parser.add_argument("--python", nargs="+", default=[], metavar="RUNTIME=PATH", help="interpreters of runtimes")
     parser.add_argument("--seconds", type=float, default=10.0, help="per runtime")
     parser.add_argument("--busy", action="store_true", help="processor time of one thread")
     parser.add_argument("--append", type=Path, help="a file of an earlier run, to go on with")
+    parser.add_argument("--folder", type=Path, help="for weights and float64 results, which --append then finds there")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # whole models alternate between Inductor's OpenMP and torch's
 
 import torch
 from torch import Tensor, nn
