@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule

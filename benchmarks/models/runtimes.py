@@ -10,7 +10,8 @@ and `pip install zentorch`, which asks for one version of torch; --python names 
 has one. "fusion+tf32" is fusion where `torch.set_float32_matmul_precision("high")` allows less than float32. Errors are
 shares of what the project's rule allows beside eager mode, over real tokens. A runtime measures all rows of a model and
 a dtype in one process, each for --seconds; a first compilation takes up to a minute. Files are written after each;
---append goes on with one, for which --folder keeps weights and float64 results. --busy: one thread, and the processor time that the process takes.
+--append goes on with one, for which --folder keeps weights and float64 results. --busy: one thread, and the processor
+time that the process takes.
 """
 
 from __future__ import annotations
@@ -261,7 +262,8 @@ def main() -> None:
     if options.busy:
         torch.set_num_threads(1)
     if options.child is None:
-        sys.argv = [word for word in sys.argv if word != "--python" and "=" not in word]  # no paths in result files
+        private = ("--python", "--folder", str(options.folder), *options.python)  # no paths in result files
+        sys.argv = [word for word in sys.argv if word not in private]
         console = Console()
         console.print(f"written to {run(options, console)}")
         return

@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-
 import torch
 from torch import Tensor, nn
 
