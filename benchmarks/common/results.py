@@ -19,6 +19,7 @@ from rich.table import Table
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 What = TypeVar("What")
+Result = TypeVar("Result")
 VERSIONS = ("torch", "torch-mlir", "triton", "transformers", "numpy")
 
 
@@ -131,8 +132,8 @@ def heading(title: str) -> str:
 
 
 def measured(
-    todo: Iterable[tuple[What, Callable[[], dict]]], console: Console, title: Callable[[What], str]
-) -> Iterator[tuple[What, dict]]:
+    todo: Iterable[tuple[What, Callable[[], Result]]], console: Console, title: Callable[[What], str]
+) -> Iterator[tuple[What, Result]]:
     """What was measured and what came of it, one after the other behind a progress bar.
 
     todo: pairs of what is to be measured, and the call that does it. An interrupted run ends early, without an error.

@@ -4,7 +4,8 @@
     python -m benchmarks.models.first_call warm [--models "bert, 128 tokens"] [--rounds 7] [--output FILE.md]
 
 cold: compilers' caches are empty. Inductor compiles alone and for us, in turns; the median of each is compared. It may
-take less for us, as fused attention is nothing to it. "Our part" is what analysis, validation, planning and kernels
+take less for us, as fused attention is nothing to it. --beside MKL: not Inductor alone, but fusion with all products of
+linear layers left to MKL, beside fusion. "Our part" is what analysis, validation, planning and kernels
 take, "kernels" lowering and LLVM. warm: a first process fills the caches of a backend, others find them there; a first
 call includes what is imported for it, and one run of the model. Processor times include children, and depend less on
 what else the machine does; our part runs in one thread.
@@ -27,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BACKENDS = ("inductor", "fusion")
+BACKENDS = {"inductor": ("inductor", None), "MKL": ("fusion", {"linear": "never"}), "fusion": ("fusion", None)}
 PARSED = ("torch._inductor.compile_fx", "fusion.backend", "fusion.codegen.mlir", "fusion.planning.cpu_planner")
 
 
@@ -110,7 +111,8 @@ def measure(name: str, compiler: str, cold: bool) -> dict[str, float]:
     with torch.no_grad():
         model(x)  # torch's threads and libraries are there
         start, used = time.perf_counter(), processor_time()
-        torch.compile(model, backend=compiler)(x)
+        backend, options = BACKENDS[compiler]
+        torch.compile(model, backend=backend, options=options)(x)
         spent |= {"clock": time.perf_counter() - start, "processor": processor_time() - used}
     if cold:
         from fusion.validation import sites
@@ -138,7 +140,7 @@ def cold(options: argparse.Namespace, bytecode: str) -> list[list[str]]:
     subprocess.run([sys.executable, "-c", f"import {', '.join(PARSED)}"], env=environment, check=False)
     lines = []
     for name in options.models or [name for name in MODELS if name not in ("bert, 128 tokens", "vit")]:
-        runs: dict[str, list[dict[str, float]]] = {backend: [] for backend in BACKENDS}
+        runs: dict[str, list[dict[str, float]]] = {options.beside: [], "fusion": []}
         for _ in range(options.rounds or 1):
             for compiler, spent in runs.items():
                 with tempfile.TemporaryDirectory() as cache:
@@ -157,24 +159,26 @@ def warm(options: argparse.Namespace, bytecode: str) -> list[list[str]]:
     """A line per model, backend and state of its cache."""
     lines = []
     for name in options.models or ["bert, 128 tokens"]:
-        runs: dict[str, list[dict[str, float]]] = {backend: [] for backend in BACKENDS}
+        runs: dict[str, list[dict[str, float]]] = {options.beside: [], "fusion": []}
         with tempfile.TemporaryDirectory() as folder:
             for turn in range((options.rounds or 7) + 1):
-                for backend in BACKENDS if turn % 2 else BACKENDS[::-1]:
+                for backend in list(runs)[:: 1 if turn % 2 else -1]:
                     runs[backend].append(in_process("warm", name, backend, f"{folder}/{backend}", bytecode))
         for backend, spent in runs.items():
             for state, some in (("empty", spent[:1]), ("filled", spent[1:])):
                 times = [f"{statistics.median(r[clock] for r in some):.2f}" for clock in ("clock", "processor")]
                 hits = ", ".join(f"{key} {n}" for key, n in some[-1].items() if "cache" in key)
                 lines.append([name, backend, state, *times, hits])
-        pairs = list(zip(runs["fusion"][1:], runs["inductor"][1:], strict=True))
+        pairs = list(zip(runs["fusion"][1:], runs[options.beside][1:], strict=True))
         more = [statistics.median(a[clock] - b[clock] for a, b in pairs) for clock in ("clock", "processor")]
-        lines.append([name, "fusion less inductor", "filled", *(f"{m:.2f}" for m in more), "medians, run by run"])
+        lines.append(
+            [name, f"fusion less {options.beside}", "filled", *(f"{m:.2f}" for m in more), "medians, run by run"]
+        )
     return lines
 
 
 HEADERS = {
-    "cold": ["model", "sites", "fused", "Inductor alone, s", "with us, s", "added", "our part, s", "share",
+    "cold": ["model", "sites", "fused", "alone, s", "with us, s", "added", "our part, s", "share",
              "of it kernels, s", "share without kernels", "validation, s"],
     "warm": ["model", "backend", "caches", "clock, s", "processor, s", "hits and misses"],
 }  # fmt: skip
@@ -185,6 +189,7 @@ def main() -> None:
     parser.add_argument("task", choices=list(HEADERS))
     parser.add_argument("--models", nargs="+", choices=MODELS)
     parser.add_argument("--rounds", type=int, help="processes of each backend (cold: 1; warm: 7 with filled caches)")
+    parser.add_argument("--beside", default="inductor", choices=["inductor", "MKL"], help="what is alone")
     parser.add_argument("--output", type=Path, help="a file for the table, with machine and versions")
     parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

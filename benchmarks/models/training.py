@@ -2,7 +2,7 @@
 
     python -m benchmarks.models.training [--cases vit bert] [--lengths 512] [--busy]
 
-The models are transformers', of six layers with random weights; dropout, which each run draws anew, is off. All start
+The models are transformers', of three layers with random weights; dropout, which each run draws anew, is off. All start
 from the same weights and see the same input. "MKL": fusion with all products of linear layers left to MKL.
 """
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from benchmarks.common.compare import Case, compiled, main
 from benchmarks.common.model_zoo import MODELS, VOCABULARY
 
-SHAPES = {"vit": ((4, 197),), "bert": ((1, 512), (8, 128)), "gpt2": ((1, 512),), "t5": ((1, 512),)}
+TEXTS = ((1, 128), (1, 512), (8, 128), (8, 512))
+SHAPES = {"vit": ((1, 197), (4, 197), (8, 197)), "bert": TEXTS, "gpt2": TEXTS, "t5": TEXTS}
 """By model: batches and lengths."""
-LAYERS = {"gpt2": "n_layer", "t5": "num_layers"}
+LAYERS = 3
 NO_DROPOUT = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop"),
@@ -45,8 +46,8 @@ def trainer(model: nn.Module, backend: str, **options: Any) -> Callable[[Tensor]
 
 
 def training(options: argparse.Namespace) -> Iterator[Case]:
-    for name in options.cases or ("vit", "bert"):
-        sizes = {LAYERS.get(name, "num_hidden_layers"): 6} | dict.fromkeys(NO_DROPOUT.get(name, ()), 0.0)
+    for name in options.cases or ("vit", "bert", "gpt2"):
+        sizes = {MODELS[name].layers: LAYERS} | dict.fromkeys(NO_DROPOUT.get(name, ()), 0.0)
         for batch, n in SHAPES[name]:
             if n in (options.lengths or [n]):
                 x = torch.randint(0, VOCABULARY, (batch, n))
