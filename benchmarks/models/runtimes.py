@@ -205,7 +205,8 @@ def run(options: argparse.Namespace, console: Console) -> Path:
         is_image = MODELS[name].inputs(MODELS[name].lengths[0]).is_floating_point()
         lengths = MODELS[name].lengths[:1] if is_image else options.lengths
         for dtype in options.dtypes:
-            keys = [(name, options.layers, dtype, batch, N) for batch in options.batches for N in lengths]
+            sizes = [(batch, N) for batch in options.batches for N in lengths if batch * N <= options.tokens]
+            keys = [(name, options.layers, dtype, *size) for size in sizes]
             data["cells"] += [dict(zip(KEY, key, strict=True), entries={}) for key in keys if key not in known]
             known |= {tuple(map(cell.get, KEY)): cell for cell in data["cells"]}
             for _ in _rows([known[key] for key in keys], options, console):
@@ -246,6 +247,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--layers", type=int, help="of each model, in place of its own number; a U-Net has its own")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="N; images have their own")
+    parser.add_argument("--tokens", type=int, default=1 << 14, help="rows of more are left out")
     parser.add_argument("--runtimes", nargs="*", default=list(RUNTIMES), choices=list(RUNTIMES))
     parser.add_argument("--python", nargs="+", default=[], metavar="RUNTIME=PATH", help="interpreters of runtimes")
     parser.add_argument("--seconds", type=float, default=10.0, help="per runtime")
