@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -40,19 +40,12 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str = "") -> Tensor
         bias = bias.contiguous()
     if (part := width(x.shape[1], x.dtype)) == x.shape[1] or devices.products_may_round_more():
         return devices.onednn_product(x, _dense(w), bias, gelu)
-    parts = zip(_parts(x, part), _parts(w, part), strict=True)
+    parts = zip(x.split(part, 1), w.split(part, 1), strict=True)
     left, right = next(parts)
-    out = devices.onednn_product(left, right, bias)
-    for left, right in parts:
-        out = devices.onednn_product_and(left, right, out)
+    out = devices.onednn_product(_dense(left), _dense(right), bias)
+    for left, right in parts:  # copied one by one, into memory that was freed just now and is in the caches
+        out = devices.onednn_product_and(_dense(left), _dense(right), out)
     return F.gelu(out, approximate=gelu) if gelu else out
-
-
-def _parts(matrix: Tensor, width: int) -> Sequence[Tensor]:
-    """Columns of a matrix by parts that oneDNN can read, all copied in one pass where they have to be copied."""
-    if matrix.mT.is_contiguous() or matrix.shape[1] % width:
-        return [_dense(part) for part in matrix.split(width, 1)]
-    return matrix.unflatten(1, (-1, width)).transpose(0, 1).contiguous().unbind()
 
 
 @functools.lru_cache(65536)
