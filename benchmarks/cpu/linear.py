@@ -3,10 +3,10 @@
     python -m benchmarks.cpu.linear [products | deep] [--seconds 0.4] [--busy]
 
 products: GFLOP/s of the forward and of both products of the backward, as graphs have them, by MKL and by the operator
-that fusion puts there; errors are shares of what the project's rule allows beside MKL. deep: milliseconds of sums of 3072
-terms, by MKL, by oneDNN in parts as fusion computes them, in parts that are dense already, and in one call. Whole models:
-`benchmarks.models.runtimes`; training: `benchmarks.models.training`. --busy: one thread, and the processor time that it
-takes, which barely depends on what else the machine does.
+that fusion puts there; errors are shares of what the project's rule allows beside MKL. deep: milliseconds of sums of
+3072 terms, by MKL, by oneDNN in parts as fusion computes them, in parts that are dense already, and in one call. Whole
+models: `benchmarks.models.runtimes`; training: `benchmarks.models.training`. --busy: one thread, and the processor time
+that it takes, which barely depends on what else the machine does.
 """
 
 from __future__ import annotations
