@@ -7,6 +7,7 @@ Triton.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import logging
@@ -72,16 +73,24 @@ def initialize_mkl() -> None:
                 function(element)
 
 
+LARGEST_BLOCK, MOST_RETAINED = 256 << 20, 512 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+
 @functools.cache
 def retain_freed_memory() -> None:
-    """Free one block of 31 MiB, which was never written; once in a process, before the first graph is compiled.
+    """Let glibc retain up to 512 MiB that were freed, for blocks of up to 256 MiB; once in a process, before the first
+    graph is compiled.
 
-    glibc returns freed memory at the end of its heap to the system once it exceeds a threshold, and the next call of a
-    model has page faults for all of it: a tenth of the time of a ViT. The threshold is twice the largest block, of at
-    most 32 MiB, that was freed so far. Settings of the user's (`MALLOC_TRIM_THRESHOLD_`) stay in force.
+    Otherwise blocks of more than 32 MiB return to the system as soon as they are freed, and so does what exceeds 62 MiB
+    at the end of the heap; the next call of a model then has page faults for all of it, which take a tenth of its time.
+    Settings of the user's stay in force.
     """
-    with without_function_modes(), unset_fake_temporarily(), disable_proxy_modes_tracing():
-        torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+    own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not own:
+        mallopt(_M_MMAP_THRESHOLD, LARGEST_BLOCK)
+        mallopt(_M_TRIM_THRESHOLD, MOST_RETAINED)
 
 
 LEVELS = ("debug", "info", "warning", "error")

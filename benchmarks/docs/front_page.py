@@ -1,19 +1,22 @@
-"""The table of speeds on README.md, from result files: prints it, or puts it there.
+"""The table of speeds on README.md and that of whole models on docs/performance.md, from result files: prints them, or
+puts them there.
 
     python -m benchmarks.docs.front_page [--write]
 
-A row is an attention on a processor; its figures are those of the newest result file that has them (`SOURCES`). The
-same figures are checked by tests/test_readme.py.
+A row of the first is an attention on a processor; its figures are those of the newest result file that has them
+(`SOURCES`). The same figures are checked by tests/test_readme.py.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- benchmarks/docs/front_page.py -->\n", "<!-- end -->\n"
 
 ZEN5, AMX = "2026-11-28-zen5", "2026-11-21-0822-cpu"
@@ -72,15 +75,45 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+MODELS = "2026-11-29-models-batches"
+RUNTIMES = {
+    "float32": ("fusion", "fusion+tf32", "openvino", "zentorch", "onnxruntime"),
+    "bfloat16": ("fusion", "openvino", "zentorch"),
+}
+NAMES = {"fusion+tf32": "fusion, tf32 allowed", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
+
+
+def models() -> str:
+    """The table of docs/performance.md, in Markdown: milliseconds, the least of a row and dtype in bold."""
+    rows: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for row in tables(MODELS)["Whole models beside other runtimes"]:
+        rows.setdefault((row["model"], row["B x N"]), {})[row["dtype"]] = row
+    heads = [f"{NAMES.get(name, name)}, {dtype}" for dtype, names in RUNTIMES.items() for name in names]
+    lines = [f"| model | B x N | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(heads)]
+    for (title, sizes), row in rows.items():
+        texts: list[str] = []
+        for dtype, names in RUNTIMES.items():
+            times = [row.get(dtype, {}).get(name, "").partition(" ")[0] for name in names]
+            least = min((time for time in times if time not in ("", "fails")), key=float, default=None)
+            texts += [f"**{time}**" if time == least else time for time in times]
+        lines.append(f"| {title} | {sizes} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES: dict[Path, Callable[[], str]] = {README: table, PERFORMANCE: models}
+
+
 def main() -> None:
-    """Prints the table, or writes it."""
+    """Prints the tables, or writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
-    if not parser.parse_args().write:
-        print(table(), end="")
-        return
-    before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
+    parser.add_argument("--write", action="store_true", help="put them into the pages")
+    write = parser.parse_args().write
+    for page, made in PAGES.items():
+        before, _, rest = page.read_text().partition(BEGIN)
+        if write:
+            page.write_text(before + BEGIN + made() + END + rest.partition(END)[2])
+        else:
+            print(made())
 
 
 if __name__ == "__main__":

@@ -173,7 +173,9 @@ def write(path: Path, data: dict) -> None:
     lines = []
     for cell in data["cells"]:
         texts = [_text(cell["entries"].get(name), cell.get("allowed")) for name in runtimes]
-        title = MODELS[cell["model"]].title + (f", {cell['layers']} layers" if cell.get("layers") else "")
+        title = MODELS[cell["model"]].title
+        if cell.get("layers"):
+            title = f"{title.partition(' (')[0]}, {cell['layers']} layers"
         lines.append([title, f"{cell['batch']} x {cell['N']}", cell["dtype"], *texts])
     versions = [e.get("versions", {}).items() for cell in data["cells"] for e in cell["entries"].values()]
     versions = dict.fromkeys(f"{name} {version}" for items in versions for name, version in items)

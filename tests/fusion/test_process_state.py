@@ -122,12 +122,15 @@ def test_dynamo_hears_of_the_backend_when_it_is_asked_for() -> None:
 
 MEMORY = """
 import resource
+import sys
 import torch
 import fusion.backend
 
+count, size = map(int, sys.argv[1:])
+
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(2**19) for _ in range(20)]
+    tensors = [torch.ones(size) for _ in range(count)]
     del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
@@ -137,11 +140,14 @@ print(faults(), min(faults() for _ in range(5)))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_freed_memory_is_used_again() -> None:
-    """40 MB, in blocks of 2 MB, are pages of the system's at the first call, and of the process at the next ones."""
-    own = {
+@pytest.mark.parametrize("setting", [{}, {"MALLOC_MMAP_THRESHOLD_": "1000000"}], ids=["none", "the user's"])
+@pytest.mark.parametrize(("count", "size"), [(20, 2 << 20), (5, 50 << 20)])
+def test_freed_memory_is_used_again(count: int, size: int, setting: dict[str, str]) -> None:
+    """Blocks of several MB are pages of the system's at the first call, and of the process at the next ones."""
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
     }
-    done = subprocess.run([sys.executable, "-c", MEMORY], env=own, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", MEMORY, str(count), str(size // 4)]
+    done = subprocess.run(command, env=environment | setting, capture_output=True, text=True, check=True)
     first, later = map(int, done.stdout.split())
-    assert later < first / 10
+    assert (later < first / 10) is not bool(setting)
