@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from fusion.cli.cost import elements
 from fusion.errors import FusionError
 from fusion.planning.plan import aligned, tile_text
 from fusion.planning.problem import Problem
@@ -55,12 +56,6 @@ def symbols(names: Sequence[str]) -> str:
         except UnknownScheduleError:
             lines.append("  best tile: by search")
     return "\n".join([*lines, "lower bounds (orders; constant 1)", *(f"  {bound}" for bound in BOUNDS.values())])
-
-
-def elements(text: str) -> int:
-    """Number of elements, as 65536 or 64K (of 1024; M: of 1024 squared)."""
-    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
-    return int(text[:-1] if unit > 1 else text) * unit
 
 
 def main(words: Sequence[str] | None = None) -> int:

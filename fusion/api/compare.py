@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fusion.errors import ComparisonError
 from fusion.exactness import errors, floats, reference
-from fusion.planning.plan import aligned, bytes_text, seconds_text
+from fusion.planning.plan import Plan, aligned, bytes_text, peaks_text, seconds_text
 from fusion.report.data import number
+from fusion.report.report import collect_reports
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.tensors import tree_leaves
 
@@ -58,7 +59,7 @@ class Measured:
 class Comparison:
     """Measurements of one call, made in turns in one process.
 
-    note: what could not be measured, and why. predicted: seconds of the fused attentions, by the cost model.
+    note: what could not be measured, and why. plans: of the fused attentions.
     """
 
     entries: tuple[Measured, ...]
@@ -66,10 +67,15 @@ class Comparison:
     threads: int
     device: str
     note: str = ""
-    predicted: float | None = None
+    plans: tuple[Plan, ...] = ()
 
     def __getitem__(self, name: str) -> Measured:
         return next(entry for entry in self.entries if entry.name == name)
+
+    @property
+    def predicted(self) -> float | None:
+        """Seconds of the fused attentions, by the cost model."""
+        return sum(plan.time for plan in self.plans) or None
 
     @property
     def conditions(self) -> str:
@@ -79,9 +85,19 @@ class Comparison:
         spread = [(entry.name, *map(seconds_text, entry.quartiles)) for entry in self.entries if entry.quartiles]
         if spread:
             text += " Half of them took " + ", ".join(f"{low} to {high} ({name})" for name, low, high in spread) + "."
-        if self.predicted:
-            text += f" Predicted for attention in fusion: {seconds_text(self.predicted)}."
         return f"{text} {self.note}" if self.note else text
+
+    @property
+    def optimum(self) -> str:
+        """Predicted time of the fused attentions and what they reach of the machine's peaks, beside that of the
+        measured call; "" without a fused attention."""
+        if not self.predicted:
+            return ""
+        text = (
+            f"Attention in fusion: {seconds_text(self.predicted)} predicted, {peaks_text(self.plans, self.predicted)}"
+        )
+        seconds = self["fusion"].seconds
+        return f"{text}; by the measured call {peaks_text(self.plans, seconds)}." if seconds > 0 else f"{text}."
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows of (name, time, speed-up over eager, peak memory, error, allowed error)."""
@@ -111,11 +127,14 @@ class Comparison:
             }
             for entry in self.entries
         }
-        return {"conditions": self.conditions, "predicted_seconds": self.predicted, "entries": entries}
+        return {
+            "conditions": self.conditions, "predicted_seconds": self.predicted, "optimum": self.optimum or None,
+            "entries": entries,
+        }  # fmt: skip
 
     def __str__(self) -> str:
         rows = [("measured", "time", "speed-up", "peak", "error", "allowed"), *self.table()]
-        return "\n".join([*aligned(rows, 1), self.conditions])
+        return "\n".join([*aligned(rows, 1), self.conditions, *filter(None, [self.optimum])])
 
 
 def compare(
@@ -137,7 +156,11 @@ def compare(
     original = original_of(function)
     _require_callable("compare", original)
     inductor = torch.compile(original, dynamic=False, options=without_ours() or None)
-    return _compared({"eager": original, "inductor": inductor, **_ours(original, options)}, args, kwargs, seconds)
+    runs = {"eager": original, "inductor": inductor, **_ours(original, options)}
+    with collect_reports() as reports:
+        measured = _compared(runs, args, kwargs, seconds)
+    plans = tuple(plan for report in reports for site in report.sites for plan in site.plans)
+    return replace(measured, plans=plans)
 
 
 def compare_results(

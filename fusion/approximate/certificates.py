@@ -54,16 +54,17 @@ class Certificate:
     planes: int | None = None
 
     def __str__(self) -> str:
-        where = f"{len(self.heads)} head{'s' if len(self.heads) != 1 else ''} x {self.n_q} queries x {self.n_k} keys"
-        bound = "" if self.bound is None else f"B = {self.bound:.3g}, "
-        bound += "" if self.moment is None else f"mean square {self.moment:.2g}, "
+        count = len(self.heads)
+        where = f"{self.method}: {count} head{'s' * (count != 1)} of {self.n_q} queries and {self.n_k} keys"
+        known = "" if self.bound is None else f"; no score is above {self.bound:.3g} in magnitude"
+        known += "" if self.moment is None else f", and their mean square in a row is at most {self.moment:.2g}"
         if self.ran == "exact":
-            return f"{self.method}: {where} ran exact ({bound}{self.reason})"
-        what = f"degree {self.degree}, {self.features} features, " if self.degree is not None else ""
-        what += f"products in {self.planes} planes, " if self.planes is not None else ""
+            return f"{where} ran exact, because {self.reason}{known}"
+        way = f"a polynomial of degree {self.degree} with {self.features} features" if self.degree is not None else ""
+        way += " and " * bool(way and self.planes) + (f"products in {self.planes} planes" if self.planes else "")
         return (
-            f"{self.method}: {where}, {bound}{what}weights within {self.weight_error:.2g} (asked {self.epsilon:g}), "
-            f"outputs within {self.output_error:.2g}"
+            f"{where}, by {way}: the weights of a row are off by at most {self.weight_error:.2g} of their sum "
+            f"({self.epsilon:g} was allowed), an output row by at most {self.output_error:.2g}{known}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 from fusion.errors import ProblemError
@@ -22,6 +23,7 @@ EXAMPLES = """examples:
   fusion cost --N 4096 --d 64
   fusion cost --N 4096 --d 128 --heads 32 --heads-kv 8 --dtype bf16 --causal --machine h200
   fusion cost --N 4096 --d 128 --dtype bf16 --machine sm_89:cores=128,clock=2.52e9,bandwidth=1.008e12
+  fusion cost --N 4096 --d 64 --M 64K
   fusion cost --N 8192 --d 16 --bound 1 --epsilon 1e-2
   fusion cost --N 1048576 --d 128 --heads 32 --causal --dtype bf16 --machine h200 --devices 8 --link 450e9"""
 
@@ -43,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="float32", help="element type (default %(default)s)")
     parser.add_argument("--machine", help=MACHINES)
+    parser.add_argument("--M", type=elements, help="fast memory of a core of a CPU in elements, as 64K")
     parser.add_argument("--bound", type=float, help="B, with |score| <= B: weigh the polynomial that this allows, too")
     parser.add_argument(
         "--epsilon", type=float, default=1e-2, help="error of the weights, with --bound (default %(default)s)"
@@ -74,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"dtype {problem.dtype}: a CPU multiplies no float8, K and V in it are widened as they are read; give "
             "--dtype float32, bfloat16 or float16"
         )
+    if arguments.M is not None:
+        target = _with_fast_memory(target, problem, arguments.M)
     chosen = plan(problem, target)
     crossing = "" if arguments.bound is None else _crossing(problem, target, arguments.bound, arguments.epsilon)
     if arguments.devices < 1 or arguments.link is not None and not arguments.link > 0:
@@ -90,6 +95,22 @@ def run(arguments: argparse.Namespace) -> int:
     if crossing:
         print(f"polynomial {crossing}")
     return 0
+
+
+def elements(text: str) -> int:
+    """Number of elements, as 65536 or 64K (of 1024; M: of 1024 squared)."""
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    return int(text if unit == 1 else text[:-1]) * unit
+
+
+def _with_fast_memory(target: Machine, problem: Problem, count: int) -> Machine:
+    if target.kind == "gpu" or count < 1:
+        raise ProblemError(
+            f"--M {count} with --machine {target.name}: M is a positive number, and of a CPU, as kernels of a GPU are "
+            "planned for the memory that it has; python -m examples.io_model --M 64K goes by no machine"
+        )
+    level = replace(target.level(target.fast), capacity=count * problem.element_bytes)
+    return replace(target, levels=tuple(level if each.name == level.name else each for each in target.levels))
 
 
 def _sharded(problem: Problem, target: Machine, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:

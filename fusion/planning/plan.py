@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusion.errors import ProblemError
 from fusion.ir.spec import AttentionSpec
-from fusion.machine import Machine
+from fusion.machine import Machine, with_cores
 from fusion.machine import machine as find_machine
 from fusion.planning.choice import Choice, Planner
 from fusion.planning.counted import with_counts
@@ -147,6 +147,16 @@ class Plan:
         """The kind of bound this is, in words."""
         return "compulsory: what is needed, moved once" if self.compulsory else "an order, with the constant 1"
 
+    def peaks(self, seconds: float) -> tuple[float, float]:
+        """Shares of the machine's multiply-add peak and of its memory's bandwidth, with the threads in use, where a
+        call takes so long: by the two products over live scores, and by what must be moved at least."""
+        cpu, problem = self.machine.kind == "cpu", self.problem
+        machine = with_cores(self.machine, torch.get_num_threads()) if cpu else self.machine
+        scores = problem.problems * problem.n_q * problem.n_k * problem.live_share(1)
+        moved = lower_bound(problem, math.inf) * problem.element_bytes
+        work = 2 * scores * (problem.d + problem.d_v) / machine.flops(problem.dtype)
+        return work / seconds, moved / machine.main.bandwidth / seconds
+
     @property
     def limited_by(self) -> str:
         """The resource predicted to be busiest."""
@@ -193,6 +203,7 @@ class Plan:
             f" = {bytes_text(self.io_bytes)}{self._levels()}",
             f"bound      {number_text(self.bound)} elements ({self.bound_text}); ratio {self.ratio:.2f}",
             f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})",
+            f"reaches    {peaks_text([self], self.time)}",
         ]
         return "\n".join(lines)
 
@@ -242,6 +253,14 @@ def plan(
         _, block, _ = reading(choice, spec, problem, target)
         problem = with_counts(problem, spec, sizes, values, block, choice.tile.keys)
     return _with_cost(choice, spec, problem, target)
+
+
+def peaks_text(plans: Sequence[Plan], seconds: float) -> str:
+    """Shares of the peaks that attentions reach together where they take so many seconds."""
+    products, moved = (100 * sum(column) for column in zip(*(plan.peaks(seconds) for plan in plans), strict=True))
+    clock = plans[0].machine.clock  # that the system states: processors may run at a higher one
+    at = f" at {clock / 1e9:.3g} GHz" if clock else ""
+    return f"{products:.3g} % of the multiply-add peak{at}, {moved:.3g} % of the memory's bandwidth"
 
 
 def planner_for(spec: AttentionSpec, machine: Machine) -> Planner:

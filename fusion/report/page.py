@@ -81,7 +81,7 @@ def _comparison(report: Report) -> str:
     rows = [_cells("th", ("", "time", "speed-up", "peak memory", "error", "allowed"))]
     rows += [_cells("td", cells) for cells in measured.table()]
     table = f'<div class="wide" tabindex="0"><table>{"".join(rows)}</table></div>'
-    return f"<h2>Measured</h2>{table}<p>{escape(measured.conditions)}</p>"
+    return f"<h2>Measured</h2>{table}<p>{escape(measured.conditions)}</p><p>{escape(measured.optimum)}</p>"
 
 
 def _cells(tag: str, cells: Iterable[str]) -> str:

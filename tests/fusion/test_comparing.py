@@ -20,7 +20,7 @@ def inputs(n=65):
     return [torch.randn(1, 2, n, 16) for _ in range(3)]
 
 
-def test_eager_inductor_and_fusion_side_by_side():
+def test_eager_inductor_and_fusion_side_by_side(tmp_path):
     given = inputs()
     report = fusion.explain(attend, *given)
     found = report.compare(*given, seconds=0.01)
@@ -30,6 +30,10 @@ def test_eager_inductor_and_fusion_side_by_side():
     assert found["fusion"].error <= found["fusion"].allowed and found["eager"].error > 0
     assert report.comparison is found
     assert "speed-up" in str(report) and "Medians of" in str(report)
+    assert [plan.choice for plan in found.plans] == [site.plan.choice for site in report.sites]
+    line = str(found).splitlines()[-1]
+    assert line == found.optimum and line.startswith("Attention in fusion: ") and "by the measured call" in line
+    assert found.optimum in report.to_html(tmp_path / "page.html").read_text().replace("&#x27;", "'")
 
 
 def test_compare_of_a_model_takes_its_parameters_to_float64():

@@ -9,10 +9,26 @@ import torch.nn.functional as F
 
 import fusion
 from fusion.approximate import dispatch
+from fusion.approximate.certificates import Certificate
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.machine import machine
 from tests.fusion.approximate.cases import assert_certified, inputs
 from tests.numerics import assert_as_exact_as_eager, assert_runs_as_exact_as_eager, wide
+
+
+def test_a_certificate_is_a_sentence_with_its_figures():
+    common = {"method": "polynomial", "heads": ((0, 0), (0, 1)), "epsilon": 0.01, "n_q": 64, "n_k": 96}
+    certified = Certificate(
+        **common, ran="polynomial", weight_error=0.0031, output_error=0.0124, bound=0.98, moment=0.031, degree=2,
+        features=561,
+    )  # fmt: skip
+    assert str(certified) == (
+        "polynomial: 2 heads of 64 queries and 96 keys, by a polynomial of degree 2 with 561 features: the weights of "
+        "a row are off by at most 0.0031 of their sum (0.01 was allowed), an output row by at most 0.012; no score is "
+        "above 0.98 in magnitude, and their mean square in a row is at most 0.031"
+    )
+    exact = Certificate(**common, ran="exact", reason="no polynomial pays")
+    assert str(exact) == "polynomial: 2 heads of 64 queries and 96 keys ran exact, because no polynomial pays"
 
 
 def test_training_keeps_the_exact_kernel():

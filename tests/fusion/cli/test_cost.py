@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from fusion.cli import COMMANDS, main
 from fusion.codegen import reference
-from fusion.machine import machine
+from fusion.machine import machine, with_cores
 from fusion.passes.specify.masks import understand
 from fusion.planning.plan import plan, planner_for
 from fusion.planning.problem import Problem, attention_of, problem_of
-from tests.numerics import assert_as_exact_as_eager
+from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
 
 def test_a_machine_predicts_time_and_honours_the_dtype(capsys):
@@ -65,6 +65,27 @@ def test_heads_that_share_keys_read_them_once_in_decoding(name):
     assert 1 <= grouped.ratio < 1.01 and grouped.compulsory
     single = plan(Problem(n_q=1, heads=8, heads_kv=8, **sizes), name)
     assert grouped.io < 1.01 * single.io
+
+
+def test_the_fast_memory_can_be_given(capsys):
+    for text, count in (("4096", 4096), ("4K", 4096), ("1M", 1 << 20)):
+        assert main(["cost", "--N", "512", "--d", "16", "--M", text]) == 0
+        assert f": M = {count} elements of float32" in capsys.readouterr().out
+    assert main(["cost", "--M", "4K", "--machine", "h200"]) == 2 and main(["cost", "--M", "0"]) == 2
+    assert "M is a positive number, and of a CPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_shares_of_the_peaks_are_those_of_the_machines_figures(name, causal):
+    n, d, heads, here = 1024, 64, 6, machine(name)
+    found = plan(Problem(n_q=n, n_k=n, d=d, d_v=d, heads=heads, heads_kv=2, causal=causal), here)
+    here = with_cores(here, torch.get_num_threads()) if name == "cpu" else here
+    scores = heads * (n * (n + 1) / 2 if causal else n * n)
+    assert_same_in_float64(found.peaks(2e-3)[0], scores * 2 * 2 * d / here.flops("float32") / 2e-3)
+    moved = 4 * (heads * n * 2 * d + 2 * n * 2 * d)
+    assert_same_in_float64(found.peaks(2e-3)[1], moved / here.main.bandwidth / 2e-3)
+    assert "% of the multiply-add peak" in found.explain() and "of the memory's bandwidth" in found.explain()
 
 
 def test_the_attention_of_a_problem_is_that_problem():
