@@ -20,7 +20,6 @@ from fusion.errors import ComparisonError
 from fusion.exactness import errors, floats, reference
 from fusion.planning.plan import Plan, aligned, bytes_text, peaks_text, seconds_text
 from fusion.report.data import number
-from fusion.report.report import collect_reports
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.tensors import tree_leaves
 
@@ -59,7 +58,8 @@ class Measured:
 class Comparison:
     """Measurements of one call, made in turns in one process.
 
-    note: what could not be measured, and why. plans: of the fused attentions.
+    note: what could not be measured, and why. plans: of the fused attentions, where a
+    report knows them.
     """
 
     entries: tuple[Measured, ...]
@@ -156,11 +156,7 @@ def compare(
     original = original_of(function)
     _require_callable("compare", original)
     inductor = torch.compile(original, dynamic=False, options=without_ours() or None)
-    runs = {"eager": original, "inductor": inductor, **_ours(original, options)}
-    with collect_reports() as reports:
-        measured = _compared(runs, args, kwargs, seconds)
-    plans = tuple(plan for report in reports for site in report.sites for plan in site.plans)
-    return replace(measured, plans=plans)
+    return _compared({"eager": original, "inductor": inductor, **_ours(original, options)}, args, kwargs, seconds)
 
 
 def compare_results(

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -40,10 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from fusion.api.compare import compare
+    from fusion.report.report import collect_reports
 
     results = {}
     for model in _models(arguments):
-        results[model.name] = model.run(compare, seconds=arguments.seconds)
+        with collect_reports() as reports:
+            measured = model.run(compare, seconds=arguments.seconds)
+        plans = tuple(plan for report in reports for site in report.sites for plan in site.plans)
+        results[model.name] = replace(measured, plans=plans)
         if not arguments.json:
             print(f"{model.name}\n{results[model.name]}\n")
     if arguments.json:

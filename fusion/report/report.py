@@ -6,7 +6,7 @@ import contextlib
 import linecache
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,7 +223,8 @@ class Report:
                 "compare was asked of a report that was collected while a model compiled, which does not know the "
                 "model; take the report of fusion.explain(model, *inputs), or call fusion.compare(model, *inputs)"
             )
-        self.comparison = compare(self.function, *args, seconds=seconds, options=self.options, **kwargs)
+        measured = compare(self.function, *args, seconds=seconds, options=self.options, **kwargs)
+        self.comparison = replace(measured, plans=tuple(plan for site in self.sites for plan in site.plans))
         return self.comparison
 
     def to_html(self, path: str | Path) -> Path:
