@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", type=float, help="bytes/s that a device sends (default 450e9 of a GPU, 1e9 of a CPU)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _problem(arguments: argparse.Namespace) -> Problem:
+    """The problem of a command line. Raises ProblemError."""
     problem = Problem(
         n_q=arguments.N,
         n_k=arguments.N if arguments.Nk is None else arguments.Nk,
@@ -71,6 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("n_q", "n_k", "d", "d_v", "batch", "heads", "heads_kv"):
         if getattr(problem, name) < 1:
             raise ProblemError(f"{name}={getattr(problem, name)}: there is nothing to move; give a positive size")
+    return problem
+
+
+def run(arguments: argparse.Namespace) -> int:
+    problem = _problem(arguments)
     target = machine(arguments.machine)
     if target.kind == "cpu" and problem.element_bytes == 1:
         raise ProblemError(
