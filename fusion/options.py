@@ -111,10 +111,10 @@ def _reproducible(options: Options) -> Options:
             f"option 'approximate' is {options.approximate!r} and 'reproducible' is set; whether an approximation is "
             "taken follows from all that is in a call: leave out one of them."
         )
-    if options.sequences == "ring":
+    if options.sequences in ("ring", "zigzag"):
         raise OptionError(
-            "option 'sequences' is 'ring' and 'reproducible' is set; a ring adds up results of each process's keys, "
-            "whose bits follow from the number of processes: choose 'gather' or 'all_to_all'."
+            f"option 'sequences' is {options.sequences!r} and 'reproducible' is set; a ring adds up results of each "
+            "process's keys, whose bits follow from the number of processes: choose 'gather' or 'all_to_all'."
         )
     return replace(options, strict=True)
 
