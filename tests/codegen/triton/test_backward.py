@@ -305,8 +305,8 @@ def test_rows_with_an_infinite_score_are_nan_at_all_keys(name: str) -> None:
     def eager(s, i, j, *others):
         return c.program.eager(torch.where((i == 40) & (j == 38), math.inf, s), i, j, *others)
 
-    c = replace(c, spec=spec, program=replace(c.program, eager=eager))
-    check(c, shapes=({"B": 2, "H": 1, "Nq": 75, "Nk": 90},))
+    infinite = replace(c, spec=spec, program=replace(c.program, eager=eager))
+    check(infinite, shapes=({"B": 2, "H": 1, "Nq": 75, "Nk": 90},))
 
 
 def test_rows_that_are_nan_behind_a_mask_have_no_part_in_a_bias_of_the_row() -> None:
