@@ -220,6 +220,7 @@ def install() -> tuple[Device, torch.library.Library]:
         device.kernels[kernel.function] = kernel
 
     mock.patch.object(CompiledKernel, "_init_handles", init_handles).start()
+    torch.backends.cudnn.enabled = False
     for enable in ("flash", "mem_efficient", "cudnn"):  # operators that the CPU has no kernels for
         getattr(torch.backends.cuda, f"enable_{enable}_sdp")(False)
     return device, library

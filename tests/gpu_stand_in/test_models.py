@@ -140,6 +140,8 @@ def check(device: Any, name: str, attention: str, narrow: bool = False, **option
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
 def test_training_steps(device: Any, name: str, attention: str, narrow: bool) -> None:
+    if name == "gemma2" and attention == "sdpa":
+        pytest.skip("transformers has no SDPA for Gemma 2, whose scores are capped")
     check(device, name, attention, narrow, inner="eager")
 
 
