@@ -84,7 +84,8 @@ NAMES = {"fusion+tf32": "fusion, tf32 allowed", "openvino": "OpenVINO", "onnxrun
 
 
 def models() -> str:
-    """The table of docs/performance.md, in Markdown: milliseconds, the least of a row and dtype in bold."""
+    """The table of docs/performance.md, in Markdown: milliseconds, the least of a row and dtype in bold, and "!" where
+    the error is more than the rule allows, which is not counted."""
     rows: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in tables(MODELS)["Whole models beside other runtimes"]:
         rows.setdefault((row["model"], row["B x N"]), {})[row["dtype"]] = row
@@ -93,8 +94,9 @@ def models() -> str:
     for (title, sizes), row in rows.items():
         texts: list[str] = []
         for dtype, names in RUNTIMES.items():
-            times = [row.get(dtype, {}).get(name, "").partition(" ")[0] for name in names]
-            least = min((time for time in times if time not in ("", "fails")), key=float, default=None)
+            cells = [row.get(dtype, {}).get(name, "").partition(" ") for name in names]
+            times = [time + "!" * (float(share.strip("()") or 0) > 1) for time, _, share in cells]
+            least = min((time for time in times if time.replace(".", "").isdigit()), key=float, default=None)
             texts += [f"**{time}**" if time == least else time for time in times]
         lines.append(f"| {title} | {sizes} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
