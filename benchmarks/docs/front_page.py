@@ -96,7 +96,8 @@ def models() -> str:
         for dtype, names in RUNTIMES.items():
             cells = [row.get(dtype, {}).get(name, "").partition(" ") for name in names]
             times = [time + "!" * (float(share.strip("()") or 0) > 1) for time, _, share in cells]
-            least = min((time for time in times if time.replace(".", "").isdigit()), key=float, default=None)
+            right = [time for time in times if time.replace(".", "").isdigit()]
+            least = min(right, key=float) if len(right) > 1 else None
             texts += [f"**{time}**" if time == least else time for time in times]
         lines.append(f"| {title} | {sizes} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
