@@ -52,7 +52,7 @@ class Layout:
     def result(self, names: Sequence[str], final: bool = False) -> list[Placement]:
         """Placements of a result whose dimensions are these coordinates, as computed or as returned."""
         along = [split and (final and split.output or split.coordinate) for split in self.splits]
-        return [Replicate() if name is None else Shard(names.index(name)) for name in along]
+        return [Shard(names.index(name)) if name in names else Replicate() for name in along]
 
 
 @lru_cache(maxsize=1024)
@@ -65,6 +65,7 @@ def layout(
     mesh: tuple[int, ...],
     device: str,
     request: str,
+    trained: bool,
 ) -> Layout:
     """The layout of a call on a mesh of this shape.
 
@@ -72,6 +73,7 @@ def layout(
     sizes: those of the spec, or () where only the lengths are known.
     shapes: of the operands.
     sharded: per operand and dimension of the mesh, the dimension of the tensor that is sharded.
+    trained: whether there is a gradient.
     """
     local, splits = AttentionSpec.from_json(spec), []
     known, asked = dict(zip(local.sizes, sizes, strict=False)), Request.parse(request)
@@ -82,9 +84,9 @@ def layout(
             shapes=extents, lengths=left, taken=splits, device=device, request=asked,
         )  # fmt: skip
         split = _split(call)
-        split = split or sequences.split(call)
+        split = split or sequences.split(call) or (None if trained else sequences.split_of_keys(call))
         splits.append(split)
-        if split is None:
+        if split is None or split.coordinate == "j":
             continue
         if split.coordinate != "i":
             left[int(split.coordinate[1:])] = split.length
@@ -118,7 +120,9 @@ class _Call:
     emitter: str
 
     @classmethod
-    def of(cls, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str) -> _Call:
+    def of(
+        cls, operands: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str, trained: bool = True
+    ) -> _Call:
         mesh = _mesh(operands)
         parsed = AttentionSpec.from_json(spec)
         known = dict(zip(parsed.sizes, sizes, strict=True))
@@ -133,7 +137,7 @@ class _Call:
         extents = tuple(mesh.size(n) for n in range(mesh.ndim))
         whole: tuple[int, ...] = ()
         whole = sequences.sizes_of(parsed, sharded[0], sizes)
-        result = layout(spec, lengths, whole, shapes, sharded, extents, mesh.device_type, emitter)
+        result = layout(spec, lengths, whole, shapes, sharded, extents, mesh.device_type, emitter, trained)
         return cls(mesh=mesh, layout=result, spec=parsed, sizes=sizes, operands=operands, emitter=emitter)
 
     def ring(self) -> str | None:
@@ -153,7 +157,7 @@ class _Call:
         ]
         known = dict(zip(self.spec.sizes, self.sizes, strict=True))
         for number, split in enumerate(self.layout.splits):
-            if split is not None:
+            if split is not None and split.coordinate != "j":
                 known[f"offset{number}"], known[split.size] = split.run(self.mesh.get_local_rank(number))
         spec = self.layout.spec
         return local, [known[name] for name in spec.sizes], spec.to_json(), self.emitter
@@ -251,10 +255,12 @@ def _batch_dims(spec: str) -> tuple[frozenset[int], ...]:
 
 
 def _attention(called: Any, *arguments: Any) -> DTensor:
-    call = _Call.of(*arguments)
-    if (ring := call.ring()) is not None:
-        return call.output(torch.ops.fusion.ring_attention(*call.arguments(), ring)[0])
-    return call.output(called(*call.arguments()))
+    call = _Call.of(*arguments, trained=False)
+    if (ring := call.ring()) is None:
+        return call.output(called(*call.arguments()))
+    if any(split is not None and split.coordinate == "j" for split in call.layout.splits):
+        return call.output(torch.ops.fusion.attention_of_sharded_keys(*call.arguments(), ring))
+    return call.output(torch.ops.fusion.ring_attention(*call.arguments(), ring)[0])
 
 
 def _forward(called: Any, *arguments: Any) -> tuple[DTensor, DTensor]:

@@ -7,6 +7,6 @@ score program is known by name.
 
 from fusion.sequences import ring  # noqa: F401  (registers torch.ops.fusion.ring_attention)
 from fusion.sequences.exchange import moved
-from fusion.sequences.schedules import SCHEDULES, ring_of, sizes_of, split
+from fusion.sequences.schedules import SCHEDULES, ring_of, sizes_of, split, split_of_keys
 
-__all__ = ["SCHEDULES", "moved", "ring_of", "sizes_of", "split"]
+__all__ = ["SCHEDULES", "moved", "ring_of", "sizes_of", "split", "split_of_keys"]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fusion.ir import AttentionSpec, results
 from fusion.ir.parts import LENGTHS
-from fusion.runtime.kernels import differentiable
+from fusion.runtime.kernels import differentiable, executor
 from fusion.sequences import partial
 from fusion.sequences.transfers import Returns, Ring, Transfers
 from fusion.torch_private.operators import register_fake
@@ -217,6 +217,27 @@ def _at_once(
     return result
 
 
+def of_sharded_keys(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring: str) -> Tensor:
+    """The output of all rows on every process: each computes with its own keys, and their sums are gathered."""
+    parsed, shards = AttentionSpec.from_json(spec), Ring.from_json(ring)
+    transfers = Transfers(shards, []).of_shards()
+    call = _Call(parsed, request, operands[0].device.type, dict(zip(parsed.sizes, sizes, strict=True)), transfers)
+    part, own = partial.of_output(parsed), transfers.rank
+    sums = partial.Sums(parsed, operands, sizes)
+    packed = torch.cat([sums.peak.output, *(t.unsqueeze(-1) for t in sums.peak[1:])], -1)
+    if shards.keys_of(own)[1]:
+        block = Rows(own, operands, call.sizes).block(parsed, shards, own, operands[1:3])
+        out, _, *of_rows = call.kernels(part).outputs(block.operands, block.of(part))
+        packed = torch.cat([out, *(t.unsqueeze(-1) for t in of_rows)], -1)
+    for number, arrived in enumerate(transfers.gathered(packed)):
+        sums.add(number, partial.Partial(arrived[..., :-2], arrived[..., -2], arrived[..., -1]))
+    output, merged = sums.finish()
+    if merged.ordinary(parsed):  # the same on all processes
+        return partial.stored(parsed, output.to(getattr(torch, parsed.out_dtype)))
+    whole = [operands[0], *transfers.whole(operands[1:3]), *operands[3:]]
+    return executor(spec, call.device, request)(whole, sizes)
+
+
 def _exact(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
 
@@ -238,6 +259,11 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
 
 _CALL = "Tensor[] operands, SymInt[] sizes, str spec, str request"
 _OPERATORS = {
+    "attention_of_sharded_keys": (
+        f"({_CALL}, str ring) -> Tensor",
+        of_sharded_keys,
+        lambda operands, sizes, spec, *_: results.empty_result(AttentionSpec.from_json(spec), 0, operands[0], sizes),
+    ),
     "ring_attention": (f"({_CALL}, str ring) -> (Tensor, Tensor)", forward, _fake_forward),
     "ring_attention_backward": (
         f"(Tensor grad, Tensor out, Tensor statistics, {_CALL}, bool[] needs, str ring) -> Tensor[]",

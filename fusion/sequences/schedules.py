@@ -49,6 +49,16 @@ def split(call: Call) -> Split | None:
     return possible.get(asked, gather)
 
 
+def split_of_keys(call: Call) -> Split | None:
+    """Split of a call without a gradient whose K and V are sharded along their keys, and Q is not: a step of decoding
+    over a cache that is too large for one process. None for any other."""
+    k, v = partial.key_dims(call.spec)[1:3]
+    taken = any(split is not None and split.keys is not None for split in call.taken)
+    if taken or k is None or v is None or tuple(call.sharded[1:3]) != (k, v) or partial.unsupported(call.spec):
+        return None
+    return Split(coordinate="j", count=0, length=0, size="", dims=(None,) * len(call.sharded), keys=(k, v))
+
+
 def traffic(spec: AttentionSpec, sizes: Mapping[str, int], parts: int) -> cost.Traffic:
     """Sizes of a call that decide what processes send and compute. sizes: of the spec, by name."""
     *batch, n_q, n_k, d, d_v = _extents(spec, sizes)

@@ -189,6 +189,12 @@ class Transfers:
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
         return not int(number)
 
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor of every process."""
+        result = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.ring.parts)]
+        dist.all_gather(result, tensor.contiguous(), group=self.group)
+        return result
+
     def of_shards(self) -> Transfers:
         """Transfers of everything between the shards themselves."""
         return Transfers(replace(self.ring, runs=1), [[True] * self.ring.parts] * self.ring.parts)

@@ -100,6 +100,12 @@ def grouped(q, k, v):
     return scores(q, k).softmax(-1) @ v
 
 
+def last_rows(q, k, v):
+    i, j = positions(q, k)
+    k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+    return scores(q, k).masked_fill(j > i + (k.shape[-2] - q.shape[-2]), float("-inf")).softmax(-1) @ v
+
+
 def sinks(q, k, v, sink):
     column = sink[None, :, None, None].expand(B, -1, q.shape[-2], 1)
     return torch.cat([scores(q, k), column], -1).softmax(-1)[..., :-1] @ v
@@ -211,6 +217,19 @@ CASES: dict[str, Case] = {
     ),
     "infinite scores": Case(function=overflowing, shapes=((1, 4, 9, D),) * 3),
 }
+CACHE = ((B, H, 3, D), (B, 2, N, D), (B, 2, N, D))
+WHOLE_CACHE = ((B, H, 3, D), *QKV[1:])
+DECODED = {
+    "last rows, grouped": Case(function=last_rows, shapes=CACHE),
+    "last rows, kernels": Case(function=last_rows, shapes=CACHE, emitter="auto"),
+    "sinks, bfloat16": Case(function=sinks, shapes=(*WHOLE_CACHE, (H,)), dtype=torch.bfloat16),
+    "bias": Case(function=biased, shapes=(*WHOLE_CACHE, (H, 3, N))),
+    "fewer keys than processes": Case(function=plain, shapes=((B, H, 3, D), (B, H, 3, D), (B, H, 3, D))),
+    "rows without a live key": Case(
+        function=padded, shapes=(*WHOLE_CACHE, (B, 1, 3, N)), boolean={3: 0.95}, lacks=("ring",)
+    ),
+}
+"""Calls without a gradient; `lacks`: those that take all keys in the end."""
 DROPOUT, DROPPED, SEED = Case(function=dropped), "dropout", 7
 
 
@@ -289,7 +308,7 @@ class Sent(TorchDispatchMode):
         super().__exit__(*given)
 
 
-BATCH = dist.batch_isend_irecv
+BATCH, GATHER = dist.batch_isend_irecv, dist.all_gather
 
 
 def counted(case: Case, schedule: str, mesh: DeviceMesh) -> dict[str, Any]:
@@ -323,6 +342,25 @@ def distributed(case: Case, schedule: str, mesh: DeviceMesh, weighted: bool = Tr
 def with_dropout(schedule: str, mesh: DeviceMesh) -> dict[str, Any]:
     torch.manual_seed(SEED + dist.get_rank())
     return distributed(DROPOUT, schedule, mesh, weighted=False)
+
+
+def decoding(name: str, mesh: DeviceMesh) -> dict[str, Any]:
+    """Output of a few rows over a cache that is sharded by its keys; the elements that this process sends."""
+    case = DECODED[name]
+    leaves = [
+        distribute_tensor(tensor, mesh, [Shard(2) if number in (1, 2) else Replicate()])
+        for number, tensor in enumerate(case.inputs())
+    ]
+    attend = fusion.sequence_parallel(case.function, options={"emitter": case.emitter})
+    gathered = []
+
+    def gather(parts: list[Tensor], tensor: Tensor, **named: Any) -> Any:
+        gathered.append(tensor.numel())
+        return GATHER(parts, tensor, **named)
+
+    with torch.no_grad(), Sent(mesh.size()) as sent, mock.patch.object(dist, "all_gather", gather):
+        out = attend(*leaves)
+    return {"out": out.placements, "tensors": [out.full_tensor()], "gathered": gathered, "sent": sent.elements}
 
 
 def refusals(mesh: DeviceMesh) -> dict[str, Exception | None]:
@@ -383,6 +421,7 @@ def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
         for schedule in SCHEDULES
         if case.shapes[0][2] % processes == 0 or schedule == "ring"
     }
+    runs |= {(name, "decoded"): functools.partial(decoding, name, mesh) for name in DECODED}
     runs |= {(DROPPED, schedule): functools.partial(with_dropout, schedule, mesh) for schedule in SCHEDULES}
     for key, run in (runs | {"refused": functools.partial(refusals, mesh)}).items():
         try:

@@ -1,6 +1,7 @@
 """Attention of a sequence that is sharded over processes: results and gradients of one process, by each schedule."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this build of torch has no distributed with gloo", allow_module_level=True)
 
 from torch import multiprocessing
+from torch.distributed.tensor import Replicate
 
 import fusion
 from fusion.errors import ShardingError, StrictError
 from tests.fusion.dtensor_cases import gradients
-from tests.fusion.sequence_cases import CASES, COUNTED, DROPOUT, DROPPED, SCHEDULES, SEED, deserted, work
+from tests.fusion.sequence_cases import CASES, COUNTED, DECODED, DROPOUT, DROPPED, SCHEDULES, SEED, deserted, work
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
 ON_FOUR = (
@@ -91,6 +93,22 @@ def test_a_process_sends_the_elements_that_the_cost_model_says(found, processes,
     if even:
         for n in (0, 1):
             assert sum(result["sent"][n] for result in results) == round(results[0]["formula"][n] * processes)
+
+
+@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("processes", (2, 4))
+def test_decoding_over_a_cache_that_is_sharded_by_keys_gathers_sums_and_no_keys(found, processes, name):
+    case = DECODED[name]
+    eager = [case.function(*case.inputs())]
+    exact = [case.function(*(t.double() if t.is_floating_point() else t for t in case.inputs()))]
+    rows, width = math.prod(eager[0].shape[:-1]), eager[0].shape[-1]
+    for process in found[processes]:
+        result = process[name, "decoded"]
+        assert "error" not in result, result["error"]
+        assert_as_exact_as_eager(result["tensors"], eager, exact)
+        assert result["out"] == (Replicate(),)
+        assert result["gathered"] == [rows * (width + 2)]
+        assert bool(result["sent"]) == bool(case.lacks)
 
 
 def test_a_process_that_died_is_an_error_on_the_others(tmp_path):
