@@ -8,6 +8,7 @@ limit has. Attention, causal with ALiBi, is over all tokens: `fusion.sequence_pa
 """
 
 import datetime
+import os
 import re
 import resource
 import sys
@@ -24,9 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fusion
 
-LENGTH, LIMIT, STEPS = 16384, 160, 2
-SHORT = 256
-"""Length of a text by which kernels are compiled before memory counts."""
+LENGTH, LIMIT, STEPS = 8192, 80, 2
 LAYERS, HEADS, HEAD_WIDTH, TOKENS = 2, 4, 16, 64
 WIDTH = HEADS * HEAD_WIDTH
 TOLERANCE = 1e-4
@@ -106,7 +105,7 @@ def work(rank: int, processes: int, length: int, limit: int, folder: str) -> Non
     mesh = init_device_mesh("cpu", (processes,))
     model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), *(Block(mesh) for _ in range(LAYERS)), nn.Linear(WIDTH, TOKENS))
     initial = [parameter.detach().clone() for parameter in model.parameters()]
-    train(model, SHORT)
+    train(model, length)  # compiles kernels, before memory counts
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), initial, strict=True):
             parameter.copy_(value)
@@ -125,6 +124,7 @@ def work(rank: int, processes: int, length: int, limit: int, folder: str) -> Non
 
 def run(processes: int, length: int, limit: int) -> list[Run]:
     """Training on so many processes."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # tensors that are freed are no memory of the process any more
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(work, (processes, length, limit, folder), nprocs=processes)
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(processes)]
