@@ -83,8 +83,7 @@ def layout(
             spec=local, sizes=known, parts=parts, sharded=[dims[number] for dims in sharded],
             shapes=extents, lengths=left, taken=splits, device=device, request=asked,
         )  # fmt: skip
-        split = _split(call)
-        split = split or sequences.split(call) or (None if trained else sequences.split_of_keys(call))
+        split = _split(call) or sequences.split(call) or (None if trained else sequences.split_of_keys(call))
         splits.append(split)
         if split is None or split.coordinate == "j":
             continue

@@ -41,6 +41,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
     """Reason why an attention cannot be computed by blocks of keys, or None."""
     if spec.normalizer not in (Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX):
         return f"the normaliser is {spec.normalizer.value}"
+    if spec.reproducible:
+        return "sums over blocks have other bits than those of one process"
     if spec.scales_rows or spec.mixing is not None or spec.aux_outputs:
         return "rows have another scale, heads are mixed, or weights are an output"
     if spec.tables or spec.n_k_total is not None or any(value is not None for value in spec.values):
