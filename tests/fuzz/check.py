@@ -259,8 +259,9 @@ def _without_overflow(
     beyond = (ours.sign() == exact.sign()) & (at_the_end | (exact.isfinite() & ours.isinf() & ~eager.isfinite()))
     if mixed:
         beyond |= missing
-    if unshifted:
-        beyond |= exact.isfinite() & ~ours.isfinite() & ~eager.isfinite()
+    if unshifted:  # of weights, a key that overflows makes the whole row NaN, eager's only at the key itself
+        overflown = ~eager.isfinite().all(-1, keepdim=True)
+        beyond |= exact.isfinite() & ~ours.isfinite() & overflown
     eager, exact = torch.where(beyond, ours, eager), exact.masked_fill(beyond, torch.nan)
     if unshifted:
         eager, exact = torch.where(missing, ours, eager), exact.masked_fill(missing & ~exact.isfinite(), torch.nan)

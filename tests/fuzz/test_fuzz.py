@@ -73,6 +73,15 @@ def test_sums_over_heads_may_overflow_otherwise_than_in_eager():
     assert allowing_overflow(*found, torch.float32, mixed=True).verdict is Verdict.WRONG
 
 
+def test_exponentials_that_overflow_make_a_row_of_weights_nan():
+    rows = [[math.nan, math.nan], [0.5, 0.5]], [[math.nan, 0.0], [0.5, 0.5]], [[1.0, 0.0], [0.5, 0.5]]
+    found = [[{"x": torch.tensor(row)}] for row in rows]
+    assert allowing_overflow(*found, torch.float32).verdict is Verdict.WRONG
+    assert allowing_overflow(*found, torch.float32, unshifted=True).verdict is Verdict.OVERFLOW
+    found[0][0]["x"][1] = math.nan
+    assert allowing_overflow(*found, torch.float32, unshifted=True).verdict is Verdict.WRONG
+
+
 def test_float64_has_the_fills_of_float32():
     """So that it has a number where heads that are mixed overflow in eager, in an order of the library's choice."""
     text = WRONG.replace("s = s + bias", "s = s + 2 * torch.full_like(s, torch.finfo(s.dtype).min)").replace(
