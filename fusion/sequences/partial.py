@@ -6,6 +6,7 @@ sinks), a block of keys contributes to the output, for the raw weight program u,
     o = sum over its keys of u exp(x - m) v,    m its own largest score,    l = sum of exp(x - m)
     O = sum over blocks of exp(m - M) o / L,    L = sum over blocks of exp(m - M) l + sum over sinks of exp(sink - M)
 
+(kernels compute o / l: a row that is not divided by its sum has no backward kernel, and so no kernel with statistics),
 and to the gradient, with w = exp(x - M) / L, the block's share p = sum of w, and its output P = sum of w u v,
 
     dV = (w u)^T dO,    dx = w (u dP - sum over e of dO * O) = w (u dP - sum of w u dP - sum over e of dO * (O - P))
@@ -79,13 +80,11 @@ def shard_dims(spec: AttentionSpec) -> tuple[int | None, ...]:
 
 @lru_cache(maxsize=1024)
 def of_output(spec: AttentionSpec) -> AttentionSpec:
-    """Spec of a block's o, m and l."""
+    """Spec of a block's o / l, m and l."""
     part, rows = _of_keys(spec), _row_names(spec)
     statistics = tuple(AuxOutput(value=value, dims=rows, dtype=wide(spec)) for value in (ROW_MAX, ROW_SUM))
     names = tuple(result_names(spec))
-    return replace(
-        part, row_scale=ONE, aux_outputs=statistics, out_dtype=wide(spec), output=Output(dims=names, order=names)
-    )
+    return replace(part, aux_outputs=statistics, out_dtype=wide(spec), output=Output(dims=names, order=names))
 
 
 @lru_cache(maxsize=1024)
@@ -133,8 +132,14 @@ class Partial(NamedTuple):
     row_max: Tensor
     row_sum: Tensor
 
+    @staticmethod
+    def of_block(output: Tensor, row_max: Tensor, row_sum: Tensor) -> Partial:
+        """From the results of `of_output`'s spec."""
+        row_sum = torch.where(row_max == -math.inf, 0.0, row_sum)  # which may be NaN without a live key
+        return Partial(output * row_sum.unsqueeze(-1), row_max, row_sum)
+
     def in_units_of(self, row_max: Tensor) -> tuple[Tensor, Tensor]:
-        """(output, sum) for weights exp(x - row_max), with 0 for no live key: its sum may be NaN."""
+        """(output, sum) for weights exp(x - row_max), with 0 for no live key."""
         scale = torch.where(self.row_max == -math.inf, 0.0, torch.exp(self.row_max - row_max))
         return self.output * scale.unsqueeze(-1), torch.where(scale == 0, 0.0, self.row_sum * scale)
 

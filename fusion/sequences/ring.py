@@ -106,7 +106,7 @@ def forward(
             for row in (row for row in rows if call.live(row, run)):
                 given = row.block(call.spec, shards, run, keys)
                 out, _, row_max, row_sum = kernels.outputs(given.operands, given.of(part))
-                sums[row.run].add(run, partial.Partial(out, row_max, row_sum))
+                sums[row.run].add(run, partial.Partial.of_block(out, row_max, row_sum))
     outputs, merged = zip(*(of_run.finish() for of_run in sums.values()), strict=True)
     statistics = torch.cat([of_run.packed() for of_run in merged], -1)
     if call.transfers.agree(all(of_run.ordinary(call.spec) for of_run in merged), operands[0]):
@@ -228,7 +228,8 @@ def of_sharded_keys(operands: Sequence[Tensor], sizes: Sequence[int], spec: str,
     if shards.keys_of(own)[1]:
         block = Rows(own, operands, call.sizes).block(parsed, shards, own, operands[1:3])
         out, _, *of_rows = call.kernels(part).outputs(block.operands, block.of(part))
-        packed = torch.cat([out, *(t.unsqueeze(-1) for t in of_rows)], -1)
+        block_sums = partial.Partial.of_block(out, *of_rows)
+        packed = torch.cat([block_sums.output, *(t.unsqueeze(-1) for t in block_sums[1:])], -1)
     for number, arrived in enumerate(transfers.gathered(packed)):
         sums.add(number, partial.Partial(arrived[..., :-2], arrived[..., -2], arrived[..., -1]))
     output, merged = sums.finish()

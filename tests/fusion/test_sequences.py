@@ -14,7 +14,10 @@ from torch import multiprocessing
 from torch.distributed.tensor import Replicate
 
 import fusion
+from fusion.codegen.reference import ReferenceGradient
 from fusion.errors import ShardingError, StrictError
+from fusion.runtime.kernels import differentiable
+from fusion.sequences import partial
 from tests.fusion.dtensor_cases import gradients
 from tests.fusion.sequence_cases import CASES, COUNTED, DECODED, DROPOUT, DROPPED, SCHEDULES, SEED, deserted, work
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
@@ -133,3 +136,16 @@ def test_functions_that_cannot_be_computed_by_shards_are_refused(found):
         refused = process["refused"]
         assert isinstance(refused["weights"], ShardingError) and "weights beside the product" in str(refused["weights"])
         assert isinstance(refused["no attention"], StrictError) and "no attention" in str(refused["no attention"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "bias", "soft_cap", "bool_mask"])
+def test_blocks_of_a_ring_have_kernels(name, dtype):
+    """The reference interpreter computes the same, ten times as slowly."""
+    pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
+    from tests.codegen.mlir.cases import case
+
+    spec = case(name, dtype, 40, 24).spec
+    assert partial.unsupported(spec) is None
+    for block in (partial.of_output(spec), partial.of_weights(spec), partial.of_gradient(spec)):
+        assert not isinstance(differentiable(block.to_json(), "cpu").kernel, ReferenceGradient)
