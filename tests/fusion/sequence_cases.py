@@ -390,11 +390,11 @@ def join(rank: int, folder: str, processes: int) -> None:
     )
 
 
-def deserted(rank: int, folder: str) -> None:
-    """The first process calls a ring whose second has died, and writes down what it raises."""
+def deserted(rank: int, folder: str, schedule: str) -> None:
+    """The first process calls an attention after the second has died, and writes down what it raises."""
     join(rank, folder, 2)
     mesh = init_device_mesh("cpu", (2,))
-    attend = fusion.sequence_parallel(plain, options={"emitter": "reference", "sequences": "ring"})
+    attend = fusion.sequence_parallel(plain, options={"emitter": "reference", "sequences": schedule})
     leaves = _place(CASES["plain"], mesh)
     attend(*leaves)
     if rank == 1:

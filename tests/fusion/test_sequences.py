@@ -114,9 +114,10 @@ def test_decoding_over_a_cache_that_is_sharded_by_keys_gathers_sums_and_no_keys(
         assert bool(result["sent"]) == bool(case.lacks)
 
 
-def test_a_process_that_died_is_an_error_on_the_others(tmp_path):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_process_that_died_is_an_error_on_the_others(schedule, tmp_path):
     context = multiprocessing.get_context("spawn")
-    pair = [context.Process(target=deserted, args=(rank, str(tmp_path))) for rank in range(2)]
+    pair = [context.Process(target=deserted, args=(rank, str(tmp_path), schedule)) for rank in range(2)]
     for process in pair:
         process.start()
     for process in pair:
