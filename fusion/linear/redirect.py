@@ -20,14 +20,14 @@ from fusion.torch_private.inductor import CustomGraphPass, is_packaging
 from fusion.torch_private.operators import register_fake
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool) -> Tensor:
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool, frozen: bool = False) -> Tensor:
     """`torch.ops.fusion.linear`, in graphs whose gradients are traced: `x: [m, k]` times `w: [n, k]`, transposed, plus
     `bias: [n]`, and GELU of that where `gelu` is the `approximate` of one. chosen: oneDNN was chosen when the graph was
-    compiled, as all sizes were known; otherwise the sizes of the call decide."""
+    compiled, as all sizes were known; otherwise the sizes of the call decide. frozen: w is a constant of the graph."""
     if x.dtype is torch.float32:
         chosen = x.shape[0] not in products.FEW and (chosen or _pays(x, w))
     if devices.onednn_may_run() and chosen:
-        return products.product(x, w, bias, gelu)
+        return products.product(x, w, bias, gelu, frozen)
     out = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
     return F.gelu(out, approximate=gelu) if gelu else out
 
@@ -36,16 +36,16 @@ def _pays(x: Tensor, w: Tensor) -> bool:
     return speeds.onednn_pays(*x.shape, w.shape[0], products.copied(x, w), torch.get_num_threads())
 
 
-def _fake(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool) -> Tensor:
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool, frozen: bool = False) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-VERSION = 2
+VERSION = 3
 """To be raised with every change of what the op computes or of the pass: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "FRAGMENT")
 _library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, str gelu, bool chosen) -> Tensor",
+    "linear(Tensor x, Tensor w, Tensor? bias, str gelu, bool chosen, bool frozen=False) -> Tensor",
     tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag),
 )
 _library.impl("linear", linear, "CPU")
@@ -76,15 +76,14 @@ class ProductsPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         if is_packaging() or not devices.onednn_may_run():
             return
-        for target in (aten.mm.default, aten.addmm.default, aten.bmm.default):
-            for node in graph.find_nodes(op="call_function", target=target):
-                if (product := _product(node)) is not None and self._goes(product, node):
-                    call = _replace(graph, node, product, self.always or product.is_chosen)
-                    counters["inductor"][COUNTED] += 1
-                    if (gelu := self._gelu(product, call)) is not None:
-                        call.update_arg(GELU, gelu.approximate)
-                        gelu.remove()
-                        counters["inductor"][INSIDE] += 1
+        for node in graph.nodes:
+            if (product := _product(node)) is not None and self._goes(product, node):
+                call = _replace(graph, node, product, self.always or product.is_chosen)
+                counters["inductor"][COUNTED] += 1
+                if (gelu := self._gelu(product, call)) is not None:
+                    call.update_arg(GELU, gelu.approximate)
+                    gelu.remove()
+                    counters["inductor"][INSIDE] += 1
 
     def uuid(self) -> str:
         """Key of everything but the graph that results depend on."""
@@ -99,7 +98,9 @@ class ProductsPass(CustomGraphPass):
             return self._gelu(product, node) is not None
         if self.always:
             return True
-        copied = products.copied(product.x, product.w) if product.is_static else 0
+        if product.is_frozen and product.x.shape[0] in products.FEW:
+            return False
+        copied = products.copied(product.x, product.w) if product.is_static and not product.is_frozen else 0
         m, k, n = (size if isinstance(size, int) else MANY for size in (m, k, n))
         return speeds.onednn_pays(m, k, n, copied, self.threads)
 
@@ -125,13 +126,15 @@ def is_large(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """x: [m, k] and w: [n, k], as fake tensors; left: [.., m, k], right: [.., k, n] and the added tensor, as nodes."""
+    """x: [m, k] and w: [n, k], as fake tensors; left: [.., m, k], right: [.., k, n] and the added tensor, as nodes.
+    is_frozen: w is a constant, and right is of its shape."""
 
     x: Tensor
     w: Tensor
     left: Node
     right: Node
     added: Node | None
+    is_frozen: bool = False
 
     @property
     def bias(self) -> Node | None:
@@ -155,6 +158,10 @@ class _Product:
 
 def _product(node: Node) -> _Product | None:
     """Product of a node that oneDNN can compute, else None."""
+    if devices.is_mkl_product(node):
+        return _frozen(node)
+    if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default):
+        return None
     if len(node.args) != (3 if node.target is aten.addmm.default else 2) or "val" not in node.meta:
         return None
     arguments: list[Any] = list(node.args)
@@ -169,6 +176,18 @@ def _product(node: Node) -> _Product | None:
             return None
         x, w = x[0], w[0]
     return _Product(x=x, w=w.mT, left=left, right=right, added=added[0] if added else None)
+
+
+def _frozen(node: Node) -> _Product | None:
+    """Product of a weight that Inductor has frozen and packed for MKL. What it packed goes where nothing reads it."""
+    x, _, w, bias, _ = node.args
+    module, value = node.graph.owning_module, nodes.fake(x)
+    if not isinstance(x, Node) or not isinstance(w, Node) or w.op != "get_attr" or module is None:
+        return None
+    weight = getattr(module, str(w.target), None)
+    if not _is_ours(value) or not _is_ours(weight) or value.dim() != 2 or "val" not in node.meta:
+        return None
+    return _Product(x=value, w=weight, left=x, right=w, added=bias, is_frozen=True)
 
 
 def _is_ours(value: Any) -> bool:
@@ -193,8 +212,8 @@ def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> Node:
     with graph.inserting_before(node):
         if batched:
             left, right = call(product.x, aten.select.int, left, 0, 0), call(product.w.mT, aten.select.int, right, 0, 0)
-        turned = call(product.w, aten.permute.default, right, [1, 0])
-        arguments = left, turned, bias, "", chosen
+        turned = right if product.is_frozen else call(product.w, aten.permute.default, right, [1, 0])
+        arguments = left, turned, bias, "", chosen, product.is_frozen
         result = linear = call(value[0] if batched else value, torch.ops.fusion.linear.default, *arguments)
         if batched:
             result = call(value, aten.unsqueeze.default, result, 0)

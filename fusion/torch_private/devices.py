@@ -1,4 +1,4 @@
-"""Devices and processes: oneDNN's matrix product, which torch has for frozen graphs, on tensors that are not packed;
+"""Devices and processes: oneDNN's matrix product, which torch has for frozen graphs, on packed and on other tensors;
 AMX's tile registers; time on a GPU; process groups by name."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx import Node
 
 
 def onednn_lacks() -> str:
@@ -59,6 +60,20 @@ def onednn_product(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str = "") ->
 def onednn_product_and(x: Tensor, w: Tensor, other: Tensor) -> Tensor:
     """The product without a bias, plus `other: [m, n]`."""
     return torch.ops.mkldnn._linear_pointwise.binary(x, other, w, None, "add")
+
+
+def onednn_packed(w: Tensor, rows: int) -> Tensor:
+    """`w: [n, k]`, dense, as oneDNN reads it fastest in products of so many rows; for `onednn_product`."""
+    return torch.ops.mkldnn._reorder_linear_weight(w, rows)
+
+
+def is_mkl_product(node: Node) -> bool:
+    """Whether a node is a product that Inductor gave to MKL as it froze a graph. Arguments: `x: [m, k]`, the packed
+    weight, `w: [n, k]`, the bias or None, m."""
+    return torch.backends.mkl.is_available() and node.target in (
+        torch.ops.mkl._mkl_linear,
+        torch.ops.mkl._mkl_linear.default,
+    )
 
 
 def init_amx() -> bool:

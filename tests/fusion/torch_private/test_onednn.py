@@ -34,6 +34,16 @@ def test_gelu_of_products(gelu: str, dtype: torch.dtype) -> None:
 
 
 @needs_onednn
+def test_packed_weights() -> None:
+    x, w, bias = torch.randn(9, 40), torch.randn(50, 40), torch.randn(50)
+    exact = x.double() @ w.double().mT + bias
+    packed = devices.onednn_packed(w, 9)
+    for rows in (9, 1):  # also of other numbers of rows
+        found = devices.onednn_product(x[:rows], packed, bias)
+        assert_as_exact_as_eager(found, x[:rows] @ w.mT + bias, exact[:rows], check_strides=True)
+
+
+@needs_onednn
 def test_weights_are_read_at_every_call() -> None:
     x, w = torch.randn(9, 40), torch.randn(50, 40)
     devices.onednn_product(x, w, None)
