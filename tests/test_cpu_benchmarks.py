@@ -83,7 +83,7 @@ def test_runtimes_are_measured_with_the_same_weights(monkeypatch, tmp_path):
             assert entry["median"] > 0 and entry["error"] <= allowed[number]["allowed"]
     models.write(tmp_path / "table.json", {"clock": "", "cells": cells})
     text = (tmp_path / "table.md").read_text()
-    assert "4 layers), 2 layers | 2 x 16 | float32 |" in text and "- onnxruntime: fails: absent" in text
+    assert "BERT, 2 layers | 2 x 16 | float32 |" in text and "- onnxruntime: fails: absent" in text
 
 
 def test_a_runtime_that_fails_leaves_a_note(tmp_path):

@@ -21,9 +21,9 @@ WORTH_A_NAME = 12
 _NEGATIVE = 7
 """The precedence of a sign."""
 ARGUMENTS = tuple(node("coord", (), Kind.FLOAT, f"argument{n}") for n in range(2))
-COMPOSITIONS: dict[str, Expr] = {}
-"""Functions that are compositions of primitives, of `ARGUMENTS`, by the name under which they are printed. They come
-from where they are composed (`fusion.passes.pullback.functions`)."""
+COMPOSITIONS: dict[str, Callable[[], Expr]] = {}
+"""Makers of the functions that are compositions of primitives, of `ARGUMENTS`, by the name under which they are
+printed. They come from where they are composed (`fusion.passes.pullback.functions`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +109,8 @@ def shortened(expr: Expr) -> Expr:
 
 def _call(expr: Expr) -> tuple[str, tuple[Expr, ...]] | None:
     """(name, arguments) of the composition that an expression is, if it is one."""
-    for name, form in COMPOSITIONS.items():
-        arguments: dict[Expr, Expr] = {}
+    for name, make in COMPOSITIONS.items():
+        form, arguments = make(), dict[Expr, Expr]()
         if form.op == expr.op and _matches(form, expr, arguments, set()):
             return name, tuple(arguments[each] for each in ARGUMENTS if each in arguments)
     return None

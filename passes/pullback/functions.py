@@ -6,6 +6,7 @@ gradient at a special point is no limit of the function's own gradient, a term w
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from functools import reduce
@@ -318,18 +319,20 @@ SPECIAL: dict[Any, Builder] = {
     aten.rad2deg: float_function(lambda x, call: x * (180 / math.pi)),
 }  # fmt: skip
 
-# Functions that reports print as calls; those with parameters only where these are torch's defaults.
+
+@functools.cache
+def _composition(name: str, count: int) -> Expr:
+    """A function's expression, of its first arguments; parameters are torch's defaults."""
+    call = Call(args=ARGUMENTS[:count], kwargs={}, dtype=torch.float32)
+    form = (ELEMENTARY | SPECIAL)[getattr(aten, name)](call)
+    assert form is not None
+    return form
+
+
 for _count, _names in (
-    (
-        1,
-        "acos asin asinh acosh atanh sinh cosh tan erfc log10 log2 exp2 frac sinc logit silu mish softplus log_sigmoid",
-    ),
-    (1, "gelu elu selu leaky_relu hardswish hardsigmoid nan_to_num"),
+    (1, "acos asin asinh acosh atanh sinh cosh tan erfc log10 log2 exp2 frac sinc logit silu mish softplus"),
+    (1, "log_sigmoid gelu elu selu leaky_relu hardswish hardsigmoid nan_to_num"),
     (2, "logaddexp logaddexp2 hypot copysign"),
 ):
     for _name in _names.split():
-        _form = (ELEMENTARY | SPECIAL)[getattr(aten, _name)](
-            Call(args=ARGUMENTS[:_count], kwargs={}, dtype=torch.float32)
-        )
-        assert _form is not None
-        COMPOSITIONS[_name] = _form
+        COMPOSITIONS[_name] = functools.partial(_composition, _name, _count)

@@ -51,7 +51,7 @@ def test_expressions(expr, text):
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_functions_that_are_compositions_are_printed_as_calls(name):
-    arguments = (X, SCORE + 1)[: sum(contains(COMPOSITIONS[name], each) for each in ARGUMENTS)]
+    arguments = (X, SCORE + 1)[: sum(contains(COMPOSITIONS[name](), each) for each in ARGUMENTS)]
     value = BUILDERS[getattr(torch.ops.aten, name)](Call(args=arguments, kwargs={}, dtype=torch.float32))
     whole = where(operation("ile", J, I), operation("fmul", value, SCORE), const(-math.inf))
     assert to_text(whole) == f"{name}({', '.join(map(to_text, arguments))}) * s if j ≤ i else -inf"
