@@ -180,12 +180,13 @@ def _product(node: Node) -> _Product | None:
 
 def _frozen(node: Node) -> _Product | None:
     """Product of a weight that Inductor has frozen and packed for MKL. What it packed goes where nothing reads it."""
-    x, _, w, bias, _ = node.args
-    module, value = node.graph.owning_module, nodes.fake(x)
-    if not isinstance(x, Node) or not isinstance(w, Node) or w.op != "get_attr" or module is None:
+    arguments: list[Any] = list(node.args)
+    x, _, w, bias, _ = arguments
+    value = nodes.fake(x)
+    if not isinstance(w, Node) or w.op != "get_attr" or not _is_ours(value) or "val" not in node.meta:
         return None
-    weight = getattr(module, str(w.target), None)
-    if not _is_ours(value) or not _is_ours(weight) or value.dim() != 2 or "val" not in node.meta:
+    weight: Any = getattr(node.graph.owning_module, str(w.target), None)
+    if not _is_ours(weight) or value.dim() != 2:
         return None
     return _Product(x=value, w=weight, left=x, right=w, added=bias, is_frozen=True)
 
