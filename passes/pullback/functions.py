@@ -320,7 +320,7 @@ SPECIAL: dict[Any, Builder] = {
 }  # fmt: skip
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _composition(name: str, count: int) -> Expr:
     """A function's expression, of its first arguments; parameters are torch's defaults."""
     call = Call(args=ARGUMENTS[:count], kwargs={}, dtype=torch.float32)
