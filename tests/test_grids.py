@@ -1,4 +1,4 @@
-"""Of a grid with the mark `one_in`, a usual run has every n-th diagonal, and each value of every axis."""
+"""Grids with the mark `one_in`: a usual run has every n-th diagonal, and each value of every axis."""
 
 import pytest
 

@@ -18,7 +18,7 @@ from fusion.caching import OncePerKey
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
-from fusion.planning.register_tiles import PLANES, target_of, tilings_for
+from fusion.planning.register_tiles import PLANES, target_for, tilings_for
 from fusion.refusals import Reason, Refusal
 
 from .. import emitter
@@ -80,7 +80,7 @@ def compile(
     machine = machine or Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise ValueError(f"no CPU kernel for {spec}: {reason}")
-    target = target_of(machine).reproducible if spec.reproducible else target_of(machine)
+    target = target_for(spec, machine)
     tuner = Tuner(spec, machine) if measure and not spec.reproducible else None
     make = lambda: Kernel(spec, tilings_for(spec, target), target, plan and plan(machine), tuner)
     return _kernels.get_or_make((spec, target, plan is None, measure), make)
@@ -98,7 +98,7 @@ def compile_training(
     machine = machine or Machine.detect()
     if supports(spec, machine) is not None or unsupported(spec) is not None:
         return None
-    target = target_of(machine).reproducible if spec.reproducible else target_of(machine)
+    target = target_for(spec, machine)
     make = lambda: TrainingKernel(spec, tilings_for(spec, target), target, machine)
     return _training.get_or_make((spec, target, machine.cores), make)
 

@@ -2,7 +2,8 @@
 
 On some processors MKL, which torch calls for float32, has less than half the speed of oneDNN, which torch contains. A
 pass of Inductor's, below autograd, lets the products of forward and backward graphs go to oneDNN where a measurement
-says that it is faster (docs/linear.md). Nothing is packed: operands are read in place, at every call.
+says that it is faster (docs/linear.md). Operands are read in place, at every call; weights alone that Inductor has
+frozen are packed.
 
     settings(module, when)   Inductor's settings for a graph: the entry point
     noting(notes)            notes for the report

@@ -179,7 +179,7 @@ def _product(node: Node) -> _Product | None:
 
 
 def _frozen(node: Node) -> _Product | None:
-    """Product of a weight that Inductor has frozen and packed for MKL. What it packed goes where nothing reads it."""
+    """Product of a weight that Inductor has frozen and packed for MKL. Without readers the packed weight is dropped."""
     arguments: list[Any] = list(node.args)
     x, _, w, bias, _ = arguments
     value = nodes.fake(x)

@@ -33,7 +33,7 @@ def pictures() -> Tensors:
 
 
 def noise() -> Tensors:
-    """Of pictures, and texts that describe them."""
+    """Inputs of a U-Net: pictures, and texts that describe them."""
     return {
         "sample": torch.randn(2, 4, 8, 8),
         "timestep": torch.tensor(7),

@@ -29,7 +29,7 @@ _SIZES = {kind: size for size, kinds in _BYTES.items() for kind in kinds} | {"al
 byte_size = _SIZES.__getitem__
 """Of a parameter's type; tensor maps are the only ones that ask for an alignment."""
 MOST_THREADS = 4096
-"""Of blocks that run in step: an instruction takes numpy little longer than for one block."""
+"""Threads of the blocks that run in step: an instruction takes numpy little longer than for one block."""
 program_of = functools.lru_cache(maxsize=256)(Program)
 
 

@@ -19,7 +19,7 @@ class Fault(Exception):
 
 NEVER = -1
 CODES, SEVERAL = 64, 63
-"""Of what a warp does to a byte between two barriers: CODES * barriers before + the warp's number, or SEVERAL."""
+"""Codes of the warp that used a byte between two barriers: CODES * barriers before + its number, or SEVERAL."""
 
 
 class Shared:
@@ -80,7 +80,7 @@ class Shared:
 
 
 NOBODY, ADDED, BLOCK = 0, -1, 32
-"""Of who wrote a byte of global memory in a launch: `writers`, ADDED by atomic additions, or NOBODY."""
+"""Codes of the writer of a byte of global memory in a launch: `writers`, ADDED by atomic additions, or NOBODY."""
 
 
 def writers(blocks: np.ndarray, barriers: np.ndarray, warps: np.ndarray) -> np.ndarray:

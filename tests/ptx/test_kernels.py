@@ -79,7 +79,7 @@ def truncated(sums: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
 def test_products_of_parts_of_float32_are_outside_of_the_rule(precision: str) -> None:
-    """As exact as float32's, but for numbers whose upper part is infinite, or whose lower part is a denormal."""
+    """Split products are as exact as float32's, but for numbers with an infinite upper or a denormal lower part."""
     c = case("plain", "float32", 64)
     (q, k, v), sizes = draw(c, {"B": 1, "H": 1, "Nq": 64, "Nk": 64})
     run = Kernel(c.spec, HALF, splits=1)

@@ -213,7 +213,7 @@ ld.shared.b32 %r9, [0];
 
 
 def test_blocks_of_a_wave_go_their_own_ways() -> None:
-    """As many trips as a block has blocks before it, with barriers and shared memory of its own."""
+    """Loops of as many trips as a block has blocks before it, with barriers and shared memory of its own."""
     wave = executed(TRIPS, blocks=4)
     blocks = np.repeat(np.arange(4), 32)
     np.testing.assert_array_equal(wave.registers["%r1"], blocks + 1)

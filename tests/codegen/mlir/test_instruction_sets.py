@@ -126,7 +126,7 @@ def test_mixed_heads(name: str, dtype: torch.dtype) -> None:
     inputs = mixed_heads.drawn(dtype, h=5, n_q=70, n_k=150)
     function = mixed_heads.with_biases_behind
     chosen = quick.Plan(target=SETS[name], tiling=None, schedule="", span=64, optimised=False)
-    apart = mock.patch.multiple(mlir, _kernels=OncePerKey(), target_of=lambda machine: SETS[name])
+    apart = mock.patch.multiple(mlir, _kernels=OncePerKey(), target_for=lambda spec, machine: SETS[name])
     with quick.compiling_for(chosen), apart, torch.no_grad():
         kernels.forget()
         compiled = torch.compile(function, backend="fusion", options={"strict": True})

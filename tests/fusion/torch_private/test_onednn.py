@@ -43,6 +43,17 @@ def test_packed_weights() -> None:
         assert_as_exact_as_eager(found, x[:rows] @ w.mT + bias, exact[:rows], check_strides=True)
 
 
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch is built without MKL")
+def test_arguments_of_products_that_inductor_gives_to_mkl() -> None:
+    product = torch.ops.mkl._mkl_linear
+    names = [argument.name for argument in product.default._schema.arguments]
+    assert names == ["X", "MKL_W", "ORI_W", "B", "batch_size"]
+    graph = torch.fx.Graph()
+    for target in (product, product.default):
+        assert devices.is_mkl_product(graph.call_function(target, (None, None, None, None, 1)))
+    assert not devices.is_mkl_product(graph.call_function(torch.ops.aten.mm.default))
+
+
 @needs_onednn
 def test_weights_are_read_at_every_call() -> None:
     x, w = torch.randn(9, 40), torch.randn(50, 40)
