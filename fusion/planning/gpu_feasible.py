@@ -8,6 +8,7 @@ compares).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion import process
@@ -51,8 +52,7 @@ MATRIX_STAGES = 2
 MATRIX_COLUMNS = 128
 
 WIDE = 256
-"""Columns of V from which on addresses take twice the registers: columns are read in panels, and no loop is simple; but
-in the spread order, where V is not read."""
+"""Columns of V from which on addresses take twice the registers: columns are read in panels, and no loop is simple."""
 
 FLOAT32_SCORES = 1 << 17
 """Scores of a tile times columns of float32 products without matrix units, above which their factors spill; in the
@@ -83,9 +83,15 @@ def spills_known(work: Work, tile: Tile, machine: Machine) -> bool:
 
 
 def facts_of(work: Work, machine: Machine) -> gpu_facts.Facts:
-    """Facts from compiling this kernel, by tile."""
+    """Facts from compiling this kernel, by tile. Where it was not compiled without a mask, those with one count, which
+    needs more."""
     process.warn_of_triton(gpu_facts.TRITON, machine.architecture)
-    return gpu_facts.FACTS.get(cell_of(work, machine), {}) if work.size == 2 else {}
+    if work.size != 2:
+        return {}
+    own = gpu_facts.FACTS.get(cell_of(work, machine))
+    if own is None and work.program == "plain":
+        return facts_of(replace(work, program="masked"), machine)
+    return own or {}
 
 
 def cell_of(work: Work, machine: Machine) -> gpu_facts.Cell:
@@ -113,7 +119,7 @@ def estimated(work: Work, tile: Tile, machine: Machine) -> bool:
         scores = tile.rows * tile.keys * max(work.d, work.d_v)
         small = max(tile.rows, tile.keys) <= 32 and tile.stages == 1 and scores <= FLOAT32_SCORES // 2
         return tile.warps == 8 and (small or work.kernel == FORWARD and scores <= FLOAT32_SCORES)
-    addresses = ADDRESSES * (2 if work.d_v > WIDE and not tile.spread else 1)
+    addresses = ADDRESSES * (2 if work.d_v > WIDE else 1)
     used, most = registers(work, tile, machine) + addresses, most_registers(tile, machine)
     if machine.architecture.startswith("gfx") and work.kernel in BACKWARD:
         staged = machine.wave == 32 and tile.stages > 1  # takes more than the tiles: 40 registers, of dV at d = 128
