@@ -29,7 +29,8 @@ class Bound:
     valid: sympy.Basic = sympy.true
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.expression} where {self.valid} ({self.source})"
+        where = "" if self.valid is sympy.true else f" where {self.valid}"
+        return f"{self.name}: {self.expression}{where} ({self.source})"
 
 
 _LARGE, _SMALL = N_q * N_k * d**2 / M, N_q * N_k * d / sympy.sqrt(M)  # they cross at M = d^2

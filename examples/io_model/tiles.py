@@ -209,7 +209,9 @@ def _leading(io: sympy.Expr) -> sympy.Expr:
     mu = sympy.Symbol("mu", positive=True)
     per_pair = sympy.Poly(sympy.expand(io.subs({N_q: N, N_k: N, d_v: d})), N).coeff_monomial(N**2)
     limit = sympy.limit(sympy.simplify(per_pair.subs(M, mu * d**2)), d, sympy.oo)
-    return sympy.expand(limit.subs(mu, M / d**2)) * N**2
+    per_pair = limit.subs(mu, M / d**2)
+    forms = (sympy.expand(per_pair), sympy.factor(sympy.radsimp(sympy.simplify(per_pair))))
+    return min(forms, key=sympy.count_ops) * N**2
 
 
 @functools.lru_cache(maxsize=64)

@@ -39,6 +39,9 @@ def test_leading_orders_are_those_of_the_papers():
     assert sympy.simplify(optimum("key_stationary").leading * M / (N**2 * d**2)).is_number
     small = optimum("small_cache").leading
     assert sympy.simplify(small - N**2 * (1 + 4 * d / sympy.sqrt(M))) == 0  # N^2 d / sqrt(M), and the spilled scores
+    partial_outputs = optimum("rabe_staats").leading
+    assert sympy.simplify(partial_outputs - 4 * N**2 * d * (2 * d + sympy.sqrt(M + 4 * d**2)) / M) == 0
+    assert sympy.count_ops(partial_outputs) < 20  # as a person would write it
     assert sympy.simplify(optimum("backward_fused").leading * M / (N**2 * d**2)).is_number
 
 
