@@ -44,7 +44,7 @@ def test_the_program_prints_what_the_page_says(tmp_path: Path):
 
 
 def test_the_first_figures_are_those_of_the_output():
-    claim = re.search(r"takes (.*?), in (.*?) of memory;\s+with\s+Inductor alone (.*?) and (.*?)\.\n", README)
+    claim = re.search(r"takes (.*?), in (.*?) of memory;\s+with\s+Inductor alone (.*?) and (.*?)\.\s", README)
     measured = re.findall(r"^ +(inductor|fusion) +(\d\S* \w+) +\S+x +(\d\S* \w+)", OUTPUT, flags=re.M)
     rows = {name: figures for name, *figures in measured}
     assert claim is not None and claim.groups() == (*rows["fusion"], *rows["inductor"])
