@@ -146,6 +146,8 @@ def _agree(default: PretrainedConfig, wanted: dict[str, Any]) -> dict[str, Any]:
         wanted["head_dim"] = wanted["qk_rope_head_dim"]
     if "kv_lora_rank" in wanted and "num_key_value_heads" in wanted:
         wanted["num_key_value_heads"] = HEADS  # latent attention expands keys to all heads
+    if hasattr(default, "channel_shrink_ratio"):
+        wanted["hidden_size"] = 6 * HEADS * default.channel_shrink_ratio  # six coordinates of a box side by side
     if "layer_types" in wanted:
         for name in ("num_hidden_layers", "n_layers", "num_layers"):
             if hasattr(default, name):
