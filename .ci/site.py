@@ -1,7 +1,7 @@
 """Additions of the site to the pages of docs/, which are read in the repository as well (mkdocs calls it).
 
-Result files of benchmarks that a page links to are pages of the site, outside of its navigation. Links to other files
-outside of docs/ become the file's name.
+README, and result files of benchmarks that a page links to, are pages of the site, outside of its navigation. Links to
+other files outside of docs/ become the file's name.
 """
 
 import posixpath
@@ -17,15 +17,26 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The pages, and the result files that they link to."""
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        for _, target in LINK.findall(page.read_text()):
+    """The pages, README, and the result files that they link to."""
+
+    def add(name: str, text: str) -> None:
+        if files.get_file_from_path(name) is None:
+            files.append(File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+
+    readme = _readme()
+    add("readme.md", readme)
+    for text in (readme, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))):
+        for _, target in LINK.findall(text):
             path = posixpath.normpath(posixpath.join("docs", target))
-            name = f"results/{posixpath.basename(path)}"
-            if path.startswith(RESULTS) and files.get_file_from_path(name) is None:
-                text = (ROOT / path).read_text()
-                files.append(File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+            if path.startswith(RESULTS):
+                add(f"results/{posixpath.basename(path)}", (ROOT / path).read_text())
     return files
+
+
+def _readme() -> str:
+    """README with links as a page of docs/ has them."""
+    text = re.sub(r"\]\((?!https?:|#)", "](../", (ROOT / "README.md").read_text())
+    return text.replace("](../docs/", "](")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -36,6 +47,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.file.src_uri), target))
         if path.startswith(RESULTS):
             return f"[{text}](results/{posixpath.basename(path)})"
+        if path.startswith("README.md"):
+            return f"[{text}]({path.replace('README', 'readme')})"
         return text if text.strip("`") == path else f"{text} (`{path}`)"
 
     return LINK.sub(inside, markdown)

@@ -305,7 +305,7 @@ pre .n{color:var(--comment);user-select:none}
 pre i{font-style:normal}i.k{color:var(--key)}i.s{color:var(--string)}i.t{color:var(--type)}i.c{color:var(--comment)}
 .wide p{margin:.3rem 0}math{font-size:1.15em}mtable.cases{border-left:1.5px solid;border-radius:5px;padding-left:.4em;
 margin-left:.3em}
-mtd{text-align:left}.wide{overflow-x:auto;padding:.2rem}
+mtd{text-align:left;math-style:normal}.wide{overflow-x:auto;padding:.2rem}
 .columns{display:flex;flex-wrap:wrap;gap:1rem 2.5rem;align-items:flex-start}
 .mask .m0{fill:var(--dead)}.mask .m1{fill:var(--mixed)}.mask .m2{fill:var(--full)}.mask .m3{fill:var(--data)}
 .mask .grid{stroke:var(--card);stroke-width:1;fill:none}
