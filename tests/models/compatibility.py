@@ -12,7 +12,6 @@ compare with.
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import re
 import subprocess
@@ -139,7 +138,7 @@ def _summary(rows: list[Row]) -> list[str]:
         return [name, len(of), len(done), sum(sites(row) > 0 for row in done), total, fused, share, beyond]
 
     packages = sorted({row.package for row in rows})
-    lines = [line(f"{name} {_version(name)}", [row for row in rows if row.package == name]) for name in packages]
+    lines = [line(_with_versions(name, rows), [row for row in rows if row.package == name]) for name in packages]
     head = "package | tried | compared | with attention | sites | fused | share | beyond the rule"
     return _table(head, [*lines, line("all", rows)])
 
@@ -159,11 +158,10 @@ def _before(rows: list[Row], earlier: list[Row]) -> list[str]:
     return _table("package | compared both times | sites | fused before | fused now", [*lines, line("all", both)])
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _with_versions(package: str, rows: list[Row]) -> str:
+    return " ".join(
+        [package, "; ".join(sorted({row.versions for row in rows if row.package == package} - {""}))]
+    ).strip()
 
 
 def _reasons(rows: list[Row], told: Callable[[Row], Iterable[tuple[str, str]]]) -> list[str]:
@@ -275,8 +273,7 @@ def _made(rows: list[Row], gradients: bool) -> str:
         command = "--gradients rows.jsonl --orders orders.jsonl > docs/compatibility-in-training.md"
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return (
-        f"{date}, torch {_version('torch')}, float32 on a CPU, batch of two, the rest of each graph in plain torch, at "
-        f"commits up to `{commit}`:\n\n"
+        f"{date}, float32 on a CPU, batch of two, the rest of each graph in plain torch, at commits up to `{commit}`:\n\n"
         f"    python -m tests.models.survey --backend fusion{' --gradients' * gradients} --packages {names} "
         f"--record rows.jsonl\n    python -m tests.models.compatibility {command}\n"
     )

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import importlib.metadata
 import json
 import os
 import signal
@@ -35,6 +36,7 @@ LARGEST = 100_000_000
 class Row:
     """What happened to one architecture. error: why it did not run in eager mode, or differs when it is compiled.
 
+    versions: those of the package and of torch.
     total: attention sites, by an independent count where that finds more.
     unfused: (reason, place in the source). unvalidated: the same of fused sites.
     """
@@ -42,6 +44,7 @@ class Row:
     name: str
     package: str = "transformers"
     class_name: str = ""
+    versions: str = ""
     kind: str = ""
     entropy: float = float("nan")
     seconds: float = 0.0
@@ -108,6 +111,7 @@ def _where(error: BaseException) -> str:
 def try_eager(candidate: Candidate, arguments: argparse.Namespace) -> Row:
     """Build and run one architecture."""
     row = Row(name=candidate.name, package=candidate.package, class_name=candidate.class_name)
+    row.versions = f"{importlib.metadata.version(row.package)}, torch {torch.__version__.partition('+')[0]}"
     try:
         with time_limit(arguments.limit):
             model = candidate.build()
