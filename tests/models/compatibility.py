@@ -273,7 +273,7 @@ def _made(rows: list[Row], gradients: bool) -> str:
         command = "--gradients rows.jsonl --orders orders.jsonl > docs/compatibility-in-training.md"
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return (
-        f"{date}, float32 on a CPU, batch of two, the rest of each graph in plain torch, at commits up to `{commit}`:\n\n"
+        f"{date}, float32 on a CPU, batch of two, the rest of each graph in plain torch, commits up to `{commit}`:\n\n"
         f"    python -m tests.models.survey --backend fusion{' --gradients' * gradients} --packages {names} "
         f"--record rows.jsonl\n    python -m tests.models.compatibility {command}\n"
     )
