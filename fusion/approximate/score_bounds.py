@@ -70,7 +70,7 @@ class Inspection:
         self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
     ) -> HeadBounds:
         """Bounds from all rows, on which a certificate may rest. second: whether moments are needed. limit: of the
-        bounds of heads that are of interest; others may get norms that are too large and no moments."""
+        bounds of heads that are of interest; others get no moments."""
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):
@@ -94,13 +94,13 @@ class Inspection:
         """Bounds from about so many queries and keys of each head, as if each of these queries saw all of the keys."""
 
         def make(d, q, k):
-            from fusion.codegen.mlir.approximate.moments import LargestCall
+            from fusion.codegen.mlir.approximate.moments import MomentsCall
 
             q, k = q.every(-(-q.count // rows)), k.every(-(-k.count // keys))
-            return LargestCall(d, operands[0].dtype, q, k, second)
+            return MomentsCall(d, operands[0].dtype, q, k, 0, second, math.inf)
 
         if (call := self._call(("sample", rows, keys, second), operands, sizes, make)) is not None:
-            figures = call(operands[0].data_ptr(), operands[1].data_ptr(), 1)  # another thread would wake too late
+            figures = call.figures(operands[0].data_ptr(), operands[1].data_ptr(), 1)  # another thread would wake too late
         else:
             q, k = self.gather.sample(operands, sizes, rows, keys)
             with ieee_products():
@@ -122,7 +122,7 @@ class Inspection:
         if key not in self._calls or not self.gather.fixed:
             places, native_call = self.gather.places(operands, sizes), None
             if places is not None and q.dtype == k.dtype:
-                from fusion.codegen.mlir.approximate.row_statistics import MAX_WIDTH
+                from fusion.codegen.mlir.approximate.moments import MAX_WIDTH
 
                 native_call = make(places.d, places.q, places.k) if places.d <= MAX_WIDTH else None
             self._calls[key] = native_call

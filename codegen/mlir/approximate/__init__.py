@@ -1,2 +1,1 @@
-"""Kernels of approximate attention: polynomial features on AMX tiles, the exact kernel with tiles left out, and what
-bounds scores beforehand."""
+"""Kernels of approximate attention: polynomial features on AMX tiles, and the moments that bound scores beforehand."""

@@ -20,8 +20,7 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir import calling, openmp
-from fusion.codegen.mlir.approximate.moments import MomentsCall
-from fusion.codegen.mlir.approximate.row_statistics import Rows
+from fusion.codegen.mlir.approximate.moments import MomentsCall, Rows
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.planning.register_tiles import tilings_for
