@@ -55,64 +55,42 @@ class Amx:
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
         self.score_parts, self.value_parts = 2 * self.chunks, max(self.e_blocks // 2, 1)
         self.key_capacity = key_capacity
-
-    def query_bytes(self) -> int:
-        return 2 * TILE_ELEMENTS * self.chunks * self.planes
-
-    def key_bytes(self) -> int:
-        return 2 * self.query_bytes()
+        self.query_bytes = 2 * TILE_ELEMENTS * self.chunks * planes
+        self.key_bytes, self.value_bytes = 2 * self.query_bytes, 2 * TILE_ELEMENTS * self.e_blocks * planes
+        self.weight_bytes = 2 * 16 * planes
+        self.staged_rows = 32 * max(self.d_padded, self.e_padded)  # behind them 16 columns of 32 keys in float32
+        self.staging_elements = self.staged_rows + TILE_ELEMENTS // 2
 
     def values_of(self, values: Value, step: Value) -> Value:
-        return self.b.row(values, step, self.value_bytes(), "i8")
-
-    def value_bytes(self) -> int:
-        return 2 * TILE_ELEMENTS * self.e_blocks * self.planes
-
-    def weight_bytes(self, keys: int) -> int:
-        return 2 * keys * 16 * self.planes
-
-    def staging_elements(self) -> int:
-        return self._staged_rows() + TILE_ELEMENTS // 2
-
-    def _staged_rows(self) -> int:
-        """Elements of staged rows, behind which lie 16 columns of 32 keys in float32."""
-        return 32 * max(self.d_padded, self.e_padded)
+        return self.b.row(values, step, self.value_bytes, "i8")
 
     def split(self, x: Value, operand: int) -> list[Value]:
         """The planes of a float32 vector of an operand (`QUERIES`, `KEYS` or `VALUES`), each rounded to nearest, as
         bf16 vectors: their sum is x."""
         b = self.b
-        self._watch(x, operand)
+        if self.max_abs is not None:
+            place, bits = b.at(self.max_abs, LANES * operand, "i32"), self._magnitude(x)
+            b.store(b.most(b.load(place, WORDS, "worst"), bits), place)
         planes = [b.convert("arith.truncf", x, "bf16", "plane")]
         for _ in range(self.planes - 1):
             x = b.sub(x, b.convert("arith.extf", planes[-1], "f32"), "rest")
             planes.append(b.convert("arith.truncf", x, "bf16", "plane"))
         return planes
 
-    def _watch(self, x: Value, operand: int) -> None:
-        if self.max_abs is None:
-            return
-        b, place = self.b, self.b.at(self.max_abs, LANES * operand, "i32")
-        bits = self._magnitude(x)
-        seen = b.load(place, WORDS, "worst")
-        b.store(b.most(seen, bits), place)
-
     def _magnitude(self, x: Value) -> Value:
         """|x| as bits: they are ordered as the numbers are, NaN above all."""
         return self.b.and_(self.b.bitcast(x, WORDS), 0x7FFFFFFF, "magnitude")
 
-    def _row_planes(self, rows: Rows, row: Value | int, column: Value, operand: int) -> list[Value]:
-        """32 elements of a row as one vector of bf16 per plane."""
+    def _pack_row(self, rows: Rows, row: Value, column: Value, target: Value, operand: int) -> None:
+        """32 elements of a row as one vector of bf16 per plane, a tile apart."""
         b = self.b
         if rows.memory == "bf16" and self.planes == 1:
-            return [load_line(b, rows, row, column, BF16)]
+            b.store(load_line(b, rows, row, column, BF16), target)
+            return
         halves = [self.split(load_f32(b, rows, row, b.add(column, h), 16), operand) for h in (0, 16)]
-        return [b.shuffle(low, high, range(32), "plane") for low, high in zip(*halves, strict=True)]
-
-    def _pack_row(self, rows: Rows, row: Value, column: Value, target: Value, operand: int) -> None:
-        """32 elements of a row, its planes a tile apart."""
-        for plane, x in enumerate(self._row_planes(rows, row, column, operand)):
-            self.b.store(x, self.b.at(target, plane * TILE_ELEMENTS, "bf16"))
+        planes = [b.shuffle(low, high, range(32), "plane") for low, high in zip(*halves, strict=True)]
+        for plane, x in enumerate(planes):
+            b.store(x, b.at(target, plane * TILE_ELEMENTS, "bf16"))
 
     def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         """One group of 16 queries: pairs along d, transposed in place as 32-bit words."""
@@ -141,7 +119,7 @@ class Amx:
         if rows.memory == "bf16" and self.planes == 1:
             self._copy_columns(rows, target)
             return
-        columns = b.at(staging, self._staged_rows(), "f64", "columns")
+        columns = b.at(staging, self.staged_rows, "f64", "columns")
         with b.loop(0, self.e_blocks, hint="block") as block:
             with b.loop(0, 32, 16, hint="half") as half:
                 lines = [load_f32(b, rows, b.add(half, r), b.mul(block, 16), 16) for r in range(16)]

@@ -51,20 +51,14 @@ class AttentionKernel(KernelFunction):
     """Writes the function; see the module."""
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        tiling: Tiling,
-        target: Target,
-        d: int,
-        d_v: int,
-        with_statistics: bool = False,
+        self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
     ):
         degree = 5 if spec.out_dtype == "float32" or spec.aux_outputs else {1: 3, 2: 4}.get(tiling.planes, 5)
         flush = tiling.planes > 0 and not spec.aux_outputs
         super().__init__(spec, target, d, d_v, degree, flush, may_flag=tiling.planes > 1)
         self.tiling, self.tiles = tiling, Tiles(self, tiling, with_statistics)
         self.products = p = self.tiles.products
-        self.staging = self.area(8 * p.staging_elements(), "staging")
+        self.staging = self.area(8 * p.staging_elements, "staging")
         self.out_rows = self.area(self.lanes * p.e_padded * 4, "out_rows")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.parts = TileParts(self.tiles) if tiling.cut else None
@@ -73,12 +67,12 @@ class AttentionKernel(KernelFunction):
         self.stream = (Overlapped if p.overlaps else Sequential)(self.tiles)
         b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
         self.windowed = aux is None  # whose kept weights are those of all keys
-        self.step_bytes = p.key_bytes() + p.value_bytes() + (self.bounded.step_bytes if self.bounded else 0)
+        self.step_bytes = p.key_bytes + p.value_bytes + (self.bounded.step_bytes if self.bounded else 0)
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
             steps = self.params[("key_steps",)]
-            self.packed_values = b.row(self.packed_keys, steps, p.key_bytes(), "i8", "packed_values")
-            behind = b.row(self.packed_values, steps, p.value_bytes(), "i8", "notes")
+            self.packed_values = b.row(self.packed_keys, steps, p.key_bytes, "i8", "packed_values")
+            behind = b.row(self.packed_values, steps, p.value_bytes, "i8", "notes")
             if self.bounded is not None:
                 self.bounded.step_norms = behind
                 behind = b.row(behind, steps, self.bounded.step_bytes, "i8", "kept")
@@ -159,7 +153,7 @@ class AttentionKernel(KernelFunction):
         readers = self._readers(scope)
         tiles.loads = [DenseLoad(self.context, scope, expr) for expr in tiles.dense]
         padded_groups = b.mul(b.ceil_div(groups, p.nr), p.nr)
-        group_block, size = tiles.group_block, p.weight_bytes(self.tiling.keys)
+        group_block, size = tiles.group_block, p.weight_bytes * self.tiling.keys
         self._zero_unused(
             tiles.weights.first, b.mul(b.least(groups, group_block), size), b.constant(group_block * size, "i64")
         )
@@ -176,7 +170,7 @@ class AttentionKernel(KernelFunction):
     def _pack(self, readers: list[RowReader], key: Value) -> None:
         """Pack a step of K and V, from a key on."""
         p, n = self.products, self.packed_step(key)
-        keys = self.b.row(self.packed_keys, n, p.key_bytes(), "i8")
+        keys = self.b.row(self.packed_keys, n, p.key_bytes, "i8")
         p.pack_keys(readers[1], key, self.n_k, keys, self.staging)
         values = p.values_of(self.packed_values, n)
         p.pack_values(readers[2], key, self.n_k, values, self.staging)

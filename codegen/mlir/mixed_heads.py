@@ -72,8 +72,8 @@ class MixedHeadsKernel(KernelFunction):
         }
         self.matrix_bytes = round_up(matrix, 64)
         self.state = self.area(heads * STATE_BYTES, "state")
-        self.queries = self.area(self.groups * p.query_bytes(), "queries")
-        self.staging = self.area(8 * p.staging_elements(), "staging")
+        self.queries = self.area(self.groups * p.query_bytes, "queries")
+        self.staging = self.area(8 * p.staging_elements, "staging")
         self.out_rows = self.area(self.lanes * p.e_padded * 4, "out_rows")
         self.maximum, self.total = self.area(self.row, "maximum"), self.area(self.row, "total")
         self.row_factors = self.area(heads * self.groups * self.row, "row_factors")
@@ -83,8 +83,8 @@ class MixedHeadsKernel(KernelFunction):
         b, fixed = self.b, self.workspace_bytes
         with b.at_entry():
             self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
-            self.packed_values = b.row(self.packed_keys, self.steps, heads * p.key_bytes(), "i8", "packed_values")
-            after = b.row(self.packed_values, self.steps, heads * p.value_bytes(), "i8", "scores")
+            self.packed_values = b.row(self.packed_keys, self.steps, heads * p.key_bytes, "i8", "packed_values")
+            after = b.row(self.packed_values, self.steps, heads * p.value_bytes, "i8", "scores")
             self.scores, self.group_bytes = after, b.mul(self.steps, p.key_step * self.row, "group_bytes")
             after = b.row(after, self.group_bytes, heads * self.groups, "i8", "staged")
             self.staged = [b.row(after, self.group_bytes, n, "i8", "staged") for n in range(len(self.dense) + 1)]
@@ -93,7 +93,7 @@ class MixedHeadsKernel(KernelFunction):
     def step_bytes(self) -> int:
         """Bytes of a key step: packed keys and values, scores, dense loads and factors of the weights."""
         p, rows = self.products, self.heads * self.groups + len(self.dense) + 1
-        return self.heads * (p.key_bytes() + p.value_bytes()) + rows * p.key_step * self.row
+        return self.heads * (p.key_bytes + p.value_bytes) + rows * p.key_step * self.row
 
     def text(self) -> KernelText:
         b, p = self.b, self.products
@@ -191,26 +191,26 @@ class MixedHeadsKernel(KernelFunction):
         """The scores of a head, with everything packed that they are made of."""
         b, p = self.b, self.products
         readers, packed = self._readers(scope), self._packed(head)
-        first_step = b.mul(b.mul(head, self.steps), p.key_bytes())
+        first_step = b.mul(b.mul(head, self.steps), p.key_bytes)
         keys, values = b.at(self.packed_keys, first_step, "i8", "keys"), self._values_of(head)
         packed.note(readers[1:])
 
         def pack(key: Value) -> None:
             n = b.div(key, p.key_step)
-            p.pack_keys(readers[1], key, self.n_k, b.row(keys, n, p.key_bytes(), "i8"), self.staging)
+            p.pack_keys(readers[1], key, self.n_k, b.row(keys, n, p.key_bytes, "i8"), self.staging)
             p.pack_values(readers[2], key, self.n_k, p.values_of(values, n), self.staging)
 
         packed.extend(0, self.n_k, p.key_step, pack)
-        queries = [b.at(self.queries, g * p.query_bytes(), "i8") for g in range(self.groups)]
+        queries = [b.at(self.queries, g * p.query_bytes, "i8") for g in range(self.groups)]
         for g, place in enumerate(queries):
             p.pack_queries(readers[0], b.add(first, g * self.lanes), self.n_q, place, self.staging)
         rows = [self._rows(head, g) for g in range(self.groups)]
         with b.loop(0, self.steps, hint="step") as step:
             places = [self._key(at, b.mul(step, p.key_step)) for at in rows]
-            p.scores(b.row(keys, step, p.key_bytes(), "i8"), queries, places, step)
+            p.scores(b.row(keys, step, p.key_bytes, "i8"), queries, places, step)
 
     def _values_of(self, head: Value) -> Value:
-        at = self.b.mul(self.b.mul(head, self.steps), self.products.value_bytes())
+        at = self.b.mul(self.b.mul(head, self.steps), self.products.value_bytes)
         return self.b.at(self.packed_values, at, "i8", "values")
 
     def _weigh(self, lanes: Scope, g: Value) -> None:
@@ -309,7 +309,7 @@ class MixedHeadsKernel(KernelFunction):
         span = KEY_SPAN // p.key_step
         with b.loop(0, self.steps, span, hint="step") as step:
             self._zero(self.part, size)
-            at = b.mul(step, p.weight_bytes(p.key_step))
+            at = b.mul(step, p.weight_bytes * p.key_step)
             weights = Array(b, b.at(self._rows(head, 0), at, "i8"), self.group_bytes)
             count = b.least(b.sub(self.steps, step), span)
             part = Array(b, self.part, stride)

@@ -58,37 +58,24 @@ class MultiplyAdd:
         self.d_padded = round_up(d, self.lanes * self.kr)
         self.e_padded = round_up(e, self.lanes)
         self.chain = LONGEST_CHAIN
-        # Words of a column in a trip of the second product's loop: 24 multiply-adds outweigh its overhead, and a loop
-        # of many more does not fit where processors keep one decoded.
+        # Words of a column of V in a key step, and in a trip of the second product's loop: 24 multiply-adds outweigh
+        # its overhead, and a loop of many more does not fit where processors keep one decoded.
+        self.words_of_step = self.key_step // self.kr
         self.words_at_once = 1 if tile_rows * tile_groups >= 24 else self.words_of_step
         with self.b.at_entry():
             self.column_words = self.b.mul(key_steps, self.words_of_step)
-
-    @property
-    def words_of_step(self) -> int:
-        """Words of a column of V in a key step."""
-        return self.key_step // self.kr
+        self.query_bytes, self.key_bytes, self.value_bytes = (
+            4 * rows * columns // self.kr
+            for rows, columns in (
+                (self.lanes, self.d_padded), (self.key_step, self.d_padded), (self.key_step, self.e_padded)
+            )
+        )  # fmt: skip
+        self.weight_bytes = 4 * self.lanes // self.kr
+        self.staging_elements = max(self.lanes, self.key_step) * max(self.d_padded, self.e_padded)
 
     def values_of(self, values: Value, step: Value) -> Value:
         """Address of a key step in a head's packed values."""
         return self.b.row(values, step, self.words_of_step * self.mr, self.word)
-
-    def query_bytes(self) -> int:
-        """Bytes of one packed group of queries."""
-        return 4 * self.d_padded * self.lanes // self.kr
-
-    def key_bytes(self) -> int:
-        """Bytes of one packed key step."""
-        return 4 * self.key_step * self.d_padded // self.kr
-
-    def value_bytes(self) -> int:
-        return 4 * self.key_step * self.e_padded // self.kr
-
-    def weight_bytes(self, keys: int) -> int:
-        return 4 * keys * self.lanes // self.kr
-
-    def staging_elements(self) -> int:
-        return max(self.lanes, self.key_step) * max(self.d_padded, self.e_padded)
 
     def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
         """One group: words of Q^T [d / kr][L]."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from fusion.ir.spec import AttentionSpec
-from fusion.planning.register_tiles import Target
 
-from .builder import Builder, Value
-from .row_products import ActiveRows, Columns, KeyChunk, Source, Widths
+from .builder import Value
+from .row_products import ActiveRows, Columns, KeyChunk, Source
 from .row_vectors import PairValueProducts, VectorRows
 from .rows import Rows, load_line
 from .vectormath import sum_rows, transpose
 from .x86 import BF16, F32, LANES, Avx512
+
+if TYPE_CHECKING:
+    from .row_kernel import RowKernel
 
 SUMS = 16  # vectors of outputs that are in registers
 
@@ -37,21 +40,20 @@ class GroupedRows(VectorRows):
         """Whether Q, K and V are multiplied as they are stored, in pairs."""
         return all(spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
 
-    def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
-        super().__init__(b, spec, target, widths, area)
-        self.rows_at_once = widths.rows_at_once
+    def __init__(self, kernel: RowKernel, rows_at_once: int):
+        super().__init__(kernel, rows_at_once)
         self.part = 2 * LANES // self.rows_at_once  # elements of a row in a vector
         self.part_type = f"vector<{self.part}xbf16>"
 
     def store_query(self, source: Rows, r: Value) -> None:
         b, own = self.b, self.b.rem(r, self.rows_at_once)
         place = b.row(self._queries(b.sub(r, own)), own, self.part, "bf16")
-        with b.loop(0, self.widths.d_padded, self.part, hint="c") as c:
+        with b.loop(0, self.d_padded, self.part, hint="c") as c:
             b.store(load_line(b, source, 0, c, self.part_type), b.row(place, c, self.rows_at_once, "bf16"))
 
     def _queries(self, first: Value) -> Value:
         """Those of a group, whose first row this is."""
-        return self.b.row(self.queries, first, self.widths.d_padded, "bf16")
+        return self.b.row(self.queries, first, self.d_padded, "bf16")
 
     @contextmanager
     def _groups(
@@ -70,20 +72,20 @@ class GroupedRows(VectorRows):
             yield few, first, prefetch
 
     def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
-        b, widths, (keys, values) = self.b, self.widths, sources
+        b, (keys, values) = self.b, sources
         with (
-            self._groups(every, values, widths.d_v, 0) as (few, first, prefetch),
+            self._groups(every, values, self.d_v, 0) as (few, first, prefetch),
             b.loop(few.low, few.high, LANES, hint="j0") as j0,
         ):
-            rows = keys.gather_rows(j0, LANES, few.n_k, widths.d, widths.d_padded, self.staging)
+            rows = keys.gather_rows(j0, LANES, few.n_k, self.d, self.d_padded, self.staging)
             for n, products in enumerate(self._dot_products(rows, self._queries(first), j0, prefetch)):
                 b.store(products, self._product(b.add(first, n), few, j0))
 
     def _dot_products(self, rows: Rows, queries: Value, j0: Value, prefetch: PrefetchRows) -> list[Value]:
         """For each row of a group the products with the L keys from j0 on."""
         b, unit, rows_at_once = self.b, Avx512(self.b), self.rows_at_once
-        start, asked = [b.constant(0.0, F32)] * LANES, max(1, LANES * self.part // self.widths.d_padded)
-        with b.carry(0, self.widths.d_padded, self.part, start, hint="c") as (loop, c, sums):
+        start, asked = [b.constant(0.0, F32)] * LANES, max(1, LANES * self.part // self.d_padded)
+        with b.carry(0, self.d_padded, self.part, start, hint="c") as (loop, c, sums):
             prefetch(b.add(j0, b.mul(b.div(c, self.part), asked)), asked)
             q = b.load(b.row(queries, c, rows_at_once, "bf16"), BF16, "q")
             parts = [load_line(b, rows, n, c, self.part_type) for n in range(LANES)]
@@ -101,16 +103,16 @@ class GroupedRows(VectorRows):
             b.store(zero, b.at(weights, j, "f32"))
         with b.loop(whole, low, hint="j") as j:
             b.store(b.constant(0.0, "f32"), b.at(weights, j, "f32"))
-        with b.loop(high, self.widths.chunk, lanes, hint="j") as j:
+        with b.loop(high, self.chunk, lanes, hint="j") as j:
             b.store(zero, b.at(weights, j, "f32"))
-        self.values.prepare(weights, first, b.constant(self.widths.chunk, "i64"))
+        self.values.prepare(weights, first, b.constant(self.chunk, "i64"))
         self._clear_output(r)
 
     def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, (keys, values), lanes = self.b, sources, self.lanes
         count = SUMS // self.rows_at_once
-        whole, rest = divmod(self.widths.e_padded // lanes, count)
-        with self._groups(every, keys, self.widths.d, self.widths.chunk) as (few, first, prefetch):
+        whole, rest = divmod(self.e_padded // lanes, count)
+        with self._groups(every, keys, self.d, self.chunk) as (few, first, prefetch):
             self._weigh(values, few, first, (0, count if whole else rest), prefetch)
             with b.loop(count * lanes, whole * count * lanes, count * lanes, hint="e") as e:
                 self._weigh(values, few, first, (e, count), None)
@@ -141,7 +143,7 @@ class GroupedRows(VectorRows):
         self, values: Source, few: KeyChunk, j0: Value, number: int, columns: Columns, prefetch: PrefetchRows | None
     ) -> Iterator[list[Value]]:
         """Vectors of pairs of every two of the keys from j0 on. Of two alone, at an end, one may not be there."""
-        b, n_k, width, padded = self.b, few.n_k, self.widths.d_v, self.widths.e_padded
+        b, n_k, width, padded = self.b, few.n_k, self.d_v, self.e_padded
         if number > 2:
             rows = values.gather_rows(j0, number, n_k, width, padded, self.staging)
             for n in range(0, number, 2):

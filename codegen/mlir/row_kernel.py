@@ -30,7 +30,7 @@ from fusion.planning.register_tiles import Target
 
 from .builder import Value
 from .parts import Parts, Sums
-from .row_products import STEP, KeyChunk, Source, Widths
+from .row_products import STEP, KeyChunk, Source
 from .row_tiles import row_products
 from .rows import SharedRows
 from .scope import Lanes, Scope
@@ -44,19 +44,16 @@ MOST_KEYS = 512
 
 def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, rows_at_once: int = 4) -> KernelText:
     """The kernel for few queries of a spec whose Q and K have d columns and V d_v. rows_at_once: see `ByRows`."""
-    return _RowKernel(spec, target, d, d_v, rows_at_once).text()
+    return RowKernel(spec, target, d, d_v, rows_at_once).text()
 
 
-class _RowKernel(KernelFunction):
+class RowKernel(KernelFunction):
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, rows_at_once: int):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)
         products = row_products(spec, target, (d, d_v), rows_at_once)
         self.chunk = products.chunk_keys(self.d_padded + self.e_padded, MOST_KEYS)
-        widths = Widths(
-            d=d, d_v=d_v, d_padded=self.d_padded, e_padded=self.e_padded, chunk=self.chunk, rows_at_once=rows_at_once
-        )
-        self.products = products(self.b, spec, target, widths, self.area)
+        self.products = products(self, rows_at_once)
         # Of K and V where they are not read in place: rows of a chunk, for all rows that read them.
         columns = (1, d, self.d_padded), (2, d_v, self.e_padded)
         self.shared = [

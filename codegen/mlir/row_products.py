@@ -10,37 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.addresses import in_line
-from fusion.planning.register_tiles import Target
 
-from .builder import Builder, Value, vector_of
+from .builder import Value
 from .rows import RowReader, SharedRows
 from .scope import MEMORY_TYPE
+
+if TYPE_CHECKING:
+    from .row_kernel import RowKernel
 
 STEP = 32  # keys that are read together at most: those that rows take turns at, which the first-level cache holds
 
 Source = RowReader | SharedRows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
-    """Columns of Q and K and of V, also as they lie in memory (padded), the keys of a chunk at most, and how many
-    rows may be multiplied with keys at a time: 1 where no two read the same."""
-
-    d: int
-    d_v: int
-    d_padded: int
-    e_padded: int
-    chunk: int
-    rows_at_once: int
-
-    @property
-    def single_row(self) -> bool:
-        return self.rows_at_once == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +64,9 @@ class RowProducts:
                                     add row r's weighted sum of V, e_padded float32 in an order of its own
     in_order(results)               vectors of an output, two or all, as their columns stand in a row
 
-    area: makes memory of so many bytes
+    kernel: has the columns of Q and K and of V, also as they lie in memory (padded)
+    rows_at_once: rows that may be multiplied with keys at a time; 1 where no two read the same
+    chunk: keys of a chunk at most
     memory: MLIR's type of elements of K and V that are multiplied, where it is always the same
     """
 
@@ -91,10 +78,11 @@ class RowProducts:
         stored = cls.memory in (None, MEMORY_TYPE[spec.operands[number].dtype])
         return stored and spec.values[number] is None and in_line((spec.k, spec.v)[number - 1], J)
 
-    def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
-        self.b, self.lanes, self.widths = b, target.lanes, widths
-        self.vector = vector_of("f32", self.lanes)
-        self.staging = area(8 * self.lanes * max(widths.d_padded, widths.e_padded), "staging")
+    def __init__(self, kernel: RowKernel, rows_at_once: int):
+        self.b, self.lanes, self.vector = kernel.b, kernel.lanes, kernel.vector
+        self.d, self.d_v, self.d_padded, self.e_padded = kernel.d, kernel.d_v, kernel.d_padded, kernel.e_padded
+        self.rows_at_once, self.chunk = rows_at_once, kernel.chunk
+        self.staging = kernel.area(8 * self.lanes * max(self.d_padded, self.e_padded), "staging")
 
     def _add(self, source: Value, target: Value) -> None:
-        self.b.update(target, self.widths.e_padded, self.b.add, self.vector, source)
+        self.b.update(target, self.e_padded, self.b.add, self.vector, source)

@@ -19,20 +19,23 @@ infinity is NaN: a row whose output has a NaN is weighed once more, by itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_planner import MOST_ROWS, PAIRED
 from fusion.planning.register_tiles import Target, planes_of
 
-from .builder import Builder, Value
+from .builder import Value
 from .micro_kernel import TILE_ELEMENTS, AmxTiles, FmaVectors, MatrixOperand
 from .row_groups import GroupedRows
-from .row_products import STEP, ActiveRows, KeyChunk, RowProducts, Source, Widths
+from .row_products import STEP, ActiveRows, KeyChunk, RowProducts, Source
 from .row_vectors import ValueProducts, VectorRows
 from .rows import Rows, load_line
 from .vectormath import transpose
 from .x86 import BF16, F32, LANES, WORDS
+
+if TYPE_CHECKING:
+    from .row_kernel import RowKernel
 
 TILE = 256  # float32 in a tile
 CHUNK = 128  # keys: what is made of them stays in the first-level cache
@@ -57,20 +60,21 @@ class TileRows(RowProducts):
 
     memory = "bf16"
 
-    def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
-        super().__init__(b, spec, target, widths, area)
-        self.kernel, self.values = AmxTiles(b), ValueProducts(FmaVectors(b, LANES), widths, self.staging, pairs=True)
+    def __init__(self, kernel: RowKernel, rows_at_once: int):
+        super().__init__(kernel, rows_at_once)
+        b, area = kernel.b, kernel.area
+        self.kernel, self.values = AmxTiles(b), ValueProducts(FmaVectors(b, LANES), self, pairs=True)
         self.in_order = self.values.in_order
-        self.chunks, self.blocks = widths.d // PAIRED, widths.d_v // PAIRED
+        self.chunks, self.blocks = self.d // PAIRED, self.d_v // PAIRED
         self.sets = 2 if 2 * self.blocks <= SUMS else 1
-        self.keys = widths.chunk + 3 * STEP
+        self.keys = self.chunk + 3 * STEP
         self.queries = area(2 * TILE_ELEMENTS * self.chunks, "queries")
         self.products = area(4 * LANES * self.keys, "products")
         self.raw = area(4 * MOST_ROWS * self.keys, "raw")
         self.powers = area(4 * 2 * MOST_ROWS * self.keys, "powers")
         self.halves = area(4 * TILE * self.blocks * self.sets, "halves")
-        self.output = area(4 * widths.d_v, "output")
-        self.own_weights = area(4 * (widths.chunk + LANES), "weights")  # of one row at a time
+        self.output = area(4 * self.d_v, "output")
+        self.own_weights = area(4 * (self.chunk + LANES), "weights")  # of one row at a time
 
     @staticmethod
     def chunk_keys(columns: int, most: int) -> int:
@@ -88,7 +92,7 @@ class TileRows(RowProducts):
     def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, keys = self.b, sources[0]
         with b.loop(every.first, every.high, STEP, hint="key") as key:
-            rows = keys.rows(key, STEP, every.high, self.widths.d, self.widths.d, self.staging)
+            rows = keys.rows(key, STEP, every.high, self.d, self.d, self.staging)
             place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
             lines = [b.row(rows.pointer, rows.stride, n, "bf16") for n in (0, LANES)]
             left = MatrixOperand(bases=lines, step=PAIRED, pitch=pitch)
@@ -123,7 +127,7 @@ class TileRows(RowProducts):
             p = b.convert("arith.truncf", b.load(b.at(self.own_weights, place, "f32"), F32, "p"), "bf16")
             self._store_powers(r, place, b.convert("arith.extui", b.bitcast(p, f"vector<{LANES}xi16>"), "i32", "word"))
         behind = b.add(low, b.mul(b.ceil_div(b.sub(high, low), LANES), LANES), "behind")
-        with b.loop(behind, self.widths.chunk + STEP, LANES, hint="place") as place:
+        with b.loop(behind, self.chunk + STEP, LANES, hint="place") as place:
             self._store_powers(r, place, zero)
 
     def _store_powers(self, r: Value, place: Value, words: Value) -> None:
@@ -145,7 +149,7 @@ class TileRows(RowProducts):
 
     def _accumulate(self, values: Source, every: KeyChunk, block: Value | int, count: int) -> None:
         """The outputs of `count` blocks of 32 columns."""
-        b, unit, d_v, sets = self.b, self.kernel.unit, self.widths.d_v, self.sets
+        b, unit, d_v, sets = self.b, self.kernel.unit, self.d_v, self.sets
         start = self.kernel.zeros(sets * count)
         with b.carry(every.first, every.high, STEP, start, hint="key") as (loop, key, sums):
             rows, sums = values.rows(key, STEP, every.high, d_v, d_v, self.staging), list(sums)
@@ -173,7 +177,7 @@ class TileRows(RowProducts):
                 total = b.add(total, x)
             loop.yields(total)
         with b.when(b.compare("uno", b.reduce("add", loop.results[0], "total"), 0.0, "again")):
-            with b.loop(0, self.widths.d_v, LANES, hint="e") as e:
+            with b.loop(0, self.d_v, LANES, hint="e") as e:
                 b.store(zero, b.at(self.output, e, "f32"))
             # What was a weight's word, as second element, is the weight in float32.
             weights = self._powers(b.add(r, MOST_ROWS), b.constant(0, "i64"))

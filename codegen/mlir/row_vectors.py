@@ -9,22 +9,25 @@ query, and elements of two rows of V, put side by side, with the weights of thei
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.addresses import in_line, runs
 from fusion.planning.cpu_planner import MOST_ROWS
-from fusion.planning.register_tiles import Target, planes_of
+from fusion.planning.register_tiles import planes_of
 
 from .builder import Builder, Value, vector_of
 from .micro_kernel import Bf16Vectors, FmaVectors
-from .row_products import STEP, ActiveRows, Columns, KeyChunk, Prefetch, RowProducts, Source, Widths
+from .row_products import STEP, ActiveRows, Columns, KeyChunk, Prefetch, RowProducts, Source
 from .rows import Rows, SharedRows, load_f32, load_line, load_pair
 from .vectormath import sum_rows
+
+if TYPE_CHECKING:
+    from .row_kernel import RowKernel
 
 RUN = 8  # rows of K in a page from which on finding them costs less than putting a copy of them in order
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
@@ -41,22 +44,23 @@ class VectorRows(RowProducts):
         index = (spec.k, spec.v)[number - 1]
         return spec.values[number] is None and (in_line(index, J) or runs(index, J)[0] % RUN == 0)
 
-    def __init__(self, b: Builder, spec: AttentionSpec, target: Target, widths: Widths, area: Callable):
-        super().__init__(b, spec, target, widths, area)
+    def __init__(self, kernel: RowKernel, rows_at_once: int):
+        super().__init__(kernel, rows_at_once)
+        spec, target, area = kernel.spec, kernel.target, kernel.area
         q, k, v = (spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
         double, whole = 2 * target.lanes, target.pairs and planes_of(spec, target) == 1
-        key_pairs, value_pairs = q and k and widths.d_padded % double == 0, v and widths.e_padded % double == 0
-        kernel = FmaVectors(b, target.lanes)
-        pairs = Bf16Vectors(b, target.lanes) if whole else kernel
-        self.keys = KeyProducts(pairs if key_pairs else kernel, widths.d_padded, key_pairs)
+        key_pairs, value_pairs = q and k and self.d_padded % double == 0, v and self.e_padded % double == 0
+        words = FmaVectors(self.b, self.lanes)
+        pairs = Bf16Vectors(self.b, self.lanes) if whole else words
+        self.keys = KeyProducts(pairs if key_pairs else words, self.d_padded, key_pairs)
         if isinstance(pairs, Bf16Vectors) and value_pairs:
-            self.values = PairValueProducts(pairs, widths, self.staging, pairs=True)
+            self.values = PairValueProducts(pairs, self, pairs=True)
         else:
-            self.values = ValueProducts(kernel, widths, self.staging, value_pairs)
+            self.values = ValueProducts(words, self, value_pairs)
         self.in_order = self.values.in_order
-        self.queries = area(4 * MOST_ROWS * widths.d_padded, "queries")
-        self.outputs = area(4 * MOST_ROWS * widths.e_padded, "outputs")
-        self.room = widths.chunk + 2 * self.lanes
+        self.queries = area(4 * MOST_ROWS * self.d_padded, "queries")
+        self.outputs = area(4 * MOST_ROWS * self.e_padded, "outputs")
+        self.room = self.chunk + 2 * self.lanes
         self.products = area(4 * MOST_ROWS * self.room, "products")
 
     @staticmethod
@@ -66,19 +70,19 @@ class VectorRows(RowProducts):
         return most
 
     def _query(self, r: Value) -> Value:
-        return self.b.row(self.queries, r, self.widths.d_padded)
+        return self.b.row(self.queries, r, self.d_padded)
 
     def store_query(self, source: Rows, r: Value) -> None:
         self.keys.store_query(source, self._query(r))
 
     def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
-        b, lanes, widths, (keys, values) = self.b, self.lanes, self.widths, sources
+        b, lanes, (keys, values) = self.b, self.lanes, sources
         with self._steps(every) as few, active_rows(few) as (r, mine):
-            prefetch = self._prefetcher(values, few, r, widths.d_v, 0)
+            prefetch = self._prefetcher(values, few, r, self.d_v, 0)
             with b.loop(mine.low, mine.high, lanes, hint="j0") as j0:
                 if prefetch is not None:
                     prefetch(j0)
-                rows = keys.gather_rows(j0, lanes, mine.n_k, widths.d, widths.d_padded, self.staging)
+                rows = keys.gather_rows(j0, lanes, mine.n_k, self.d, self.d_padded, self.staging)
                 products = sum_rows(b, self.keys.dot_products(rows, self._query(r)))
                 b.store(products, self._product(r, mine, j0))
 
@@ -86,7 +90,7 @@ class VectorRows(RowProducts):
     def _steps(self, every: KeyChunk) -> Iterator[KeyChunk]:
         """The keys that rows take turns at: a few at a time, where there are several rows."""
         b = self.b
-        if self.widths.single_row:
+        if self.rows_at_once == 1:
             yield every
             return
         with b.loop(every.first, every.high, STEP, hint="key") as key:
@@ -96,7 +100,7 @@ class VectorRows(RowProducts):
         """Prefetch rows of K or V, so many keys ahead: here for row r's share of them, where there are several rows,
         else by what is returned, for those of L keys from one on."""
         b, distance = self.b, self._distance(ahead, distance)
-        if self.widths.single_row:
+        if self.rows_at_once == 1:
             return lambda key: ahead.prefetch(b.add(key, distance), self.lanes, few.n_k, width)
         share = b.div(b.constant(STEP, "i64"), few.rows)
         ahead.prefetch(b.add(b.add(few.low, b.mul(share, r)), distance), share, few.n_k, width)
@@ -104,7 +108,7 @@ class VectorRows(RowProducts):
 
     def _distance(self, ahead: Source, distance: int) -> int:
         """Prefetch distance: operands put in order for all rows are read a chunk ahead."""
-        return self.widths.chunk if isinstance(ahead, SharedRows) else distance
+        return self.chunk if isinstance(ahead, SharedRows) else distance
 
     def _product(self, r: Value, mine: KeyChunk, key: Value) -> Value:
         return self.b.at(self.weights(r), self.b.sub(key, mine.start), "f32")
@@ -122,16 +126,16 @@ class VectorRows(RowProducts):
 
     def _clear_output(self, r: Value) -> None:
         zero = self.b.constant(0.0, self.vector)
-        self.b.fill(self._output(r), self.widths.e_padded // self.lanes, zero, hint="e")
+        self.b.fill(self._output(r), self.e_padded // self.lanes, zero, hint="e")
 
     def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         keys, values = sources
         with self._steps(every) as few, active_rows(few) as (r, mine):
-            prefetch = self._prefetcher(keys, few, r, self.widths.d, self.widths.chunk)
+            prefetch = self._prefetcher(keys, few, r, self.d, self.chunk)
             self.values.weigh(values, mine, self.weights(r), self._output(r), prefetch)
 
     def _output(self, r: Value) -> Value:
-        return self.b.row(self.outputs, r, self.widths.e_padded)
+        return self.b.row(self.outputs, r, self.e_padded)
 
     def add_output(self, values: Source, mine: KeyChunk, r: Value, target: Value) -> None:
         self._add(self._output(r), target)
@@ -200,9 +204,9 @@ class ValueProducts:
 
     stored: ClassVar[str] = "f32"
 
-    def __init__(self, kernel: FmaVectors, widths: Widths, staging: Value, pairs: bool):
-        self.kernel, self.b, self.lanes, self.widths = kernel, kernel.b, kernel.lanes, widths
-        self.staging, self.pairs = staging, pairs
+    def __init__(self, kernel: FmaVectors, rows: RowProducts, pairs: bool):
+        self.kernel, self.b, self.lanes, self.pairs = kernel, kernel.b, kernel.lanes, pairs
+        self.d_v, self.e_padded, self.staging = rows.d_v, rows.e_padded, rows.staging
 
     def prepare(self, weights: Value, low: Value, high: Value) -> None:
         """Bring weights number `low` to `high` - 1 (float32; behind them there is room for another vector) into the
@@ -213,7 +217,7 @@ class ValueProducts:
     ) -> None:
         """output += weights x V over keys, a few vectors of columns at a time, in registers. weights: the first is that
         of the chunk's first key. prefetch: called for every L keys, once."""
-        b, step, width = self.b, CHAINS * self.lanes, self.widths.e_padded
+        b, step, width = self.b, CHAINS * self.lanes, self.e_padded
         if whole := width // step:
             with b.loop(0, whole * step, step, hint="e") as e:
                 self._weigh_columns(values, mine, weights, b.at(output, e, "f32"), (e, CHAINS), prefetch)
@@ -226,7 +230,7 @@ class ValueProducts:
     ) -> None:
         """Add the weighted values of some vectors of columns."""
         b, lanes, (e, count) = self.b, self.lanes, columns
-        vector, width, padded = vector_of("f32", lanes), self.widths.d_v, self.widths.e_padded
+        vector, width, padded = vector_of("f32", lanes), self.d_v, self.e_padded
         sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
         whole = b.add(mine.low, b.floor_to(b.sub(mine.high, mine.low), lanes), "whole")
         places = [b.at(output, n * lanes, "f32") for n in range(count)]
@@ -280,8 +284,8 @@ class PairValueProducts(ValueProducts):
 
     stored = "bf16"
 
-    def __init__(self, kernel: Bf16Vectors, widths: Widths, staging: Value, pairs: bool):
-        super().__init__(kernel, widths, staging, pairs)
+    def __init__(self, kernel: Bf16Vectors, rows: RowProducts, pairs: bool):
+        super().__init__(kernel, rows, pairs)
         self.unit, self.line = kernel.unit, kernel.pairs
 
     def prepare(self, weights: Value, low: Value, high: Value) -> None:

@@ -95,12 +95,12 @@ class Tiles:
         groups, keys, row = tiling.groups, tiling.keys, 4 * self.lanes
         self.statistics = TrainingStatistics(kernel, groups) if with_statistics else None
         self.aux_outputs = AuxOutputs(kernel, p.key_step, groups) if self.spec.aux_outputs else None
-        self.queries = kernel.array(groups, p.query_bytes(), "queries")
+        self.queries = kernel.array(groups, p.query_bytes, "queries")
         # Scores and weights of a few groups at a time: they stay in the first-level cache.
         group_block = self.group_block = tiling.group_block or p.nr
         self.scores = kernel.array(group_block, keys * row, "scores")
         self.factors = kernel.array(group_block, keys * row, "factors") if self.weight is not None else None
-        self.weights = kernel.array(group_block, p.weight_bytes(keys), "weights")
+        self.weights = kernel.array(group_block, p.weight_bytes * keys, "weights")
         # Per group: the output and, as one more row, the sum; then the same of the spans before.
         self.span = KEY_SPAN if self.spec.out_dtype == "float32" else HALF_KEY_SPAN
         self.own_rows = p.e_padded + 1
@@ -218,7 +218,7 @@ class Tiles:
     ) -> None:
         """One key step against the set of groups from member `first` on."""
         b, p = self.b, self.products
-        at = b.row(self.kernel.packed_keys, b.add(self.kernel.packed_step(tile.block.first), step), p.key_bytes(), "i8")
+        at = b.row(self.kernel.packed_keys, b.add(self.kernel.packed_step(tile.block.first), step), p.key_bytes, "i8")
         members = [b.add(k, first) for k in range(p.nr)]
         queries = [self.queries[b.add(tile.g, m)] for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]

@@ -40,7 +40,7 @@ BLOCK = 64
 SUMS = 16  # vectors of sums that stay in registers
 MAX_WIDTH = 256  # columns of Q and K up to which this kernel is made
 GIVEN = (*(("ptr", name) for name in ("q", "k", "found", "means", "squares", "slants")), ("keep",))
-"""The parameters that change from call to call. keep: 1 where means are written, 2 where squares and slants are, too."""
+"""The parameters that change from call to call. keep: 1 to write means, 2 squares and slants, too."""
 
 
 class Moments(ThreadFunction):

@@ -110,14 +110,14 @@ class BackwardTiles:
         spec, kind, tiling = kernel.spec, kernel.kind, kernel.tiling
         products = self._products()
         groups, rows, row = tiling.groups, tiling.keys, 4 * self.lanes
-        lanes = [kernel.array(groups, p.query_bytes(), f"packed_{x}") for p, x in zip(products, "ab", strict=True)]
+        lanes = [kernel.array(groups, p.query_bytes, f"packed_{x}") for p, x in zip(products, "ab", strict=True)]
         tiles = [kernel.array(groups, rows * row, name) for name in ("scores", "dp")]
         names = ("score_weights", "value_weights")
-        weights = [kernel.array(groups, p.weight_bytes(rows), name) for p, name in zip(products, names, strict=True)]
+        weights = [kernel.array(groups, p.weight_bytes * rows, name) for p, name in zip(products, names, strict=True)]
         # Sums begin anew every so many rows, as in the forward kernel; those of the spans before lie behind them.
         self.span = KEY_SPAN if spec.out_dtype == "float32" else HALF_KEY_SPAN
         sums = [kernel.array(2 * groups, p.e_padded * row, f"out_{x}") for p, x in zip(products, "ab", strict=True)]
-        self.staging = kernel.area(8 * max(p.staging_elements() for p in products), "staging")
+        self.staging = kernel.area(8 * max(p.staging_elements for p in products), "staging")
         kernel.out_rows = kernel.area(self.lanes * max(p.e_padded for p in products) * 4, "out_rows")
         self.group_block = products[0].nr if products[0].overlaps else 1
         self.staged = [kernel.array(self.group_block, rows * row, "staged") for _ in kernel.dense]
@@ -125,7 +125,7 @@ class BackwardTiles:
         self.packed = PackedRows(self.b, kernel.area(STATE_BYTES, "state"))
         self.centred = CentredKeys(kernel) if normalized(spec) and 0 in kernel.results else None
         (kernel.query_gradients or kernel.side).reserve(products)
-        sizes = [size for p in products for size in (p.key_bytes(), p.value_bytes())]
+        sizes = [size for p in products for size in (p.key_bytes, p.value_bytes)]
         keys_a, values_a, keys_b, values_b = self._packed_areas(sizes)
         numbers, scales, widths = kernel.side.operands, (kernel.programs.scale, 1.0), (kernel.d, kernel.d_v)
         packed = (keys_a, values_a.first), (keys_b, values_b.first)
@@ -182,7 +182,7 @@ class BackwardTiles:
         """No row yet: sums of a block. several: whether there is more than one span of rows."""
         b, kernel = self.b, self.kernel
         for gemm in (gemm for gemm in self.gemms if gemm.operand in kernel.results):
-            size = gemm.products.weight_bytes(kernel.tiling.keys)
+            size = gemm.products.weight_bytes * kernel.tiling.keys
             kernel._zero_unused(gemm.weights.first, b.mul(block.groups, size), b.mul(block.padded, size))
         for gemm in self.gemms:
             size = gemm.rows * 4 * self.lanes

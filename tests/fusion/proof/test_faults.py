@@ -19,7 +19,7 @@ from fusion.codegen.mlir.backward.derived import Sum
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.lanes import KeyLanes
 from fusion.codegen.mlir.dense import DenseLoad, DistanceTable
-from fusion.codegen.mlir.row_kernel import _RowKernel
+from fusion.codegen.mlir.row_kernel import RowKernel
 from fusion.codegen.mlir.rows import PackedRows, RowReader
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Exponent, GroupSoftmax
@@ -270,7 +270,7 @@ FAULTS = {
         put=method(Exponent, "larger", lambda right, self, m, x, hint="m": m), spec=spec(), by_rows=True
     ),
     "the last key of a row is left out": Fault(
-        put=method(_RowKernel, "_key_range", one_key_less), spec=spec("causal_last_key"), by_rows=True
+        put=method(RowKernel, "_key_range", one_key_less), spec=spec("causal_last_key"), by_rows=True
     ),
     # auxiliary outputs
     "kept weights are not rescaled": Fault(put=method(GroupSoftmax, "rescale", not_kept), spec=spec("plain", TABLE)),

@@ -11,7 +11,7 @@ import torch
 from fusion import caching, proof
 from fusion.codegen import mlir, triton
 from fusion.codegen.emitter import Edges
-from fusion.codegen.mlir.row_kernel import _RowKernel
+from fusion.codegen.mlir.row_kernel import RowKernel
 from fusion.codegen.mlir.softmax import Exponent
 from fusion.errors import KernelProofError
 from fusion.lowering import gradients as lowering
@@ -143,7 +143,7 @@ def test_kernels_that_are_made_for_later_sizes_prove_themselves() -> None:
     """One query is another kernel than many, made at the first call with it."""
     c = case("plain", d=16)
     run = kernels.executor(c.spec.to_json(), "cpu")
-    with mock.patch.object(_RowKernel, "_largest", lambda self, x: x):
+    with mock.patch.object(RowKernel, "_largest", lambda self, x: x):
         for n, invalid in ((150, 0), (1, 1)):
             operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": n, "Nk": 150})
             assert_right(run(operands, sizes), c, operands)
