@@ -187,7 +187,7 @@ class AuxOutputs:
         b, lanes, n_k = self.b, self.lanes, self.kernel.n_k
         for (k, aux), sums in zip(self.of_keys, self.sums, strict=True):
             combine = functools.partial(b.binary, _COMBINE[aux.reduction])
-            copy = b.row(self._base(k, item.scope), self.kernel.thread, self._param("elements", k))
+            copy = b.row(self._base(k, item.scope), self.kernel.thread, self.kernel.params[("aux_elements", k)])
             with b.loop(0, n_k, lanes, hint="j") as j:
                 columns = transpose(b, [b.load(self._row(sums, b.add(j, n)), self.vector) for n in range(lanes)])
                 valid, place = self.kernel._valid(b.sub(n_k, j)), b.at(copy, j, "f32")
@@ -197,11 +197,8 @@ class AuxOutputs:
     def _row(self, base: Value, key: Value) -> Value:
         return self.b.row(base, key, self.lanes)
 
-    def _param(self, what: str, *which: int | str) -> Value:
-        return self.kernel.params[(f"aux_{what}", *which)]
-
     def _offset(self, k: int, name: str, position: Value | int) -> Value:
-        return self.b.mul(position, self._param("stride", k, name))
+        return self.b.mul(position, self.kernel.params[("aux_stride", k, name)])
 
     def _base(self, k: int, scope: Scope) -> Value:
         """Address of an output's part for a batch element."""

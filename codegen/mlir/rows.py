@@ -94,9 +94,6 @@ class RowReader:
         if steps:
             self.run_stride = scope.offset(steps, self._strides)
 
-    def _uses_position(self, expr: Expr) -> bool:
-        return not coordinates(expr).isdisjoint({self.access.row.name, self.access.column.name})
-
     def identity(self) -> list[Value | int]:
         """Integers that are equal for two work items that read the same rows: the offset, or the batch coordinates
         themselves."""
@@ -201,7 +198,11 @@ class RowReader:
             with b.loop(0, whole, step, hint="c") as c:
                 move(b.at(line, c, self.memory), c, vector_of(self.memory, step))
         with b.loop(whole, width, hint="c") as c:
-            address = self._element(position, c) if stride is None else b.row(line, c, stride, self.memory)
+            if stride is None:
+                inner = self.scope.inner({self.access.row: position, self.access.column: c})
+                address = b.at(self.source, inner.offset(self.access.index, self._strides), self.memory)
+            else:
+                address = b.row(line, c, stride, self.memory)
             move(address, c, self.memory)
 
     def _line(self, position: Value) -> tuple[Value, Value | int | None]:
@@ -211,7 +212,8 @@ class RowReader:
             offset = b.add(self.base, b.mul(position, self.row_stride))
             return b.at(self.source, offset, self.memory, "line"), self.column_stride
         parts = [integers.linear(index, self.access.column) for index in self.access.index]
-        if any(part is None or self._uses_position(part[0]) for part in parts):
+        position_names = {self.access.row.name, self.access.column.name}
+        if any(part is None or coordinates(part[0]) & position_names for part in parts):
             return self.source, None
         inner = self.scope.inner({self.access.row: position})
         steps, rests = zip(*(part for part in parts if part is not None), strict=True)
@@ -222,10 +224,6 @@ class RowReader:
     def _strides(self) -> list[Value]:
         access = self.access
         return [self.context.params[("stride", access.operand, dim)] for dim in range(len(access.index))]
-
-    def _element(self, position: Value, c: Value) -> Value:
-        inner = self.scope.inner({self.access.row: position, self.access.column: c})
-        return self.context.b.at(self.source, inner.offset(self.access.index, self._strides), self.memory)
 
 
 class SharedRows:

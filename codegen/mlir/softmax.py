@@ -254,7 +254,8 @@ class GroupSoftmax:
         b = self.b
         if self.group.scored is not None:
             self._keep(self.group.scored, key, [self._load(b.add(key, u)) for u in range(PAIR)])
-        pair = [self._weight(b.add(key, u), *coefficients) for u in range(PAIR)]
+        exponents = (b.fma(self._load(b.add(key, u)), *coefficients) for u in range(PAIR))
+        pair = [self.context.math.exp2(x) for x in exponents]
         self._keep(self.group.kept, key, pair)
         store(key, *(self._times_factor(b.add(key, u), p) for u, p in enumerate(pair)))
         return [b.add(s, p, "l") for s, p in zip(sums, pair, strict=True)]
@@ -265,9 +266,6 @@ class GroupSoftmax:
 
     def _load(self, key: Value) -> Value:
         return self.b.load(self._row(self.group.scores, key), self.vector, "x", align=4 * self.lanes)
-
-    def _weight(self, key: Value, c: Value, shift: Value) -> Value:
-        return self.context.math.exp2(self.b.fma(self._load(key), c, shift))
 
     def _times_factor(self, key: Value, p: Value) -> Value:
         if self.group.factors is None:

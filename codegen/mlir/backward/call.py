@@ -137,7 +137,11 @@ class BackwardCall:
         starts = {n: self.derived.results[n].start(made) for n, made in self.results.items()}
         for name, tensors in (("result", starts), ("sink", self.sinks), ("kept", self.kept)):
             self.located |= {("ptr", name, n): x for n, x in tensors.items()}
-        if not self._make_deltas(choice):
+        if self.derived.simple:
+            exact = self._launch(DELTAS, choice)
+        else:
+            exact = self._add_aux_sums(choice) and self._recompute_deltas(choice)
+        if not exact:
             return None
         for step in steps:
             sums = [self._row_sum(entry) for entry in step.sums]
@@ -145,12 +149,6 @@ class BackwardCall:
                 return None
             self._correct(dict(zip(step.sums, sums, strict=True)))
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
-
-    def _make_deltas(self, choice: int) -> bool:
-        """False where a kernel met values that its products cannot take."""
-        if self.derived.simple:
-            return self._launch(DELTAS, choice)
-        return self._add_aux_sums(choice) and self._recompute_deltas(choice)
 
     def _add_aux_sums(self, choice: int) -> bool:
         """Put what auxiliary outputs give into delta, once; False where the kernel met values that its products cannot
@@ -338,11 +336,10 @@ class BackwardCall:
             if load.operand == number:
                 upstream = sums.unsqueeze(-2 if "j" in coordinates(load) else -1)
                 parts.append(pulled.of_expression(self.spec, self.operands, self.sizes, load, upstream, number))
-        parts += [
-            self._through_sink(sink, number)
-            for sink in self.spec.sinks
-            if any(x.operand == number for x in loads(sink))
-        ]
+        for sink in self.spec.sinks:
+            if any(x.operand == number for x in loads(sink)):  # its weight takes part in the sum of the row only
+                upstream = -self._weight_of(sink) * self.delta.unsqueeze(-1)
+                parts.append(pulled.of_expression(self.spec, self.operands, self.sizes, sink, upstream, number))
         return functools.reduce(torch.add, parts) if parts else torch.zeros_like(self.operands[number])
 
     def _weight_of(self, sink: Expr) -> Tensor:
@@ -355,8 +352,3 @@ class BackwardCall:
         sinks = [pulled.value(self.spec, self.operands, self.sizes, other) for other in self.spec.sinks]
         share = torch.exp(value - torch.logsumexp(torch.stack(torch.broadcast_tensors(*sinks)), 0))
         return torch.where((exponent > 64) | (factor == 0), share, torch.exp2(exponent) * factor)
-
-    def _through_sink(self, sink: Expr, number: int) -> Tensor:
-        """A sink's weight takes part in the sum of the row only: its gradient is -weight * delta, [b.., i]."""
-        upstream = -self._weight_of(sink) * self.delta.unsqueeze(-1)
-        return pulled.of_expression(self.spec, self.operands, self.sizes, sink, upstream, number)
