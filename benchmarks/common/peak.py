@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from fusion.codegen.mlir import openmp
 from fusion.codegen.mlir.compile import unavailable
-from fusion.machine import Machine
+from fusion.machine import Machine, openmp
 
 SAMPLE = 4e-3  # s; about how long one call of a loop takes
 PASSES = (

@@ -18,11 +18,11 @@ from fusion.caching import OncePerKey
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.choice import Planner
+from fusion.planning.cpu_measured import Tuner
 from fusion.planning.register_tiles import PLANES, target_for, tilings_for
 from fusion.refusals import Reason, Refusal
 
 from .. import emitter
-from .autotune import Tuner
 from .compile import unavailable
 from .launch import Kernel
 from .scope import MEMORY_TYPE
@@ -75,8 +75,9 @@ def compile(
     measure: bool = False,
 ) -> Kernel:
     """The kernel of a spec, one per spec and machine in a process. plan: machine -> the planner that makes the choices;
-    without it there is one tile for all lengths. measure: its best few are timed at the first call (`autotune`). Raises
-    KernelCompilationError (a defect here), or ValueError where `supports` has a reason."""
+    without it there is one tile for all lengths. measure: its best few are timed at the first call
+    (`fusion.planning.cpu_measured`). Raises KernelCompilationError (a defect here), or ValueError where `supports` has
+    a reason."""
     machine = machine or Machine.detect()
     if (reason := supports(spec, machine)) is not None:
         raise ValueError(f"no CPU kernel for {spec}: {reason}")

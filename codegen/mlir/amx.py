@@ -10,7 +10,8 @@ Two by two C tiles share two A and two B tiles (`micro_kernel.AmxTiles`), so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fusion.planning.register_tiles import Target, Tiling
@@ -218,31 +219,24 @@ class Amx:
         return vectors.add_pair_products(total, b.bitcast(pair, BF16), b.constant(1.0, BF16))
 
     def accumulate(
-        self,
-        values: Value,
-        steps: Value,
-        weights: Sequence[Value],
-        output: Sequence[Value],
-        first: Value | int = 0,
-        beside: InterleavedWork | None = None,
-    ) -> None:
-        """O^T += V^T P^T over key steps first..steps-1, for two groups."""
-        b, parts = self.b, self.value_parts
+        self, values: Value, steps: Value, weights: Array, output: Array, sets: Value | None = None,
+        first: Value | int = 0, beside: InterleavedWork | None = None,
+    ) -> None:  # fmt: skip
+        """O^T += V^T P^T over key steps first..steps-1, for `sets` pairs of groups, or the first. Columns of V are
+        outermost, so that their tiles are read from the first-level cache by all but the first pair."""
+        b, parts, size, kernel = self.b, self.value_parts, TILE_ELEMENTS * self.planes, AmxTiles(self.b, self.planes)
         for block, count in self.column_blocks():
             work, part = None, b.div(block, 2)
             if beside is not None and (count > 1 or self.e_blocks == 1):  # nothing beside a block that is left over
                 work = lambda step, part=part, work=beside: work(step, part, parts)
-            self._accumulate(values, (first, steps), weights, output, block, count, work)
-
-    def accumulate_sets(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
-        """Products of weights and V for `sets` pairs of groups. Columns of V are outermost, so that their tiles are
-        read from the first-level cache by all but the first pair."""
-        b = self.b
-        for block, count in self.column_blocks():
-            with b.loop(0, sets, hint="pair") as pair:
+            with contextlib.nullcontext(0) if sets is None else b.loop(0, sets, hint="pair") as pair:
                 members = [b.add(b.mul(pair, 2), k) for k in (0, 1)]
-                sources, cells = ([side[m] for m in members] for side in (weights, output))
-                self._accumulate(values, (0, steps), sources, cells, block, count)
+                sources, targets = ([side[m] for m in members] for side in (weights, output))
+                cells = [b.at(b.row(o, block, 256), 256 * a, "f32") for a in range(count) for o in targets]
+                base = b.row(values, block, size, "bf16")
+                left = MatrixOperand(bases=[base], step=self.e_blocks * size, count=count, part=size)
+                right = MatrixOperand(bases=sources, step=TILE_ELEMENTS, plane=self.key_capacity * 16)
+                kernel.store(kernel.gemm(kernel.load(cells), left, right, first, steps, beside=work), cells)
 
     def column_blocks(self) -> Iterator[tuple[Value | int, int]]:
         """First block and number of blocks, of all blocks of 16 value columns, two at a time."""
@@ -251,24 +245,6 @@ class Amx:
                 yield self.b.mul(block, 2), 2
         if self.e_blocks % 2:
             yield self.e_blocks - 1, 1
-
-    def _accumulate(
-        self,
-        values: Value,
-        steps: tuple[Value | int, Value],
-        weights: Sequence[Value],
-        output: Sequence[Value],
-        block: Value | int,
-        count: int,
-        beside: Callable[[Value], Sequence[Callable[[], None]]] | None = None,
-    ) -> None:
-        """`count` blocks of 16 value columns from `block` on."""
-        b, kernel, size = self.b, AmxTiles(self.b, self.planes), TILE_ELEMENTS * self.planes
-        cells = [b.at(b.row(o, block, 256), 256 * a, "f32") for a in range(count) for o in output]
-        base = b.row(values, block, size, "bf16")
-        left = MatrixOperand(bases=[base], step=self.e_blocks * size, count=count, part=size)
-        right = MatrixOperand(bases=weights, step=TILE_ELEMENTS, plane=self.key_capacity * 16)
-        kernel.store(kernel.gemm(kernel.load(cells), left, right, *steps, beside=beside), cells)
 
 
 Products = Amx | MultiplyAdd

@@ -17,9 +17,9 @@ from torch import Tensor
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.ranges import LARGEST_SIZE
 from fusion.ir.spec import AttentionSpec
+from fusion.machine import openmp
 from fusion.torch_private.tensors import empty_strided_cpu
 
-from . import openmp
 from .compile import MachineCode, compile_text
 from .thread_function import KernelText
 from .values import round_up

@@ -1,6 +1,7 @@
 """From MLIR text to the address of machine code, in this process.
 
-Where objects can be loaded (`object_file`), what LLVM makes of a text is kept on disk: later processes load it.
+Where objects can be loaded (`fusion.machine.object_file`), what LLVM makes of a text is kept on disk: later processes
+load it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 from fusion import caching
 from fusion.errors import KernelCompilationError
-from fusion.machine import Machine, cpu
+from fusion.machine import Machine, cpu, object_file, openmp
+from fusion.machine.object_file import LoadedObject, ObjectFileError
 from fusion.torch_private.dynamo import counters
 
-from . import arm, object_file, openmp
+from . import arm
 from .builder import Builder, Value
-from .object_file import LoadedObject, ObjectFileError
 from .vectormath import VectorMath
 
 log = logging.getLogger(__name__)

@@ -45,7 +45,7 @@ class FixedShift(Overlapped):
     """The loop over the tiles of one kernel. step_bytes: of a key step's norms of keys and magnitudes of values, each a
     vector of bits. step_norms: where those of all steps lie."""
 
-    step_norms: Value
+    step_norms: Array
 
     def __init__(self, tiles: Tiles, scores: BoundedScores):
         kernel, size = tiles.kernel, 4 * tiles.lanes
@@ -61,13 +61,9 @@ class FixedShift(Overlapped):
 
     def store_step_norms(self, number: Value, keys: Value, values: Value) -> None:
         """The largest norm and magnitude of a packed key step."""
-        note = self._norms_of_steps[number]
+        note = self.step_norms[number]
         self.b.store(self.products.key_norms(keys), note)
         self.b.store(self.products.value_magnitudes(values), self.b.at(note, self.tiles.lanes, "i32"))
-
-    @property
-    def _norms_of_steps(self) -> Array:
-        return Array(self.b, self.step_norms, self.step_bytes)
 
     def attend(self, item: Item, windows: Callable[[], AbstractContextManager[KeyRange]]) -> Value:
         """Visit the keys of all windows as long as their scores are near; whether the item has to be visited without
@@ -109,7 +105,7 @@ class FixedShift(Overlapped):
         first = self.tiles.kernel.packed_step(b.as_value(keys.low, "i64"))
         end = b.add(first, b.ceil_div(b.sub(keys.high, keys.low), step))
         with b.carry(first, end, 1, [nothing, nothing], hint="n") as (steps, n, (norm, magnitude)):
-            note = self._norms_of_steps[n]
+            note = self.step_norms[n]
             norms, magnitudes = (b.load(b.at(note, k * self.tiles.lanes, "i32"), nothing.type) for k in (0, 1))
             steps.yields(b.most(norm, norms), b.most(magnitude, magnitudes))
         squared = b.mul(largest(queries.results[0]), largest(steps.results[0]))

@@ -65,19 +65,18 @@ class AttentionKernel(KernelFunction):
         bounds = score_bounds(self.tiles)
         self.bounded = None if bounds is None else FixedShift(self.tiles, bounds)
         self.stream = (Overlapped if p.overlaps else Sequential)(self.tiles)
-        b, aux, fixed = self.b, self.tiles.aux_outputs, self.workspace_bytes
+        aux, sizes = (
+            self.tiles.aux_outputs,
+            [p.key_bytes, p.value_bytes, self.bounded.step_bytes if self.bounded else 0],
+        )
         self.windowed = aux is None  # whose kept weights are those of all keys
-        self.step_bytes = p.key_bytes + p.value_bytes + (self.bounded.step_bytes if self.bounded else 0)
-        with b.at_entry():
-            self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
-            steps = self.params[("key_steps",)]
-            self.packed_values = b.row(self.packed_keys, steps, p.key_bytes, "i8", "packed_values")
-            behind = b.row(self.packed_values, steps, p.value_bytes, "i8", "notes")
-            if self.bounded is not None:
-                self.bounded.step_norms = behind
-                behind = b.row(behind, steps, self.bounded.step_bytes, "i8", "kept")
-            if aux is not None:
-                aux.lie_at(behind, steps)
+        self.step_bytes, (self.packed_keys, values, norms, behind) = sum(sizes), self.packed_areas([*sizes, 0])
+        self.packed_values = values.first
+        if self.bounded is not None:
+            self.bounded.step_norms = norms
+        if aux is not None:
+            with self.b.at_entry():
+                aux.lie_at(behind.first, self.params[("key_steps",)])
 
     def text(self) -> KernelText:
         top, aux = self._top(), self.tiles.aux_outputs
@@ -170,7 +169,7 @@ class AttentionKernel(KernelFunction):
     def _pack(self, readers: list[RowReader], key: Value) -> None:
         """Pack a step of K and V, from a key on."""
         p, n = self.products, self.packed_step(key)
-        keys = self.b.row(self.packed_keys, n, p.key_bytes, "i8")
+        keys = self.packed_keys[n]
         p.pack_keys(readers[1], key, self.n_k, keys, self.staging)
         values = p.values_of(self.packed_values, n)
         p.pack_values(readers[2], key, self.n_k, values, self.staging)

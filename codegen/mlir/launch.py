@@ -18,12 +18,12 @@ from fusion.ir.results import extents_function, output_layout
 from fusion.ir.spec import AttentionSpec
 from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu import MOST_PACKED, one_by_one, portions
+from fusion.planning.cpu_measured import MEASURED, Tuner
 from fusion.planning.cpu_planner import FEW_QUERIES, WORTH_WAKING, CpuPlanner, all_heads_choice, rows_choice
 from fusion.planning.register_tiles import KEY_SPAN, REPRODUCIBLE_PART, AllHeads, ByRows, Target, Tiling
 
 from .. import reference
 from ..emitter import Edges, Proof
-from .autotune import MEASURED, Tuner
 from .calling import (
     MOST_CUT,
     CompiledKernel,

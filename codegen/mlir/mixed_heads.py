@@ -313,7 +313,7 @@ class MixedHeadsKernel(KernelFunction):
             weights = Array(b, b.at(self._rows(head, 0), at, "i8"), self.group_bytes)
             count = b.least(b.sub(self.steps, step), span)
             part = Array(b, self.part, stride)
-            p.accumulate_sets(p.values_of(values, step), count, weights, part, b.constant(1, "i64"))
+            p.accumulate(p.values_of(values, step), count, weights, part, b.constant(1, "i64"))
             b.update(self.output, size // 4, b.add, self.vector, self.part)
         with b.loop(0, self.groups, hint="g") as g:
             self._write(scope, b.add(first, b.mul(g, self.lanes)), b.row(self.output, g, stride, "i8"))

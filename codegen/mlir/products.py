@@ -103,18 +103,15 @@ class MultiplyAdd:
         rows = reader.rows(first, self.key_step, limit, self.e, self.e_padded, staging)
         with b.loop(0, self.e_padded, self.lanes, hint="c") as c:
             for word in range(self.words_of_step):
-                self._store_word(target, c, word, self.value_word(rows, word, c))
+                line = self.value_word(rows, word, c)  # to the panels of a key step
+                elements = shape_of(line.type)[0] // self.lanes
+                for n in range(0, self.lanes, self.mr):
+                    part = b.shuffle(line, line, range(n * elements, (n + self.mr) * elements))
+                    b.store(part, b.at(self._column(target, b.add(c, n)), word * self.mr, self.word))
 
     def value_word(self, rows: Rows, word: int, column: Value) -> Value:
         """A word of each of `lanes` columns of V."""
         return load_f32(self.b, rows, word, column, self.lanes)
-
-    def _store_word(self, values: Value, column: Value, word: int, line: Value) -> None:
-        """The columns' word of this number to the panels of a key step."""
-        b, width, elements = self.b, self.mr, shape_of(line.type)[0] // self.lanes
-        for n in range(0, self.lanes, width):
-            part = b.shuffle(line, line, range(n * elements, (n + width) * elements))
-            b.store(part, b.at(self._column(values, b.add(column, n)), word * width, self.word))
 
     def scores(
         self,
@@ -142,7 +139,7 @@ class MultiplyAdd:
         self.b.store(first, address, align=4 * self.lanes)
         self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
-    def accumulate_sets(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
+    def accumulate(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
         """O^T += V^T P^T over `steps` key steps, for `sets` times `nr` groups."""
         b, kernel, size, unroll = self.b, self.kernel, self.nr, self.words_at_once
         words = b.mul(steps, self.words_of_step)

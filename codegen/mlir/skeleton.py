@@ -24,6 +24,7 @@ from .rows import Access, RowReader
 from .scope import MEMORY_TYPE, Context, Scope
 from .softmax import Exponent
 from .thread_function import KernelText, ThreadFunction
+from .values import Array
 from .vectormath import LIBM, VectorMath, transpose
 from .x86 import LANES, LARGE_BITS, WORDS, flush_denormals, restore_mode
 
@@ -98,6 +99,16 @@ class KernelFunction(ThreadFunction):
         if self.modes is not None:
             restore_mode(self.b, self.modes)
         return super().kernel_text(beyond, **known, may_flag=self.may_flag)
+
+    def packed_areas(self, sizes: Sequence[int]) -> list[Array]:
+        """Arrays behind the fixed areas, which have a part of so many bytes for each key step of a window."""
+        b, packed = self.b, []
+        with b.at_entry():
+            here = b.at(self.base, self.workspace_bytes, "i8", "packed")
+            for size in sizes:
+                packed.append(Array(b, here, size))
+                here = b.row(here, self.params[("key_steps",)], size, "i8", "packed")
+        return packed
 
     def _zero(self, area: Value, size: Value | int, start: Value | int = 0) -> None:
         """Zeros from byte `start` to byte `size`, both multiples of 64."""

@@ -143,11 +143,8 @@ class Overlapped:
         self, tile: ScoreTile, first: Value | int, steps: Value, beside: InterleavedWork | None = None
     ) -> None:
         """The product with V of key steps first..steps-1 of a tile."""
-        b = self.b
-        values, packed, output = self.tiles.second_product(tile)
-        pair = [[side[member] for member in GROUP_PAIR] for side in (packed, output)]
-        with b.when(b.compare("slt", b.as_value(first, "i64"), steps)):
-            self.products.accumulate(values, steps, *pair, first=first, beside=beside)
+        with self.b.when(self.b.compare("slt", self.b.as_value(first, "i64"), steps)):
+            self.products.accumulate(*self.tiles.second_product(tile, steps), first=first, beside=beside)
 
     def _left_over(self, keys: int, parts: int) -> int:
         """Number of a step's keys that its parts leave over. They are worked on before the others, so that half of all

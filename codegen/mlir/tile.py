@@ -218,7 +218,7 @@ class Tiles:
     ) -> None:
         """One key step against the set of groups from member `first` on."""
         b, p = self.b, self.products
-        at = b.row(self.kernel.packed_keys, b.add(self.kernel.packed_step(tile.block.first), step), p.key_bytes, "i8")
+        at = self.kernel.packed_keys[b.add(self.kernel.packed_step(tile.block.first), step)]
         members = [b.add(k, first) for k in range(p.nr)]
         queries = [self.queries[b.add(tile.g, m)] for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
@@ -234,17 +234,15 @@ class Tiles:
         with b.loop(0, tile.steps, hint="step") as step, b.loop(0, sets, hint="set") as number:
             self.score(tile, step, b.mul(number, size))
 
-    def second_product(self, tile: ScoreTile) -> tuple[Value, Array, Array]:
-        """Addresses of the values of the tile's keys, its weights and its output."""
-        p = self.products
-        at = p.values_of(self.kernel.packed_values, self.kernel.packed_step(tile.block.first))
-        return at, tile.weights, self.output.behind(tile.g)
+    def second_product(self, tile: ScoreTile, steps: Value) -> tuple[Value, Value, Array, Array]:
+        """Addresses of the values of the tile's keys, key steps, its weights and its output."""
+        at = self.products.values_of(self.kernel.packed_values, self.kernel.packed_step(tile.block.first))
+        return at, steps, tile.weights, self.output.behind(tile.g)
 
     def accumulate(self, tile: ScoreTile) -> None:
         """The product with V of a tile, whole."""
-        values, weights, output = self.second_product(tile)
-        sets = self.b.ceil_div(tile.here, self.products.nr, "sets")
-        self.products.accumulate_sets(values, tile.steps, weights, output, sets)
+        product = self.second_product(tile, tile.steps)
+        self.products.accumulate(*product, self.b.ceil_div(tile.here, self.products.nr, "sets"))
         self._end_block(tile)
 
     def variants(self, tile: ScoreTile) -> Iterator[Expr]:

@@ -19,11 +19,11 @@ import torch
 from torch.export import ExportedProgram
 
 from fusion.api.rewrite import rewrite
-from fusion.codegen.mlir import openmp
 from fusion.codegen.mlir.compile import PIPELINE
 from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, attention_function
 from fusion.errors import KernelCompilationError, MlirExportError
 from fusion.ir import AttentionSpec
+from fusion.machine import openmp
 from fusion.passes.assumptions import plain_kernels
 from fusion.torch_private.tensors import tree_flatten, tree_leaves, tree_unflatten
 

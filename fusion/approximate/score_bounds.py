@@ -100,7 +100,8 @@ class Inspection:
             return MomentsCall(d, operands[0].dtype, q, k, 0, second, math.inf)
 
         if (call := self._call(("sample", rows, keys, second), operands, sizes, make)) is not None:
-            figures = call.figures(operands[0].data_ptr(), operands[1].data_ptr(), 1)  # another thread would wake too late
+            places = (x.data_ptr() for x in operands[:2])
+            figures = call.figures(*places, threads=1)  # another would wake too late
         else:
             q, k = self.gather.sample(operands, sizes, rows, keys)
             with ieee_products():

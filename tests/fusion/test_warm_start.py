@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir import object_file
+from fusion.machine import object_file
 from tests.numerics import assert_as_exact_as_eager
 
 PROCESS = """

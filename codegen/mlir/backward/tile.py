@@ -126,7 +126,7 @@ class BackwardTiles:
         self.centred = CentredKeys(kernel) if normalized(spec) and 0 in kernel.results else None
         (kernel.query_gradients or kernel.side).reserve(products)
         sizes = [size for p in products for size in (p.key_bytes, p.value_bytes)]
-        keys_a, values_a, keys_b, values_b = self._packed_areas(sizes)
+        self.step_bytes, (keys_a, values_a, keys_b, values_b) = sum(sizes), kernel.packed_areas(sizes)
         numbers, scales, widths = kernel.side.operands, (kernel.programs.scale, 1.0), (kernel.d, kernel.d_v)
         packed = (keys_a, values_a.first), (keys_b, values_b.first)
         self.gemms = tuple(
@@ -147,18 +147,6 @@ class BackwardTiles:
             products_of(self.b, kernel.target, kernel.tiling, n, n, steps, kernel.watch(), True, mirrored)
             for n in (kernel.d, kernel.d_v)
         ]
-
-    def _packed_areas(self, sizes: list[int]) -> list[Array]:
-        """Areas behind the fixed ones, whose lengths follow the number of rows of a window, with so many bytes a key
-        step: C and D, each packed in two ways."""
-        b, steps, fixed = self.b, self.kernel.params[("key_steps",)], self.kernel.workspace_bytes
-        self.step_bytes, packed = sum(sizes), []
-        with b.at_entry():
-            here = b.at(self.kernel.base, fixed, "i8", "packed")
-            for size in sizes:
-                packed.append(Array(b, here, size))
-                here = b.row(here, steps, size, "i8", "packed")
-        return packed
 
     def pack_lanes(self, block: Block, readers: list[RowReader], limit: Value) -> None:
         """A and B."""
@@ -213,7 +201,7 @@ class BackwardTiles:
         for gemm in (gemm for gemm in self.gemms if gemm.operand in kernel.results):
             p = gemm.products
             sets = b.div(block.padded, p.nr)
-            p.accumulate_sets(p.values_of(gemm.values, start), steps, gemm.weights, gemm.sums, sets)
+            p.accumulate(p.values_of(gemm.values, start), steps, gemm.weights, gemm.sums, sets)
         if kernel.query_gradients is not None:
             kernel.query_gradients.accumulate(block, b.div(rows.first, self.key_step), steps)
 

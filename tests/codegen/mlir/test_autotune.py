@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 import fusion.codegen.mlir as mlir
-from fusion.codegen.mlir import autotune
-from fusion.codegen.mlir.autotune import Tuner
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
+from fusion.planning import cpu_measured
 from fusion.planning.choice import Choice, Tile
+from fusion.planning.cpu_measured import Tuner
 from fusion.planning.cpu_planner import CpuPlanner
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, case, draw
 from tests.numerics import assert_runs_as_exact_as_eager
@@ -37,7 +37,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 0.0
-        monkeypatch.setattr(autotune.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(cpu_measured.time, "perf_counter", lambda: self.now)
 
     def launch(self, seconds: float, taken: bool = True) -> Callable[[], bool]:
         def run() -> bool:
@@ -122,7 +122,7 @@ def test_a_kernel_measures_its_first_call_and_runs_the_fastest(monkeypatch, dtyp
     def measure(extents, launches) -> None:  # the last is the fastest
         assert all(launch() for launch in launches.values())
         launched.append(list(launches))
-        kernel.tuner._remember(autotune._situation(extents), launched[-1][-1], dict.fromkeys(launches, 1.0))
+        kernel.tuner._remember(cpu_measured._situation(extents), launched[-1][-1], dict.fromkeys(launches, 1.0))
 
     monkeypatch.setattr(kernel.tuner, "measure", measure)
     for n_k in (290, 300):
@@ -131,7 +131,7 @@ def test_a_kernel_measures_its_first_call_and_runs_the_fastest(monkeypatch, dtyp
             assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
         assert kernel.choice(sizes).measured and "measured" in kernel.source(sizes).splitlines()[0]
         assert kernel.choice(sizes).tile == launched[0][-1].tile
-    assert len(launched) == 1 and len(launched[0]) == autotune.MEASURED
+    assert len(launched) == 1 and len(launched[0]) == cpu_measured.MEASURED
     operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 1, "Nk": 300})
     assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
     assert len(launched) == 1, "few queries have one choice"
@@ -146,4 +146,6 @@ def test_the_option_reaches_the_kernels(folder: Path) -> None:
     assert_runs_as_exact_as_eager(run, attention, q, k, v)
     (path,) = folder.glob("cpu_tiles_*.json")
     (known,) = json.loads(path.read_text())["choices"].values()
-    assert len(known["measured"]) == autotune.MEASURED and known["choice"] in [each[:3] for each in known["measured"]]
+    assert len(known["measured"]) == cpu_measured.MEASURED and known["choice"] in [
+        each[:3] for each in known["measured"]
+    ]

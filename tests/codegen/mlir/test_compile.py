@@ -17,9 +17,9 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir import object_file
 from fusion.codegen.mlir.compile import MachineCode, compile_text
 from fusion.errors import KernelCompilationError
+from fusion.machine import object_file
 
 compiling = importlib.import_module("fusion.codegen.mlir.compile")
 ROOT = Path(__file__).parents[3]

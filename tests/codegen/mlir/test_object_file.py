@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir import object_file
-from fusion.codegen.mlir.object_file import ObjectFileError, load
+from fusion.machine import object_file
+from fusion.machine.object_file import ObjectFileError, load
 from tests.codegen.mlir.test_compile import VARIABLE, compiling, text
 
 pytestmark = pytest.mark.skipif(not object_file.loadable(), reason="objects are loaded on x86-64 Linux alone")

@@ -19,10 +19,11 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir import calling, openmp
+from fusion.codegen.mlir import calling
 from fusion.codegen.mlir.approximate.moments import MomentsCall, Rows
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.training import TrainingKernel
+from fusion.machine import openmp
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import HERE, case, draw
 
@@ -170,7 +171,7 @@ def other_runtime(folder: Path) -> Path:
 PRELOADED = """
 import torch
 from tests.codegen.mlir import test_teams as teams
-from fusion.codegen.mlir import openmp
+from fusion.machine import openmp
 runs = teams.known_runs(teams.FEW)
 for name, (run, expected) in runs.items():
     for _ in range(10):

@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from .values import round_up
-
 _X86_64 = 62  # the machine, in the header
 _SYMBOLS, _RELOCATIONS, _EMPTY, _UNWINDING = 2, 4, 8, 0x70000001  # kinds of sections
 _WRITABLE, _IN_MEMORY, _CODE, _PER_THREAD = 0x1, 0x2, 0x4, 0x400  # flags of sections
@@ -135,9 +133,9 @@ def _layout(sections: Sequence[_Section]) -> tuple[dict[int, int], int, int]:
             if section.flags & (_WRITABLE | _PER_THREAD) or section.kind == _EMPTY:
                 raise ObjectFileError("an object with variables")
             if section.flags & _CODE == code:
-                places[number] = round_up(end, max(section.alignment, 1))
+                places[number] = end + -end % max(section.alignment, 1)
                 end = places[number] + section.size
-        ends.append(round_up(end, mmap.PAGESIZE))
+        ends.append(end + -end % mmap.PAGESIZE)
     return places, ends[1], ends[2]
 
 
