@@ -94,13 +94,10 @@ class DenseLoad:
             parts = [b.shuffle(parts[n], parts[n + UNIT], range(2 * size), "lines") for n in firsts]
         if self.per_word == 1:
             return transpose(b, [self._widen(x) for x in parts])
-        return [part for word in transpose(b, parts) for part in self._parts(word)]
-
-    def _parts(self, word: Value) -> list[Value]:
-        b = self.b
         if self.dtype == "bfloat16":
-            return [*widen_pairs(b, word)]
-        return [b.and_(b.binary("arith.shrui", word, 8 * k), 0xFF) for k in range(PER_WORD["bool"])]
+            return [part for word in transpose(b, parts) for part in widen_pairs(b, word)]
+        shifts = range(0, 32, 8)  # of bool
+        return [b.and_(b.binary("arith.shrui", word, n), 0xFF) for word in transpose(b, parts) for n in shifts]
 
     def _gather(self, scope: Scope, start: Value, stride: Value | int, numbers: Value | None = None) -> Value:
         """An element per lane, `numbers` (0, 1, 2, ..) strides from the start."""

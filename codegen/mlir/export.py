@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fusion.errors import MlirExportError
 from fusion.ir.results import extents_function, packed_strides
@@ -124,26 +124,20 @@ def _kernel_text(spec: AttentionSpec, machine: Machine, n_q: int, d: int, d_v: i
     return next(text for text in texts if not text.may_flag)
 
 
+@dataclass
 class _Writer:
     """The body of the function that calls a kernel."""
 
-    def __init__(
-        self,
-        name: str,
-        spec: AttentionSpec,
-        shapes: Sequence[Sequence[int]],
-        sizes: dict[str, int],
-        out_shape: list[int],
-        text: KernelText,
-    ):
-        self.name, self.spec, self.text = name, spec, text
-        self.shapes, self.sizes, self.out_shape = shapes, sizes, out_shape
-        self.lines: list[str] = []
-        self.count = 0
+    name: str
+    spec: AttentionSpec
+    shapes: Sequence[Sequence[int]]
+    sizes: dict[str, int]
+    out_shape: list[int]
+    text: KernelText
+    lines: list[str] = field(default_factory=list)
 
     def op(self, text: str, hint: str = "x") -> str:
-        self.count += 1
-        name = f"%{hint}_{self.count}"
+        name = f"%{hint}_{len(self.lines)}"
         self.lines.append(f"  {name} = {text}")
         return name
 

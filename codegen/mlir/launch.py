@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,19 +41,6 @@ from .values import round_up
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def addresses_of(spec: AttentionSpec) -> list[tuple]:
-    """Parameters that are addresses: of the operands, of the output."""
-    return [*(("ptr", number) for number in range(len(spec.operands))), ("ptr", "out")]
-
-
-def call_values(
-    spec: AttentionSpec, sizes: Sequence[int], strides: Iterable[Sequence[int]], out_strides: Sequence[int]
-) -> dict[tuple, int]:
-    """Parameters that say how these lie in memory, and the sizes."""
-    out = {("out_stride", name): n for name, n in zip(spec.output.dims, out_strides, strict=True)}
-    return operand_values(spec, strides, sizes) | out
 
 
 class Variant(CompiledKernel):
@@ -251,8 +238,9 @@ class ForwardKernel:
         *batch, n_q, n_k, d, d_v = extents
         check_sizes(*extents, *sizes)
         shape, strides = output_layout(self.spec, [*batch, n_q, d_v])
-        values = {**call_values(self.spec, sizes, map(stride, operands), strides), **more}
-        addresses = [*addresses_of(self.spec), *given]
+        out = {("out_stride", name): n for name, n in zip(self.spec.output.dims, strides, strict=True)}
+        values = {**operand_values(self.spec, map(stride, operands), sizes), **out, **more}
+        addresses = [*(("ptr", number) for number in range(len(operands))), ("ptr", "out"), *given]
         launch = self._proven(sizes, tiling).launch_for(extents, values, addresses, splits)
         return Prepared(launch, shape, strides)
 

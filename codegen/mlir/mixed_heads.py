@@ -80,20 +80,13 @@ class MixedHeadsKernel(KernelFunction):
         self.mixed = self.area(heads * self.keys_at_once * self.row, "mixed")
         self.output_bytes = p.e_padded * self.row
         self.output, self.part = (self.area(self.groups * self.output_bytes, name) for name in ("output", "part"))
-        b, fixed = self.b, self.workspace_bytes
-        with b.at_entry():
-            self.packed_keys = b.at(self.base, fixed, "i8", "packed_keys")
-            self.packed_values = b.row(self.packed_keys, self.steps, heads * p.key_bytes, "i8", "packed_values")
-            after = b.row(self.packed_values, self.steps, heads * p.value_bytes, "i8", "scores")
-            self.scores, self.group_bytes = after, b.mul(self.steps, p.key_step * self.row, "group_bytes")
-            after = b.row(after, self.group_bytes, heads * self.groups, "i8", "staged")
-            self.staged = [b.row(after, self.group_bytes, n, "i8", "staged") for n in range(len(self.dense) + 1)]
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of a key step: packed keys and values, scores, dense loads and factors of the weights."""
-        p, rows = self.products, self.heads * self.groups + len(self.dense) + 1
-        return self.heads * (p.key_bytes + p.value_bytes) + rows * p.key_step * self.row
+        # Of a key step: packed keys and values, scores, dense loads and factors of the weights.
+        step_row, staged = p.key_step * self.row, len(self.dense) + 1
+        sizes = [heads * p.key_bytes, heads * p.value_bytes, heads * self.groups * step_row, *[step_row] * staged]
+        self.step_bytes, areas = sum(sizes), [area.first for area in self.packed_areas(sizes)]
+        self.packed_keys, self.packed_values, self.scores, *self.staged = areas
+        with self.b.at_entry():
+            self.group_bytes = self.b.mul(self.steps, step_row, "group_bytes")
 
     def text(self) -> KernelText:
         b, p = self.b, self.products

@@ -111,10 +111,10 @@ class RowKernel(KernelFunction):
 
     def _sums(self, record: Value, r: Value) -> Sums:
         """Sums of row r, in a record."""
-        outputs, maxima, totals = self._areas(record)
+        b, (outputs, maxima, totals) = self.b, self._areas(record)
         places = (totals, self.lanes), (outputs, self.e_padded)
-        vectors = [(self._row_of(area, r, size), size // self.lanes) for area, size in places]
-        return Sums(maximum=self._row_of(maxima, r, self.lanes), vectors=vectors)
+        vectors = [(b.row(area, r, size), size // self.lanes) for area, size in places]
+        return Sums(maximum=b.row(maxima, r, self.lanes), vectors=vectors)
 
     def _merge(self, item: Value, count: Value) -> None:
         """Sum up what the parts of an item have left."""
@@ -136,10 +136,6 @@ class RowKernel(KernelFunction):
         scope = batch.inner({I: i, coord("i0"): i, coord("i1"): i})
         scope.prepare(self.programs.masked, self.weight, bound=self.batch_names | {"i"})
         return scope, batch, i
-
-    def _row_of(self, area: Value, r: Value, size: int) -> Value:
-        """Row r's part of an area of `size` float32 elements per row."""
-        return self.b.row(area, r, size)
 
     def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value, part: Value) -> None:
         """Read the query, find the keys of the part to visit, clear what is summed."""
@@ -190,16 +186,16 @@ class RowKernel(KernelFunction):
         zero, ends = b.constant(0.0, self.vector), b.row(self.ranges, r, 2, "i64")
         b.store(low, ends)
         b.store(high, b.at(ends, 1, "i64"))
-        b.store(b.constant(float("-inf"), self.vector), self._row_of(self.maxima, r, lanes))
-        b.store(zero, self._row_of(self.totals, r, lanes))
-        b.fill(self._row_of(self.outputs, r, self.e_padded), self.e_padded // lanes, zero, hint="e")
+        b.store(b.constant(float("-inf"), self.vector), b.row(self.maxima, r, lanes))
+        b.store(zero, b.row(self.totals, r, lanes))
+        b.fill(b.row(self.outputs, r, self.e_padded), self.e_padded // lanes, zero, hint="e")
 
     def _begin_again(self, r: Value) -> None:
         """All keys for a row whose keys were all dead, none for others."""
         b, nothing = self.b, self.b.constant(0, "i64")
         ends = b.row(self.ranges, r, 2, "i64")
         b.store(nothing, b.at(ends, 1, "i64"))
-        m = b.load(self._row_of(self.maxima, r, self.lanes), self.vector, "m")
+        m = b.load(b.row(self.maxima, r, self.lanes), self.vector, "m")
         assert self.spec.mask is not None
         alive = b.extract(self._alive(m, self.spec.mask.fill), 0, "alive")
         with b.when(b.negated(alive)):
@@ -230,7 +226,7 @@ class RowKernel(KernelFunction):
                 self._attend(self._row_scope(top, b.add(first, r))[0], r, mine)
             self.products.end((keys, values), every, self._active_rows)
             with self._active_rows(every) as (r, mine):
-                self.products.add_output(values, mine, r, self._row_of(self.outputs, r, self.e_padded))
+                self.products.add_output(values, mine, r, b.row(self.outputs, r, self.e_padded))
 
     def _sources(self, scope: Scope) -> list[Source]:
         """K and V."""
@@ -254,11 +250,11 @@ class RowKernel(KernelFunction):
     def _attend(self, scope: Scope, r: Value, mine: KeyChunk) -> None:
         """Row r's weights of its keys of a chunk, and its maximum and sum with them; its output is rescaled."""
         b, lanes = self.b, self.lanes
-        maximum, total = self._row_of(self.maxima, r, lanes), self._row_of(self.totals, r, lanes)
+        maximum, total = b.row(self.maxima, r, lanes), b.row(self.totals, r, lanes)
         m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
         m_new, own = self._weights(scope, r, mine, m)
         if self.spec.normalizer is not Normalizer.NONE:
-            factor, output = self.exponent.factor(m, m_new), self._row_of(self.outputs, r, self.e_padded)
+            factor, output = self.exponent.factor(m, m_new), b.row(self.outputs, r, self.e_padded)
             before = b.mul(before, factor)
             b.update(output, self.e_padded, lambda x: b.mul(x, factor), self.vector)
         b.store(m_new, maximum)
@@ -267,9 +263,9 @@ class RowKernel(KernelFunction):
 
     def _finish(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
         b, lanes = self.b, self.lanes
-        output, factor = self._row_of(self.outputs, r, self.e_padded), None
+        output, factor = b.row(self.outputs, r, self.e_padded), None
         if self.spec.normalizer is not Normalizer.NONE:
-            m, total = (b.load(self._row_of(area, r, lanes), self.vector) for area in (self.maxima, self.totals))
+            m, total = (b.load(b.row(area, r, lanes), self.vector) for area in (self.maxima, self.totals))
             total = b.reduce("add", total, "sum")
             factor = self._row_factor(scope, m, b.broadcast(total, lanes))
         step = lanes if self.e_padded % (2 * lanes) else 2 * lanes

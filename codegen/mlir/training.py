@@ -122,7 +122,8 @@ class TrainingKernel(ForwardKernel):
         if not prepared.launch(addresses):
             done = self._prepare_forward(operands, sizes, self._summed(self.tilings[-1], sizes)).launch(addresses)
             assert done, "multiply-add kernels raise no flag"
-        return [out, statistics, *map(_combined, self.spec.aux_outputs, copies)]
+        pairs = zip(self.spec.aux_outputs, copies, strict=True)
+        return [out, statistics, *(REDUCE[aux.reduction](x, 0) if aux.over == "i" else x[0] for aux, x in pairs)]
 
     def _prepare_forward(self, operands: Sequence[Tensor], sizes: Sequence[int], tiling: Tiling) -> Prepared:
         *batch, n_q, _, _, _ = self.extents(sizes)
@@ -163,7 +164,8 @@ class TrainingKernel(ForwardKernel):
         if reason is not None or 0 in (*batch, n_q, n_k, d, d_v):
             return reference.backward(spec, grad, operands, sizes, needs, aux_outputs=arriving)
         check_sizes(*batch, n_q, n_k, d, d_v, *sizes)
-        plan = self._plan(places, self._sees_hidden_keys(spec, needs, arriving))
+        everywhere = self._sees_hidden_keys(spec, needs, arriving)
+        plan = self._plans.get_or_make((places, everywhere), lambda: backward_plan(spec, everywhere))
         return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
 
     def _without_kernels(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> str | None:
@@ -177,10 +179,6 @@ class TrainingKernel(ForwardKernel):
             return True
         skips = bool(arriving) and spec.mask is not None and spec.mask.skips
         return skips and not all(math.isfinite(size_of(g)) for g in arriving)
-
-    def _plan(self, places: tuple[int, ...], everywhere: bool) -> BackwardPlan:
-        """For gradients that arrive at these of the auxiliary outputs."""
-        return self._plans.get_or_make((places, everywhere), lambda: backward_plan(self._with(places), everywhere))
 
     def backward_kernel(
         self, kind: Kind, plan: BackwardPlan, needs: tuple[bool, ...], sizes: Sequence[int], choice: int
@@ -196,12 +194,6 @@ class TrainingKernel(ForwardKernel):
 
         key = (kind, plan.spec.aux_outputs, plan.everywhere, needs, d, d_v, choice, tiling.chain)
         return self._compiled.get_or_make(key, make)
-
-
-def _combined(aux: AuxOutput, copies: Tensor) -> Tensor:
-    if aux.over != "i":
-        return copies[0]
-    return REDUCE[aux.reduction](copies, 0)
 
 
 def backward_tiling(tiling: Tiling, target: Target) -> Tiling:
