@@ -226,8 +226,9 @@ class Amx:
         outermost, so that their tiles are read from the first-level cache by all but the first pair."""
         b, parts, size, kernel = self.b, self.value_parts, TILE_ELEMENTS * self.planes, AmxTiles(self.b, self.planes)
         for block, count in self.column_blocks():
-            work, part = None, b.div(block, 2)
+            work = None
             if beside is not None and (count > 1 or self.e_blocks == 1):  # nothing beside a block that is left over
+                part = b.div(block, 2)
                 work = lambda step, part=part, work=beside: work(step, part, parts)
             with contextlib.nullcontext(0) if sets is None else b.loop(0, sets, hint="pair") as pair:
                 members = [b.add(b.mul(pair, 2), k) for k in (0, 1)]

@@ -44,7 +44,9 @@ class _Place(ctypes.Structure):
 @functools.cache
 def library() -> str | None:
     """The path of the runtime, for what is linked with it; None where there is none."""
-    place, tell = _Place(), getattr(ctypes.CDLL(None), "dladdr", None)
-    if parallel() is None or tell is None or not tell(ctypes.cast(parallel(), ctypes.c_void_p), ctypes.byref(place)):
+    place, tell, function = _Place(), getattr(ctypes.CDLL(None), "dladdr", None), parallel()
+    if function is None or tell is None:
+        return None
+    if not tell(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(place)):  # pyright: ignore[reportArgumentType]
         return None
     return os.fsdecode(ctypes.string_at(place.path))
