@@ -302,7 +302,7 @@ FAULTS = {
         put=method(BackwardCall, "_assemble", without_sinks), spec=spec("bias"), trained=True
     ),
     "gradients of sinks have another sign": Fault(
-        put=method(BackwardCall, "_through_sink", lambda right, self, *given: -right(self, *given)),
+        put=method(BackwardCall, "_weight_of", lambda right, self, *given: -right(self, *given)),
         spec=SINKS, trained=True,
     ),
     "gradients of keys are those of the first head of a group": Fault(
