@@ -8,6 +8,7 @@ proves nothing about a site.
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 
 import torch
@@ -61,9 +62,9 @@ class Site:
 
 
 def sites(graph: fx.Graph) -> list[Site]:
-    """Attention sites of a graph that Dynamo handed to a backend."""
-    found = []
-    for node in graph.nodes:
+    """Attention sites of a graph that Dynamo handed to a backend, but for those whose result nothing reads."""
+    found, read = [], _read(graph)
+    for node in filter(read.__contains__, graph.nodes):
         name = op(node)
         if name in FUSED_CALLS:
             found.append(Site(node=node.name, location=location(node), kinds=frozenset({"fused_call"})))
@@ -73,6 +74,17 @@ def sites(graph: fx.Graph) -> list[Site]:
                 kinds = frozenset(_kinds(node, chain, products, after))
                 found.append(Site(node=node.name, location=location(node), kinds=kinds))
     return found
+
+
+def _read(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that the outputs of a graph, or what it writes in place, are made of."""
+    in_place = re.compile(r"setitem|\w*[^_]_")
+    read, todo = set[fx.Node](), [n for n in graph.nodes if n.op == "output" or in_place.fullmatch(op(n))]
+    while todo:
+        if (node := todo.pop()) not in read:
+            read.add(node)
+            todo += node.all_input_nodes
+    return read
 
 
 def location(node: fx.Node) -> str:
