@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.ir.expr import HEAD, LOG_WEIGHT, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, walk
+from fusion.ir.expr import HEAD, LOG_WEIGHT, ROW_MAX, ROW_SUM, SCORE, WEIGHT, C, E, Expr, I, J, coord, substitute, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.results import REDUCE, leaves, result_names, size_value
 from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Reduction
-from fusion.lowering.rows import LOG_SUM, depends_on_maximum, row_scale
+from fusion.lowering.rows import LIVE_LOG_SUM, LOG_SUM, depends_on_maximum, row_scale
 
 
 def run(
@@ -84,7 +84,17 @@ class Rows:
             columns = self.columns(x, positions)
             known[ROW_MAX] = columns.amax(-1, keepdim=True)
             known[ROW_SUM] = (columns - known[ROW_MAX]).exp().sum(-1, keepdim=True)
+            known[LOG_SUM] = _log_sum(columns, known[ROW_MAX].detach())
         return known
+
+
+def _log_sum(columns: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
+    """`LIVE_LOG_SUM` of rows. What flows through the maximum cancels, and is left out; the gradient of
+    `torch.logsumexp` would be exp(x - result), in which a large result has lost digits."""
+    infinite = row_max.isinf()
+    row_max, columns = torch.where(infinite, 0.0, row_max), torch.where(infinite, 0.0, columns)
+    result = row_max + (columns - row_max).exp().sum(-1, keepdim=True).log()
+    return torch.where(infinite, 0.0, result)
 
 
 class Execution(Rows):
@@ -200,7 +210,8 @@ class Execution(Rows):
 
     def aux_output(self, aux: AuxOutput, known: dict[Expr, torch.Tensor]) -> torch.Tensor:
         """One auxiliary output over the rows of the block, its coordinates in the order b.., i, j."""
-        value, over = self.value(aux.value, known).to(self.dtype), aux.over
+        live, over = substitute(aux.value, {LIVE_LOG_SUM: LOG_SUM}), aux.over
+        value = self.value(live, known).to(self.dtype)
         rows, columns = known[I].shape[-2], self.n_k if "j" in (*aux.dims, over) else 1
         value = value.expand(*self.batch, rows, columns)
         if not over:

@@ -25,7 +25,6 @@ from fusion.ir.expr import (
     ZERO,
     Expr,
     Kind,
-    const,
     coord,
     coordinates,
     load,
@@ -36,10 +35,7 @@ from fusion.ir.expr import (
 from fusion.ir.ops import apply
 from fusion.ir.primitives import is_tame
 from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Reduction
-from fusion.lowering.rows import LOG_SUM, in_log_sums
-
-_INFINITE = apply("feq", apply("abs", ROW_MAX), const(math.inf))
-
+from fusion.lowering.rows import INFINITE, LIVE_LOG_SUM, LOG_SUM, in_log_sums
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxGradients:
@@ -90,7 +86,7 @@ def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str
             return "the key with the largest logit is not recorded"
         if LOG_SUM not in walk(value):
             continue
-        if spec.normalizer is Normalizer.SAFE_SOFTMAX:
+        if spec.normalizer is Normalizer.SAFE_SOFTMAX and LIVE_LOG_SUM not in walk(aux.value):
             return "the gradient of the log-sum-exp of a row without a live key is NaN, which weights of 0 would hide"
         if spec.row_scale is not None:
             return "rows are scaled by something else than the sum of that log-sum-exp"
@@ -109,7 +105,7 @@ def left_out(spec: AttentionSpec) -> list[tuple[AuxOutput, str]]:
 
 def _value(aux: AuxOutput) -> Expr:
     """Value in log-sum-exps. Where these are infinite weights are NaN or zero, whatever is subtracted from delta."""
-    return substitute(in_log_sums(aux.value), {_INFINITE: FALSE})
+    return substitute(in_log_sums(aux.value), {INFINITE: FALSE})
 
 
 def _is_finite(expr: Expr, first: int) -> bool:

@@ -97,6 +97,9 @@ LOG_SUM = node("row_sum", (), Kind.FLOAT, "log")
 """The log-sum-exp of a row in the place of ROW_MAX + log(ROW_SUM): its gradient is exp(x - LOG_SUM), as eager computes
 it, also where the logarithm is lost beside a huge fill."""
 _LOG_SUM = ROW_MAX + apply("log", ROW_SUM)
+INFINITE = apply("feq", apply("abs", ROW_MAX), const(math.inf))
+LIVE_LOG_SUM = where(INFINITE, ZERO, _LOG_SUM)
+"""The log-sum-exp of a row, or 0 where its maximum is infinite, through which no gradient flows there."""
 _POINTS = 256
 
 

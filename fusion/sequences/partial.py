@@ -7,14 +7,19 @@ sinks), a block of keys contributes to the output, for the raw weight program u,
     O = sum over blocks of exp(m - M) o / L,    L = sum over blocks of exp(m - M) l + sum over sinks of exp(sink - M)
 
 (kernels compute o / l: a row that is not divided by its sum has no backward kernel, and so no kernel with statistics),
-and to the gradient, with w = exp(x - M) / L, the block's share p = sum of w, and its output P = sum of w u v,
+and to the gradient, with p = exp(m - M) l / L the block's share of the weights and w = exp(x - m) / l those within it,
 
-    dV = (w u)^T dO,    dx = w (u dP - sum over e of dO * O) = w (u dP - sum of w u dP - sum over e of dO * (O - P))
+    dV = (w u)^T (p dO),    dx = w (u p dP - p sum over e of dO * O)
 
-The first sum of the latter is the block's own, as exact as on one device also where a row has nearly all of its weight
-in it. So a block is an attention of an ordinary spec: its rows are scaled by 1 / (l + R exp(M - m)), where R is the
-rest of L, and -(sum over e of dO * (O - P)) / (1 - p) arrives at its share, an auxiliary output. The normaliser is that
-of safe softmax: a row without a live key in a block contributes nothing.
+So the backward of a block is that of an ordinary attention, with p dO arriving at its output o / l. Its own delta is D =
+sum of w u p dP, the row's is p D + p sum over e of dO * (O - P), with the block's part P = p o / l of the output. The
+difference,
+
+    G = (1 - p) D - p sum over e of dO * (O - P)
+
+arrives at its log-sum-exp, an auxiliary output. D itself is the kernel's, as exact as on one device also where a row has
+nearly all of its weight in the block, and 1 - p and O - P are kept apart there. The normaliser is that of safe softmax:
+a row without a live key in a block contributes nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +34,11 @@ import torch
 from torch import Tensor
 
 from fusion.codegen.reference import gradients
-from fusion.ir import AttentionSpec, AuxOutput, Normalizer, Operand, Output, Reduction
-from fusion.ir.expr import ONE, ROW_MAX, ROW_SUM, WEIGHT, Expr, I, J, Kind, load, walk
-from fusion.ir.ops import apply
+from fusion.ir import AttentionSpec, AuxOutput, Normalizer, Output
+from fusion.ir.expr import ROW_MAX, ROW_SUM, I, J, Kind, walk
 from fusion.ir.parts import dims_along, one_part
 from fusion.ir.results import coordinate_extents, result_names
+from fusion.lowering.rows import LIVE_LOG_SUM
 
 FIRST_KEY = "first_key"
 
@@ -88,32 +93,11 @@ def of_output(spec: AttentionSpec) -> AttentionSpec:
 
 
 @lru_cache(maxsize=1024)
-def of_weights(spec: AttentionSpec) -> AttentionSpec:
-    """Spec of a block's P and p; its last operands are M and L, [b.., i]."""
-    m, l = _row_operands(spec)
-    return _with_share(spec, apply("exp", ROW_MAX - m) / l)
-
-
-@lru_cache(maxsize=1024)
 def of_gradient(spec: AttentionSpec) -> AttentionSpec:
-    """Spec of a block's gradient; its last operands are M and R, [b.., i]. Its rows have the weights of `of_weights`,
-    and so the same statistics."""
-    m, rest = _row_operands(spec)
-    return _with_share(spec, ONE / (ROW_SUM + rest * apply("exp", m - ROW_MAX)))
-
-
-def _row_operands(spec: AttentionSpec) -> list[Expr]:
-    count = len(spec.operands)
-    return [load(number, (*spec.axes, I), Kind.FLOAT) for number in (count, count + 1)]
-
-
-def _with_share(spec: AttentionSpec, row_scale: Expr) -> AttentionSpec:
-    dtype, rank = wide(spec), 1 + len(spec.batch)
-    known = tuple(Operand(dtype=dtype, rank=rank, name=name) for name in ("row_max", "row_sum"))
-    share = AuxOutput(value=WEIGHT, dims=_row_names(spec), dtype=dtype, reduction=Reduction.SUM, over="j")
-    return replace(
-        _of_keys(spec), operands=(*spec.operands, *known), row_scale=row_scale, aux_outputs=(share,), out_dtype=dtype
-    )
+    """Spec of a block's gradient, with the log-sum-exp of a row as an auxiliary output. Rows have the statistics of
+    `of_output`."""
+    log_sum = AuxOutput(value=LIVE_LOG_SUM, dims=_row_names(spec), dtype=wide(spec))
+    return replace(of_output(spec), aux_outputs=(log_sum,))
 
 
 def _of_keys(spec: AttentionSpec) -> AttentionSpec:
@@ -188,18 +172,18 @@ class Merged(NamedTuple):
         fill = -math.inf if spec.mask is None else spec.mask.fill / 2
         return bool(((self.row_max > fill) & (self.row_max < math.inf)).all())
 
-    def of_block(
-        self, number: int, share: Tensor, grad: Tensor, output: Tensor, exact: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """R of a block, and what arrives at its share. grad: dO; output: its P; exact: O in the dtype of sums."""
-        is_peak, kept = self.peak == number, self.output is not exact
-        rest = torch.where(is_peak, self.rest, ((1 - share) * self.row_sum).clamp(min=0))
-        others = exact - output
-        if kept:
+    def of_block(self, number: int, block: Partial, grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """p of a block, and what arrives at its log-sum-exp. block: its o / l, m and l; grad: dO; output: O in the dtype
+        of sums."""
+        is_peak = self.peak == number
+        dead = block.row_max == -math.inf
+        share = torch.where(dead, 0.0, block.row_sum * torch.exp(block.row_max - self.row_max) / self.row_sum)
+        rest = torch.where(is_peak, self.rest / self.row_sum, 1 - share)
+        others = output - block.output * share.unsqueeze(-1)
+        if self.output is not output:
             others = torch.where(is_peak.unsqueeze(-1), self.output, others)
-        delta, limits = (grad * others).sum(-1), torch.finfo(rest.dtype)
-        least = limits.tiny if kept else limits.eps * self.row_sum  # less is lost in the rounding of O - P
-        return rest, torch.where(rest > least, -delta / rest * self.row_sum, 0.0)
+        own, of_others = ((grad * part).sum(-1) for part in (block.output, others))
+        return share, share * (rest * own - of_others)
 
 
 class Sums:

@@ -144,7 +144,7 @@ def _by_blocks(
     runs, i = transfers.ring.runs_of(transfers.rank), spec.output.dims.index("i")
     totals = [torch.zeros_like(o, dtype=_exact(o)) if n else o for o, n in zip(own, needs, strict=True)]
     merged = [partial.Merged.unpacked(part) for part in by_run(statistics, -1, runs)]
-    grads = by_run(transfers.dealt(grad, i), i, runs)
+    grads = [partial.computed(spec, part) for part in by_run(transfers.dealt(grad, i), i, runs)]
     if partial.is_narrow(spec):
         outputs = [of_run.output for of_run in merged]
     else:
@@ -161,7 +161,7 @@ def _by_blocks(
         returns.add(step, of_keys)
     returns.finish()
     for row, total, of_rows, output, known in given:
-        delta = (partial.computed(spec, of_rows) * output).sum(-1)
+        delta = (of_rows * output).sum(-1)
         for n, gradient in partial.of_sinks(spec, row.operands, row.of(spec), needs, delta, known).items():
             total.operands[n].add_(gradient)
     totals[1:3] = [returns.whole(n) for n in range(2)]
@@ -173,19 +173,16 @@ def _of_block(
     call: _Call, row: Rows, run: int, keys: list[Tensor], arrived: Sequence[Any], needs: list[bool]
 ) -> dict[int, Tensor]:
     """Gradients by operand through a block of keys. arrived: dO, O and the statistics of the rows."""
-    (grad, out, merged), given = arrived, row.block(call.spec, call.transfers.ring, run, keys)
-    weights, gradient = partial.of_weights(call.spec), partial.of_gradient(call.spec)
-    row_max = merged.row_max.contiguous()
-    operands = [*given.operands, row_max, merged.row_sum.contiguous()]
-    of_block, statistics, share = call.kernels(weights).outputs(operands, given.of(weights))
-    grad = grad.to(of_block.dtype)
-    parts = (partial.computed(call.spec, tensor) for tensor in (grad, of_block))
-    rest, arriving = merged.of_block(run, share, *parts, out)
-    wanted, operands = (*needs, False, False), [*given.operands, row_max, rest]
+    (grad, out, merged), given, spec = arrived, row.block(call.spec, call.transfers.ring, run, keys), call.spec
+    output, gradient = partial.of_output(spec), partial.of_gradient(spec)
+    of_block, statistics, *of_rows = call.kernels(output).outputs(given.operands, given.of(output))
+    block = partial.Partial(of_block, *of_rows)
+    share, arriving = merged.of_block(run, block, grad, out)
+    grad = grad * share.unsqueeze(-1)
     found = call.kernels(gradient).backward(
-        grad, of_block, statistics, operands, given.of(gradient), wanted, [arriving]
+        grad, of_block, statistics, given.operands, given.of(gradient), tuple(needs), [arriving]
     )
-    return dict(zip([n for n, needed in enumerate(wanted) if needed], found, strict=True))
+    return dict(zip([n for n, needed in enumerate(needs) if needed], found, strict=True))
 
 
 def _add(spec: AttentionSpec, totals: Sequence[Tensor], found: dict[int, Tensor], first: int, count: int) -> None:

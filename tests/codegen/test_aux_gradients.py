@@ -19,6 +19,7 @@ from fusion.ir.expr import ROW_MAX, WEIGHT, Expr, I, J, const, load
 from fusion.ir.ops import apply
 from fusion.ir.spec import AuxOutput, Reduction
 from fusion.lowering import aux_gradients
+from fusion.lowering.rows import LIVE_LOG_SUM
 from fusion.machine import of_target
 from fusion.planning.gpu import GpuPlanner
 from tests.codegen.mlir.cases import HEAD, PROGRAMS, Case, case, draw
@@ -109,6 +110,14 @@ def test_programs(name: str, program: str) -> None:
 @pytest.mark.parametrize("program", ["left_padded_inf", "padding"])
 def test_rows_without_a_live_key(name: str, normalizer: Normalizer, program: str) -> None:
     check(case(program, d=16, normalizer=normalizer), name)
+
+
+@emitters
+@pytest.mark.parametrize("program", ["left_padded_inf", "padding"])
+def test_nothing_flows_through_the_log_sum_of_a_row_without_a_live_key(name: str, program: str) -> None:
+    """As blocks of a ring have it."""
+    live = replace(LOG_SUMS, value=LIVE_LOG_SUM)
+    check(case(program, d=16, normalizer=Normalizer.SAFE_SOFTMAX), name, [live])
 
 
 @emitters
