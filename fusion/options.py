@@ -14,7 +14,7 @@ When = Literal["auto", "always", "never"]
 Training = Literal["auto", "always", "never"]
 Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial", "two_planes"]
-Sequences = Literal["auto", "gather", "ring", "zigzag", "all_to_all"]
+Sequences = Literal["auto", "gather", "ring", "zigzag", "mesh", "all_to_all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def _reproducible(options: Options) -> Options:
             f"option 'approximate' is {options.approximate!r} and 'reproducible' is set; whether an approximation is "
             "taken follows from all that is in a call: leave out one of them."
         )
-    if options.sequences in ("ring", "zigzag"):
+    if options.sequences in ("ring", "zigzag", "mesh"):
         raise OptionError(
             f"option 'sequences' is {options.sequences!r} and 'reproducible' is set; a ring adds up results of each "
             "process's keys, whose bits follow from the number of processes: choose 'gather' or 'all_to_all'."

@@ -36,7 +36,7 @@ class Split:
     dims: per operand the dimension that is cut along with it, or None where each process needs the whole operand.
     output: the coordinate by which the output is split in the end; "" where that is the same.
     keys: dimensions of K and V that stay cut though each part needs all keys, which come to it by a ring; else None.
-    runs: of a part in that ring (`fusion.sequences.transfers.Ring`).
+    runs, groups: of a part in that ring, or of a mesh (`fusion.sequences.transfers.Ring`).
     """
 
     coordinate: str
@@ -47,6 +47,7 @@ class Split:
     output: str = ""
     keys: tuple[int, int] | None = None
     runs: int = 1
+    groups: int = 0
 
     def run(self, part: int) -> tuple[int, int]:
         """First element and length of a part's run."""

@@ -6,7 +6,7 @@
 
     s   share of other processes' blocks of keys that live;  z in the zig-zag layout, where the share x of a shard moves
     o   1 where the backward needs the output again, 0 where results are narrow
-    R   rows of a mesh of R x P/R processes
+    R   groups of P/R processes of a mesh;  m  share of other groups' keys that live;  w  elements as wide as a sum
 
 The formulas are those of equal shards; `Traffic` counts shards of any lengths. docs/sequences.md derives the bound.
 """
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fusion.ir.parts import run_of
 from fusion.machine import Machine
 
 if TYPE_CHECKING:
@@ -33,13 +34,12 @@ FORMULAS = {
     "zigzag": ("(z*(P - 1)*G*N_k + x*(H*N_q + G*N_k))/P*(d + e)",
                "(2*z*(P - 1)*G*N_k + 2*x*G*N_k)/P*(d + e) + x*H*N_q/P*(2*d + (1 + o)*e)"),
     "all_to_all": ("(P - 1)/P*(H*N_q + G*N_k)/P*(d + e)", "2*(P - 1)/P*(H*N_q + G*N_k)/P*(d + e)"),
-    "mesh": ("(R - 1)*H*N_q/P*(d + e + 2) + (P/R - 1)*G*N_k/P*(d + e)",
-             "(R - 1)*H*N_q/P*(2*d + e + 2) + 2*(P/R - 1)*G*N_k/P*(d + e)"),
+    "mesh": ("m*(R - 1)*H*N_q/P*(d + w*(e + 2)) + (P/R - 1)*G*N_k/P*(d + e)",
+             "m*(R - 1)*H*N_q/P*(2*d + e + 4*w) + 2*(P/R - 1)*G*N_k/P*(d + e)"),
 }  # fmt: skip
 """Elements that a device sends in the forward and in the backward, by schedule: the backward has K and V on their way
-once more, and their gradients; with all_to_all and zigzag also the output and its gradient, Q and its gradient. The
-mesh is not there to be run (docs/sequences.md): each process computes with the queries of R processes and the keys of
-P/R, and partial outputs with two numbers a row are added where their rows are at home."""
+once more, and their gradients; with all_to_all and zigzag also the output and its gradient, Q and its gradient; with a
+mesh Q, the gradient of the output and four numbers a row, and the gradient of Q."""
 
 LINKS = {"gpu": 450e9, "cpu": 1e9}
 """bytes/s that a device sends, where nothing else is said: NVLink 4 in one direction (NVIDIA's data sheet of the H100);
@@ -128,16 +128,51 @@ class Traffic:
         again = 2 * self.d + (2 - self.narrow) * self.d_v
         return np.stack([forward + of_rows * width + of_keys, forward + returned + of_rows * again + 2 * of_keys])
 
-    def symbols(self) -> dict[str, float]:
-        """Values of the formulas' symbols."""
-        ring, zigzag = self.layouts["ring"], self.layouts["zigzag"]
-        known: dict[str, float] = {
+    def of_mesh(self, groups: int) -> np.ndarray:
+        """Elements that each process sends in the forward and the backward of a mesh, [2, P], as for a ring."""
+        d, e, w, width, live = self.d, self.d_v, self._sum_width(), self.parts // groups, self._others(groups)
+        of_rows, of_keys = self._shards(self.n_q) * self.heads, self._shards(self.n_k) * self.key_heads * (d + e)
+        rows = live.sum(1) * of_rows
+        sums = (live * of_rows[:, None]).reshape(groups, width, groups).sum(0).T.ravel()
+        returned = of_keys.reshape(groups, width).sum(1).repeat(width) - of_keys
+        again = (width - 1) * of_keys
+        return np.stack([rows * d + sums * w * (e + 2) + again, rows * (d + e + 4 * w) + sums * d + again + returned])
+
+    def each(self, schedule: str) -> np.ndarray:
+        """Elements that each process sends by a ring or the mesh, [2, P]."""
+        return self.of_mesh(self.groups) if schedule == "mesh" else self.of_ring(schedule)
+
+    def _shards(self, count: int) -> np.ndarray:
+        """Lengths of the shards of a sequence."""
+        return np.array([run_of(count, self.parts, part)[1] for part in range(self.parts)])
+
+    def _seen(self, groups: int) -> np.ndarray:
+        """Number of each group's shards of keys that the rows of a process see, [P, R]."""
+        return self.layouts["ring"].needed.reshape(self.parts, groups, -1).sum(2)
+
+    def _others(self, groups: int) -> np.ndarray:
+        """Groups but its own whose keys the rows of a process see, [P, R]."""
+        own = np.arange(self.parts)[:, None] * groups // self.parts
+        return (self._seen(groups) > 0) & (np.arange(groups) != own)
+
+    def _sum_width(self) -> float:
+        return 4 / self.element_bytes if self.narrow else 1.0
+
+    def symbols(self, groups: int | None = None) -> dict[str, float]:
+        """Values of the formulas' symbols, for a mesh of so many groups."""
+        ring, zigzag, groups = self.layouts["ring"], self.layouts["zigzag"], groups or self.groups
+        others = self._others(groups).sum() / (self.parts * max(1, groups - 1))
+        return {
             "P": self.parts, "N_q": self.n_q, "N_k": self.n_k, "H": self.heads, "G": self.key_heads, "d": self.d,
             "e": self.d_v, "s": ring.share(), "z": zigzag.share(), "x": float(zigzag.moved.mean()),
-            "o": int(not self.narrow),
+            "o": int(not self.narrow), "R": groups, "m": others, "w": self._sum_width(),
         }  # fmt: skip
-        grids = [known | {"R": float(rows)} for rows in range(1, self.parts + 1) if self.parts % rows == 0]
-        return min(grids, key=lambda grid: sum(_compiled(formula)(grid) for formula in FORMULAS["mesh"]))
+
+    @property
+    def groups(self) -> int:
+        """Groups of the mesh that sends least: at least two, where there are as many processes."""
+        most = lambda groups: self.of_mesh(groups).max(1).sum()
+        return min((n for n in range(min(2, self.parts), self.parts + 1) if self.parts % n == 0), key=most)
 
     def sent(self, schedule: str) -> tuple[float, float]:
         """Elements that a device sends in the forward and the backward: for equal shards, the mean over devices."""
@@ -147,9 +182,9 @@ class Traffic:
 
     def most(self, schedule: str) -> tuple[float, float]:
         """Elements that the device sends which sends most, as `sent` otherwise."""
-        if schedule not in self.layouts:
+        if schedule not in (*self.layouts, "mesh"):
             return self.sent(schedule)
-        forward, backward = self.of_ring(schedule).max(1)
+        forward, backward = self.each(schedule).max(1)
         return float(forward), float(backward)
 
     def bound(self) -> float | None:
@@ -174,8 +209,14 @@ class Traffic:
         moving = self.most(schedule)[number] * self.element_bytes / link
         if schedule == "all_to_all":
             return float(pairs.mean() * score + moving + 4 * latency)
-        if schedule == "mesh":  # its tiles are taken to be balanced
-            return float(max(pairs.mean() * score, moving) + 2 * latency * math.sqrt(self.parts))
+        if schedule == "mesh":
+            groups, seen = self.groups, self._seen(self.groups)
+            of_tiles = (seen * (pairs / seen.sum(1).clip(1))[:, None]).reshape(groups, -1, groups).sum(0)
+            slowest, width = float(of_tiles.max()) * score, self.parts // groups
+            of_keys = (width - 1) * self.key_heads * self.n_k / self.parts * (self.d + self.d_v)
+            before = (1 + number) * of_keys * self.element_bytes / link
+            moving = max(0.0, moving - before)
+            return before + max(slowest, moving) + min(slowest, moving) / groups + (groups + 2) * latency
         slowest = float(pairs.max(initial=0)) * score
         if schedule == "gather":
             return slowest + moving + latency

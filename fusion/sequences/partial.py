@@ -122,6 +122,14 @@ class Partial(NamedTuple):
         row_sum = torch.where(row_max == -math.inf, 0.0, row_sum)  # which may be NaN without a live key
         return Partial(output * row_sum.unsqueeze(-1), row_max, row_sum)
 
+    def packed(self) -> Tensor:
+        """One tensor, [b.., i, e + 2]."""
+        return torch.cat([self.output, *(number.unsqueeze(-1) for number in self[1:])], -1)
+
+    @staticmethod
+    def unpacked(sums: Tensor) -> Partial:
+        return Partial(sums[..., :-2], sums[..., -2], sums[..., -1])
+
     def in_units_of(self, row_max: Tensor) -> tuple[Tensor, Tensor]:
         """(output, sum) for weights exp(x - row_max), with 0 for no live key."""
         scale = torch.where(self.row_max == -math.inf, 0.0, torch.exp(self.row_max - row_max))
@@ -148,8 +156,9 @@ class Partial(NamedTuple):
 class Merged(NamedTuple):
     """Sums over all blocks and sinks, M and L, [b.., i], and what the blocks' backward reads beside them.
 
-    peak: number of the block with most of a row's weight; rest: R of that block; output: its O - P, or O itself where
-    results are narrower. So nothing is lost by cancellation where nearly all weight of a row is in one block.
+    peak: number of the block with most of a row's weight; rest: R of that block; output: its O - P. So nothing is lost
+    by cancellation where nearly all weight of a row is in one block. Where results are narrower than sums the output is
+    O itself, and no block is a peak.
     """
 
     row_max: Tensor
@@ -172,18 +181,42 @@ class Merged(NamedTuple):
         fill = -math.inf if spec.mask is None else spec.mask.fill / 2
         return bool(((self.row_max > fill) & (self.row_max < math.inf)).all())
 
-    def of_block(self, number: int, block: Partial, grad: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """p of a block, and what arrives at its log-sum-exp. block: its o / l, m and l; grad: dO; output: O in the dtype
-        of sums."""
-        is_peak = self.peak == number
-        dead = block.row_max == -math.inf
-        share = torch.where(dead, 0.0, block.row_sum * torch.exp(block.row_max - self.row_max) / self.row_sum)
-        rest = torch.where(is_peak, self.rest / self.row_sum, 1 - share)
-        others = output - block.output * share.unsqueeze(-1)
-        if self.output is not output:
-            others = torch.where(is_peak.unsqueeze(-1), self.output, others)
-        own, of_others = ((grad * part).sum(-1) for part in (block.output, others))
-        return share, share * (rest * own - of_others)
+
+class Arriving(NamedTuple):
+    """Gradient of the output of some rows, dO [b.., i, e], its products with the output O and with `Merged.output`,
+    summed over e, and the sums of the rows."""
+
+    grad: Tensor
+    delta: Tensor
+    of_others: Tensor
+    rows: Merged
+
+    @staticmethod
+    def of(spec: AttentionSpec, grad: Tensor, out: Tensor, rows: Merged) -> Arriving:
+        """grad, out: of the output, as the spec has it."""
+        grad = computed(spec, grad)
+        of_others = (grad * rows.output).sum(-1)
+        delta = of_others if is_narrow(spec) else (grad * computed(spec, out)).sum(-1)
+        return Arriving(grad, delta, of_others, rows)
+
+    def at(self, number: int) -> Tensor:
+        """Numbers of a row that the backward of a block needs, [4, b.., i]: M, L, q and t of `at_block`."""
+        is_peak, rows = self.rows.peak == number, self.rows
+        rest = torch.where(is_peak, rows.rest / rows.row_sum, 1.0)
+        return torch.stack([rows.row_max, rows.row_sum, rest, torch.where(is_peak, self.of_others, self.delta)])
+
+
+def at_block(block: Partial, grad: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """p dO and G of a block. block: its o / l, m and l; known: see `Arriving.at`.
+
+    G = p (q own - t), own = sum over e of dO * o / l: with q = 1 - p and t = sum over e of dO * (O - P) in the block that
+    has most of a row's weight; in all others, where nothing is lost, with q = 1 and t = sum over e of dO * O.
+    """
+    row_max, row_sum, rest, of_others = known
+    share = block.row_sum * torch.exp(block.row_max - row_max) / row_sum
+    share = torch.where(block.row_max == -math.inf, 0.0, share)
+    own = (grad * block.output).sum(-1)
+    return grad * share.unsqueeze(-1), share * (rest * own - of_others)
 
 
 class Sums:
@@ -215,8 +248,9 @@ class Sums:
         others, output = others / row_sum.unsqueeze(-1), (others + of_peak) / row_sum.unsqueeze(-1)
         if self.spec.normalizer is Normalizer.SAFE_SOFTMAX:
             output = torch.where((row_max == -math.inf).unsqueeze(-1), 0.0, output)
-        kept = output if is_narrow(self.spec) else others
-        return output, Merged(row_max, row_sum, self.number, rest, kept)
+        if is_narrow(self.spec):
+            return output, Merged(row_max, row_sum, torch.full_like(self.number, -1.0), rest, output)
+        return output, Merged(row_max, row_sum, self.number, rest, others)
 
 
 def computed(spec: AttentionSpec, tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Q has its query rows sharded, K and V their keys or nothing. The schedules:
     gather      a process computes its own rows; K and V are gathered first
     ring        a process computes its own rows; blocks of K and V arrive one by one (`fusion.sequences.ring`)
     zigzag      the same with the n-th and the n-th last of twice as many runs, which change hands before and after
+    mesh        a process computes tiles of other processes' rows and keys, and sums return (`fusion.sequences.mesh`)
     all_to_all  a process computes some heads of all rows; Q, K, V and the output change hands (Ulysses, 2309.14509)
 """
 
@@ -23,7 +24,7 @@ from fusion.runtime import kernels
 from fusion.sequences import cost, partial
 from fusion.sequences.transfers import Ring
 
-SCHEDULES = ("gather", "ring", "zigzag", "all_to_all")
+SCHEDULES = ("gather", "ring", "zigzag", "mesh", "all_to_all")
 
 
 def sizes_of(spec: AttentionSpec, dims: Sequence[int | None], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -39,13 +40,19 @@ def split(call: Call) -> Split | None:
     if rows[0] is None or call.sharded[0] != rows[0] or any(s is not None and s.coordinate == "i" for s in call.taken):
         return None
     gather = _of_rows(call, rows)
-    ring = _ring(call, gather)
-    candidates = {"gather": gather, "ring": ring, "zigzag": _zigzag(call, ring), "all_to_all": _all_to_all(call)}
+    ring, known = _ring(call, gather), traffic(call.spec, call.sizes, call.parts)
+    candidates = {
+        "gather": gather,
+        "ring": ring,
+        "zigzag": _zigzag(call, ring),
+        "mesh": _mesh(ring, known.groups),
+        "all_to_all": _all_to_all(call),
+    }
     possible = {name: split for name, split in candidates.items() if split is not None}
     asked = call.request.across
     if asked == "auto":
         machine = kernels.machine_of(call.device, call.request)
-        asked = cost.cheapest(traffic(call.spec, call.sizes, call.parts), [*possible], machine, call.spec.dtype)
+        asked = cost.cheapest(known, [*possible], machine, call.spec.dtype)
     return possible.get(asked, gather)
 
 
@@ -106,6 +113,11 @@ def _zigzag(call: Call, ring: Split | None) -> Split | None:
     return None if ring is None or n_q % (2 * call.parts) or n_k % (2 * call.parts) else replace(ring, runs=2)
 
 
+def _mesh(ring: Split | None, groups: int) -> Split | None:
+    """Every process needs what all rows read beside Q, K and V."""
+    return None if ring is None else replace(ring, dims=(ring.dims[0], *[None for _ in ring.dims[1:]]), groups=groups)
+
+
 def _all_to_all(call: Call) -> Split | None:
     for axis in reversed(range(len(call.lengths))):
         split = call.split_of_batch(axis)
@@ -117,5 +129,8 @@ def _all_to_all(call: Call) -> Split | None:
 def ring_of(group: str, parts: int, offset: str, split: Split, n_k: int) -> str:
     """Ring of a group of processes with this split, as text."""
     assert split.keys is not None
-    ring = Ring(group=group, parts=parts, offset=offset, rows=split.count, keys=n_k, dims=split.keys, runs=split.runs)
-    return ring.to_json()
+    shards = Ring(
+        group=group, parts=parts, offset=offset, rows=split.count, keys=n_k, dims=split.keys, runs=split.runs,
+        groups=split.groups,
+    )  # fmt: skip
+    return shards.to_json()

@@ -25,6 +25,7 @@ class Ring:
     """Processes of a ring and their shards. group: its name. offset: the spec's size that is a process's first row.
     rows, keys: extent of the sequence. dims: of K and V, those that are sharded.
 
+    groups: of a mesh (`fusion.sequences.mesh`), whose keys are runs for all of a group; 0 for a ring.
     runs: of each process, 1: the shard that it has, or 2 with half as many rows: the n-th and the n-th last, so that
     all compute the same under a causal mask (zig-zag). These are numbered by their place in the sequence.
     """
@@ -36,6 +37,7 @@ class Ring:
     keys: int
     dims: tuple[int, int]
     runs: int = 1
+    groups: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -55,7 +57,9 @@ class Ring:
 
     def keys_of(self, run: int) -> tuple[int, int]:
         """First key of a run and their number."""
-        return run_of(self.keys, self.runs * self.parts, run)
+        parts, width = self.runs * self.parts, self.parts // self.groups if self.groups else 1
+        first, (last, count) = run_of(self.keys, parts, run * width)[0], run_of(self.keys, parts, (run + 1) * width - 1)
+        return first, last + count - first
 
     def needed(self, live: Sequence[Sequence[bool]], part: int, owner: int) -> list[int]:
         """Runs of the owner's keys in which rows of a process may have a live key."""
@@ -69,9 +73,9 @@ class Ring:
     def live(self, spec: AttentionSpec, sizes: Mapping[str, int]) -> list[list[bool]]:
         """For each run of rows and each of keys, whether a row of the one may have a live key in the other. spec: of
         a process's rows."""
-        numbers, result = range(self.runs * self.parts), []
-        first, count = np.array([self.keys_of(run) for run in numbers]).T
-        for run in numbers:
+        parts, result = self.runs * self.parts, []
+        first, count = np.array([self.keys_of(run) for run in range(self.groups or parts)]).T
+        for run in range(parts):
             low, high = self._visited(spec, sizes, run, max(1, self.rows))
             low, high = low.reshape(-1, 1), high.reshape(-1, 1)
             seen = (low < high) & (low < first + count) & (first < high) & (count > 0)
@@ -180,6 +184,7 @@ class Transfers:
             for function, messages in ((dist.isend, sent), (dist.irecv, received))
             for peer, tensors in messages
             for tensor in tensors
+            if tensor.numel()
         ]
         return dist.batch_isend_irecv(operations) if operations else []
 
@@ -195,14 +200,39 @@ class Transfers:
         dist.all_gather(result, tensor.contiguous(), group=self.group)
         return result
 
+    def whole(self, own: Sequence[Tensor], members: Sequence[int] | None = None) -> list[Tensor]:
+        """K and V of the processes that are members, by default of all. own: this process's shards."""
+        shards, members = self.of_shards(), members or range(self.ring.parts)
+        parts = {p: [shards._like(t, d, p) for t, d in zip(own, self.ring.dims, strict=True)] for p in members}
+        parts[self.rank] = [tensor.contiguous() for tensor in own]
+        others = [part for part in members if part != self.rank]
+        wait(self.post([(part, parts[self.rank]) for part in others], [(part, parts[part]) for part in others]))
+        return [torch.cat([parts[part][n] for part in members], dim) for n, dim in enumerate(self.ring.dims)]
+
+    def home(
+        self, whole: Sequence[Tensor], own: Sequence[Tensor], needed: Sequence[bool], members: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Gradients of this process's K and V, where needed: sums over the members. whole: this process's contributions
+        to those of all members' K and V, in the dtype of sums; own: this process's K and V."""
+        shards, members, result = self.of_shards().ring, members or range(self.ring.parts), [*whole]
+        others, start = [part for part in members if part != self.rank], shards.keys_of(members[0])[0]
+        for n in (n for n in range(2) if needed[n]):
+            runs = {part: shards.keys_of(part) for part in members}
+            cut = {p: whole[n].narrow(self.ring.dims[n], first - start, count) for p, (first, count) in runs.items()}
+            sent = {part: cut[part].to(own[n].dtype).contiguous() for part in others}
+            parts = {part: torch.empty_like(own[n], memory_format=torch.contiguous_format) for part in others}
+            wait(self.post([(p, [t]) for p, t in sent.items()], [(p, [t]) for p, t in parts.items()]))
+            result[n] = sum((part.to(exact(own[n])) for part in parts.values()), cut[self.rank].to(exact(own[n])))
+        return result
+
     def of_shards(self) -> Transfers:
         """Transfers of everything between the shards themselves."""
-        return Transfers(replace(self.ring, runs=1), [[True] * self.ring.parts] * self.ring.parts)
+        return Transfers(replace(self.ring, runs=1, groups=0), [[True] * self.ring.parts] * self.ring.parts)
 
-    def whole(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """K and V of all processes. own: this process's shards."""
-        parts = dict(item for here in self.of_shards().blocks(own) for item in here.items())
-        return [torch.cat([parts[p][n] for p in sorted(parts)], dim) for n, dim in enumerate(self.ring.dims)]
+
+def exact(tensor: Tensor) -> torch.dtype:
+    """Dtype of sums of gradients."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def wait(pending: Sequence[Any]) -> None:
@@ -217,7 +247,7 @@ class Returns:
         self.transfers, self.dtypes = transfers, [tensor.dtype for tensor in own]
         self.needed = [n for n in range(2) if needed[n]]
         self.sums = {
-            run: [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+            run: [torch.zeros_like(t, dtype=exact(t)) for t in tensors]
             for run, tensors in transfers.by_run(own).items()
         }
         self.waiting: tuple[list[tuple[int, int, Tensor]], list[Any], list[Tensor]] = [], [], []

@@ -1,11 +1,16 @@
-"""Random specs in a ring whose processes are simulated one after another, against the reference interpreter."""
+"""Random specs in rings and meshes whose processes are threads of this one, against the reference interpreter."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -16,8 +21,8 @@ from fusion.ir import AttentionSpec
 from fusion.ir.expr import I
 from fusion.ir.parts import LENGTHS, dims_along, one_part
 from fusion.ir.results import coordinate_extents
-from fusion.sequences import partial, ring, transfers
-from fusion.sequences.transfers import Returns, Ring
+from fusion.sequences import blocks, operators, partial, transfers
+from fusion.sequences.transfers import Message, Ring
 from tests.fuzz import specs_run
 from tests.fuzz.campaign import Record
 from tests.fuzz.check import Result, Verdict
@@ -28,136 +33,118 @@ KERNELS = 0.1
 CALLS = 3
 """Calls of a spec, each of other lengths, layouts and values."""
 OFFSET = "offset"
+PATIENCE = 300.0
+"""Seconds after which a message that has not been sent is an error."""
 
 
-@dataclass
-class Processes:
-    """Data that real processes would send each other. ordinary: what each says of its rows; gradients: of K and V, by
-    run, as they arrive."""
+class Wires:
+    """Messages between threads, by sender and receiver, and a vote of all."""
 
-    keys: list[Tensor]
-    ordinary: list[bool] = field(default_factory=list)
-    decided: bool | None = None
-    gradients: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    def __init__(self, parts: int):
+        self.queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self.votes, self.barrier = [True] * parts, threading.Barrier(parts)
 
-    def transfers(self, rank: int) -> Callable[[Ring, list[list[bool]]], Transfers]:
-        return lambda ring, live: Transfers(self, rank, ring, live)
+
+class Arrival(NamedTuple):
+    """A tensor that waits for a message."""
+
+    tensor: Tensor
+    messages: queue.SimpleQueue[Tensor]
+
+    def wait(self) -> None:
+        self.tensor.copy_(self.messages.get(timeout=PATIENCE))
 
 
 class Transfers(transfers.Transfers):
-    """Transfers of one of the processes, which has the runs of a ring already."""
+    """Transfers of one of the threads."""
 
-    def __init__(self, processes: Processes, rank: int, ring: Ring, live: list[list[bool]]):
-        self.processes, self.rank, self.ring, self.live = processes, rank, ring, live
+    def __init__(self, wires: Wires, rank: int, ring: Ring, live: list[list[bool]]):
+        self.wires, self.rank, self.ring, self.live = wires, rank, ring, live
 
-    def blocks(self, own: Sequence[Tensor]) -> Iterator[dict[int, list[Tensor]]]:
-        for step in range(self.ring.parts):
-            here = self.ring.needed(self.live, self.rank, (self.rank - step) % self.ring.parts)
-            keys = [*zip(self.processes.keys, self.ring.dims, strict=True)]
-            yield {run: [t.narrow(d, *self.ring.keys_of(run)) for t, d in keys] for run in here}
-
-    def dealt(self, tensor: Tensor, dim: int | None, back: bool = False) -> Tensor:
-        return tensor
+    def post(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Any]:
+        for peer, tensors in sent:
+            for tensor in (tensor for tensor in tensors if tensor.numel()):
+                self.wires.queues[self.rank, peer].put(tensor.clone())
+        return [
+            Arrival(tensor, self.wires.queues[peer, self.rank])
+            for peer, tensors in received
+            for tensor in tensors
+            if tensor.numel()
+        ]
 
     def agree(self, mine: bool, like: Tensor) -> bool:
-        self.processes.ordinary.append(mine)
-        return mine if self.processes.decided is None else self.processes.decided
+        self.wires.votes[self.rank] = mine
+        self.wires.barrier.wait(PATIENCE)
+        result = all(self.wires.votes)
+        self.wires.barrier.wait(PATIENCE)
+        return result
 
     def of_shards(self) -> Transfers:
-        return self
-
-    def whole(self, own: Sequence[Tensor]) -> list[Tensor]:
-        return self.processes.keys
-
-
-class Arriving(Returns):
-    """Gradients on their way, which the owner finds in `Processes`."""
-
-    def add(self, step: int, gradients: Mapping[int, Mapping[int, Tensor]]) -> None:
-        for run, found in gradients.items():
-            for n in self.needed:
-                part = found[n + 1] if not step else found[n + 1].to(self.dtypes[n])
-                exact = torch.promote_types(self.dtypes[n], torch.float32)
-                self.transfers.processes.gradients.setdefault((run, n), []).append(part.to(exact))
-
-    def finish(self) -> None:
-        pass
+        everything = [[True] * self.ring.parts] * self.ring.parts
+        return Transfers(self.wires, self.rank, replace(self.ring, runs=1, groups=0), everything)
 
 
 class InShards:
-    """A spec as a training kernel that consists of simulated processes."""
+    """A spec as a training kernel that consists of threads, each with a shard. groups: of a mesh; 0: a ring, in
+    zig-zag where the lengths divide."""
 
-    def __init__(self, spec: AttentionSpec, parts: int, request: str):
-        self.spec, self.parts, self.request = spec, parts, request
-        self.rows = dims_along(spec, I)
+    def __init__(self, spec: AttentionSpec, parts: int, request: str, groups: int = 0):
+        self.spec, self.parts, self.request, self.groups = spec, parts, request, groups
+        rows = dims_along(spec, I)
+        self.rows = (rows[0], *[None for _ in rows[1:]]) if groups else rows
         self.local = one_part(spec, "i", self.rows, OFFSET)
+        self.dims = (self.rows[0], *partial.key_dims(spec)[1:3], *self.rows[3:])
 
-    def _processes(self, operands: Sequence[Tensor], sizes: Sequence[int], run: Callable[..., Any], *cut: Tensor):
-        """Results of all processes. run: (rank, tensors of its rows, operands, sizes, ring) -> result. cut: tensors
-        with the dimensions of the output. Zig-zag where the lengths divide."""
-        extents, known = coordinate_extents(self.spec, sizes), dict(zip(self.spec.sizes, sizes, strict=True))
-        keys, i = partial.key_dims(self.spec)[1:3], self.spec.output.dims.index("i")
-        even = not any(extents[name] % (2 * self.parts) for name in "ij")
-        ordinary = Ring(group="", parts=self.parts, offset=OFFSET, rows=extents["i"], keys=extents["j"], dims=keys)
+    def _ring(self, sizes: Sequence[int]) -> Ring:
+        extents = coordinate_extents(self.spec, sizes)
+        uneven = any(extents[name] % (2 * self.parts) for name in "ij")
+        dims = self.dims[1:3]
+        return Ring(
+            group="", parts=self.parts, offset=OFFSET, rows=extents["i"], keys=extents["j"], dims=dims,
+            runs=1 if self.groups or uneven else 2, groups=self.groups,
+        )  # fmt: skip
 
-        def one(rank: int, ring_of: Ring, processes: Processes) -> Any:
-            def mine(tensor: Tensor, dim: int | None, span: Callable[[int], tuple[int, int]]) -> Tensor:
-                runs = ring_of.runs_of(rank)
-                return tensor if dim is None else torch.cat([tensor.narrow(dim, *span(run)) for run in runs], dim)
+    def _everywhere(self, sizes: Sequence[int], run: Callable[..., Any], *cut: tuple[Tensor, int | None]) -> list[Any]:
+        """Results of all threads. run: (rank, the parts of the tensors that are `cut`, sizes, ring) -> result. cut:
+        (tensor, its dimension that is sharded)."""
+        ring, known, wires = self._ring(sizes), dict(zip(self.spec.sizes, sizes, strict=True)), Wires(self.parts)
+        shards = replace(ring, runs=1, groups=0)
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
-            own = [mine(o, d, ring_of.rows_of) for o, d in zip(operands, self.rows, strict=True)]
-            own[1:3] = [mine(o, d, ring_of.keys_of) for o, d in zip(operands[1:3], keys, strict=True)]
-            first, count = ordinary.rows_of(rank)
-            here = known | {OFFSET: first, LENGTHS["i"]: count}
-            with mock.patch.object(ring, "Transfers", processes.transfers(rank)):
-                local = [here[name] for name in self.local.sizes]
-                return run(rank, [mine(t, i, ring_of.rows_of) for t in cut], own, local, ring_of.to_json())
+        def one(rank: int) -> Any:
+            here.rank = rank
+            first, count = shards.rows_of(rank)
+            local = known | {OFFSET: first, LENGTHS["i"]: count}
+            spans = [shards.keys_of(rank) if n in (1, 2) else (first, count) for n in range(len(cut))]
+            given = [t if d is None else t.narrow(d, *span) for (t, d), span in zip(cut, spans, strict=True)]
+            with contextlib.ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(type(mode)())
+                return run(rank, given, [local[name] for name in self.local.sizes], ring.to_json())
 
-        with mock.patch.object(ring, "Returns", Arriving):
-            shards = replace(ordinary, runs=2 if even else 1)
-            processes = Processes(list(operands[1:3]))
-            results = [one(rank, shards, processes) for rank in range(self.parts)]
-            if not all(processes.ordinary):  # which the others learn of
-                shards, processes = ordinary, Processes(list(operands[1:3]), decided=False)
-                results = [one(rank, shards, processes) for rank in range(self.parts)]
-        return results, processes, shards
-
-    def _whole(self, shards: Ring, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Tensor of all processes."""
-        pieces = {}
-        for rank, part in enumerate(parts):
-            runs = shards.runs_of(rank)
-            pieces |= dict(zip(runs, part.tensor_split(len(runs), dim), strict=True))
-        return torch.cat([pieces[run] for run in sorted(pieces)], dim)
+        here = threading.local()
+        of_thread = lambda ring, live: Transfers(wires, here.rank, ring, live)
+        with mock.patch.object(blocks, "Transfers", of_thread), ThreadPoolExecutor(self.parts) as pool:
+            return [done.result() for done in [pool.submit(one, rank) for rank in range(self.parts)]]
 
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
         text, i = self.local.to_json(), self.spec.output.dims.index("i")
-        run = lambda rank, cut, own, local, shards: ring.forward(own, local, text, self.request, shards)
-        results, _, shards = self._processes(operands, sizes, run)
-        return [self._whole(shards, [out for out, _ in results], i), [statistics for _, statistics in results]]
+        run = lambda rank, own, local, ring: operators.forward(own, local, text, self.request, ring)
+        results = self._everywhere(sizes, run, *zip(operands, self.dims, strict=True))
+        return [torch.cat([out for out, _ in results], i), [statistics for _, statistics in results]]
 
     def backward(self, *given: Any) -> list[Tensor]:
         grad, out, statistics, operands, sizes, needs, *_ = given
-        text = self.local.to_json()
+        text, i = self.local.to_json(), self.spec.output.dims.index("i")
 
-        def run(rank: int, cut: list[Tensor], own: list[Tensor], local: list[int], shards: str) -> list[Tensor]:
-            return ring.backward(*cut, statistics[rank], own, local, text, self.request, needs, shards)
+        def run(rank: int, own: list[Tensor], local: list[int], ring: str) -> list[Tensor]:
+            *own, grad, out = own
+            return operators.backward(grad, out, statistics[rank], own, local, text, self.request, needs, ring)
 
-        results, processes, shards = self._processes(operands, sizes, run, grad, out)
-        numbers, found = [n for n, needed in enumerate(needs) if needed], []
-        for place, n in enumerate(numbers):
-            parts = [result[place] for result in results]
-            dim = partial.shard_dims(self.spec)[n]
-            if n in (1, 2):
-                like = [operands[n].narrow(dim, *shards.keys_of(run)) for run in range(shards.runs * shards.parts)]
-                sums = [
-                    sum(processes.gradients.get((run, n - 1), []), torch.zeros(part.shape))
-                    for run, part in enumerate(like)
-                ]
-                found.append(torch.cat(sums, dim).to(parts[0].dtype))
-            else:
-                found.append(sum(parts[1:], parts[0]) if dim is None else self._whole(shards, parts, dim))
-        return found
+        results = self._everywhere(sizes, run, *zip(operands, self.dims, strict=True), (grad, i), (out, i))
+        dims = [dim for dim, needed in zip(self.dims, needs, strict=True) if needed]
+        parts = zip(dims, zip(*results, strict=True), strict=True)
+        return [sum(of_all[1:], of_all[0]) if dim is None else torch.cat(of_all, dim) for dim, of_all in parts]
 
 
 class RoundedOnce(TorchDispatchMode):
@@ -209,4 +196,5 @@ def kernel(found: Drawn, how: specs_run.Way) -> InShards | None:
     dims = dims_along(spec, I)[0], *partial.key_dims(spec)[1:3]
     if partial.unsupported(spec) is not None or None in dims:
         return None
-    return InShards(spec, random.Random(f"shards {spec}").choice([2, 3, 4]), request(spec))
+    parts, groups = random.Random(f"shards {spec}").choice([(2, 0), (3, 0), (4, 0), (2, 2), (3, 3), (4, 2), (4, 4)])
+    return InShards(spec, parts, request(spec), groups)
