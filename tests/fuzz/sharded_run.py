@@ -144,7 +144,7 @@ class InShards:
         results = self._everywhere(sizes, run, *zip(operands, self.dims, strict=True), (grad, i), (out, i))
         dims = [dim for dim, needed in zip(self.dims, needs, strict=True) if needed]
         parts = zip(dims, zip(*results, strict=True), strict=True)
-        return [sum(of_all[1:], of_all[0]) if dim is None else torch.cat(of_all, dim) for dim, of_all in parts]
+        return [torch.stack(of_all).sum(0) if dim is None else torch.cat(of_all, dim) for dim, of_all in parts]
 
 
 class RoundedOnce(TorchDispatchMode):
