@@ -107,6 +107,10 @@ class Reason(enum.Enum):
         "compiler on CPUs, for speed."
     )
     DISTRIBUTED_DROPOUT = "Leave that dropout out, or compile the attention on local tensors (use_local_output=True)."
+    CONTEXT_PARALLEL = (
+        "There it stays torch's own ring. Outside of it fusion.sequence_parallel, or DTensors whose shards follow each "
+        "other, have kernels for sharded sequences (docs/sequences.md)."
+    )
     OTHER_PROCESSES = "Compile on the processes of its mesh only."
     LOST_TENSOR = "Pass the tensor in as an argument, or register it as a buffer."
     NESTED = (

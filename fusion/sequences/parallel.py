@@ -19,6 +19,7 @@ from fusion.passes import nodes
 from fusion.report.report import publish
 from fusion.runtime import dtensor  # noqa: F401  (registers what the ops do with DTensors)
 from fusion.torch_private import tensors, tracing
+from fusion.torch_private.devices import in_context_parallel
 
 
 def sequence_parallel(function: Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -34,7 +35,8 @@ def sequence_parallel(function: Callable[..., Any], *, options: Mapping[str, Any
     DTensors, whose rows are sharded as those of Q are. Masks of dropout are those of one process with the random seed
     of the first.
 
-    Raises ShardingError for arguments without a DTensor, and for functions that return attention weights.
+    Raises ShardingError for arguments without a DTensor, for functions that return attention weights, and in torch's
+    `context_parallel`.
     """
     chosen = Options.parse({"strict": True, **(options or {}), "inner": "eager"})
     compiled: dict[Any, GraphModule] = {}
@@ -46,6 +48,11 @@ def sequence_parallel(function: Callable[..., Any], *, options: Mapping[str, Any
             raise ShardingError(
                 f"a function of sharded sequences was called with {kinds}; give DTensors, e.g. of "
                 "torch.distributed.tensor.distribute_tensor(q, mesh, [Shard(2)])"
+            )
+        if in_context_parallel():
+            raise ShardingError(
+                "a function of sharded sequences was called in torch's context_parallel, which deals rows of its buffers "
+                "in an order that DTensors do not tell; call it outside, on shards that follow each other"
             )
         placed = [_placed(argument, mesh) for argument in arguments]
         key = tuple(map(_form, placed)), torch.is_grad_enabled(), mesh

@@ -87,6 +87,13 @@ def keep_busy(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+def in_context_parallel() -> bool:
+    """Whether torch's `context_parallel`, or the switch behind it, handles attention of DTensors at the moment."""
+    from torch.distributed.tensor import DTensor
+
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in DTensor._op_dispatcher._custom_op_handlers
+
+
 def group_of(name: str) -> dist.ProcessGroup:
     """Process group with this `group_name`, which operators in a graph carry."""
     from torch.distributed.distributed_c10d import _resolve_process_group

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from fusion.ir.expr import walk
 from fusion.refusals import Reason, Refusal
+from fusion.torch_private.devices import in_context_parallel
 
 from .. import marks, nodes
 from ..building import Symbols, same_grad_mode_point
@@ -56,6 +57,7 @@ def call_of(site: Site, number: int, symbols: Symbols, uses: Sequence[AuxUse] = 
     with site.assumed.hold():
         call = specify(site, site.attentions[number], uses)
     _refuse_distributed_dropout(call)
+    _refuse_context_parallel(call)
     _refuse_narrowed(site, call)
     for extent in (*call.sizes, *(table.extent for _, table in call.tables)):
         symbols.require(extent)
@@ -69,6 +71,14 @@ def _refuse_distributed_dropout(call: AttentionCall) -> None:
     if random and (operand := next((o for o in call.operands if marks.dtensor(o)), None)) is not None:
         message = f"dropout on the weights of DTensors ({operand.name} is one), whose processes share no random numbers"
         raise Unsupported(Reason.DISTRIBUTED_DROPOUT, message)
+
+
+def _refuse_context_parallel(call: AttentionCall) -> None:
+    """Refuse DTensors in torch's context parallel, which deals their rows in an order that no placement tells."""
+    operand = next((o for o in call.operands if marks.dtensor(o)), None)
+    if operand is not None and in_context_parallel():
+        message = f"{operand.name} is a DTensor in torch's context_parallel, whose rows are in an order of its own"
+        raise Unsupported(Reason.CONTEXT_PARALLEL, message)
 
 
 def _refuse_narrowed(site: Site, call: AttentionCall) -> None:

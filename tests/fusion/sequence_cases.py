@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusion
@@ -380,6 +381,26 @@ def refusals(mesh: DeviceMesh) -> dict[str, Exception | None]:
     return result
 
 
+def in_context_parallel(mesh: DeviceMesh) -> dict[str, Any]:
+    """Results of compiled functions in torch's `context_parallel`, of a function of sharded sequences there, and what
+    eager mode has; or what is raised."""
+    buffers, result = [torch.randn(1, 2, 16, 8) for _ in range(3)], {}
+    options = {"inner": "eager", "emitter": "reference"}
+    of_buffers, of_shards = (torch.compile(f, backend="fusion", options=options) for f in (causal, plain))
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+        shards = [DTensor.from_local(buffer.clone(), mesh, [Shard(2)]) for buffer in buffers]
+        with fusion.collect_reports() as reports:
+            tensors = of_shards(*shards).full_tensor(), plain(*shards).full_tensor()
+        result["DTensors"] = *tensors, [site.reason for report in reports for site in report.sites]
+        calls = {"buffers": (of_buffers, buffers), "eager": (causal, buffers)}
+        for name, (call, given) in (calls | {"function": (fusion.sequence_parallel(causal), shards)}).items():
+            try:
+                result[name] = call(*given)
+            except Exception as problem:
+                result[name] = problem
+    return result
+
+
 def join(rank: int, folder: str, processes: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -424,7 +445,9 @@ def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
     }
     runs |= {(name, "decoded"): functools.partial(decoding, name, mesh) for name in DECODED}
     runs |= {(DROPPED, schedule): functools.partial(with_dropout, schedule, mesh) for schedule in SCHEDULES}
-    for key, run in (runs | {"refused": functools.partial(refusals, mesh)}).items():
+    runs |= {"refused": functools.partial(refusals, mesh)}
+    runs |= {"in context parallel": functools.partial(in_context_parallel, mesh)}
+    for key, run in runs.items():
         try:
             found[key] = run()
         except Exception:

@@ -23,7 +23,7 @@ from fusion.sequences import partial
 from tests.fusion.dtensor_cases import gradients
 from tests.fusion.sequence_cases import CASES, COUNTED, DECODED, DROPOUT, DROPPED, SCHEDULES, SEED, deserted, work
 from tests.fuzz.sharded_run import InShards
-from tests.numerics import assert_as_exact_as_eager, assert_as_exact_over_draws, assert_same_in_float64
+from tests.numerics import assert_as_exact_as_eager, assert_as_exact_over_draws, assert_same, assert_same_in_float64
 
 ON_FOUR = (
     "plain",
@@ -140,6 +140,20 @@ def test_functions_that_cannot_be_computed_by_shards_are_refused(found):
         refused = process["refused"]
         assert isinstance(refused["weights"], ShardingError) and "weights beside the product" in str(refused["weights"])
         assert isinstance(refused["no attention"], StrictError) and "no attention" in str(refused["no attention"])
+
+
+@pytest.mark.parametrize("processes", (2, 4))
+def test_torch_handles_attention_in_its_context_parallel(found, processes):
+    """It deals rows in zig-zag, which placements do not tell; on CPUs it has no kernel."""
+    for process in found[processes]:
+        result = process["in context parallel"]
+        assert "error" not in result, result["error"]
+        ours, eager, reasons = result["DTensors"]
+        assert_same(ours, eager)
+        assert reasons and all("in torch's context_parallel" in reason for reason in reasons)
+        assert isinstance(result["function"], ShardingError) and "call it outside" in str(result["function"])
+        assert isinstance(result["eager"], NotImplementedError)
+        assert isinstance(result["buffers"], (NotImplementedError, RuntimeError))
 
 
 @pytest.mark.parametrize("request_", ["reference", "auto/unproved"])
