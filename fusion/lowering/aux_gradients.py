@@ -32,10 +32,10 @@ from fusion.ir.expr import (
     substitute,
     walk,
 )
-from fusion.ir.ops import apply
 from fusion.ir.primitives import is_tame
 from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Reduction
 from fusion.lowering.rows import INFINITE, LIVE_LOG_SUM, LOG_SUM, in_log_sums
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxGradients:

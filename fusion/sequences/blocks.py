@@ -97,7 +97,9 @@ class Call:
                 dim = None if n == 0 else dims[n]
                 (totals[n] if dim is None else totals[n].narrow(dim, first, count)).add_(gradient)
 
-    def add_sinks(self, rows: Rows, totals: Sequence[Tensor], arriving: partial.Arriving, needs: Sequence[bool]) -> None:
+    def add_sinks(
+        self, rows: Rows, totals: Sequence[Tensor], arriving: partial.Arriving, needs: Sequence[bool]
+    ) -> None:
         """Add the gradients through the sinks of rows."""
         given = self.spec, rows.operands, rows.of(self.spec), needs
         for n, gradient in partial.of_sinks(*given, arriving.delta, arriving.rows).items():

@@ -51,8 +51,8 @@ def sequence_parallel(function: Callable[..., Any], *, options: Mapping[str, Any
             )
         if in_context_parallel():
             raise ShardingError(
-                "a function of sharded sequences was called in torch's context_parallel, which deals rows of its buffers "
-                "in an order that DTensors do not tell; call it outside, on shards that follow each other"
+                "a function of sharded sequences was called in torch's context_parallel, which deals rows of its "
+                "buffers in an order that DTensors do not tell; call it outside, on shards that follow each other"
             )
         placed = [_placed(argument, mesh) for argument in arguments]
         key = tuple(map(_form, placed)), torch.is_grad_enabled(), mesh

@@ -11,15 +11,15 @@ and to the gradient, with p = exp(m - M) l / L the block's share of the weights 
 
     dV = (w u)^T (p dO),    dx = w (u p dP - p sum over e of dO * O)
 
-So the backward of a block is that of an ordinary attention, with p dO arriving at its output o / l. Its own delta is D =
-sum of w u p dP, the row's is p D + p sum over e of dO * (O - P), with the block's part P = p o / l of the output. The
-difference,
+So the backward of a block is that of an ordinary attention, with p dO arriving at its output o / l. Its own delta is
+D = sum of w u p dP; the row's is p D + p sum over e of dO * (O - P), with the block's part P = p o / l of the output.
+The difference,
 
     G = (1 - p) D - p sum over e of dO * (O - P)
 
-arrives at its log-sum-exp, an auxiliary output. D itself is the kernel's, as exact as on one device also where a row has
-nearly all of its weight in the block, and 1 - p and O - P are kept apart there. The normaliser is that of safe softmax:
-a row without a live key in a block contributes nothing.
+arrives at its log-sum-exp, an auxiliary output. D itself is the kernel's, as exact as on one device also where a row
+has nearly all of its weight in the block, and 1 - p and O - P are kept apart there. The normaliser is that of safe
+softmax: a row without a live key in a block contributes nothing.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class Arriving(NamedTuple):
 def at_block(block: Partial, grad: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     """p dO and G of a block. block: its o / l, m and l; known: see `Arriving.at`.
 
-    G = p (q own - t), own = sum over e of dO * o / l: with q = 1 - p and t = sum over e of dO * (O - P) in the block that
-    has most of a row's weight; in all others, where nothing is lost, with q = 1 and t = sum over e of dO * O.
+    G = p (q own - t), own = sum over e of dO * o / l: with q = 1 - p and t = sum over e of dO * (O - P) in the block
+    that has most of a row's weight; in all others, where nothing is lost, with q = 1 and t = sum over e of dO * O.
     """
     row_max, row_sum, rest, of_others = known
     share = block.row_sum * torch.exp(block.row_max - row_max) / row_sum

@@ -210,7 +210,11 @@ class Transfers:
         return [torch.cat([parts[part][n] for part in members], dim) for n, dim in enumerate(self.ring.dims)]
 
     def home(
-        self, whole: Sequence[Tensor], own: Sequence[Tensor], needed: Sequence[bool], members: Sequence[int] | None = None
+        self,
+        whole: Sequence[Tensor],
+        own: Sequence[Tensor],
+        needed: Sequence[bool],
+        members: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """Gradients of this process's K and V, where needed: sums over the members. whole: this process's contributions
         to those of all members' K and V, in the dtype of sums; own: this process's K and V."""

@@ -171,8 +171,9 @@ def run(record: Record, seeds: Iterable[int], seconds: float) -> None:
 
 
 def check(found: Drawn, how: specs_run.Way, rng: random.Random, seed: int) -> list[Result]:
-    """Results of a spec's calls. torch's products add up in an order that depends on the numbers of rows and keys, which
-    are others in a ring: interpreted blocks that keep to the rule once both round their products once are no finding."""
+    """Results of a spec's calls. torch's products add up in an order that depends on the numbers of rows and keys,
+    which are others in a ring: interpreted blocks that keep to the rule once both round their products once are no
+    finding."""
     results = CHECK(found, how, rng, seed)
     if any(result.verdict is Verdict.OVER for result in results) and request(found.spec) == "reference":
         with RoundedOnce():
