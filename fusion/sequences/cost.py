@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,9 @@ LINKS = {"gpu": 450e9, "cpu": 1e9}
 the order of a socket between processes of one machine."""
 LATENCY = {"gpu": 1e-5, "cpu": 1e-4}
 """Seconds until a message arrives, likewise: the order of it. It decides between schedules of short sequences only."""
+CALL = {"gpu": 5e-5, "cpu": 1e-3}
+"""Seconds of a call of kernels on one block beside its products: of the order of ten launches; as measured on CPUs
+(docs/sequences.md)."""
 PRODUCTS = {"gather": (2, 5), "ring": (2, 7), "zigzag": (2, 7), "all_to_all": (2, 5), "mesh": (2, 7)}
 """Products of the size of the scores in the forward and the backward: the ring computes each block's weights anew."""
 
@@ -59,13 +62,14 @@ def _compiled(formula: str) -> Callable[[Mapping[str, float]], float]:
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Runs of the rows and keys of each process of a ring. needed: whether a process computes with a run of keys,
-    [process, run]; owner, keys: of a run; pairs: scores of one head that each process computes; moved: share of its
-    shard that changes hands before and after."""
+    [process, run]; owner, keys: of a run; pairs: scores of one head that each process computes; blocks: numbers of live
+    ones, of a run of rows and one of keys; moved: share of its shard that changes hands before and after."""
 
     needed: np.ndarray
     owner: np.ndarray
     keys: np.ndarray
     pairs: np.ndarray
+    blocks: np.ndarray
     moved: np.ndarray
 
     @staticmethod
@@ -78,6 +82,7 @@ class Layout:
         return Layout(
             needed=np.array([live[ring.runs_of(part)].any(0) for part in parts]), owner=owner,
             keys=np.array([ring.keys_of(run)[1] for run in numbers]), pairs=np.array(ring.pairs(spec, sizes)),
+            blocks=np.array([live[ring.runs_of(part)].sum() for part in parts]),
             moved=np.array([1 - share if ring.runs > 1 else 0.0 for share in stay]),
         )  # fmt: skip
 
@@ -205,26 +210,43 @@ class Traffic:
 
     def _seconds(self, schedule: str, machine: Machine, dtype: str, link: float, number: int) -> float:
         score = PRODUCTS[schedule][number] * (self.d + self.d_v) * self.heads / machine.flops(dtype)
-        latency, pairs = LATENCY[machine.kind], self.layouts["zigzag" if schedule == "zigzag" else "ring"].pairs
-        moving = self.most(schedule)[number] * self.element_bytes / link
+        latency, call, pairs = LATENCY[machine.kind], CALL[machine.kind], self.layouts["ring"].pairs
+        second = self.element_bytes / link
+        moving = self.most(schedule)[number] * second
         if schedule == "all_to_all":
-            return float(pairs.mean() * score + moving + 4 * latency)
-        if schedule == "mesh":
-            groups, seen = self.groups, self._seen(self.groups)
-            of_tiles = (seen * (pairs / seen.sum(1).clip(1))[:, None]).reshape(groups, -1, groups).sum(0)
-            slowest, width = float(of_tiles.max()) * score, self.parts // groups
-            of_keys = (width - 1) * self.key_heads * self.n_k / self.parts * (self.d + self.d_v)
-            before = (1 + number) * of_keys * self.element_bytes / link
-            moving = max(0.0, moving - before)
-            return before + max(slowest, moving) + min(slowest, moving) / groups + (groups + 2) * latency
-        slowest = float(pairs.max(initial=0)) * score
+            return float(pairs.mean() * score + moving + 4 * latency + call)
         if schedule == "gather":
-            return slowest + moving + latency
-        layout = self.layouts[schedule]
-        of_rows = (1 + number) * float(layout.moved.max()) * self.element_bytes / link / self.parts
-        before = of_rows * (self.heads * self.n_q + self.key_heads * self.n_k) * (self.d + self.d_v)
-        moving, steps = max(0.0, moving - before), layout.steps()
-        return before + max(slowest, moving) + min(slowest, moving) / steps + (steps + 4 * bool(before)) * latency
+            return float(pairs.max(initial=0)) * score + moving + latency + call
+        work = self._of_tiles() if schedule == "mesh" else self._of_blocks(schedule)
+        before = (1 + number) * work.before * second
+        moving, slowest = max(0.0, moving - before), work.pairs * score + (1 + number) * work.blocks * call
+        slowest_step = min(slowest, moving) / work.steps
+        return before + max(slowest, moving) + slowest_step + (work.steps + work.messages) * latency
+
+    def _of_blocks(self, schedule: str) -> Work:
+        layout, width = self.layouts[schedule], self.d + self.d_v
+        before = float(layout.moved.max()) / self.parts * (self.heads * self.n_q + self.key_heads * self.n_k) * width
+        pairs, blocks = float(layout.pairs.max(initial=0)), int(layout.blocks.max(initial=0))
+        return Work(before, pairs, blocks, layout.steps(), 4 * bool(before))
+
+    def _of_tiles(self) -> Work:
+        """Scores of a process's rows are taken to be spread evenly over the shards of keys that these see."""
+        groups, seen = self.groups, self._seen(self.groups)
+        pairs = seen * (self.layouts["ring"].pairs / seen.sum(1).clip(1))[:, None]
+        of_process = [each.reshape(groups, -1, groups).sum(0).max() for each in (pairs, seen > 0)]
+        before = (self.parts // groups - 1) * self.key_heads * self.n_k / self.parts * (self.d + self.d_v)
+        return Work(before, float(of_process[0]), int(of_process[1]), groups, 2)
+
+
+class Work(NamedTuple):
+    """Work of the slowest process in a pass. before: elements that move before and after; pairs: scores of one head;
+    blocks: that kernels are called for; steps: in which the rest moves; messages: beside those of the steps."""
+
+    before: float
+    pairs: float
+    blocks: int
+    steps: int
+    messages: int
 
 
 def rows(traffic: Traffic, machine: Machine, dtype: str, link: float | None = None) -> list[dict[str, Any]]:

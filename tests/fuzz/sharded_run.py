@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import random
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,21 +37,28 @@ PATIENCE = 300.0
 
 
 class Wires:
-    """Messages between threads, by sender and receiver, and a vote of all."""
+    """Messages between threads, by sender, receiver and number, and a vote of all. Sends and receptions match in the
+    order in which they start."""
 
     def __init__(self, parts: int):
-        self.queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
-        self.votes, self.barrier = [True] * parts, threading.Barrier(parts)
+        self.messages: dict[tuple[int, int, int], Future[Tensor]] = defaultdict(Future)
+        self.sent, self.received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        self.votes, self.barrier, self.lock = [True] * parts, threading.Barrier(parts), threading.Lock()
+
+    def next(self, count: Counter[tuple[int, int]], source: int, target: int) -> Future[Tensor]:
+        with self.lock:
+            count[source, target] += 1
+            return self.messages[source, target, count[source, target]]
 
 
 class Arrival(NamedTuple):
     """A tensor that waits for a message."""
 
     tensor: Tensor
-    messages: queue.SimpleQueue[Tensor]
+    message: Future[Tensor]
 
     def wait(self) -> None:
-        self.tensor.copy_(self.messages.get(timeout=PATIENCE))
+        self.tensor.copy_(self.message.result(PATIENCE))
 
 
 class Transfers(transfers.Transfers):
@@ -64,9 +70,9 @@ class Transfers(transfers.Transfers):
     def post(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Any]:
         for peer, tensors in sent:
             for tensor in (tensor for tensor in tensors if tensor.numel()):
-                self.wires.queues[self.rank, peer].put(tensor.clone())
+                self.wires.next(self.wires.sent, self.rank, peer).set_result(tensor.clone())
         return [
-            Arrival(tensor, self.wires.queues[peer, self.rank])
+            Arrival(tensor, self.wires.next(self.wires.received, peer, self.rank))
             for peer, tensors in received
             for tensor in tensors
             if tensor.numel()
