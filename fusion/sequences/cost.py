@@ -107,6 +107,17 @@ class Layout:
         return max([1, *(len({*self.owner[needed]}) for needed in self.needed)])
 
 
+class Work(NamedTuple):
+    """Work of the slowest process in a pass. before: elements that move before and after; pairs: scores of one head;
+    blocks: that kernels are called for; steps: in which the rest moves; messages: beside those of the steps."""
+
+    before: float
+    pairs: float
+    blocks: int
+    steps: int
+    messages: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traffic:
     """An attention of a sequence over `parts` processes. layouts: of the ring and of zigzag. heads, key_heads: of all
@@ -220,8 +231,8 @@ class Traffic:
         work = self._of_tiles() if schedule == "mesh" else self._of_blocks(schedule)
         before = (1 + number) * work.before * second
         moving, slowest = max(0.0, moving - before), work.pairs * score + (1 + number) * work.blocks * call
-        slowest_step = min(slowest, moving) / work.steps
-        return before + max(slowest, moving) + slowest_step + (work.steps + work.messages) * latency
+        apart = min(slowest, moving) / work.steps  # of the first step, or the last
+        return before + max(slowest, moving) + apart + (work.steps + work.messages) * latency
 
     def _of_blocks(self, schedule: str) -> Work:
         layout, width = self.layouts[schedule], self.d + self.d_v
@@ -236,17 +247,6 @@ class Traffic:
         of_process = [each.reshape(groups, -1, groups).sum(0).max() for each in (pairs, seen > 0)]
         before = (self.parts // groups - 1) * self.key_heads * self.n_k / self.parts * (self.d + self.d_v)
         return Work(before, float(of_process[0]), int(of_process[1]), groups, 2)
-
-
-class Work(NamedTuple):
-    """Work of the slowest process in a pass. before: elements that move before and after; pairs: scores of one head;
-    blocks: that kernels are called for; steps: in which the rest moves; messages: beside those of the steps."""
-
-    before: float
-    pairs: float
-    blocks: int
-    steps: int
-    messages: int
 
 
 def rows(traffic: Traffic, machine: Machine, dtype: str, link: float | None = None) -> list[dict[str, Any]]:
