@@ -441,7 +441,7 @@ def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
         (name, schedule, "counted"): functools.partial(counted, case, schedule, mesh)
         for name, case in COUNTED.items()
         for schedule in SCHEDULES
-        if case.shapes[0][2] % processes == 0 or schedule == "ring"
+        if case.shapes[0][2] % processes == 0 or schedule in ("ring", "mesh")
     }
     runs |= {(name, "decoded"): functools.partial(decoding, name, mesh) for name in DECODED}
     runs |= {(DROPPED, schedule): functools.partial(with_dropout, schedule, mesh) for schedule in SCHEDULES}

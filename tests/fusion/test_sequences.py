@@ -90,7 +90,7 @@ def test_dropout_is_that_of_one_process_with_the_seed_of_the_first(found, schedu
 @pytest.mark.parametrize("processes", (2, 4))
 def test_a_process_sends_the_elements_that_the_cost_model_says(found, processes, name, schedule):
     even = COUNTED[name].shapes[0][2] % processes == 0
-    if not even and schedule != "ring":
+    if not even and schedule not in ("ring", "mesh"):
         pytest.skip("the formulas are those of equal shards")
     results = [process[name, schedule, "counted"] for process in found[processes]]
     for result in results:
