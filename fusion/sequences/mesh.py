@@ -87,7 +87,7 @@ class Tiles:
 
 
 def forward(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, bool]:
-    """As `ring.forward`."""
+    """Output of this process's rows, statistics, and whether all rows are ordinary (`ring.forward`)."""
     tiles, ring, q_dim = Tiles(call), call.transfers.ring, _row_dim(call)
     keys = call.transfers.whole(operands[1:3], tiles.members)
     sums = call.sums(call.rows(call.transfers.rank, operands))
@@ -107,7 +107,7 @@ def forward(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, boo
 def backward(
     call: Call, grad: Tensor, out: Tensor, statistics: Tensor, operands: Sequence[Tensor], needs: list[bool]
 ) -> list[Tensor]:
-    """As `ring.backward`."""
+    """Gradients by operand (`ring.backward`)."""
     tiles, transfers, q_dim = Tiles(call), call.transfers, _row_dim(call)
     keys = transfers.whole(operands[1:3], tiles.members)
     totals = zeros([operands[0], *keys, *operands[3:]], needs)
