@@ -47,8 +47,8 @@ the order of a socket between processes of one machine."""
 LATENCY = {"gpu": 1e-5, "cpu": 5e-4}
 """Seconds until a message arrives, likewise: the order of it. It decides between schedules of short sequences only."""
 CALL = {"gpu": 5e-5, "cpu": 1e-3}
-"""Seconds of a call of kernels on one block beside its products, likewise: ten launches; on CPUs this and the latency are
-fitted to what short sequences take (docs/sequences.md)."""
+"""Seconds of a call of kernels on one block beside its products, likewise: ten launches; on CPUs this and the
+latency are fitted to what short sequences take (docs/sequences.md)."""
 PRODUCTS = {"gather": (2, 5), "ring": (2, 7), "zigzag": (2, 7), "all_to_all": (2, 5), "mesh": (2, 7)}
 """Products of the size of the scores in the forward and the backward: the ring computes each block's weights anew."""
 
