@@ -42,10 +42,10 @@ program that knows nothing of the compiler's passes, and we take the larger of t
 that is not fused runs as PyTorch runs it.
 
 A model's name stands for the smallest version that the survey's rules make of it; other versions may have other sites.
-Of transformers, diffusers and timm all architectures were tried, on 2026-11-28. (Of timm with bare names in the place
-of torchvision, which it imports and these models do not call.) Of vit-pytorch and x-transformers those listed here were
-tried, five on 2026-11-27, the others on 2026-11-23, when it was not recorded which sites were validated. "Before" is
-commit `16a3626`, of 2026-11-22, whose rows are in its `tests/models/compatibility.jsonl`.
+Of transformers, diffusers and timm all architectures were tried, of vit-pytorch and x-transformers those listed here.
+(timm and vit-pytorch with bare names in the place of torchvision, which they import and these models do not call.) The
+first table has the versions. "Before" is commit `16a3626`, of 2026-11-22 and torch 2.13, whose rows are in its
+`tests/models/compatibility.jsonl`.
 """
 
 _OF_GRADIENTS = """# Compatibility in training
@@ -193,7 +193,8 @@ def _package(package: str, rows: list[Row]) -> list[str]:
     some = [row for row in done if row.fused < sites(row)]
     lines = [f"### {package}", ""]
     if some:
-        lines += _table("not all fused | sites | fused", [[row.name, sites(row), row.fused] for row in some])
+        cells = [[row.name, sites(row), row.fused, "; ".join(dict.fromkeys(r for r, _ in row.unfused))] for row in some]
+        lines += _table("not all fused | sites | fused | why", cells)
     whole = [row for row in done if sites(row) and row.fused >= sites(row)]
     lines += _listed("Every site fused, with how many there are", whole, lambda row: f"{row.name} {sites(row)}")
     bare = [row for row in done if not sites(row)]
