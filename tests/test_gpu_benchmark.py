@@ -102,24 +102,6 @@ def test_a_run_without_time_writes_its_report(monkeypatch, tmp_path):
     assert not found["tried"] and "check full d=16 bfloat16" in next(tmp_path.glob("*.md")).read_text()
 
 
-def test_caches_come_back_where_they_were(monkeypatch, tmp_path):
-    from benchmarks.gpu import caches as gpu_caches
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here" / "triton"))
-    monkeypatch.setattr(gpu_caches, "PIECE", 100)
-    kernel = gpu_caches.folder() / "triton" / "X" / "kernel.cubin"
-    kernel.parent.mkdir(parents=True)
-    kernel.write_bytes(bytes(range(256)) * 4)
-    kernel.with_suffix(".ptx").write_text("not needed")
-    assert gpu_caches.bring(tmp_path / "home") == 0
-    assert gpu_caches.take(tmp_path / "home") == gpu_caches.take(tmp_path / "home") == 1
-    assert len(list((tmp_path / "home").iterdir())) > 1
-    kernel.unlink()
-    kernel.with_suffix(".ptx").unlink()
-    assert gpu_caches.bring(tmp_path / "home") == 1 and kernel.read_bytes() == bytes(range(256)) * 4
-
-
 def test_a_tile_with_other_results_is_not_timed(monkeypatch):
     from dataclasses import replace
 

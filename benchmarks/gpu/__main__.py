@@ -1,7 +1,7 @@
 """Attention on one GPU, side by side in one process: SDPA's kernels, compiled FlexAttention, Inductor and fusion.
 
     python -m benchmarks.gpu                    at most 8 minutes: correctness, tiles, speed, the most telling first
-    python -m benchmarks.gpu --phase check --caches .caches          correctness alone; what it compiles is kept
+    python -m benchmarks.gpu --phase check --caches .caches          correctness alone; what it compiles is kept there
     python -m benchmarks.gpu --phase tiles time --caches .caches --continue benchmarks/results/<date>-<gpu>.json
     python -m benchmarks.gpu --quick            the first cells at N = 4096, d = 128, three minutes
     python -m benchmarks.gpu --rows causal --N 8192 --d 128 --no-models --no-training
@@ -24,7 +24,6 @@ compile ahead, into the caches on disk.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import os
 import signal
@@ -32,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +39,6 @@ from rich.console import Console
 
 from benchmarks.common import results
 from benchmarks.common.rows import GPU_ROWS
-from benchmarks.gpu import caches as gpu_caches
 from benchmarks.gpu.device import Device, Gpu, Rehearsal
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.report import report
@@ -67,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--phase", nargs="+", choices=PHASES, default=list(PHASES), help="what is done (default: all)")
     parser.add_argument("--continue", dest="begun", type=Path, help="the .json of an earlier run, to be gone on with")
-    parser.add_argument("--caches", type=Path, help="folder that compiled kernels are brought from and taken to")
+    parser.add_argument("--caches", type=Path, help="folder of compiled kernels (default: torch's own)")
     parser.add_argument("--minutes", type=float, default=7.7, help="time for everything")
     parser.add_argument("--ahead", type=int, default=6, help="processes that compile ahead (0: none)")
     parser.add_argument("--autotune", action="store_true", help="fusion measures its tiles first (option autotune)")
@@ -175,17 +173,10 @@ def finish(found: Findings, device: Device, stem: Path | None) -> None:
         stem.with_suffix(".md").write_text(text)
 
 
-@contextlib.contextmanager
-def caches(folder: Path | None) -> Iterator[None]:
-    """Compiled kernels are brought from a folder before, and taken to it after, whatever happens."""
-    gpu_caches.folder()
-    if folder is not None:
-        print(f"{gpu_caches.bring(folder)} files of caches brought along", file=sys.stderr)
-    try:
-        yield
-    finally:
-        if folder is not None:
-            print(f"{gpu_caches.take(folder)} files of caches taken to {folder}", file=sys.stderr)
+def keep_compiled(folder: Path) -> None:
+    """Let torch, Triton and fusion keep what they compile in this folder, in this process and its children."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.resolve())
+    os.environ["TRITON_CACHE_DIR"] = str(folder.resolve() / "triton")
 
 
 def stem_of(options: argparse.Namespace, name: str) -> Path | None:
@@ -213,7 +204,9 @@ def main() -> None:
     name = "rehearsal" if options.rehearse else torch.cuda.get_device_name()
     stem = stem_of(options, name)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped from outside"))  # and the report is written
-    with tempfile.TemporaryDirectory() as temporary, caches(options.caches):
+    if options.caches is not None:
+        keep_compiled(options.caches)
+    with tempfile.TemporaryDirectory() as temporary:
         path = stem.with_suffix(".json") if stem is not None else Path(temporary, "findings.json")
         if options.begun is None:
             started(options, name).write(path)

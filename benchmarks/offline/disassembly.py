@@ -1,4 +1,4 @@
-"""What can be read from the machine code of a kernel: its inner loops, instruction by instruction.
+"""Facts of a compiled kernel, from its machine code: inner loops, instruction by instruction, and what they spill.
 
 `disassemble` makes the text of a binary for NVIDIA devices; for AMD's the compiler leaves its text. `inner_loops` finds
 the loops of a text which contain no other, and `Loop` counts instructions by the unit that executes them. Units are
@@ -14,11 +14,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
-
-LANES = {"tensor": 32, "fma": 32, "alu": 16, "special": 4, "memory": 32, "control": 32}
-"""Lanes of a warp that a unit of a part takes in a clock (CUDA programming guide, arithmetic throughput, 8.0 and 9.0:
-128 multiply-adds, 64 integer operations, comparisons and selections, 16 special functions and conversions a clock and
-multiprocessor)."""
+from typing import Any
 
 _UNITS = {
     "tensor": "HGMMA HMMA IMMA QGMMA UTCHMMA UTCQMMA",
@@ -34,6 +30,11 @@ _LABEL = re.compile(r"^\s*(\.L_x?_?\d+):|^(\.LBB\d+_\d+):.*(?:=>This|Parent) ")
 _TARGET = re.compile(r"`\((\.L_x?_?\d+)\)|^(\.LBB\d+_\d+)")
 _AMD_LINE = re.compile(r"^\t()()([a-z]\w*)([^;]*)")
 _BRANCHES = ("BRA", "s_branch", "s_cbranch")
+_LAYOUT = re.compile(
+    r"^#(\w+) = #ttg\.(?:nvidia_mma|amd_mfma)<\{[^}]*warpsPerCTA = \[(\d+), (\d+)\][^}]*instrShape = \[(\d+), (\d+)",
+    re.MULTILINE,
+)
+_PRODUCT = re.compile(r"(?:warp_group_dot|tt\.dot)\b[^\n]*-> tensor<(\d+)x(\d+)x\w+, #(\w+)>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Instruction:
 
     @property
     def unit(self) -> str:
-        """The unit that executes it, of `LANES`."""
+        """The unit that executes it."""
         return "tensor" if self.name.startswith(("v_mfma", "v_wmma")) else _UNIT.get(self.base, "alu")
 
     @property
@@ -74,11 +75,6 @@ class Instruction:
         return self.base in ("HGMMA", "QGMMA")
 
     @property
-    def from_registers(self) -> bool:
-        """Whether the left factor of an asynchronous product is in registers."""
-        return len(re.findall(r"\bR\d+", self.operands.partition("gdesc")[0])) > 1
-
-    @property
     def closes(self) -> bool:
         """Whether it ends a group of asynchronous products that can be waited for."""
         return self.asynchronous and "gsb0" in self.operands
@@ -97,31 +93,12 @@ class Instruction:
         together = re.search(r"\.F32x(\d)", self.name)
         return 32 * 4 * (int(together[1]) if together else 1)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory that it reads or writes for a warp; of products those of a warp group."""
-        if (shape := self.product) is not None and self.asynchronous:
-            m, n, k = shape
-            size = 1 if self.base == "QGMMA" else 2
-            return size * k * (n if self.from_registers else m + n)
-        if self.base in ("LDS", "STS", "LDGSTS"):
-            bits = re.search(r"\.(64|128)\b", self.name)
-            return 4 * (int(bits[1]) if bits else 32)
-        if self.base in ("LDSM", "STSM"):
-            parts = re.search(r"\.(\d)\b", self.name.rpartition(".M")[2])
-            return 128 * (int(parts[1]) if parts else 1)
-        return 0
-
 
 @dataclass(frozen=True, slots=True)
 class Loop:
     """An inner loop: the instructions of one trip, in the order of addresses."""
 
     body: tuple[Instruction, ...]
-
-    def count(self, *bases: str) -> int:
-        """Instructions of certain names, given without suffixes."""
-        return sum(instruction.base in bases for instruction in self.body)
 
     @property
     def units(self) -> dict[str, int]:
@@ -212,3 +189,53 @@ def _folder() -> str:
     from triton.backends.nvidia.compiler import get_ptxas
 
     return os.path.dirname(get_ptxas(90).path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticFacts:
+    """Of one kernel.
+
+    shared: bytes.
+    registers: of a thread.
+    redundancy: how often each result of a product is computed, of the product where that is most.
+    loops: those that multiply.
+    """
+
+    shared: int
+    registers: int
+    redundancy: float
+    loops: tuple[Loop, ...]
+
+    @property
+    def serialised(self) -> bool:
+        """Whether products of some loop wait for each other."""
+        return any(loop.serialised for loop in self.loops)
+
+    @property
+    def main(self) -> Loop:
+        """Of the loops with the most products that with the fewest instructions: the one without masks and bounds."""
+        return min(self.loops, key=lambda loop: (-loop.units["tensor"], len(loop.body)))
+
+
+def static_facts(kernel: Any) -> StaticFacts:
+    """Facts of a kernel of Triton's compiler."""
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        registers = amd_number(text, "vgpr_count")
+    else:
+        text, registers = disassemble(kernel.asm["cubin"]), registers_of(kernel.asm["cubin"])
+    loops = tuple(inner_loops(text))
+    repeated = redundancy(kernel.asm["ttgir"])
+    return StaticFacts(shared=kernel.metadata.shared, registers=registers, redundancy=repeated, loops=loops)
+
+
+def redundancy(text: str) -> float:
+    """How often each element of a product is computed, of the product where that is most: by how much the warps and
+    the instruction of its layout exceed its tile. text: Triton's form for GPUs."""
+    layouts = {name: tuple(map(int, rest)) for name, *rest in _LAYOUT.findall(text)}
+    most = 1.0
+    for rows, columns, name in _PRODUCT.findall(text):
+        if name in layouts:
+            warps_m, warps_n, m, n = layouts[name]
+            most = max(most, max(1.0, warps_m * m / int(rows)) * max(1.0, warps_n * n / int(columns)))
+    return most

@@ -13,8 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from benchmarks.common.rows import GPU_ROWS
-from benchmarks.offline.static_cells import Cell, backward_tiles
-from benchmarks.offline.triton_static import FORWARD_ONLY
+from benchmarks.offline.static_cells import FORWARD_ONLY, Cell, backward_tiles
 from fusion.codegen.triton.forward import Forward
 from fusion.machine import Machine, of_target
 from fusion.planning import gpu_facts

@@ -21,8 +21,7 @@ import os
 import triton
 
 from benchmarks.common.rows import GPU_ROWS
-from benchmarks.offline.static_cells import Cell, compiled, joins
-from benchmarks.offline.triton_static import FORWARD_ONLY
+from benchmarks.offline.static_cells import FORWARD_ONLY, Cell, compiled
 from fusion.codegen.triton.forward import Forward
 from fusion.machine import Machine, of_target
 from fusion.planning import gpu_facts
@@ -99,7 +98,7 @@ def main() -> None:
         for d in [576] if "latent" in name else options.widths:
             cell = Cell(name=name, d=d)
             found = [Forward.name] if name in FORWARD_ONLY else [Forward.name, *BACKWARD]
-            if JOINT in found and not (machine.additions and joins(cell)):
+            if JOINT in found and not (machine.additions and cell.joins):
                 found.remove(JOINT)
             for kernel in (kernel for kernel in found if kernel in options.kernels):
                 key = (machine.architecture, *cell_of(work_of_cell(cell, kernel), machine)[1:])

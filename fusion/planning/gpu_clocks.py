@@ -1,9 +1,8 @@
 """Clocks that a GPU kernel takes in a tile: a model of matrix units, instruction issue and special functions.
 
 Of one trip of a kernel's loop, one tile of scores, the model knows each product's shape, how Triton lays it out over
-warps, and about how many instructions a score costs (read from disassembled kernels by
-`benchmarks.offline.triton_static`). `benchmarks.offline.timeline` does the same by instructions of compiled kernels,
-with the same constants of overlap.
+warps, and about how many instructions a score costs. Instructions and overlap were read off disassembled kernels, by a
+model of their instructions in order (benchmarks/results/2026-11-27-triton-static.md).
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ LIVE = {FORWARD: 1.5, QUERIES: 3.0, KEYS: 3.0, KEYS_ALONE: 3.0, VALUES_ALONE: 1.
 
 EXPOSED = {FORWARD: 1.0, QUERIES: 0.6, KEYS: 0.85, KEYS_ALONE: 0.6, VALUES_ALONE: 0.85, JOINT: 1.2}
 """Share of a loop's instructions beside which no product runs, in the plain order. dP's runs beside exponentials, where
-nothing but it follows the scores. Read off `benchmarks.offline.triton_static`: trips, less the products' clocks, over
-clocks of issue; d = 64 to 256, two warp groups. A single one is not credited with it: what it saves, its
-factors' way through shared memory takes, which the model does not count."""
+nothing but it follows the scores. Read off compiled kernels: trips, less the products' clocks, over clocks of issue;
+d = 64 to 256, two warp groups. A single one is not credited with it: what it saves, its factors' way through shared
+memory takes, which the model does not count."""
 GROUP_WARPS = 4
 """Warps of a warp group."""
 EXPOSED_ROTATED = {KEYS: 0.45, JOINT: 0.9}
@@ -64,7 +63,8 @@ _SPECIAL = frozenset("exp exp2 log tanh sigmoid sin cos erf div sqrt pow log1p e
 _COSTLY = 8.0  # instructions of such a function
 _UNIT = 1.0  # of a tanh that is rounded to bfloat16, which has one
 EFFICIENCY = 0.76
-"""Share of the modelled rate that is reached. Fitted to published figures: see `timeline`."""
+"""Share of the modelled rate that is reached. Fitted to published figures, H100, forward without a mask: FlexAttention's
+template at d = 128, 392-408 Tflop/s, Triton's tutorial at d = 128, 434-477, and at d = 64, 396-403."""
 HIDDEN = 0.35
 """Share of what a program leaves idle that a second one beside it fills. Fitted, too."""
 WARP_INTERVAL = 2

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
 from benchmarks.offline.absent import absent, meta
-from benchmarks.offline.static_facts import static_facts
+from benchmarks.offline.disassembly import static_facts
 from fusion.codegen.triton.launch import Kernel, forward_kernels
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import Expr, walk
@@ -124,7 +124,7 @@ def test_soft_caps_take_the_unit(target: str) -> None:
     for name, score in (("full", lambda s: s), ("capped", capped)):
         with absent(device) as launches:
             Kernel(traced(score, d=128), Tile(rows=128, keys=64, warps=8, stages=2))(operands, [4, 16, 1024, 1024])
-        facts = static_facts(launches.kernels[0], device)
+        facts = static_facts(launches.kernels[0])
         assert not facts.main.spills, facts.main.body
         lengths[name] = len(facts.main.body)
         tanh = sum(instruction.name.startswith("MUFU.TANH") for instruction in facts.main.body)

@@ -1,4 +1,4 @@
-"""What is read from machine code that no device here runs: loops, units, redundancy, and predicted clocks."""
+"""What is read from machine code that no device here runs: loops, units and redundancy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 
 import fusion
 from benchmarks.offline.absent import absent
-from benchmarks.offline.disassembly import Instruction, Loop, inner_loops
-from benchmarks.offline.static_facts import StaticFacts, redundancy, static_facts
-from benchmarks.offline.timeline import RATES, clocks_of
+from benchmarks.offline.disassembly import Instruction, Loop, StaticFacts, inner_loops, redundancy, static_facts
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.ir import AttentionSpec
@@ -62,28 +60,6 @@ def test_products_that_all_wait_are_serialised() -> None:
     assert not Loop((product, *[Instruction(product.name, "R24, gdesc[UR4], R24")] * 7, wait)).serialised
 
 
-def test_clocks_of_a_product() -> None:
-    """64 x 64 x 16 multiply-adds at 2048 a clock for each of two warp groups; with 32 columns both factors come from
-    shared memory at 192 bytes a clock, of which there are 128."""
-    wide = Instruction("HGMMA.64x64x16.F32.BF16", "R24, gdesc[UR4], R24, gsb0")
-    narrow = Instruction("HGMMA.64x32x16.F32.BF16", "R24, gdesc[UR4], R24, gsb0")
-    assert clocks_of(Loop((wide,)), 8, RATES["wgmma"]).tensor == 64
-    assert clocks_of(Loop((narrow,)), 8, RATES["wgmma"]).tensor == 1.5 * 32
-    registers = Instruction(narrow.name, "R24, R120, gdesc[UR4], R24, gsb0")
-    assert clocks_of(Loop((registers,)), 8, RATES["wgmma"]).tensor == 32
-
-
-def test_what_runs_under_a_product_takes_no_more_time() -> None:
-    product = Instruction("HGMMA.64x128x16.F32.BF16", "R24, R4, gdesc[UR4], R24, gsb0")
-    wait = Instruction("WARPGROUP.DEPBAR.LE", "gsb0, 0x0")
-    work = (Instruction("FFMA", "R7, R6, R5, R4"),) * 40
-    under = clocks_of(Loop((product, *work, wait)), 8, RATES["wgmma"])
-    after = clocks_of(Loop((product, wait, *work)), 8, RATES["wgmma"])
-    assert under.issue == after.issue and under.tensor == after.tensor
-    assert under.trip < after.trip <= after.tensor + after.issue
-    assert under.trip >= under.busiest
-
-
 @pytest.mark.parametrize(("rows", "times"), [(64, 2), (128, 1)])
 def test_redundancy_of_a_layout(rows: int, times: int) -> None:
     text = (
@@ -122,7 +98,7 @@ def facts_on_hopper(d: int) -> dict[str, StaticFacts]:
         kernels.outputs([q, k, v], sizes)
         statistics = torch.empty(3, 4, 16, 1024, device="meta")
         kernels.backward(grad, out, statistics, [q, k, v], sizes, (True,) * 3)
-    found = {kernel.metadata.name: static_facts(kernel, HOPPER) for kernel in launches.kernels}
+    found = {kernel.metadata.name: static_facts(kernel) for kernel in launches.kernels}
     assert found.keys() == set(launches.names)
     return {name: facts for name, facts in found.items() if facts.loops}
 
@@ -150,7 +126,7 @@ def test_scores_of_latent_attention_are_computed_once(causal: bool) -> None:
     with absent(HOPPER, shared=True) as launches:
         kernel([q, k, v], sizes)
         keys = kernel.choice(sizes).tile.keys
-    (facts,) = (static_facts(kernel, HOPPER) for kernel in launches.kernels)
+    (facts,) = (static_facts(kernel) for kernel in launches.kernels)
     assert facts.redundancy == 1 and not facts.serialised and not facts.main.spills
     assert facts.main.products == {f"HGMMA 64x{keys // 2}x16": 576 // 16, "HGMMA 64x256x16": keys // 16}
 
