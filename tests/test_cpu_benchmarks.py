@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from rich.console import Console
 
 pytest.importorskip("torch_mlir", reason="loops need torch-mlir")
 pytest.importorskip("transformers", reason="the models of benchmarks need transformers")
@@ -42,7 +41,7 @@ def test_a_short_run_measures_fusion_and_its_peers(monkeypatch):
     attention = importlib.import_module("benchmarks.cpu.attention")
     arguments = "--quick --rows full --N 32 --dtype fp32 --without flex inductor --seconds 0.02"
     monkeypatch.setattr(sys, "argv", ["attention", *arguments.split()])
-    (cell,) = attention.run(attention.parse(), Console())["rows"]
+    (cell,) = attention.run(attention.parse())["rows"]
     assert {"fusion", "sdpa"} <= cell["entries"].keys()
     for entry in cell["entries"].values():
         assert entry["median"] > 0 and not entry["note"], cell
@@ -64,23 +63,21 @@ def test_a_wrong_result_is_not_timed(capsys):
     functions = {"fusion": lambda x: x + 1, "peer": torch.nn.Identity()}
     case = compare.Case(name="wrong", tensors=[torch.ones(3)], functions=functions, plain=torch.nn.Identity())
     text, wrong = compare.table(lambda options: iter([case]), argparse.Namespace())
-    assert wrong and "wrong: error 1.0e+00" in text
+    assert wrong and "wrong: error 1, allowed" in text
 
 
-def test_runtimes_are_measured_with_the_same_weights(monkeypatch, tmp_path):
+def test_runtimes_are_measured_with_the_same_weights(tmp_path):
     models = importlib.import_module("benchmarks.models.runtimes")
-    zoo = importlib.import_module("benchmarks.common.model_zoo")
-    monkeypatch.setattr(models, "MODELS", zoo.SMALL)
-    group = {"model": "bert", "dtype": "float32", "layers": 2, "sizes": [[2, 16], [1, 8]]}
+    group = {"model": "small-bert", "dtype": "float32", "layers": 2, "sizes": [[2, 16], [1, 8]]}
     with torch.no_grad():
-        allowed = list(models.prepare(group, tmp_path))
+        models.prepare(group, tmp_path)
         taken = {name: list(models.measure(name, group, tmp_path, 0.02, False)) for name in ("eager", "fusion")}
     cells = []
     for number, (batch, n) in enumerate(group["sizes"]):
         entries = {name: rows[number] for name, rows in taken.items()} | {"onnxruntime": {"note": "fails: absent"}}
-        cells.append(group | {"batch": batch, "N": n, "entries": entries} | allowed[number])
+        cells.append(group | {"batch": batch, "N": n, "entries": entries})
         for entry in (entries["eager"], entries["fusion"]):
-            assert entry["median"] > 0 and entry["error"] <= allowed[number]["allowed"]
+            assert entry["median"] > 0 and entry["share"] <= 1
     models.write(tmp_path / "table.json", {"clock": "", "cells": cells})
     text = (tmp_path / "table.md").read_text()
     assert "BERT, 2 layers | 2 x 16 | float32 |" in text and "- onnxruntime: fails: absent" in text

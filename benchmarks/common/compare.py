@@ -20,8 +20,9 @@ import torch._inductor.config
 from torch import Tensor
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
-from benchmarks.common.measuring import Entry, allowed_error, interleave, largest_error
-from benchmarks.common.results import heading
+from benchmarks.common import results
+from benchmarks.common.measuring import Entry, interleave
+from fusion.exactness import errors
 from fusion.torch_private.tensors import tree_leaves
 
 torch._inductor.config.compile_threads = 1  # workers that start up would disturb the first cases
@@ -86,9 +87,9 @@ def fault_of(case: Case) -> str:
     results = ours, plain, step(case.exact or case.plain, wide)
     for result, eager, exact in zip(*results, strict=True):
         if result is not None and eager is not None and exact is not None:
-            error, allowed = largest_error(result, exact), allowed_error(eager, exact)
-            if not error <= allowed:
-                return f"wrong: error {error:.1e}, allowed {allowed:.1e}"
+            found = errors(result, eager, exact)
+            if found.share > 1:
+                return f"wrong: {found}"
     return ""
 
 
@@ -144,7 +145,7 @@ def main(
 ) -> int:
     """Run the study that the command line names; 1 if a result was wrong. backward: studies that time the backward
     alone; train: all studies need gradients; settle: seconds (`interleave`)."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(doc)
     parser.add_argument("study", choices=list(studies), nargs="?" if len(studies) == 1 else None, default=[*studies][0])
     parser.add_argument("--lengths", nargs="+", type=int, help="rows and keys")
     parser.add_argument("--heads", type=int)
@@ -161,7 +162,7 @@ def main(
     if options.busy:
         torch.set_num_threads(1)
     torch.manual_seed(0)
-    head = heading(f"{options.study.replace('_', ' ').capitalize()}, {options.dtype}")
+    head = results.heading(f"{options.study.replace('_', ' ').capitalize()}, {options.dtype}")
     print(head, end="")
     with torch.set_grad_enabled(options.train):
         text, wrong = table(studies[options.study], options, options.study in backward)

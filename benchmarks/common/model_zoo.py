@@ -10,14 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+VOCABULARY = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model under test. `make(attention)` builds it with transformers' attn_implementation; `lengths` are N. layers:
-    the name of its number of layers.
+    """A model under test.
 
-    `make(attention, **smaller)` replaces sizes of its configuration. `inputs(N)` gives the one tensor it takes: token
-    ids `[1, N]`, or pixels.
+    make: (attention, **smaller) -> the model, with transformers' attn_implementation; `smaller` replaces sizes of its
+        configuration.
+    inputs: N -> the one tensor it takes: token ids `[1, N]`, or pixels.
+    lengths: N.
+    layers: the name of its number of layers.
     """
 
     title: str
@@ -27,17 +31,17 @@ class Model:
     layers: str = "num_hidden_layers"
 
 
-class LastState(nn.Module):
-    """The last hidden state of a model called with one tensor, and a mask of real tokens where a batch is padded."""
+class OneResult(nn.Module):
+    """One result of a model called with one tensor, and a mask of real tokens where a batch is padded."""
 
-    def __init__(self, model: nn.Module, argument: str) -> None:
+    def __init__(self, model: nn.Module, argument: str, result: str) -> None:
         super().__init__()
-        self.model, self.argument = model, argument
+        self.model, self.argument, self.result = model, argument, result
         self.options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         padding = {} if mask is None else {"attention_mask": mask}
-        return self.model(**{self.argument: x}, **padding, **self.options).last_hidden_state
+        return getattr(self.model(**{self.argument: x}, **padding, **self.options), self.result)
 
 
 class Transcriber(nn.Module):
@@ -47,12 +51,11 @@ class Transcriber(nn.Module):
         from transformers import WhisperConfig, WhisperModel
 
         super().__init__()
-        sizes: dict[str, Any] = {"d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 1024,
-                 "decoder_ffn_dim": 1024, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-                 "attn_implementation": attention}  # fmt: skip
         config = WhisperConfig(
             vocab_size=VOCABULARY, max_source_positions=N, max_target_positions=64, num_mel_bins=80, pad_token_id=0,
-            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, **sizes,
+            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, d_model=256, encoder_layers=4, decoder_layers=4,
+            encoder_ffn_dim=1024, decoder_ffn_dim=1024, encoder_attention_heads=4, decoder_attention_heads=4,
+            attn_implementation=attention,
         )  # fmt: skip
         self.model = WhisperModel(config)
         self.register_buffer("known", _tokens(32))
@@ -92,16 +95,16 @@ def _seeded(kind: Callable[[str], nn.Module]) -> Callable[..., nn.Module]:
     return make
 
 
-VOCABULARY = 1000
-
-
-def _build(kind: str, config: str, argument: str = "input_ids", **sizes: Any) -> Callable[..., nn.Module]:
+def _build(
+    kind: str, config: str, argument: str = "input_ids", result: str = "last_hidden_state", **sizes: Any
+) -> Callable[..., nn.Module]:
     def make(attention: str, **smaller: Any) -> nn.Module:
         import transformers
 
         torch.manual_seed(0)
-        settings = getattr(transformers, config)(**(sizes | smaller), attn_implementation=attention)
-        return LastState(getattr(transformers, kind)(settings), argument).eval()
+        given = {"vocab_size": VOCABULARY} | sizes | smaller
+        settings = getattr(transformers, config)(**given, attn_implementation=attention)
+        return OneResult(getattr(transformers, kind)(settings), argument, result).eval()
 
     return make
 
@@ -110,172 +113,69 @@ def _tokens(N: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (1, N), generator=torch.Generator().manual_seed(0))
 
 
-def _pixels(N: int) -> Tensor:
-    side = 16 * round((N - 1) ** 0.5)
-    return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+def _drawn(shape: Callable[[int], tuple[int, ...]]) -> Callable[[int], Tensor]:
+    """Normal inputs of the shape for a length."""
+    return lambda N: torch.randn(shape(N), generator=torch.Generator().manual_seed(0))
 
 
-_DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-}
+def _image(N: int) -> tuple[int, ...]:
+    return 1, 3, *[16 * round((N - 1) ** 0.5)] * 2
+
+
+_DECODER: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+                            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+                            "max_position_embeddings": 4096}  # fmt: skip
+_NARROW: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+                           "intermediate_size": 1024}  # fmt: skip
 
 MODELS: dict[str, Model] = {
-    "bert": Model(
-        title="BERT-base",
-        make=_build("BertModel", "BertConfig", vocab_size=VOCABULARY, max_position_embeddings=2048),
-        inputs=_tokens,
-        lengths=(128, 512, 2048),
-    ),
-    "gpt2": Model(
-        title="GPT-2",
-        make=_build("GPT2Model", "GPT2Config", vocab_size=VOCABULARY, n_positions=2048),
-        inputs=_tokens,
-        lengths=(128, 512, 1024, 2048),
-        layers="n_layer",
-    ),
-    "t5": Model(
-        title="T5-base encoder",
-        make=_build(
-            "T5EncoderModel",
-            "T5Config",
-            vocab_size=VOCABULARY,
-            d_model=768,
-            d_kv=64,
-            d_ff=3072,
-            num_layers=12,
-            num_heads=12,
-        ),
-        inputs=_tokens,
-        lengths=(128, 512, 2048),
-        layers="num_layers",
-    ),
-    "gemma2": Model(
-        title="Gemma-2-like decoder (8 layers)",
-        make=_build("Gemma2Model", "Gemma2Config", sliding_window=512, query_pre_attn_scalar=128, **_DECODER),
-        inputs=_tokens,
-        lengths=(128, 512, 2048),
-    ),
-    "llama": Model(
-        title="Llama-like decoder (8 layers)",
-        make=_build("LlamaModel", "LlamaConfig", **_DECODER),
-        inputs=_tokens,
-        lengths=(128, 512, 2048),
-    ),
-    "vit": Model(
-        title="ViT-B/16",
-        make=_build("ViTModel", "ViTConfig", "pixel_values", image_size=224),
-        inputs=_pixels,
-        lengths=(197,),
-    ),
-}
-
-_SMALL: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 1024,
-}
+    "bert": Model(title="BERT-base", inputs=_tokens, lengths=(128, 512, 2048),
+                  make=_build("BertModel", "BertConfig", max_position_embeddings=2048)),
+    "gpt2": Model(title="GPT-2", inputs=_tokens, lengths=(128, 512, 1024, 2048), layers="n_layer",
+                  make=_build("GPT2Model", "GPT2Config", n_positions=2048)),
+    "t5": Model(title="T5-base encoder", inputs=_tokens, lengths=(128, 512, 2048), layers="num_layers",
+                make=_build("T5EncoderModel", "T5Config", d_model=768, d_kv=64, d_ff=3072, num_layers=12,
+                            num_heads=12)),
+    "gemma2": Model(title="Gemma-2-like decoder (8 layers)", inputs=_tokens, lengths=(128, 512, 2048),
+                    make=_build("Gemma2Model", "Gemma2Config", sliding_window=512, query_pre_attn_scalar=128,
+                                **_DECODER)),
+    "llama": Model(title="Llama-like decoder (8 layers)", inputs=_tokens, lengths=(128, 512, 2048),
+                   make=_build("LlamaModel", "LlamaConfig", **_DECODER)),
+    "vit": Model(title="ViT-B/16", inputs=_drawn(_image), lengths=(197,),
+                 make=_build("ViTModel", "ViTConfig", "pixel_values", image_size=224)),
+    "unet": Model(title="U-Net (64 to 128 channels, 8 heads, text of 77)", lengths=(256, 64),
+                  inputs=_drawn(lambda N: (1, 4, *[round(N**0.5)] * 2)), make=_seeded(Denoiser)),
+}  # fmt: skip
 
 SMALL: dict[str, Model] = {
-    "vit": Model(
-        title="ViT (192 wide, 3 heads, 12 layers)",
-        make=_build(
-            "ViTModel", "ViTConfig", "pixel_values", image_size=128, hidden_size=192, num_attention_heads=3,
-            intermediate_size=768,
-        ),
-        inputs=_pixels,
-        lengths=(65,),
-    ),
-    "gpt2": Model(
-        title="GPT-2 (256 wide, 4 heads, 4 layers)",
-        make=_build("GPT2Model", "GPT2Config", vocab_size=VOCABULARY, n_embd=256, n_head=4, n_layer=4),
-        inputs=_tokens,
-        lengths=(64, 16, 256),
-    ),
-    "bert": Model(
-        title="BERT (256 wide, 4 heads, 4 layers)",
-        make=_build("BertModel", "BertConfig", vocab_size=VOCABULARY, **_SMALL),
-        inputs=_tokens,
-        lengths=(64, 16, 256),
-    ),
-    "llama": Model(
-        title="Llama-like (256 wide, 4/2 heads, 4 layers)",
-        make=_build(
-            "LlamaModel", "LlamaConfig", vocab_size=VOCABULARY, num_key_value_heads=2, max_position_embeddings=512,
-            **_SMALL,
-        ),
-        inputs=_tokens,
-        lengths=(64, 16, 256),
-    ),
-    "whisper": Model(
-        title="Whisper (256 wide, 4 heads, 4 + 4 layers, 32 tokens)",
-        make=_seeded(Transcriber),
-        inputs=lambda N: torch.randn(1, 80, 2 * N, generator=torch.Generator().manual_seed(0)),
-        lengths=(256,),
-    ),
-    "unet": Model(
-        title="U-Net (64 to 128 channels, 8 heads, text of 77)",
-        make=_seeded(Denoiser),
-        inputs=lambda N: torch.randn(1, 4, *[round(N**0.5)] * 2, generator=torch.Generator().manual_seed(0)),
-        lengths=(256, 64),
-    ),
+    "small-vit": Model(title="ViT (192 wide, 3 heads, 12 layers)", inputs=_drawn(_image), lengths=(65,),
+                       make=_build("ViTModel", "ViTConfig", "pixel_values", image_size=128, hidden_size=192,
+                                   num_attention_heads=3, intermediate_size=768)),
+    "small-gpt2": Model(title="GPT-2 (256 wide, 4 heads, 4 layers)", inputs=_tokens, lengths=(16, 64, 256),
+                        make=_build("GPT2Model", "GPT2Config", n_embd=256, n_head=4, n_layer=4), layers="n_layer"),
+    "small-bert": Model(title="BERT (256 wide, 4 heads, 4 layers)", inputs=_tokens, lengths=(16, 64, 256),
+                        make=_build("BertModel", "BertConfig", **_NARROW)),
+    "small-llama": Model(title="Llama-like (256 wide, 4/2 heads, 4 layers)", inputs=_tokens, lengths=(16, 64, 256),
+                         make=_build("LlamaModel", "LlamaConfig", num_key_value_heads=2, max_position_embeddings=512,
+                                     **_NARROW)),
+    "small-whisper": Model(title="Whisper (256 wide, 4 heads, 4 + 4 layers, 32 tokens)", lengths=(256,),
+                           inputs=_drawn(lambda N: (1, 80, 2 * N)), make=_seeded(Transcriber)),
 }  # fmt: skip
 """Models whose attentions are short."""
 
-
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
+TINY: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                        "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
 """Sizes of decoders for a rehearsal."""
 
-
-class Scores(nn.Module):
-    """A causal language model that takes token ids and returns the scores of the next ones, `[B, N, 256]`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(input_ids=x, use_cache=False).logits
-
-
-TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {"sliding_window": 128, "query_pre_attn_scalar": 64}),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+_OF_BYTES: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 16384, "vocab_size": 256, "result": "logits",
+}  # fmt: skip
+TRAINED: dict[str, Callable[..., nn.Module]] = {
+    "llama": _build("LlamaForCausalLM", "LlamaConfig", **_OF_BYTES),
+    "gemma2": _build("Gemma2ForCausalLM", "Gemma2Config", sliding_window=128, query_pre_attn_scalar=64, **_OF_BYTES),
 }
-"""Class, configuration and its own arguments of models that are trained; dropout, which each run draws anew, is off."""
-
-
-def trained_model(name: str, tiny: bool = False) -> nn.Module:
-    """A small model of bytes with eager attention, in training mode: 4 layers of 8 heads of 64."""
-    import transformers
-
-    kind, config, own = TRAINED[name]
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
-             "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
-    sizes |= TINY if tiny else {}
-    if name == "gpt2":
-        sizes = {"n_embd": sizes["hidden_size"], "n_layer": sizes["num_hidden_layers"],
-                 "n_head": sizes["num_attention_heads"], "n_positions": 16384}  # fmt: skip
-    else:
-        sizes["max_position_embeddings"] = 16384
-    torch.manual_seed(0)
-    given = {**sizes, **own, "vocab_size": 256, "attn_implementation": "eager"}
-    return Scores(getattr(transformers, kind)(getattr(transformers, config)(**given))).train()
+"""Causal language models of bytes, 4 layers of 8 heads of 64, which return scores of the next byte, `[B, N, 256]`."""
 
 
 @functools.cache
@@ -291,11 +191,3 @@ def text_tokens(step: int, batch: int, N: int) -> Tensor:
     text, generator = _text(), torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(text) - N - 1, (batch,), generator=generator).tolist()
     return torch.stack([text[start : start + N + 1] for start in starts])
-
-
-def with_sdpa(model: Model, dtype: torch.dtype) -> nn.Module | None:
-    """Copy of a model that calls `scaled_dot_product_attention`; None where transformers refuses it for that model."""
-    try:
-        return model.make("sdpa").to(dtype)
-    except ValueError:  # soft-capping has no argument there
-        return None

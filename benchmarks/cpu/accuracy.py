@@ -9,7 +9,6 @@ largest share, and how many draws were beyond the rule.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 
 import fusion  # noqa: F401
-from benchmarks.common.measuring import allowed_error, largest_error
+from benchmarks.common.results import parser
+from fusion.exactness import errors
 
 SIZES = ((1, 512, 64), (1, 4096, 64), (256, 256, 64), (512, 512, 32), (512, 512, 64), (512, 512, 128), (1024, 1024, 64))
 HEADS = 4
@@ -41,11 +41,11 @@ def results(call: Callable[..., Tensor], operands: list[Tensor], arriving: Tenso
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=150)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--training", action="store_true", help="gradients too")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--draws", type=int, default=150)
+    arguments.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    arguments.add_argument("--training", action="store_true", help="gradients too")
+    options = arguments.parse_args()
     dtype = getattr(torch, options.dtype)
     calls = {
         "fusion": torch.compile(attention, backend="fusion", dynamic=True),
@@ -63,8 +63,7 @@ def main() -> None:
             exact = results(attention, [x.double() for x in operands], arriving)
             for name, call in calls.items():
                 for kind, value in results(call, operands, arriving).items():
-                    allowed = allowed_error(eager[kind], exact[kind])
-                    shares.setdefault((kind, name), []).append(largest_error(value, exact[kind]) / allowed)
+                    shares.setdefault((kind, name), []).append(errors(value, eager[kind], exact[kind]).share)
         for kind in eager:
             found = [shares[kind, name] for name in calls]
             cells = [f"{statistics.median(x):.2f}, {max(x):.2f}; {sum(s > 1 for s in x)}" for x in found]

@@ -5,36 +5,45 @@
     python -m benchmarks.cpu.attention --rows full causal --N 1024 --d 64 --dtype fp32
 
 Every result is compared with float64 before it is timed. Times are medians over turns in which every competitor runs
-once. Prints ratios and the share of the machine's measured multiply-add peak; writes benchmarks/results/.
+once. Prints ratios and the share of the machine's measured multiply-add peak; writes benchmarks/results/, JSON with
+everything and Markdown to read.
 """
 
 import argparse
+import datetime
 import functools
+import json
+import re
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
 from benchmarks.common import peak, results
-from benchmarks.common.measuring import Entry, allowed_error, interleave, prepare
-from benchmarks.common.rows import ROWS, Problem, Row, flex_call, sdpa_call
+from benchmarks.common.measuring import Entry, interleave
+from benchmarks.common.rows import ROWS, Problem, flex_call, sdpa_call
+from fusion.exactness import errors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = {64: 12, 128: 8}  # query heads by head dimension, as in models of that size
+PEERS = {"eager": "eager", "inductor": "Inductor", "sdpa": "SDPA", "flex": "FlexAttention"}
+"""By name on the command line and in files: the name in the table."""
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rows", nargs="+", choices=[*ROWS], default=[*ROWS], help="attention variants")
     parser.add_argument("--N", nargs="*", type=int, help="sequence lengths (default: 128 1024 4096)")
     parser.add_argument("--d", nargs="*", type=int, choices=[*HEADS], default=[*HEADS], help="head dimensions")
     parser.add_argument("--dtype", nargs="*", choices=[*DTYPES], default=["fp32", "bf16"], help="dtypes")
-    parser.add_argument("--without", nargs="*", default=[], help="competitors to leave out, by the name in the table")
+    parser.add_argument("--without", nargs="*", default=[], choices=[*PEERS], help="competitors to leave out")
     parser.add_argument("--quick", action="store_true", help="d = 64, N up to 1024, short timing")
     parser.add_argument("--seconds", type=float, default=3.0, help="timing per cell, all competitors together")
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's own choice)")
@@ -44,38 +53,64 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def sites_now() -> tuple[int, int]:
-    """Attention sites that fusion has fused and left in this process so far."""
-    return counters["fusion"]["fused"], counters["fusion"]["unfused"]
+def prepare(entry: Entry, make: Callable[[], Callable[[], Tensor] | None], eager: Tensor, exact: Tensor) -> dict:
+    """Build and run a competitor once: its first call and its error, or the reason why it cannot run."""
+    facts: dict[str, Any] = {"first_call": None, "error": None, "allowed": None, "note": ""}
+    before = counters["fusion"]["fused"]
+    try:
+        start = time.perf_counter()
+        call = make()
+        if call is None:
+            return facts | {"note": "cannot express it"}
+        result = call()
+        facts["first_call"] = time.perf_counter() - start
+        found = errors(result, eager, exact)
+        facts["error"], facts["allowed"] = found.figures
+        entry.call = call
+        if found.share > 1:
+            facts["note"] = f"wrong: {found}"
+        elif entry.name == "fusion" and counters["fusion"]["fused"] == before:
+            facts["note"] = "not fused"
+    except Exception as failure:  # a peer's failure is a result of this benchmark
+        text = str(failure).strip().splitlines() or [""]
+        facts["note"] = f"fails: {type(failure).__name__}: {text[0][:160]}"
+    return facts
 
 
-def compiled(call, backend: str):
-    """`torch.compile` with static shapes, so that no competitor pays for generality that another does not offer."""
-    return torch.compile(call, backend=backend, dynamic=False)
+def summary(entry: Entry) -> dict:
+    """Times in seconds, for the result file."""
+    quartiles = statistics.quantiles(entry.times, n=4) if len(entry.times) > 3 else None
+    return {
+        "median": entry.median,
+        "least": min(entry.times, default=None),
+        "quartiles": [quartiles[0], quartiles[2]] if quartiles else None,
+        "samples": len(entry.times),
+    }
 
 
-def measure_row(name: str, row: Row, problem: Problem, dtype: str, options: argparse.Namespace) -> dict:
-    """One cell of the table: a variant at one size and dtype."""
+def measure(name: str, problem: Problem, dtype: str, loop: peak.Loop, options: argparse.Namespace) -> dict:
+    """One cell of the table: a variant at one size and dtype, compiled with static shapes, so that no competitor pays
+    for generality that another does not offer."""
     torch.compiler.reset()
-    operands = problem.tensors(row)
+    row, operands = ROWS[name], problem.tensors(ROWS[name])
     exact = row.plain(*problem.tensors(row, torch.float64))
     eager = functools.partial(row.plain, *operands)
-    allowed = allowed_error(eager(), exact)
-    before = sites_now()
+    own = eager()
+
+    def compiled(backend: str) -> Callable[[], Tensor]:
+        return functools.partial(torch.compile(row.plain, backend=backend, dynamic=False), *operands)
+
     makers = {
         "eager": lambda: eager,
-        "inductor": lambda: functools.partial(compiled(row.plain, "inductor"), *operands),
+        "inductor": lambda: compiled("inductor"),
         "sdpa": lambda: sdpa_call(row, operands),
         "flex": lambda: flex_call(row, operands),
-        "fusion": lambda: functools.partial(compiled(row.plain, "fusion"), *operands),
+        "fusion": lambda: compiled("fusion"),
     }
-    entries = [Entry(name=peer) for peer in makers if peer not in options.without]
-    for entry in entries:
-        prepare(entry, makers[entry.name], exact, allowed)
-    _note_sites(entries, before)
-    loop = options.peak[dtype]
+    entries = {peer: Entry(name=peer) for peer in makers if peer not in options.without}
+    facts = {peer: prepare(entry, makers[peer], own, exact) for peer, entry in entries.items()}
     limit = Entry(name="peak", call=loop.call)
-    interleave([limit, *entries], seconds=options.seconds)
+    interleave([limit, *entries.values()], seconds=options.seconds)
     assert limit.median is not None
     return {
         "row": name,
@@ -87,44 +122,122 @@ def measure_row(name: str, row: Row, problem: Problem, dtype: str, options: argp
         "dtype": dtype,
         "flop": row.flop(problem),
         "peak": round(loop.flop / limit.median / 1e9, 1),
-        "entries": {entry.name: entry.summary() for entry in entries},
+        "entries": {peer: summary(entry) | facts[peer] for peer, entry in entries.items()},
     }
 
 
-def _note_sites(entries: list[Entry], before: tuple[int, int]) -> None:
-    """Say in fusion's entry where it left a site alone since `before`."""
-    fused, left = (now - then for now, then in zip(sites_now(), before, strict=True))
-    for entry in entries:
-        if entry.name == "fusion" and entry.call is not None and (left or not fused) and not entry.note:
-            entry.note = f"{fused} of {fused + left} sites fused"
-
-
-def cells(options: argparse.Namespace) -> Iterator[tuple[str, functools.partial]]:
-    """Everything that is to be measured: a line for the progress bar, and the call that measures it."""
+def cells(options: argparse.Namespace) -> Iterator[tuple[str, str, Problem]]:
+    """Everything that is to be measured: variant, dtype and size."""
     lengths = options.N or ([128, 1024] if options.quick else [128, 1024, 4096])
     for dtype in options.dtype:
         for d in [64] if options.quick else options.d:
             for N in lengths:
                 for name in options.rows:
-                    problem = Problem(H=HEADS[d], N=N, d=d, dtype=DTYPES[dtype])
-                    line = f"{ROWS[name].title}, N={N}, d={d}, {dtype}"
-                    yield line, functools.partial(measure_row, name, ROWS[name], problem, dtype, options)
+                    yield name, dtype, Problem(H=HEADS[d], N=N, d=d, dtype=DTYPES[dtype])
 
 
 @torch.no_grad()
-def run(options: argparse.Namespace, console: Console) -> dict:
-    """Measure all cells behind a progress bar; interrupted runs keep what they have."""
+def run(options: argparse.Namespace) -> dict:
+    """Measure all cells; interrupted runs keep what they have."""
     loops = peak.loops(torch.get_num_threads())
     peaks = {loop.name: round(loop.rate(), 1) for loop in loops}
-    console.print("peaks, GFLOP/s:", ", ".join(f"{name} {rate:.0f}" for name, rate in peaks.items()), highlight=False)
-    options.peak = {dtype: peak.fastest(loops, peaks, DTYPES[dtype]) for dtype in options.dtype}
+    print("peaks, GFLOP/s:", ", ".join(f"{name} {rate:.0f}" for name, rate in peaks.items()))
     data = {"environment": results.environment(peaks), "rows": []}
-    for line, cell in results.measured(cells(options), console, str):
-        data["rows"].append(cell)
-        for name, entry in cell["entries"].items():
-            if entry["note"] and entry["note"] != "cannot express it":
-                console.print(f"[yellow]{line}: {name}: {entry['note']}", soft_wrap=True)
+    try:
+        for name, dtype, problem in cells(options):
+            cell = measure(name, problem, dtype, peak.fastest(loops, peaks, DTYPES[dtype]), options)
+            data["rows"].append(cell)
+            print(variant_table([cell]).splitlines()[-1], flush=True)
+            for peer, entry in cell["entries"].items():
+                if entry["note"] and entry["note"] != "cannot express it":
+                    print(f"{peer}: {entry['note']}", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: what has been measured so far follows")
     return data
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:.3g}"
+
+
+def _ratio(entries: dict, peer: str) -> str:
+    """Peer's median over fusion's (above 1: fusion is faster), or why there is none."""
+    entry, ours = entries.get(peer), entries.get("fusion", {}).get("median")
+    if entry is None:
+        return ""
+    if entry["median"] is None:
+        return "n/a" if entry["note"] == "cannot express it" else "fails"
+    mark = "!" if entry["note"].startswith("wrong") else ""
+    return f"{entry['median'] / ours:.2f}x{mark}" if ours else f"{_milliseconds(entry['median'])} ms{mark}"
+
+
+def variant_table(cells: list[dict]) -> str:
+    """The table of attention variants."""
+    header = ["variant", "N", "d", "dtype", "fusion ms", "GFLOP/s", "of peak", "vs full", *PEERS.values(), "note"]
+    rate = {}
+    for cell in cells:
+        if ours := cell["entries"].get("fusion", {}).get("median"):
+            rate[cell["row"], cell["N"], cell["d"], cell["dtype"]] = cell["flop"] / ours
+    lines = []
+    for cell in cells:
+        where, ours = (cell["N"], cell["d"], cell["dtype"]), cell["entries"].get("fusion", {})
+        speed, full = rate.get((cell["row"], *where)), rate.get(("full", *where))
+        lines.append([
+            cell["title"],
+            *map(str, where),
+            _milliseconds(ours.get("median")),
+            f"{speed / 1e9:.0f}" if speed else "–",
+            f"{speed / 1e9 / cell['peak']:.0%}" if speed else "–",
+            f"{speed / full:.2f}" if speed and full else "–",
+            *(_ratio(cell["entries"], peer) for peer in PEERS),
+            re.sub(r"\s+", " ", ours.get("note", ""))[:60],
+        ])  # fmt: skip
+    return results.table(header, lines)
+
+
+LEGEND = (
+    "Columns with a peer's name: the peer's median time over fusion's, both from turns in one process (above 1: fusion "
+    "is faster; `!`: the peer's result is wrong; n/a: it cannot express the variant). GFLOP/s count the live query-key "
+    "pairs only; `vs full` is that speed over full attention's own; the peak is the best multiply-add rate of these "
+    "cores for the dtype, measured in turns with the kernels."
+)
+
+
+def page(data: dict) -> str:
+    """The result file as a page."""
+    where = data["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
+    peaks = ", ".join(f"{name} {rate:.0f}" for name, rate in where["peaks"].items())
+    parts = [
+        f"# CPU benchmark, {where['date']}",
+        f"{where['cpu']}, {where['threads']} threads on {where['cores']} cores; {where['system']}, "
+        f"Python {where['python']}; {versions}; commit {where['commit'] or 'unknown'}.",
+        f"Multiply-add peaks at the start, in GFLOP/s: {peaks}.",
+        LEGEND,
+        "## Attention variants",
+        variant_table(data["rows"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def merged(old: dict, new: dict) -> dict:
+    """`new` over `old`: cells measured again replace the earlier ones, all others stay."""
+    if old["environment"]["cpu"] != new["environment"]["cpu"]:
+        raise SystemExit(f"--append: that file is from another machine ({old['environment']['cpu']}); write a new one")
+    place = lambda cell: (cell["row"], cell["N"], cell["d"], cell["dtype"])
+    again = set(map(place, new["rows"]))
+    return new | {"rows": [cell for cell in old["rows"] if place(cell) not in again] + new["rows"]}
+
+
+def save(data: dict, append: Path | None) -> Path:
+    """Write the JSON file and its Markdown beside it; returns the JSON file's path."""
+    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d-%H%M")
+    path = append or results.FOLDER / f"{stamp}-cpu.json"
+    if path.exists():
+        data = merged(json.loads(path.read_text()), data)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(data))
+    return path
 
 
 def main() -> int:
@@ -136,17 +249,10 @@ def main() -> int:
         torch.set_num_threads(options.threads)
     if options.cold:
         torch._inductor.config.force_disable_caches = True
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a log file has no width of its own
-    start = time.perf_counter()
-    data = run(options, console)
-    results.show(console, "attention variants", *results.row_table(data["rows"]))
-    console.print(results.LEGEND, highlight=False)
-    console.print(f"{time.perf_counter() - start:.0f} s")
+    data = run(options)
+    print(f"\n{variant_table(data['rows'])}\n\n{LEGEND}")
     if not options.no_save:
-        path = results.save(data, options.append)
-        console.print(f"written: {path} and .md", soft_wrap=True)
+        print(f"written: {save(data, options.append)} and .md")
     ours = [cell["entries"].get("fusion", {}) for cell in data["rows"]]
     return int(any(entry.get("note", "").startswith("wrong") for entry in ours))
 

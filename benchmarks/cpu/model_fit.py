@@ -195,7 +195,7 @@ def main() -> None:
         for planes in sorted({planes for planes, *_ in counted}):
             print(planes, fit([(counts, cycles) for own, counts, cycles in counted if own == planes]))
     if arguments.output:
-        found = {"environment": results.environment({}), "machine": str(machine), "target": str(target), "rows": rows}
+        found = {"environment": results.environment(), "machine": str(machine), "target": str(target), "rows": rows}
         arguments.output.write_text(json.dumps(found))
         text = "\n".join([*(f"- {each}" for each in summary(rows)), "", *table, *map(line, rows), ""])
         arguments.output.with_suffix(".md").write_text(

@@ -105,7 +105,7 @@ def device_of(options: argparse.Namespace) -> Device:
 
 
 def started(options: argparse.Namespace, device: str) -> Findings:
-    environment = results.environment({}) | {"arguments": sys.argv[1:], "cuda": torch.version.cuda}
+    environment = results.environment() | {"arguments": sys.argv[1:], "cuda": torch.version.cuda}
     return Findings(environment=environment, device=device, rehearsal=options.rehearse)
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common.measuring import allowed_error, largest_error
 from benchmarks.common.rows import GPU_ROWS, Problem
 from benchmarks.gpu.cells import Operands, brief
 from benchmarks.gpu.device import Device
+from fusion.exactness import errors
 
 DROPPED = 0.2
 REPEATS = 4  # of a training step that must give the same bits
@@ -52,8 +52,7 @@ def draw(name: str, problem: Problem, device: Device) -> tuple[Operands, Tensor]
 
 
 def as_exact_as_eager(name: str, problem: Problem, device: Device) -> list[str]:
-    """The rule of the tests: error <= 2 * (eager's error + eps * max|reference|), for the output without and with
-    gradients, and for every gradient."""
+    """The rule of `fusion.exactness`, for the output without and with gradients, and for every gradient."""
     torch._dynamo.reset()
     operands, grad = draw(name, problem, device)
     plain = GPU_ROWS[name].plain
@@ -67,9 +66,9 @@ def as_exact_as_eager(name: str, problem: Problem, device: Device) -> list[str]:
     compared += zip(names, got, eager, want, strict=False)
     faults = []
     for what, ours, theirs, true in compared:
-        error, allowed = largest_error(ours, true), allowed_error(theirs, true)
-        if not error <= allowed:
-            faults.append(f"{what}: error {error:.2e}, allowed {allowed:.2e}")
+        found = errors(ours, theirs, true)
+        if found.share > 1:
+            faults.append(f"{what}: {found}")
     return faults
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from benchmarks.common.measuring import allowed_error, largest_error
 from benchmarks.common.model_zoo import MODELS, TINY
 from benchmarks.gpu.cells import brief
 from benchmarks.gpu.device import MODEL_QUEUED, Device
+from fusion.exactness import errors
 
 CONTESTANTS = ("fusion", "eager", "inductor", "inductor, sdpa")
 
@@ -68,7 +68,6 @@ def measure_model(name: str, B: int, N: int, device: Device, dtype: torch.dtype,
     plain = model.make("eager", **(TINY if device.rehearsal else {})).to(device.kind, dtype)
     eager = plain(x[:1])
     exact = copy.deepcopy(plain).double()(x[:1].double() if x.is_floating_point() else x[:1])
-    allowed = allowed_error(eager, exact)
     del plain
     calls: dict[str, Callable[[], object]] = {}
     for who, make in contestants(name, device, dtype).items():
@@ -76,17 +75,17 @@ def measure_model(name: str, B: int, N: int, device: Device, dtype: torch.dtype,
             if (call := make()) is None:
                 cell.notes[who] = "cannot express it"
                 continue
-            error = largest_error(call(x)[:1], exact)
-            if not error <= allowed and who == "fusion":
-                cell.notes[who] = f"wrong: error {error:.1e}, allowed {allowed:.1e}"
+            found = errors(call(x)[:1], eager, exact)
+            if found.share > 1 and who == "fusion":
+                cell.notes[who] = f"wrong: {found}"
             calls[who] = functools.partial(call, x)
         except Exception as failure:
             cell.notes[who] = brief(failure)
             device.free()
-    found: dict[str, list[float]] = {who: [] for who in calls}
+    times: dict[str, list[float]] = {who: [] for who in calls}
     stop = time.monotonic() + seconds
-    while calls and (len(found[next(iter(calls))]) < (2 if device.rehearsal else 4) or time.monotonic() < stop):
+    while calls and (len(times[next(iter(calls))]) < (2 if device.rehearsal else 4) or time.monotonic() < stop):
         for who, call in calls.items():
-            found[who].append(device.seconds(call, MODEL_QUEUED)[0])
-    cell.seconds = {who: statistics.median(times[1:]) for who, times in found.items()}
+            times[who].append(device.seconds(call, MODEL_QUEUED)[0])
+    cell.seconds = {who: statistics.median(each[1:]) for who, each in times.items()}
     return cell

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.model_zoo import text_tokens, trained_model
+from benchmarks.common.model_zoo import TINY, TRAINED, text_tokens
 from benchmarks.gpu.device import MODEL_QUEUED, Device
 
 MEMORY_GROWTH = 1.15  # the largest exponent of N that counts as linear: weights' gradients and the allocator's rounding
@@ -111,10 +111,14 @@ class Run:
         return loss.detach()
 
 
+def _model(name: str, device: Device) -> nn.Module:
+    return TRAINED[name]("eager", **(TINY if device.rehearsal else {})).train().to(device.kind)
+
+
 def follow(name: str, device: Device, dtype: torch.dtype, steps: int, size: tuple[int, int]) -> Losses:
     """The losses of all runs; size: batch and length."""
     torch._dynamo.reset()
-    model = trained_model(name, tiny=device.rehearsal).to(device.kind)
+    model = _model(name, device)
     runs = {
         "eager": Run(model, device, dtype, None),
         "fusion": Run(model, device, dtype, "fusion"),
@@ -144,7 +148,7 @@ def grow(name: str, device: Device, dtype: torch.dtype, lengths: dict[str, list[
 
     What is not attention stays eager in both, so that attention makes the difference (and compiling takes seconds).
     """
-    model = trained_model(name, tiny=device.rehearsal).to(device.kind)
+    model = _model(name, device)
     found = Memory(model=name)
     for backend, wanted in lengths.items():
         for n in wanted:

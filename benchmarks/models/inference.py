@@ -1,13 +1,11 @@
 """Whole models on a CPU, fusion beside Inductor in one process; random weights.
 
-    python -m benchmarks.models.inference base [--lengths 128 512] [--dtype bfloat16] [--cases bert gpt2]
-    python -m benchmarks.models.inference padded
+    python -m benchmarks.models.inference padded [--dtype bfloat16] [--cases bert gpt2]
 
-base: models in the sizes people run, with transformers' eager attention and, for Inductor, with
-`scaled_dot_product_attention` ("sdpa"). small: models whose attentions are short. padded: well-known models with
-batches and padding as their packages ship them, mostly with fewer layers. last_row: classifiers and prompts, of whose
-last layer one row is read ("all rows": fusion computes them). generation: 48 tokens of the decoder of
-examples/generate.py ("no attention": queries in place of an attention's output, a limit of what kernels can gain).
+padded: well-known models with batches and padding as their packages ship them, mostly with fewer layers. last_row:
+classifiers and prompts, of whose last layer one row is read ("all rows": fusion computes them). generation: 48 tokens
+of the decoder of examples/generate.py ("no attention": queries in place of an attention's output, a limit of what
+kernels can gain). Models in the sizes people run, and small ones: `benchmarks.models.runtimes`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,10 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import runpy
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,32 +25,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fusion.backend
-from benchmarks.common.compare import Case, Function, compiled, contestants, main
-from benchmarks.common.measuring import load_example
-from benchmarks.common.model_zoo import MODELS, SMALL, Model, with_sdpa
+from benchmarks.common.compare import Case, Function, contestants, main
 
 Inputs = dict[str, Tensor]
-
-
-def _zoo(options: argparse.Namespace, models: dict[str, Model]) -> Iterator[Case]:
-    dtype = getattr(torch, options.dtype)
-    for name in options.cases or models:
-        model = models[name]
-        for n in [n for n in model.lengths if n in (options.lengths or model.lengths)]:
-            plain, sdpa, x = model.make("eager").to(dtype), with_sdpa(model, dtype), model.inputs(n)
-            functions = {**contestants(plain, eager=True), "Inductor, sdpa": sdpa and compiled(sdpa, "inductor")}
-            yield Case(
-                name=f"{model.title}, N = {n}", tensors=[x.to(dtype) if x.is_floating_point() else x],
-                functions=functions, plain=plain, exact=copy.deepcopy(plain).double(),
-            )  # fmt: skip
-
-
-def base(options: argparse.Namespace) -> Iterator[Case]:
-    return _zoo(options, MODELS)
-
-
-def small(options: argparse.Namespace) -> Iterator[Case]:
-    return _zoo(options, SMALL)
 
 
 def tokens(batch: int, N: int) -> Inputs:
@@ -180,7 +158,7 @@ def generation(options: argparse.Namespace) -> Iterator[Case]:
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
     AttentionInterface.register("no_attention", no_attention)
-    script = load_example("generate")
+    script = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "generate.py")))
     for cache in ("static", "dynamic"):
         for length in options.lengths or [128, 2048]:
             prompt = torch.randint(0, script.CONFIG["vocab_size"], (1, length))
@@ -194,7 +172,7 @@ def generation(options: argparse.Namespace) -> Iterator[Case]:
             yield Case(name=f"{cache} cache, prompt of {length}", tensors=[], functions=functions)
 
 
-STUDIES = {f.__name__: f for f in (base, small, padded, last_row, generation)}
+STUDIES = {f.__name__: f for f in (padded, last_row, generation)}
 
 if __name__ == "__main__":
     raise SystemExit(main(__doc__, STUDIES))

@@ -9,15 +9,13 @@ than one text are padded. A runtime that is not installed fails, with a note: `p
 and `pip install zentorch`, which asks for one version of torch; --python names the interpreter of an environment that
 has one. "fusion+tf32" is fusion where `torch.set_float32_matmul_precision("high")` allows less than float32. Errors are
 shares of what the project's rule allows beside eager mode, over real tokens. A runtime measures all rows of a model and
-a dtype in one process, each for --seconds; a first compilation takes up to a minute. Files are written after each;
---append goes on with one, for which --folder keeps weights and float64 results. --busy: one thread, and the processor
-time that the process takes.
+a dtype in one process, each for --seconds; a first compilation takes up to a minute. Files are written after each, and
+--append adds to one. --busy: one thread, and the processor time that the process takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import datetime
 import functools
@@ -33,16 +31,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 import fusion
 from benchmarks.common import results
-from benchmarks.common.measuring import allowed_error, largest_error
 from benchmarks.common.model_zoo import MODELS as LARGE
 from benchmarks.common.model_zoo import SMALL, VOCABULARY
+from fusion.exactness import errors
 
-MODELS = LARGE | {"unet": SMALL["unet"]}
+MODELS = LARGE | SMALL
 Inputs = tuple[Tensor, ...]
 Call = Callable[[], Tensor]
 
@@ -114,15 +111,14 @@ def built(group: dict) -> tuple[nn.Module, list[Inputs]]:
     return model.make("eager", **fewer).to(dtype), inputs
 
 
-def prepare(group: dict, folder: Path) -> Iterator[dict]:
-    """Write weights, and the float64 results of the rows, for all runtimes; yields their allowed errors."""
+def prepare(group: dict, folder: Path) -> None:
+    """Write weights, and the results of eager mode and float64 for each row, for all runtimes."""
     model, rows = built(group)
     torch.save(model.state_dict(), folder / "weights.pt")
     wide = copy.deepcopy(model).double()
     for inputs, size in zip(rows, group["sizes"], strict=True):
-        exact = _real(wide(*(x.double() if x.is_floating_point() else x for x in inputs)), inputs)
-        torch.save(exact, folder / f"exact {size}.pt")
-        yield {"allowed": allowed_error(_real(model(*inputs), inputs), exact)}
+        exact = wide(*(x.double() if x.is_floating_point() else x for x in inputs))
+        torch.save([_real(result, inputs) for result in (model(*inputs), exact)], folder / f"results {size}.pt")
 
 
 def _real(result: Tensor, inputs: Inputs) -> Tensor:
@@ -141,7 +137,7 @@ def measure(runtime: str, group: dict, folder: Path, seconds: float, busy: bool)
         call = RUNTIMES[runtime](copy.deepcopy(model), inputs, folder)
         result = call()
         first = time.perf_counter() - start
-        error = largest_error(_real(result, inputs), torch.load(folder / f"exact {size}.pt"))
+        share = errors(_real(result, inputs), *torch.load(folder / f"results {size}.pt")).share
         times: list[float] = []
         call()
         stop = time.perf_counter() + seconds
@@ -151,15 +147,15 @@ def measure(runtime: str, group: dict, folder: Path, seconds: float, busy: bool)
             times.append(clock() - start)
         versions = {name: version for name in ("torch", runtime) if (version := results.version_of(name))}
         yield {"median": statistics.median(times), "least": min(times), "samples": len(times), "first_call": first,
-               "error": error, "versions": versions}  # fmt: skip
+               "share": share, "versions": versions}  # fmt: skip
 
 
-def in_process(task: str, group: dict, folder: Path, options: argparse.Namespace) -> list[dict]:
-    """The results of `prepare` or of a runtime in a process of its own; a note for the rows that fail."""
-    python = dict(entry.split("=", 1) for entry in options.python).get(task, sys.executable)
-    command = [python, "-m", "benchmarks.models.runtimes", "--child", task, json.dumps(group), str(folder)]
+def in_process(runtime: str, group: dict, folder: Path, options: argparse.Namespace) -> list[dict]:
+    """`measure` in a process of its own; a note for the rows that fail."""
+    python = dict(entry.split("=", 1) for entry in options.python).get(runtime, sys.executable)
+    command = [python, "-m", "benchmarks.models.runtimes", "--child", runtime, json.dumps(group), str(folder)]
     command += ["--seconds", str(options.seconds), *["--busy"] * options.busy]
-    environment = {"ZENDNNL_MATMUL_WEIGHT_CACHE": "1"} if task == "fusion+zentorch" else {}
+    environment = {"ZENDNNL_MATMUL_WEIGHT_CACHE": "1"} if runtime == "fusion+zentorch" else {}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     entries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
@@ -172,7 +168,7 @@ def write(path: Path, data: dict) -> None:
     runtimes = [name for name in RUNTIMES if any(name in cell["entries"] for cell in data["cells"])]
     lines = []
     for cell in data["cells"]:
-        texts = [_text(cell["entries"].get(name), cell.get("allowed")) for name in runtimes]
+        texts = [_text(cell["entries"].get(name)) for name in runtimes]
         title = MODELS[cell["model"]].title
         if cell.get("layers"):
             title = f"{title.partition(' (')[0]}, {cell['layers']} layers"
@@ -188,15 +184,13 @@ def write(path: Path, data: dict) -> None:
     path.with_suffix(".md").write_text("\n\n".join([text, *(["\n".join(notes)] if notes else [])]) + "\n")
 
 
-def _text(entry: dict | None, allowed: float | None) -> str:
+def _text(entry: dict | None) -> str:
     if entry is None or "note" in entry:
         return "" if entry is None else "fails"
-    return (
-        f"{1e3 * entry['median']:.4g} ({entry['error'] / allowed:.2f})" if allowed else f"{1e3 * entry['median']:.4g}"
-    )
+    return f"{1e3 * entry['median']:.4g} ({entry['share']:.2f})"
 
 
-def run(options: argparse.Namespace, console: Console) -> Path:
+def run(options: argparse.Namespace) -> Path:
     """Measure all cells, one runtime after the other, and write the files after each."""
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d-%H%M")
     path = options.append or results.FOLDER / f"{stamp}-models.json"
@@ -211,7 +205,7 @@ def run(options: argparse.Namespace, console: Console) -> Path:
             keys = [(name, options.layers, dtype, *size) for size in sizes]
             data["cells"] += [dict(zip(KEY, key, strict=True), entries={}) for key in keys if key not in known]
             known |= {tuple(map(cell.get, KEY)): cell for cell in data["cells"]}
-            for _ in _rows([known[key] for key in keys], options, console):
+            for _ in _rows([known[key] for key in keys], options):
                 write(path, data)
     return path
 
@@ -219,32 +213,23 @@ def run(options: argparse.Namespace, console: Console) -> Path:
 KEY = ("model", "layers", "dtype", "batch", "N")
 
 
-def _rows(cells: list[dict], options: argparse.Namespace, console: Console) -> Iterator[None]:
+def _rows(cells: list[dict], options: argparse.Namespace) -> Iterator[None]:
     """Measure rows of one model with each runtime, and add to them what comes of it."""
     group = {name: cells[0][name] for name in KEY[:3]}
-    kept = options.folder and options.folder / " ".join(map(str, group.values()))
     group["sizes"] = [[cell["batch"], cell["N"]] for cell in cells]
-    with contextlib.nullcontext(kept) if kept else tempfile.TemporaryDirectory() as folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tasks = ["prepare", *options.runtimes]
-        if kept and all("allowed" in cell for cell in cells):
-            tasks.remove("prepare")
-        todo = [(task, functools.partial(in_process, task, group, Path(folder), options)) for task in tasks]
-        described = f"{group['model']} {group['dtype']}"
-        for task, entries in results.measured(todo, console, lambda task: f"{described} {task}"):
-            for cell, entry in zip(cells, entries, strict=True):
-                if task == "prepare":
-                    cell |= entry
-                    continue
-                cell["entries"][task] = entry
-                took = entry.get("note") or f"{_text(entry, cell.get('allowed'))} ms"
-                console.print(f"{described} {cell['batch']} x {cell['N']} {task}: {took}", soft_wrap=True)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(group, Path(folder))
+        for runtime in options.runtimes:
+            for cell, entry in zip(cells, in_process(runtime, group, Path(folder), options), strict=True):
+                cell["entries"][runtime] = entry
+                took = entry.get("note") or f"{_text(entry)} ms"
+                print(f"{cell['model']} {cell['dtype']} {cell['batch']} x {cell['N']} {runtime}: {took}", flush=True)
             yield
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser = results.parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=list(LARGE), choices=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--layers", type=int, help="of each model, in place of its own number; a U-Net has its own")
@@ -254,8 +239,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--python", nargs="+", default=[], metavar="RUNTIME=PATH", help="interpreters of runtimes")
     parser.add_argument("--seconds", type=float, default=10.0, help="per runtime")
     parser.add_argument("--busy", action="store_true", help="processor time of one thread")
-    parser.add_argument("--append", type=Path, help="a file of an earlier run, to go on with")
-    parser.add_argument("--folder", type=Path, help="for weights and float64 results, which --append then finds there")
+    parser.add_argument("--append", type=Path, help="a file of an earlier run, to add to")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -266,14 +250,11 @@ def main() -> None:
     if options.busy:
         torch.set_num_threads(1)
     if options.child is None:
-        private = ("--python", "--folder", str(options.folder), *options.python)  # no paths in result files
-        sys.argv = [word for word in sys.argv if word not in private]
-        console = Console()
-        console.print(f"written to {run(options, console)}")
+        sys.argv = [word for word in sys.argv if word not in ("--python", *options.python)]  # no paths in files
+        print(f"written to {run(options)}")
         return
-    task, group, folder = options.child[0], json.loads(options.child[1]), Path(options.child[2])
-    rows = prepare(group, folder) if task == "prepare" else measure(task, group, folder, options.seconds, options.busy)
-    for entry in rows:
+    runtime, group, folder = options.child[0], json.loads(options.child[1]), Path(options.child[2])
+    for entry in measure(runtime, group, folder, options.seconds, options.busy):
         print(json.dumps(entry), flush=True)
 
 

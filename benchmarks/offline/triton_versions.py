@@ -53,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     lines = [
         f"Triton {triton.__version__}, torch {torch.__version__}, {datetime.date.today()}, "
-        f"commit {environment({})['commit'] or 'unknown'}",
+        f"commit {environment()['commit'] or 'unknown'}",
         "bfloat16, tiles for 4096 queries and keys",
         "",
     ]
