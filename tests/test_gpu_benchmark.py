@@ -191,7 +191,7 @@ def test_a_kernel_that_fails_is_not_replaced(monkeypatch, gradients):
     import torch
 
     from benchmarks.common.rows import GPU_ROWS, Problem
-    from benchmarks.gpu.check import Check, draw
+    from benchmarks.gpu.check import draw
     from benchmarks.gpu.device import Rehearsal, failures_raised, interpreted
     from fusion.codegen.triton.variant import Variant
 
@@ -204,6 +204,5 @@ def test_a_kernel_that_fails_is_not_replaced(monkeypatch, gradients):
     torch._dynamo.reset()
     with interpreted(), failures_raised():
         monkeypatch.setattr(Variant, "launch", broken)
-        check = Check(name="full", run=lambda: device.compiled(GPU_ROWS["full"].plain, "fusion")(*operands))
-        check.look()
-    assert check.faults == ["RuntimeError: out of registers"]
+        with pytest.raises(RuntimeError, match="out of registers"):
+            device.compiled(GPU_ROWS["full"].plain, "fusion")(*operands)

@@ -7,7 +7,7 @@ is shared it moves from minute to minute.
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -24,62 +24,91 @@ PASSES = (
 )
 
 
+def _function(arguments: str, indices: Mapping[str, int], body: Sequence[str]) -> str:
+    """MLIR of the function `loop`, with constants of type index by name."""
+    constants = [f"  %{name} = arith.constant {value} : index" for name, value in {"c0": 0, "c1": 1, **indices}.items()]
+    head = f"func.func @loop({arguments}) attributes {{llvm.emit_c_interface}} {{"
+    return "\n".join([head, *constants, *body, "  return", "}"])
+
+
 def _vector_loop(*, lanes: int, accumulators: int, pairs: bool) -> tuple[str, int]:
     """MLIR of a loop of independent multiply-adds (`pairs`: bf16 dot products of two), and flop per trip."""
     acc = f"vector<{lanes}xf32>"
-    operand = f"vector<{2 * lanes}xbf16>" if pairs else acc
     element, width = ("bf16", 2 * lanes) if pairs else ("f32", lanes)
-    names = [f"acc{i}" for i in range(accumulators)]
+    operand, memory = f"vector<{width}x{element}>", f"memref<{2 * width}x{element}>"
+    out, names = f"memref<{accumulators * lanes}xf32>", [f"acc{i}" for i in range(accumulators)]
     if pairs:
         step = [f"    %next_{n} = x86.avx512.dot %{n}, %a, %b : {operand} -> {acc}" for n in names]
     else:
         step = [f"    %next_{n} = vector.fma %a, %b, %{n} : {acc}" for n in names]
     types = ", ".join([acc] * accumulators)
-    lines = [
-        f"func.func @loop(%in: memref<{2 * width}x{element}>, %out: memref<{accumulators * lanes}xf32>, %trips: index)",
-        "    attributes {llvm.emit_c_interface} {",
-        "  %c0 = arith.constant 0 : index",
-        "  %c1 = arith.constant 1 : index",
-        f"  %cw = arith.constant {width} : index",
+    body = [
         f"  %zero = arith.constant dense<0.0> : {acc}",
-        f"  %a = vector.load %in[%c0] : memref<{2 * width}x{element}>, {operand}",
-        f"  %b = vector.load %in[%cw] : memref<{2 * width}x{element}>, {operand}",
+        f"  %a = vector.load %in[%c0] : {memory}, {operand}",
+        f"  %b = vector.load %in[%width] : {memory}, {operand}",
         f"  %end:{accumulators} = scf.for %t = %c0 to %trips step %c1",
         f"      iter_args({', '.join(f'%{n} = %zero' for n in names)}) -> ({types}) {{",
         *step,
         f"    scf.yield {', '.join(f'%next_{n}' for n in names)} : {types}",
         "  }",
+        *(f"  vector.store %end#{i}, %out[%at{i}] : {out}, {acc}" for i in range(accumulators)),
     ]
-    for i in range(accumulators):
-        lines.append(f"  %at{i} = arith.constant {i * lanes} : index")
-        lines.append(f"  vector.store %end#{i}, %out[%at{i}] : memref<{accumulators * lanes}xf32>, {acc}")
-    return "\n".join([*lines, "  return", "}"]), accumulators * 2 * width
+    indices = {"width": width} | {f"at{i}": i * lanes for i in range(accumulators)}
+    return _function(f"%in: {memory}, %out: {out}, %trips: index", indices, body), accumulators * 2 * width
 
 
 def _tile_loop(*, accumulators: int = 4, chain: int = 8) -> tuple[str, int]:
     """MLIR of a loop of AMX tile products (16x32 by 32x16, bf16 into float32), and flop per trip."""
     acc, operand = "!x86.amx.tile<16x16xf32>", "!x86.amx.tile<16x32xbf16>"
-    lines = [
-        f"func.func @loop(%in: memref<32x32xbf16>, %out: memref<{16 * accumulators}x16xf32>, %trips: index)",
-        "    attributes {llvm.emit_c_interface} {",
-        "  %c0 = arith.constant 0 : index",
-        "  %c1 = arith.constant 1 : index",
-        *(f"  %at{i} = arith.constant {16 * i} : index" for i in range(max(accumulators, 2))),
-        f"  %sums = memref.alloca() {{alignment = 64}} : memref<{16 * accumulators}x16xf32>",
+    sums, each = f"memref<{16 * accumulators}x16xf32>", range(accumulators)
+    body = [
+        f"  %sums = memref.alloca() {{alignment = 64}} : {sums}",
         "  scf.for %t = %c0 to %trips step %c1 {",
         f"    %a = x86.amx.tile_load %in[%at0, %c0] : memref<32x32xbf16> into {operand}",
         f"    %b = x86.amx.tile_load %in[%at1, %c0] : memref<32x32xbf16> into {operand}",
-        *(f"    %acc{i}_0 = x86.amx.tile_zero : {acc}" for i in range(accumulators)),
+        *(f"    %acc{i}_0 = x86.amx.tile_zero : {acc}" for i in each),
+        *(f"    %acc{i}_{step + 1} = x86.amx.tile_mulf %a, %b, %acc{i}_{step} : {operand}, {operand}, {acc}"
+          for step in range(chain) for i in each),
+        *(f"    x86.amx.tile_store %sums[%at{i}, %c0], %acc{i}_{chain} : {sums}, {acc}" for i in each),
+        "  }",
+    ]  # fmt: skip
+    arguments = f"%in: memref<32x32xbf16>, %out: {sums}, %trips: index"
+    return _function(arguments, {f"at{i}": 16 * i for i in each}, body), accumulators * chain * 2 * 16 * 16 * 32
+
+
+def _read_loop(lanes: int, chains: int = 8) -> str:
+    """MLIR of a loop in which every thread reads its part of an array of vectors, each vector once."""
+    vector, array = f"vector<{lanes}xf32>", f"memref<?x{lanes}xf32>"
+    names, types = [f"sum{i}" for i in range(chains)], ", ".join([vector] * chains)
+    body = [
+        "  %me = func.call @omp_get_thread_num() : () -> i32",
+        "  %all = func.call @omp_get_num_threads() : () -> i32",
+        "  %t = arith.index_cast %me : i32 to index",
+        "  %threads = arith.index_cast %all : i32 to index",
+        "  %share = arith.ceildivui %steps, %threads : index",
+        "  %first = arith.muli %t, %share : index",
+        "  %reach = arith.addi %first, %share : index",
+        "  %last = arith.minui %reach, %steps : index",
+        "  %low = arith.muli %first, %step : index",
+        "  %high = arith.muli %last, %step : index",
+        f"  %zero = arith.constant dense<0.0> : {vector}",
+        f"  %end:{chains} = scf.for %r = %low to %high step %step",
+        f"      iter_args({', '.join(f'%{n} = %zero' for n in names)}) -> ({types}) {{",
     ]
-    for step in range(chain):
-        for i in range(accumulators):
-            lines.append(
-                f"    %acc{i}_{step + 1} = x86.amx.tile_mulf %a, %b, %acc{i}_{step} : {operand}, {operand}, {acc}"
-            )
-    for i in range(accumulators):
-        target = f"memref<{16 * accumulators}x16xf32>, {acc}"
-        lines.append(f"    x86.amx.tile_store %sums[%at{i}, %c0], %acc{i}_{chain} : {target}")
-    return "\n".join([*lines, "  }", "  return", "}"]), accumulators * chain * 2 * 16 * 16 * 32
+    for i, name in enumerate(names):
+        body.append(f"    %row{i} = arith.addi %r, %at{i} : index")
+        body.append(f"    %x{i} = vector.load %in[%row{i}, %c0] : {array}, {vector}")
+        body.append(f"    %next_{name} = arith.addf %{name}, %x{i} : {vector}")
+    body += [f"    scf.yield {', '.join(f'%next_{n}' for n in names)} : {types}", "  }"]
+    total = "%end#0"
+    for i in range(1, chains):
+        body.append(f"  %total{i} = arith.addf {total}, %end#{i} : {vector}")
+        total = f"%total{i}"
+    body.append(f"  vector.store {total}, %out[%t, %c0] : {array}, {vector}")
+    indices = {"step": chains} | {f"at{i}": i for i in range(chains)}
+    function = _function(f"%in: {array}, %out: {array}, %steps: index", indices, body)
+    openmp_functions = [f"func.func private @omp_get_{name}() -> i32" for name in ("thread_num", "num_threads")]
+    return "\n".join([*openmp_functions, function])
 
 
 def _compile(function: str, operands: tuple[numpy.ndarray, ...]) -> Callable[[int, int], None]:
@@ -164,45 +193,6 @@ def loops(threads: int) -> list[Loop]:
     if "amx_bf16" in flags:
         found.append(_register_loop("tile_bf16", _tile_loop(), ((32, 32), (64, 16)), numpy.int16, threads))
     return found
-
-
-def _read_loop(lanes: int, chains: int = 8) -> str:
-    """MLIR of a loop in which every thread reads its part of an array of vectors, each vector once."""
-    vector, array = f"vector<{lanes}xf32>", f"memref<?x{lanes}xf32>"
-    names = [f"sum{i}" for i in range(chains)]
-    types = ", ".join([vector] * chains)
-    lines = [
-        "func.func private @omp_get_thread_num() -> i32",
-        "func.func private @omp_get_num_threads() -> i32",
-        f"func.func @loop(%in: {array}, %out: {array}, %steps: index) attributes {{llvm.emit_c_interface}} {{",
-        "  %c0 = arith.constant 0 : index",
-        *(f"  %at{i} = arith.constant {i} : index" for i in range(1, chains)),
-        f"  %step = arith.constant {chains} : index",
-        "  %me = func.call @omp_get_thread_num() : () -> i32",
-        "  %all = func.call @omp_get_num_threads() : () -> i32",
-        "  %t = arith.index_cast %me : i32 to index",
-        "  %threads = arith.index_cast %all : i32 to index",
-        "  %share = arith.ceildivui %steps, %threads : index",
-        "  %first = arith.muli %t, %share : index",
-        "  %reach = arith.addi %first, %share : index",
-        "  %last = arith.minui %reach, %steps : index",
-        "  %low = arith.muli %first, %step : index",
-        "  %high = arith.muli %last, %step : index",
-        f"  %zero = arith.constant dense<0.0> : {vector}",
-        f"  %end:{chains} = scf.for %r = %low to %high step %step",
-        f"      iter_args({', '.join(f'%{n} = %zero' for n in names)}) -> ({types}) {{",
-    ]
-    for i, name in enumerate(names):
-        lines.append(f"    %row{i} = arith.addi %r, {'%c0' if i == 0 else f'%at{i}'} : index")
-        lines.append(f"    %x{i} = vector.load %in[%row{i}, %c0] : {array}, {vector}")
-        lines.append(f"    %next_{name} = arith.addf %{name}, %x{i} : {vector}")
-    lines += [f"    scf.yield {', '.join(f'%next_{n}' for n in names)} : {types}", "  }"]
-    total = "%end#0"
-    for i in range(1, chains):
-        lines.append(f"  %total{i} = arith.addf {total}, %end#{i} : {vector}")
-        total = f"%total{i}"
-    lines.append(f"  vector.store {total}, %out[%t, %c0] : {array}, {vector}")
-    return "\n".join([*lines, "  return", "}"])
 
 
 def reading(tensors: Sequence[torch.Tensor], threads: int) -> Callable[[], None]:

@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fusion
+from fusion.ir import AttentionSpec
+
 WINDOW = 512  # keys that a query sees in the sliding-window row, itself included
 CAP = 20.0  # bound of the soft-capped score
 GROUP = 4  # query heads per key head in the grouped row
@@ -360,3 +363,18 @@ def flex_call(row: Row, operands: tuple[Tensor, ...], compiled: bool = True) -> 
     call = torch.compile(flex_attention, dynamic=False, fullgraph=True) if compiled else flex_attention
     score = row.score(*extras) if row.score else None
     return functools.partial(call, q, k, v, score_mod=score, block_mask=blocks, enable_gqa=row.group != 1)
+
+
+def traced(row: Row, dtype: torch.dtype, d: int | None = None, N: int = 64, **options: object) -> AttentionSpec:
+    """The spec of a variant; sizes but d are parameters of it. options: of the backend."""
+    d = d or (128 if row.latent else 64)
+    operands = Problem(H=8, N=N, d=d, dtype=dtype).tensors(row)
+
+    class Attention(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return row.plain(*tensors)
+
+    graph = fusion.rewrite(torch.export.export(Attention(), operands), options=options).graph
+    (found,) = (node for node in graph.nodes if "fusion.attention" in str(node.target))
+    (text,) = (arg for arg in found.args if isinstance(arg, str) and arg.startswith("{"))
+    return AttentionSpec.from_json(text)

@@ -9,7 +9,6 @@ largest share, and how many draws were beyond the rule.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable
 
@@ -18,14 +17,11 @@ from torch import Tensor
 
 import fusion  # noqa: F401
 from benchmarks.common.results import parser
+from benchmarks.common.rows import full
 from fusion.exactness import errors
 
 SIZES = ((1, 512, 64), (1, 4096, 64), (256, 256, 64), (512, 512, 32), (512, 512, 64), (512, 512, 128), (1024, 1024, 64))
 HEADS = 4
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), dim=-1) @ v
 
 
 def results(call: Callable[..., Tensor], operands: list[Tensor], arriving: Tensor | None) -> dict[str, Tensor]:
@@ -48,8 +44,8 @@ def main() -> None:
     options = arguments.parse_args()
     dtype = getattr(torch, options.dtype)
     calls = {
-        "fusion": torch.compile(attention, backend="fusion", dynamic=True),
-        "SDPA": torch.nn.functional.scaled_dot_product_attention,
+        "fusion": torch.compile(full, backend="fusion", dynamic=True),
+        "SDPA": torch.nn.functional.scaled_dot_product_full,
     }
     print(f"{HEADS} heads, {options.dtype}; shares of the allowed error: median, largest; draws beyond it\n")
     print("| queries, keys, d | result | fusion | SDPA |\n| --- | --- | ---: | ---: |")
@@ -59,8 +55,8 @@ def main() -> None:
             torch.manual_seed(seed)
             operands = [torch.randn(1, HEADS, n, d).to(dtype) for n in (n_q, n_k, n_k)]
             arriving = torch.randn(1, HEADS, n_q, d).to(dtype) if options.training else None
-            eager = results(attention, operands, arriving)
-            exact = results(attention, [x.double() for x in operands], arriving)
+            eager = results(full, operands, arriving)
+            exact = results(full, [x.double() for x in operands], arriving)
             for name, call in calls.items():
                 for kind, value in results(call, operands, arriving).items():
                     shares.setdefault((kind, name), []).append(errors(value, eager[kind], exact[kind]).share)

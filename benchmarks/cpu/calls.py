@@ -70,29 +70,29 @@ def steps() -> dict[str, Callable[[], object]]:
     }
 
 
+def timed(call: Callable[[], object], times: int) -> float:
+    """Microseconds of a call, of so many in a row."""
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times * 1e6
+
+
 @torch.inference_mode()
 def main() -> None:
     """Print the table."""
-    calls = steps()
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    calls, weights = steps(), torch.ones(WEIGHTS // 4)
     gc.disable()
-    for _ in range(TURNS):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            times[name].append((time.perf_counter() - start) / CALLS * 1e6)
-    weights = torch.ones(WEIGHTS // 4)
-    single: dict[str, list[float]] = {name: [] for name in calls}
+    turns = [[timed(call, CALLS) for call in calls.values()] for _ in range(TURNS)]
+    singles = []
     for _ in range(SINGLE):
-        for name, call in calls.items():
+        singles.append([])
+        for call in calls.values():
             weights.sum()
-            start = time.perf_counter()
-            call()
-            single[name].append((time.perf_counter() - start) * 1e6)
+            singles[-1].append(timed(call, 1))
     print(" least median single")
-    for name, found in times.items():
-        print(f"{min(found):6.2f} {statistics.median(found):6.2f} {statistics.median(single[name]):6.2f}  {name}")
+    for name, times, single in zip(calls, zip(*turns, strict=True), zip(*singles, strict=True), strict=True):
+        print(f"{min(times):6.2f} {statistics.median(times):6.2f} {statistics.median(single):6.2f}  {name}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Short calls and decoding on a CPU, in turns in one process.
 
     python -m benchmarks.cpu.decode decode [--lengths 512 16384] [--cases 1/1 32/8] [--dtype bfloat16]
-    python -m benchmarks.cpu.decode caches [--lengths 2048] [--cases int8 paged]
+    python -m benchmarks.cpu.decode caches [--lengths 2048] [--cases int8 paged order]
     python -m benchmarks.cpu.decode short [--lengths 16 32 64 128]
 
 decode: one query over a cache, cases are query heads / key heads; "reading" is a loop that reads K and V and does
 nothing else, so that its last column is the share of that loop's speed. caches: keys and values as models keep them,
-quantised or in pages. short: as many queries as keys, 8 heads. "SDPA" is the bare call, without a compiled function
-around it. Everybody runs untimed before each sample, until threads of the one before have stopped spinning.
+quantised or in pages; of those that are not quantised also with a mask that leaves an eighth of the keys. short: as
+many queries as keys, 8 heads. "SDPA" is the bare call, without a compiled function around it. Everybody runs untimed
+before each sample, until threads of the one before have stopped spinning.
 """
 
 from __future__ import annotations
@@ -72,10 +73,12 @@ class Cache:
     draw: Callable[[tuple[int, ...], torch.dtype], Stored]
     keys: Callable[..., Tensor]
 
-    def attention(self, q: Tensor, k: list[Tensor], v: list[Tensor], shared: list[Tensor]) -> Tensor:
+    def attention(
+        self, q: Tensor, k: list[Tensor], v: list[Tensor], shared: list[Tensor], mask: Tensor | None = None
+    ) -> Tensor:
         """Attention over the cache; query heads in groups."""
         keys, values = self.keys(q.dtype, *k, *shared), self.keys(q.dtype, *v, *shared)
-        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] != keys.shape[1])
+        return F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=q.shape[1] != keys.shape[1])
 
 
 def _bytes(*shape: int) -> Tensor:
@@ -101,14 +104,19 @@ def _packed(shape: tuple[int, ...], dtype: torch.dtype, group: int = 32) -> Stor
     return one(), one(), []
 
 
-def _pages(shape: tuple[int, ...], dtype: torch.dtype, quantised: bool = False) -> Stored:
+def _in_order_already(shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
+    return [torch.randn(shape).to(dtype)], [torch.randn(shape).to(dtype)], []
+
+
+def _pages(shape: tuple[int, ...], dtype: torch.dtype, quantised: bool = False, by_head: bool = False) -> Stored:
     batch, heads, keys, d = shape
     count = batch * keys // PAGE
+    page = (heads, PAGE) if by_head else (PAGE, heads)
 
     def one() -> list[Tensor]:
         if quantised:
-            return [_bytes(2 * count, PAGE, heads, d), torch.rand(2 * count, PAGE, heads, 1).mul(0.02).to(dtype)]
-        return [torch.randn(2 * count, PAGE, heads, d).to(dtype)]
+            return [_bytes(2 * count, *page, d), torch.rand(2 * count, *page, 1).mul(0.02).to(dtype)]
+        return [torch.randn(2 * count, *page, d).to(dtype)]
 
     return one(), one(), [torch.randperm(2 * count)[:count].view(batch, -1)]
 
@@ -127,7 +135,10 @@ CACHES = {
     "int8z": Cache("int8, zero point", functools.partial(_of_keys, zero_points=True),
                    lambda dtype, x, scale, zero: (x.to(dtype) - zero) * scale),
     "int4": Cache("int4 in groups of 32", _packed, _from_nibbles),
+    "order": Cache("in order", _in_order_already, lambda dtype, x: x),
     "paged": Cache(f"pages of {PAGE}", _pages, lambda dtype, pages, table: _in_order(pages, table)),
+    "by_head": Cache(f"pages of {PAGE}, by head", functools.partial(_pages, by_head=True),
+                     lambda dtype, pages, table: pages[table].transpose(1, 2).flatten(2, 3)),
     "paged8": Cache(f"int8 in pages of {PAGE}", functools.partial(_pages, quantised=True),
                     lambda dtype, pages, scale, table: _in_order(pages, table).to(dtype) * _in_order(scale, table)),
 }  # fmt: skip
@@ -139,10 +150,13 @@ def caches(options: argparse.Namespace) -> Iterator[Case]:
         for name in options.cases or CACHES:
             for n in options.lengths or [512, 2048, 8192, 16384]:
                 cache, (q,) = CACHES[name], draw(options, (1, queries, 1, D))
-                tensors, tree = tree_flatten([q, *cache.draw((1, keys, n, D), q.dtype)])
-                plain = functools.partial(_unflattened, cache, tree)
-                title = f"{cache.title}, {heads} heads, {n} keys"
-                yield Case(name=title, tensors=tensors, functions=contestants(plain), plain=plain)
+                stored = cache.draw((1, keys, n, D), q.dtype)
+                for live in (n, n // 8) if name in ("order", "paged", "by_head") else (n,):
+                    masks = [] if live == n else [(torch.arange(n) < live)[None, None, None]]
+                    tensors, tree = tree_flatten([q, *stored, *masks])
+                    plain = functools.partial(_unflattened, cache, tree)
+                    title = f"{cache.title}, {heads} heads, {live} of {n} keys"
+                    yield Case(name=title, tensors=tensors, functions=contestants(plain), plain=plain)
 
 
 def _unflattened(cache: Cache, tree, *tensors: Tensor) -> Tensor:

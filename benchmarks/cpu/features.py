@@ -3,13 +3,12 @@
     python -m benchmarks.cpu.features cascades [--lengths 512 1024] [--heads 12] [--dtype bfloat16] [--cases slots]
     python -m benchmarks.cpu.features weights --train
 
-cascades: weights that are divided by a sum of their own, and chains of reductions (docs/cascades.md). einsums: products
-with more than one summed dimension, and single queries. weights: weights or statistics of them as results ("alone": the
-attention without them; "writing": a fresh tensor of the weights' size). mixed_heads: heads that are mixed before and
-after the softmax, as in CaiT ("unmixed": the same without). indexer: 512 keys for each query (DeepSeek-V3.2), as sets
-of keys, as a mask of all keys, and what the indexer takes by itself. nested: a layer over jagged nested tensors, and
-padded. pages: one query over a cache in order and in pages, all keys live or an eighth. recurrent: one query over few
-keys, once for each token ("kernels": nothing is left to Inductor). reproducible: with that option and without it.
+cascades: weights that are divided by a sum of their own, and chains of reductions (docs/cascades.md). weights: weights
+or statistics of them as results ("alone": the attention without them; "writing": a fresh tensor of the weights' size).
+mixed_heads: heads that are mixed before and after the softmax, as in CaiT ("unmixed": the same without). indexer: 512
+keys for each query (DeepSeek-V3.2), as sets of keys, as a mask of all keys, and what the indexer takes by itself.
+nested: a layer over jagged nested tensors, and padded. recurrent: one query over few keys, once for each token
+("kernels": nothing is left to Inductor). reproducible: with that option and without it.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.common.compare import Case, Function, chosen, compiled, contestants, draw, main
+from benchmarks.common.rows import full
 from fusion.planning import pays
 
 D = 64
@@ -80,50 +80,6 @@ def cascades(options: argparse.Namespace) -> Iterator[Case]:
             yield Case(name=f"{name}, N = {length}", tensors=tensors, functions=functions, plain=function)
 
 
-def tied_rows(q, k, v):
-    """[rows, columns, batch, heads, d], as in an MSA Transformer."""
-    w = (torch.einsum("rinhd,rjnhd->hnij", q, k) * 0.1).softmax(-1)
-    return torch.einsum("hnij,rjnhd->rinhd", w, v)
-
-
-def edges(q, e):
-    """[batch, nodes, d] and [batch, nodes, nodes, d], as in graph transformers."""
-    w = (torch.einsum("bid,bijd->bij", q, e) * 0.3).softmax(-1)
-    return torch.einsum("bij,bijd->bid", w, e)
-
-
-def pooling(q, x):
-    """A learned query, [d], over [batch, n, d]."""
-    return torch.einsum("bn,bnd->bd", (torch.einsum("d,bnd->bn", q, x) * 0.3).softmax(-1), x)
-
-
-def decoding(q, x):
-    """[batch, heads, d] over [batch, heads, n, d]."""
-    return torch.einsum("bhn,bhnd->bhd", (torch.einsum("bhd,bhnd->bhn", q, x) * 0.3).softmax(-1), x)
-
-
-EINSUMS = [
-    *((tied_rows, [(rows, columns, 1, 4, 32)] * 3)
-      for rows, columns in ((4, 128), (16, 128), (32, 512), (64, 100), (128, 256))),
-    *((edges, [(b, n, d), (b, n, n, d)]) for b, n, d in ((2, 64, 16), (1, 256, 32))),
-    *((pooling, [(d,), (b, n, d)]) for b, n, d in ((8, 512, 64), (64, 197, 128))),
-    *((decoding, [(b, 8, 64), (b, 8, n, 64)]) for b, n in ((1, 2048), (16, 128))),
-]  # fmt: skip
-
-
-def einsums(options: argparse.Namespace) -> Iterator[Case]:
-    for function, shapes in EINSUMS:
-        if function.__name__ in (options.cases or [function.__name__]):
-            tensors = [(0.2 * x).detach() for x in draw(options, *shapes)]
-            functions = contestants(function, eager=True, cascades="always")
-            name = f"{function.__name__}, K of {list(shapes[1])}"
-            yield Case(name=name, tensors=tensors, functions=functions, plain=function)
-
-
-def alone(q, k, v):
-    return torch.softmax(scores(q, k), -1) @ v
-
-
 def with_weights(q, k, v, statistic=lambda w: w):
     w = torch.softmax(scores(q, k), -1)
     return w @ v, statistic(w)
@@ -151,7 +107,7 @@ def weights(options: argparse.Namespace) -> Iterator[Case]:
         for name, function in chosen(options, WEIGHTS):
             if options.train and name == "largest_logit":
                 continue
-            functions = contestants(function) | {"alone": compiled(alone)}
+            functions = contestants(function) | {"alone": compiled(full)}
             if not options.train:
                 functions["writing"] = lambda q, *_: q.new_empty((*q.shape[:3], q.shape[2])).fill_(1.0)
             yield Case(name=f"{name}, N = {length}", tensors=tensors, functions=functions, plain=function)
@@ -172,7 +128,7 @@ def mixed_heads(options: argparse.Namespace) -> Iterator[Case]:
                        (1, 8, 4096, 64)):  # fmt: skip
         if n in (options.lengths or [n]):
             tensors = draw(options, *[(b, h, n, d)] * 3, *[(h, h), (h,)] * 2)
-            functions = contestants(talking) | {"unmixed": compiled(lambda q, k, v, *_: alone(q, k, v))}
+            functions = contestants(talking) | {"unmixed": compiled(lambda q, k, v, *_: full(q, k, v))}
             yield Case(name=f"{b}, {h}, {n}, {d}", tensors=tensors, functions=functions, plain=talking)
 
 
@@ -248,38 +204,6 @@ def nested(options: argparse.Namespace) -> Iterator[Case]:
         yield Case(name=f"{sequences} of {least} to {most}", tensors=list(layer.parameters()), functions=functions)
 
 
-LAYOUTS = {
-    "order": (lambda heads, keys: (1, heads, keys, D), lambda x, table: x),
-    "pages": (lambda heads, keys: (keys // 16, 16, heads, D), lambda x, table: x[table].flatten(1, 2).transpose(1, 2)),
-    "by head": (
-        lambda heads, keys: (keys // 16, heads, 16, D),
-        lambda x, table: x[table].transpose(1, 2).flatten(2, 3),
-    ),
-}
-"""By layout of a cache: the shape of K and V, and how K or V [1, H, N, d] is read from it."""
-
-
-def paged(q, k, v, table, mask, layout):
-    """Attention over a cache, as transformers calls it."""
-    k, v = (LAYOUTS[layout][1](x, table) for x in (k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def pages(options: argparse.Namespace) -> Iterator[Case]:
-    for heads, group in ((2, 4), (8, 4), (8, 1)):
-        for keys in options.lengths or [2048, 8192]:
-            table, (q,) = torch.randperm(keys // 16)[None], draw(options, (1, heads * group, 1, D))
-            for layout, (shape, _) in LAYOUTS.items():
-                function = functools.partial(paged, layout=layout)
-                stored = draw(options, *[shape(heads, keys)] * 2)
-                for live in (keys, keys // 8):
-                    mask = (torch.arange(keys) < live)[None, None, None]
-                    name = f"{heads * group}/{heads} heads, {live} of {keys} keys, {layout}"
-                    yield Case(name=name, tensors=[q, *stored, table, mask], functions=contestants(function),
-                               plain=function)  # fmt: skip
-
-
 class Recurrent(nn.Module):
     """A recurrent decoder that attends to what was encoded, [B, N, width], before each token."""
 
@@ -317,7 +241,7 @@ def reproducible(options: argparse.Namespace) -> Iterator[Case]:
 
 
 STUDIES = {f.__name__: f for f in
-           (cascades, einsums, weights, mixed_heads, indexer, nested, pages, recurrent, reproducible)}  # fmt: skip
+           (cascades, weights, mixed_heads, indexer, nested, recurrent, reproducible)}  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(main(__doc__, STUDIES))

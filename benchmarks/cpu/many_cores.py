@@ -9,10 +9,9 @@ of rows are fewer than keep the cores busy, keys are in parts.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
-from benchmarks.common.results import heading, table
+from benchmarks.common import results
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
 from fusion.planning.plan import plan
@@ -49,7 +48,7 @@ def of_cores(machine: Machine, cores: int) -> Machine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--cores", type=int, nargs="+", default=[2, 16, 64, 128])
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
@@ -62,8 +61,9 @@ def main() -> None:
         for cores in options.cores:
             tile, seconds = fastest(problem, of_cores(machine, cores))
             lines[-1].append(f"{1e3 * seconds:.3f} ({tile}), {alone / seconds / cores:.0%}")
-    print(heading(f"Predicted ms (tile) and share of all cores' time, {options.dtype}"), end="")
-    print(table(["problem", "1 core", *(f"{cores} cores" for cores in options.cores)], lines))
+    title = f"Predicted ms (tile) and share of all cores' time, {options.dtype}"
+    header = ["problem", "1 core", *(f"{cores} cores" for cores in options.cores)]
+    results.publish(title, results.table(header, lines), None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Memory that one attention adds to a process, forward alone and with its backward, by length and by peer.
 
-    python -m benchmarks.cpu.memory [--case bias] [--lengths 1024 2048 4096] [--heads 8] [--out benchmarks/results]
+    python -m benchmarks.cpu.memory [--case bias] [--lengths 1024 2048 4096] [--heads 8] [--output FILE.md]
 
 Each peer has a process of its own for either, which compiles on short problems first. The figure is its largest
 resident size during a call, less that after those and less the operands and the gradient that arrives: workspaces of
@@ -18,14 +18,13 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
-from benchmarks.common.results import heading, table
+from benchmarks.common import results
 from benchmarks.common.rows import ROWS, Problem, sdpa_call
 
 MODES = {"forward": False, "forward and backward": True}
@@ -103,12 +102,12 @@ def in_its_own_process(peer: str, mode: str, options: argparse.Namespace) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--case", default="causal", choices=["causal", "bias"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096])
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--out", type=Path, help="folder for a dated page, beside what is printed")
+    parser.add_argument("--output", type=Path, help="a file for the page")
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cell:
@@ -119,11 +118,8 @@ def main() -> None:
     for mode in MODES:
         columns = [in_its_own_process(peer, mode, options) for peer in PEERS]
         lines += [[mode, str(n), *cells] for n, *cells in zip(options.lengths, *columns, strict=True)]
-    text = heading(f"MiB that one {options.case} attention adds, {options.heads} heads of 64, {options.dtype}")
-    text += table(["", "N", *PEERS], lines) + "\n"
-    print(text)
-    if options.out:
-        (options.out / f"{date.today().isoformat()}-memory.md").write_text(text)
+    title = f"MiB that one {options.case} attention adds, {options.heads} heads of 64, {options.dtype}"
+    results.publish(title, results.table(["", "N", *PEERS], lines), options.output)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,23 @@ constants (`fusion.planning.cpu.COSTS`) that suit the points best: non-negative 
 
 from __future__ import annotations
 
-import argparse
+import functools
 import itertools
 import json
-import random
+import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.common import results
-from benchmarks.common.rows import ROWS
-from benchmarks.common.tracing import traced
+from benchmarks.common.measuring import Entry, interleave
+from benchmarks.common.rows import ROWS, traced
 from fusion.codegen.mlir.launch import Kernel
+from fusion.exactness import errors
 from fusion.ir import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.planning.cpu import Costs, cpu_counts
@@ -35,8 +36,7 @@ from fusion.planning.problem import problem_of
 from fusion.planning.register_tiles import Target, Tiling, target_of, tilings_for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """One attention call."""
 
     heads: int
@@ -52,26 +52,11 @@ class Shape:
         return f"H={self.heads} N={self.n} d={self.d}{' causal' if self.causal else ''}"
 
 
-SHAPES = (
-    Shape(heads=12, n=128, d=64),
-    Shape(heads=2, n=200, d=64),
-    Shape(heads=12, n=384, d=32),
-    Shape(heads=12, n=512, d=64, causal=True),
-    Shape(heads=12, n=512, d=64),
-    Shape(heads=8, n=777, d=80),
-    Shape(heads=12, n=1024, d=64),
-    Shape(heads=12, n=1024, d=64, causal=True),
-    Shape(heads=8, n=1024, d=128),
-    Shape(heads=4, n=2048, d=64, causal=True),
-    Shape(heads=2, n=2048, d=128, causal=True),
-    Shape(heads=1, n=4096, d=64),
-    Shape(heads=1, n=8192, d=64),
-    Shape(heads=1, n=4096, d=128),
-    Shape(heads=2, n=2048, d=32),
-    Shape(heads=1, n=4096, d=64, causal=True),
-    Shape(heads=2, n=512, d=128),
-    Shape(heads=6, n=256, d=64),
-)
+SHAPES = tuple(itertools.starmap(Shape, (
+    (12, 128, 64), (2, 200, 64), (12, 384, 32), (12, 512, 64, True), (12, 512, 64), (8, 777, 80), (12, 1024, 64),
+    (12, 1024, 64, True), (8, 1024, 128), (4, 2048, 64, True), (2, 2048, 128, True), (1, 4096, 64), (1, 8192, 64),
+    (1, 4096, 128), (2, 2048, 32), (1, 4096, 64, True), (2, 512, 128), (6, 256, 64),
+)))  # fmt: skip
 
 
 def specification(shape: Shape, dtype: str) -> AttentionSpec:
@@ -101,36 +86,19 @@ def kernel_for(
 def measure(
     shape: Shape, dtype: str, base: Tiling, target: Target, chosen: tuple[int, int], seconds: float
 ) -> dict[tuple[int, int], float]:
-    """Median seconds of each tile, the planner's among them; they take turns for `seconds`, at least five rounds, in
-    another order in each round. (Copies of one kernel differ by 8 % in their least seconds, by 1 % in their median.)
-    """
-    size_ = (1, shape.heads, shape.n, shape.d)
-    operands = [torch.randn(size_).to(getattr(torch, dtype)) for _ in range(3)]
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
-
-    q, k, v = operands
-    expected = attend(q.double(), k.double(), v.double())
-    eps = torch.finfo(operands[0].dtype).eps
-    allowed = 2 * ((attend(q, k, v) - expected).abs().max() + eps * expected.abs().max()).item()
-    calls = {}
+    """Median seconds of each tile, the planner's among them, in turns. (Copies of one kernel differ by 8 % in their
+    least seconds, by 1 % in their median.)"""
+    operands = [torch.randn(1, shape.heads, shape.n, shape.d).to(getattr(torch, dtype)) for _ in range(3)]
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=shape.causal)
+    eager, exact = attend(*operands), attend(*(x.double() for x in operands))
+    entries = {}
     for tile in dict.fromkeys([chosen, *tiles(shape, base, target)]):
-        calls[tile] = kernel_for(shape, dtype, tile, base, target)
-        error = (calls[tile](*operands).double() - expected).abs().max().item()
-        if not error <= allowed:
-            raise SystemExit(
-                f"{shape}, tile {tile}: error {error:.2e}, allowed {allowed:.2e}; a wrong kernel is not timed"
-            )
-    times: dict[tuple[int, int], list[float]] = {tile: [] for tile in calls}
-    end, rounds = time.perf_counter() + seconds, 0
-    while rounds < 5 or time.perf_counter() < end:
-        for tile in random.sample(list(calls), len(calls)):
-            start = time.perf_counter()
-            calls[tile](*operands)
-            times[tile].append(time.perf_counter() - start)
-        rounds += 1
-    return {tile: statistics.median(found) for tile, found in times.items()}
+        call = functools.partial(kernel_for(shape, dtype, tile, base, target), *operands)
+        if (found := errors(call(), eager, exact)).share > 1:
+            raise SystemExit(f"{shape}, tile {tile}: {found}; a wrong kernel is not timed")
+        entries[tile] = Entry(name=str(tile), call=call)
+    interleave([*entries.values()], seconds=seconds)
+    return {tile: entry.median or math.inf for tile, entry in entries.items()}
 
 
 def spearman(first: list[float], second: list[float]) -> float:
@@ -156,11 +124,10 @@ def verdict(shape: Shape, dtype: str, found: dict, chosen: tuple[int, int], pred
 
 def main() -> None:
     """Measures, compares, prints, writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=50, help="measuring time, all shapes together")
     parser.add_argument("--threads", type=int, default=1, help="threads of the kernel (default %(default)s)")
-    parser.add_argument("--no-amx", action="store_true", help="vector products also where AMX exists")
     parser.add_argument("--shapes", type=int, nargs="+", help="numbers of the shapes to measure (default all)")
     parser.add_argument("--fit", action="store_true", help="print constants that suit these points best")
     parser.add_argument("--output", type=Path, help="JSON file with the raw points")
@@ -168,12 +135,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     machine = with_cores(Machine.detect(), arguments.threads)
     target = target_of(machine)
-    if arguments.no_amx:
-        target = replace(target, amx=False, pairs="avx512_bf16" in machine.isa)
     print(f"{machine}; kernels for {target}; {arguments.threads} threads")
     shapes = [SHAPES[number] for number in arguments.shapes] if arguments.shapes else SHAPES
-    rows, counted, table = [], [], [f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD)]
-    print("\n".join(table))
+    rows, counted = [], []
     for dtype, shape in itertools.product(arguments.dtype, shapes):
         spec = specification(shape, dtype)
         tilings = tilings_for(spec, target)
@@ -185,22 +149,20 @@ def main() -> None:
         found = measure(shape, dtype, tilings[0], target, chosen, share)
         predicted = planner.tile_times(shape.sizes(spec), list(found))
         rows.append(verdict(shape, dtype, found, chosen, {tile: predicted[tile] for tile in found}))
-        print(line(rows[-1]), flush=True)
+        print(*line(rows[-1]), sep=", ", flush=True)
         problem, clock = problem_of(spec, shape.sizes(spec)), machine.clock or 2.5e9
         for tile, seconds in found.items():
             counts = cpu_counts(machine, problem, tile, multiples, skip=problem.masked)
             counted.append((tilings[0].planes, counts, (seconds - machine.launch) * clock))
-    print("\n".join(summary(rows)))
     if arguments.fit:
         for planes in sorted({planes for planes, *_ in counted}):
             print(planes, fit([(counts, cycles) for own, counts, cycles in counted if own == planes]))
-    if arguments.output:
+    text = "\n".join([*(f"- {each}" for each in summary(rows)), "", results.table(HEAD, [*map(line, rows)])])
+    title, output = "The tile that the cost model chooses", arguments.output
+    results.publish(title, text, output and output.with_suffix(".md"))
+    if output:
         found = {"environment": results.environment(), "machine": str(machine), "target": str(target), "rows": rows}
-        arguments.output.write_text(json.dumps(found))
-        text = "\n".join([*(f"- {each}" for each in summary(rows)), "", *table, *map(line, rows), ""])
-        arguments.output.with_suffix(".md").write_text(
-            results.heading("The tile that the cost model chooses") + text + "\n"
-        )
+        output.write_text(json.dumps(found))
 
 
 def fit(points: list[tuple[dict[str, float], float]]) -> Costs:
@@ -240,13 +202,12 @@ def summary(rows: list[dict]) -> list[str]:
 HEAD = ["shape", "dtype", "chosen tile", "best measured", "chosen over best", "predicted ms", "measured ms", "Spearman"]
 
 
-def line(row: dict) -> str:
+def line(row: dict) -> list[str]:
     """A row of the table."""
     chosen = next(point for point in row["points"] if point["tile"] == row["chosen"])
     tiles_ = [f"{rows} x {keys}" for rows, keys in (row["chosen"], row["best"])]
     times = [f"{chosen[name] * 1e3:.3f}" for name in ("predicted", "measured")]
-    cells = [row["shape"], row["dtype"], *tiles_, f"{row['loss']:+.1%}", *times, f"{row['spearman']:.2f}"]
-    return f"| {' | '.join(cells)} |"
+    return [row["shape"], row["dtype"], *tiles_, f"{row['loss']:+.1%}", *times, f"{row['spearman']:.2f}"]
 
 
 if __name__ == "__main__":

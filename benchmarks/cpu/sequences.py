@@ -9,7 +9,6 @@ the repeats, in which the schedules take turns.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fusion
-from benchmarks.common.results import heading, table
+from benchmarks.common import results, rows
 from fusion.machine import machine
 from fusion.planning.problem import Problem
 from fusion.sequences import SCHEDULES, cost, schedules
@@ -31,30 +30,12 @@ from fusion.sequences import SCHEDULES, cost, schedules
 PROCESSES, HEADS, D = 2, 8, 64
 
 
-def scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q @ k.mT / D**0.5, torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scores(q, k)[0].softmax(-1) @ v
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    s, i, j = scores(q, k)
-    return s.masked_fill(j > i, float("-inf")).softmax(-1) @ v
-
-
-def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    s, i, j = scores(q, k)
-    return s.masked_fill((j > i) | (i - j >= 256), float("-inf")).softmax(-1) @ v
-
-
 CASES: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
-    "plain": (plain, HEADS, {}),
-    "plain, 1 head": (plain, 1, {}),
-    "causal": (causal, HEADS, {"causal": True}),
-    "causal, 1 head": (causal, 1, {"causal": True}),
-    "window of 256, 1 head": (window, 1, {"causal": True, "window": 256}),
+    "plain": (rows.full, HEADS, {}),
+    "plain, 1 head": (rows.full, 1, {}),
+    "causal": (rows.causal, HEADS, {"causal": True}),
+    "causal, 1 head": (rows.causal, 1, {"causal": True}),
+    f"window of {rows.WINDOW}, 1 head": (rows.window, 1, {"causal": True, "window": rows.WINDOW}),
 }
 
 
@@ -95,7 +76,7 @@ def work(rank: int, folder: str, length: int, repeats: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--N", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
@@ -105,8 +86,8 @@ def main() -> None:
     for name, (times, predicted, chosen) in measured.items():
         cells = [f"{1e3 * times[w]:.0f} ({1e3 * predicted[w]:.0f})" if w in times else "" for w in SCHEDULES]
         lines.append([name, *cells, chosen, f"{times[chosen] / min(times.values()):.2f}"])
-    print(heading(f"Schedules of {options.N} rows on {PROCESSES} processes, forward and backward, ms (predicted)"))
-    print(table(["", *SCHEDULES, "chosen", "of the best"], lines))
+    title = f"Schedules of {options.N} rows on {PROCESSES} processes, forward and backward, ms (predicted)"
+    results.publish(title, results.table(["", *SCHEDULES, "chosen", "of the best"], lines), None)
 
 
 if __name__ == "__main__":

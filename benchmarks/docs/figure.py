@@ -6,7 +6,6 @@ One group of bars a variant, one bar a contestant, in milliseconds; a contestant
 The processor, the versions and the commit stand under the picture.
 """
 
-import argparse
 import json
 from pathlib import Path
 
@@ -14,6 +13,8 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+
+from benchmarks.common import results
 
 CONTESTANTS = {
     "fusion": ("fusion", "#D55E00"),
@@ -27,11 +28,6 @@ DARK = (
     "[style*='stroke: #000000']{stroke:#E4E6EA!important}}"
 )
 """Where the page is dark, so are text and axes; the background is that of the page."""
-
-
-def chosen(document: dict, n: int, d: int, dtype: str) -> list[dict]:
-    """The rows of one size and dtype, in the order of the file."""
-    return [row for row in document["rows"] if (row["N"], row["d"], row["dtype"]) == (n, d, dtype)]
 
 
 def draw(rows: list[dict], environment: dict, title: str, output: Path) -> None:
@@ -64,19 +60,13 @@ def draw(rows: list[dict], environment: dict, title: str, output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws a result file of benchmarks/cpu/attention.py.")
-    parser.add_argument("file", type=Path, help="a .json that benchmarks/cpu/attention.py wrote")
+    parser = results.parser(__doc__)
+    parser.add_argument("file", type=Path, help="a .json that benchmarks.cpu.attention wrote")
     parser.add_argument("--output", type=Path, required=True, help="the .svg to write")
-    parser.add_argument("--N", type=int, default=1024, help="length of the sequences")
-    parser.add_argument("--d", type=int, default=64, help="head dimension")
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     options = parser.parse_args()
     document = json.loads(options.file.read_text())
-    rows = chosen(document, options.N, options.d, options.dtype)
-    if not rows:
-        parser.error(f"{options.file} has no row with N={options.N}, d={options.d}, {options.dtype}")
-    title = f"{rows[0]['H']} heads of {options.d}, N = {options.N}, {options.dtype}"
-    draw(rows, document["environment"], title, options.output)
+    rows = [row for row in document["rows"] if (row["N"], row["d"], row["dtype"]) == (1024, 64, "fp32")]
+    draw(rows, document["environment"], f"{rows[0]['H']} heads of 64, N = 1024, fp32", options.output)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
     python -m benchmarks.docs.gallery        # docs/gallery.md and docs/figures/gallery-*.svg
 
-Programs are those of `common.rows`, times those of the newest result files of `cpu.attention` that have
-them. Nothing is timed here.
+Programs are those of `common.rows`, times those of result files of `cpu.attention`. Nothing is timed here.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import math
 import re
 import textwrap
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +26,8 @@ PROBLEM = Problem(H=4, N=1024, d=128, dtype=torch.float32)
 TILES = 16  # a side of the picture
 SHADES = ("#E5E5E5", "#B9D7EA", "#7FB8DA", "#3F93C4", "#0072B2")
 DARK = "<style>@media(prefers-color-scheme:dark){.s0{fill:#2E323A}.s1{fill:#274B66}.s2{fill:#2F6C96}}</style>"
+FILES = ("2026-11-21-0822-cpu.json", "2026-11-21-2145-cpu.json")
+"""Result files of `cpu.attention` with the times of the page, all of one processor."""
 PEERS = {"sdpa": "SDPA", "flex": "FlexAttention", "inductor": "Inductor"}
 
 HEAD = """# Gallery
@@ -103,26 +103,14 @@ def picture(tiles: torch.Tensor) -> str:
 
 
 def newest() -> dict[str, dict]:
-    """Newest float32 result of each variant, at the length that shows most (1024, or 16384 for one query), all of
-    the processor on which most variants were measured.
-
-    A result that lacks a peer of an older one does not replace it; of one file the narrower heads count.
-    """
-    files = sorted((ROOT / "benchmarks" / "results").glob("*-cpu.json"))
-    documents = [json.loads(file.read_text()) | {"file": file.name} for file in files]
-    entries = [
-        entry | {"file": document["file"], "cpu": document["environment"]["cpu"]}
-        for document in documents
-        for entry in sorted(document["rows"], key=lambda entry: -entry["d"])
-        if (entry["dtype"], entry["N"]) == ("fp32", 16384 if GPU_ROWS[entry["row"]].queries else 1024)
-        and entry["d"] in (64, 128)
-    ]
-    measured_on = Counter(cpu for _, cpu in {(entry["row"], entry["cpu"]) for entry in entries})
-    processor, results = max(measured_on, key=measured_on.__getitem__), dict[str, dict]()
-    for entry in (entry for entry in entries if entry["cpu"] == processor):
-        older = results.get(entry["row"], {"entries": {}})
-        if PEERS.keys() & older["entries"] <= entry["entries"].keys():
-            results[entry["row"]] = entry
+    """The float32 result of each variant at the length that shows most (1024, or 16384 for one query); of a file the
+    narrower heads count, and of several files the last."""
+    results = {}
+    for name in FILES:
+        document = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+        for entry in sorted(document["rows"], key=lambda entry: -entry["d"]):
+            if (entry["dtype"], entry["N"]) == ("fp32", 16384 if GPU_ROWS[entry["row"]].queries else 1024):
+                results[entry["row"]] = entry | {"file": name, "cpu": document["environment"]["cpu"]}
     return results
 
 

@@ -42,7 +42,7 @@ from benchmarks.common.rows import GPU_ROWS
 from benchmarks.gpu.device import Device, Gpu, Rehearsal
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.report import report
-from benchmarks.gpu.steps import HEADS, PHASES, TELLING, Sizes, compile_ahead, work
+from benchmarks.gpu.steps import HEADS, PHASES, TELLING, compile_ahead, work
 from fusion.codegen.triton.supervise import NO_TIME, run_restarting
 
 SHARES = {"check": 0.3, "tiles": 0.2, "time": 0.5}  # of the time, by phase
@@ -58,7 +58,7 @@ NO_GPU = (
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rows", nargs="*", choices=[*GPU_ROWS], help="attention variants (default: all)")
     parser.add_argument("--N", nargs="+", type=int, default=[8192, 4096, 16384, 2048], help="lengths, in this order")
     parser.add_argument("--d", nargs="+", type=int, choices=[*HEADS], default=[128, 64, 512, 256])
@@ -85,19 +85,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         options.N, options.d, options.minutes = [4096], [128], 3.0
         options.no_models = options.no_training = True
         options.rows = options.rows or [*TELLING, "decode"]
+    options.rows = options.rows or (REHEARSED if options.rehearse else list(GPU_ROWS))
     return options
-
-
-def sizes_of(options: argparse.Namespace) -> Sizes:
-    rows = options.rows or (REHEARSED if options.rehearse else tuple(GPU_ROWS))
-    return Sizes(
-        rows=tuple(rows),
-        N=tuple(options.N),
-        d=tuple(options.d),
-        dtype=options.dtype,
-        models=not options.no_models,
-        training=not options.no_training,
-    )
 
 
 def device_of(options: argparse.Namespace) -> Device:
@@ -195,11 +184,11 @@ def main() -> None:
     if not options.rehearse and not torch.cuda.is_available():
         raise SystemExit(NO_GPU)
     if options.part is not None:
-        compile_ahead(options.work, sizes_of(options), device_of(options), options.part, options.ahead)
+        compile_ahead(options.work, options, device_of(options), options.part, options.ahead)
         return
     if options.work:
         found = Findings.read(options.state)
-        work(found, sizes_of(options), device_of(options), options.work, options.until, options.state)
+        work(found, options, device_of(options), options.work, options.until, options.state)
         return
     name = "rehearsal" if options.rehearse else torch.cuda.get_device_name()
     stem = stem_of(options, name)

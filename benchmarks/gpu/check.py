@@ -1,37 +1,28 @@
-"""Whether results on a GPU are right: outputs and gradients against float64, the same twice, under CUDA graphs, with
-dropout."""
+"""Correctness on a GPU: outputs and gradients against float64, the same twice, under CUDA graphs, with dropout.
+
+Run by itself it calls one variant twice, for compute-sanitizer and ncu to look at:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python -m benchmarks.gpu.check causal
+    ncu --kernel-name regex:attention_ --set full python -m benchmarks.gpu.check causal --N 4096 --heads 16
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.common import results
 from benchmarks.common.rows import GPU_ROWS, Problem
-from benchmarks.gpu.cells import Operands, brief
-from benchmarks.gpu.device import Device
+from benchmarks.gpu.cells import Operands
+from benchmarks.gpu.device import Device, Gpu, Rehearsal, running
 from fusion.exactness import errors
 
 DROPPED = 0.2
 REPEATS = 4  # of a training step that must give the same bits
-
-
-@dataclass(slots=True, kw_only=True)
-class Check:
-    """What was looked at, and what is wrong with it; faults is empty where nothing is."""
-
-    name: str
-    run: Callable[[], list[str]]
-    faults: list[str] | None = None
-
-    def look(self) -> None:
-        try:
-            self.faults = self.run()
-        except Exception as failure:  # the rest is still worth knowing
-            self.faults = [brief(failure)]
 
 
 def gradients(call: Callable[..., Tensor], operands: Operands, grad: Tensor) -> list[Tensor]:
@@ -134,31 +125,60 @@ def dropout(problem: Problem, device: Device) -> list[str]:
     return faults
 
 
-def checks(names: list[str], dtype: str, device: Device) -> Iterator[Check]:
-    """All checks, the most telling first. N = 389 has tails in every tile; 2048 fills the device."""
+def checks(names: Sequence[str], dtype: str, device: Device) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    """All checks, the most telling first: a name, and a function that returns what is wrong. N = 389 has tails in every
+    tile; 2048 fills the device."""
     low = getattr(torch, dtype)
     short, long, heads = (13, 12, 2) if device.rehearsal else (389, 2048, 8)
 
     def width(name: str, d: int) -> int:
         return (80 if device.rehearsal else 576) if GPU_ROWS[name].latent else 16 if device.rehearsal else d
 
-    def exact(name: str, d: int, kind: torch.dtype) -> Check:
+    def exact(name: str, d: int, kind: torch.dtype) -> tuple[str, Callable[[], list[str]]]:
         given = Problem(B=2, H=2 if device.rehearsal else 4, N=short, d=width(name, d), dtype=kind)
-        title = f"{name} d={given.d} {str(kind).removeprefix('torch.')}"
-        return Check(name=title, run=lambda: as_exact_as_eager(name, given, device))
+        return f"{name} d={given.d} {str(kind)[6:]}", lambda: as_exact_as_eager(name, given, device)
 
-    def other(title: str, look: Callable[..., list[str]], name: str) -> Check:
-        given = Problem(B=2, H=heads, N=long, d=width(name, 128), dtype=low)
-        return Check(name=f"{title}: {name} N={long}", run=lambda: look(name, given, device))
-
-    yield from (exact(name, 128, low) for name in names)
-    yield from (other("same bits", same_bits, n) for n in names if n in ("full", "causal", "packed", "grouped"))
-    yield from (other("CUDA graphs", same_in_graphs, n) for n in names if n in ("causal", "packed", "decode"))
+    for name in names:
+        yield exact(name, 128, low)
+    for title, look, some in (
+        ("same bits", same_bits, ("full", "causal", "packed", "grouped")),
+        ("CUDA graphs", same_in_graphs, ("causal", "packed", "decode")),
+    ):
+        for name in (name for name in names if name in some):
+            given = Problem(B=2, H=heads, N=long, d=width(name, 128), dtype=low)
+            yield f"{title}: {name} N={long}", functools.partial(look, name, given, device)
     square = Problem(B=2, H=2, N=16 if device.rehearsal else 256, d=16 if device.rehearsal else 256, dtype=low)
-    yield Check(name="dropout", run=lambda: dropout(square, device))
+    yield "dropout", lambda: dropout(square, device)
     if device.rehearsal:
         return
     wider = [n for n in names if n in ("full", "causal", "bias")]
     yield from (exact(name, d, low) for d in (64, 256, 512) for name in wider)
     yield from (exact(name, 128, kind) for kind in (torch.float32, torch.float16) for name in wider)
     yield from (exact(name, 80, low) for name in names if not GPU_ROWS[name].latent)
+
+
+def main() -> None:
+    parser = results.parser(__doc__)
+    parser.add_argument("row", choices=[*GPU_ROWS])
+    parser.add_argument("--N", type=int, default=389)
+    parser.add_argument("--d", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--forward", action="store_true", help="without the gradient")
+    parser.add_argument("--rehearse", action="store_true")
+    options = parser.parse_args()
+    device = Rehearsal() if options.rehearse else Gpu()
+    with running(device):
+        problem = Problem(B=1, H=options.heads, N=options.N, d=options.d, dtype=torch.bfloat16)
+        operands, grad = draw(options.row, problem, device)
+        call = device.compiled(GPU_ROWS[options.row].plain, "fusion", options={"inner": "eager"})
+        for _ in range(2):
+            if options.forward:
+                with torch.no_grad():
+                    call(*operands)
+            else:
+                gradients(call, operands, grad)
+        device.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -101,8 +101,10 @@ class Rehearsal:
     machine: Machine | None = machine("h200")
     planned_for = INTERPRETER
 
-    def limit(self, share: float) -> None:
-        pass
+    def nothing(self, *_: object) -> None:
+        """No device has limits, memory or a queue."""
+
+    limit = free = synchronize = nothing
 
     def compiled(self, call: Callable[..., Any], backend: str, **given: Any) -> Callable[..., Any]:
         if backend != "fusion":
@@ -116,9 +118,6 @@ class Rehearsal:
         took = time.perf_counter() - begun
         return took, took
 
-    def free(self) -> None:
-        pass
-
     def peak_bytes(self, call: Callable[[], object]) -> int:
         call()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -128,9 +127,6 @@ class Rehearsal:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             call()
         return _longest_first((event.key, event.self_cpu_time_total) for event in profile.key_averages())
-
-    def synchronize(self) -> None:
-        pass
 
 
 Device = Gpu | Rehearsal
@@ -153,6 +149,3 @@ def running(device: Device) -> Iterator[None]:
     """What runs on a device, inside: kernels that fail raise."""
     with failures_raised(), interpreted() if device.rehearsal else contextlib.nullcontext():
         yield
-
-
-__all__ = ["Device", "Gpu", "Rehearsal", "failures_raised", "interpreted", "running"]

@@ -56,7 +56,6 @@ class Findings:
     def read(cls, path: Path) -> Findings:
         """What `write` left."""
         given = json.loads(path.read_text())
-        given.pop("counters", None)  # of files up to 2026-11-29
         given["cells"] = [Cell(**(cell | {"place": Place(**cell["place"])})) for cell in given["cells"]]
         given["models"] = [WholeModel(**each) for each in given["models"]]
         given["losses"] = [Losses(**each) for each in given["losses"]]

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from benchmarks.common.model_zoo import MODELS, TINY
 from benchmarks.gpu.cells import brief
@@ -32,30 +31,6 @@ class WholeModel:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def contestants(name: str, device: Device, dtype: torch.dtype) -> dict[str, Callable[[], Callable | None]]:
-    """Makers of calls by name, fusion first; None where transformers refuses the model `scaled_dot_product_attention`.
-
-    Every contestant has the same weights; they come one after the other, so that two models are held at most.
-    """
-    smaller = TINY if device.rehearsal else {}
-
-    def made(attention: str) -> nn.Module:
-        return MODELS[name].make(attention, **smaller).to(device.kind, dtype)
-
-    def with_sdpa() -> Callable | None:
-        try:
-            return device.compiled(made("sdpa"), "inductor")
-        except ValueError:  # soft-capping has no argument there
-            return None
-
-    return {
-        "fusion": lambda: device.compiled(made("eager"), "fusion"),
-        "eager": lambda: made("eager"),
-        "inductor": lambda: device.compiled(made("eager"), "inductor"),
-        "inductor, sdpa": with_sdpa,
-    }
-
-
 @torch.no_grad()
 def measure_model(name: str, B: int, N: int, device: Device, dtype: torch.dtype, seconds: float = 2.0) -> WholeModel:
     """One model at one size; the inputs are B times the same."""
@@ -65,16 +40,17 @@ def measure_model(name: str, B: int, N: int, device: Device, dtype: torch.dtype,
     x = model.inputs(N).to(device.kind)
     x = x.repeat(B, *[1] * (x.dim() - 1))
     x = x.to(dtype) if x.is_floating_point() else x
-    plain = model.make("eager", **(TINY if device.rehearsal else {})).to(device.kind, dtype)
+    made = lambda attention: model.make(attention, **(TINY if device.rehearsal else {})).to(device.kind, dtype)
+    plain = made("eager")
     eager = plain(x[:1])
     exact = copy.deepcopy(plain).double()(x[:1].double() if x.is_floating_point() else x[:1])
     del plain
     calls: dict[str, Callable[[], object]] = {}
-    for who, make in contestants(name, device, dtype).items():
+    for who in CONTESTANTS:  # one after the other, so that two models are held at most
+        backend, _, attention = who.partition(", ")
         try:
-            if (call := make()) is None:
-                cell.notes[who] = "cannot express it"
-                continue
+            call = made(attention or "eager")
+            call = call if backend == "eager" else device.compiled(call, backend)
             found = errors(call(x)[:1], eager, exact)
             if found.share > 1 and who == "fusion":
                 cell.notes[who] = f"wrong: {found}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +24,19 @@ from benchmarks.gpu.models import measure_model
 from benchmarks.gpu.training import follow, grow
 from benchmarks.gpu.tuning import compile_trial, take, trials
 
-HEADS = {64: 32, 128: 16, 256: 8, 512: 4, 576: 16}
+HEADS = {64: 32, 128: 16, 256: 8, 512: 4}
 TOKENS = 16384  # N times the batch
 TELLING = ("full", "causal", "alibi", "softcap", "packed", "window")
 WIDE = ("full", "causal")
+WAYS = ("forward", "backward")
 DECODE = ((8, 16384), (64, 8192), (1, 131072), (32, 2048))  # batch and keys; 32 query heads share 8 key heads
-LATENT_DECODE = ((32, 8192), (128, 4096))
+SPECIAL = (
+    ("decode", DECODE, 32, 128, WAYS[:1]),
+    ("latent decode", ((32, 8192), (128, 4096)), 128, 576, WAYS[:1]),
+    ("latent", ((2, 8192), (2, 4096)), 16, 576, WAYS),
+    ("float8 decode", DECODE, 32, 128, WAYS[:1]),
+)
+"""Row, batches and lengths, query heads, d, and directions."""
 MODELS = (("gemma2", 4, 2048), ("llama", 4, 2048), ("bert", 32, 512), ("t5", 8, 2048))
 LOSSES = ("llama", "gemma2")
 TUNED = (
@@ -45,16 +53,8 @@ PHASES = ("check", "tiles", "time")
 PROFILED = (("causal", "forward"), ("causal", "backward"), ("full", "forward"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What is asked for: rows, lengths, widths and dtype."""
-
-    rows: tuple[str, ...]
-    N: tuple[int, ...]
-    d: tuple[int, ...]
-    dtype: str
-    models: bool = True
-    training: bool = True
+Options = argparse.Namespace
+"""Of the command line: rows, N, d, dtype, no_models, no_training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,103 +68,70 @@ class Step:
     ahead: Callable[[], object] | None = None
 
 
-def attention_places(sizes: Sizes) -> Iterator[Place]:
-    """First what the targets ask for at the first length, then other rows and widths there, then other lengths."""
-    rows = [name for name in sizes.rows if GPU_ROWS[name].queries is None and not GPU_ROWS[name].latent]
-    telling = [name for name in TELLING if name in rows]
-    others = [name for name in rows if name not in TELLING]
-    wide = [name for name in WIDE if name in rows]
-
-    def place(name: str, direction: str, n: int, d: int) -> Place:
-        return Place(row=name, direction=direction, B=max(1, TOKENS // n), H=HEADS[d], N=n, d=d, dtype=sizes.dtype)
-
-    first, *lengths = sizes.N
-    main, *widths = sizes.d
-    for direction in ("forward", "backward"):
-        yield from (place(name, direction, first, main) for name in telling)
-    yield from (place(name, "forward", first, 512) for name in wide if 512 in widths)
-    ways = ("forward", "backward")
-    yield from (place(name, way, first, main) for name in others for way in ways)
-    yield from (place(name, way, first, d) for d in widths for way in ways for name in wide
-                if (d, way) != (512, "forward"))  # fmt: skip
-    yield from (place(name, way, n, main) for n in lengths for name in telling for way in ways)
-    yield from (place(name, way, n, d) for n in lengths for d in widths for way in ways for name in wide)
-    yield from (place(name, way, n, main) for n in lengths for name in others if name != "bias" or n <= 8192
-                for way in ways)  # fmt: skip
-
-
-def decoding_places(sizes: Sizes) -> Iterator[Place]:
-    rows = ("decode", DECODE, 32, 128), ("latent decode", LATENT_DECODE, 128, 576), ("float8 decode", DECODE, 32, 128)
-    for name, shapes, heads, d in rows:
-        if name in sizes.rows:
-            yield from (Place(row=name, direction="forward", B=b, H=heads, N=n, d=d, dtype=sizes.dtype)
-                        for b, n in shapes)  # fmt: skip
-
-
-def latent_places(sizes: Sizes) -> Iterator[Place]:
-    if "latent" in sizes.rows:
-        yield from (Place(row="latent", direction=direction, B=2, H=HEADS[576], N=n, d=576, dtype=sizes.dtype)
-                    for n in sizes.N[:2] for direction in ("forward", "backward"))  # fmt: skip
-
-
-def places(sizes: Sizes, device: Device) -> list[Place]:
-    """All cells in order; those of the decoding and latent rows among the first."""
+def places(options: Options, device: Device) -> list[Place]:
+    """All cells, the most telling first: the first length and width, decoding and latent attention, then the rest."""
     if device.rehearsal:
         return [
-            Place(row=name, direction=direction, B=1, H=2, N=20, d=80 if GPU_ROWS[name].latent else 16,
-                  dtype=sizes.dtype)
-            for name in sizes.rows for direction in ("forward", "backward")
-            if GPU_ROWS[name].queries is None or direction == "forward"
+            Place(row=name, direction=way, B=1, H=2, N=20, d=80 if GPU_ROWS[name].latent else 16, dtype=options.dtype)
+            for name in options.rows for way in WAYS if GPU_ROWS[name].queries is None or way == "forward"
         ]  # fmt: skip
-    attention, decoding = list(attention_places(sizes)), list(decoding_places(sizes))
-    latent = list(latent_places(sizes))
-    telling = 2 * len([name for name in TELLING if name in sizes.rows]) + len(WIDE)
-    return [*attention[:telling], *decoding[:2], *latent[:1], *attention[telling:], *decoding[2:], *latent[1:]]
+    rows = [name for name in (*TELLING, *GPU_ROWS) if name in options.rows]
+    rows = [name for name in dict.fromkeys(rows) if GPU_ROWS[name].queries is None and not GPU_ROWS[name].latent]
+    attention = [
+        Place(row=name, direction=way, B=max(1, TOKENS // n), H=HEADS[d], N=n, d=d, dtype=options.dtype)
+        for n in options.N for d in options.d for way in WAYS for name in rows
+        if (d == options.d[0] or name in WIDE) and (name != "bias" or n <= 8192)
+    ]  # fmt: skip
+    special = [
+        Place(row=name, direction=way, B=b, H=heads, N=n, d=d, dtype=options.dtype)
+        for name, shapes, heads, d, ways in SPECIAL if name in options.rows for b, n in shapes for way in ways
+    ]  # fmt: skip
+    telling = 2 * len(rows)
+    return [*attention[:telling], *special, *attention[telling:]]
 
 
-def steps(phase: str, sizes: Sizes, device: Device) -> list[Step]:
+def steps(phase: str, options: Options, device: Device) -> list[Step]:
     """Everything of a phase, the most telling first."""
-    return {"check": _checks, "tiles": _tiles, "time": _times}[phase](sizes, device)
+    return {"check": _checks, "tiles": _tiles, "time": _times}[phase](options, device)
 
 
-def _checks(sizes: Sizes, device: Device) -> list[Step]:
+def _checks(options: Options, device: Device) -> list[Step]:
     return [
-        Step(title=f"check {check.name}", limit=120, ahead=check.look,
-             run=lambda found, check=check: _look(found, check))
-        for check in checks(list(sizes.rows), sizes.dtype, device)
+        Step(title=f"check {name}", limit=120, ahead=run, run=lambda found, name=name, run=run: _look(found, name, run))
+        for name, run in checks(options.rows, options.dtype, device)
     ]  # fmt: skip
 
 
-def _tiles(sizes: Sizes, device: Device) -> list[Step]:
+def _tiles(options: Options, device: Device) -> list[Step]:
     return [
         Step(title=str(trial), run=lambda found, trial=trial: take(trial, found.tuned, device), limit=40,
              ahead=lambda trial=trial: compile_trial(trial, device.machine or device.planned_for))
-        for place in _tuned(sizes, device) for trial in trials(place, device)
+        for place in _tuned(options, device) for trial in trials(place, device)
     ]  # fmt: skip
 
 
-def _times(sizes: Sizes, device: Device) -> list[Step]:
+def _times(options: Options, device: Device) -> list[Step]:
     """The telling cells, training, what calls launch, a model, the rest."""
     cells = [
         Step(title=f"time {p}", limit=100, run=lambda found, p=p: found.cells.append(measure(p, device)),
              ahead=lambda p=p: _compile(p, device))
-        for p in places(sizes, device)
+        for p in places(options, device)
     ]  # fmt: skip
     launched = [
         Step(title=f"kernels of {p}", limit=60, run=lambda found, p=p: _kernels(found, p, device))
-        for p in _profiled(sizes, device)
+        for p in _profiled(options, device)
     ]
-    early = 2 * len([name for name in TELLING if name in sizes.rows]) + 5
-    training, models = _training(sizes, device), _models(sizes, device)
+    early = 2 * len([name for name in TELLING if name in options.rows]) + 5
+    training, models = _training(options, device), _models(options, device)
     first = [*cells[:early], *training[:2], *launched, *models[:1]]
     return [*first, *cells[early:], *training[2:], *models[1:]]
 
 
-def _training(sizes: Sizes, device: Device) -> list[Step]:
+def _training(options: Options, device: Device) -> list[Step]:
     """Losses and memory of one model, then losses of the others."""
-    if not sizes.training:
+    if options.no_training:
         return []
-    dtype = getattr(torch, sizes.dtype)
+    dtype = getattr(torch, options.dtype)
     names, count, size = (LOSSES, 50, (8, 512)) if not device.rehearsal else (LOSSES[:1], 2, (1, 12))
     lengths = {"fusion": [2048, 4096, 8192, 16384], "eager": [2048, 4096, 8192]}
     if device.rehearsal:
@@ -182,40 +149,40 @@ def _training(sizes: Sizes, device: Device) -> list[Step]:
     return [losses[0], memory, *losses[1:]]
 
 
-def _models(sizes: Sizes, device: Device) -> list[Step]:
-    dtype = getattr(torch, sizes.dtype)
+def _models(options: Options, device: Device) -> list[Step]:
+    dtype = getattr(torch, options.dtype)
     wanted = MODELS if not device.rehearsal else (("llama", 1, 12),)
     return [
         Step(title=f"model {name}", limit=180,
              run=lambda found, name=name, b=b, n=n: found.models.append(measure_model(name, b, n, device, dtype)))
         for name, b, n in wanted
-        if sizes.models
+        if not options.no_models
     ]  # fmt: skip
 
 
-def _profiled(sizes: Sizes, device: Device) -> list[Place]:
-    found = places(sizes, device)
+def _profiled(options: Options, device: Device) -> list[Place]:
+    found = places(options, device)
     if device.rehearsal:
         return found[:1]
     first = (next((p for p in found if (p.row, p.direction) == each), None) for each in PROFILED)
     return [place for place in first if place is not None]
 
 
-def _tuned(sizes: Sizes, device: Device) -> list[Place]:
+def _tuned(options: Options, device: Device) -> list[Place]:
     """Whose tiles are measured one by one."""
-    every = [place for place in places(sizes, device) if not place.decoding]
+    every = [place for place in places(options, device) if not place.decoding]
     if device.rehearsal:
         return every[:2]
-    wanted = [
-        (row, direction, 576 if row == "latent" else sizes.d[at]) for row, direction, at in TUNED if at < len(sizes.d)
-    ]
+    wanted = [(row, way, 576 if row == "latent" else options.d[at]) for row, way, at in TUNED if at < len(options.d)]
     first = (next((p for p in every if (p.row, p.direction, p.d) == each), None) for each in wanted)
     return [place for place in first if place is not None]
 
 
-def _look(found: Findings, check) -> None:
-    check.look()
-    found.checks[check.name] = check.faults
+def _look(found: Findings, name: str, run: Callable[[], list[str]]) -> None:
+    try:
+        found.checks[name] = run()
+    except Exception as failure:  # the rest is still worth knowing
+        found.checks[name] = [brief(failure)]
 
 
 def _kernels(found: Findings, place: Place, device: Device) -> None:
@@ -234,7 +201,7 @@ def _compile(place: Place, device: Device) -> None:
         prepare(Measured(place=place, flop=1, bytes=1), operands, device, COMPILED)
 
 
-def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: float, path: Path) -> None:
+def work(found: Findings, options: Options, device: Device, phase: str, deadline: float, path: Path) -> None:
     """Take the steps of a phase that were not tried yet. deadline: time.time() after which no step is begun.
 
     What is known is written to `path` before and after every step, tracebacks of what fails to a .log beside it. Raises
@@ -249,7 +216,7 @@ def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: fl
     found.current, found.patience = None, STARTING
     found.write(path)
     with running(device):
-        every = steps(phase, sizes, device)
+        every = steps(phase, options, device)
         found.planned = list(dict.fromkeys([*found.planned, *(step.title for step in every)]))
         for step in every:
             if step.title in found.tried:
@@ -273,12 +240,12 @@ def work(found: Findings, sizes: Sizes, device: Device, phase: str, deadline: fl
     found.write(path)
 
 
-def compile_ahead(phase: str, sizes: Sizes, device: Device, part: int, parts: int) -> None:
+def compile_ahead(phase: str, options: Options, device: Device, part: int, parts: int) -> None:
     """Compile what every `parts`-th step of a phase needs, so that whoever takes it finds it in torch's and Triton's
     caches on disk."""
     device.limit(AHEAD / parts)
     with running(device):
-        needed = [(step.title, step.ahead) for step in steps(phase, sizes, device) if step.ahead is not None]
+        needed = [(step.title, step.ahead) for step in steps(phase, options, device) if step.ahead is not None]
         for title, ahead in needed[part::parts]:
             try:
                 ahead()

@@ -9,10 +9,8 @@ eager's than those two runs are from each other where they differ most: max|fusi
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,23 +75,15 @@ class Run:
     """One training: a copy of the model, compiled or not, with an optimizer of its own."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        device: Device,
-        dtype: torch.dtype,
-        backend: str | None,
-        seed: int | None = None,
-        **options: Any,
+        self, model: nn.Module, device: Device, dtype: torch.dtype, backend: str, seed: int = 0, **options: Any
     ):
         self.model, self.device, self.dtype = copy.deepcopy(model), device, dtype
-        if seed is not None:
+        if seed:
             generator = torch.Generator().manual_seed(seed)
             with torch.no_grad():
                 for weights in self.model.parameters():
                     weights.copy_(stochastically_rounded(weights, dtype, generator))
-        self.call: Callable[..., Any] = self.model
-        if backend is not None:
-            self.call = device.compiled(self.model, backend, options=options)
+        self.call = self.model if backend == "eager" else device.compiled(self.model, backend, options=options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -120,26 +110,21 @@ def follow(name: str, device: Device, dtype: torch.dtype, steps: int, size: tupl
     torch._dynamo.reset()
     model = _model(name, device)
     runs = {
-        "eager": Run(model, device, dtype, None),
+        "eager": Run(model, device, dtype, "eager"),
         "fusion": Run(model, device, dtype, "fusion"),
-        "seed 1": Run(model, device, dtype, None, 1),
-        "seed 2": Run(model, device, dtype, None, 2),
+        "seed 1": Run(model, device, dtype, "eager", 1),
+        "seed 2": Run(model, device, dtype, "eager", 2),
     }
-    found, times = Losses(model=name, steps=steps), {"eager": [], "fusion": []}
+    found, times = Losses(model=name, steps=steps), dict[str, list[float]]()
     batches = [text_tokens(step, *size).to(device.kind) for step in range(steps)]
     for who, run in runs.items():
         losses: list[Tensor] = []
-
-        def step(batch: Tensor, run: Run = run, losses: list[Tensor] = losses) -> None:
-            losses.append(run.step(batch))
-
         for batch in batches:
-            if who in times:
-                times[who].append(device.seconds(functools.partial(step, batch), MODEL_QUEUED)[0])
-            else:
-                step(batch)
+            step = lambda run=run, batch=batch, losses=losses: losses.append(run.step(batch))
+            seconds, _ = device.seconds(step, MODEL_QUEUED)
+            times.setdefault(who, []).append(seconds)
         found.losses[who] = [loss.item() for loss in losses]
-    found.seconds = {who: statistics.median(values[-max(1, steps - 3) :]) for who, values in times.items()}
+    found.seconds = {who: statistics.median(times[who][-max(1, steps - 3) :]) for who in ("eager", "fusion")}
     return found
 
 
@@ -153,7 +138,7 @@ def grow(name: str, device: Device, dtype: torch.dtype, lengths: dict[str, list[
     for backend, wanted in lengths.items():
         for n in wanted:
             torch._dynamo.reset()
-            run = Run(model, device, dtype, None if backend == "eager" else backend, inner="aot_eager")
+            run = Run(model, device, dtype, backend, inner="aot_eager")
             batch = text_tokens(0, 1, n).to(device.kind)
             run.step(batch)  # compiles, and makes the optimizer's state
             run.optimizer.zero_grad()

@@ -95,8 +95,8 @@ def _results(training: Differentiable, given: Operands, sizes: Sequence[int]) ->
 
 
 def trials(place: Place, device: Device) -> Iterator[Trial]:
-    """The planned tile of each kernel of a place, then by turns its other forms and the tiles around it that are
-    predicted to be the fastest. Forms that have never run are among them."""
+    """The planned tile of each kernel of a place, its other forms, and the tiles around it that are predicted to be the
+    fastest. Forms that have never run are among them."""
     torch._dynamo.reset()
     site = fusion.explain(place.definition.plain, *operands_of(place, device)).sites[0]
     spec, sizes, machine = site.specs[0], tuple(site.sizes[0].values()), device.planned_for
@@ -112,15 +112,8 @@ def trials(place: Place, device: Device) -> Iterator[Trial]:
         alike = [tile for tile in every[1:] if tile.with_form_of(planned) == tile]
         predicted = dict(zip(alike, times(kernel, sizes, alike), strict=True))
         alike.sort(key=lambda tile: predicted[tile])
-        forms = [
-            tile
-            for tile in every[1:]
-            if tile not in predicted and (tile.rows, tile.keys) == (planned.rows, planned.keys)
-        ]
-        forms = [tile for tile in forms if tile.stages == planned.stages and tile.warps == planned.warps]
-        turns = [tile for pair in zip(forms, alike, strict=False) for tile in pair]
-        turns += forms[len(alike) :] + alike[len(forms) :]
-        for tile in [planned, *turns][: 2 if device.rehearsal else MOST]:
+        forms = [tile for tile in every[1:] if planned.with_form_of(tile) == tile]
+        for tile in [planned, *forms, *alike][: 2 if device.rehearsal else MOST]:
             yield Trial(place=place, kernel=kernel, tile=tile, planned=planned, spec=spec, sizes=sizes)
 
 

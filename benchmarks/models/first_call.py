@@ -1,7 +1,7 @@
 """The first call of a compiled model, in a process of its own: seconds by the clock and of the processor.
 
     python -m benchmarks.models.first_call cold [--models bert mamba] [--rounds 3] [--output FILE.md]
-    python -m benchmarks.models.first_call warm [--models "bert, 128 tokens"] [--rounds 7] [--output FILE.md]
+    python -m benchmarks.models.first_call warm [--models bert] [--rounds 7] [--output FILE.md]
 
 cold: compilers' caches are empty. Inductor compiles alone and for us, in turns; the median of each is compared. It may
 take less for us, as fused attention is nothing to it. --beside MKL: not Inductor alone, but fusion with all products of
@@ -42,12 +42,6 @@ def _transformers(kind: str, **sizes: int) -> tuple[Any, Any]:
     return model, torch.randn(1, 3, 224, 224) if kind == "convnext" else torch.randint(3, 999, (1, 64))
 
 
-def _of_the_zoo(name: str, N: int) -> tuple[Any, Any]:
-    from benchmarks.common.model_zoo import MODELS as ZOO
-
-    return ZOO[name].make("sdpa"), ZOO[name].inputs(N)
-
-
 _SMALL = {"hidden_size": 128, "vocab_size": 1000}
 MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "bert": functools.partial(_transformers, "bert"),
@@ -62,8 +56,6 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "mamba": functools.partial(_transformers, "mamba", num_hidden_layers=4, **_SMALL),
     "convnext": functools.partial(_transformers, "convnext"),
-    "bert, 128 tokens": functools.partial(_of_the_zoo, "bert", 128),
-    "vit": functools.partial(_of_the_zoo, "vit", 197),
 }  # fmt: skip
 
 
@@ -139,7 +131,7 @@ def cold(options: argparse.Namespace, bytecode: str) -> list[list[str]]:
     environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode}
     subprocess.run([sys.executable, "-c", f"import {', '.join(PARSED)}"], env=environment, check=False)
     lines = []
-    for name in options.models or [name for name in MODELS if name not in ("bert, 128 tokens", "vit")]:
+    for name in options.models or MODELS:
         runs: dict[str, list[dict[str, float]]] = {options.beside: [], "fusion": []}
         for _ in range(options.rounds or 1):
             for compiler, spent in runs.items():
@@ -158,7 +150,7 @@ def cold(options: argparse.Namespace, bytecode: str) -> list[list[str]]:
 def warm(options: argparse.Namespace, bytecode: str) -> list[list[str]]:
     """A line per model, backend and state of its cache."""
     lines = []
-    for name in options.models or ["bert, 128 tokens"]:
+    for name in options.models or ["bert"]:
         runs: dict[str, list[dict[str, float]]] = {options.beside: [], "fusion": []}
         with tempfile.TemporaryDirectory() as folder:
             for turn in range((options.rounds or 7) + 1):
@@ -169,11 +161,6 @@ def warm(options: argparse.Namespace, bytecode: str) -> list[list[str]]:
                 times = [f"{statistics.median(r[clock] for r in some):.2f}" for clock in ("clock", "processor")]
                 hits = ", ".join(f"{key} {n}" for key, n in some[-1].items() if "cache" in key)
                 lines.append([name, backend, state, *times, hits])
-        pairs = list(zip(runs["fusion"][1:], runs[options.beside][1:], strict=True))
-        more = [statistics.median(a[clock] - b[clock] for a, b in pairs) for clock in ("clock", "processor")]
-        lines.append(
-            [name, f"fusion less {options.beside}", "filled", *(f"{m:.2f}" for m in more), "medians, run by run"]
-        )
     return lines
 
 

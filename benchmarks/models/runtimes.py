@@ -21,7 +21,6 @@ import datetime
 import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 import fusion
 from benchmarks.common import results
+from benchmarks.common.measuring import Entry, interleave
 from benchmarks.common.model_zoo import MODELS as LARGE
 from benchmarks.common.model_zoo import SMALL, VOCABULARY
 from fusion.exactness import errors
@@ -138,15 +138,10 @@ def measure(runtime: str, group: dict, folder: Path, seconds: float, busy: bool)
         result = call()
         first = time.perf_counter() - start
         share = errors(_real(result, inputs), *torch.load(folder / f"results {size}.pt")).share
-        times: list[float] = []
-        call()
-        stop = time.perf_counter() + seconds
-        while time.perf_counter() < stop or len(times) < 3:
-            start = clock()
-            call()
-            times.append(clock() - start)
+        entry = Entry(name=runtime, call=call)
+        interleave([entry], seconds=seconds, rounds=3, clock=clock)
         versions = {name: version for name in ("torch", runtime) if (version := results.version_of(name))}
-        yield {"median": statistics.median(times), "least": min(times), "samples": len(times), "first_call": first,
+        yield {"median": entry.median, "least": min(entry.times), "samples": len(entry.times), "first_call": first,
                "share": share, "versions": versions}  # fmt: skip
 
 

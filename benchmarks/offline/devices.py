@@ -2,7 +2,7 @@
 step of one attention, the share of its time that products take at the machine's peak, and where schedules cross.
 Nothing is run.
 
-    python -m benchmarks.offline.devices [--output devices.svg]
+    python -m benchmarks.offline.devices
 
 H200s as NVIDIA publishes them: 450 GB/s to the seven others of a node (NVLink 4 in one direction), and 400 Gbit/s to
 other nodes (a ConnectX-7 adapter for each, DGX H200). Every link of more than eight devices is taken to be of the
@@ -11,12 +11,10 @@ latter.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import heading, table
+from benchmarks.common import results
 from fusion.machine import machine
 from fusion.planning.problem import Problem
 from fusion.sequences import cost
@@ -43,46 +41,16 @@ def predicted(mask: dict[str, Any], length: int, devices: int) -> tuple[dict[str
     ) / target.flops("bf16")
 
 
-def draw(found: dict[tuple[str, int, int], dict[str, float]], output: Path) -> None:
-    """A panel for each mask and number of devices: seconds against the length."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "fusion", "svg.fonttype": "none", "font.size": 8})
-    figure, panels = plt.subplots(len(MASKS), len(DEVICES), figsize=(11, 7.5), sharex=True)
-    for (row, mask), (column, devices) in itertools.product(enumerate(MASKS), enumerate(DEVICES)):
-        axes = panels[row][column]
-        for name in cost.FORMULAS:
-            points = [(n, found[mask, n, devices].get(name)) for n in LENGTHS]
-            axes.loglog(*zip(*[point for point in points if point[1]] or [(LENGTHS[0], None)], strict=True), label=name)
-        axes.set_title(f"{mask}, {devices} devices", fontsize=8)
-    panels[0][0].legend(frameon=False)
-    panels[-1][0].set_xlabel("length of the sequence")
-    panels[0][0].set_ylabel("seconds")
-    figure.tight_layout()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, metadata={"Date": None})
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="where to write the figure")
-    options = parser.parse_args()
-    found, lines = {}, []
+    results.parser(__doc__).parse_args()
+    lines = []
     for mask, devices, length in itertools.product(MASKS, DEVICES, LENGTHS):
         times, least = predicted(MASKS[mask], length, devices)
-        found[mask, length, devices] = times
         best = min(times, key=times.__getitem__)
         cells = [f"{1e3 * times[name]:.3g}" if name in times else "" for name in cost.FORMULAS]
         lines.append([f"{mask}, {devices} devices, {length >> 10} Ki", *cells, best, f"{least / times[best]:.0%}"])
-    print(
-        heading("Predicted milliseconds of a training step of one attention (32 heads of 128, 8 of keys, bf16), H200s")
-    )
-    print(table(["", *cost.FORMULAS, "chosen", "products at peak"], lines))
-    if options.output is not None:
-        draw(found, options.output)
+    title = "Predicted milliseconds of a training step of one attention (32 heads of 128, 8 of keys, bf16), H200s"
+    results.publish(title, results.table(["", *cost.FORMULAS, "chosen", "products at peak"], lines), None)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Facts of a compiled kernel, from its machine code: inner loops, instruction by instruction, and what they spill.
 
 `disassemble` makes the text of a binary for NVIDIA devices; for AMD's the compiler leaves its text. `inner_loops` finds
-the loops of a text which contain no other, and `Loop` counts instructions by the unit that executes them. Units are
-those of one of the four parts of an NVIDIA multiprocessor; of AMD's instructions only products are told from others.
+the loops of a text which contain no other.
 """
 
 from __future__ import annotations
@@ -16,15 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-_UNITS = {
-    "tensor": "HGMMA HMMA IMMA QGMMA UTCHMMA UTCQMMA",
-    "fma": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 IMAD HFMA2 HADD2 HMUL2",
-    "special": "MUFU I2F I2FP F2I F2F POPC FLO",
-    "memory": "LDS STS LDSM STSM LDG STG LDGSTS LDL STL LD ST LDC ULDC UTMALDG UTMASTG SHFL SYNCS RED REDG ATOM ATOMG",
-    "control": "BRA BAR WARPSYNC NOP DEPBAR WARPGROUP EXIT BSYNC BSSY YIELD NANOSLEEP ELECT",
-}
-_UNIT = {name: unit for unit, names in _UNITS.items() for name in names.split()}  # others: alu
-
+_PRODUCTS = ("HGMMA", "HMMA", "IMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _LABEL = re.compile(r"^\s*(\.L_x?_?\d+):|^(\.LBB\d+_\d+):.*(?:=>This|Parent) ")
 _TARGET = re.compile(r"`\((\.L_x?_?\d+)\)|^(\.LBB\d+_\d+)")
@@ -50,9 +41,9 @@ class Instruction:
         return self.name.partition(".")[0]
 
     @property
-    def unit(self) -> str:
-        """The unit that executes it."""
-        return "tensor" if self.name.startswith(("v_mfma", "v_wmma")) else _UNIT.get(self.base, "alu")
+    def multiplies(self) -> bool:
+        """Whether it is a matrix product, of NVIDIA's or AMD's devices."""
+        return self.base in _PRODUCTS or self.name.startswith(("v_mfma", "v_wmma"))
 
     @property
     def spills(self) -> bool:
@@ -99,11 +90,6 @@ class Loop:
     """An inner loop: the instructions of one trip, in the order of addresses."""
 
     body: tuple[Instruction, ...]
-
-    @property
-    def units(self) -> dict[str, int]:
-        """Instructions by unit."""
-        return dict(Counter(instruction.unit for instruction in self.body))
 
     @property
     def products(self) -> dict[str, int]:
@@ -153,7 +139,7 @@ def inner_loops(text: str) -> list[Loop]:
                 back.append((at, len(lines)))
     inner = [(a, b) for a, b in back if not any((c, d) != (a, b) and a <= c and d <= b for c, d in back)]
     loops = [Loop(tuple(lines[a:b])) for a, b in dict.fromkeys(inner)]
-    return [loop for loop in loops if "tensor" in loop.units]
+    return [loop for loop in loops if any(i.multiplies for i in loop.body)]
 
 
 def disassemble(binary: bytes) -> str:
@@ -214,7 +200,7 @@ class StaticFacts:
     @property
     def main(self) -> Loop:
         """Of the loops with the most products that with the fewest instructions: the one without masks and bounds."""
-        return min(self.loops, key=lambda loop: (-loop.units["tensor"], len(loop.body)))
+        return min(self.loops, key=lambda loop: (-sum(i.multiplies for i in loop.body), len(loop.body)))
 
 
 def static_facts(kernel: Any) -> StaticFacts:

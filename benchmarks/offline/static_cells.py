@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.common.rows import GPU_ROWS, Problem
-from benchmarks.common.tracing import traced
+from benchmarks.common.rows import GPU_ROWS, Problem, traced
 from benchmarks.offline.absent import absent, meta
 from benchmarks.offline.disassembly import StaticFacts, static_facts
 from fusion.codegen.triton.backward import may_join

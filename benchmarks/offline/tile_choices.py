@@ -8,10 +8,10 @@ Nothing is compiled, and nothing was timed: the facts are those of `fusion.plann
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterator
 
+from benchmarks.common import results
 from benchmarks.common.rows import GPU_ROWS
 from benchmarks.offline.static_cells import FORWARD_ONLY, Cell, backward_tiles
 from fusion.codegen.triton.forward import Forward
@@ -38,7 +38,7 @@ class Chosen:
 
     @property
     def name(self) -> str:
-        return f"{self.machine.architecture} | {self.cell} | {self.work.kernel.removeprefix('attention_')}"
+        return f"{self.machine.architecture}, {self.cell}, {self.work.kernel.removeprefix('attention_')}"
 
     @property
     def fact(self) -> Fact | None:
@@ -65,24 +65,16 @@ def choices_of(cell: Cell, machine: Machine) -> Iterator[Chosen]:
         yield Chosen(cell=cell, machine=machine, work=work, tile=tile)
 
 
-def line(choice: Chosen) -> str:
-    """A row of the table."""
-    fact, shown = choice.fact, ("estimated", "", "", "")
-    if fact is not None:
-        shown = (str(fact.registers), str(fact.shared), str(fact.instructions), str(fact.spills))
-    return f"| {choice.name} | " + " | ".join([str(choice.tile), *shown]) + " |"
-
-
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    every = list(choices())
-    head = ("target", "variant", "kernel", "tile", "registers", "shared B", "instructions", "spills")
-    known = sum(each.fact is not None for each in every)
-    print(
-        f"Triton {gpu_facts.TRITON}; {known} of {len(every)} chosen tiles are compiled. Instructions and spills are of"
-    )
-    print("the main loop. bfloat16, 64 heads, 4096 queries and keys. Nothing was timed on a GPU.\n")
-    print("| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *map(line, every), sep="\n")
+    results.parser(__doc__).parse_args()
+    header, lines = ["target, variant, kernel", "tile", "registers", "shared B", "instructions", "spills"], []
+    for choice in choices():
+        fact, shown = choice.fact, ("estimated", "", "", "")
+        if fact is not None:
+            shown = map(str, (fact.registers, fact.shared, fact.instructions, fact.spills))
+        lines.append([choice.name, str(choice.tile), *shown])
+    print(f"Triton {gpu_facts.TRITON}. Instructions and spills are of the main loop. bfloat16, 64 heads, 4096 queries")
+    print(f"and keys. Nothing was timed on a GPU.\n\n{results.table(header, lines)}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ _SPECIAL = frozenset("exp exp2 log tanh sigmoid sin cos erf div sqrt pow log1p e
 _COSTLY = 8.0  # instructions of such a function
 _UNIT = 1.0  # of a tanh that is rounded to bfloat16, which has one
 EFFICIENCY = 0.76
-"""Share of the modelled rate that is reached. Fitted to published figures, H100, forward without a mask: FlexAttention's
+"""Share of the modelled rate that is reached. Fitted to published figures of an H100, forward without a mask:
+FlexAttention's
 template at d = 128, 392-408 Tflop/s, Triton's tutorial at d = 128, 434-477, and at d = 64, 396-403."""
 HIDDEN = 0.35
 """Share of what a program leaves idle that a second one beside it fills. Fitted, too."""

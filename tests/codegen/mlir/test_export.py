@@ -8,9 +8,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import fusion
-from fusion.api.export import Compiled
 from fusion.codegen.mlir.export import attention_module
-from fusion.errors import KernelCompilationError, MlirExportError
+from fusion.errors import MlirExportError
+from tests.codegen.mlir.exported import Compiled, run
 from tests.numerics import assert_as_exact_as_eager
 
 
@@ -93,7 +93,7 @@ def test_a_site_that_was_not_fused_has_no_mlir():
     with pytest.raises(MlirExportError, match="returns more than one tensor"):
         fusion.explain(returns, *tensors(1, 2, 5, 4)).sites[0].mlir()
     given = tensors(1, 2, 5, 4)
-    for ours, eager in zip(fusion.export_mlir(returns, *given)(*given), returns(*given), strict=True):
+    for ours, eager in zip(run(fusion.export_mlir(returns, *given), *given), returns(*given), strict=True):
         assert_as_exact_as_eager(ours, eager, eager)
 
 
@@ -104,17 +104,6 @@ def test_what_has_no_kernel_or_no_elements(monkeypatch):
     monkeypatch.setattr("fusion.codegen.mlir.export.supports", lambda spec, machine: "torch-mlir is missing")
     with pytest.raises(MlirExportError, match="torch-mlir is missing"):
         site.mlir()
-
-
-def test_a_module_that_does_not_compile_says_so():
-    text = "module { func.func @main(%x: tensor<3xf32>) -> tensor<3xf32> { return %x : tensor<3xf32> } }"
-    x = torch.randn(3)
-    with pytest.raises(MlirExportError, match="has no function 'other' to run; it has main"):
-        run_text(text, "other", [x], [((3,), torch.float32)])
-    unknown = text.replace("return %x", "%y = tosa.abs %x : (tensor<3xf32>) -> tensor<3xf32>\n return %y")
-    with pytest.raises(KernelCompilationError, match="the exported module does not compile"):
-        run_text(unknown, "main", [x], [((3,), torch.float32)])
-    assert torch.equal(run_text(text, "main", [x], [((3,), torch.float32)])[0], x)
 
 
 # --- models -----------------------------------------------------------------------------------------------------
@@ -138,7 +127,7 @@ def test_a_transformer_runs_as_one_module(tmp_path: Path):
     text = str(program)
     assert text.count("call @fusion_attention_0(") == 2 and "linalg.matmul" in text or "linalg.batch_matmul" in text
     with torch.no_grad():
-        (actual,), eager = program(tokens), model(tokens)
+        (actual,), eager = run(program, tokens), model(tokens)
         assert_as_exact_as_eager(actual, eager, model.double()(tokens), torch.float32)
     assert program.write(tmp_path / "model.mlir").read_text() == text
     assert program.write(tmp_path / "model.mlirbc").read_bytes()[:4] == b"ML\xefR"
@@ -150,7 +139,7 @@ def test_a_decoder_of_transformers_runs_as_one_module():
     program = fusion.export_mlir(model, tokens)
     assert len(program.attentions) == 1
     with torch.no_grad():
-        actual, eager = program(tokens)[0], model(tokens)[0]
+        actual, eager = run(program, tokens)[0], model(tokens)[0]
         assert_as_exact_as_eager(actual, eager, model.double()(tokens)[0], torch.float32)
 
 
@@ -160,7 +149,7 @@ def test_a_function_with_two_results_and_keywords():
         return {"y": y, "sum": y.sum(-1)}
 
     x = torch.randn(2, 11, 8)
-    y, total = fusion.export_mlir(both, x, scale=0.5)(x, scale=0.5)
+    y, total = run(fusion.export_mlir(both, x, scale=0.5), x, scale=0.5)
     assert_as_exact_as_eager({"y": y, "sum": total}, both(x, scale=0.5), both(x.double(), scale=0.5))
 
 

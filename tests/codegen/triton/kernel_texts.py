@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import rows as variants
-from benchmarks.common.tracing import traced
 from fusion.codegen.triton import module
 from fusion.codegen.triton.backward import backward_kernels
 from fusion.codegen.triton.dtypes import FLOAT8
@@ -59,7 +58,7 @@ def specs() -> Iterator[tuple[str, AttentionSpec]]:
             yield f"{name} off_by_one {dtype}", case(name, dtype, off_by_one=True).spec
     for name, row in variants.GPU_ROWS.items():
         for dtype in (torch.float32, torch.bfloat16):
-            yield f"row {name} {str(dtype)[6:]}", traced(row, dtype)
+            yield f"row {name} {str(dtype)[6:]}", variants.traced(row, dtype)
 
 
 def needs_of(spec: AttentionSpec) -> tuple[bool, ...]:
