@@ -43,7 +43,6 @@ class Primitive:
     transfer: the range of its result, from those of its arguments.
     text: its printed form, with {0}, {1}, ... for the arguments.
     precedence: of the printed form, ATOM at most.
-    mathml: its form in MathML where that is not the printed form set as a formula.
     derivative: None where it is piecewise constant, or has no float argument or result.
     tame: its result is finite where its arguments are, but for overflow.
     cost: of one evaluation, in exponentials; below 1 for a division, 0 for a single instruction.
@@ -55,7 +54,6 @@ class Primitive:
     transfer: Transfer
     text: str
     precedence: int = ATOM
-    mathml: str | None = None
     derivative: Derivative | None = None
     tame: bool = False
     cost: float = 0.0
@@ -195,14 +193,11 @@ def _comparisons(kind: Kind) -> dict[str, Primitive]:
 ROUNDED = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
 """Primitives that round to a narrower dtype: dtype -> name."""
 
-_FRACTION = "<mfrac><mrow>{0}</mrow><mrow>{1}</mrow></mfrac>"
-_MAGNITUDE = "<mrow><mo>|</mo>{0}<mo>|</mo></mrow>"
 _WAVE = transfer.between(-1.0, 1.0)
-_INDICATOR = "<mrow><mo>[</mo>{0}<mo>]</mo></mrow>"
 
 PRIMITIVES: dict[str, Primitive] = {
     "neg": _unary(torch.neg, "-{0}", lambda g, y, x: -g, precedence=7, tame=True),
-    "abs": _unary(torch.abs, "|{0}|", _of_abs, critical=(0,), mathml=_MAGNITUDE, tame=True),
+    "abs": _unary(torch.abs, "|{0}|", _of_abs, critical=(0,), tame=True),
     "detach": _unary(lambda x: x.detach(), "detach({0})", tame=True),
     "detach_nan": _unary(
         lambda x: torch.where(x == x, x, x.detach()), "{0}", lambda g, y, x: _where(operation("feq", x, x), g, ZERO),
@@ -213,26 +208,18 @@ PRIMITIVES: dict[str, Primitive] = {
     "trunc": _unary(torch.trunc, "trunc({0})"),
     "round": _unary(torch.round, "round({0})"),
     **{name: _rounding(dtype) for dtype, name in ROUNDED.items()},
-    "sqrt": _unary(
-        torch.sqrt, "sqrt({0})", lambda g, y, x: g * 0.5 / y, critical=(0,), mathml="<msqrt>{0}</msqrt>", cost=1
-    ),
+    "sqrt": _unary(torch.sqrt, "sqrt({0})", lambda g, y, x: g * 0.5 / y, critical=(0,), cost=1),
     "rsqrt": _unary(
-        torch.rsqrt, "rsqrt({0})", lambda g, y, x: g * -0.5 * (y * (y * y)), critical=(0,),
-        mathml="<mfrac><mn>1</mn><msqrt>{0}</msqrt></mfrac>", cost=1,
+        torch.rsqrt, "rsqrt({0})", lambda g, y, x: g * -0.5 * (y * (y * y)), critical=(0,), cost=1
     ),
-    "exp": _unary(
-        torch.exp, "exp({0})", lambda g, y, x: g * y, mathml="<msup><mi>e</mi><mrow>{0}</mrow></msup>", cost=1
-    ),
+    "exp": _unary(torch.exp, "exp({0})", lambda g, y, x: g * y, cost=1),
     "log": _unary(torch.log, "log({0})", lambda g, y, x: g / x, critical=(0,), cost=2),
     "log1p": _unary(torch.log1p, "log1p({0})", lambda g, y, x: g / (x + 1.0), critical=(-1,), cost=2),
     "expm1": _unary(torch.expm1, "expm1({0})", lambda g, y, x: g * (y + 1.0), cost=2),
     "sin": _unary(torch.sin, "sin({0})", lambda g, y, x: g * operation("cos", x), _WAVE, tame=True, cost=3),
     "cos": _unary(torch.cos, "cos({0})", lambda g, y, x: -(g * operation("sin", x)), _WAVE, tame=True, cost=3),
     "tanh": _unary(torch.tanh, "tanh({0})", lambda g, y, x: g * (1.0 - y * y), tame=True, cost=1),
-    "sigmoid": _unary(
-        torch.sigmoid, "sigmoid({0})", lambda g, y, x: g * y * (1.0 - y),
-        mathml="<mrow><mi>σ</mi><mo>(</mo>{0}<mo>)</mo></mrow>", tame=True, cost=1,
-    ),
+    "sigmoid": _unary(torch.sigmoid, "sigmoid({0})", lambda g, y, x: g * y * (1.0 - y), tame=True, cost=1),
     "erf": _unary(
         torch.erf, "erf({0})", lambda g, y, x: g * (2 / math.sqrt(math.pi)) * operation("exp", -(x * x)),
         tame=True, cost=2,
@@ -245,41 +232,34 @@ PRIMITIVES: dict[str, Primitive] = {
     ),
     "div": _binary(
         torch.div, "{0} / {1}", lambda g, y, a, b: (g / b, -(g * (y / b))), critical=(0,), precedence=6,
-        mathml=_FRACTION, cost=0.5,
+        cost=0.5,
     ),
     "minimum": _binary(torch.minimum, "min({0}, {1})", _of_extremum("minimum"), tame=True),
     "maximum": _binary(torch.maximum, "max({0}, {1})", _of_extremum("maximum"), tame=True),
-    "pow": _binary(
-        torch.pow, "{0} ^ {1}", _of_power, transfer.power, precedence=8,
-        mathml="<msup><mrow>{0}</mrow><mrow>{1}</mrow></msup>", cost=3,
-    ),
+    "pow": _binary(torch.pow, "{0} ^ {1}", _of_power, transfer.power, precedence=8, cost=3),
     **_comparisons(FLOAT),
     **_comparisons(INT),
     # Integer arithmetic is n-ary and normalised: build it with fusion.ir.integers.
     "add": _integer(torch.add, "{0} + {1}", transfer=rising(operator.add), precedence=5),
     "mul": _integer(torch.mul, "{0} * {1}", transfer=by_ends(operator.mul), precedence=6),
     "floordiv": _integer(
-        torch.floor_divide, "{0} // {1}", transfer=transfer.floor_division, precedence=6,
-        mathml=f"<mrow><mo>⌊</mo>{_FRACTION}<mo>⌋</mo></mrow>", cost=0.5,
+        torch.floor_divide, "{0} // {1}", transfer=transfer.floor_division, precedence=6, cost=0.5
     ),
     "mod": _integer(torch.remainder, "{0} % {1}", transfer=transfer.remainder, precedence=6, cost=0.5),
     "imin": _integer(torch.minimum, "min({0}, {1})", transfer=rising(transfer.least)),
     "imax": _integer(torch.maximum, "max({0}, {1})", transfer=rising(transfer.greatest)),
-    "iabs": _primitive((INT,), INT, torch.abs, "|{0}|", transfer=transfer.absolute, mathml=_MAGNITUDE),
+    "iabs": _primitive((INT,), INT, torch.abs, "|{0}|", transfer=transfer.absolute),
     "hash": _integer(hashed, "hash({0}, {1})", transfer=lambda key, counter: Range(0, 2**31 - 1)),
     "and": _logic(torch.logical_and, "{0} ∧ {1}", transfer=rising(operator.and_), precedence=2),
     "or": _logic(torch.logical_or, "{0} ∨ {1}", transfer=rising(operator.or_), precedence=1),
     "not": _primitive((BOOL,), BOOL, torch.logical_not, "¬{0}", transfer=transfer.negation, precedence=3),
     "to_float": _primitive(
-        (INT,), FLOAT, lambda x: x.to(torch.float64), "float({0})", transfer=rising(float), mathml="{0}", tame=True
+        (INT,), FLOAT, lambda x: x.to(torch.float64), "float({0})", transfer=rising(float), tame=True
     ),
     "bool_to_float": _primitive(
-        (BOOL,), FLOAT, lambda x: x.to(torch.float32), "float({0})", transfer=rising(float), mathml=_INDICATOR,
-        tame=True,
+        (BOOL,), FLOAT, lambda x: x.to(torch.float32), "float({0})", transfer=rising(float), tame=True
     ),
-    "bool_to_int": _primitive(
-        (BOOL,), INT, _truncating_int, "int({0})", transfer=rising(int), mathml=_INDICATOR
-    ),
+    "bool_to_int": _primitive((BOOL,), INT, _truncating_int, "int({0})", transfer=rising(int)),
     "to_int": _primitive((FLOAT,), INT, _truncating_int, "int({0})", transfer=transfer.truncation),
     "where": Primitive(
         args=(BOOL, FLOAT, FLOAT), result=FLOAT, evaluate=torch.where, transfer=transfer.selection,

@@ -1,13 +1,8 @@
-"""Expressions as mathematics that a person can read, e.g. `s * 0.125 + slope[b1] * (j - i) if j ≤ i else -inf`.
-
-`printed` goes through an expression once, for every notation: text on one line, or MathML
-(`fusion.report.drawings`).
-"""
+"""Expressions as mathematics that a person can read, e.g. `s * 0.125 + slope[b1] * (j - i) if j ≤ i else -inf`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fusion.ir.expr import Expr, Kind, const, node, walk
@@ -26,51 +21,15 @@ COMPOSITIONS: dict[str, Callable[[], Expr]] = {}
 printed. They come from where they are composed (`fusion.passes.pullback.functions`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notation:
-    """Functions that set each kind of expression, from parts that are already set.
-
-    minus: the sign of a negative number or term.
-    number: without its sign. symbol: a coordinate, a size or a letter of the formula.
-    template: the form of a primitive that needs no brackets around its arguments, if the notation has one.
-    cases: a selection, of (value, condition) pairs, the first of which counts that holds, and the value otherwise.
-    """
-
-    minus: str
-    number: Callable[[str], str]
-    name: Callable[[str], str]
-    symbol: Callable[[str], str]
-    element: Callable[[str, Sequence[str]], str]
-    call: Callable[[str, Sequence[str]], str]
-    brackets: Callable[[str], str]
-    sign: Callable[[str], str]
-    template: Callable[[Primitive], str | None]
-    cases: Callable[[Sequence[tuple[str, str]], str], str]
-
-
 def _cases(rows: Sequence[tuple[str, str]], otherwise: str) -> str:
     if len(rows) == 1:
         return f"{rows[0][0]} if {rows[0][1]} else {otherwise}"
     return "{" + "".join(f"{value} if {condition}; " for value, condition in rows) + otherwise + " otherwise}"
 
 
-TEXT = Notation(
-    minus="-",
-    number=str,
-    name=str,
-    symbol=str,
-    element=lambda name, index: f"{name}[{', '.join(index)}]",
-    call=lambda name, args: f"{name}({', '.join(args)})",
-    brackets="({})".format,
-    sign=" {} ".format,
-    template=lambda primitive: primitive.text if primitive.precedence == ATOM else None,
-    cases=_cases,
-)
-
-
 def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:
     """The expression on one line; `names` are the operands' names (default `t0`, `t1`, ...)."""
-    return printed(expr, names or {}, TEXT)[0]
+    return printed(expr, names or {})[0]
 
 
 def shortened(expr: Expr) -> Expr:
@@ -157,47 +116,45 @@ def number_text(value: object) -> str:
     return f"{value:.6g}"
 
 
-def printed(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[str, int]:
-    """(the expression in a notation, its precedence)."""
-    return _printed(shortened(expr), names, notation)
+def printed(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
+    """(the text of an expression, its precedence)."""
+    return _printed(shortened(expr), names)
 
 
-def _printed(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[str, int]:
+def _printed(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
     if expr.op == "const":
         text = number_text(expr.attr)
-        if text.startswith("-"):
-            return notation.minus + notation.number(text[1:]), _NEGATIVE
-        return notation.number(text), ATOM
+        return text, _NEGATIVE if text.startswith("-") else ATOM
     if expr.op in ("coord", "size"):
-        return notation.symbol(expr.name), ATOM
+        return expr.name, ATOM
     if expr.op in LETTERS:
-        letter = notation.symbol(LETTERS[expr.op])
-        return notation.call("log", [letter]) if expr.attr == "log" else letter, ATOM
+        letter = LETTERS[expr.op]
+        return f"log({letter})" if expr.attr == "log" else letter, ATOM
     if expr.op in ("where", "iwhere"):
-        return _selection(expr, names, notation)
-    args = [_printed(arg, names, notation) for arg in expr.args]
+        return _selection(expr, names)
+    args = [_printed(arg, names) for arg in expr.args]
     texts = [text for text, _ in args]
     if expr.op == "load":
-        return notation.element(names.get(expr.operand, f"t{expr.attr}"), texts), ATOM
+        return f"{names.get(expr.operand, f't{expr.attr}')}[{', '.join(texts)}]", ATOM
     if expr.op not in PRIMITIVES:  # on the way of the pull-back: a product, a softmax, a sum
         name = "s" if expr.op == "dot" else str(expr.attr or expr.op)
-        return notation.call(name, texts) if texts else notation.name(name), ATOM
+        return f"{name}({', '.join(texts)})" if texts else name, ATOM
     if PRIMITIVES[expr.op].text == "{0}":  # shown as its argument
         return args[0]
-    return _operation(expr, args, notation)
+    return _operation(expr, args)
 
 
-def _selection(expr: Expr, names: Mapping[int, str], notation: Notation) -> tuple[str, int]:
+def _selection(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
     """Selection: of the larger or smaller value as such, else with nested selections in its last branch as cases."""
     if (extremum := _extremum(expr)) is not None:
         name, *parts = extremum
-        return notation.call(name, [_printed(part, names, notation)[0] for part in parts]), ATOM
+        return f"{name}({', '.join(_printed(part, names)[0] for part in parts)})", ATOM
     rows = []
     while expr.op in ("where", "iwhere") and _extremum(expr) is None:
-        (condition, _), (value, level) = (_printed(arg, names, notation) for arg in expr.args[:2])
-        rows.append((value if level else notation.brackets(value), condition))
+        (condition, _), (value, level) = (_printed(arg, names) for arg in expr.args[:2])
+        rows.append((value if level else f"({value})", condition))
         expr = expr.args[2]
-    return notation.cases(rows, _printed(expr, names, notation)[0]), ATOM if len(rows) > 1 else 0
+    return _cases(rows, _printed(expr, names)[0]), ATOM if len(rows) > 1 else 0
 
 
 def _extremum(expr: Expr) -> tuple[Any, ...] | None:
@@ -213,41 +170,33 @@ def _extremum(expr: Expr) -> tuple[Any, ...] | None:
     return ("clamp", x, low, taken) if above == [(taken, x)] and below == [other.args[0]] else None
 
 
-def _operation(expr: Expr, args: Sequence[tuple[str, int]], notation: Notation) -> tuple[str, int]:
+def _operation(expr: Expr, args: Sequence[tuple[str, int]]) -> tuple[str, int]:
     primitive = PRIMITIVES[expr.op]
     level, texts = primitive.precedence, [text for text, _ in args]
-    if (template := notation.template(primitive)) == "{0}":
-        return args[0]
-    if template is not None:
-        if expr.op == "pow" and args[0][1] != ATOM:
-            texts[0] = notation.brackets(texts[0])
-        return template.format(*texts), level if expr.op in ("pow", "neg") else ATOM
     if level == ATOM:
-        return notation.call(primitive.text.partition("(")[0], texts), ATOM
+        return primitive.text.format(*texts), ATOM
     if len(args) == 1:
         weak = args[0][1] < (ATOM if expr.op == "not" else level)
-        sign = notation.minus if expr.op == "neg" else notation.sign(primitive.text.partition("{")[0]).strip()
-        return sign + (notation.brackets(texts[0]) if weak else texts[0]), level
+        return primitive.text.format(f"({texts[0]})" if weak else texts[0]), level
     # The right operand of a non-associative operation needs brackets at equal precedence.
     shown = [
-        notation.brackets(text) if own < level or (own == level and position and _keeps_apart(primitive, arg)) else text
+        f"({text})" if own < level or (own == level and position and _keeps_apart(primitive, arg)) else text
         for position, (arg, (text, own)) in enumerate(zip(expr.args, args, strict=True))
     ]
     if expr.op == "add":  # of integers, in any order: j - i
-        first = next((k for k, text in enumerate(shown) if not text.startswith(notation.minus)), 0)
+        first = next((k for k, text in enumerate(shown) if not text.startswith("-")), 0)
         shown.insert(0, shown.pop(first))
-    if expr.op == "mul" and shown[0] == notation.minus + notation.number("1"):
-        return notation.minus + _joined("*", shown[1:], notation), level
-    return _joined(primitive.text.split()[1], shown, notation), level
+    if expr.op == "mul" and shown[0] == "-1":
+        return "-" + _joined("*", shown[1:]), level
+    return _joined(primitive.text.split()[1], shown), level
 
 
-def _joined(sign: str, texts: Sequence[str], notation: Notation) -> str:
+def _joined(sign: str, texts: Sequence[str]) -> str:
     """Operands with signs between them; a sum with a negative term is a difference."""
     result = texts[0]
     for text in texts[1:]:
-        negative = sign == "+" and text.startswith(notation.minus)
-        rest = text.removeprefix(notation.minus) if negative else text
-        result += notation.sign("-" if negative else sign) + rest
+        negative = sign == "+" and text.startswith("-")
+        result += f" - {text[1:]}" if negative else f" {sign} {text}"
     return result
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from fusion.planning.plan import Plan, bytes_text, seconds_text
 from fusion.report import drawings
 from fusion.report.data import ATTENTION, SITE, kernel_summary
-from fusion.report.drawings import expression_to_mathml, spec_to_mathml
 
 if TYPE_CHECKING:
     from fusion.report.report import AttentionReport, Report, SiteReport
@@ -129,12 +128,10 @@ def _details(site: SiteReport, data: dict[str, Any], number: int, budget: int) -
             parts.append(f"<p>Stopped by <code>{escape(site.stopped_by)}</code></p>{_source(site.stopped_at, '')}")
         parts.append(f'<h3>What would make it fusable</h3><p class="advice">{escape(site.advice or "")}</p>')
     parts.append(_table([(label, data[key]) for key, label in labels.items() if data[key]]))
-    drawn = ("program", "schedule", "kernel")
+    drawn = ("schedule", "kernel")
     for attention, entries in zip(site.attentions, data["attentions"], strict=True):
-        program = spec_to_mathml(attention.spec, attention.names)
-        parts.append(f'<h3>Program</h3><div class="wide" tabindex="0">{program}</div>')
         rows = [(label, entries[key]) for key, label in ATTENTION.items() if entries[key] and key not in drawn]
-        parts += [_table(rows), _mask(attention), _plan(attention.planned())]
+        parts += ["<h3>Program</h3>", _table(rows), _mask(attention), _plan(attention.planned())]
     parts.append(_graphs(site, number))
     used = 0
     for position, source in enumerate(site.sources):
@@ -184,9 +181,8 @@ def _mask(attention: AttentionReport) -> str:
     about += " The mask of these inputs." if attention.values else ""
     whose = "<p>Of the first batch element and head:</p>" if spec.batch else ""
     about += " Evenly spaced rows and columns of each square were looked at." if shown.sampled else ""
-    formula = expression_to_mathml(spec.mask.live, attention.names)
     return (
-        f'<h3>Mask</h3><div class="wide" tabindex="0">{formula}</div><div class="columns">{drawings.mask_svg(shown)}'
+        f'<h3>Mask</h3><div class="columns">{drawings.mask_svg(shown)}'
         f'<div>{whose}<ul class="legend">{legend}</ul><p>{about}</p></div></div>'
     )
 
@@ -303,9 +299,7 @@ pre{margin:0;padding:.6rem .8rem;overflow:auto;background:var(--back);border:1px
 line-height:1.45}pre.kernel{max-height:32rem}pre mark{background:var(--mark);color:inherit;display:block}
 pre .n{color:var(--comment);user-select:none}
 pre i{font-style:normal}i.k{color:var(--key)}i.s{color:var(--string)}i.t{color:var(--type)}i.c{color:var(--comment)}
-.wide p{margin:.3rem 0}math{font-size:1.15em}mtable.cases{border-left:1.5px solid;border-radius:5px;padding-left:.4em;
-margin-left:.3em}
-mtd{text-align:left;math-style:normal}.wide{overflow-x:auto;padding:.2rem}
+.wide p{margin:.3rem 0}.wide{overflow-x:auto;padding:.2rem}
 .columns{display:flex;flex-wrap:wrap;gap:1rem 2.5rem;align-items:flex-start}
 .mask .m0{fill:var(--dead)}.mask .m1{fill:var(--mixed)}.mask .m2{fill:var(--full)}.mask .m3{fill:var(--data)}
 .mask .grid{stroke:var(--card);stroke-width:1;fill:none}
