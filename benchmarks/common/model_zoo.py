@@ -51,11 +51,12 @@ class Transcriber(nn.Module):
         from transformers import WhisperConfig, WhisperModel
 
         super().__init__()
+        implementation: dict[str, Any] = {"attn_implementation": attention}
         config = WhisperConfig(
             vocab_size=VOCABULARY, max_source_positions=N, max_target_positions=64, num_mel_bins=80, pad_token_id=0,
             bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, d_model=256, encoder_layers=4, decoder_layers=4,
             encoder_ffn_dim=1024, decoder_ffn_dim=1024, encoder_attention_heads=4, decoder_attention_heads=4,
-            attn_implementation=attention,
+            **implementation,
         )  # fmt: skip
         self.model = WhisperModel(config)
         self.register_buffer("known", _tokens(32))
