@@ -172,8 +172,9 @@ def _cap_score(score, b, h, i, j):
 class Row:
     """A variant: how it is written plainly, what it needs besides q, k, v, and what the peers call it.
 
-    `sdpa(q, k, *extras)` gives the keyword arguments of F.scaled_dot_product_attention, or is None where it cannot say
-    it. `score(*extras)` gives FlexAttention's score_mod, `mask(*extras)` its mask_mod. `pairs(N)`: live query-key pairs
+    `sdpa(*extras)` gives the keyword arguments of F.scaled_dot_product_attention, where these are not a mask of what
+    `score` and `mask` say; beyond_sdpa: it has no argument for the variant. `score(*extras)` gives FlexAttention's
+    score_mod, `mask(*extras)` its mask_mod. `pairs(N)`: live query-key pairs
     of one head, where they are not all. group: query heads per key head, None where all share one. learned: training
     wants the gradient of the extras too. latent: V is K without its last ROTARY columns. stored: the dtype whose bits k
     and v are, as uint8.
@@ -184,7 +185,8 @@ class Row:
     extras: Callable[[Problem, torch.Generator], list[Tensor]] = _nothing
     group: int | None = 1
     queries: int | None = None  # N of them where this is None
-    sdpa: Callable[..., dict] | None
+    sdpa: Callable[..., dict] | None = None
+    beyond_sdpa: bool = False
     score: Callable[..., Callable] | None = None
     mask: Callable[..., Callable] | None = None
     pairs: Callable[[int], int] | None = None
@@ -225,24 +227,15 @@ def _packed_pairs(N: int) -> int:
     return sum(map(_triangle, _document_lengths(N)))
 
 
-def _alibi_mask(q: Tensor, k: Tensor, slopes: Tensor) -> dict:
-    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
-    return {"attn_mask": (slopes[:, None, None] * (j - i)).masked_fill(j > i, -math.inf)[None].to(q.dtype)}
-
-
-def _band(q: Tensor, k: Tensor) -> dict:
-    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
-    return {"attn_mask": (j <= i) & (i - j < WINDOW)}
-
-
-def _packed_sdpa(q: Tensor, k: Tensor, documents: Tensor) -> dict:
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return {"attn_mask": same & torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()}
-
-
-def _table_mask(q: Tensor, k: Tensor, offsets: Tensor) -> dict:
-    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
-    return {"attn_mask": offsets[:, j - i + q.shape[-2] - 1][None]}
+def _as_mask(row: "Row", q: Tensor, k: Tensor, extras: list[Tensor]) -> dict:
+    """The mask, and what the program adds to scores, as an argument of `scaled_dot_product_attention`."""
+    i, j = torch.arange(q.shape[-2], device=q.device)[:, None], torch.arange(k.shape[-2], device=q.device)[None, :]
+    b, h = (torch.arange(n, device=q.device).view(-1, *[1] * dims) for n, dims in ((q.shape[0], 3), (q.shape[1], 2)))
+    live = row.mask(*extras)(b, h, i, j) if row.mask else None
+    if row.score is None:
+        return {"attn_mask": live}
+    bias = row.score(*extras)(0.0, b[:1], h, i, j)[None]
+    return {"attn_mask": (bias if live is None else bias.masked_fill(~live, -math.inf)).to(q.dtype)}
 
 
 def _alibi_score(slopes: Tensor) -> Callable:
@@ -261,18 +254,16 @@ def _table_score(offsets: Tensor) -> Callable:
 _CAUSAL: dict[str, Any] = {"mask": lambda *_: _causal_mask, "pairs": _triangle}
 
 ROWS: dict[str, Row] = {
-    "full": Row(title="full", plain=full, sdpa=lambda q, k: {}),
-    "causal": Row(title="causal", plain=causal, sdpa=lambda q, k: {"is_causal": True}, **_CAUSAL),
-    "alibi": Row(title="ALiBi + causal", plain=alibi, extras=_slopes, sdpa=_alibi_mask, score=_alibi_score, **_CAUSAL),
-    "softcap": Row(title="soft-cap", plain=softcap, sdpa=None, score=lambda: _cap_score),
-    "window": Row(
-        title=f"sliding window ({WINDOW})", plain=window, sdpa=_band, mask=lambda: _window_mask, pairs=_band_pairs
-    ),
+    "full": Row(title="full", plain=full, sdpa=dict),
+    "causal": Row(title="causal", plain=causal, sdpa=lambda: {"is_causal": True}, **_CAUSAL),
+    "alibi": Row(title="ALiBi + causal", plain=alibi, extras=_slopes, score=_alibi_score, **_CAUSAL),
+    "softcap": Row(title="soft-cap", plain=softcap, beyond_sdpa=True, score=lambda: _cap_score),
+    "window": Row(title=f"sliding window ({WINDOW})", plain=window, mask=lambda: _window_mask, pairs=_band_pairs),
     "bias": Row(
         title="T5-style bias [1, H, N, N]",
         plain=bias,
         extras=_position_bias,
-        sdpa=lambda q, k, position_bias: {"attn_mask": position_bias},
+        sdpa=lambda position_bias: {"attn_mask": position_bias},
         score=_bias_score,
         learned=True,
     ),
@@ -280,7 +271,6 @@ ROWS: dict[str, Row] = {
         title="relative-position table [H, 2N-1]",
         plain=table,
         extras=_offsets,
-        sdpa=_table_mask,
         score=_table_score,
         learned=True,
     ),
@@ -288,7 +278,7 @@ ROWS: dict[str, Row] = {
         title=f"grouped heads ({GROUP}), causal",
         plain=grouped,
         group=GROUP,
-        sdpa=lambda q, k: {"is_causal": True, "enable_gqa": True},
+        sdpa=lambda: {"is_causal": True, "enable_gqa": True},
         **_CAUSAL,
     ),
     "decode": Row(
@@ -296,14 +286,14 @@ ROWS: dict[str, Row] = {
         plain=decode,
         group=GROUP,
         queries=1,
-        sdpa=lambda q, k: {"enable_gqa": True},
+        sdpa=lambda: {"enable_gqa": True},
     ),
     "float8 decode": Row(
         title=f"decoding, keys and values in float8 (e4m3fn), grouped heads ({GROUP})",
         plain=float8_decode,
         group=GROUP,
         queries=1,
-        sdpa=None,
+        beyond_sdpa=True,
         stored=torch.float8_e4m3fn,
     ),
 }
@@ -314,7 +304,6 @@ GPU_ROWS: dict[str, Row] = ROWS | {
         title=f"{len(DOCUMENTS)} packed documents, causal",
         plain=packed,
         extras=_documents,
-        sdpa=_packed_sdpa,
         mask=_packed_mask,
         pairs=_packed_pairs,
     ),
@@ -323,7 +312,7 @@ GPU_ROWS: dict[str, Row] = ROWS | {
         plain=latent,
         group=None,
         latent=True,
-        sdpa=lambda q, k: {"is_causal": True},
+        sdpa=lambda: {"is_causal": True},
         **_CAUSAL,
     ),
     "latent decode": Row(
@@ -332,7 +321,7 @@ GPU_ROWS: dict[str, Row] = ROWS | {
         group=None,
         latent=True,
         queries=1,
-        sdpa=lambda q, k: {},
+        sdpa=dict,
     ),
 }
 """Variants measured on GPUs: those of CPUs and more."""
@@ -343,12 +332,13 @@ def sdpa_call(row: Row, operands: tuple[Tensor, ...]) -> Callable[[], Tensor] | 
 
     A key head that all query heads share is expanded, which copies nothing.
     """
-    if row.sdpa is None:
+    if row.beyond_sdpa:
         return None
     q, k, v, extras = row.attended(operands)
+    given = row.sdpa(*extras) if row.sdpa else _as_mask(row, q, k, extras)
     if row.group is None:
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    return functools.partial(F.scaled_dot_product_attention, q, k, v, **row.sdpa(q, k, *extras))
+    return functools.partial(F.scaled_dot_product_attention, q, k, v, **given)
 
 
 def flex_call(row: Row, operands: tuple[Tensor, ...], compiled: bool = True) -> Callable[[], Tensor]:

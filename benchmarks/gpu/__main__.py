@@ -93,11 +93,6 @@ def device_of(options: argparse.Namespace) -> Device:
     return Rehearsal() if options.rehearse else Gpu(options.autotune)
 
 
-def started(options: argparse.Namespace, device: str) -> Findings:
-    environment = results.environment() | {"arguments": sys.argv[1:], "cuda": torch.version.cuda}
-    return Findings(environment=environment, device=device, rehearsal=options.rehearse)
-
-
 class Crew:
     """Commands that run side by side, whose end nobody waits for; `dismiss` kills those that still run."""
 
@@ -152,16 +147,6 @@ def supervise(options: argparse.Namespace, path: Path) -> None:
             crew.dismiss()
 
 
-def finish(found: Findings, device: Device, stem: Path | None) -> None:
-    """Print the report, and write it beside the findings."""
-    found.environment["device"] = found.device
-    text = report(found, device.machine)
-    Console(width=200).print(text, markup=False, highlight=False)
-    if stem is not None:
-        found.write(stem.with_suffix(".json"))
-        stem.with_suffix(".md").write_text(text)
-
-
 def keep_compiled(folder: Path) -> None:
     """Let torch, Triton and fusion keep what they compile in this folder, in this process and its children."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.resolve())
@@ -198,11 +183,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         path = stem.with_suffix(".json") if stem is not None else Path(temporary, "findings.json")
         if options.begun is None:
-            started(options, name).write(path)
+            environment = results.environment() | {"arguments": sys.argv[1:], "cuda": torch.version.cuda}
+            Findings(environment=environment, device=name, rehearsal=options.rehearse).write(path)
         try:
             supervise(options, path)
         finally:
-            finish(Findings.read(path), device_of(options), stem)
+            text = report(Findings.read(path), device_of(options).machine)
+            Console(width=200).print(text, markup=False, highlight=False)
+            if stem is not None:
+                stem.with_suffix(".md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,6 @@ class Launches:
     kernels: list[Any] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
-    def variants(self, name: str) -> int:
-        """How many variants of a kernel were compiled."""
-        return sum(kernel.metadata.name == name for kernel in self.kernels)
-
 
 @contextlib.contextmanager
 def absent(machine: Machine, shared: bool = False, only: Collection[str] = ()) -> Iterator[Launches]:

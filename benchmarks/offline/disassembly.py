@@ -76,14 +76,6 @@ class Instruction:
         found = re.search(r"gsb0, 0x([0-9a-f]+)", self.operands) if self.name.startswith("WARPGROUP.DEPBAR") else None
         return int(found[1], 16) if found else None
 
-    @property
-    def added_bytes(self) -> int:
-        """Bytes of the numbers that it adds to memory for a warp."""
-        if self.base not in ("RED", "REDG"):
-            return 0
-        together = re.search(r"\.F32x(\d)", self.name)
-        return 32 * 4 * (int(together[1]) if together else 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Loop:

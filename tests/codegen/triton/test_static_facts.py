@@ -114,8 +114,8 @@ def test_what_a_training_step_compiles_on_hopper(d: int) -> None:
         assert not facts.serialised, name
         assert facts.main.spills <= 0.015 * len(facts.main.body), (name, facts.main.spills)
         assert facts.redundancy == 1, (name, facts.redundancy)
-        added = [found for each in facts.main.body if (found := each.added_bytes)]
-        assert bool(added) == (name == JOINT) and set(added) <= {16 * 32}
+        added = [each.name for each in facts.main.body if each.base in ("RED", "REDG")]
+        assert bool(added) == (name == JOINT) and all(".F32x4" in each for each in added)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -140,5 +140,5 @@ def test_a_generation_compiles_nothing_after_its_first_tokens() -> None:
         for n_k in (1000, 1001, 1008, 1023, 1024, 1025, 2047, 2048, 4096, 4097, 16384):
             k, v = (torch.empty(1, 32, n_k, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
             kernel([q, k, v], [1, 32, 1, n_k])
-    assert launches.variants("attention_split") == launches.variants("attention_combine") == 1
+    assert sorted(kernel.metadata.name for kernel in launches.kernels) == ["attention_combine", "attention_split"]
     assert len(launches.names) == 22
