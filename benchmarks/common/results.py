@@ -5,12 +5,13 @@ import datetime
 import importlib.metadata
 import os
 import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from fusion.machine.cpu import cpuinfo
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 VERSIONS = ("torch", "torch-mlir", "triton", "transformers", "numpy")
@@ -30,12 +31,8 @@ def _git(*arguments: str) -> str:
 
 def _processor() -> str:
     """The processor's name, with family and model where the name alone says little (virtual machines)."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    found = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line)
-    name = found.get("model name", platform.machine())
+    found = cpuinfo()
+    name = found.get("model name", platform.processor() or platform.machine())
     return f"{name} (family {found['cpu family']}, model {found['model']})" if "cpu family" in found else name
 
 

@@ -92,7 +92,7 @@ def _linux_caches() -> dict[str, int]:
     return caches
 
 
-def _cpuinfo() -> dict[str, str]:
+def cpuinfo() -> dict[str, str]:
     """Fields of /proc/cpuinfo for the first processor; empty where there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -105,14 +105,14 @@ def _cpuinfo() -> dict[str, str]:
 def identity() -> list[str]:
     """Properties that a compiler's choice of instructions depends on: maker, model and flags; empty where they are
     unknown."""
-    fields = _cpuinfo()
+    fields = cpuinfo()
     known = [fields.get(name, "") for name in ("vendor_id", "cpu family", "model", "flags")]
     return known if all(known) else []
 
 
 def _linux_cpu() -> tuple[str, set[str], float]:
     """Model name and flags from /proc/cpuinfo, and the clock in Hz (0 where it is not stated)."""
-    fields = _cpuinfo()
+    fields = cpuinfo()
     if not fields:
         return platform.processor() or platform.machine(), set(), 0.0
     flags = {str(flag) for flag in (fields.get("flags") or fields.get("Features") or "").split()}
