@@ -190,7 +190,7 @@ def _trains_tangents(graph: Graph) -> bool:
     for node in graph.nodes:
         if node.target is SET_GRAD_ENABLED:
             recording = node.args[0]
-        elif node.target is operator.getitem and node.args[1] == 1 and functorch.unpacks_dual(node.args[0].target):
+        elif node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in functorch.UNPACK_DUAL:
             reached.add(node)
         elif node.op == "output" or recording and "detach" not in (node.target, getattr(node.target, "__name__", "")):
             reached.update([node] if not reached.isdisjoint(node.all_input_nodes) else [])
@@ -205,7 +205,7 @@ def _asked(levels: Mapping[str, int]) -> Asked:
 
 
 def _is_of_levels(node: Node) -> bool:
-    return functorch.is_of_levels(node.target) or functorch.is_autograd_function(node.target)
+    return functorch.is_of_levels(node.target) or node.target is functorch.AUTOGRAD_FUNCTION
 
 
 def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, levels: Mapping[str, int]) -> list[Run]:

@@ -52,14 +52,12 @@ def below(operator: Any, keys: Any, arguments: Any) -> Any:
         return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 
-def carrying_tangents(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """Context in which operators propagate tangents, or do not."""
-    return forward_ad._set_fwd_grad_enabled(enabled)
+carrying_tangents = forward_ad._set_fwd_grad_enabled
+"""Context in which operators propagate tangents, or do not."""
 
 
-def carries_tangents() -> bool:
-    """Whether operators propagate tangents."""
-    return torch._C._is_fwd_grad_enabled()
+carries_tangents = torch._C._is_fwd_grad_enabled
+"""Whether operators propagate tangents."""
 
 
 def is_within_dual_level() -> bool:

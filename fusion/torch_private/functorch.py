@@ -28,10 +28,15 @@ def _functions(*names: str) -> tuple[Any, ...]:
 
 _ENTER = {kind: _functions(f"_{kind}_increment_nesting") for kind in KINDS} | {"dual": _functions("_enter_dual_level")}
 _LEAVE = {kind: _functions(f"_{kind}_decrement_nesting") for kind in KINDS} | {"dual": _functions("_exit_dual_level")}
-_FORBID_HOOKS = _functions("_saved_tensors_hooks_disable")
-_ALLOW_HOOKS = _functions("_saved_tensors_hooks_enable")
-_ASK = _functions("_autograd_grad")
-_UNPACK = _functions("_unpack_dual")
+FORBID_HOOKS = _functions("_saved_tensors_hooks_disable")
+"""The calls that forbid hooks on saved tensors, as a gradient does around its level."""
+ALLOW_HOOKS = _functions("_saved_tensors_hooks_enable")
+ASK_AUTOGRAD = _functions("_autograd_grad")
+"""The calls that compute gradients by autograd, as the function that `torch.func.vjp` returns does."""
+UNPACK_DUAL = _functions("_unpack_dual")
+"""The calls that return a tensor and its tangent."""
+AUTOGRAD_FUNCTION = torch.ops.higher_order.autograd_function_apply
+"""The call of a `torch.autograd.Function`."""
 _INSIDE = _functions("_make_dual", "_unpack_dual", "_set_fwd_grad_enabled")
 VMAP = (
     predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting,
@@ -42,49 +47,20 @@ _BEHIND = {id(f): getattr(torch._C._functorch, f.__name__) for f in VMAP}
 _BEHIND |= {id(f): f for f in _BEHIND.values()}
 
 
-def _is_one(target: Any, functions: tuple[Any, ...]) -> bool:
-    return any(target is function for function in functions)
-
-
 def enters(target: Any, *kinds: str) -> bool:
     """Whether a call opens a level, of these kinds or any: "grad", "jvp", "vmap", or "dual", that of forward mode."""
-    return any(_is_one(target, _ENTER[kind]) for kind in kinds or _ENTER)
+    return any(target in _ENTER[kind] for kind in kinds or _ENTER)
 
 
 def leaves(target: Any, *kinds: str) -> bool:
     """Whether a call closes a level, of these kinds or any."""
-    return any(_is_one(target, _LEAVE[kind]) for kind in kinds or _LEAVE)
-
-
-def forbids_hooks(target: Any) -> bool:
-    """Whether a call forbids hooks on saved tensors, as a gradient does around its level."""
-    return _is_one(target, _FORBID_HOOKS)
-
-
-def allows_hooks(target: Any) -> bool:
-    """Whether a call allows hooks on saved tensors."""
-    return _is_one(target, _ALLOW_HOOKS)
-
-
-def asks_autograd(target: Any) -> bool:
-    """Whether a call computes gradients by autograd, as the function that `torch.func.vjp` returns does."""
-    return _is_one(target, _ASK)
-
-
-def unpacks_dual(target: Any) -> bool:
-    """Whether a call returns a tensor and its tangent."""
-    return _is_one(target, _UNPACK)
-
-
-def is_autograd_function(target: Any) -> bool:
-    """Whether a call is that of a `torch.autograd.Function`."""
-    return target is torch.ops.higher_order.autograd_function_apply
+    return any(target in _LEAVE[kind] for kind in kinds or _LEAVE)
 
 
 def is_of_levels(target: Any) -> bool:
     """Whether a call belongs to a transform, and not to the function that is transformed."""
     where = str(getattr(target, "__module__", ""))
-    return where.startswith(_MODULES) or enters(target) or leaves(target) or _is_one(target, _INSIDE)
+    return where.startswith(_MODULES) or enters(target) or leaves(target) or target in _INSIDE
 
 
 def of_vmap(target: Any) -> Any:
@@ -131,6 +107,5 @@ def tangent_level() -> Iterator[int]:
         functions._jvp_decrement_nesting()
 
 
-def taken_off(tensor: torch.Tensor, level: int) -> torch.Tensor:
-    """Tensor behind a tensor of a level, outside of that level."""
-    return torch._C._functorch._unwrap_for_grad(tensor, level)
+taken_off = torch._C._functorch._unwrap_for_grad
+"""Tensor behind a tensor of a level, outside of that level."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch._inductor import config
+from torch._inductor import list_mode_options as settings_of_mode  # what `torch.compile(mode=...)` stands for
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule
 
@@ -35,13 +36,6 @@ def compiled(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any
     if getattr(run, "_boxed_call", False):
         run._boxed_call = False  # type: ignore[attr-defined]
     return run
-
-
-def settings_of_mode(mode: str) -> dict[str, Any]:
-    """Settings that `torch.compile(mode=...)` stands for. (`torch._inductor.list_mode_options`)"""
-    from torch._inductor import list_mode_options
-
-    return list_mode_options(mode)
 
 
 def is_packaging() -> bool:

@@ -24,10 +24,9 @@ def schema(operator: OpOverload) -> torch.FunctionSchema:
     return operator._schema
 
 
-def is_impure(operator: OpOverload) -> bool:
-    """Whether calls may not be removed although their results are unused. Takes the operator, since `Node.is_impure`
-    computes it again for each call."""
-    return torch._library.utils.is_impure(operator)
+is_impure = torch._library.utils.is_impure
+"""Whether calls may not be removed although their results are unused. Takes the operator, since `Node.is_impure`
+computes it again for each call."""
 
 
 def has_kernel(operator: OpOverload, key: str) -> bool:
@@ -44,6 +43,5 @@ def register_fake(library: torch.library.Library, name: str, shapes: Callable[..
     library._registration_handles.append(implementation.register(shapes, source, library))
 
 
-def assert_async(condition: torch.Tensor, message: str) -> None:
-    """Let a device raise an error where a condition does not hold, without waiting for it."""
-    torch._assert_async(condition, message)
+assert_async = torch._assert_async
+"""Let a device raise an error where a condition does not hold, without waiting for it."""

@@ -48,9 +48,8 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same memory, also fake ones. (Their addresses are 0.)"""
-    return torch._C._is_alias_of(tensor, other)
+shares_storage = torch._C._is_alias_of
+"""Whether two tensors have the same memory, also fake ones. (Their addresses are 0.)"""
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -109,14 +108,12 @@ def without_guards() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
-def is_view(fake: FakeTensor) -> bool:
-    """Whether a tensor is a view, for autograd."""
-    return fake._is_view()
+is_view = FakeTensor._is_view
+"""Whether a tensor is a view, for autograd."""
 
 
-def has_symbols(fake: FakeTensor) -> bool:
-    """Whether sizes or strides are symbols."""
-    return fake._has_symbolic_sizes_strides
+has_symbols = FakeTensor._has_symbolic_sizes_strides
+"""Whether sizes or strides are symbols."""
 
 
 def constant_of(fake: FakeTensor) -> torch.Tensor | None:

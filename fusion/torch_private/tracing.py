@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler
-from torch.export import ExportedProgram, ExportGraphSignature
+from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
@@ -95,19 +95,16 @@ def reparametrized(module: torch.nn.Module, state: Mapping[str, Any]) -> context
     return _reparametrize_module(module, dict(state))
 
 
-def current_node(interpreter: torch.fx.Interpreter, node: Node) -> contextlib.AbstractContextManager[None]:
-    """Context in which traced nodes get the annotations of a node that an interpreter runs."""
-    return interpreter._set_current_node(node)
+current_node = torch.fx.Interpreter._set_current_node
+"""Context in which traced nodes get the annotations of a node that an interpreter runs."""
 
 
-def rename(node: Node, name: str) -> None:
-    """Give a node a name, or a similar one where that is taken."""
-    node._rename(name)
+rename = Node._rename
+"""Give a node a name, or a similar one where that is taken."""
 
 
-def updated(program: ExportedProgram, module: GraphModule, signature: ExportGraphSignature) -> ExportedProgram:
-    """Exported program with another graph, and unchanged state, dynamic shapes and verifiers."""
-    return program._update(module, signature)
+updated = ExportedProgram._update
+"""Exported program with another graph, and unchanged state, dynamic shapes and verifiers."""
 
 
 def is_plain(graph: Graph) -> bool:
@@ -180,10 +177,9 @@ def without_function_modes() -> Iterator[None]:
             _push_mode(mode)
 
 
-def without_functions() -> contextlib.AbstractContextManager[None]:
-    """Context in which neither modes nor subclasses see uses of a tensor. Without it, reading the form of tensors in a
-    trace takes most of the time that copying a repeated call saves."""
-    return torch._C.DisableTorchFunction()
+without_functions = torch._C.DisableTorchFunction
+"""Context in which neither modes nor subclasses see uses of a tensor. Without it, reading the form of tensors in a
+trace takes most of the time that copying a repeated call saves."""
 
 
 def is_watched() -> bool:

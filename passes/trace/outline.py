@@ -95,7 +95,7 @@ def parts(graph: Graph) -> list[list[Node]]:
     """The nodes of each outermost function transform, and of each call of a `torch.autograd.Function`, in order."""
     ranges = _by_levels(graph)
     for node in graph.nodes:
-        if functorch.asks_autograd(node.target):  # what `torch.func.vjp` returns may be called behind its levels
+        if node.target in functorch.ASK_AUTOGRAD:  # what `torch.func.vjp` returns may be called behind its levels
             inputs = set(node.all_input_nodes)
             for part in [p for p in ranges if p[-1] < node and not inputs.isdisjoint(p)][:1]:
                 last = next((p[-1] for p in ranges if node in p), node)
@@ -109,7 +109,7 @@ def sealed_softmaxes(module: GraphModule) -> list[tuple[Node, str]]:
     are recorded, and `torch.cond` and similar operators."""
     sealed = []
     for node in module.graph.nodes:
-        own_gradient = functorch.is_autograd_function(node.target)
+        own_gradient = node.target is functorch.AUTOGRAD_FUNCTION
         if node.target in _OPEN or not isinstance(node.target, HigherOrderOperator):
             continue
         if own_gradient and not torch.is_grad_enabled():
@@ -129,7 +129,7 @@ def _by_levels(graph: Graph) -> list[list[Node]]:
     for node in graph.nodes:
         target = node.target
         entering = _enters(target)
-        own_gradient = functorch.is_autograd_function(target) and torch.is_grad_enabled()
+        own_gradient = target is functorch.AUTOGRAD_FUNCTION and torch.is_grad_enabled()
         outside = depth == 0 and hooks
         if outside and (entering or own_gradient):
             found_parts.append([])
@@ -138,13 +138,13 @@ def _by_levels(graph: Graph) -> list[list[Node]]:
         elif _unwraps(node):
             found_parts.append([node])
         depth += functorch.enters(target) - functorch.leaves(target)
-        hooks = not functorch.forbids_hooks(target) and (hooks or functorch.allows_hooks(target))
+        hooks = target not in functorch.FORBID_HOOKS and (hooks or target in functorch.ALLOW_HOOKS)
     return found_parts
 
 
 def _enters(target: Any) -> bool:
     """Whether a call begins a transform: it opens a level, or forbids hooks around one."""
-    return functorch.enters(target) or functorch.forbids_hooks(target)
+    return functorch.enters(target) or target in functorch.FORBID_HOOKS
 
 
 def transforms(part: list[Node]) -> bool:
@@ -218,8 +218,8 @@ def traces_through(body: Graph) -> bool:
     if not functorch.enters(next(calls).target, "vmap"):
         return False
     kinds = "grad", "jvp", "dual"
-    others = (functorch.enters(n.target, *kinds) or functorch.forbids_hooks(n.target) for n in body.nodes)
-    return not any(others) and not any(functorch.is_autograd_function(n.target) or _unwraps(n) for n in body.nodes)
+    others = (functorch.enters(n.target, *kinds) or n.target in functorch.FORBID_HOOKS for n in body.nodes)
+    return not any(others) and not any(n.target is functorch.AUTOGRAD_FUNCTION or _unwraps(n) for n in body.nodes)
 
 
 def is_outlined(target: Any) -> bool:
@@ -250,7 +250,7 @@ def described(node: Node) -> str | None:
     if not isinstance(sealed, _Sealed):
         return None
     first = next(inner.target for inner in sealed.body.graph.nodes if inner.op.startswith("call"))
-    if functorch.is_autograd_function(first):
+    if first is functorch.AUTOGRAD_FUNCTION:
         return "torch.autograd.Function"
     return "a transform of torch.func" if _enters(first) else "a tensor that holds others"
 
