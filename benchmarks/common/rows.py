@@ -259,71 +259,26 @@ ROWS: dict[str, Row] = {
     "alibi": Row(title="ALiBi + causal", plain=alibi, extras=_slopes, score=_alibi_score, **_CAUSAL),
     "softcap": Row(title="soft-cap", plain=softcap, beyond_sdpa=True, score=lambda: _cap_score),
     "window": Row(title=f"sliding window ({WINDOW})", plain=window, mask=lambda: _window_mask, pairs=_band_pairs),
-    "bias": Row(
-        title="T5-style bias [1, H, N, N]",
-        plain=bias,
-        extras=_position_bias,
-        sdpa=lambda position_bias: {"attn_mask": position_bias},
-        score=_bias_score,
-        learned=True,
-    ),
-    "table": Row(
-        title="relative-position table [H, 2N-1]",
-        plain=table,
-        extras=_offsets,
-        score=_table_score,
-        learned=True,
-    ),
-    "grouped": Row(
-        title=f"grouped heads ({GROUP}), causal",
-        plain=grouped,
-        group=GROUP,
-        sdpa=lambda: {"is_causal": True, "enable_gqa": True},
-        **_CAUSAL,
-    ),
-    "decode": Row(
-        title=f"decoding: one query, grouped heads ({GROUP})",
-        plain=decode,
-        group=GROUP,
-        queries=1,
-        sdpa=lambda: {"enable_gqa": True},
-    ),
-    "float8 decode": Row(
-        title=f"decoding, keys and values in float8 (e4m3fn), grouped heads ({GROUP})",
-        plain=float8_decode,
-        group=GROUP,
-        queries=1,
-        beyond_sdpa=True,
-        stored=torch.float8_e4m3fn,
-    ),
-}
-
+    "bias": Row(title="T5-style bias [1, H, N, N]", plain=bias, extras=_position_bias, score=_bias_score,
+                sdpa=lambda position_bias: {"attn_mask": position_bias}, learned=True),
+    "table": Row(title="relative-position table [H, 2N-1]", plain=table, extras=_offsets, score=_table_score,
+                 learned=True),
+    "grouped": Row(title=f"grouped heads ({GROUP}), causal", plain=grouped, group=GROUP,
+                   sdpa=lambda: {"is_causal": True, "enable_gqa": True}, **_CAUSAL),
+    "decode": Row(title=f"decoding: one query, grouped heads ({GROUP})", plain=decode, group=GROUP, queries=1,
+                  sdpa=lambda: {"enable_gqa": True}),
+    "float8 decode": Row(title=f"decoding, keys and values in float8 (e4m3fn), grouped heads ({GROUP})",
+                         plain=float8_decode, group=GROUP, queries=1, beyond_sdpa=True, stored=torch.float8_e4m3fn),
+}  # fmt: skip
 
 GPU_ROWS: dict[str, Row] = ROWS | {
-    "packed": Row(
-        title=f"{len(DOCUMENTS)} packed documents, causal",
-        plain=packed,
-        extras=_documents,
-        mask=_packed_mask,
-        pairs=_packed_pairs,
-    ),
-    "latent": Row(
-        title="latent attention, causal",
-        plain=latent,
-        group=None,
-        latent=True,
-        sdpa=lambda: {"is_causal": True},
-        **_CAUSAL,
-    ),
-    "latent decode": Row(
-        title="latent attention, decoding",
-        plain=latent_decode,
-        group=None,
-        latent=True,
-        queries=1,
-        sdpa=dict,
-    ),
-}
+    "packed": Row(title=f"{len(DOCUMENTS)} packed documents, causal", plain=packed, extras=_documents,
+                  mask=_packed_mask, pairs=_packed_pairs),
+    "latent": Row(title="latent attention, causal", plain=latent, group=None, latent=True,
+                  sdpa=lambda: {"is_causal": True}, **_CAUSAL),
+    "latent decode": Row(title="latent attention, decoding", plain=latent_decode, group=None, latent=True, queries=1,
+                         sdpa=dict),
+}  # fmt: skip
 """Variants measured on GPUs: those of CPUs and more."""
 
 
