@@ -141,8 +141,9 @@ def _replace_calls(module: Any, ir: Any) -> list[AttentionFunction]:
         spec = AttentionSpec.from_json(ir.StringAttr(text.owner.attributes["value"]).value)
         key = (spec, shapes, extents)
         if key not in functions:
-            functions[key] = attention_function(f"fusion_attention_{len(functions)}", spec, shapes, extents)
-            _declare(module, functions[key], ir)
+            function = functions[key] = attention_function(f"fusion_attention_{len(functions)}", spec, shapes, extents)
+            declared = f"func.func private @{function.name}({', '.join(function.operands)}) -> {function.result}"
+            module.body.append(ir.Module.parse(declared).body.operations[0].operation.clone())
         _replace(op, operands, functions[key], ir)
     return list(functions.values())
 
@@ -163,11 +164,6 @@ def _replace(op: Any, operands: Sequence[Any], function: AttentionFunction, ir: 
     result = op.results[0]
     result.replace_all_uses_with(create("torch_c.from_builtin_tensor", result.type, [called]))
     op.erase()
-
-
-def _declare(module: Any, function: AttentionFunction, ir: Any) -> None:
-    text = f"func.func private @{function.name}({', '.join(function.operands)}) -> {function.result}"
-    module.body.append(ir.Module.parse(text).body.operations[0].operation.clone())
 
 
 def _define(module: Any, functions: Sequence[AttentionFunction], ir: Any) -> None:

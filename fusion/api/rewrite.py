@@ -163,7 +163,9 @@ def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedPro
     origins = module.graph.find_nodes(op="placeholder")
     inputs = [node.meta.get("val") for node in origins]
     guards = _guards(inputs)
-    fused, report = fuse(module, inputs, _for(options, any(map(_drops, module.graph.nodes))))
+    dropouts = filter(nodes.is_active_dropout, module.graph.nodes)
+    trained = any(nodes.arguments(node).get("train", True) for node in dropouts)
+    fused, report = fuse(module, inputs, _for(options, trained))
     if report.fused and _guards(inputs) != guards:
         report.notes.append(
             "left as it was: fusing would fix a size that the program leaves open; export it with that dimension static"
@@ -180,11 +182,6 @@ def _rewrite_exported(program: ExportedProgram, options: Options) -> ExportedPro
     fused.graph.lint()
     fused.recompile()
     return tracing.updated(program, fused, _signature(program, fused))
-
-
-def _drops(node: Node) -> bool:
-    """True where a node of a program drops elements at random, as in training."""
-    return nodes.is_active_dropout(node) and bool(nodes.arguments(node).get("train", True))
 
 
 def _guards(inputs: list[Any]) -> int:

@@ -134,21 +134,13 @@ def verify(
     The outputs of the whole call are compared as well. Raises ComparisonError where eager itself fails.
     """
     original, recorder = original_of(function), _Recorder(options=options or {}, gradients=gradients, wanted=site)
-    arguments = tree_map(_differentiable, (args, kwargs)) if gradients else (args, kwargs)
+    wanted = lambda leaf: leaf.detach().requires_grad_() if gradients and is_float(leaf) else leaf
+    arguments = tree_map(wanted, (args, kwargs))
     nested_tensors.register()
     with calling("verify", original, args, kwargs), torch.set_grad_enabled(gradients):
         torch.compile(original, backend=recorder.backend, dynamic=False)(*arguments[0], **arguments[1])
     compared = compare_results(original, args, kwargs, options)
     return Verification(sites=recorder.sites, whole=compared["fusion"], note=compared.note)
-
-
-def _differentiable(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_() if is_float(leaf) else leaf
-
-
-def _compiled_for(value: Any) -> Any:
-    """The properties of a value that compiled code depends on."""
-    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,7 +172,8 @@ class _Recorder:
         """Compare one attention; of several calls the worst is kept."""
         progress.info("comparing attention %d of %d with float64: %s", entry.number + 1, len(self.sites), entry.place)
         text = scripts.function_text(cut)
-        key = text, *map(_compiled_for, values)
+        form = lambda x: (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
+        key = text, *map(form, values)
         if key not in self.functions:
             space: dict[str, Any] = {"torch": torch}
             exec(compile(text, "<attention>", "exec"), space)

@@ -92,7 +92,8 @@ def _value(node: Node, values: dict[Node, Polynomial], dtype: torch.dtype) -> Po
         case aten.div.Tensor, [dict(x), float() | int() as y] if y:
             return _times(x, {(): 1 / y})
         case aten.add.Tensor, [dict(x), y]:
-            return _plus(x, y if isinstance(y, dict) else {(): float(y)})
+            other = y if isinstance(y, dict) else {(): float(y)}
+            return {factors: x.get(factors, 0.0) + other.get(factors, 0.0) for factors in x | other}
         case aten.pow.Tensor_Scalar, [dict(x), 2 | 3 as power]:
             return _times(x, x) if power == 2 else _times(_times(x, x), x)
         case (aten.erf.default | aten.tanh.default) as target, [dict(x)]:
@@ -107,10 +108,6 @@ def _times(a: Polynomial, b: Polynomial) -> Polynomial:
         for right, y in b.items():
             result[tuple(sorted(left + right))] += x * y
     return dict(result)
-
-
-def _plus(a: Polynomial, b: Polynomial) -> Polynomial:
-    return {factors: a.get(factors, 0.0) + b.get(factors, 0.0) for factors in a | b}
 
 
 def _are_close(a: Polynomial, b: Polynomial) -> bool:

@@ -73,15 +73,12 @@ def width(depth: int, dtype: torch.dtype = torch.float32) -> int:
         least = -(-depth // count)
         for part in (least, (least // STEP + 1) * STEP):
             rest = depth % part
-            if depth // part + (rest > 0) == count and _average(depth, part) <= CHAIN:
+            if depth // part + (rest > 0) != count:
+                continue
+            terms = (depth - rest) * _chain(part) + (rest * _chain(rest) if rest else 0)  # in chains of so many
+            if terms / depth <= CHAIN:
                 return part
     return 1
-
-
-def _average(depth: int, part: int) -> float:
-    """Length of the chains of a sum that is computed in parts, averaged over its terms."""
-    rest = depth % part
-    return ((depth - rest) * _chain(part) + (rest * _chain(rest) if rest else 0)) / depth
 
 
 def _chain(depth: int) -> float:

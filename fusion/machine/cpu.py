@@ -74,11 +74,6 @@ def _run(*command: str) -> str:
         return ""
 
 
-def _bytes_of(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
-    return int(match[1]) * {"": 1, "K": KIB, "M": MIB, "G": GIB}[match[2]] if match else 0
-
-
 def _linux_caches() -> dict[str, int]:
     """Data cache sizes in bytes by level name, from sysfs; empty where there is none."""
     caches = {}
@@ -88,7 +83,8 @@ def _linux_caches() -> dict[str, int]:
         except OSError:
             continue
         if kind in ("Data", "Unified"):
-            caches[f"L{level}"] = _bytes_of(size)
+            match = re.fullmatch(r"(\d+)([KMG]?)", size)
+            caches[f"L{level}"] = int(match[1]) * {"": 1, "K": KIB, "M": MIB, "G": GIB}[match[2]] if match else 0
     return caches
 
 

@@ -157,16 +157,16 @@ def left_in_derivatives(problems: Iterable[Problem], by_kernels: bool) -> Refusa
     return Refusal(Reason.DERIVATIVES, message)
 
 
-def cascade_pays(tables: Iterable[int], column: bool) -> bool:
-    """Whether reductions of scores become attentions of their own. tables: elements of the table of scores that each
-    reduces. column: a softmax over the queries is all of them."""
-    least = CASCADE_OF_A_COLUMN if column else CASCADE
-    return all(4 * elements >= least for elements in tables)
-
-
 def cascade_rule(when: str) -> Callable[[Iterable[int], bool], bool] | None:
-    """The rule for cascades that the option asks for: "auto", "always" or "never"."""
-    return {"auto": cascade_pays, "always": lambda tables, column: True, "never": None}[when]
+    """The rule by which reductions of scores become attentions of their own, for the option "auto", "always" or
+    "never": a function of the elements of the table of scores that each reduces, and of whether a softmax over the
+    queries is all of them."""
+
+    def pays(tables: Iterable[int], column: bool) -> bool:
+        least = CASCADE_OF_A_COLUMN if column else CASCADE
+        return all(4 * elements >= least for elements in tables)
+
+    return {"auto": pays, "always": lambda tables, column: True, "never": None}[when]
 
 
 def sets_pay(

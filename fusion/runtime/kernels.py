@@ -227,14 +227,11 @@ def outputs_backward_of(spec: str, device: str, request: str) -> Run:
     run = backward_of(spec, device, request)
 
     def backward(grad: Tensor, aux_outputs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-        arriving = [g if _captured(g) or not is_zero(g) else None for g in aux_outputs]
+        captured = grad.is_cuda and torch.cuda.is_current_stream_capturing()
+        arriving = [g if captured or not is_zero(g) else None for g in aux_outputs]
         return run(grad, *rest, arriving) if any(g is not None for g in arriving) else run(grad, *rest)
 
     return backward
-
-
-def _captured(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 OF_OPERATORS: dict[str, tuple[Callable[[str, str, str], Run], int]] = {

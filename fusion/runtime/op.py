@@ -167,10 +167,6 @@ def _save_count(ctx: Any, arguments: Sequence[Any], result: Tensor) -> None:
     ctx.mark_non_differentiable(result)
 
 
-def _save_all(ctx: Any, arguments: Sequence[Any], result: Sequence[Tensor]) -> None:
-    ctx.save_for_backward(*autograd.flat(arguments))
-
-
 def _differentiate_derivative(describe: Callable[[Sequence[Any]], derivatives.Function], ctx: Any, *arriving: Any):
     """Gradient formula of an operator that is a derivative itself."""
     tensors = ctx.saved_tensors
@@ -230,7 +226,9 @@ for _name, _describe in (
     ("attention_derivative", derivatives.of_derivative),
 ):
     _again = functools.partial(_differentiate_derivative, _describe)
-    autograd.register(_library, _name, _again, _save_all, _describe)
+    autograd.register(
+        _library, _name, _again, lambda ctx, given, _: ctx.save_for_backward(*autograd.flat(given)), _describe
+    )
 autograd.register(_library, "tile_map", lambda ctx, grad: [None] * ctx.count, _save_count)
 for _name in _OPERATORS:
     if _name.startswith("attention") and _name != "attention_below_autograd":
