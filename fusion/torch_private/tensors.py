@@ -112,8 +112,9 @@ is_view = FakeTensor._is_view
 """Whether a tensor is a view, for autograd."""
 
 
-has_symbols = FakeTensor._has_symbolic_sizes_strides
-"""Whether sizes or strides are symbols."""
+def has_symbols(fake: FakeTensor) -> bool:
+    """Whether sizes or strides are symbols."""
+    return fake._has_symbolic_sizes_strides
 
 
 def constant_of(fake: FakeTensor) -> torch.Tensor | None:
