@@ -6,8 +6,8 @@ emitter. A new primitive is one entry in this table and one line in the lowering
 missing ones.
 
 Derivatives are written in torch's order of operations, which decides where 0 * inf occurs. At kinks they are fixed (0
-for |x| at 0, halves for ties of min and max); `passes.pullback.ties` compares them with torch's convention where
-operations are composed of them. Selections select gradients instead of multiplying by 0 and 1, so that an infinity or
+for |x| at 0, halves for ties of min and max), by torch's conventions, with which validation compares compositions
+(`fusion.validation.samples`). Selections select gradients instead of multiplying by 0 and 1, so that an infinity or
 NaN on the side not taken goes nowhere, as in torch.
 """
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial, reduce
+from functools import cache, lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ from fusion.torch_private.operators import OpOverload, schema
 
 from ..nodes import packet
 from .casts import FILL, Builder, Call, float_arithmetic, float_function, kind_of, operand, round_constants
-from .functions import ELEMENTARY, INFINITY, SPECIAL
-from .ties import as_torch_differentiates
+from .functions import ELEMENTARY, INFINITY
 from .views import CASTS
 
 aten = torch.ops.aten
@@ -187,26 +187,41 @@ def _extremum(on_float: str, on_integer: str) -> Builder:
     return builder
 
 
-Clamped = Callable[[Expr, "Expr | None", "Expr | None"], Expr]
-"""(value, lower bound, upper bound) -> the value between the bounds."""
-
-
-def _clamp(of_floats: Clamped) -> Builder:
-    def builder(call: Call) -> Expr | None:
-        kind = kind_of(call.dtype)
-        if kind not in (Kind.FLOAT, Kind.INT):
+def _clamp(call: Call) -> Expr | None:
+    """Value between two bounds, of which one may be missing."""
+    kind = kind_of(call.dtype)
+    if kind not in (Kind.FLOAT, Kind.INT):
+        return None
+    value, given = operand(call.args[0], kind), (call.get(1, "min"), call.get(2, "max"))
+    if kind is Kind.INT and not any(isinstance(x, Expr) for x in given):
+        if (given := _bounds(call.dtype, *given)) is None:
             return None
-        value, given = operand(call.args[0], kind), (call.get(1, "min"), call.get(2, "max"))
-        if kind is Kind.INT and not any(isinstance(x, Expr) for x in given):
-            if (given := _bounds(call.dtype, *given)) is None:
-                return None
-        low, high = (None if x is None else operand(x, kind) for x in given)
-        if kind is Kind.FLOAT:
-            return of_floats(value, low, high)
-        value = value if low is None else apply("imax", value, low)
-        return value if high is None else apply("imin", value, high)
+    low, high = (None if x is None else operand(x, kind) for x in given)
+    if kind is Kind.FLOAT:
+        return _clamped(value, low, high, _share_on_bound(_has_tensors_for_bounds(call)))
+    value = value if low is None else apply("imax", value, low)
+    return value if high is None else apply("imin", value, high)
 
-    return builder
+
+def _has_tensors_for_bounds(call: Call) -> bool:
+    if call.target is not None:
+        return "Tensor" in call.target._overloadname
+    return any(isinstance(call.get(k, name), Expr) for k, name in ((1, "min"), (2, "max")))
+
+
+@cache
+def _share_on_bound(tensors: bool) -> float:
+    """Share of the gradient that torch's `clamp` passes to a value that is on its bound, a tensor or a number: all up
+    to torch 2.13, half or nothing since. Torch is asked in another thread, which has none of the modes of the
+    compilation."""
+
+    def share() -> float:
+        value = torch.zeros((), requires_grad=True)
+        (slope,) = torch.autograd.grad(value.clamp(torch.zeros(()) if tensors else 0.0), value)
+        return slope.item()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(share).result()
 
 
 @lru_cache(maxsize=1024)
@@ -221,20 +236,20 @@ def _bounds(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int 
     return (None if low == limits.min else low), (None if high == limits.max else high)
 
 
-def _clamped(less: str) -> Clamped:
-    """Clamp by selections, which give a gradient to one side alone: a NaN gets none, nor does a lower bound that is no
-    lower than the upper one. less: "flt" where a value on its bound keeps the gradient, "fle" where the bound gets
-    it."""
+def _clamped(value: Expr, low: Expr | None, high: Expr | None, share: float) -> Expr:
+    """Float between two bounds. share: of the gradient for a value on its bound.
 
-    def clamped(value: Expr, low: Expr | None, high: Expr | None) -> Expr:
-        value = apply("detach_nan", value)
-        low, high = (None if x is None else apply("detach_nan", x) for x in (low, high))
-        if low is not None:
-            bound = low if high is None else where(apply("flt", low, high), low, apply("detach", low))
-            value = where(_or_nan(apply(less, value, low), low), bound, value)
-        return value if high is None else where(_or_nan(apply(less, high, value), high), high, value)
-
-    return clamped
+    Selections give the gradient to one side alone: a NaN gets none, nor does a lower bound that is no lower than the
+    upper one."""
+    if share not in (0.0, 1.0):
+        return _clamped_by_halves(value, low, high)
+    less = "flt" if share else "fle"
+    value = apply("detach_nan", value)
+    low, high = (None if x is None else apply("detach_nan", x) for x in (low, high))
+    if low is not None:
+        bound = low if high is None else where(apply("flt", low, high), low, apply("detach", low))
+        value = where(_or_nan(apply(less, value, low), low), bound, value)
+    return value if high is None else where(_or_nan(apply(less, high, value), high), high, value)
 
 
 def _clamped_by_halves(value: Expr, low: Expr | None, high: Expr | None) -> Expr:
@@ -254,13 +269,6 @@ def _clamped_by_halves(value: Expr, low: Expr | None, high: Expr | None) -> Expr
 def _or_nan(predicate: Expr, bound: Expr) -> Expr:
     """Condition extended to bounds that are NaN, which pass on their NaN."""
     return apply("or", predicate, apply("fne", bound, bound))
-
-
-_CLAMPS = tuple(map(_clamp, (_clamped("flt"), _clamped("fle"), _clamped_by_halves)))
-
-
-def _one_sided(side: str, both: Builder) -> Builder:
-    return lambda call: both(replace(call, args=call.args[:1], kwargs={side: call.get(1, side)}))
 
 
 def _lerp(start: Expr, end: Expr, weight: Expr, call: Call) -> Expr:
@@ -290,7 +298,7 @@ def _tanh(x: Expr, call: Call) -> Expr:
     return rounding_to(value, "bfloat16") if call.dtype is torch.bfloat16 else value
 
 
-BUILDERS: dict[Any, Builder] = ELEMENTARY | SPECIAL | {
+BUILDERS: dict[Any, Builder] = ELEMENTARY | {
     aten.add: _arithmetic("fadd", integers.add, "or"), aten.mul: _arithmetic("fmul", integers.mul, "and"),
     aten.sub: _arithmetic("fsub", integers.sub),
     aten.rsub: lambda call: BUILDERS[aten.sub](replace(call, args=(call.args[1], call.args[0], *call.args[2:]))),
@@ -311,25 +319,22 @@ BUILDERS: dict[Any, Builder] = ELEMENTARY | SPECIAL | {
     aten.masked_fill: lambda call: _select(call.args[1], call.args[2], call.args[0], call.dtype),
     aten.minimum: _extremum("minimum", "imin"), aten.maximum: _extremum("maximum", "imax"),
     aten.max: _extremum("maximum", "imax"), aten.min: _extremum("minimum", "imin"),
+    aten.clamp: _clamp, aten.clip: _clamp,
+    aten.clamp_min: lambda call: _clamp(replace(call, args=call.args[:1], kwargs={"min": call.get(1, "min")})),
+    aten.clamp_max: lambda call: _clamp(replace(call, args=call.args[:1], kwargs={"max": call.get(1, "max")})),
     aten.isinf: lambda call: apply("feq", apply("abs", operand(call.args[0], Kind.FLOAT)), INFINITY),
     aten.isnan: _is_nan,
     aten.lerp: float_function(_lerp, 3), aten.addcmul: _addcmul("fmul"), aten.addcdiv: _addcmul("div"),
 }  # fmt: skip
 """Overload packet -> builder. A builder returns None where it cannot express the call."""
-ALTERNATIVES: dict[Any, tuple[Builder, ...]] = {
-    aten.clamp: _CLAMPS, aten.clip: _CLAMPS,
-    aten.clamp_min: tuple(_one_sided("min", both) for both in _CLAMPS),
-    aten.clamp_max: tuple(_one_sided("max", both) for both in _CLAMPS),
-}  # fmt: skip
-"""Builders that differ in the gradient where arguments tie, of which torch decides (`fusion.passes.pullback.ties`)."""
-BUILDERS |= {packet: builders[0] for packet, builders in ALTERNATIVES.items()}
+CLAMPS = (aten.clamp, aten.clip, aten.clamp_min, aten.clamp_max)
 _NAMESAKES = "floor ceil trunc sqrt rsqrt exp log log1p expm1 sin cos tanh sigmoid erf atan"
 for _name in _NAMESAKES.split():
     BUILDERS[getattr(aten, _name)] = float_function(lambda x, call, name=_name: apply(name, x))
 BUILDERS[aten.tanh] = float_function(_tanh)
 _SECOND_NAMES = {
     "multiply": "mul", "divide": "div", "subtract": "sub", "negative": "neg", "absolute": "abs", "fix": "trunc",
-    "sgn": "sign", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arcsinh": "asinh", "arctanh": "atanh",
+    "sgn": "sign", "special_round": "round", "arctan": "atan", "arctanh": "atanh",
     "special_expit": "sigmoid", "special_erf": "erf", "true_divide": "div", "less": "lt",
     "less_equal": "le", "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "__and__": "bitwise_and",
     "__or__": "bitwise_or", "__xor__": "bitwise_xor", "__lshift__": "bitwise_left_shift",
@@ -340,8 +345,8 @@ BUILDERS.update({getattr(aten, second): BUILDERS[getattr(aten, first)] for secon
 
 def build(packet: Any, call: Call) -> Expr | None:
     """Value of one element of a pointwise call, or None if the operation or the call is not expressible."""
-    builders = ALTERNATIVES.get(packet) or (BUILDERS.get(packet),)
-    return None if builders[0] is None else as_torch_differentiates(packet, call, builders)
+    builder = BUILDERS.get(packet)
+    return None if builder is None else builder(call)
 
 
 _ELEMENTWISE = (*CASTS, aten.contiguous, aten.detach, aten.__and__, aten.__or__, aten.multiply, aten.divide,

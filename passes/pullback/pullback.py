@@ -249,8 +249,8 @@ class PullBack:
             is_integer = value.kind is Kind.INT if isinstance(value, Expr) else type(value) is int
             if common is None or not is_integer or nodes.dtype(here).is_floating_point:
                 return value
-            if packet(here) in pointwise.ALTERNATIVES and not isinstance(argument, Node):
-                return value  # torch itself is asked
+            if packet(here) in pointwise.CLAMPS and not isinstance(argument, Node):
+                return value  # bounds beyond the dtype are no bounds, and do not wrap around
             number = casts.operand(value, Kind.INT)
             wrapped = within(number, common, self._limits(number))
             return number if wrapped is None else wrapped  # one element of int64 beside int32 is taken to fit

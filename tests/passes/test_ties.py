@@ -1,16 +1,16 @@
 """Gradients where values tie are those of the torch that is installed, whatever its conventions are."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion.ir.derivative import UPSTREAM, adjoints
-from fusion.ir.expr import Kind, node
+from fusion.ir.expr import ZERO, Kind, const, node
 from fusion.ir.ops import evaluate
-from fusion.passes.nodes import Unsupported
-from fusion.passes.pullback import pointwise, ties
-from fusion.passes.pullback.casts import Call
+from fusion.passes.pullback import pointwise
 from tests.numerics import assert_as_exact_as_eager
 from tests.passes.exactness import EMITTERS, as_exact_as_eager
 
@@ -91,77 +91,21 @@ def test_tangents_and_second_derivatives_of_scores_that_tie(name):
     assert_as_exact_as_eager(results(compiled, q.float(), k.float()), eager, exact)
 
 
-# Other versions' conventions
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_share_of_a_value_on_its_bound_is_torchs(share):
+    """By versions of torch it is all, half or nothing."""
+    x = node("load", (), Kind.FLOAT, "x")
+    derived = adjoints(pointwise._clamped(x, ZERO, const(2.0), share), UPSTREAM, [x])[x]
+    known = {x: torch.tensor([-1.0, 0.0, 1.0, 2.0, 3.0, math.nan])}
+    slopes = evaluate(derived, lambda leaf: known.get(leaf, torch.tensor(1.0)))
+    assert slopes[:5].tolist() == [0.0, share, 1.0, share, 0.0]
 
 
-def convention(forward, *shares):
-    """A function with gradients of its own: `shares` has that of each argument."""
-
-    class Other(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *given):
-            ctx.save_for_backward(*given)
-            return forward(*given)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return tuple(gradient * share(*ctx.saved_tensors) for share in shares)
-
-    return Other.apply
-
-
-def relation(below, tie, above):
-    """Of a value and another one: a share by which is less."""
-    return lambda x, y: torch.where(x < y, below, torch.where(x == y, tie, above)).double()
-
-
-OTHERS = {
-    **{f"a bound with {1 - share} of it": (aten.clamp_min, convention(
-        torch.maximum, relation(0.0, share, 1.0), relation(1.0, 1 - share, 0.0))) for share in (1.0, 0.0, 0.5)},
-    **{f"{slope} at 0": (aten.relu, convention(torch.relu, lambda x, slope=slope: torch.where(x == 0, slope, x > 0)))
-       for slope in (0.0, 0.5, 1.0)},
-    "-1 at 0": (aten.abs, convention(torch.abs, lambda x: torch.where(x > 0, 1.0, -1.0))),
-    "hardtanh with slopes at its ends": (aten.hardtanh, convention(F.hardtanh, lambda x: (x.abs() <= 1).double())),
-    "hardshrink with slopes at its ends": (aten.hardshrink, convention(F.hardshrink, lambda x: x.abs() >= 0.5)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_convention_is_followed(name):
-    packet, function = OTHERS[name]
-    numbers = torch.tensor([-1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 3.0], dtype=torch.float64)
-    count = 2 if packet is aten.clamp_min else 1
-    grid = torch.cartesian_prod(*[numbers] * count).view(-1, count).unbind(1)
-    leaves = [node("load", (), Kind.FLOAT, f"x{k}") for k in range(count)]
-    call = Call(args=tuple(leaves), kwargs={}, dtype=torch.float32, target=None)
-    builders = pointwise.ALTERNATIVES.get(packet) or (pointwise.BUILDERS[packet],)
-    made = ties.as_torch_differentiates(function, call, builders)
-    own = [x.clone().requires_grad_() for x in grid]
-    result = function(*own)
-    theirs = torch.autograd.grad(result.sum(), own)
-    known = dict(zip(leaves, grid, strict=True))
-    derived = adjoints(made, UPSTREAM, leaves)
-    ours = [evaluate(part, lambda x: known.get(x, torch.tensor(1.0)), torch.float64) for part in
-            (made, *map(derived.get, leaves))]  # fmt: skip
-    for their, our in zip((result, *theirs), ours, strict=True):
-        assert torch.equal(their.detach().double(), our.expand(their.shape))
-
-
-def test_a_convention_that_is_not_known_is_refused():
-    function = convention(torch.maximum, relation(0.0, 0.25, 1.0), relation(1.0, 0.75, 0.0))
-    leaves = [node("load", (), Kind.FLOAT, f"x{k}") for k in range(2)]
-    call = Call(args=tuple(leaves), kwargs={}, dtype=torch.float32)
-    with pytest.raises(Unsupported, match="differentiates .* in a way that fusion does not know"):
-        ties.as_torch_differentiates(function, call, (pointwise.BUILDERS[aten.maximum],))
-
-
-def test_torch_is_asked_outside_of_the_modes_of_a_compilation():
-    builders = pointwise.ALTERNATIVES[aten.clamp_min]
-    call = Call(args=(node("load", (), Kind.FLOAT, "x"), 0.0), kwargs={}, dtype=torch.float32)
-    form = ties._form(aten.clamp_min, call)
+@pytest.mark.parametrize("tensors", [False, True])
+def test_torch_is_asked_outside_of_the_modes_of_a_compilation(tensors):
     at_zero = torch.tensor(0.0, requires_grad=True)
-    (slope,) = torch.autograd.grad(at_zero.clamp(min=0.0), at_zero)
-    expected = ties._Rule(int(slope.item() != 1))
-    ties._rule.cache_clear()
+    (slope,) = torch.autograd.grad(at_zero.clamp(min=torch.tensor(0.0) if tensors else 0.0), at_zero)
+    share = slope.item()
+    pointwise._share_on_bound.cache_clear()
     with FakeTensorMode(), torch.inference_mode(), torch.device("meta"), torch.autocast("cpu"):
-        assert ties._rule(form, builders) == expected
+        assert pointwise._share_on_bound(tensors) == share
