@@ -13,7 +13,7 @@ from fusion.ir.request import Approximation, Request
 When = Literal["auto", "always", "never"]
 Training = Literal["auto", "always", "never"]
 Verify = Literal[True, False, "run"]
-Approximate = Literal[None, "polynomial", "two_planes"]
+Approximate = Literal[None, "polynomial"]
 Sequences = Literal["auto", "gather", "ring", "zigzag", "mesh", "all_to_all"]
 
 

@@ -24,7 +24,7 @@ ROOMS = {
     "cascades": (["passes/prepare/cascades.py"], ["cascades"]),
     "repeated calls": (["passes/trace/repeats.py"], ["copy_repeated_calls"]),
     "rewritten operations": (
-        ["passes/trace/rewrites.py"], ["rewrites", "make_by_size", "fill_by_masks", "write_products", "read_floats"],
+        ["passes/trace/rewrites.py"], ["rewrites", "make_by_size", "write_products", "read_floats"],
     ),
     "nested tensors": (["passes/tensors/nested.py", "fusion/integrations/nested_tensors.py"], ["nested"]),
     "DTensors": (

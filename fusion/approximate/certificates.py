@@ -26,7 +26,7 @@ LIMIT = 4096
 class Certificate:
     """The certificate of one group of heads in one attention call.
 
-    method: "polynomial" or "two_planes", as asked for.
+    method: "polynomial", as asked for.
     ran: the same, or "exact".
     heads: the batch coordinates of the heads, e.g. ((0, 3), (0, 5)).
     epsilon: the error asked for.
@@ -35,7 +35,6 @@ class Certificate:
     output_error: the bound 2 e / (1 - e) * max |v_j| on the Euclidean error of any output row that follows from it.
     bound: B, such that every |score| <= B after the keys are centred; None where it was not computed to the end.
     moment: a bound on the mean square score of a row (of approximated keys, relative to their mean weight).
-    planes: bfloat16 planes of float32 products, where these are fewer than the exact kernel takes.
     """
 
     method: str
@@ -51,7 +50,6 @@ class Certificate:
     moment: float | None = None
     degree: int | None = None
     features: int | None = None
-    planes: int | None = None
 
     def __str__(self) -> str:
         count = len(self.heads)
@@ -60,11 +58,10 @@ class Certificate:
         known += "" if self.moment is None else f", and their mean square in a row is at most {self.moment:.2g}"
         if self.ran == "exact":
             return f"{where} ran exact, because {self.reason}{known}"
-        way = f"a polynomial of degree {self.degree} with {self.features} features" if self.degree is not None else ""
-        way += " and " * bool(way and self.planes) + (f"products in {self.planes} planes" if self.planes else "")
         return (
-            f"{where}, by {way}: the weights of a row are off by at most {self.weight_error:.2g} of their sum "
-            f"({self.epsilon:g} was allowed), an output row by at most {self.output_error:.2g}{known}"
+            f"{where}, by a polynomial of degree {self.degree} with {self.features} features: the weights of a row are "
+            f"off by at most {self.weight_error:.2g} of their sum ({self.epsilon:g} was allowed), an output row by at "
+            f"most {self.output_error:.2g}{known}"
         )
 
 

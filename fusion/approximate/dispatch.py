@@ -19,19 +19,14 @@ TRAINING = "gradients are asked for, and are those of exact attention"
 WEIGHTS = "its weights are used elsewhere, and must be those of exact attention"
 
 
-def refusal(spec: AttentionSpec, device: str, request: Request) -> str | None:
+def refusal(spec: AttentionSpec, device: str) -> str | None:
     """Reason why this spec always runs exact, or None."""
     result = plain(spec)
     if isinstance(result, str):
         return result
     if device not in ("cpu", "cuda"):
         return f"there are no approximate kernels for device {device!r}"
-    assert request.approximation is not None
-    if request.approximation.method == "polynomial":
-        return None if device == "cpu" else _unsupported(spec)
-    from fusion.approximate import two_planes
-
-    return two_planes.refusal(spec, device, request.emitter)
+    return None if device == "cpu" else _unsupported(spec)
 
 
 def _unsupported(spec: AttentionSpec) -> str | None:
@@ -55,7 +50,7 @@ def build(
     """Executor of one spec: approximate where certified; else exact, with a record of the reason."""
     allowed = request.approximation
     assert allowed is not None
-    if (reason := refusal(spec, device, request)) is not None:
+    if (reason := refusal(spec, device)) is not None:
         return Exact(allowed, exact, reason)
     admitted = plain(spec)
     assert isinstance(admitted, Plain)
@@ -63,14 +58,10 @@ def build(
         here = machine if device == "cpu" else find_machine(device)
     except UnknownMachineError as problem:
         return Exact(allowed, exact, f"times cannot be predicted ({problem})")
-    if allowed.method == "polynomial":
-        from fusion.approximate.polynomial import PolynomialAttention
+    from fusion.approximate.polynomial import PolynomialAttention
 
-        kernels = _kernels(here) if request.emitter != "reference" else None
-        return PolynomialAttention(spec, admitted, exact, build_exact, here, allowed.epsilon, kernels=kernels)
-    from fusion.approximate.two_planes import TwoPlaneAttention
-
-    return TwoPlaneAttention(spec, admitted, exact, build_exact, here, allowed.epsilon)
+    kernels = _kernels(here) if request.emitter != "reference" else None
+    return PolynomialAttention(spec, admitted, exact, build_exact, here, allowed.epsilon, kernels=kernels)
 
 
 def _kernels(machine: Machine) -> str | None:
@@ -84,11 +75,9 @@ def _kernels(machine: Machine) -> str | None:
 
 def describe(allowed: Approximation, problem: Problem, machine: Machine) -> str:
     """Text for an admitted site with these sizes: the length at the crossing, for a few bounds."""
-    head = f"{allowed.method}: epsilon {allowed.epsilon:g}, decided per call and head from the data (last_certificates)"
-    if allowed.method != "polynomial":
-        return head
     from fusion.approximate import cost
 
+    head = f"{allowed.method}: epsilon {allowed.epsilon:g}, decided per call and head from the data (last_certificates)"
     lines, split = [head], _kernels(machine) is not None
     for bound in (0.5, 1.0, 2.0):
         lines.append(cost.crossing_text(machine, problem, bound, allowed.epsilon, split))

@@ -25,7 +25,6 @@ can be missing, there and in moments (within their margin)."""
 class HeadBounds(NamedTuple):
     """Bounds on the scores of each head, infinite where inputs are not finite.
 
-    raw: the largest norm of a key.
     keys: the largest norm of a key minus the mean of the keys.
     queries: the largest norm of a query.
     bounds: B, such that |score| <= B for centred keys.
@@ -34,7 +33,6 @@ class HeadBounds(NamedTuple):
     means: [H, d], the subtracted means.
     """
 
-    raw: list[float]
     keys: list[float]
     queries: list[float]
     bounds: list[float]
@@ -46,13 +44,11 @@ class HeadBounds(NamedTuple):
 class SampledBounds(NamedTuple):
     """Bounds on the scores of one head, estimated from sampled rows; infinite or NaN where inputs are not finite.
 
-    raw: the largest norm of a sampled key.
-    keys: of one minus the mean of these.
+    keys: the largest norm of a sampled key minus the mean of these.
     queries: of a sampled query.
     moment: the largest of the queries' mean square scores.
     """
 
-    raw: float
     keys: float
     queries: float
     moment: float
@@ -66,40 +62,36 @@ class Inspection:
         self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
         self._calls: dict[tuple, Any] = BoundedCache(KEPT)
 
-    def whole(
-        self, operands: Sequence[Tensor], sizes: Sequence[int], second: bool = True, limit: float = math.inf
-    ) -> HeadBounds:
-        """Bounds from all rows, on which a certificate may rest. second: whether moments are needed. limit: of the
-        bounds of heads that are of interest; others get no moments."""
+    def whole(self, operands: Sequence[Tensor], sizes: Sequence[int], limit: float = math.inf) -> HeadBounds:
+        """Bounds from all rows, on which a certificate may rest. limit: of the bounds of heads that are of interest;
+        others get no moments."""
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):
             from fusion.codegen.mlir.approximate.moments import MomentsCall
 
             most = (limit / abs(self.scale)) ** 2 if self.scale else math.inf
-            return MomentsCall(d, operands[0].dtype, q, k, segment, second, most)
+            return MomentsCall(d, operands[0].dtype, q, k, segment, most)
 
-        if (call := self._call(("whole", second, limit), operands, sizes, make)) is not None:
+        if (call := self._call(("whole", limit), operands, sizes, make)) is not None:
             figures, *rest = call.whole(operands[0].data_ptr(), operands[1].data_ptr(), torch.get_num_threads())
-            return self._figures(self.causal and second, figures, *rest)
+            return self._figures(figures, *rest)
         heads = self.gather(operands, sizes)
         with ieee_products():
             norms, *rest = moments(heads.q, heads.k, heads.owner, segment)
         figures = torch.cat([norms, rest[1].amax(-1, keepdim=True)], 1).flatten().tolist()
-        return self._figures(self.causal, figures, *rest)
+        return self._figures(figures, *rest)
 
-    def sample(
-        self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int, second: bool = True
-    ) -> list[SampledBounds]:
+    def sample(self, operands: Sequence[Tensor], sizes: Sequence[int], rows: int, keys: int) -> list[SampledBounds]:
         """Bounds from about so many queries and keys of each head, as if each of these queries saw all of the keys."""
 
         def make(d, q, k):
             from fusion.codegen.mlir.approximate.moments import MomentsCall
 
             q, k = q.every(-(-q.count // rows)), k.every(-(-k.count // keys))
-            return MomentsCall(d, operands[0].dtype, q, k, 0, second, math.inf)
+            return MomentsCall(d, operands[0].dtype, q, k, 0, math.inf)
 
-        if (call := self._call(("sample", rows, keys, second), operands, sizes, make)) is not None:
+        if (call := self._call(("sample", rows, keys), operands, sizes, make)) is not None:
             places = (x.data_ptr() for x in operands[:2])
             figures = call.figures(*places, threads=1)  # another would wake too late
         else:
@@ -109,8 +101,8 @@ class Inspection:
             figures = torch.cat([norms, squares.amax(-1, keepdim=True)], 1).flatten().tolist()
         sampled = []
         for n in range(0, len(figures), 4):
-            raw, around, queries = (math.sqrt(x) if x < math.inf else math.inf for x in figures[n : n + 3])
-            sampled.append(SampledBounds(raw, around, queries, figures[n + 3] * self.scale**2))
+            keys_norm, queries_norm = (math.sqrt(x) if x < math.inf else math.inf for x in figures[n + 1 : n + 3])
+            sampled.append(SampledBounds(keys_norm, queries_norm, figures[n + 3] * self.scale**2))
         return sampled
 
     def _call(self, what: tuple, operands: Sequence[Tensor], sizes: Sequence[int], make) -> Any:
@@ -129,17 +121,15 @@ class Inspection:
             self._calls[key] = native_call
         return self._calls[key]
 
-    def _figures(
-        self, causal: bool, totals: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor
-    ) -> HeadBounds:
+    def _figures(self, totals: Sequence[float], means: Tensor, squares: Tensor, slants: Tensor) -> HeadBounds:
         """Bounds of the heads. totals: for each head squares of norms, and the largest of `squares`."""
         scale, tiny = abs(self.scale), TINY * means.shape[-1]
-        raw, keys, queries = (
-            [math.sqrt(x + tiny) * MARGIN if x < math.inf else math.inf for x in totals[n::4]] for n in range(3)
+        keys, queries = (
+            [math.sqrt(x + tiny) * MARGIN if x < math.inf else math.inf for x in totals[n::4]] for n in (1, 2)
         )
         bounds = [scale * x * y for x, y in zip(keys, queries, strict=True)]
         least, largest = [1.0] * len(bounds), totals[3::4]
-        if causal:
+        if self.causal:
             weight = (slants * self.scale).exp_().div_(MARGIN)
             least = [min(x, 1.0) for x in weight.amin(-1).nan_to_num(0.0).tolist()]
             whole = (squares / weight).amax(-1).tolist()
@@ -148,4 +138,4 @@ class Inspection:
             x * scale**2 + MOMENT_MARGIN * b * b / a if x < math.inf and a > 0 else math.inf
             for x, b, a in zip(largest, bounds, least, strict=True)
         ]
-        return HeadBounds(raw, keys, queries, bounds, moments, least, means)
+        return HeadBounds(keys, queries, bounds, moments, least, means)

@@ -10,7 +10,7 @@ TUNED, UNPROVED = "/tuned", "/unproved"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Approximation:
-    """An approximation that is allowed. method: "polynomial" or "two_planes". epsilon: the error that attention
+    """An approximation that is allowed. method: "polynomial". epsilon: the error that attention
     weights may have, relative to a row's sum."""
 
     method: str

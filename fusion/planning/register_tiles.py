@@ -153,10 +153,10 @@ class AllHeads:
     """In place of a tiling: the kernel whose work items are rows of all heads, which are mixed."""
 
 
-def tilings_for(spec: AttentionSpec, target: Target, most_planes: int = 3) -> tuple[Tiling, ...]:
+def tilings_for(spec: AttentionSpec, target: Target) -> tuple[Tiling, ...]:
     """Ways to form products, with a tile for any lengths; and where that is by split planes, multiply-adds for inputs
-    that cannot be split. most_planes: fewer than 3 round (see `fusion.approximate.two_planes`)."""
-    group_block, planes = target.tile_groups, min(planes_of(spec, target), most_planes)
+    that cannot be split."""
+    group_block, planes = target.tile_groups, planes_of(spec, target)
     multiply_add = Tiling(groups=2 * group_block, group_block=group_block, keys=target.keys(0), planes=0)
     if spec.reproducible:
         return (replace(multiply_add, planes=planes, keys=REPRODUCIBLE_KEYS, cut=not spec.aux_outputs),)

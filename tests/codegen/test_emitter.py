@@ -129,8 +129,8 @@ def test_names_that_are_not_known_or_do_not_serve_the_device() -> None:
         (Request(emitter="mlir", tuned=True), "mlir/tuned"),
         (Request(approximation=Approximation(method="polynomial", epsilon=0.01)), "auto+polynomial:0.01"),
         (
-            Request(tuned=True, approximation=Approximation(method="two_planes", epsilon=1e-3)),
-            "auto/tuned+two_planes:0.001",
+            Request(tuned=True, approximation=Approximation(method="polynomial", epsilon=1e-3)),
+            "auto/tuned+polynomial:0.001",
         ),
     ],
 )

@@ -61,13 +61,6 @@ def softmax(q, k, v):
 # trace
 
 
-def test_fills_at_positions_become_masks_where_they_are_of_scores():
-    positions = torch.tensor([1, 3])
-    filled = lambda q, k, at: (q @ k.mT).index_fill(-1, at, -math.inf)
-    assert calls(traced(filled, *qkv()[:2], positions))[-1] == "masked_fill"
-    assert calls(traced(lambda x, at: x.index_fill(-1, at, 0.0), qkv()[0], positions)) == ["index_fill"]
-
-
 def test_tensors_in_the_shape_of_scores_are_made_by_sizes():
     assert calls(traced(lambda q, k, v: torch.zeros_like(q @ k.mT), *qkv())) == ["zeros"]
     assert calls(traced(torch.zeros_like, qkv()[0])) == ["zeros_like"]

@@ -259,18 +259,17 @@ class Rows:
 
 class MomentsCall:
     """The kernel, bound to where rows of one kind lie. segment: keys that become visible together, a multiple of BLOCK,
-    where attention is causal; else 0. second: whether squares and slants are asked for (zeros otherwise). limit: as
-    above."""
+    where attention is causal; else 0. limit: as above."""
 
-    def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, segment: int, second: bool, limit: float):
+    def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, segment: int, limit: float):
         self.kernel, self.places, self.heads = compiled(d, dtype), (q, k), len(q.offsets)
         self.d, self.n_q, self.width = d, q.count, round_up(d, LANES)
-        self.rows = round_up(max(q.count, 1), BLOCK) if segment and second else 0
+        self.rows = round_up(max(q.count, 1), BLOCK) if segment else 0
         self.values = self.kernel.by_name({
             "items": self.heads, "q_offsets": q.offsets.data_ptr(), "k_offsets": k.offsets.data_ptr(),
             "q_stride": q.stride, "k_stride": k.stride, "n_q": q.count, "n_k": k.count, "q_rows": self.rows,
             "lag": int(not segment), "segments": -(-q.count // segment) if segment else 2,
-            "q_segment": segment or q.count, "k_segment": segment or k.count, "second": int(second),
+            "q_segment": segment or q.count, "k_segment": segment or k.count, "second": 1,
             "limit": float_bits(limit),
         })  # fmt: skip
         self.launchers = dict[int, Launch]()

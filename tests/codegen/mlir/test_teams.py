@@ -76,7 +76,7 @@ def training(name: str, dtype: str) -> Run:
 def statistics_of_rows() -> Run:
     q, k = (torch.randn(7, 256, 32) for _ in range(2))
     rows = Rows(offsets=torch.arange(7) * 256 * 32, stride=32, count=256)
-    means = MomentsCall(32, torch.float32, rows, rows, segment=64, second=True, limit=math.inf)
+    means = MomentsCall(32, torch.float32, rows, rows, segment=64, limit=math.inf)
 
     def run() -> list[torch.Tensor]:
         figures, *others = means.whole(q.data_ptr(), k.data_ptr(), torch.get_num_threads())

@@ -1,35 +1,18 @@
 """Inputs of approximate attention, easy and hard, and what runs them."""
 
 import math
-from dataclasses import replace
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 import fusion
 from fusion.approximate.certificates import plain
 from fusion.approximate.polynomial import PolynomialAttention
-from fusion.approximate.two_planes import TwoPlaneAttention
 from fusion.codegen import mlir
 from fusion.codegen.mlir.approximate import polynomial as kernels
 from fusion.machine import machine
-from fusion.planning.register_tiles import target_of
 from fusion.runtime import kernels as built
-from tests import emulation
 from tests.numerics import allowance, assert_within, wide
-
-
-class OnTiles(TwoPlaneAttention):
-    """Attention in two planes with AMX's instructions, emulated where this processor has none."""
-
-    def __call__(self, operands, sizes):
-        with emulation.compiling(target_of(WITH_TILES)):
-            return super().__call__(operands, sizes)
-
-
-AMX = {"avx512_bf16", "amx_tile", "amx_bf16"}
-WITH_TILES = replace(machine(), isa=machine().isa | AMX | {"avx512f", "avx512dq", "avx512bw", "avx512vl"})
 
 
 def spec_of(q, k, v, causal):
@@ -53,17 +36,13 @@ def cached_spec(q, k, v, causal):
     return _specs[key]
 
 
-def executor(kind, spec, epsilon, amx=True):
+def executor(spec, epsilon, amx=True):
     emitter = "auto" if mlir.unavailable() is None else "reference"
     exact = built.executor(spec.to_json(), "cpu", emitter)
 
     def build(other):
         return built.executor(other.to_json(), "cpu", emitter)
 
-    if kind == "two_planes":
-        if mlir.unavailable() is not None:
-            pytest.skip(mlir.unavailable())
-        return OnTiles(spec, plain(spec), exact, build, WITH_TILES, epsilon, always=True)
     if amx is True:
         amx = "amx" if kernels.supports(machine()) is None else None
     return PolynomialAttention(spec, plain(spec), exact, build, machine(), epsilon, kernels=amx or None, always=True)
@@ -74,12 +53,12 @@ def sizes_of(spec, q, k):
     return [known[name] for name in spec.sizes]
 
 
-def check(kind, q, k, v, causal, epsilon, amx=True):
+def check(q, k, v, causal, epsilon, amx=True):
     """One call: every head within its certificate. Returns the certificates."""
     from fusion.approximate import certificates
 
     spec = cached_spec(q, k, v, causal)
-    run = executor(kind, spec, epsilon, amx)
+    run = executor(spec, epsilon, amx)
     certificates.begin()
     return assert_certified(run([q, k, v], sizes_of(spec, q, k)), q, k, v, causal, epsilon)
 

@@ -11,20 +11,19 @@ from tests.fusion.approximate.cases import cached_spec, executor, sizes_of
 from tests.numerics import assert_within
 
 
-@pytest.mark.parametrize("method", ["polynomial", "two_planes"])
-def test_a_glance_ends_the_matter_where_nothing_helps(method, monkeypatch):
+def test_a_glance_ends_the_matter_where_nothing_helps(monkeypatch):
     """Without looking at all of the data, which costs more than the exact kernel may become slower."""
     if mlir.unavailable() is not None:
         pytest.skip(mlir.unavailable())
     x = torch.randn(3, 1, 4, 4096, 16) * 16
     spec = cached_spec(*x, False)
-    run = executor(method, spec, 1e-2)
+    run = executor(spec, 1e-2)
     run.always = False
     exact = run.exact([*x], sizes_of(spec, x[0], x[1]))
     monkeypatch.setattr(Inspection, "whole", lambda *a, **k: 1 / 0)
     for _ in range(2):
         assert torch.equal(run([*x], sizes_of(spec, x[0], x[1])), exact)
-    assert fusion.last_certificates()[-1].reason.startswith(("a sample of", "the rounding of"))
+    assert fusion.last_certificates()[-1].reason.startswith("a sample of")
     few = torch.randn(3, 1, 4, 300, 16) * 1e-3
     run([*few], sizes_of(spec, few[0], few[1]))
     assert fusion.last_certificates()[-1].reason.endswith("at this length")
