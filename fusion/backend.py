@@ -159,9 +159,9 @@ def _decide(
     The graph may be a changed copy of the one given. Where a change did not bring what it promised, because a site was
     refused later, the search starts again without it."""
     reads = functools.partial(kernels.reads, request=options.request)
-    changes, excluded = decide.changes(options), set[str]()
+    excluded = set[str]()
     while True:
-        graph, sites, promised = find_attention(normalized, reads, changes, excluded)  # 2. pull-back
+        graph, sites, promised = find_attention(normalized, reads, decide.CHANGES, excluded)  # 2. pull-back
         dump.sites(sites)
         split_extrema(graph.graph, sites)
         specify_sites(graph.graph, sites)  # 3. a spec for each attention

@@ -15,7 +15,7 @@ from fusion.ir import Kind
 from fusion.ir.results import size_value
 from fusion.options import Options
 from fusion.passes import nodes
-from fusion.passes.prepare import Change, cascades
+from fusion.passes.prepare import Change
 from fusion.passes.prepare.late_division import MOVE_DIVISIONS
 from fusion.passes.recognize.core import is_sdpa
 from fusion.passes.recognize.find import Site
@@ -30,7 +30,10 @@ from fusion.torch_private.dynamo import counters
 from fusion.validation import mask_check, validate
 
 log = logging.getLogger(__name__)
-DEFAULTS = Options()
+
+CHANGES: list[Change] = []
+"""Changes of the graph that are tried where a product is no attention, in this order."""
+CHANGES += [MOVE_DIVISIONS]
 
 
 def invalid(site: Site, hints: Mapping[str, int]) -> Refusal | None:
@@ -65,14 +68,6 @@ def keeps_dense_mask(
     shapes = (nodes.shape(dense.operands[number]) for number, _ in dense.key_sets)
     elements = sum(math.prod(size_value(n, hints) for n in shape) for shape in shapes)
     return pays.sets_pay(of_sets, masked, elements, kernels.machine_of(gathered.device, request))
-
-
-def changes(options: Options = DEFAULTS) -> list[Change]:
-    """Changes of the graph that are tried where a product is no attention, in this order."""
-    chosen: list[Change] = []
-    chosen += [MOVE_DIVISIONS]
-    chosen += cascades.changes(pays.cascade_rule(options.cascades))
-    return chosen
 
 
 def tile_map_pays(options: Options) -> Pays:

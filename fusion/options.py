@@ -31,9 +31,6 @@ class Options:
         next to nothing by the cost model, "always", or "never".
     transforms: whether attention inside of `torch.func.jvp`, `grad` and their kin is fused: "auto" where kernels
         compute what is asked for, or where the table of scores that is not made is large; "always", or "never".
-    cascades: whether scores or weights that are made of whole rows or columns of scores (a softmax of a softmax, say)
-        are fused, by one more product of Q and K for each reduction: "auto" where that pays (docs/cascades.md),
-        "always", or "never".
     training: whether attention with few scores is fused where it is trained on a CPU: "auto" where that is predicted to
         be as fast as code that stores the scores, for lengths that are fixed (docs/options.md), or "always"; "never"
         says that nothing is trained, although parameters require gradients.
@@ -58,7 +55,6 @@ class Options:
     emitter: str = "auto"
     tile_maps: When = "auto"
     transforms: When = "auto"
-    cascades: When = "auto"
     training: Training = "auto"
     linear: When = "auto"
     autotune: bool = False

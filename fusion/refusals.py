@@ -50,22 +50,12 @@ class Reason(enum.Enum):
     SOFTMAX_BY_HAND = "Call torch.softmax, or subtract the row's maximum before the exponential."
     ADDED_TO_PRODUCT = "Add after the product: torch.bmm, then `+`."
     FURTHER_REDUCTION = (
-        'Ask for it with options={"cascades": "always"}: each reduction takes one more product of more than 32 queries '
-        "and keys, which by default is done from 32 MiB of scores on (1 GiB where a softmax over the queries is all)."
+        "Of other scores only what is computed outside and passed in as a tensor can be used, as the softmax ignores "
+        "what is the same for all keys of a row."
     )
     COLUMN_OF_SCORES = "Columns concatenated to the scores may depend on the query, not on other scores."
     OTHER_NORMALISER = (
-        "Write the normaliser as a softmax over the keys, or as exponentials divided by a function of their sum; or "
-        'ask for another one with options={"cascades": "always"} (docs/cascades.md).'
-    )
-    NO_CASCADE = (
-        "No option helps: no other attention computes this reduction, as of up to 32 queries or keys none does "
-        "(docs/cascades.md). Of other scores only what is computed outside and passed in as a tensor can be used."
-    )
-    TRAINED_CASCADE = (
-        "No option helps where gradients are recorded: for inference call the model under torch.no_grad(). For "
-        "training write the weights as one softmax over the keys, or as exponentials divided by a function of their "
-        "sum, if that is what you want."
+        "Write the normaliser as a softmax over the keys, or as exponentials divided by a function of their sum."
     )
     NO_NORMALISER = (
         "Nothing: without anything between the two products, (q @ k.T) @ v is better computed as q @ (k.T @ v)."
@@ -123,9 +113,6 @@ class Reason(enum.Enum):
     )
     HOOK = "Register the hook outside of what is compiled, or on a parameter."
     DEFECT = "This is a defect of fusion; please report it with the message and the model's code."
-
-
-ADVISE_CASCADES = (Reason.FURTHER_REDUCTION, Reason.OTHER_NORMALISER)
 
 
 @dataclass(frozen=True, slots=True)

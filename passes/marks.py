@@ -48,9 +48,6 @@ aliases = Mark[tuple[Node, ...]]("aliases", ())
 attention_root = Mark[bool]("attention_root", False)
 """Whether a fused attention will take this node's place."""
 
-statistic_of = Mark[Node | None]("statistic_of", None)
-"""The product with V whose attention writes the node as an auxiliary output: to others it is a tensor."""
-
 of_float = Mark[bool]("of_float", False)
 """Whether the node is the tensor of a float that is known at run time only (`trace.rewrites.read_floats`)."""
 
@@ -75,6 +72,6 @@ affine = Mark[Any]("affine", None)
 
 def carry_nodes(copy: Node, copies: Mapping[Node, Node]) -> None:
     """Replace the nodes in a copied node's annotations by their copies."""
-    for mark in (mutations, aliases, statistic_of, seed):
+    for mark in (mutations, aliases, seed):
         if mark.on(copy):
             copy.meta[mark.key] = map_arg(copy.meta[mark.key], copies.__getitem__)

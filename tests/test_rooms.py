@@ -21,7 +21,6 @@ ROOMS = {
     "rows that nothing reads": (["passes/prepare/unread_rows.py"], ["skip_unread_rows"]),
     "tables by distance": (["passes/prepare/distances.py"], ["read_by_distance"]),
     "divisions behind the product": (["passes/prepare/late_division.py"], ["MOVE_DIVISIONS"]),
-    "cascades": (["passes/prepare/cascades.py"], ["cascades"]),
     "repeated calls": (["passes/trace/repeats.py"], ["copy_repeated_calls"]),
     "rewritten operations": (
         ["passes/trace/rewrites.py"], ["rewrites", "make_by_size", "write_products", "read_floats"],

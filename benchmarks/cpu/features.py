@@ -1,14 +1,14 @@
 """Attention that is more than a softmax over scores, on a CPU: a study for each page or row of docs/performance.md.
 
-    python -m benchmarks.cpu.features cascades [--lengths 512 1024] [--heads 12] [--dtype bfloat16] [--cases slots]
+    python -m benchmarks.cpu.features divided [--lengths 512 1024] [--heads 12] [--dtype bfloat16] [--cases of_relu]
     python -m benchmarks.cpu.features weights --train
 
-cascades: weights that are divided by a sum of their own, and chains of reductions (docs/cascades.md). weights: weights
-or statistics of them as results ("alone": the attention without them; "writing": a fresh tensor of the weights' size).
-mixed_heads: heads that are mixed before and after the softmax, as in CaiT ("unmixed": the same without). indexer: 512
-keys for each query (DeepSeek-V3.2), as sets of keys, as a mask of all keys, and what the indexer takes by itself.
-nested: a layer over jagged nested tensors, and padded. recurrent: one query over few keys, once for each token
-("kernels": nothing is left to Inductor). reproducible: with that option and without it.
+divided: weights that are divided by a sum of their own (docs/weights.md). weights: weights or statistics of them as
+results ("alone": the attention without them; "writing": a fresh tensor of the weights' size). mixed_heads: heads that
+are mixed before and after the softmax, as in CaiT ("unmixed": the same without). indexer: 512 keys for each query
+(DeepSeek-V3.2), as sets of keys, as a mask of all keys, and what the indexer takes by itself. nested: a layer over
+jagged nested tensors, and padded. recurrent: one query over few keys, once for each token ("kernels": nothing is left
+to Inductor). reproducible: with that option and without it.
 """
 
 from __future__ import annotations
@@ -45,38 +45,14 @@ def of_relu(q, k, v):
     return w / w.sum(-1, keepdim=True) @ v
 
 
-def of_squares(q, k, v):
-    w = torch.relu(scores(q, k)).square()
-    return w / (w.sum(-1, keepdim=True) + 1e-6) @ v
+RENORMALISED = {f.__name__: f for f in (renormalised, of_relu)}
 
 
-def of_a_softmax(q, k, v):
-    return torch.softmax(torch.softmax(scores(q, k), -1), -1) @ v
-
-
-def less_the_largest(q, k, v):
-    s = scores(q, k)
-    return torch.softmax((s - s.max()).clamp(min=-50000), -1) @ v
-
-
-def slots(q, k, v):
-    w = torch.softmax(scores(q, k), -2) + 1e-8
-    return w / w.sum(-1, keepdim=True) @ v
-
-
-def over_queries(q, k, v):
-    return torch.softmax(scores(q, k), -2) @ v
-
-
-CASCADES = {f.__name__: f for f in
-            (renormalised, of_relu, of_squares, of_a_softmax, less_the_largest, slots, over_queries)}  # fmt: skip
-
-
-def cascades(options: argparse.Namespace) -> Iterator[Case]:
+def divided(options: argparse.Namespace) -> Iterator[Case]:
     for length in options.lengths or [512, 1024]:
         tensors = draw(options, *[(1, options.heads or 12, length, D)] * 3)
-        for name, function in chosen(options, CASCADES):
-            functions = contestants(function, eager=True, cascades="always")
+        for name, function in chosen(options, RENORMALISED):
+            functions = contestants(function, eager=True)
             yield Case(name=f"{name}, N = {length}", tensors=tensors, functions=functions, plain=function)
 
 
@@ -241,7 +217,7 @@ def reproducible(options: argparse.Namespace) -> Iterator[Case]:
 
 
 STUDIES = {f.__name__: f for f in
-           (cascades, weights, mixed_heads, indexer, nested, recurrent, reproducible)}  # fmt: skip
+           (divided, weights, mixed_heads, indexer, nested, recurrent, reproducible)}  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(main(__doc__, STUDIES))

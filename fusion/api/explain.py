@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from fusion.exactness import copied
 from fusion.integrations import nested_tensors
 from fusion.options import Options
 from fusion.planning.counted import mask_operands
-from fusion.refusals import ADVISE_CASCADES, Reason, Refusal
 from fusion.report.report import NO_ATTENTION, AttentionReport, Report
 from fusion.torch_private.dynamo import original_of
 
@@ -42,7 +40,6 @@ def explain(
 
     def backend(module: GraphModule, example_inputs: Any) -> Callable[..., Any]:
         graph, report = fuse(module, example_inputs, chosen)
-        _try_cascades(report, module, example_inputs, chosen)
         reports.append(report)
         recorder = _RecordingInterpreter(graph, report)
         return recorder.run if recorder.wanted else graph.forward
@@ -55,17 +52,6 @@ def explain(
         whole.notes.append(NOTHING_TRACED)
     whole.function, whole.options = original, dict(options or {})
     return whole
-
-
-def _try_cascades(report: Report, module: GraphModule, example_inputs: Any, options: Options) -> None:
-    """Drop the advice to ask for cascades where these change nothing."""
-    advised = [site for site in report.sites if site.refusal is not None and site.refusal.kind in ADVISE_CASCADES]
-    if advised:
-        always = replace(options, cascades="always", emitter="reference", verify=False, strict=False)
-        fused = {site.location for site in fuse(module, example_inputs, always)[1].sites if site.fused}
-        for site in advised:
-            if site.location not in fused:
-                site.refusal = Refusal(Reason.NO_CASCADE, str(site.refusal))
 
 
 class _RecordingInterpreter(Interpreter):

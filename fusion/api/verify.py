@@ -212,7 +212,7 @@ class _RecordingInterpreter(Interpreter):
     """Runs a normalized graph as it is. At the end of every attention, the tensors that it reads are compared."""
 
     def __init__(self, recorder: _Recorder, module: GraphModule):
-        module, sites, _ = find_attention(module, changes=decide.changes())
+        module, sites, _ = find_attention(module, changes=decide.CHANGES)
         super().__init__(module)
         self.recorder = recorder
         self.values: dict[Node, Any] = {}

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> No
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="an option of the backend, e.g. cascades=always; may be given several times",
+        help="an option of the backend, e.g. tile_maps=never; may be given several times",
     )
 
 
@@ -85,7 +85,7 @@ def options(arguments: argparse.Namespace) -> dict[str, Any]:
     for text in arguments.option:
         name, equals, value = text.partition("=")
         if not equals:
-            raise TargetError(f"--option {text!r} has no value; write NAME=VALUE, e.g. cascades=always")
+            raise TargetError(f"--option {text!r} has no value; write NAME=VALUE, e.g. tile_maps=never")
         try:
             chosen[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -206,7 +206,7 @@ The model is compiled and run once on the inputs."""
   fusion explain model.py:Model                        a class, with inputs() in the same file
   fusion explain model.py:attend --tensor 2x8x256x64 --tensor 2x8x256x64 --tensor 2x8x256x64
   fusion explain package.models:build --inputs package.data:batch --html report.html
-  fusion explain model.py:Model --option cascades=always
+  fusion explain model.py:Model --option tile_maps=never
   fusion explain model.py:Model --machine h200         also the plan and the Triton kernels of a GPU, without one
   fusion explain model.py:Model --strict               for a test: exit code 1 unless everything is fused
 

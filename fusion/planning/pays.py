@@ -8,7 +8,7 @@ same time; the benchmark that measured it is named beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -56,12 +56,6 @@ as the inner compiler's code: with 8 it takes 0.7 to 1.4 times as long, with 1 2
 # long as the inner compiler's code: it is used for memory, as eager mode keeps several such tables.
 TANGENTS, TANGENTS_OF_BFLOAT16, DERIVATIVES = 2**24, 2**26, 2**30
 """From which on kernels of tangents are faster; the same in bfloat16; from which on the interpreter saves memory."""
-
-# Cascades (`benchmarks.cpu.features cascades`), in bytes of a table of scores, as float32.
-CASCADE, CASCADE_OF_A_COLUMN = 2**25, 2**30
-"""From which on one more product of Q and K for each reduction pays: scores leave the caches there. The second where a
-softmax over the queries is all, of which other compilers make two sweeps that are faster than a second product: it is
-for the memory."""
 
 # Sets of keys, against a mask of all keys.
 MASKED = 2e-9
@@ -155,18 +149,6 @@ def left_in_derivatives(problems: Iterable[Problem], by_kernels: bool) -> Refusa
         "computation to pay"
     )
     return Refusal(Reason.DERIVATIVES, message)
-
-
-def cascade_rule(when: str) -> Callable[[Iterable[int], bool], bool] | None:
-    """The rule by which reductions of scores become attentions of their own, for the option "auto", "always" or
-    "never": a function of the elements of the table of scores that each reduces, and of whether a softmax over the
-    queries is all of them."""
-
-    def pays(tables: Iterable[int], column: bool) -> bool:
-        least = CASCADE_OF_A_COLUMN if column else CASCADE
-        return all(4 * elements >= least for elements in tables)
-
-    return {"auto": pays, "always": lambda tables, column: True, "never": None}[when]
 
 
 def sets_pay(

@@ -21,7 +21,6 @@ from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.trace.outline import described
 from fusion.planning.plan import Plan, bytes_text, plan, seconds_text
-from fusion.refusals import ADVISE_CASCADES, Reason, Refusal
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
 from fusion.torch_private.tracing import stack_frames, user_name, user_path
@@ -38,7 +37,7 @@ def report_of(
         report.sites.append(
             SiteReport(
                 fused=site.refusal is None,
-                refusal=_advised(site, options),
+                refusal=site.refusal,
                 stopped_by=None if by is None else described(by) or str(by.target),
                 stopped_at=None if by is None else nodes.source_line(by),
                 location=nodes.source_line(site.anchor),
@@ -60,16 +59,6 @@ def _calling_line(node: Node) -> str | None:
     frames = stack_frames(node)
     calls = [frame for frame in frames if frame.function == "forward"]
     return calls[-1].place if calls and calls[-1].file != frames[-1].file else None
-
-
-def _advised(site: Site, options: Options) -> Refusal | None:
-    """Refusal without advice to ask for cascades where these do not help."""
-    refusal = site.refusal
-    if refusal is None or refusal.kind not in ADVISE_CASCADES:
-        return refusal
-    if marks.requires_grad(site.anchor):
-        return Refusal(Reason.TRAINED_CASCADE, refusal.message)
-    return Refusal(Reason.NO_CASCADE, refusal.message) if options.cascades == "always" else refusal
 
 
 def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) -> AttentionReport:

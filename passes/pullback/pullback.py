@@ -199,7 +199,7 @@ class PullBack:
 
     def _is_other_attention_output(self, here: Node) -> bool:
         """Whether a node is computed by another attention, or from a float."""
-        return marks.attention_root(here) or marks.of_float(here) or marks.statistic_of(here) not in (None, self.anchor)
+        return marks.attention_root(here) or marks.of_float(here)
 
     def load(self, here: Node, index: Index) -> Expr:
         """A load of an element of a tensor that the graph computes, from the view's origin where it is one."""

@@ -148,11 +148,6 @@ def _needs(sites: Sequence[Site], plain: Site | None = None) -> dict[Node, list[
     for site in sites:
         if site is not plain:
             written[site.anchor] += [use.node for call in site.calls for use in call.uses]
-    if plain is not None:
-        for node in plain.anchor.graph.nodes:
-            product = marks.statistic_of(node)
-            if product in written and product is not plain.anchor:
-                written[product].append(node)
     read = {site.anchor: [operand for call in site.calls for operand in call.operands] for site in sites}
     return {node: read[anchor] for anchor, written_node in written.items() for node in written_node}
 

@@ -41,7 +41,7 @@ def test_unknown_option_names_the_valid_ones():
         Options.parse({"iner": "eager"})
     with pytest.raises(
         Exception,
-        match="Valid options: inner, emitter, tile_maps, transforms, cascades, training, linear, autotune, strict",
+        match="Valid options: inner, emitter, tile_maps, transforms, training, linear, autotune, strict",
     ):
         torch.compile(attend, backend="fusion", options={"colour": "red"})(*inputs())
 

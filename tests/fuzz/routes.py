@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusion
 from fusion.backend import fuse
 from fusion.options import Options
-from fusion.passes.prepare import cascades
 from fusion.report.report import Report
 
 Function = Callable[..., Any]
@@ -74,7 +72,7 @@ def watching(outcome: Outcome) -> Iterator[None]:
 
 def compiled(function: Function, given: Sequence[torch.Tensor], route: str, emitter: str, verify: bool) -> Outcome:
     """The function as compiled; by torch.compile at its first call, which belongs within `watching`, too."""
-    options = {"inner": "eager", "emitter": emitter, "verify": verify, "cascades": "always"}
+    options = {"inner": "eager", "emitter": emitter, "verify": verify}
     if route != "trace":
         torch._dynamo.reset()
         return Outcome(torch.compile(function, backend="fusion", options=options, dynamic=route == "dynamic" or None))
@@ -84,8 +82,7 @@ def compiled(function: Function, given: Sequence[torch.Tensor], route: str, emit
     module = make_fx(function, pre_dispatch=True, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     for node, fake in zip((n for n in module.graph.nodes if n.op == "placeholder"), fakes, strict=True):
         node.meta["val"] = fake
-    few = 1 if emitter == "reference" else cascades.FEW  # whose scores are the same in every pass
-    with watching(outcome), mock.patch.object(cascades, "FEW", few):
+    with watching(outcome):
         outcome.call, report = fuse(module, list(given), Options.parse(options))
     outcome.reports = [report]
     return outcome

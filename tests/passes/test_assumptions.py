@@ -1,15 +1,18 @@
 """Dynamic sizes stay dynamic where an attention is refused, at whatever stage; where it is taken, torch guards."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fusion.codegen import reference
+from fusion.passes import assumptions
 from fusion.refusals import Reason, Refusal
 from fusion.runtime import kernels
 from tests.numerics import assert_runs_as_exact_as_eager
@@ -89,3 +92,56 @@ def test_a_size_may_be_the_head_dimension_of_one_attention_and_the_length_of_ano
         return [torch.randn(shape) for shape in shapes]
 
     assert graphs(both, [draw(8), draw(12)]) == (2, 4)
+
+
+class Guards:
+    """Environment of symbols that notes what torch would guard on."""
+
+    def __init__(self):
+        self.asked, self.guarded = 0, []
+
+    @contextlib.contextmanager
+    def suppress_guards(self):
+        before, self.guarded = self.guarded, []
+        yield
+        self.guarded = before
+
+    def evaluate_expr(self, expr):
+        self.asked += 1
+        self.guarded.append(expr)
+        return sympy.Integer(8)
+
+
+def test_questions_are_answered_at_once_and_guarded_on_later():
+    env, assumed, (n, m) = Guards(), assumptions.Assumptions(), sympy.symbols("n m")
+    with assumed.hold():
+        assert assumptions.ask(n, env, lambda: env.evaluate_expr(n)) == 8
+        assumptions.fix(m, env)
+        assert assumptions.known(m + n) == n + 8
+    assert not env.guarded and assumptions.known(m) is m
+    assumed.guard()
+    assert env.guarded == [n, m]
+
+
+def test_what_is_asked_twice_is_guarded_on_once():
+    env, assumed, n = Guards(), assumptions.Assumptions(), sympy.Symbol("n")
+    with assumed.hold():
+        for _ in range(2):
+            assumptions.ask(n, env, lambda: env.evaluate_expr(n))
+    assumed.guard()
+    assert env.guarded == [n]
+
+
+def test_assumptions_of_one_site_are_none_of_another():
+    env, n = Guards(), sympy.Symbol("n")
+    with assumptions.Assumptions().hold():
+        assumptions.fix(n, env)
+        with assumptions.Assumptions().hold():
+            assert assumptions.known(n) is n
+        assert assumptions.known(n) == 8
+
+
+def test_without_assumptions_torch_guards_at_once():
+    env, n = Guards(), sympy.Symbol("n")
+    assumptions.ask(n, env, lambda: env.evaluate_expr(n))
+    assert env.guarded == [n] and assumptions.known(n) is n

@@ -116,29 +116,6 @@ def test_attention_that_stays_is_listed(function):
     assert sites[0].reason
 
 
-def test_advice_does_not_name_what_does_not_help():
-    """Neither an option that is set, nor one that has no effect: in training, or for what is no product of its own."""
-
-    def function(q, k, v):
-        return ((q @ k.mT).softmax(-1) * 5).softmax(-1) @ v
-
-    def of_sums(q, k, v):
-        s = q @ k.mT
-        return (s * s.sum(-1, keepdim=True)).softmax(-1) @ v
-
-    given = [torch.randn(2, 2, 40, 8) for _ in range(3)]
-    trained = [x.clone().requires_grad_() for x in given]
-    advice = [
-        fusion.explain(case, *inputs, options={"cascades": cascades}).sites[0].advice or "fused"
-        for case, inputs, cascades in (
-            (function, given, "auto"), (function, given, "always"), (function, trained, "auto"),
-            (function, trained, "always"), (of_sums, given, "auto"), (of_sums, given, "always"),
-        )
-    ]  # fmt: skip
-    assert 'options={"cascades": "always"}' in advice[0] and advice[1] == "fused"
-    assert all("cascades" not in text.replace("docs/cascades.md", "") for text in advice[2:]), advice
-
-
 def test_sums_over_features_are_no_reductions_of_scores():
     """The third product of invariant point attention: its rows are heads, and its scores are behind distances."""
 
@@ -151,7 +128,7 @@ def test_sums_over_features_are_no_reductions_of_scores():
     q, k, v = (torch.randn(1, 3, 18, 8) for _ in range(3))
     own, third = fusion.explain(function, q, k, v, torch.randn(1, 18, 18, 5)).sites
     assert own.fused and not third.fused
-    assert "reduction" not in third.reason and "cascades" not in third.advice
+    assert "reduction" not in third.reason
 
 
 def test_a_call_of_which_no_graph_is_made_is_said_to_be_one():

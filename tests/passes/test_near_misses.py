@@ -106,7 +106,7 @@ CASES = {
     highest_scores: (Reason.NOT_POINTWISE, "on its own scores", "aten.topk"),
     contextual_positions: (Reason.NOT_POINTWISE, "on its own scores", "aten.cumsum"),
     over_rows_and_keys: (Reason.NOT_POINTWISE, "on its own scores", "aten.softmax"),
-    over_rows: (Reason.NO_CASCADE, "whole rows or columns of scores", "aten.softmax"),
+    over_rows: (Reason.FURTHER_REDUCTION, "whole rows or columns of scores", "aten.softmax"),
     tanh_of_weights: (Reason.NOT_LINEAR, "not linear in it", "aten.tanh"),
     other_axis: (Reason.HEADS_COMBINED, "different heads are combined", "aten.softmax"),
     mean_over_heads: (Reason.HEADS_COMBINED, "different heads are combined", "aten.mean"),
@@ -115,7 +115,7 @@ CASES = {
     returned: (Reason.WEIGHTS_NEEDED, "they are returned", "aten.matmul"),
     constant_added: (Reason.WEIGHTS_ADDED, "added to the weights", "aten.add"),
     constant_put_in: (Reason.WEIGHTS_REPLACED, "weights are replaced", "aten.masked_fill"),
-    softmax_twice: (Reason.NO_CASCADE, "another reduction", "aten.softmax"),
+    softmax_twice: (Reason.FURTHER_REDUCTION, "another reduction", "aten.softmax"),
     written_to: (Reason.CHANGED_IN_PLACE, "changed in place", "aten.add_"),
 }
 
@@ -210,10 +210,10 @@ def rolled_scores(q, k, v):
 UNSEEN = {
     rolled_scores: (Reason.NOT_POINTWISE, r"this one is read at .*, \(j \+ 16\) % 17\]"),
     one_value_for_all_keys: (Reason.PRODUCT_FORM, "broadcasts the index that it sums over"),
-    renormalised_beside_a_sink: (Reason.NO_CASCADE, "scaled by another reduction"),
-    block_by_block: (Reason.NO_CASCADE, "not a softmax over the keys"),
+    renormalised_beside_a_sink: (Reason.FURTHER_REDUCTION, "scaled by another reduction"),
+    block_by_block: (Reason.OTHER_NORMALISER, "not a softmax over the keys"),
     without_columns: (Reason.LIMIT, "a head dimension of 0"),
-    normalised_squares: (Reason.NO_CASCADE, "not a softmax over the keys"),
+    normalised_squares: (Reason.OTHER_NORMALISER, "not a softmax over the keys"),
     running_sum_less_its_logarithm: (Reason.NOT_POINTWISE, "do not come from a product"),
     running_sum_divided_late: (Reason.NOT_POINTWISE, "do not come from a product"),
     mixed_heads_normalised: (Reason.NOT_POINTWISE, "do not come from a product"),

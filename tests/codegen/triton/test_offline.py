@@ -67,7 +67,7 @@ def test_forward_on_every_target(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", MATRIX)
-def test_statistics_of_a_cascade_on_every_target(target: str) -> None:
+def test_statistics_of_rows_on_every_target(target: str) -> None:
     """With a column of ones in the place of V: its rows' maxima and sums."""
     rows = (AuxOutput(value=value, dims=("b0", "b1", "i"), dtype="float32") for value in (ROW_MAX, ROW_SUM))
     spec = replace(case("causal", "bfloat16", 64).spec, d_v=integers.integer(1), aux_outputs=tuple(rows))

@@ -133,10 +133,10 @@ def test_options_of_the_backend(capsys, model):
 
 def test_the_page_names_model_command_and_versions(capsys, model, tmp_path):
     page = tmp_path / "page.html"
-    run(capsys, "explain", f"{model}:attend", "--option", "cascades=never", "--html", str(page))
+    run(capsys, "explain", f"{model}:attend", "--option", "tile_maps=never", "--html", str(page))
     text = page.read_text()
     assert "<title>fusion report: attend</title>" in text and f"fusion explain {model}:attend" in text
-    assert f"torch {torch.__version__.partition('+')[0]}" in text and "cascades" in text
+    assert f"torch {torch.__version__.partition('+')[0]}" in text and "tile_maps" in text
 
 
 def test_explain_shows_what_a_gpu_would_run_without_one(capsys, model):
