@@ -144,15 +144,13 @@ def norms(value: Tensor) -> tuple[float, float]:
     return (float(value.abs().max()), float(value.abs().square().mean().sqrt())) if value.numel() else (0.0, 0.0)
 
 
-def errors(
-    actual: Tensor, eager: Tensor, reference: Tensor, dtype: torch.dtype | None = None, condition: float = 1.0
-) -> Errors:
+def errors(actual: Tensor, eager: Tensor, reference: Tensor, dtype: torch.dtype | None = None) -> Errors:
     """Comparison of one floating-point tensor with eager's; of nested tensors the values are compared. dtype: that of
-    the computation, where that is coarser than the tensor's. condition: number of the computation, a factor of eps."""
+    the computation, where that is coarser than the tensor's."""
     actual, eager, reference = (t.values() if t.is_nested else t for t in (actual, eager, reference))
     wide = torch.complex128 if eager.is_complex() else torch.float64
     finite = eager.isfinite() & reference.isfinite()
-    eps = condition * max(torch.finfo(t).eps for t in (eager.dtype, dtype or eager.dtype))
+    eps = max(torch.finfo(t).eps for t in (eager.dtype, dtype or eager.dtype))
     misplaced = int((special(actual) != special(eager)).sum())
     own, theirs, true = (t.detach().to(wide)[finite] for t in (actual, eager, reference))
     (max_error, rms_error), (max_eager, rms_eager), (max_size, rms_size) = map(norms, (own - true, theirs - true, true))

@@ -12,7 +12,6 @@ from fusion.ir.request import Approximation, Request
 
 When = Literal["auto", "always", "never"]
 Training = Literal["auto", "always", "never"]
-Verify = Literal[True, False, "run"]
 Approximate = Literal[None, "polynomial"]
 Sequences = Literal["auto", "gather", "ring", "zigzag", "mesh", "all_to_all"]
 
@@ -41,7 +40,7 @@ class Options:
     strict: raise `StrictError` instead of leaving an attention unfused.
     verify: compare every attention with the graph's own operations on a sample of made-up values before it is put in
         place; one that differs is left as it was, with an error on the log, and one whose kernel is wrong on small
-        made-up operands (docs/validation.md). "run" also compares the first call with eager, on its own inputs.
+        made-up operands (docs/validation.md).
     approximate: allow this approximation of attention in inference, where it is certified from the data and predicted
         to be faster; exact otherwise. See docs/approximate.md.
     epsilon: the error of attention weights that it may have, relative to a row's sum; between 0 and 0.5.
@@ -59,7 +58,7 @@ class Options:
     linear: When = "auto"
     autotune: bool = False
     strict: bool = False
-    verify: Verify = True
+    verify: bool = True
     approximate: Approximate = None
     epsilon: float = 1e-2
     sequences: Sequences = "auto"
@@ -70,9 +69,10 @@ class Options:
         """Request that the op passes to the emitter."""
         method = self.approximate
         allowed = None if method is None else Approximation(method=method, epsilon=float(self.epsilon))
-        proved = bool(self.verify)
         across = "gather" if self.reproducible and self.sequences == "auto" else self.sequences
-        return Request(emitter=self.emitter, tuned=self.autotune, approximation=allowed, proved=proved, across=across)
+        return Request(
+            emitter=self.emitter, tuned=self.autotune, approximation=allowed, proved=self.verify, across=across
+        )
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None, mode: str | None = None) -> Options:

@@ -231,7 +231,7 @@ def install(options: Mapping[str, Any] | None = None) -> contextlib.AbstractCont
     `torch.compiler.reset()`. Models compiled with `backend="fusion"` go their own way.
 
     Returns a context manager, which brings back what was installed before; `uninstall` takes the pass out, too. Raises
-    OptionError for options that do not exist, or that need the backend: `inner`, `verify="run"`, `approximate`.
+    OptionError for options that do not exist, or that need the backend: `inner`, `approximate`.
     """
     chosen, previous = _parsed(options), inductor_passes.installed()
     uninstall()
@@ -259,11 +259,11 @@ def inductor_options(options: Mapping[str, Any] | None = None) -> dict[str, Any]
 
 def _parsed(options: Mapping[str, Any] | None) -> Options:
     chosen = Options.parse(options)
-    if chosen.inner == "inductor" and chosen.verify != "run" and chosen.approximate is None:
+    if chosen.inner == "inductor" and chosen.approximate is None:
         return chosen
     raise OptionError(
-        "a pass of Inductor's was asked for with inner, verify='run' or approximate, which act around a compiled "
-        f"graph; use torch.compile(model, backend='fusion', options={dict(options or {})!r})."
+        "a pass of Inductor's was asked for with inner or approximate, which act around a compiled graph; "
+        f"use torch.compile(model, backend='fusion', options={dict(options or {})!r})."
     )
 
 

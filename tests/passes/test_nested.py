@@ -225,15 +225,6 @@ def test_the_report_names_the_line_of_the_model():
     assert "index[i] ≤ j ∧ j < index2[i]" in str(report)
 
 
-def test_first_call_is_compared_with_eager():
-    x = nested(torch.randn(n, WIDTH) for n in LENGTHS[0])
-    block = Block()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    out = torch.compile(block, backend="fusion", options={"inner": "eager", "verify": "run"})(x)
-    assert out.shape[0] == 3 and torch._dynamo.utils.counters["fusion"]["invalid"] == 0
-
-
 def test_what_is_not_fused_is_computed_and_reported(monkeypatch):
     monkeypatch.setattr("fusion.codegen.mlir.unavailable", lambda: "torch-mlir is not installed")
     lengths = LENGTHS[1]
