@@ -25,9 +25,6 @@ EXCEPTIONS = {
     "fusion/approximate/test_certified.py::test_equal_keys_have_no_bound_and_shifted_keys_a_small_one": (
         "a bound that is rounding and margins alone"
     ),
-    "fusion/approximate/test_certified.py::test_numbers_whose_second_plane_vanishes_are_not_rounded": (
-        "a certified error beside an infinite one"
-    ),
     "fuzz/specs_run.py::_without_factors_of_fills": "says which gradients are a fill times rounding",
     "fuzz/check.py::_without_unstable": "says which elements are unstable, not how far off a result may be",
     "examples/test_bounds.py::test_small_cache_beats_flash_by_root_m_over_d": "a derived optimum is asymptotic",
