@@ -203,9 +203,12 @@ def _clamp(call: Call) -> Expr | None:
     return value if high is None else apply("imin", value, high)
 
 
+_CLAMPS_OF_TENSORS = (aten.clamp.Tensor, aten.clip.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor)
+
+
 def _has_tensors_for_bounds(call: Call) -> bool:
     if call.target is not None:
-        return "Tensor" in call.target._overloadname
+        return call.target in _CLAMPS_OF_TENSORS
     return any(isinstance(call.get(k, name), Expr) for k, name in ((1, "min"), (2, "max")))
 
 
