@@ -29,22 +29,25 @@ FALSE_SHARING = 128  # bytes: two cache lines, which processors fetch together
 
 COUNTERS = memoryview(array("q", [0, 0]))
 """Counters of portions taken and threads begun, at the start of a call: see `ThreadFunction`."""
+LARGE, PATIENCE = 64 << 20, 64
+"""Bytes of a workspace from which on it is given back, after so many calls in a row that need less than a quarter."""
 MOST_CUT = 1024  # work items of a call whose keys can be cut into parts
 
 address, empty_strided = torch.Tensor.data_ptr, empty_strided_cpu
 
 
 class ThreadMemory:
-    """Workspace and parameter block of one calling thread; kept between calls, grown when needed."""
+    """Workspace and parameter block of one calling thread; kept between calls, grown when needed, and given back where
+    calls no longer need it."""
 
     __slots__ = (
-        "_address", "_argument", "_arguments", "_room", "arrivals", "arrivals_address", "counter_address", "counters",
-        "flag", "flag_address", "packed", "params", "slots", "workspace",
+        "_address", "_argument", "_arguments", "_room", "_small_calls", "arrivals", "arrivals_address",
+        "counter_address", "counters", "flag", "flag_address", "packed", "params", "slots", "workspace",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
-        self._room = self._address = 0
+        self._room = self._address = self._small_calls = 0
         self.params = ctypes.create_string_buffer(8 * PARAMETER_SLOTS)
         self.slots = memoryview(self.params).cast("B").cast("q")
         # The engine's entry points take an array of pointers to arguments; the one argument is the address of the
@@ -65,11 +68,17 @@ class ThreadMemory:
 
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes, on a cache line."""
-        if self._room < size:
-            self._room = size + size // 4
-            self.workspace = torch.empty(self._room + 64, dtype=torch.uint8)
-            self._address = round_up(self.workspace.data_ptr(), 64)
+        if self._room < size or self._room >= LARGE and self._is_too_large_for(size):
+            # There is none until the new one has been allocated: that may raise.
+            self._room, self._small_calls, self.workspace = 0, 0, torch.empty(0, dtype=torch.uint8)
+            room = size + size // 4
+            self.workspace = torch.empty(room + 64, dtype=torch.uint8)
+            self._room, self._address = room, round_up(self.workspace.data_ptr(), 64)
         return self._address
+
+    def _is_too_large_for(self, size: int) -> bool:
+        self._small_calls = self._small_calls + 1 if 4 * size < self._room else 0
+        return self._small_calls >= PATIENCE
 
     def flagged(self) -> bool:
         """Whether a kernel met values that its products cannot take; the flag is lowered."""

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.calling import memory
+from fusion.codegen.mlir.calling import LARGE, PATIENCE, ThreadMemory, memory
 from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.machine import Machine
@@ -103,3 +103,28 @@ def test_products_meet_no_denormal_number_that_lay_in_memory(target: str, n: int
         assert not denormals_met()
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_large_workspace_is_given_back_where_calls_no_longer_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ThreadMemory()
+    own.reserve(2 * LARGE)
+    for size in [1000] * (PATIENCE - 1) + [LARGE] + [1000] * (PATIENCE - 1):
+        own.reserve(size)
+        assert own.workspace.numel() >= 2 * LARGE, "one call that needs much of it keeps it"
+    own.reserve(1000)
+    assert 1000 <= own.workspace.numel() < 2000
+    for _ in range(2 * PATIENCE):
+        place = own.reserve(10)
+        assert place % 64 == 0 and own.workspace.data_ptr() <= place <= own.workspace.data_ptr() + 64
+    assert own.workspace.numel() >= 1000, "small ones stay"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        full = torch.empty
+        patch.setattr(torch, "empty", lambda *size, **more: refuse() if size != (0,) else full(*size, **more))
+        with pytest.raises(MemoryError):
+            own.reserve(5000)
+    own.reserve(100)
+    assert own.workspace.numel() >= 100
