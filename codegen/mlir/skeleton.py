@@ -144,16 +144,18 @@ class KernelFunction(ThreadFunction):
     def _batch_scope(self, top: Scope, rest: Value, but: int = -1) -> Scope:
         """The scope of a work item: batch coordinates from its linear index, and what depends on nothing else. but: one
         that it has all values of."""
-        b, known = self.b, {}
-        for axis in reversed(range(len(self.spec.batch))):
-            if axis == but:
-                continue
-            extent = b.as_value(top.integer(self.spec.batch[axis]), "i64")
-            known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
-        scope = top.inner(known)
+        scope = top.inner(self._coordinates(top, [axis for axis in range(len(self.spec.batch)) if axis != but], rest))
         bound = self.batch_names - {f"b{but}"}
         scope.prepare(self.programs.masked, self.programs.full, self.weight, *self.spec.sinks, bound=bound)
         return scope
+
+    def _coordinates(self, top: Scope, axes: Sequence[int], rest: Value) -> dict[Expr, Value]:
+        """Coordinates along these batch axes from their linear index."""
+        b, known = self.b, {}
+        for axis in reversed(axes):
+            extent = b.as_value(top.integer(self.spec.batch[axis]), "i64")
+            known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
+        return known
 
     def _readers(self, scope: Scope) -> list[RowReader]:
         """Readers of Q, K and V."""

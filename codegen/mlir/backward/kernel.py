@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fusion.ir.expr import E, Expr, I, coord
+from fusion.ir.expr import E, I, coord
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import Operand
 from fusion.lowering.backward_plan import (
@@ -125,13 +125,8 @@ class BackwardKernel(KernelFunction):
     def _element_scope(self, top: Scope, outer: Value, inner: Value) -> Scope:
         """The scope of a batch element, with readers of its operands."""
         b, spec, side = self.b, self.spec, self.side
-        known: dict[Expr, Value] = {}
         outer_axes = [axis for axis in range(len(spec.batch)) if axis not in self.plan.inner]
-        for axes, index in ((outer_axes, outer), (self.plan.inner, inner)):
-            rest: Value | int = index
-            for axis in reversed(axes):
-                extent = b.as_value(top.integer(spec.batch[axis]), "i64")
-                known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
+        known = self._coordinates(top, outer_axes, outer) | self._coordinates(top, self.plan.inner, inner)
         scope = top.inner(known)
         flat: Value | int = 0
         for axis in range(len(spec.batch)):
