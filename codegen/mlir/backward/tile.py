@@ -137,7 +137,7 @@ class BackwardTiles:
             )
             for n in ((0,) if kind.at_weight else (0, 1))
         )  # fmt: skip
-        self.score_gemms, self.value_gemms = self.gemms[0], self.gemms[-1]
+        self.score_gemms = self.gemms[0]
         self.key_step = self.score_gemms.products.key_step
 
     def _products(self) -> list[Products]:
