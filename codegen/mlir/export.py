@@ -18,14 +18,12 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
 from fusion.planning.cpu import PER_THREAD
 from fusion.planning.cpu_planner import FEW_QUERIES
-from fusion.planning.register_tiles import target_of, tilings_for
+from fusion.planning.register_tiles import AllHeads, ByRows, target_of, tilings_for
 
 from . import supports
 from .calling import bytes_per_thread
 from .kernel import emit
 from .launch import batch_of_items, shared_rows, work_items
-from .mixed_heads import emit_mixed_heads
-from .row_kernel import emit_rows
 from .skeleton import HEADER
 from .thread_function import KernelText
 
@@ -117,9 +115,9 @@ def _kernel_text(spec: AttentionSpec, machine: Machine, n_q: int, d: int, d_v: i
     """The kernel for these sizes, of the first choice that never asks to be run again in another way."""
     target = target_of(machine)
     if spec.mixing is not None:
-        return emit_mixed_heads(spec, target, d, d_v)
+        return emit(spec, AllHeads(), target, d, d_v)
     if n_q <= FEW_QUERIES:
-        return emit_rows(spec, target, d, d_v)
+        return emit(spec, ByRows(rows_at_once=4), target, d, d_v)
     texts = (emit(spec, tiling, target, d, d_v) for tiling in tilings_for(spec, target))
     return next(text for text in texts if not text.may_flag)
 

@@ -25,12 +25,14 @@ from dataclasses import replace
 from fusion.ir.expr import I0, I1
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import dead_rows_need_keys
-from fusion.planning.register_tiles import Target, Tiling
+from fusion.planning.register_tiles import AllHeads, ByRows, Target, Tiling
 
 from .builder import Value
 from .dense import DenseLoad
 from .fixed_shift import FixedShift, score_bounds
+from .mixed_heads import MixedHeadsKernel
 from .parts import TileParts
+from .row_kernel import RowKernel
 from .rows import STATE_BYTES, PackedRows, RowReader
 from .scope import Scope
 from .skeleton import KernelFunction
@@ -40,10 +42,15 @@ from .tile import Item, KeyRange, Tiles
 
 
 def emit(
-    spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
-) -> KernelText:
+    spec: AttentionSpec, tiling: Tiling | ByRows | AllHeads, target: Target, d: int, d_v: int,
+    with_statistics: bool = False,
+) -> KernelText:  # fmt: skip
     """The kernel of a spec whose Q and K have d columns and V d_v. with_statistics: that of training, which also writes
     the statistics of each row (`aux_outputs.TrainingStatistics`)."""
+    if isinstance(tiling, ByRows):
+        return RowKernel(spec, target, d, d_v, tiling.rows_at_once).text()
+    if isinstance(tiling, AllHeads):
+        return MixedHeadsKernel(spec, target, d, d_v).text()
     return AttentionKernel(spec, tiling, target, d, d_v, with_statistics).text()
 
 

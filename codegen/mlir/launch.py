@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ from .calling import (
     operand_values,
 )
 from .kernel import emit
-from .mixed_heads import emit_mixed_heads
-from .row_kernel import MOST_KEYS, emit_rows
+from .row_kernel import MOST_KEYS
 from .thread_function import KernelText
 from .values import round_up
 
@@ -44,26 +43,12 @@ if TYPE_CHECKING:
 
 
 class Variant(CompiledKernel):
-    """One compiled kernel: for given d and d_v, and one strategy of products. write: writes the text where there is a
-    tile."""
+    """One compiled kernel: for given d and d_v, and one strategy of products."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        tiling: Tiling | ByRows | AllHeads,
-        target: Target,
-        d: int,
-        d_v: int,
-        write: Callable[..., KernelText] = emit,
-    ):
+    def __init__(self, spec: AttentionSpec, tiling: Tiling | ByRows | AllHeads, *others: Any):
+        """others: see `emit`."""
         self.spec, self.tiled = spec, not isinstance(tiling, ByRows)
-        if isinstance(tiling, Tiling):
-            text = write(spec, tiling, target, d, d_v)
-        elif isinstance(tiling, ByRows):
-            text = emit_rows(spec, target, d, d_v, rows_at_once=tiling.rows_at_once)
-        else:
-            text = emit_mixed_heads(spec, target, d, d_v)
-        super().__init__(text)
+        super().__init__(emit(spec, tiling, *others))
         self._shared_rows = functools.lru_cache(maxsize=1024)(lambda *last: shared_rows(self.text, spec, last, 1))
 
     def launch_for(
@@ -151,14 +136,14 @@ class ForwardKernel:
     """A spec's forward kernel, with or without statistics of rows.
 
     tilings: how products are formed and, without a planner, the tile; what takes over where numbers cannot be split
-    into bfloat16 planes. write: see `Variant`. A kernel runs any lengths. Another d or d_v (where the spec has them as
+    into bfloat16 planes. A kernel runs any lengths. Another d or d_v (where the spec has them as
     run-time sizes) compiles another variant at its first call.
     """
 
-    def __init__(
-        self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, write: Callable[..., KernelText] = emit
-    ):
-        self.spec, self.tilings, self.target, self.write = spec, tuple(tilings), target, write
+    with_statistics: ClassVar[bool] = False
+
+    def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target):
+        self.spec, self.tilings, self.target = spec, tuple(tilings), target
         self.extents = extents_function(spec)
         self._variants, self._calls = OncePerKey(), BoundedCache()
         self._out_dtype: torch.dtype = getattr(torch, spec.out_dtype)
@@ -188,7 +173,7 @@ class ForwardKernel:
 
     def variant(self, d: int, d_v: int, tiling: Tiling | ByRows | AllHeads) -> Variant:
         """The variant for these sizes, compiled at first use."""
-        make = functools.partial(Variant, self.spec, tiling, self.target, d, d_v, write=self.write)
+        make = functools.partial(Variant, self.spec, tiling, self.target, d, d_v, self.with_statistics)
         return self._variants.get_or_make((d, d_v, tiling), make)
 
     def proved(self, proof: Proof) -> Self:

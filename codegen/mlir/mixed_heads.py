@@ -39,11 +39,6 @@ KEYS_AT_ONCE = 4
 """Keys whose heads are mixed at a time, no more than a key step: a head's factor is read once for all of them."""
 
 
-def emit_mixed_heads(spec: AttentionSpec, target: Target, d: int, d_v: int) -> KernelText:
-    """The kernel of a spec with `mixing` whose Q and K have d columns and V d_v."""
-    return MixedHeadsKernel(spec, target, d, d_v).text()
-
-
 class MixedHeadsKernel(KernelFunction):
     """Writes the function; see the module."""
 

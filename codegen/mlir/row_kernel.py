@@ -42,12 +42,9 @@ MOST_KEYS = 512
 """Most keys of a chunk, whose lanes are keys, so that each lane sums only a part of them."""
 
 
-def emit_rows(spec: AttentionSpec, target: Target, d: int, d_v: int, *, rows_at_once: int = 4) -> KernelText:
-    """The kernel for few queries of a spec whose Q and K have d columns and V d_v. rows_at_once: see `ByRows`."""
-    return RowKernel(spec, target, d, d_v, rows_at_once).text()
-
-
 class RowKernel(KernelFunction):
+    """Writes the function; see the module. rows_at_once: see `ByRows`."""
+
     def __init__(self, spec: AttentionSpec, target: Target, d: int, d_v: int, rows_at_once: int):
         super().__init__(spec, target, d, d_v, degree=5)
         self.d_padded, self.e_padded = round_up(d, self.lanes), round_up(d_v, self.lanes)

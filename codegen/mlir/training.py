@@ -31,7 +31,6 @@ from .backward.kernel import BackwardKernel
 from .backward.lanes import FUSED
 from .backward.tile import Kind, Problem
 from .calling import CompiledKernel, address, check_sizes, empty_strided, in_huge_pages
-from .kernel import emit
 from .launch import ForwardKernel, Prepared
 
 if TYPE_CHECKING:
@@ -47,8 +46,10 @@ class TrainingKernel(ForwardKernel):
     """The outputs and gradients of one spec: see `emitter.TrainingKernel`. Backward kernels are compiled by the first
     backward. machine: whose cores the work of a backward is cut for."""
 
+    with_statistics = True
+
     def __init__(self, spec: AttentionSpec, tilings: Sequence[Tiling], target: Target, machine: Machine | None = None):
-        super().__init__(spec, tilings, target, functools.partial(emit, with_statistics=True))
+        super().__init__(spec, tilings, target)
         self.backward_tilings = [backward_tiling(tiling, target) for tiling in tilings]
         self.derived, self._compiled, self._plans = BoundedCache(), OncePerKey(), OncePerKey()
         self.machine = machine or Machine.detect()

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.triton.launch import forward_kernels
 from fusion.codegen.triton.module import module_text
 from fusion.ir import integers
@@ -13,7 +12,7 @@ from fusion.ir.expr import SCORE, Expr, I, J, Kind, node
 from fusion.ir.ops import apply, as_float
 from fusion.ir.primitives import PRIMITIVES
 from fusion.machine import machine
-from fusion.planning.register_tiles import target_of, tilings_for
+from fusion.planning.register_tiles import ByRows, target_of, tilings_for
 from tests.codegen.mlir.cases import case
 
 ARGUMENTS = {
@@ -39,5 +38,5 @@ def test_kernels_can_be_written(name):
     target = target_of(machine())
     for tiling in tilings_for(spec, target)[:1]:
         assert emit(spec, tiling, target, 16, 16).source
-    assert emit_rows(spec, target, 16, 16).source
+    assert emit(spec, ByRows(rows_at_once=4), target, 16, 16).source
     assert module_text(spec, forward_kernels(spec, 16, 16, False), 16, 16)

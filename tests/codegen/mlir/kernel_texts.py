@@ -24,8 +24,6 @@ from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.lanes import AUX_SUMS, FUSED, KEYS, QUERIES
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.mixed_heads import emit_mixed_heads
-from fusion.codegen.mlir.row_kernel import emit_rows
 from fusion.codegen.mlir.training import backward_tiling
 from fusion.codegen.reference.polynomial import monomials
 from fusion.ir import AttentionSpec, Expr, Kind, Normalizer, Operand, integers
@@ -37,7 +35,7 @@ from fusion.ir.tile_map import lookup
 from fusion.lowering import aux_gradients
 from fusion.lowering.backward_plan import backward_plan, unsupported
 from fusion.passes.specify.masks import understand
-from fusion.planning.register_tiles import Target, tilings_for
+from fusion.planning.register_tiles import AllHeads, ByRows, Target, tilings_for
 from tests import emulation
 from tests.codegen.mlir.cases import BATCH, HEAD, NK, PROGRAMS, case, fill_where, read, tensor
 
@@ -164,12 +162,12 @@ def texts_of(name: str, spec: AttentionSpec, target: Target) -> Iterator[Text]:
     """The kernels of a spec."""
     d, d_v = spec.d.integer, spec.d_v.integer
     if spec.mixing is not None:
-        yield "mixed heads", emit_mixed_heads(spec, target, d, d_v).source
+        yield "mixed heads", emit(spec, AllHeads(), target, d, d_v).source
         return
     whole = bool(name in WHOLE or spec.aux_outputs)
     if not spec.aux_outputs:
         for count in (1, 4) if whole else (4,):
-            yield "rows", emit_rows(spec, target, d, d_v, rows_at_once=count).source
+            yield "rows", emit(spec, ByRows(rows_at_once=count), target, d, d_v).source
     tilings = tilings_for(spec, target)
     for tiling in tilings if whole else tilings[:1]:
         if not spec.aux_outputs:
