@@ -144,7 +144,7 @@ class _Writer:
 
     def body(self, batch: Sequence[int], n_q: int, n_k: int) -> str:
         text, steps = self.text, -(-n_k // self.text.key_step)
-        plan = work_items(math.prod(batch) * n_q, shared_rows(text, self.spec, batch, n_q), text.rows, n_k)
+        plan = work_items(math.prod(batch) * n_q, shared_rows(text.across_heads, self.spec, batch, n_q), text.rows, n_k)
         items, per_thread = plan["items"], bytes_per_thread(text, steps)
         threads = self.op(f"func.call @{self.name}_threads() : () -> i32", "most")
         threads = self.op(f"arith.minsi {threads}, {self.constant(items, 'i32')} : i32", "threads")

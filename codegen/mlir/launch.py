@@ -49,7 +49,7 @@ class Variant(CompiledKernel):
         """others: see `emit`."""
         self.spec, self.tiled = spec, not isinstance(tiling, ByRows)
         super().__init__(emit(spec, tiling, *others))
-        self._shared_rows = functools.lru_cache(maxsize=1024)(lambda *last: shared_rows(self.text, spec, last, 1))
+        self._shared_rows = functools.lru_cache(maxsize=1024)(lambda *last: shared_rows(self.text.across_heads, spec, last, 1))
 
     def launch_for(
         self, extents: Sequence[int], values: Mapping[tuple, int], given: Sequence[tuple], splits: int = 1
@@ -116,20 +116,16 @@ WORK_PER_THREAD = {True: 1 << 19, False: WORTH_WAKING}
 stride, get_num_threads = torch.Tensor.stride, torch.get_num_threads
 
 
-def rows_sharing_keys(spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
-    """Number of successive rows, in the order (batch coordinates.., query), that read the same keys."""
-    return n_q * spec.heads_per_key(batch[-1]) if batch else n_q
-
-
 def batch_of_items(spec: AttentionSpec, batch: Sequence[int]) -> list[int]:
     """The extents of the batch coordinates that work items are told apart by: all but heads that are mixed."""
     axis = -1 if spec.mixing is None else spec.mixing.axis
     return [1 if k == axis else extent for k, extent in enumerate(batch)]
 
 
-def shared_rows(text: KernelText, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
-    """Number of successive rows that read the same keys and may be in one work item."""
-    return rows_sharing_keys(spec, batch, n_q) if text.across_heads else n_q
+def shared_rows(across_heads: bool, spec: AttentionSpec, batch: Sequence[int], n_q: int) -> int:
+    """Number of successive rows, in the order (batch coordinates.., query), that read the same keys and may be in one
+    work item, `across_heads` or not."""
+    return n_q * spec.heads_per_key(batch[-1]) if batch and across_heads else n_q
 
 
 class ForwardKernel:
@@ -275,7 +271,7 @@ class Kernel(ForwardKernel):
 
     def _by_rows(self, sizes: Sequence[int]) -> ByRows:
         *batch, n_q, _, _, _ = self.extents(sizes)
-        return ByRows(rows_at_once=1 << min(rows_sharing_keys(self.spec, batch, n_q) - 1, 2).bit_length())
+        return ByRows(rows_at_once=1 << min(shared_rows(True, self.spec, batch, n_q) - 1, 2).bit_length())
 
     def _tiling(self, sizes: Sequence[int]) -> Tiling | ByRows | AllHeads:
         """The tiling of a call's choice. Raises RefusedChoiceError where there is none."""
