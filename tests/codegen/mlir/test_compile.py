@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -221,3 +223,25 @@ def test_two_processes_at_once_and_one_that_is_killed(folder: Path) -> None:
     for number in range(1, 13):
         assert torch.equal(result(compile_text(text(number), "f")), expected(number))
     assert counters["fusion"]["kernel_cache_miss"] == before, "everything was there"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_perf_finds_the_names_of_kernels_where_logs_are_asked_for(
+    asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """New kernels and those from disk: an address and a size that hold the entry, and the name of the object."""
+    monkeypatch.setattr(compiling, "PERF_MAP", str(tmp_path / "perf-{}.map"))
+    caplog.set_level("INFO" if asked else "WARNING", "fusion.codegen.mlir.compile")
+    codes = [compile_text(text(41), "f") for _ in range(2)]
+    files = list(tmp_path.glob("perf-*.map"))
+    assert len(files) == asked
+    if not asked:
+        return
+    (path,) = files
+    assert path.name == f"perf-{os.getpid()}.map" and path.stat().st_mode & 0o777 == 0o600
+    ranges = [line.split(maxsplit=2) for line in path.read_text().splitlines()]
+    for code in codes:
+        names = [
+            name for start, size, name in ranges if int(start, 16) <= code.address < int(start, 16) + int(size, 16)
+        ]
+        assert len(names) == 1 and re.fullmatch(r"fusion _mlir_f kernel_\w+", names[0]), names
