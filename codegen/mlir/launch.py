@@ -49,7 +49,8 @@ class Variant(CompiledKernel):
         """others: see `emit`."""
         self.spec, self.tiled = spec, not isinstance(tiling, ByRows)
         super().__init__(emit(spec, tiling, *others))
-        self._shared_rows = functools.lru_cache(maxsize=1024)(lambda *last: shared_rows(self.text.across_heads, spec, last, 1))
+        of_batch = lambda *last: shared_rows(self.text.across_heads, spec, last, 1)
+        self._shared_rows = functools.lru_cache(maxsize=1024)(of_batch)
 
     def launch_for(
         self, extents: Sequence[int], values: Mapping[tuple, int], given: Sequence[tuple], splits: int = 1
