@@ -33,16 +33,19 @@ ON_FOUR = (
     "sinks",
     "fewer rows than processes",
 )
-RUNS = [(2, name) for name in CASES] + [(4, name) for name in ON_FOUR]
+RUNS = [pytest.param(2, name) for name in CASES]
+RUNS += [pytest.param(4, name, marks=() if name in ON_FOUR else pytest.mark.long) for name in CASES]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """By number of processes: what each process found."""
+def found(request, tmp_path_factory):
+    """By number of processes: what each process found in the cases that were selected."""
     result = {}
+    given = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    selected = {(params.get("processes"), params.get("name")) for params in given}
     for processes in (2, 4):
         folder = tmp_path_factory.mktemp(f"processes{processes}")
-        names = [name for count, name in RUNS if count == processes]
+        names = [name for name in CASES if (processes, name) in selected]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
             multiprocessing.spawn(work, (str(folder), processes, names), nprocs=processes)
