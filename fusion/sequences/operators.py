@@ -25,10 +25,10 @@ from fusion.torch_private.operators import register_fake
 
 
 def forward(
-    operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring_: str
+    operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, shards: str
 ) -> tuple[Tensor, Tensor]:
     """The output of this process's rows, and the statistics for `backward` (`partial.Merged`)."""
-    call = Call.of(operands, sizes, spec, request, ring_)
+    call = Call.of(operands, sizes, spec, request, shards)
     transfers = call.transfers
     output, statistics, ordinary = (mesh if transfers.ring.groups else ring).forward(call, operands)
     if transfers.agree(ordinary, operands[0]):
@@ -47,10 +47,10 @@ def backward(
     spec: str,
     request: str,
     needs: Sequence[bool],
-    ring_: str,
+    shards: str,
 ) -> list[Tensor]:
     """Gradients of the operands that `needs` marks, from that of this process's rows."""
-    call = Call.of(operands, sizes, spec, request, ring_)
+    call = Call.of(operands, sizes, spec, request, shards)
     ordinary = Merged.unpacked(statistics).ordinary(call.spec)
     by_blocks = (mesh if call.transfers.ring.groups else ring).backward
     by = by_blocks if call.transfers.agree(ordinary, operands[0]) else _at_once
@@ -72,9 +72,9 @@ def _at_once(
     return result
 
 
-def of_sharded_keys(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring_: str) -> Tensor:
+def of_sharded_keys(operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, shards: str) -> Tensor:
     """The output of all rows on every process: each computes with its own keys, and their sums are gathered."""
-    parsed, transfers = AttentionSpec.from_json(spec), Transfers(Ring.from_json(ring_), [])
+    parsed, transfers = AttentionSpec.from_json(spec), Transfers(Ring.from_json(shards), [])
     call = Call(parsed, request, operands[0].device.type, dict(zip(parsed.sizes, sizes, strict=True)), transfers)
     rows = Rows(transfers.rank, operands, call.sizes)
     sums = call.sums(rows)
@@ -92,7 +92,7 @@ def of_sharded_keys(operands: Sequence[Tensor], sizes: Sequence[int], spec: str,
 
 
 def _fake_forward(
-    operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, ring_: str
+    operands: Sequence[Tensor], sizes: Sequence[int], spec: str, request: str, shards: str
 ) -> tuple[Tensor, Tensor]:
     parsed = AttentionSpec.from_json(spec)
     *batch, rows, _, columns = results.coordinate_extents(parsed, sizes).values()
