@@ -87,9 +87,9 @@ def fault_of(case: Case) -> str:
     results = ours, plain, step(case.exact or case.plain, wide)
     for result, eager, exact in zip(*results, strict=True):
         if result is not None and eager is not None and exact is not None:
-            found = errors(result, eager, exact)
-            if found.share > 1:
-                return f"wrong: {found}"
+            comparison = errors(result, eager, exact)
+            if comparison.share > 1:
+                return f"wrong: {comparison}"
     return ""
 
 

@@ -290,10 +290,10 @@ def sdpa_call(row: Row, operands: tuple[Tensor, ...]) -> Callable[[], Tensor] | 
     if row.beyond_sdpa:
         return None
     q, k, v, extras = row.attended(operands)
-    given = row.sdpa(*extras) if row.sdpa else _as_mask(row, q, k, extras)
+    arguments = row.sdpa(*extras) if row.sdpa else _as_mask(row, q, k, extras)
     if row.group is None:
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    return functools.partial(F.scaled_dot_product_attention, q, k, v, **given)
+    return functools.partial(F.scaled_dot_product_attention, q, k, v, **arguments)
 
 
 def flex_call(row: Row, operands: tuple[Tensor, ...], compiled: bool = True) -> Callable[[], Tensor]:

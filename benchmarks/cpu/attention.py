@@ -64,11 +64,11 @@ def prepare(entry: Entry, make: Callable[[], Callable[[], Tensor] | None], eager
             return facts | {"note": "cannot express it"}
         result = call()
         facts["first_call"] = time.perf_counter() - start
-        found = errors(result, eager, exact)
-        facts["error"], facts["allowed"] = found.figures
+        comparison = errors(result, eager, exact)
+        facts["error"], facts["allowed"] = comparison.figures
         entry.call = call
-        if found.share > 1:
-            facts["note"] = f"wrong: {found}"
+        if comparison.share > 1:
+            facts["note"] = f"wrong: {comparison}"
         elif entry.name == "fusion" and counters["fusion"]["fused"] == before:
             facts["note"] = "not fused"
     except Exception as failure:  # a peer's failure is a result of this benchmark

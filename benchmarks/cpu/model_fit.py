@@ -94,8 +94,8 @@ def measure(
     entries = {}
     for tile in dict.fromkeys([chosen, *tiles(shape, base, target)]):
         call = functools.partial(kernel_for(shape, dtype, tile, base, target), *operands)
-        if (found := errors(call(), eager, exact)).share > 1:
-            raise SystemExit(f"{shape}, tile {tile}: {found}; a wrong kernel is not timed")
+        if (comparison := errors(call(), eager, exact)).share > 1:
+            raise SystemExit(f"{shape}, tile {tile}: {comparison}; a wrong kernel is not timed")
         entries[tile] = Entry(name=str(tile), call=call)
     interleave([*entries.values()], seconds=seconds)
     return {tile: entry.median or math.inf for tile, entry in entries.items()}

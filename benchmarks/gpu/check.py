@@ -57,9 +57,9 @@ def as_exact_as_eager(name: str, problem: Problem, device: Device) -> list[str]:
     compared += zip(names, got, eager, want, strict=False)
     faults = []
     for what, ours, theirs, true in compared:
-        found = errors(ours, theirs, true)
-        if found.share > 1:
-            faults.append(f"{what}: {found}")
+        comparison = errors(ours, theirs, true)
+        if comparison.share > 1:
+            faults.append(f"{what}: {comparison}")
     return faults
 
 

@@ -40,8 +40,8 @@ def measure_model(name: str, B: int, N: int, device: Device, dtype: torch.dtype,
     x = model.inputs(N).to(device.kind)
     x = x.repeat(B, *[1] * (x.dim() - 1))
     x = x.to(dtype) if x.is_floating_point() else x
-    made = lambda attention: model.make(attention, **(TINY if device.rehearsal else {})).to(device.kind, dtype)
-    plain = made("eager")
+    build = lambda attention: model.make(attention, **(TINY if device.rehearsal else {})).to(device.kind, dtype)
+    plain = build("eager")
     eager = plain(x[:1])
     exact = copy.deepcopy(plain).double()(x[:1].double() if x.is_floating_point() else x[:1])
     del plain
@@ -49,11 +49,11 @@ def measure_model(name: str, B: int, N: int, device: Device, dtype: torch.dtype,
     for who in CONTESTANTS:  # one after the other, so that two models are held at most
         backend, _, attention = who.partition(", ")
         try:
-            call = made(attention or "eager")
+            call = build(attention or "eager")
             call = call if backend == "eager" else device.compiled(call, backend)
-            found = errors(call(x)[:1], eager, exact)
-            if found.share > 1 and who == "fusion":
-                cell.notes[who] = f"wrong: {found}"
+            comparison = errors(call(x)[:1], eager, exact)
+            if comparison.share > 1 and who == "fusion":
+                cell.notes[who] = f"wrong: {comparison}"
             calls[who] = functools.partial(call, x)
         except Exception as failure:
             cell.notes[who] = brief(failure)
