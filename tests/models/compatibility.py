@@ -38,8 +38,8 @@ What `torch.compile(model, backend="fusion")` makes of architectures as their pa
 with random weights, and runs three times: in eager mode, in float64 and compiled. Its results must be as exact as eager
 mode's (at most twice eager's error against float64, and NaN and infinities where eager has them). A **site** is one
 attention in the model: a softmax, or a fused call, between two matrix products. Sites are counted independently, by a
-program that knows nothing of the compiler's passes, and we take the larger of that count and the compiler's own. A site
-that is not fused runs as PyTorch runs it.
+program that knows nothing of the compiler's passes, and we take the larger of that count and the compiler's own, which
+also has attention without a softmax. A site that is not fused runs as PyTorch runs it.
 
 A model's name stands for the smallest version that the survey's rules make of it; other versions may have other sites.
 Of transformers, diffusers and timm all architectures were tried, of vit-pytorch and x-transformers those listed here.
