@@ -126,10 +126,9 @@ def _keys(part: AttentionCall, sizes: Mapping[str, int]) -> str:
 
 def _approximation(part: AttentionCall, hints: Mapping[str, int], options: Options) -> str | None:
     """Text for the use of the option `approximate` at a site."""
-    request = options.request
-    if (allowed := request.approximation) is None:
+    if (allowed := options.request.approximation) is None:
         return None
-    if (reason := dispatch.refusal(part.spec, part.device, request)) is not None:
+    if (reason := dispatch.refusal(part.spec, part.device)) is not None:
         return f"{allowed.method}: exact, because {reason}"
     expected = _planned(part, hints, options, {})()
     return dispatch.describe(allowed, expected.problem, expected.machine)
