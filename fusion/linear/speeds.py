@@ -33,7 +33,7 @@ APPROXIMATIONS = ("none", "tanh")
 LEAST = 32
 """Least k and n of a product that goes to oneDNN; narrower ones are not measured."""
 SECONDS = 0.9
-"""The longest that a measurement takes."""
+"""The longest that a measurement takes: half of it by the clock, and on a busy machine half of it of a processor."""
 ALIKE, ENOUGH = 1.25, 3
 """A time counts once so many runs took at most that many times the shortest: on a busy machine few runs are whole."""
 
@@ -96,7 +96,7 @@ class Speeds:
 
 _ONES = (1.0,) * (len(ROWS) * len(SIZES))
 UNKNOWN = Speeds(mkl=_ONES, onednn=_ONES, copy=1.0, sweep=1.0, apart=(1.0, 1.0), inside=(1.0, 1.0), threads=0)
-"""Speeds on a machine that is too busy to be measured: nothing pays."""
+"""Speeds in a dtype that oneDNN does not have here: nothing pays."""
 
 
 def _place(grid: Sequence[int], at: int) -> tuple[int, float]:
@@ -131,23 +131,22 @@ def _read_or_measured(threads: int, dtype: torch.dtype) -> Speeds:
         return Speeds(**result | tuples)
     started = time.perf_counter()
     speeds = measured(SECONDS / 2, dtype) or _measured_by_one_thread(dtype)
-    if speeds is None:
-        log.warning("products stay with MKL in this process: this machine is too busy to measure them")
-        return UNKNOWN
     log.info("measured products in %.2f s: %s", time.perf_counter() - started, asdict(speeds))
     caching.store(name, json.dumps(asdict(speeds)).encode())
     return speeds
 
 
-def _measured_by_one_thread(dtype: torch.dtype) -> Speeds | None:
+def _measured_by_one_thread(dtype: torch.dtype) -> Speeds:
     """Speeds on a machine that is so busy that several threads wait for each other: the ratio of the libraries is the
     same there."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return measured(SECONDS / 2, dtype)
+        speeds = measured(SECONDS / 2, dtype, alone=True)
     finally:
         torch.set_num_threads(threads)
+    assert speeds is not None
+    return speeds
 
 
 _SWITCHES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_")
@@ -163,16 +162,19 @@ def _name(threads: int, dtype: torch.dtype) -> str:
     return f"products_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def measured(seconds: float, dtype: torch.dtype = torch.float32) -> Speeds | None:
-    """Speeds measured now, with the threads of this thread; None where runs are disturbed all the time."""
+def measured(seconds: float, dtype: torch.dtype = torch.float32, alone: bool = False) -> Speeds | None:
+    """Speeds measured now, with the threads of this thread; None where runs are disturbed all the time. alone: this is
+    the only thread, so that its processor time counts, on which other programs have no influence."""
     taken: list[list[float]] = []
-    deadline = time.perf_counter() + seconds
+    clock = time.thread_time if alone and os.name != "nt" else time.perf_counter  # Windows counts in ticks of 16 ms
+    deadline = clock() + seconds
     with products.plainly():
         contests = [_passes(dtype), _gelus(dtype)]
         contests += [_product(*sizes) for sizes in _measured() if dtype is torch.float32]
         for number, functions in enumerate(contests):
-            now = time.perf_counter()
-            if (times := _shortest(functions, now + (deadline - now) / (len(contests) - number))) is None:
+            now = clock()
+            times, alike = _shortest(functions, clock, now + (deadline - now) / (len(contests) - number))
+            if not alike and not alone:
                 return None
             taken.append(times)
     (copy, sweep, *apart), (plain, *within), *times = taken
@@ -217,19 +219,18 @@ def _gelus(dtype: torch.dtype) -> list[Call]:
     return [functools.partial(torch.ops.fusion.linear, x, w, None, gelu, True) for gelu in ("", *APPROXIMATIONS)]
 
 
-def _shortest(functions: list[Call], deadline: float) -> list[float] | None:
-    """The shortest times of functions, called in turns, once enough runs of all come near them."""
+def _shortest(functions: list[Call], clock: Callable[[], float], deadline: float) -> tuple[list[float], bool]:
+    """The shortest times of functions, called in turns until enough runs of all come near them, or the deadline; and
+    whether they did."""
     times: list[list[float]] = [[] for _ in functions]
     for function in functions:
         function()
-    while not all(map(_settled, times)):
-        if times[0] and time.perf_counter() > deadline:
-            return None
+    while not (alike := all(map(_settled, times))) and not (times[0] and clock() > deadline):
         for function, taken in zip(functions, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             function()
-            taken.append(time.perf_counter() - start)
-    return [min(taken) for taken in times]
+            taken.append(clock() - start)
+    return [min(taken) for taken in times], alike
 
 
 def _settled(times: list[float]) -> bool:

@@ -1,5 +1,6 @@
 """The choice between the libraries: by times that are measured, read from disk, or given."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -252,31 +253,30 @@ def test_a_measurement_is_kept(folder: Path, monkeypatch) -> None:
 
 
 def test_a_machine_that_is_busy(folder: Path, monkeypatch) -> None:
-    """One thread alone is measured then; where that fails too, nothing pays in this process."""
-    threads, asked = torch.get_num_threads(), []
+    """Runs on a clock that counts other programs never look alike: one thread is measured by its processor time."""
+    threads, now, step = torch.get_num_threads(), 0.0, 1e-3
 
-    def busy(seconds, dtype):
-        asked.append(torch.get_num_threads())
-        return replace(given(200, 450, overhead=0), threads=1) if asked[-1] == 1 and len(asked) > 2 else None
+    def clock() -> float:
+        nonlocal now, step
+        now, step = now + step, 1.5 * step
+        return now
 
-    monkeypatch.setattr(speeds, "measured", busy)
-    assert not speeds.of_threads(2).ever_pays and not list(folder.glob("products_*.json"))
-    monkeypatch.setattr(speeds, "known", OncePerKey())
-    assert (
-        speeds.of_threads(2).ever_pays
-        and str(speeds.of_threads(2)) == "oneDNN 450 GFLOP/s, MKL 200, measured with one thread"
-    )
-    assert asked == [threads, 1, threads, 1] and torch.get_num_threads() == threads
-    assert len(list(folder.glob("products_*.json"))) == 1
+    monkeypatch.setattr(time, "perf_counter", clock)
+    measured = speeds.of_threads(threads)
+    monkeypatch.undo()
+    assert measured.threads == 1 and str(measured).endswith(", measured with one thread")
+    assert len(measured.mkl) == len(measured.onednn) == len(ROWS) * len(SIZES)
+    assert 0 < min(*measured.mkl, *measured.onednn, measured.copy) and max(*measured.mkl, *measured.onednn) < 1
+    assert torch.get_num_threads() == threads
 
 
-def test_a_measurement_is_whole() -> None:
-    """As this machine is: nothing is said of the figures, which depend on it."""
-    found = None
-    while found is None:
-        found = speeds._measured_by_one_thread(torch.float32)
-    assert len(found.mkl) == len(found.onednn) == len(ROWS) * len(SIZES)
-    assert min(*found.mkl, *found.onednn, found.copy) > 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_processor_time_is_taken_as_it_is(dtype: torch.dtype, monkeypatch) -> None:
+    """Also where no two runs look alike: what is measured is stored, so that no process goes without."""
+    monkeypatch.setattr(speeds, "_settled", lambda times: False)
+    assert speeds.measured(0.01, dtype) is None
+    assert (measured := speeds.measured(0.01, dtype, alone=True)) is not None
+    assert len(measured.mkl) == (len(ROWS) * len(SIZES) if dtype is torch.float32 else 0)
 
 
 def test_doctor_shows_it(set_speeds, capsys) -> None:
