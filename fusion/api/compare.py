@@ -97,7 +97,8 @@ class Comparison:
             f"Attention in fusion: {seconds_text(self.predicted)} predicted, {peaks_text(self.plans, self.predicted)}"
         )
         seconds = self["fusion"].seconds
-        return f"{text}; by the measured call {peaks_text(self.plans, seconds)}." if seconds > 0 else f"{text}."
+        measured = "by the measured call, with all else that is in it,"
+        return f"{text}; {measured} {peaks_text(self.plans, seconds)}." if seconds > 0 else f"{text}."
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows of (name, time, speed-up over eager, peak memory, error, allowed error)."""

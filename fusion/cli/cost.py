@@ -7,10 +7,14 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from fusion.errors import ProblemError
+from fusion.errors import NoFittingTileError, ProblemError
 from fusion.machine import Machine, machine
-from fusion.planning.plan import plan
-from fusion.planning.problem import Problem
+from fusion.planning.cpu_planner import CpuPlanner
+from fusion.planning.plan import Plan, number_text, plan, tile_text
+from fusion.planning.problem import Problem, attention_of
+
+EVERY = 1 << 10
+"""More choices than a planner has."""
 
 HELP = "Schedule, tile, I/O, lower bound and predicted time of one attention problem."
 
@@ -38,8 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="batch size (default %(default)s)")
     parser.add_argument("--heads", type=int, default=1, help="query heads (default %(default)s)")
     parser.add_argument("--heads-kv", type=int, help="key heads (default as many as query heads)")
-    parser.add_argument("--causal", action="store_true", help="key j is live for query i where j <= i")
-    parser.add_argument("--window", type=int, help="sliding window: and j > i - window")
+    parser.add_argument("--causal", action="store_true", help="key j is live for query i where j <= i + offset")
+    parser.add_argument("--window", type=int, help="sliding window: j > i + offset - window")
+    parser.add_argument(
+        "--offset", type=int, help="position of the first query (default Nk - N: the queries are the last ones)"
+    )
     parser.add_argument(
         "--density", type=float, default=1.0, help="share of live tiles of any other mask (default %(default)s)"
     )
@@ -56,9 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _problem(arguments: argparse.Namespace) -> Problem:
     """The problem of a command line. Raises ProblemError."""
+    n_k = arguments.N if arguments.Nk is None else arguments.Nk
+    if arguments.offset is not None and not arguments.causal and arguments.window is None:
+        raise ProblemError(f"--offset {arguments.offset} moves no mask; give --causal or --window with it")
+    offset = max(0, n_k - arguments.N) if arguments.offset is None else arguments.offset
     problem = Problem(
         n_q=arguments.N,
-        n_k=arguments.N if arguments.Nk is None else arguments.Nk,
+        n_k=n_k,
         d=arguments.d,
         d_v=arguments.d if arguments.dv is None else arguments.dv,
         batch=arguments.batch,
@@ -66,6 +77,7 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         heads_kv=arguments.heads if arguments.heads_kv is None else arguments.heads_kv,
         dtype=arguments.dtype,
         causal=arguments.causal,
+        diagonal=offset if arguments.causal or arguments.window is not None else 0,
         window=arguments.window,
         density=arguments.density,
     )
@@ -85,14 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.M is not None:
         target = _with_fast_memory(target, problem, arguments.M)
-    chosen = plan(problem, target)
+    chosen = plan(problem, target) if arguments.M is None else _fitting(problem, target)
     crossing = "" if arguments.bound is None else _crossing(problem, target, arguments.bound, arguments.epsilon)
     if arguments.devices < 1 or arguments.link is not None and not arguments.link > 0:
         raise ProblemError(f"--devices {arguments.devices} --link {arguments.link}: give positive numbers")
     sharded = _sharded(problem, target, arguments) if arguments.devices > 1 else None
     if arguments.json:
         found = {**chosen.to_dict(), "problem": str(problem), "runs": str(chosen.choice)}
-        found |= {} if sharded is None else {"across": sharded[0]}
+        found |= {} if sharded is None else sharded[0]
         print(json.dumps(found, indent=2))
         return 0
     print(f"{chosen.explain()}\nruns       {chosen.choice}")
@@ -119,13 +131,30 @@ def _with_fast_memory(target: Machine, problem: Problem, count: int) -> Machine:
     return replace(target, levels=tuple(level if each.name == level.name else each for each in target.levels))
 
 
-def _sharded(problem: Problem, target: Machine, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+def _fitting(problem: Problem, target: Machine) -> Plan:
+    """The plan of least time whose tile fits the fast memory. Raises NoFittingTileError."""
+    choices = CpuPlanner(attention_of(problem), target).best((), EVERY)
+    plans = [plan(problem, target, choice=choice) for choice in choices]
+    if fitting := [each for each in plans if each.footprint <= each.capacity]:
+        return fitting[0]
+    least = min(plans, key=lambda each: each.footprint)
+    raise NoFittingTileError(
+        f"--M {least.capacity}: the smallest tile that kernels have here, {tile_text(least.tile)}, holds "
+        f"{number_text(least.footprint)} elements; give at least as many, or python -m examples.io_model --M "
+        f"{least.capacity}, which goes by no machine's tiles"
+    )
+
+
+def _sharded(problem: Problem, target: Machine, arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Cost of the schedules between devices: as data, and as text."""
     from fusion.sequences import cost, schedules  # torch.distributed: not where it is not asked for
 
     traffic = schedules.across(problem, arguments.devices)
     given = traffic, target, problem.dtype, arguments.link
-    return cost.rows(*given), cost.table(*given)
+    bound = traffic.bound()
+    across = {"across": cost.rows(*given), "across_devices": arguments.devices}
+    across["across_bound_bytes"] = None if bound is None else bound * traffic.element_bytes
+    return across, cost.table(*given)
 
 
 def _crossing(problem: Problem, target: Machine, bound: float, epsilon: float) -> str:

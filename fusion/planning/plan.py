@@ -40,7 +40,8 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def number_text(value: float) -> str:
-    return f"{int(value)}" if float(value).is_integer() else f"{value:.4g}"
+    """A number with as many digits as a formula needs to give its integer again."""
+    return f"{int(value)}" if float(value).is_integer() else f"{value:.10g}"
 
 
 def seconds_text(value: float) -> str:
@@ -51,10 +52,17 @@ def seconds_text(value: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= unit:
             return f"{value / unit:.3g} {name}"
     return f"{value:.0f} B"
+
+
+def flops_text(value: float) -> str:
+    for unit, name in ((1e15, "Pflop"), (1e12, "Tflop"), (1e9, "Gflop"), (1e6, "Mflop")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:.0f} flop"
 
 
 def tile_text(tile: tuple[tuple[str, int], ...]) -> str:
@@ -145,17 +153,36 @@ class Plan:
     @property
     def bound_text(self) -> str:
         """The kind of bound this is, in words."""
-        return "compulsory: what is needed, moved once" if self.compulsory else "an order, with the constant 1"
+        if not self.compulsory:
+            return "an order, with the constant 1"
+        if self.problem.density < 1:
+            return "compulsory for every mask of this density: its share of Q, K and V, and the output, moved once"
+        return "compulsory: what is needed, moved once"
+
+    @property
+    def flops(self) -> float:
+        """Operations of the two products over live scores, a multiply-add counted as two."""
+        problem = self.problem
+        scores = problem.problems * problem.n_q * problem.n_k * problem.live_share(1)
+        return 2 * scores * (problem.d + problem.d_v)
+
+    @property
+    def compulsory_bytes(self) -> float:
+        """Bytes that every schedule moves: inputs that somebody needs, and outputs."""
+        return lower_bound(self.problem, math.inf) * self.problem.element_bytes
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Peak of the multiply-adds (flop/s) and bandwidth of the memory (bytes/s), with the threads in use."""
+        cpu = self.machine.kind == "cpu"
+        machine = with_cores(self.machine, torch.get_num_threads()) if cpu else self.machine
+        return machine.flops(self.problem.dtype), machine.main.bandwidth
 
     def peaks(self, seconds: float) -> tuple[float, float]:
-        """Shares of the machine's multiply-add peak and of its memory's bandwidth, with the threads in use, where a
-        call takes so long: by the two products over live scores, and by what must be moved at least."""
-        cpu, problem = self.machine.kind == "cpu", self.problem
-        machine = with_cores(self.machine, torch.get_num_threads()) if cpu else self.machine
-        scores = problem.problems * problem.n_q * problem.n_k * problem.live_share(1)
-        moved = lower_bound(problem, math.inf) * problem.element_bytes
-        work = 2 * scores * (problem.d + problem.d_v) / machine.flops(problem.dtype)
-        return work / seconds, moved / machine.main.bandwidth / seconds
+        """Shares of `rates` where a call takes so long: of the first by `flops`, of the second by
+        `compulsory_bytes`."""
+        peak, bandwidth = self.rates
+        return self.flops / peak / seconds, self.compulsory_bytes / bandwidth / seconds
 
     @property
     def limited_by(self) -> str:
@@ -178,13 +205,22 @@ class Plan:
         """Fields of the plan, for JSON."""
         return {
             "machine": self.machine.name,
+            "capacity_elements": self.capacity,
             "schedule": self.schedule,
             "tile": dict(self.tile),
+            "footprint_elements": self.footprint,
             "io_elements": self.io,
             "io_bytes": self.io_bytes,
             "bound_elements": self.bound,
+            "bound_kind": self.bound_text,
+            "ratio": self.ratio,
+            "flops": self.flops,
+            "compulsory_bytes": self.compulsory_bytes,
             "seconds": self.time,
+            "resource_seconds": dict(self.resources),
             "limited_by": self.limited_by,
+            **dict(zip(("peak_flops_per_second", "bandwidth_bytes_per_second"), self.rates, strict=True)),
+            **dict(zip(("share_of_peak", "share_of_bandwidth"), self.peaks(self.time), strict=True)),
             "formula": self.formula,
         }
 
@@ -193,17 +229,21 @@ class Plan:
         parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources if value)
         together = self.problem.problems // self.heads
         heads = "heads" if together == 1 else f"heads of keys, each with the rows of {together} heads of queries,"
+        peak, bandwidth = self.rates
         lines = [
             f"problem    {self.problem}",
-            f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}",
+            f"machine    {self.machine.name}: M = {self.capacity} elements of {self.problem.dtype}, "
+            f"{flops_text(peak)}/s{_clock_text(self.machine)}, memory {bytes_text(bandwidth)}/s",
             f"schedule   {self.schedule} {tile_text(self.tile)}, footprint {number_text(self.footprint)} elements",
             f"I/O        {self.symbolic}",
             f"           = {self.formula} per head",
             f"           x {self.heads} {heads} = {number_text(self.io)} elements"
             f" = {bytes_text(self.io_bytes)}{self._levels()}",
-            f"bound      {number_text(self.bound)} elements ({self.bound_text}); ratio {self.ratio:.2f}",
+            f"bound      {self.bound:.0f} elements ({self.bound_text}); ratio {self.ratio:.2f}",
             f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})",
-            f"reaches    {peaks_text([self], self.time)}",
+            f"work       {flops_text(self.flops)} in products of live scores, {bytes_text(self.compulsory_bytes)} that "
+            "every schedule moves",
+            f"reaches    {flops_text(self.flops / self.time)}/s: {peaks_text([self], self.time)}",
         ]
         return "\n".join(lines)
 
@@ -242,6 +282,7 @@ def plan(
     target = find_machine(machine)
     if isinstance(problem, Problem):
         spec, extents = attention_of(problem), ()
+        problem = replace(problem, score_flops=problem.score_flops + problem_of(spec, ()).score_flops)
     elif isinstance(problem, AttentionSpec):
         spec, problem = problem, problem_of(problem, sizes)
         extents = tuple(sizes[name] for name in spec.sizes) if isinstance(sizes, Mapping) else tuple(sizes or ())
@@ -258,9 +299,16 @@ def plan(
 def peaks_text(plans: Sequence[Plan], seconds: float) -> str:
     """Shares of the peaks that attentions reach together where they take so many seconds."""
     products, moved = (100 * sum(column) for column in zip(*(plan.peaks(seconds) for plan in plans), strict=True))
-    clock = plans[0].machine.clock  # that the system states: processors may run at a higher one
-    at = f" at {clock / 1e9:.3g} GHz" if clock else ""
-    return f"{products:.3g} % of the multiply-add peak{at}, {moved:.3g} % of the memory's bandwidth"
+    machine = plans[0].machine
+    faster = "AMX tiles multiply" if "amx_bf16" in machine.isa else "the processor runs"
+    over = f" (above 100 %: {faster} faster than that)" if products > 100 else ""
+    at = _clock_text(machine)
+    return f"{products:.3g} % of the multiply-add peak{at}{over}, {moved:.3g} % of the memory's bandwidth"
+
+
+def _clock_text(machine: Machine) -> str:
+    """The clock of a CPU that its peak goes by: the one that the system states, above which processors may run."""
+    return f" at the nominal {machine.clock / 1e9:.3g} GHz" if machine.clock else ""
 
 
 def planner_for(spec: AttentionSpec, machine: Machine) -> Planner:

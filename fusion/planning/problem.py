@@ -85,7 +85,8 @@ class Problem:
     causal: key j is live for query i where j <= i + diagonal.
     window: and j > i + diagonal - window.
     ranges: of the keys that rows visit, of an attention's own mask, in place of `causal` and `window`.
-    score_flops: operations a score costs besides scale and exponential (bias, soft-cap, ...).
+    score_flops: operations a score costs besides the exponential (bias, soft-cap, ...); of a problem that is given by
+        its sizes, besides those of its scale and mask.
     dense: tensors of an element for each score that the score program reads (biases, masks), by the time of kernels.
     tables: the same, with indices into further tensors, by what they move.
     stored_bytes: bytes of an element of k and v in memory (their mean) where that is not `dtype`, else 0.
@@ -230,6 +231,7 @@ class Problem:
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}/{self.heads_kv}"
         mask = " causal" * self.causal + f" window {self.window}" * (self.window is not None)
+        mask += f" offset {self.diagonal}" * (self.diagonal != 0)
         mask += " masked" * (self.ranges is not None)
         mask += f" density {self.density:.3g}" * (self.density < 1) + f" of {self.n_k_total} keys" * (
             self.n_k_total > 0

@@ -1,17 +1,20 @@
 """`fusion cost` from the outside."""
 
 import json
+import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fusion.cli import COMMANDS, main
+from fusion.cli.cost import elements
 from fusion.codegen import reference
 from fusion.machine import machine, with_cores
 from fusion.passes.specify.masks import understand
-from fusion.planning.plan import plan, planner_for
+from fusion.planning.plan import peaks_text, plan, planner_for
 from fusion.planning.problem import Problem, attention_of, problem_of
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64
 
@@ -68,11 +71,73 @@ def test_heads_that_share_keys_read_them_once_in_decoding(name):
 
 
 def test_the_fast_memory_can_be_given(capsys):
-    for text, count in (("4096", 4096), ("4K", 4096), ("1M", 1 << 20)):
+    for text, count in (("8192", 8192), ("8K", 8192), ("1M", 1 << 20)):
         assert main(["cost", "--N", "512", "--d", "16", "--M", text]) == 0
         assert f": M = {count} elements of float32" in capsys.readouterr().out
     assert main(["cost", "--M", "4K", "--machine", "h200"]) == 2 and main(["cost", "--M", "0"]) == 2
     assert "M is a positive number, and of a CPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["", "--causal", "--d 16 --N 300", "--dtype bf16 --heads 2", "--N 1"])
+@pytest.mark.parametrize("count", ["64", "2000", "8K", "20K", "64K"])
+def test_a_tile_fits_the_fast_memory_or_is_refused(capsys, words, count):
+    code = main(["cost", "--N", "1024", "--M", count, *words.split(), "--json"])
+    out, error = capsys.readouterr()
+    if code:
+        assert f"--M {elements(count)}: the smallest tile that kernels have here" in error and code == 2
+        return
+    found = json.loads(out)
+    assert found["footprint_elements"] <= found["capacity_elements"] == elements(count) and found["ratio"] >= 1
+
+
+def cost_of(capsys, words):
+    assert main(["cost", *words.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+def test_queries_are_the_last_ones_unless_an_offset_is_given(capsys, name):
+    words = f"--N 1 --Nk 32768 --d 128 --window 4096 --causal --machine {name}"
+    assert cost_of(capsys, words)["bound_elements"] == 4096 * 256 + 256
+    assert cost_of(capsys, f"{words} --offset 0")["bound_elements"] == 512
+    i, j = torch.arange(60)[:, None], torch.arange(100)
+    for offset, given in ((40, ""), (7, "--offset 7")):
+        live = int(((j <= i + offset) & (j > i + offset - 30)).sum())
+        found = cost_of(capsys, f"--N 60 --Nk 100 --d 16 --window 30 --causal --machine {name} {given}")
+        assert round(found["flops"]) == 2 * live * 32
+    assert main(["cost", "--offset", "3"]) == 2
+    assert "--offset 3 moves no mask" in capsys.readouterr().err
+
+
+def test_shares_above_the_peak_say_why():
+    there = replace(machine("cpu"), clock=2.6e9, isa=machine("cpu").isa - {"amx_bf16"})
+    found = plan(Problem(n_q=512, n_k=512, d=64, d_v=64), there)
+    least = found.flops / found.rates[0]
+    assert "99 % of the multiply-add peak at the nominal 2.6 GHz," in peaks_text([found], least / 0.99)
+    above = "110 % of the multiply-add peak at the nominal 2.6 GHz (above 100 %: the processor runs faster than that),"
+    assert above in peaks_text([found], least / 1.1)
+
+
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+@pytest.mark.parametrize("sizes", [{}, {"causal": True}, {"causal": True, "window": 100}])
+def test_sizes_take_the_time_of_the_attention_that_they_stand_for(name, sizes):
+    problem = Problem(n_q=2048, n_k=2048, d=64, d_v=64, heads=4, heads_kv=4, **sizes)
+    assert plan(problem, name).resources == plan(attention_of(problem), name).resources
+
+
+def test_the_formula_gives_its_number_again():
+    for n in (1000, 2048, 3001):
+        found = plan(Problem(n_q=n, n_k=n, d=64, d_v=64, causal=True, window=700), "h200")
+        text, _, value = found.formula.rpartition(" = ")
+        assert round(eval(text, {"ceil": math.ceil})) == round(float(value)) == round(found.io)
+
+
+def test_a_density_bounds_what_every_such_mask_moves(capsys):
+    words = "--N 512 --d 64 --density 0.2 --machine cpu"
+    found = cost_of(capsys, words)
+    assert_same_in_float64(found["bound_elements"], 0.2 * 512 * 64 + 512 * 64 + 0.2 * 512 * 128)
+    assert found["bound_kind"].startswith("compulsory for every mask of this density")
+    assert found["ratio"] >= 1
 
 
 @pytest.mark.parametrize("name", ["cpu", "h200"])
@@ -110,6 +175,13 @@ def test_json(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["schedule"] == "flash" and found["tile"]["B_r"] >= 16 and found["seconds"] > 0
     assert found["formula"].endswith(f"= {int(found['io_elements'] / 64)}") and "tiles of" in found["runs"]
+    assert found["flops"] == 64 * 4 * 512 * 512 * 64 and found["peak_flops_per_second"] == 66.9e12
+    assert_same_in_float64(found["share_of_peak"], found["flops"] / found["seconds"] / 66.9e12)
+    assert_same_in_float64(
+        found["share_of_bandwidth"], found["compulsory_bytes"] / found["seconds"] / found["bandwidth_bytes_per_second"]
+    )
+    assert found["ratio"] == found["io_elements"] / found["bound_elements"]
+    assert found["limited_by"] in found["resource_seconds"]
 
 
 def test_crossing_is_printed_for_a_bound(capsys):
