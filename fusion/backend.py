@@ -23,7 +23,7 @@ from fusion.passes.prepare import find_attention
 from fusion.passes.prepare.distances import read_by_distance
 from fusion.passes.prepare.unread_rows import skip_unread_rows
 from fusion.passes.recognize.ancestors import escaping_weights
-from fusion.passes.recognize.find import Site, pending
+from fusion.passes.recognize.find import Site, pending, unlisted
 from fusion.passes.replace import replace_sites
 from fusion.passes.specify.aux_outputs import split_extrema
 from fusion.passes.specify.calls import refuse, resolve_escaping, specify_sites
@@ -200,7 +200,20 @@ def _unseen(module: GraphModule, graph: GraphModule, report: Report) -> list[str
         return notes
     end = "a graph break follows" if graph_break(module) else "they are returned"
     places = dict.fromkeys(nodes.source_line(node) or node.name for node in escaping_weights(graph.graph))
-    return notes + [f"attention weights leave this graph before a product with V ({place}): {end}" for place in places]
+    notes += [f"attention weights leave this graph before a product with V ({place}): {end}" for place in places]
+    return notes or _no_attention(graph)
+
+
+def _no_attention(graph: GraphModule) -> list[str]:
+    """The reason why a graph has no site: for each product of a product that is none with V, and in general."""
+    notes = []
+    for site in unlisted(graph.graph):
+        by = site.blame and nodes.producer(site.blame)
+        at = f"the product at {nodes.source_line(site.anchor) or site.anchor.name}"
+        if by is not None and by is not site.anchor:
+            at = f"stopped by {by.target} at {nodes.source_line(by) or by.name}, before {at}"
+        notes.append(f"{NO_ATTENTION}: {site.refusal} ({at})")
+    return list(dict.fromkeys(notes)) or [NO_ATTENTION]
 
 
 def _opaque_softmaxes(module: GraphModule) -> list[str]:

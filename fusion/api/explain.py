@@ -83,6 +83,6 @@ def merge(reports: list[Report]) -> Report:
         whole.graph_breaks += [broken for broken in report.graph_breaks if broken not in whole.graph_breaks]
         if report.sites and whole.graph_before is None:
             whole.graph_before, whole.graph_after = report.graph_before, report.graph_after
-    if whole.sites:
+    if whole.sites or len(whole.notes) > 1:
         whole.notes = [note for note in whole.notes if note != NO_ATTENTION]
     return whole

@@ -89,6 +89,10 @@ class AncestorKinds:
         of_weights = NORMALISED if (left | right) & NORMALISED else AncestorKind.MASK
         return bool(left & of_weights) or not right & of_weights
 
+    def is_product(self, node: Node) -> bool:
+        """Whether a node is a product of two tensors, in a form that the analysis can take apart or in another."""
+        return node.op == "call_function" and (is_contraction(node) or packet(node) in _OTHER_PRODUCTS)
+
     def may_be_product_with_values(self, node: Node) -> bool:
         """Whether a node may be the product with V: one operand was normalised or masked since the last product."""
         if is_sdpa(node):
@@ -181,9 +185,8 @@ def is_listed(anchor: Node, kinds: AncestorKinds) -> bool:
     if weights:
         return not all(_is_of_classes(parent, kinds) for parent in weights)
     above = kinds.inputs(anchor)
-    normalised = (
-        AncestorKind.PRODUCT | AncestorKind.GATE | AncestorKind.SUM in above
-        or AncestorKind.PRODUCT | AncestorKind.EXP | AncestorKind.STATISTIC in above
+    normalised = AncestorKind.PRODUCT | AncestorKind.STATISTIC in above and above & (
+        AncestorKind.EXP | AncestorKind.GATE
     )
     if normalised and not any(map(is_parameter, anchor.all_input_nodes)):
         return True

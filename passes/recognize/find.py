@@ -28,7 +28,7 @@ from fusion.refusals import Reason, Refusal
 from .. import marks, nodes
 from ..assumptions import Assumptions
 from ..nodes import Unsupported, packet, shape
-from ..pullback.contractions import ADDING, MOVES, behind_moves, factors, is_contraction, is_parameter
+from ..pullback.contractions import ADDING, MOVES, behind_moves, factors, is_contraction, is_parameter, products_above
 from ..pullback.indexing import forget
 from ..pullback.operands import is_float8, locate, mark_stored, scale_of_values
 from ..pullback.pullback import PullBack
@@ -150,20 +150,35 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
     return sites
 
 
-def _confined(anchor: Node, kinds: AncestorKinds) -> Site | None:
+def unlisted(graph: Graph) -> Iterator[Site]:
+    """Products of products of two activations that `find_sites` does not list, with the reason."""
+    with Assumptions().hold():
+        kinds = AncestorKinds(graph)
+        for node in filter(kinds.is_product, graph.nodes):
+            operands = node.all_input_nodes
+            above = set[Node]().union(*map(products_above, operands))
+            if any(map(is_parameter, operands)) or all(any(map(is_parameter, p.all_input_nodes)) for p in above):
+                continue
+            site = _confined(node, kinds, everything=True)
+            if site is not None and site.refusal is not None:
+                yield site
+    forget(graph)
+
+
+def _confined(anchor: Node, kinds: AncestorKinds, everything: bool = False) -> Site | None:
     """`_examine`, with failures turned into refusals of this one site."""
     try:
-        return _examine(anchor, kinds)
+        return _examine(anchor, kinds, everything)
     except Exception as problem:
         return Site(anchor=anchor, root=anchor, refusal=defect(problem), blame=anchor)
 
 
-def _examine(anchor: Node, kinds: AncestorKinds) -> Site | None:
+def _examine(anchor: Node, kinds: AncestorKinds, everything: bool) -> Site | None:
     """Site at a product, with the lowest root that keeps rows and columns apart; None if it is no attention. If there
     is none, the rows are split where they were merged for the product (an einsum): the outer part becomes a batch
-    dimension."""
+    dimension. everything: a refused product is a site even where a person would not call it attention."""
     if not is_sdpa(anchor) and not is_contraction(anchor):
-        if not is_listed(anchor, kinds):
+        if not (everything or is_listed(anchor, kinds)):
             return None
         message = f"the product with V is written as {packet(anchor)}, which is not supported"
         return Site(anchor=anchor, root=anchor, refusal=Refusal(Reason.PRODUCT_FORM, message), blame=anchor)
@@ -178,7 +193,7 @@ def _examine(anchor: Node, kinds: AncestorKinds) -> Site | None:
         else:
             if site is not None:
                 return None if _is_feed_forward(site) else site
-    return refused if is_listed(anchor, kinds) else None
+    return refused if everything or is_listed(anchor, kinds) else None
 
 
 def _specializing(anchor: Node, root: Node, kinds: AncestorKinds, apart: bool) -> Site | None:

@@ -133,3 +133,47 @@ def test_sums_over_features_are_no_reductions_of_scores():
 
 def test_a_call_of_which_no_graph_is_made_is_said_to_be_one():
     assert "Dynamo made no graph" in str(fusion.explain(lambda x: x, torch.randn(3)))
+
+
+def entmax(q, k, v):
+    s = q @ k.mT / 2
+    s = s - s.amax(-1, True)
+    z, _ = s.sort(-1, descending=True)
+    rank = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype)
+    mean = z.cumsum(-1) / rank
+    tau = mean - ((1 - (z.square().cumsum(-1) - rank * mean.square())) / rank).clamp(min=0).sqrt()
+    chosen = (tau <= z).sum(-1, True) - 1
+    return (s - tau.gather(-1, chosen)).clamp(min=0) ** 2 @ v
+
+
+def test_other_normalised_weights_are_listed():
+    x = torch.randn(2, 6, 8)
+    assert [site.fused for site in fusion.explain(entmax, x, x, x).sites] == [False]
+
+
+BETWEEN = {
+    "aten.sort": lambda s: s.sort(-1)[0],
+    "aten.cumsum": lambda s: s.cumsum(-1),
+    "aten.linalg_inv": torch.linalg.inv,
+    "aten.argmax": lambda s: F.one_hot(s.argmax(-1), s.shape[-1]).float(),
+    "no normaliser": lambda s: s,
+}
+
+
+@pytest.mark.parametrize("records_gradients", [False, True])
+@pytest.mark.parametrize("obstacle", BETWEEN)
+def test_two_products_that_are_no_attention_have_a_note_with_the_reason(obstacle, records_gradients):
+    def function(q, k, v):
+        return BETWEEN[obstacle](q @ k.mT) @ v
+
+    x = torch.randn(2, 6, 8, requires_grad=records_gradients)
+    report = fusion.explain(function, x, x + 1, x)
+    (note,) = report.notes
+    assert not report.sites and note.startswith("this graph holds no attention: ")
+    assert obstacle in note and "test_listed.py:" in note
+
+
+def test_a_graph_without_two_products_is_said_to_hold_no_attention():
+    x = torch.randn(2, 6, 8)
+    assert fusion.explain(lambda x: x @ x.mT, x).notes == ["this graph holds no attention"]
+    assert fusion.explain(lambda x: (x @ LEARNED.mT).relu() @ LEARNED, x).notes == ["this graph holds no attention"]
