@@ -219,9 +219,10 @@ def calling(command: str, function: Any, args: Any, kwargs: Any) -> Iterator[Non
 
 def _require_callable(command: str, function: Any) -> None:
     if not callable(function):
+        text = f"{function!r:.60}, " if isinstance(function, str) else ""
         raise ComparisonError(
-            f"{command} was given {function!r:.60}, a {type(function).__name__}, which cannot be called; give the "
-            "model itself (a torch.nn.Module) or a function, and its inputs"
+            f"{command} was given {text}an object of type {type(function).__name__}, which cannot be called; give the "
+            "model itself (a torch.nn.Module) or a function first, and then its inputs"
         )
 
 

@@ -103,7 +103,7 @@ def _site(site: SiteReport, number: int, same_as: str | None, may_map: bool) -> 
         "stopped_by": site.stopped_by,
         "stopped_at": site.stopped_at,
         "advice": site.advice,
-        "validated": site.validated,
+        "validated": site.validated if site.fused else None,
         "same_as": same_as,
         "attentions": attentions,
     }

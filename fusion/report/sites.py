@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -107,6 +108,8 @@ def _operand(part: AttentionCall, number: int, name: str, shape: tuple[int, ...]
     if path or node.op != "call_function":
         return f"{name}: {text}" + f", {path}" * (path not in ("", name))
     size = bytes_text(math.prod(shape) * operand.torch_dtype.itemsize)
+    if node.target is torch.ops.fusion.tile_map.default:
+        return f"{name}: {text}, {size}, the map of tiles that every call makes of the mask"
     line = nodes.source_line(node)
     return f"{name}: {text}, {size} that the graph makes" + (f" at {line}" if line else "")
 

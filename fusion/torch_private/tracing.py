@@ -126,9 +126,11 @@ def has_source(node: Node) -> bool:
 
 def user_path(node: Node) -> str:
     """Names by which the user's code reads an input of Dynamo's graph, e.g. "self.attn.bias" where the source is
-    "L['self']._modules['attn']._buffers['bias']"; "" where it has no source."""
+    "L['self']._modules['attn']._buffers['bias']"; "" where it has no source. A module of torch's own, as
+    `nn.Sequential`, is "L['fn']" in a function of Dynamo's, which is left out."""
     name: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
-    parts = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", str(name() if callable(name) else name))
+    source = re.sub(r"^L\['fn'\](?=\._(modules|parameters|buffers)\b)", "", str(name() if callable(name) else name))
+    parts = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", source)
     names = [first or second for first, second in parts]
     return ".".join(n for n in names if n not in ("_modules", "_parameters", "_buffers", "__dict__"))
 

@@ -16,6 +16,7 @@ from fusion.passes.pullback.pointwise import BUILDERS
 from fusion.planning import pays
 from fusion.report.data import kernel_summary
 
+ALWAYS = {"tile_maps": "always"}
 X = SCORE / 8
 CLAMPED = where(
     operation("and", operation("not", operation("flt", X, const(-5.0))), operation("flt", const(5.0), X)),
@@ -200,6 +201,24 @@ def test_tensors_have_the_users_names():
     assert "12.8 kB" in made and "relative = this.position" in made
     assert {*attention.values} == {n for n, o in enumerate(attention.spec.operands) if o.dtype == "bool"}
     assert any(torch.equal(value, padding) for value in attention.values.values())
+
+
+def test_a_map_of_tiles_is_no_line_of_the_users():
+    def attend(q, k, v, mask):
+        return torch.softmax((q @ k.mT).masked_fill(~mask, -1e9), -1) @ v
+
+    report = fusion.explain(attend, *torch.randn(3, 1, 2, 40, 16), torch.rand(40, 40) > 0.3, options=ALWAYS)
+    (text,) = [line for line in report.sites[0].attentions[0].operands if line.startswith("tiles")]
+    assert text == "tiles: int32[3, 2, 2], 48 B, the map of tiles that every call makes of the mask"
+
+
+def test_nothing_was_checked_where_nothing_was_replaced():
+    def attend(q):
+        return torch.softmax(q @ q.mT, -1) @ q
+
+    report = fusion.explain(attend, torch.randn(1, 2, 40, 16, dtype=torch.float64))
+    assert not report.fused and "checked" not in str(report) and report.data["sites"][0]["validated"] is None
+    assert "checked  values" in str(fusion.explain(attend, torch.randn(1, 2, 40, 16)))
 
 
 def test_one_sentence_says_what_limits_a_site():

@@ -292,8 +292,10 @@ def test_calls_that_fail_say_so_in_the_same_words(command):
             fusion.FusionError, match=f"{name} was asked to run attend, which fails in eager mode: .*Error"
         ):
             command(attend, *wrong)
-    with pytest.raises(fusion.FusionError, match=f"{name} was given 'bert-base', a str, which cannot be called; give"):
+    with pytest.raises(fusion.FusionError, match=f"{name} was given 'bert-base', an object of type str, which"):
         command("bert-base", q)
+    with pytest.raises(fusion.FusionError, match=f"{name} was given an object of type Tensor, which cannot be called"):
+        command(q, q)
 
 
 @pytest.fixture
