@@ -20,13 +20,13 @@ HELP = "Schedule, tile, I/O, lower bound and predicted time of one attention pro
 
 MACHINES = (
     "cpu (this computer, the default), a100, h100, h200, b200, mi300x, a target of Triton (sm_89), or a GPU by its "
-    "figures: sm_89:cores=128,clock=2.52e9,l2=75e6,memory=24e9,bandwidth=1.008e12"
+    "figures: sm_89:cores=128,clock=2.52e9,flops=165e12,l2=75e6,memory=24e9,bandwidth=1.008e12"
 )
 
 EXAMPLES = """examples:
   fusion cost --N 4096 --d 64
   fusion cost --N 4096 --d 128 --heads 32 --heads-kv 8 --dtype bf16 --causal --machine h200
-  fusion cost --N 4096 --d 128 --dtype bf16 --machine sm_89:cores=128,clock=2.52e9,bandwidth=1.008e12
+  fusion cost --N 4096 --d 128 --dtype bf16 --machine sm_89:cores=128,clock=2.52e9,flops=165e12,bandwidth=1.008e12
   fusion cost --N 4096 --d 64 --M 64K
   fusion cost --N 8192 --d 16 --bound 1 --epsilon 1e-2
   fusion cost --N 1048576 --d 128 --heads 32 --causal --dtype bf16 --machine h200 --devices 8 --link 450e9"""

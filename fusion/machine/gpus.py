@@ -175,18 +175,26 @@ INTERPRETER = replace(
 """Triton's interpreter, which runs GPU kernels on CPU tensors: every form of a kernel, in tiles of any size."""
 
 
-FIGURES = {"cores": int, "clock": float, "l2": int, "memory": int, "bandwidth": float}
-"""Figures of a GPU that `of_architecture` takes: multiprocessors, Hz, bytes, bytes, bytes/s."""
+FIGURES = {"cores": int, "clock": float, "l2": int, "memory": int, "bandwidth": float, "flops": float}
+"""Figures of a GPU that `of_architecture` takes: multiprocessors, Hz, bytes, bytes, bytes/s, flop/s of products in half
+precision with float32 sums."""
+
+GEFORCE = 0.5
+"""Share of its architecture's rate that such products have on a GeForce, as NVIDIA's white papers of Turing, Ampere
+(GA102), Ada and Blackwell (RTX) state them: an RTX 4090 makes 165.2 Tflop/s, with 128 cores of 1024 flop at 2.52 GHz."""
 
 
-def of_architecture(target: str, cores: int = 128, clock: float = 1.5e9, **known: Any) -> Machine:
+def of_architecture(
+    target: str, cores: int = 128, clock: float = 1.5e9, flops: float | None = None, **known: Any
+) -> Machine:
     """A GPU of which little more than its architecture is known: the named one of this architecture where there is one
     and nothing else is stated, else one with rates in proportion to cores and clock (Hz).
 
-    known: l2, memory (bytes) and bandwidth (bytes/s). An L2 cache moves some 32 bytes per clock and core.
+    flops: of products in half precision with float32 sums, flop/s; by default those of the architecture's data centre
+    and workstation parts. known: l2, memory (bytes) and bandwidth (bytes/s). An L2 cache moves some 32 bytes per clock and core.
     """
     limits = architecture(target)
-    rate = cores * clock * limits.products
+    rate = flops or cores * clock * limits.products
     given = {"l2": 32 * MIB, "memory": 16 * GIB, "bandwidth": 1e12} | known
     return _gpu(
         target,
@@ -223,10 +231,12 @@ def of_device(index: int | None = None) -> Machine:
             l2 = known.level("L2").capacity if torch.version.hip else result.L2_cache_size
             levels = (replace(level, capacity=l2) if level.name == "L2" else level for level in known.levels)
             return replace(known, levels=tuple(levels))
+    cores, clock = result.multi_processor_count, 1e3 * result.clock_rate
     machine = of_architecture(
         target,
-        cores=result.multi_processor_count,
-        clock=1e3 * result.clock_rate,
+        cores=cores,
+        clock=clock,
+        flops=cores * clock * architecture(target).products * (GEFORCE if "geforce" in result.name.lower() else 1),
         l2=result.L2_cache_size,
         memory=result.total_memory,
         bandwidth=2 * 1e3 * result.memory_clock_rate * result.memory_bus_width / 8,

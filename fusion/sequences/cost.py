@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fusion.errors import NoFittingTileError
 from fusion.ir.parts import run_of
 from fusion.machine import Machine
+from fusion.planning.plan import plan
+from fusion.planning.problem import Problem
 
 if TYPE_CHECKING:
     from fusion.ir import AttentionSpec
@@ -219,8 +222,21 @@ class Traffic:
         passes = range(2 if trained else 1)
         return sum(self._seconds(schedule, machine, dtype, link, n) for n in passes)
 
+    def _score_seconds(self, schedule: str, machine: Machine, dtype: str, number: int) -> float:
+        """Seconds for a score of all heads in a pass: on a GPU by the planned kernel of one block of the schedule, as
+        `plan` predicts it, and in proportion to the products; on a CPU by the products at the machine's rate."""
+        products, p = PRODUCTS[schedule][number], self.parts
+        if machine.kind == "cpu" or machine.interpreted:
+            return products * (self.d + self.d_v) * self.heads / machine.flops(dtype)
+        shares = {"gather": (p, 1, 1), "zigzag": (2 * p, 2 * p, 1), "all_to_all": (1, 1, p)}
+        of_rows, of_keys, of_heads = shares.get(schedule, (p, p, 1))
+        n_q, n_k, groups = -(-self.n_q // of_rows), -(-self.n_k // of_keys), max(1, self.key_heads // of_heads)
+        heads = groups * (self.heads // self.key_heads)
+        block = Problem(n_q=n_q, n_k=n_k, d=self.d, d_v=self.d_v, heads=heads, heads_kv=groups, dtype=dtype)
+        return products / 2 * _kernel_seconds(block, machine) / (n_q * n_k) * self.heads / heads
+
     def _seconds(self, schedule: str, machine: Machine, dtype: str, link: float, number: int) -> float:
-        score = PRODUCTS[schedule][number] * (self.d + self.d_v) * self.heads / machine.flops(dtype)
+        score = self._score_seconds(schedule, machine, dtype, number)
         latency, call, pairs = LATENCY[machine.kind], CALL[machine.kind], self.layouts["ring"].pairs
         second = self.element_bytes / link
         moving = self.most(schedule)[number] * second
@@ -247,6 +263,15 @@ class Traffic:
         of_process = [each.reshape(groups, -1, groups).sum(0).max() for each in (pairs, seen > 0)]
         before = (self.parts // groups - 1) * self.key_heads * self.n_k / self.parts * (self.d + self.d_v)
         return Work(before, float(of_process[0]), int(of_process[1]), groups, 2)
+
+
+@lru_cache(maxsize=1024)
+def _kernel_seconds(block: Problem, machine: Machine) -> float:
+    """Predicted seconds of one device's forward kernel, without its launch, of which `CALL` has more."""
+    try:
+        return plan(block, machine).time - machine.launch
+    except NoFittingTileError:  # the launch makes tiles smaller, or the kernel says that it cannot
+        return 2 * block.heads * block.n_q * block.n_k * (block.d + block.d_v) / machine.flops(block.dtype)
 
 
 def rows(traffic: Traffic, machine: Machine, dtype: str, link: float | None = None) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ def test_a_gpu_by_its_target_and_figures():
     gpu = machine("sm_89:cores=46,clock=2.5e9,l2=36e6,memory=12e9,bandwidth=0.5e12")
     assert (gpu.cores, gpu.level("L2").capacity, gpu.main.bandwidth) == (46, 36_000_000, 0.5e12)
     assert gpu.flops("float16") == 46 * 2.5e9 * 1024 and "fp8" in gpu.isa
+    assert machine("sm_89:cores=128,clock=2.52e9,flops=165e12").flops("bf16") == 165e12
     for name in ("sm_89:corse=46", "sm_89:cores", "sm_89:cores=many"):
         with pytest.raises(UnknownMachineError, match="figures are cores=NUMBER, clock=NUMBER"):
             machine(name)
@@ -118,6 +119,11 @@ def test_a_gpu_that_is_not_listed_is_what_its_driver_says(monkeypatch):
     assert (found.name, found.architecture, found.cores) == ("NVIDIA L4", "sm_89", 58)
     assert found.shared_memory == 99 << 10 and found.registers == 256 << 10 and found.wave == 32
     assert found.main.bandwidth == 2 * 8e9 * 256 / 8 and found.flops("bfloat16") == 58 * 1.5e9 * 1024
+
+
+def test_a_geforce_multiplies_at_half_the_rate(monkeypatch):
+    _device(monkeypatch, "NVIDIA GeForce RTX 4090", 128, (8, 9))
+    assert machine("cuda").flops("bfloat16") == 128 * 1.5e9 * 512
 
 
 def test_without_a_gpu(monkeypatch):

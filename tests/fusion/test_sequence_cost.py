@@ -7,6 +7,7 @@ import pytest
 
 from fusion.cli import main
 from fusion.machine import machine
+from fusion.planning.plan import plan
 from fusion.planning.problem import Problem
 from fusion.sequences import SCHEDULES
 from fusion.sequences.cost import LINKS, cheapest
@@ -64,6 +65,16 @@ def test_the_schedule_chosen_has_the_least_predicted_time(name):
         names = [schedule for schedule in SCHEDULES if divides or schedule != "all_to_all"]
         times = {s: traffic.seconds(s, target, "float32", LINKS[target.kind], trained=True) for s in names}
         assert times[cheapest(traffic, names, target, "float32")] == min(times.values())
+
+
+@pytest.mark.parametrize("devices", (2, 8, 64))
+@pytest.mark.parametrize("n", (4096, 1 << 17, 1 << 20))
+def test_devices_are_no_faster_than_as_many_times_one(n, devices):
+    problem = Problem(n_q=n, n_k=n, d=128, d_v=128, heads=64, heads_kv=64, dtype="bf16")
+    traffic, target = across(problem, devices), machine("h200")
+    one = plan(problem, target).time - target.launch
+    for schedule in SCHEDULES:
+        assert traffic.seconds(schedule, target, "bf16", 450e9, trained=False) > one / devices, schedule
 
 
 def test_a_window_goes_by_the_ring_and_many_heads_change_hands():
