@@ -181,7 +181,7 @@ precision with float32 sums."""
 
 GEFORCE = 0.5
 """Share of its architecture's rate that such products have on a GeForce, as NVIDIA's white papers of Turing, Ampere
-(GA102), Ada and Blackwell (RTX) state them: an RTX 4090 makes 165.2 Tflop/s, with 128 cores of 1024 flop at 2.52 GHz."""
+(GA102), Ada and Blackwell (RTX) state them: an RTX 4090 makes 165.2 Tflop/s with 128 cores at 2.52 GHz."""
 
 
 def of_architecture(
@@ -191,7 +191,8 @@ def of_architecture(
     and nothing else is stated, else one with rates in proportion to cores and clock (Hz).
 
     flops: of products in half precision with float32 sums, flop/s; by default those of the architecture's data centre
-    and workstation parts. known: l2, memory (bytes) and bandwidth (bytes/s). An L2 cache moves some 32 bytes per clock and core.
+    and workstation parts.
+    known: l2, memory (bytes) and bandwidth (bytes/s). An L2 cache moves some 32 bytes per clock and core.
     """
     limits = architecture(target)
     rate = flops or cores * clock * limits.products
