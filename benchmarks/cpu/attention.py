@@ -173,7 +173,7 @@ def _ratio(entries: dict, peer: str) -> str:
 
 def variant_table(cells: list[dict]) -> str:
     """The table of attention variants."""
-    header = ["variant", "N", "d", "dtype", "fusion ms", "GFLOP/s", "of peak", "vs full", *PEERS.values(), "note"]
+    header = ["variant", "N", "d", "dtype", "fusion ms", "GFLOP/s", "peak", "of peak", "vs full"]
     rate = {}
     for cell in cells:
         if ours := cell["entries"].get("fusion", {}).get("median"):
@@ -187,19 +187,21 @@ def variant_table(cells: list[dict]) -> str:
             *map(str, where),
             _milliseconds(ours.get("median")),
             f"{speed / 1e9:.0f}" if speed else "–",
+            f"{cell['peak']:.0f}",
             f"{speed / 1e9 / cell['peak']:.0%}" if speed else "–",
             f"{speed / full:.2f}" if speed and full else "–",
             *(_ratio(cell["entries"], peer) for peer in PEERS),
             re.sub(r"\s+", " ", ours.get("note", ""))[:60],
         ])  # fmt: skip
-    return results.table(header, lines)
+    return results.table([*header, *PEERS.values(), "note"], lines)
 
 
 LEGEND = (
     "Columns with a peer's name: the peer's median time over fusion's, both from turns in one process (above 1: fusion "
     "is faster; `!`: the peer's result is wrong; n/a: it cannot express the variant). GFLOP/s count the live query-key "
     "pairs only; `vs full` is that speed over full attention's own; the peak is the best multiply-add rate of these "
-    "cores for the dtype, measured in turns with the kernels."
+    "cores for the dtype in GFLOP/s, measured in turns with the kernels of its line: on a busy machine it is below the one "
+    "at the start."
 )
 
 
