@@ -200,8 +200,8 @@ LEGEND = (
     "Columns with a peer's name: the peer's median time over fusion's, both from turns in one process (above 1: fusion "
     "is faster; `!`: the peer's result is wrong; n/a: it cannot express the variant). GFLOP/s count the live query-key "
     "pairs only; `vs full` is that speed over full attention's own; the peak is the best multiply-add rate of these "
-    "cores for the dtype in GFLOP/s, measured in turns with the kernels of its line: on a busy machine it is below the one "
-    "at the start."
+    "cores for the dtype in GFLOP/s, measured in turns with the kernels of its line: on a busy machine it is below the "
+    "one at the start."
 )
 
 
