@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--causal", action="store_true", help="key j is live for query i where j <= i + offset")
     parser.add_argument("--window", type=int, help="sliding window: j > i + offset - window")
     parser.add_argument(
-        "--offset", type=int, help="position of the first query (default Nk - N: the queries are the last ones)"
+        "--offset", type=int, help="position of the first query (default Nk - N, at least 0: queries are the last)"
     )
     parser.add_argument(
         "--density", type=float, default=1.0, help="share of live tiles of any other mask (default %(default)s)"

@@ -228,11 +228,14 @@ class Traffic:
         products, p = PRODUCTS[schedule][number], self.parts
         if machine.kind == "cpu" or machine.interpreted:
             return products * (self.d + self.d_v) * self.heads / machine.flops(dtype)
+        if not self.key_heads * self.n_q * self.n_k:
+            return 0.0
         shares = {"gather": (p, 1, 1), "zigzag": (2 * p, 2 * p, 1), "all_to_all": (1, 1, p)}
         of_rows, of_keys, of_heads = shares.get(schedule, (p, p, 1))
         n_q, n_k, groups = -(-self.n_q // of_rows), -(-self.n_k // of_keys), max(1, self.key_heads // of_heads)
         heads = groups * (self.heads // self.key_heads)
-        block = Problem(n_q=n_q, n_k=n_k, d=self.d, d_v=self.d_v, heads=heads, heads_kv=groups, dtype=dtype)
+        d, d_v = max(1, self.d), max(1, self.d_v)
+        block = Problem(n_q=n_q, n_k=n_k, d=d, d_v=d_v, heads=heads, heads_kv=groups, dtype=dtype)
         return products / 2 * _kernel_seconds(block, machine) / (n_q * n_k) * self.heads / heads
 
     def _seconds(self, schedule: str, machine: Machine, dtype: str, link: float, number: int) -> float:

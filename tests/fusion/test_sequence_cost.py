@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,18 @@ def test_devices_are_no_faster_than_as_many_times_one(n, devices):
     one = plan(problem, target).time - target.launch
     for schedule in SCHEDULES:
         assert traffic.seconds(schedule, target, "bf16", 450e9, trained=False) > one / devices, schedule
+
+
+@pytest.mark.parametrize("name", ("h200", "mi300x", "sm_75"))
+@pytest.mark.parametrize("dtype", ("float64", "float32", "float16", "fp8"))
+@pytest.mark.parametrize("empty", ("heads", "n_q", "n_k", "d", "d_v", ""))
+def test_every_size_has_a_time(name, dtype, empty):
+    for d in (1, 80, 2048):
+        full = across(Problem(n_q=96, n_k=96, d=d, d_v=d, heads=6, heads_kv=2), 2)
+        sizes = {} if not empty else {empty: 0} | ({"key_heads": 0} if empty == "heads" else {})
+        traffic, target = replace(full, **sizes), machine(name)
+        for schedule in SCHEDULES:
+            assert 0 < traffic.seconds(schedule, target, dtype, 450e9, trained=True) < 1
 
 
 def test_a_window_goes_by_the_ring_and_many_heads_change_hands():
