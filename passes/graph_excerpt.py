@@ -121,6 +121,13 @@ def _box(node: Node, role: str, parents: tuple[str, ...]) -> ExcerptNode:
     return ExcerptNode(name=node.name, text=text, shape=shape, role=role, parents=parents)
 
 
+def name_in_code(node: Node) -> str:
+    """Path of a tensor in the user's code (`self.bias`), else the operation that makes it."""
+    if (path := user_path(node)) or node.op != "call_function":
+        return path or node.name
+    return str(getattr(nodes.packet(nodes.producer(node)), "__name__", node.name)).strip("_")
+
+
 _TAKEN = ("torch", "float16", "bfloat16", "float32")
 """Names that a script has for something else."""
 

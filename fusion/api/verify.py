@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from fusion.api import check
 from fusion.api.compare import Measured, calling, compare_results
 from fusion.exactness import copied, is_float
 from fusion.integrations import nested_tensors
-from fusion.passes.graph_excerpt import CutOut, cut_out
+from fusion.passes.graph_excerpt import CutOut, cut_out, name_in_code
+from fusion.passes.nodes import source_line
 from fusion.passes.prepare import find_attention
 from fusion.passes.recognize.find import Site
 from fusion.passes.trace.normalize import may_hold_attention, normalize
@@ -180,6 +181,7 @@ class _Recorder:
             self.functions[key] = space["attention"]
         wanted = [self.gradients and isinstance(v, Tensor) and v.requires_grad for v in values]
         names = [node.name for node in cut.module.graph.find_nodes(op="placeholder")]
+        paths = {f"gradient of {name}": node for name, node in zip(names, cut.inputs, strict=True)}
         outcome = check.check(
             self.functions[key],
             values,
@@ -187,6 +189,9 @@ class _Recorder:
             gradients=[name for name, wants in zip(names, wanted, strict=True) if wants],
             options=self.options,
         )
+        by_path = {_title(title, paths.get(title)): errors for title, errors in outcome.errors.items()}
+        if len(by_path) == len(outcome.errors):
+            outcome = replace(outcome, errors=by_path)
         if entry.outcome is not None and entry.outcome.share >= outcome.share:
             return
         entry.outcome = outcome
@@ -206,6 +211,16 @@ class _Recorder:
                     return False
                 other.script = None
         return True
+
+
+def _title(title: str, node: Node | None) -> str:
+    """Title of a comparison, with the tensor's path in the user's code, or the line that makes it."""
+    if node is None:
+        return title
+    if node.op != "call_function":
+        return f"gradient of {name_in_code(node)}"
+    line = source_line(node)
+    return title + (f", made at {line}" if line else "")
 
 
 class _RecordingInterpreter(Interpreter):

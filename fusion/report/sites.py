@@ -92,12 +92,20 @@ _RESERVED = re.compile(r"[a-zA-Z]\d*|Nq|Nk")
 
 
 def _names(part: AttentionCall) -> dict[int, str]:
-    """Names of the operands: those in the user's code where it has one for the tensor, else the spec's."""
+    """Names of the operands: the user's, or that of the operation which makes one. A letter that formulas use is no
+    name."""
     names = part.spec.names
     for number in range(3, len(names)):
-        name = user_name(part.operands[number])
-        if name.isidentifier() and name not in names.values() and not _RESERVED.fullmatch(name):
-            names[number] = name
+        node, count = part.operands[number], 1
+        name = user_name(node) or graph_excerpt.name_in_code(node)
+        if _RESERVED.fullmatch(name):
+            name = user_path(node)
+        if not all(map(str.isidentifier, name.split("."))) or _RESERVED.fullmatch(name):
+            continue
+        others = {names[other] for other in names if other != number}
+        while (numbered := f"{name}{count}" if count > 1 else name) in others:
+            count += 1
+        names[number] = numbered
     return names
 
 

@@ -190,13 +190,12 @@ def test_tensors_have_the_users_names():
     (attention,) = site.attentions
     program = attention.spec.formula(attention.names)
     assert "slopes[b1, 0, 0] * float(j - i)" in program and "padding[b0, j]" in program and "tables_0[b1, j]" in program
-    assert "w[" not in program, "w is the weight in formulas"
+    assert "this.w[i, j]" in program and "embedding[i, j, b1]" in program  # w is the weight in formulas
     lines = {line.partition(":")[0]: line for line in attention.operands}
     assert lines["padding"] == "padding: bool[1, 40]"
     assert lines["slopes"] == "slopes: float32[2, 1, 1], this.slopes"
     assert lines["tables_0"] == "tables_0: float32[2, 40], this.tables.0"
-    (buffer,) = [line for line in attention.operands if line.endswith("bool[40, 40], this.w")]
-    assert not buffer.startswith("w:")
+    assert lines["this.w"] == "this.w: bool[40, 40]"
     (made,) = [line for line in attention.operands if "that the graph makes" in line]
     assert "12.8 kB" in made and "relative = this.position" in made
     assert {*attention.values} == {n for n, o in enumerate(attention.spec.operands) if o.dtype == "bool"}
@@ -219,6 +218,30 @@ def test_nothing_was_checked_where_nothing_was_replaced():
     report = fusion.explain(attend, torch.randn(1, 2, 40, 16, dtype=torch.float64))
     assert not report.fused and "checked" not in str(report) and report.data["sites"][0]["validated"] is None
     assert "checked  values" in str(fusion.explain(attend, torch.randn(1, 2, 40, 16)))
+
+
+class Differential(torch.nn.Module):
+    """As in differential attention: a factor that is made of parameters, and parameters of one letter."""
+
+    def __init__(self):
+        super().__init__()
+        self.p, self.u = torch.nn.Parameter(torch.rand(2)), torch.nn.Parameter(torch.rand(4))
+
+    def forward(self, q, k, v):
+        factor = self.u.square().sum() + 0.8
+        return torch.softmax(q @ k.mT, -1) * factor * torch.nn.functional.softplus(self.p)[:, None, None] @ v
+
+
+def test_what_the_graph_makes_is_named_after_the_operation_and_one_letter_by_its_path():
+    inputs = torch.randn(3, 1, 2, 40, 16)
+    with torch.no_grad():
+        (attention,) = fusion.explain(Differential(), *inputs).sites[0].attentions
+    program = attention.spec.formula(attention.names)
+    assert "softplus(self.p[b1])" in program and "sum[]" in program and "bias" not in program
+    verified = fusion.verify(Differential(), *inputs, gradients=True, options={"inner": "eager"})
+    titles = [*verified.sites[0].outcome.errors]
+    assert "gradient of self.p" in titles, titles
+    assert any(title.startswith("gradient of sum") and "factor = self.u" in title for title in titles), titles
 
 
 def test_one_sentence_says_what_limits_a_site():
@@ -245,7 +268,7 @@ def test_gradients_and_scripts_have_the_users_names():
     padding = torch.rand(1, 40) > 0.3
     found = fusion.verify(Model(), *torch.randn(3, 1, 2, 40, 16), padding, gradients=True, options={"inner": "eager"})
     (site,) = found.sites
-    assert found.right and {"gradient of slopes", "gradient of v"} <= {*site.outcome.errors}, str(found)
+    assert found.right and {"gradient of this.slopes", "gradient of v"} <= {*site.outcome.errors}, str(found)
     text = site.script()
     signature = next(line for line in text.splitlines() if line.startswith("def attention("))
     assert "padding" in signature and "slopes" in signature and "arg" not in signature

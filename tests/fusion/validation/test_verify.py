@@ -379,7 +379,7 @@ def test_operands_that_the_graph_makes_by_operations_named_like_pythons_own(tmp_
     assert len(found.sites) == 26 and not found.wrong, found
     for site in found.sites:
         assert site.outcome is not None and site.outcome.refusal is None, site
-    assert "gradient of sum_1" in found.sites[0].outcome.errors
+    assert any("gradient of sum_1" in title for title in found.sites[0].outcome.errors)
     space = _space(found.sites[0].script(), tmp_path)
     names = list(inspect.signature(space["attention"]).parameters)
     outcome = check(space["attention"], space["inputs"](), gradients=names[:4])
