@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from fusion.approximate import dispatch
 from fusion.errors import UnknownMachineError
+from fusion.ir.reads import dense_loads, is_shift_free
 from fusion.ir.results import size_value
 from fusion.lowering import aux_gradients
 from fusion.options import Options
@@ -97,6 +98,8 @@ def _names(part: AttentionCall) -> dict[int, str]:
     names = part.spec.names
     for number in range(3, len(names)):
         node, count = part.operands[number], 1
+        if node.target is torch.ops.fusion.tile_map.default:
+            continue
         name = user_name(node) or graph_excerpt.name_in_code(node)
         if _RESERVED.fullmatch(name):
             name = user_path(node)
@@ -109,6 +112,11 @@ def _names(part: AttentionCall) -> dict[int, str]:
     return names
 
 
+OF_PAIRS = """
+  It has a number for each query and key, so it grows with the square of the length. Kernels compute instead what is a
+  function of i - j, or a pointwise one of vectors over rows and keys with at most two exponentials."""
+
+
 def _operand(part: AttentionCall, number: int, name: str, shape: tuple[int, ...]) -> str:
     """Text for a tensor that the program or the mask reads."""
     operand, node = part.spec.operands[number], part.operands[number]
@@ -118,8 +126,10 @@ def _operand(part: AttentionCall, number: int, name: str, shape: tuple[int, ...]
     size = bytes_text(math.prod(shape) * operand.torch_dtype.itemsize)
     if node.target is torch.ops.fusion.tile_map.default:
         return f"{name}: {text}, {size}, the map of tiles that every call makes of the mask"
-    line = nodes.source_line(node)
-    return f"{name}: {text}, {size} that the graph makes" + (f" at {line}" if line else "")
+    line, spec = nodes.source_line(node), part.spec
+    programs = (spec.score, spec.weight, spec.mask and spec.mask.live)
+    pairs = any(part.operand == number and not is_shift_free(part) for part in dense_loads(*programs))
+    return f"{name}: {text}, {size} that the graph makes" + (f" at {line}" if line else "") + OF_PAIRS * pairs
 
 
 def _keys(part: AttentionCall, sizes: Mapping[str, int]) -> str:

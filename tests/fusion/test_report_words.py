@@ -244,6 +244,26 @@ def test_what_the_graph_makes_is_named_after_the_operation_and_one_letter_by_its
     assert any(title.startswith("gradient of sum") and "factor = self.u" in title for title in titles), titles
 
 
+def pairs(table):
+    def attend(q, k, v):
+        return torch.softmax(q @ k.mT + table(torch.arange(40)[:, None] - torch.arange(40)), -1) @ v
+
+    return fusion.explain(attend, *torch.randn(3, 1, 2, 40, 16))
+
+
+@pytest.mark.parametrize("table", [lambda d: torch.cos(0.1 * d), lambda d: (d / 9).sin().exp().cos()])
+def test_functions_of_the_distance_are_computed_in_the_kernel(table):
+    report = pairs(table)
+    assert report.fused == 1 and report.sites[0].attentions[0].operands == (), report
+
+
+def test_a_table_of_pairs_is_said_to_grow_with_the_square():
+    made = pairs(lambda d: d.float().cumsum(-1))
+    assert "6.4 kB that the graph makes" in str(made) and "grows with the square of the length" in str(made)
+    read = pairs(lambda d: torch.linspace(0, 1, 79)[d + 39])
+    assert read.fused == 1 and "grows with the square" not in str(read)
+
+
 def test_one_sentence_says_what_limits_a_site():
     def difference(q, k, v):
         return (torch.softmax(q @ k.mT, -1) - 0.3 * torch.softmax(q @ k.mT / 2, -1)) @ v
