@@ -29,6 +29,10 @@ from fusion.torch_private.tensors import TorchDispatchMode, tree_leaves, tree_ma
 Number = TypeVar("Number", float, Tensor)
 
 
+APART = 0.02
+"""Share of the largest magnitude by which eager is off its float64 run where that is another function."""
+
+
 def is_float(value: Any) -> bool:
     """True for a tensor of floating-point numbers."""
     return isinstance(value, Tensor) and value.is_floating_point()
@@ -95,13 +99,17 @@ def reference(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
     """Comparison of a tensor with eager's: errors and bounds in both norms, over elements that are finite in eager and
-    in the reference. misplaced: number of elements where NaN and infinities differ from eager's."""
+    in the reference. misplaced: number of elements where NaN and infinities differ from eager's. eager_share: eager's
+    largest error / the largest magnitude. apart: whether that is more than rounding, so that the float64 run is another
+    function (a comparison that falls the other way) and the bound says nothing."""
 
     max_error: float
     max_bound: float
     rms_error: float
     rms_bound: float
     misplaced: int
+    eager_share: float
+    apart: bool
 
     @property
     def share(self) -> float:
@@ -124,6 +132,8 @@ class Errors:
         text = f"error {self.max_error:.3g}, allowed {self.max_bound:.3g}"
         if self.figures != (self.max_error, self.max_bound):
             text += f"; root mean square {self.rms_error:.3g}, allowed {self.rms_bound:.3g}"
+        if self.apart:
+            text += f"; cannot be judged: eager itself is {100 * self.eager_share:.2g} % off its float64 run"
         return text
 
 
@@ -154,10 +164,13 @@ def errors(actual: Tensor, eager: Tensor, reference: Tensor, dtype: torch.dtype 
     misplaced = int((special(actual) != special(eager)).sum())
     own, theirs, true = (t.detach().to(wide)[finite] for t in (actual, eager, reference))
     (max_error, rms_error), (max_eager, rms_eager), (max_size, rms_size) = map(norms, (own - true, theirs - true, true))
+    eager_share = max_eager / max_size if max_size else 0.0
     return Errors(
         max_error=max_error,
         max_bound=bound(max_eager, eps, max_size),
         rms_error=rms_error,
         rms_bound=bound(rms_eager, eps, rms_size),
         misplaced=misplaced,
+        eager_share=eager_share,
+        apart=eager_share > max(APART, 8 * eps),
     )

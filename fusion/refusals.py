@@ -15,8 +15,8 @@ class Reason(enum.Enum):
     )
     NOT_POINTWISE = (
         "The operation named here mixes scores of different keys or heads, works along another axis, or is not known. "
-        "A pointwise one can be added (docs/extending.md). Of other scores only a threshold or a selection can be used "
-        "that is computed outside and passed in as a tensor."
+        "A pointwise one can be added (docs/extending.md). A threshold or a mask that is made of other scores is read "
+        "as a tensor: compute it from a product of its own."
     )
     OPAQUE = (
         "Fusing would lose its own backward, or its level of a transform. Under torch.no_grad a "
@@ -55,7 +55,9 @@ class Reason(enum.Enum):
     )
     COLUMN_OF_SCORES = "Columns concatenated to the scores may depend on the query, not on other scores."
     OTHER_NORMALISER = (
-        "Write the normaliser as a softmax over the keys, or as exponentials divided by a function of their sum."
+        "Write the normaliser as a softmax over the keys, or as exponentials divided by a function of their sum. "
+        "Weights that are divided by a sum of themselves can be divided behind the product: "
+        "(w @ v) / w.sum(-1, keepdim=True)."
     )
     NO_NORMALISER = (
         "Nothing: without anything between the two products, (q @ k.T) @ v is better computed as q @ (k.T @ v)."

@@ -44,9 +44,15 @@ class Outcome:
     def wrong(self) -> bool:
         return self.defect or not self.share <= 1
 
+    @property
+    def judged(self) -> bool:
+        """Whether the rule says something about every tensor."""
+        return not any(error.apart for error in self.errors.values())
+
     def __str__(self) -> str:
         lines = [] if self.refusal is None else [f"{'WRONG' if self.defect else 'right'}  not fused: {self.refusal}"]
-        lines += [f"{'right' if e.share <= 1 else 'WRONG'}  {name}: {e}" for name, e in self.errors.items()]
+        verdict = lambda error: "WRONG" if error.share > 1 else "?????" if error.apart else "right"
+        lines += [f"{verdict(error)}  {name}: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)
 
 

@@ -64,7 +64,7 @@ class Verified:
             "reason": self.reason if outcome is None else outcome.refusal,
             "wrong": None if outcome is None else outcome.wrong,
             "errors": {
-                name: {"error": e.max_error, "allowed": e.max_bound, "misplaced": e.misplaced}
+                name: {"error": e.max_error, "allowed": e.max_bound, "misplaced": e.misplaced, "judged": not e.apart}
                 for name, e in (outcome.errors if outcome else {}).items()
             },
         }
@@ -92,9 +92,11 @@ class Verification:
         whole, compared = self.whole, sum(site.outcome is not None for site in self.sites)
         lines = [*map(str, self.sites)]
         if compared:
-            lines.append(
-                f"{compared - len(self.wrong)} of {compared} attentions right, of {len(self.sites)} in the model"
-            )
+            outcomes = [site.outcome for site in self.sites if site.outcome is not None]
+            right = sum(outcome.judged and not outcome.wrong for outcome in outcomes)
+            lines.append(f"{right} of {compared} attentions right, of {len(self.sites)} in the model")
+            if unsure := sum(not (outcome.judged or outcome.wrong) for outcome in outcomes):
+                lines[-1] += f"; {unsure} cannot be judged"
         else:
             why = "none of the attentions is fused" if self.sites else "no attention was found"
             lines.append(f"{why}, so nothing was compared but the whole model")

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -67,6 +67,18 @@ class AttentionReport:
     reproducible: str = ""
 
 
+class OnMachine(NamedTuple):
+    """Plan of an attention on a GPU, and the text of its Triton module; printed in one screen."""
+
+    plan: Plan
+    text: str
+
+    def __repr__(self) -> str:
+        lines, shown = self.text.splitlines(), 12
+        rest = [f"... ({len(lines)} lines in all: print(this.text))"] if len(lines) > shown else []
+        return "\n".join([self.plan.explain(), "", *lines[:shown], *rest])
+
+
 @dataclass(slots=True, kw_only=True)
 class SiteReport:
     """One product with V of the model.
@@ -119,7 +131,7 @@ class SiteReport:
         attention = self.attentions[which]
         return attention_module(attention.spec, attention.shapes, list(attention.sizes.values()))
 
-    def on(self, machine: str | Machine, which: int = 0) -> tuple[Plan, str]:
+    def on(self, machine: str | Machine, which: int = 0) -> OnMachine:
         """Plan of one of the site's attentions on a GPU at the sizes of the example, and the text of its Triton module;
         no GPU is needed. For NVIDIA's the text begins with what ptxas, which Triton brings, says of its registers.
         Raises UnknownMachineError, and ValueError where there is no kernel."""
@@ -139,7 +151,7 @@ class SiteReport:
             except RuntimeError as refused:
                 compiled = [f"not compiled for {gpu.architecture}: {refused}".splitlines()[0]]
             text = "".join(f"# {each}\n" for each in compiled) + text
-        return plan(spec, gpu, sizes=sizes), text
+        return OnMachine(plan(spec, gpu, sizes=sizes), text)
 
     @property
     def alike(self) -> tuple[object, ...]:

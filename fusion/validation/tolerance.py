@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from fusion import exactness
+from fusion.exactness import APART
 from fusion.validation.samples import EAGER_OVERFLOW, SPECIAL
 
-APART = 0.02
 _KINDS = ("ordinary values", "masks and fills", "values that tie", "special values", "overflow")
 
 

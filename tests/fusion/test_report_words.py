@@ -313,3 +313,40 @@ def test_the_path_of_a_module_begins_with_what_the_user_calls_it():
     assert site.module == "net.layers.0"
     (site,) = fusion.explain(torch.nn.Sequential(Layer()), torch.randn(1, 2, 9, 4)).sites
     assert site.module == "0"
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e8])
+def test_verify_says_where_eager_itself_is_too_far_from_float64_to_judge(shift):
+    """1e8 + s keeps none of the differences of scores in float32, and all of them in float64."""
+
+    def attend(q, k, v):
+        return torch.relu(torch.tanh(q @ k.mT + shift - shift)) @ v
+
+    torch.manual_seed(0)
+    verified = fusion.verify(attend, *torch.randn(3, 1, 2, 40, 16), options={"inner": "eager"})
+    outcome = verified.sites[0].outcome
+    assert verified.right and outcome.judged == (not shift), str(verified)
+    assert ("cannot be judged" in str(verified)) == ("0 of 1 attentions right" in str(verified)) == bool(shift)
+
+
+@pytest.mark.parametrize("records_gradients", [False, True])
+@pytest.mark.parametrize("weights", [lambda s: (1 + s.clamp(min=0)) ** -1.5, lambda s: s.square() * s.sigmoid()])
+def test_the_advice_on_weights_divided_by_their_sum_is_fused(weights, records_gradients):
+    def divided(q, k, v, behind):
+        w = weights(q @ k.mT / 4)
+        total = w.abs().sum(-1, keepdim=True) + 1e-6
+        return (w @ v) / total if behind else (w / total) @ v
+
+    inputs = torch.randn(3, 1, 2, 40, 16).requires_grad_(records_gradients)
+    refused, fused = (
+        fusion.explain(divided, *inputs, behind, options={"training": "always"}) for behind in (False, True)
+    )
+    assert not refused.fused and "(w @ v) / w.sum(-1, keepdim=True)" in refused.sites[0].advice
+    assert fused.fused == 1, fused
+
+
+def test_a_plan_on_another_machine_is_printed_in_one_screen():
+    (site,) = fusion.explain(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, *torch.randn(3, 1, 2, 64, 32)).sites
+    plan, text = result = site.on("h200")
+    assert len(str(result).splitlines()) < 40 and "Expr(" not in str(result)
+    assert plan.explain() in str(result) and text.splitlines()[0] in str(result) and result.text == text
