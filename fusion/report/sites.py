@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -68,17 +69,23 @@ def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) 
     values: dict[int, Tensor] = {}
     request = options.request
     shapes = tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands)
+    operands = tuple(_operand(part, number, names[number], shapes[number]) for number in range(3, len(names)))
+    source = kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(tuple(sizes.values()))
+    if source.startswith("//"):  # MLIR; Triton's module begins with its formula
+        said = textwrap.wrap(f"out = {part.spec.formula(names)} @ v", 112)
+        said += [line for operand in operands for line in operand.splitlines()]
+        source = "".join(f"// {line}\n" for line in said) + source
     return AttentionReport(
         spec=part.spec,
         names=names,
-        operands=tuple(_operand(part, number, names[number], shapes[number]) for number in range(3, len(names))),
+        operands=operands,
         nodes=part.operands,
         sizes=sizes,
         keys=_keys(part, sizes),
         shapes=shapes,
         values=values,
         planned=_planned(part, hints, options, values),
-        source=kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(tuple(sizes.values())),
+        source=source,
         approximation=_approximation(part, hints, options),
         reproducible=_reproducible(part, hints, options) if options.reproducible else "",
         gradients="\n".join(

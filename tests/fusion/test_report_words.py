@@ -350,3 +350,11 @@ def test_a_plan_on_another_machine_is_printed_in_one_screen():
     plan, text = result = site.on("h200")
     assert len(str(result).splitlines()) < 40 and "Expr(" not in str(result)
     assert plan.explain() in str(result) and text.splitlines()[0] in str(result) and result.text == text
+
+
+def test_a_kernels_text_begins_with_the_formula_and_its_tensors():
+    padding = torch.rand(1, 40) > 0.3
+    with torch.no_grad():
+        (site,) = fusion.explain(Model(), *torch.randn(3, 1, 2, 40, 16), padding).sites
+    head = [line for line in site.source.splitlines()[:20] if line.startswith("// ")]
+    assert head[0].startswith("// out = softmax(") and "// slopes: float32[2, 1, 1], this.slopes" in head
