@@ -25,5 +25,6 @@ def interpreted(make: Make | None = None, train: Make | None = None) -> Iterator
         compile=triton.compile if make is None else lambda spec, *_: make(spec),
         compile_training=triton.compile_training if train is None else lambda spec, *_: train(spec),
     )
-    with kernels.emitting("interpreted", ("cpu",), lambda: emitter, lambda device: INTERPRETER, aux_outputs=True):
+    keeps: Any = {"aux_outputs": True, "reproducible": True}
+    with kernels.emitting("interpreted", ("cpu",), lambda: emitter, lambda device: INTERPRETER, **keeps):
         yield

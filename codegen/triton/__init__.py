@@ -49,6 +49,12 @@ def supports(spec: AttentionSpec, machine: Machine | None = None) -> Refusal | N
         return refusal
     if spec.mixing is not None:
         return Refusal(Reason.HEADS_MIXED, "heads are mixed, and kernels for GPUs compute them one by one")
+    if spec.reproducible and spec.aux_outputs:
+        return Refusal(
+            Reason.NOT_REPRODUCIBLE,
+            "reproducible results are asked for, and kernels for GPUs sum up weights that are results in tiles of the "
+            "backward",
+        )
     written = (("an auxiliary output has", aux.dtype) for aux in spec.aux_outputs)
     for what, dtype in (("the products have", spec.dtype), ("the output has", spec.out_dtype), *written):
         if dtype not in DTYPES:

@@ -69,6 +69,7 @@ class Stage:
     results: Sequence[torch.Tensor] = ()  # what the launches write (not what they add to), rows of values
     peers: Mapping[str, Callable[[], None]] = field(default_factory=dict)
     trusted: Callable[[], bool] = lambda: True
+    shrinks: bool = True  # whether a smaller tile may take the place of one that does not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,7 @@ def launch(stage: Stage, call: Call, tuner: Tuner | None = None) -> Tile:
             stage.launch(tile)
             return tile
         except Exception as error:
-            if not _out_of_resources(error) or (reduced := smaller(tile)) is None:
+            if not (stage.shrinks and _out_of_resources(error)) or (reduced := smaller(tile)) is None:
                 raise
             log.info("%s does not fit in tiles of %s (%s); it runs in %s", stage.kernel, tile, error, reduced)
             stage.variant.reduced[stage.kernel, call.device, tile] = reduced

@@ -60,7 +60,7 @@ class Differentiable:
     """Outputs and gradients of one spec: see `emitter.TrainingKernel`.
 
     dK and dV are deterministic. dQ and gradients of captured tensors may be added up in float32 in no certain order,
-    unless torch is told to be deterministic.
+    unless torch is told to be deterministic or results are to be reproducible.
 
     tile: in place of those that are planned.
     tuner: measures tiles.
@@ -77,7 +77,7 @@ class Differentiable:
         arriving: bool = False,
     ):
         self.spec, self.trained = spec, spec if arriving else replace(spec, aux_outputs=())
-        self.tuner = tuner if tile is None else None
+        self.tuner = tuner if tile is None and not spec.reproducible else None
         self.plan = plan = plan if tile is None else functools.partial(GpuPlanner, spec, tile=tile)
         own = plan and (lambda machine: plan(machine).for_training())
         self.kernel = Kernel(spec, statistics=True, tuner=self.tuner, plan=own)
@@ -142,11 +142,15 @@ class Differentiable:
         spec, key = with_arriving(self.spec, places), ("arriving", places)
         return self._made.get_or_make(key, lambda: Differentiable(spec, plan=self.plan, arriving=True))
 
+    @property
+    def _deterministic(self) -> bool:
+        return self.spec.reproducible or torch.are_deterministic_algorithms_enabled()
+
     def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
         """Reason why gradients are left to the reference interpreter, or None."""
         if (reason := self._unsupported(needs)) is not None:
             return reason
-        if torch.are_deterministic_algorithms_enabled() and gradients_of(self.trained, needs).captured:
+        if self._deterministic and gradients_of(self.trained, needs).captured:
             return "deterministic algorithms are asked for, and gradients of captured tensors are summed atomically"
         return None
 
@@ -160,7 +164,7 @@ class Differentiable:
             return self._by_reference(
                 spec, given._replace(operands=operands[:count], needs=needs[:count], aux_outputs=operands[count:])
             )
-        joint = not torch.are_deterministic_algorithms_enabled() and self._joins(needs)
+        joint = not self._deterministic and self._joins(needs)
         tiles = self.kernel.planner(operands[0].device).backward(*extents[-2:], joint)
         # To be filled: q, k and v in their dtype (zero, should the attention read only parts of them), others float32.
         made = {
@@ -222,6 +226,7 @@ class Differentiable:
                 launch=launch,
                 others=functools.partial(candidates, name, self.trained, extents, tiles[name], machine),
                 results=[made[n] for n in sorted(made.keys() & WRITTEN[name])],
+                shrinks=not self.spec.reproducible,
             )
             for name, launch in launches.by_kernel().items()
             if name in launches.variant.kernels

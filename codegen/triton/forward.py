@@ -52,7 +52,8 @@ class Forward(Tiles):
         self.programs: ScorePrograms = score_programs(spec, folded=spec.dtype != "float32")
         if self.whole_rows and first_key_lives(spec):  # each row has an ordinary score from the first tile on
             self.programs = replace(self.programs, guarded=False)
-        self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM
+        # One stage has the same instructions for a tile whatever rows share it, as reproducible results take.
+        self.single = panelled(d) + panelled(d_v) >= SINGLE_FROM or spec.reproducible
         values = [value for *_, value in row_epilogue(spec)] if self.softmax else []
         self.writer.count(self.programs.masked, self.programs.full, spec.weight, *values)
 
@@ -117,6 +118,8 @@ class Forward(Tiles):
 
     def _stages(self) -> list[tuple[str, str, bool]]:
         """(start, stop, whether tiles need neither the mask nor bounds) of each stage."""
+        if self.listed and self.spec.reproducible:  # all live tiles, in the order of their keys
+            return [("0", "full_count", False)]
         if self.listed:
             return [("0", "full_count", True), ("tiles_across - partial_count", "tiles_across", False)]
         if self.single:
@@ -154,6 +157,8 @@ class Forward(Tiles):
             result = f"acc{panel.suffix} * factor" if self.softmax else f"acc{panel.suffix}"
             if self.spec.normalizer is Normalizer.ZERO_SOFTMAX:
                 result = f"tl.where(factor == factor, {result}, 0.0)"
+            if self.spec.reproducible:  # skipped tiles may change the sign of a zero
+                result = f"{result} + 0.0"
             lines += [
                 f"out{panel.suffix}_at = out_rows + tl.cast({panel.column}, tl.int64) * out_stride_e",
                 f"tl.store(out{panel.suffix}_at, ({result}).to({dtype}), mask={self._rows_inside(panel)})",

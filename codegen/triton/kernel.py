@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion.ir.expr import Expr, coordinates, walk
+from fusion.ir.expr import Expr, coordinates, loads, walk
 from fusion.ir.spec import AttentionSpec
 
 from . import source
@@ -32,6 +32,7 @@ class WrittenKernel:
 
     name = ""
     outer, inner = "i", "j"
+    reads_rows = False  # whether it sums up rows of the output and its gradient
     boxes: Mapping[str, Box] = {}
 
     def __init__(self, spec: AttentionSpec, known: Mapping[Expr, str]):
@@ -48,6 +49,9 @@ class WrittenKernel:
         # 16, is worth no variant.
         keys = {str(part.attr) for part in walk(self.spec.n_k) if part.op == "size"}
         varying = [p for p in parameters if p in {*keys, "section", "splits", "programs"} or p.endswith("_tiles")]
+        if self.spec.reproducible:
+            streamed = self._streamed()
+            varying = [p for p in parameters if p[-4:] != "_ptr" and p.partition("_stride_")[0] not in streamed]
         given = [*parameters, *(f"{constant}: tl.constexpr" for constant in constants)]
         text = "\n\n".join(
             [*(function.text for function in functions), source.definition(self.name, given, doc, body, varying)]
@@ -58,6 +62,13 @@ class WrittenKernel:
     def body(self) -> tuple[list[Visit], str]:
         """(functions of the module that the kernel calls, its body)."""
         raise NotImplementedError
+
+    def _streamed(self) -> set[str]:
+        """Tensors that nothing reads but products, and results: how they are read does not change the layout in which
+        scores are summed up, as strides of others may."""
+        loaded = {part.operand for part in loads(*self.spec.expressions())}
+        read = {self.writer.operand(number) for number in {0, 1, 2} - loaded}
+        return read if self.reads_rows else {*read, "out", "dout"}
 
     @property
     def listed(self) -> bool:

@@ -59,9 +59,10 @@ class Kernel:
         packed: int = 1,
         plan: Callable[[Machine], GpuPlanner] | None = None,
     ):
-        self.spec, self.statistics, self.packed = spec, statistics, packed
-        self.tuner = tuner if tile is None else None
-        fixed: Any = {"tile": tile, "splits": splits, "packs": not statistics, "group": packed}
+        # Where results are to be reproducible, inference runs the text of training.
+        self.spec, self.statistics, self.packed = spec, statistics or spec.reproducible, packed
+        self.tuner = tuner if tile is None and not spec.reproducible else None
+        fixed: Any = {"tile": tile, "splits": splits, "packs": not self.statistics, "group": packed}
         plan = plan or functools.partial(GpuPlanner, spec, **fixed)
         self.planner = functools.cache(lambda device: plan(machine_of(device)))
         self._packing = OncePerKey()  # by the number of heads and the device
@@ -141,7 +142,7 @@ class Kernel:
     def _shares(self, operands: Sequence[torch.Tensor]) -> bool:
         """Whether V is the first columns of K in this call."""
         k, v = operands[1:3]
-        alike = self._may_share and k.dtype == v.dtype and k.stride() == v.stride()
+        alike = self._may_share and not self.spec.reproducible and k.dtype == v.dtype and k.stride() == v.stride()
         return alike and k.data_ptr() == v.data_ptr()
 
     def _launch(self, operands: Sequence[torch.Tensor], sizes: Sequence[int], results: dict[str, Any]) -> None:
@@ -181,6 +182,7 @@ class Kernel:
             results=[] if run is None else [run.results["out"]],
             peers={name: functools.partial(call, *given) for name, call in calls.items()},
             trusted=trusted,
+            shrinks=not self.spec.reproducible,
         )
 
     def _variant_of(

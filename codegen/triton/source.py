@@ -83,14 +83,14 @@ def _filled(pieces: Iterable[str], width: int) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Lines that are longer than WIDTH, broken: definitions, and calls of functions of the module, between parameters;
+    """Lines that are longer than WIDTH, broken: definitions, their decorators, and calls of functions of the module, between parameters;
     other assignments and calls after commas and before signs, in brackets."""
     return "\n".join(line if len(line) <= WIDTH else _wrapped_line(line) for line in text.splitlines())
 
 
 def _wrapped_line(line: str) -> str:
     indent, text = len(line) - len(line.lstrip()), line.strip()
-    defined = re.fullmatch(r"(def \w+\()(.*)(\):)", text)
+    defined = re.fullmatch(r"(def \w+\(|@triton\.jit\(do_not_specialize=\[)(.*)(\):|\]\))", text)
     called = re.fullmatch(r"((?:[\w, ]+ = )?\w+\()(.*)(\))", text)
     if defined or called and _arguments(called[2]):
         head, listed, tail = (defined or called).groups()  # type: ignore[union-attr]

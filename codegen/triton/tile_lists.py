@@ -38,6 +38,7 @@ class TileLists(WrittenKernel):
 
     name = "attention_tiles"
     block, along = ("i0", "i1", "ROWS"), ("j0", "j1", "KEYS")
+    ordered = True  # whether all live tiles are in front, in order, where results are to be reproducible
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec, {coord(name): name for name in ("i0", "i1", "j0", "j1")})
@@ -84,7 +85,7 @@ class TileLists(WrittenKernel):
             *self.writer.take(Level.BLOCK),
             f"meets = (number < tiles_across) & {' & '.join(live)}",
             *self._more(),
-            f"full = meets & {' & '.join(whole)}",
+            f"full = {' & '.join(['meets', *whole])}",
             "partial = meets & (full == 0)",
             "tl.store(list_at + full_count - 1 + tl.cumsum(full.to(tl.int32), 0), number, mask=full)",
             "full_count += tl.sum(full.to(tl.int32), 0)",
@@ -101,6 +102,8 @@ class TileLists(WrittenKernel):
 
     def _whole(self) -> list[str]:
         """Conditions for a tile that is not cut off along the list and needs no mask."""
+        if self.ordered and self.spec.reproducible:
+            return []
         mask, (first, _, size) = self.mask, self.along
         inside = [] if mask.key_lo is None else [apply("ile", mask.key_lo, J0)]
         inside += [] if mask.key_hi is None else [apply("ilt", J1, mask.key_hi)]
@@ -110,7 +113,7 @@ class TileLists(WrittenKernel):
 class KeyLists(TileLists):
     """Numbers of the tiles of keys that one block of ROWS query rows of dQ meets, full ones first."""
 
-    name = "attention_key_tiles"
+    name, ordered = "attention_key_tiles", False
 
 
 class RowLists(TileLists):
@@ -118,7 +121,7 @@ class RowLists(TileLists):
 
     dead: whether blocks with a row that met no live key, told by `dead`, [place, block of rows], meet all keys."""
 
-    name = "attention_row_blocks"
+    name, ordered = "attention_row_blocks", False
     block, along = TileLists.along, TileLists.block
 
     def __init__(self, spec: AttentionSpec, dead: bool):

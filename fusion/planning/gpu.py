@@ -19,7 +19,7 @@ from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile, query_stationary
 from fusion.planning.gpu_clocks import SPLIT_TRIPS
 from fusion.planning.gpu_layout import heads_to_pack, packed, power
-from fusion.planning.gpu_model import DELTA, TileModel, delta_tile
+from fusion.planning.gpu_model import DELTA, USUAL, USUAL_HEADS, TileModel, delta_tile
 from fusion.planning.problem import known_part
 
 MOST_SPLITS = 64
@@ -68,7 +68,8 @@ class GpuPlanner:
         group: int = 1,
     ):
         self.spec, self.machine, self.policy = spec, machine, policy or TileModel()
-        self.tile, self.splits, self.packs, self.group = tile, splits, packs and group == 1, group
+        self.tile, self.splits, self.group = tile, splits, group
+        self.packs = packs and group == 1 and not spec.reproducible
         self.extents = extents_function(spec)
         self._visited = visited_function(spec)
         # Derived once: a call would spend 20 to 100 us on it.
@@ -88,7 +89,9 @@ class GpuPlanner:
         return Choice(schedule=schedule, tile=tile, keys=n_k, splits=splits, packed=self.group)
 
     def tile_for(self, n_q: int, n_k: int, d: int, d_v: int, heads: int = 1) -> Tile:
-        """The tile of the forward's kernel."""
+        """The tile of the forward's kernel; where results are to be reproducible, that of a long prefill."""
+        if self.spec.reproducible:
+            heads, n_q, n_k = USUAL_HEADS, USUAL, USUAL
         return self.tile or self._tiles(power(heads), power(n_q), power(n_k), d, d_v)
 
     def in_tile(self, choice: Choice, tile: Tile, sizes: Sequence[int], measured: bool = False) -> Choice:
@@ -119,6 +122,8 @@ class GpuPlanner:
 
     def splits_of(self, programs: int, sizes: Sequence[int], tile: Tile) -> int:
         """Into how many parts the keys are cut where the tile makes so many programs."""
+        if self.spec.reproducible:
+            return 1
         if self.splits is not None:
             return self.splits
         if self.machine.cores == 1 or programs > self.machine.cores:

@@ -39,8 +39,9 @@ def failures_raised() -> Iterator[None]:
         _raising.remove(entry)
 
 
-def _must_raise(error: Exception) -> bool:
-    return bool(_raising) or is_out_of_memory(error)
+def _must_raise(error: Exception, spec: AttentionSpec) -> bool:
+    """Whether an error is the caller's: also where results are to be reproducible, which the interpreter's are not."""
+    return bool(_raising) or spec.reproducible or is_out_of_memory(error)
 
 
 class GuardedKernel:
@@ -58,7 +59,7 @@ class GuardedKernel:
             try:
                 return self._run(operands, sizes)
             except Exception as error:
-                if _must_raise(error):
+                if _must_raise(error, self.spec):
                     raise
                 self.broken = f"{type(error).__name__}: {error}"
                 log.exception(self.FAILED, self.spec)
@@ -96,7 +97,7 @@ class GuardedTraining:
             except LargeTableError:
                 log.info("the gradient of %s is left to the reference interpreter", self.spec, exc_info=True)
             except Exception as error:
-                if _must_raise(error):
+                if _must_raise(error, self.spec):
                     raise
                 self.broken = True
                 log.exception("a kernel failed; training with %s in the reference interpreter from now on", self.spec)

@@ -18,7 +18,7 @@ class Prepare(Role):
     lists.
     """
 
-    name = "attention_backward_prepare"
+    name, reads_rows = "attention_backward_prepare", True
 
     def body(self) -> tuple[list[Visit], str]:
         delta = " + ".join(f"tl.sum(do{p.suffix} * o{p.suffix}, 1)[:, None]" for p in self.values)

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen import mlir
+from fusion.codegen import emitter, mlir
 from fusion.ir import AttentionSpec
 from fusion.ir.spec import AuxOutput, Reduction
 from fusion.machine import Machine
@@ -157,5 +157,6 @@ def test_what_cannot_be_had_is_refused() -> None:
     sums = AuxOutput(value=specs.WEIGHT, dims=("b0", "b1", "j"), dtype="float32", reduction=Reduction.SUM, over="i")
     assert "statistics of keys" in _refused(c, aux_outputs=(sums,))
     spec = replace(c.spec, reproducible=True)
-    assert "'triton' on device 'cuda'" in str(kernels.unsupported(spec, "cuda"))
+    with emitter.registered("other", ("cuda",), lambda: mlir):
+        assert "'other' on device 'cuda'" in str(kernels.unsupported(spec, "cuda"))
     assert kernels.unsupported(spec, "cpu") is None
