@@ -98,16 +98,19 @@ ROWS = {"causal_last_key": (33, 57), "bias": (33, 57), "window": (0, 57)}
     ("name", "dtype"), [("causal_last_key", "bfloat16"), ("bias", "float32"), ("window", "float16"), ("bias", "float16")]
 )
 def test_compiled_kernels_have_the_same_bits(target: str, name: str, dtype: str) -> None:
-    """On the emulator of PTX: a chunk, a single row, another batch, strides of another kind, and training."""
+    """On the emulator of PTX: a chunk, a single row, another batch, padding, strides of another kind, and training."""
     c = case(name, dtype, 32, group=2)
     (q, k, v, *bias), sizes = draw(c, {"B": 2, "H": 1, "Nq": 80, "Nk": 80})
-    spec, tile = replace(c.spec, reproducible=True), TILE if dtype == "float32" else HALF
+    spec, tile = replace(c.spec, reproducible=True), TILE if dtype == "float32" else replace(HALF, rotated=target == "sm_90")
     with emulated(target) as emulation:
         kernel = Kernel(spec, tile)
         whole = kernel([q, k, v, *bias], sizes)
         assert same_bits(Differentiable(spec, tile).outputs([q, k, v, *bias], sizes)[0], whole)
-        unaligned = [F.pad(x, (0, 1))[..., :-1] for x in bias]
-        assert same_bits(kernel([q, k, v, *unaligned], sizes), whole)
+        if bias:
+            unaligned = [F.pad(x, (0, 1))[..., :-1] for x in bias]
+            assert same_bits(kernel([q, k, v, *unaligned], sizes), whole)
+            padded = [*(F.pad(x, (0, 0, 0, 49), value=3.0) for x in (k, v)), F.pad(*bias, (0, 49), value=-torch.inf)]
+            assert same_bits(kernel([q, *padded], [*sizes[:3], 80 + 49]), whole)
         for low, (first, last) in ((0, ROWS[name]), (1, ROWS[name]), (1, (ROWS[name][0], ROWS[name][0] + 1))):
             keys = last if name == "causal_last_key" else 80
             chunk = [q[low:, :, first:last], k[low:, :, :keys], v[low:, :, :keys], *(x[:, first:last] for x in bias)]
