@@ -138,10 +138,15 @@ class Forward(Tiles):
         if self.listed:
             end, left_out = "tiles_across", "full_count + partial_count < tiles_across"
         every = self.loop.call("0", end, False, listed=False, begin="0")
+        again = [*self.loop.initial(), every, self.loop.finish("0", self.n_k)]
+        if self.spec.reproducible:  # only for these rows: a row has the same bits whether or not it is beside them
+            sums = {f"acc{panel.suffix}": "dead[:, None]" for panel in self.values} | {"m": "dead", "l": "dead"}
+            again = [f"{name}_before = {name}" for name in sums] + again
+            again += [f"{name} = tl.where({dead}, {name}, {name}_before)" for name, dead in sums.items()]
         return source.block(
             f"dead = {self._dead()}",
             f"if (tl.max(dead.to(tl.int32), 0) != 0) & ({left_out}):",
-            source.indented(source.block(*self.loop.initial(), every, self.loop.finish("0", self.n_k))),
+            source.indented(source.block(*again)),
         )
 
     def _dead(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from dataclasses import replace
 from unittest import mock
 
@@ -64,6 +65,40 @@ def test_a_row_has_the_same_bits_in_every_call(seed: int) -> None:
     check_calls(drawn, list(drawn.calls(rng, 4)))
 
 
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Attention within documents, by the numbers of those of rows and keys."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(own[:, :, None] == others[:, None, :])[:, None])
+
+
+def test_listed_tiles_come_in_the_order_of_the_keys() -> None:
+    """Which of them need the mask follows from the rows of a block."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 200, 16) for _ in range(3))
+    document = torch.tensor([30, 110, 60]).repeat_interleave(torch.tensor([30, 110, 60]))[None]
+    options = {"inner": "eager", "reproducible": True, "tile_maps": "always"}
+    run = torch.compile(packed, backend="fusion", dynamic=True, options=options)
+    with torch.no_grad():
+        whole = run(q, k, v, document, document)
+        for first, last in ((20, 50), (45, 77), (130, 200)):
+            rows = run(q[:, :, first:last], k, v, document[:, first:last], document)
+            assert same_bits(rows, whole[:, :, first:last]), (first, last)
+
+
+@pytest.mark.parametrize("name", ["causal_last_key", "window", "left_padded", "bias"])
+def test_all_tiles_run_the_same_instructions(name: str) -> None:
+    """One call of the loop's function (and one where rows have no live key), one text for training and inference, and
+    no variants for strides of what scores read."""
+    spec = replace(case(name, "bfloat16").spec, reproducible=True)
+    sizes = [2, 4, 100, 100]
+    text = Kernel(spec).source(sizes)
+    assert text == Kernel(spec, statistics=True).source(sizes) == Differentiable(spec).source(sizes)
+    calls = re.findall(r"visit_keys\([^()]*\)", text.split("def attention_forward(")[1])
+    assert len(calls) == (1 if name == "bias" else 2)
+    assert all(re.search(r"KEYS,\s+True,", call) and "False" not in call for call in calls)
+    fixed = text.split("do_not_specialize=[")[1].split("]")[0]
+    assert '"Nq"' in fixed and "q_stride" not in fixed and ("bias_stride_1" in fixed) == (name == "bias")
+
+
 @pytest.mark.parametrize("seed", CASES[:4])
 def test_gradients_have_the_bits_of_any_batch(seed: int) -> None:
     drawn, rng = problem(seed)
@@ -95,13 +130,15 @@ ROWS = {"causal_last_key": (33, 57), "bias": (33, 57), "window": (0, 57)}
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("causal_last_key", "bfloat16"), ("bias", "float32"), ("window", "float16"), ("bias", "float16")]
+    ("name", "dtype"),
+    [("causal_last_key", "bfloat16"), ("bias", "float32"), ("window", "float16"), ("bias", "float16")],
 )
 def test_compiled_kernels_have_the_same_bits(target: str, name: str, dtype: str) -> None:
     """On the emulator of PTX: a chunk, a single row, another batch, padding, strides of another kind, and training."""
     c = case(name, dtype, 32, group=2)
     (q, k, v, *bias), sizes = draw(c, {"B": 2, "H": 1, "Nq": 80, "Nk": 80})
-    spec, tile = replace(c.spec, reproducible=True), TILE if dtype == "float32" else replace(HALF, rotated=target == "sm_90")
+    spec, tile = replace(c.spec, reproducible=True), TILE if dtype == "float32" else HALF
+    tile = replace(tile, rotated=target == "sm_90" and tile is HALF)
     with emulated(target) as emulation:
         kernel = Kernel(spec, tile)
         whole = kernel([q, k, v, *bias], sizes)
