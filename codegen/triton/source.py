@@ -83,8 +83,8 @@ def _filled(pieces: Iterable[str], width: int) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Lines that are longer than WIDTH, broken: definitions, their decorators, and calls of functions of the module, between parameters;
-    other assignments and calls after commas and before signs, in brackets."""
+    """Lines that are longer than WIDTH, broken: definitions, their decorators, and calls of functions of the module,
+    between parameters; other assignments and calls after commas and before signs, in brackets."""
     return "\n".join(line if len(line) <= WIDTH else _wrapped_line(line) for line in text.splitlines())
 
 
