@@ -7,9 +7,10 @@
 The models are transformers', and a U-Net is diffusers', made from configurations with random weights; batches of more
 than one text are padded. A runtime that is not installed fails, with a note: `pip install ".[runtimes]"` in a clone,
 and `pip install zentorch`, which asks for one version of torch; --python names the interpreter of an environment that
-has one. "fusion+tf32" is fusion where `torch.set_float32_matmul_precision("high")` allows less than float32. Errors are
-shares of what the project's rule allows beside eager mode, over real tokens. A runtime measures all rows of a model and
-a dtype in one process, each for --seconds; a first compilation takes up to a minute. Files are written after each, and
+has one. "fusion+tf32" is fusion where `torch.set_float32_matmul_precision("high")` allows less than float32,
+"fusion+frozen" where Inductor's `freezing` makes constants of weights, as the runtimes of others do. Errors are shares
+of what the project's rule allows beside eager mode, over real tokens. A runtime measures all rows of a model and a
+dtype in one process, each for --seconds; a first compilation takes up to a minute. Files are written after each, and
 --append adds to one. --busy: one thread, and the processor time that the process takes.
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor
 
 import fusion
 from benchmarks.common import results
@@ -66,6 +68,11 @@ def _with_tf32(model: nn.Module, inputs: Inputs, folder: Path) -> Call:
     return _compiled("fusion", {}, model, inputs, folder)
 
 
+def _frozen(model: nn.Module, inputs: Inputs, folder: Path) -> Call:
+    inductor.freezing = True
+    return _compiled("fusion", {}, model, inputs, folder)
+
+
 def _onnxruntime(model: nn.Module, inputs: Inputs, folder: Path) -> Call:
     import onnxruntime  # type: ignore[reportMissingImports]
 
@@ -96,6 +103,7 @@ RUNTIMES: dict[str, Callable[[nn.Module, Inputs, Path], Call]] = {
     "Inductor": functools.partial(_compiled, "inductor", {}),
     "fusion": functools.partial(_compiled, "fusion", {}),
     "fusion+tf32": _with_tf32,
+    "fusion+frozen": _frozen,
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
     "zentorch": functools.partial(_compiled, "zentorch", {}),
