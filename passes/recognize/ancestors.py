@@ -39,7 +39,6 @@ aten = torch.ops.aten
 SOFTMAXES = {aten.softmax, aten._softmax, aten._safe_softmax, aten.special_softmax, aten.log_softmax, aten._log_softmax}
 _GATES = {aten.sigmoid, aten.relu, aten.tanh, aten.silu, aten.softplus, aten.gelu, aten.elu, aten.square, aten.sin,
           aten.pow, aten.abs, aten.special_expit, aten.erf, aten.cos, aten.leaky_relu, aten.clamp}  # fmt: skip
-_MASKS = {aten.mul, aten.where, aten.masked_fill, aten.tril, aten.triu}
 _SUMS = {aten.sum, aten.linalg_vector_norm, aten.logsumexp, aten.special_logsumexp}
 _STATISTICS = {aten.amax, aten.max} | _SUMS
 LINEAR = (aten.linear, aten.addmm)
@@ -56,13 +55,11 @@ class AncestorKind(enum.Flag):
     SUM = enum.auto()
     STATISTIC = enum.auto()
     GATE = enum.auto()
-    MASK = enum.auto()
     MIXED_HEADS = enum.auto()
 
 
 _NOTHING = AncestorKind(0)
 NORMALISED = AncestorKind.SOFTMAX | AncestorKind.EXP | AncestorKind.GATE
-MAKES_WEIGHTS = NORMALISED | AncestorKind.MASK
 
 
 class AncestorKinds:
@@ -86,21 +83,20 @@ class AncestorKinds:
         left, right = self[parts.left], self[parts.right]
         if looks_like_attention(left) != looks_like_attention(right):
             return looks_like_attention(left)
-        of_weights = NORMALISED if (left | right) & NORMALISED else AncestorKind.MASK
-        return bool(left & of_weights) or not right & of_weights
+        return bool(left & NORMALISED) or not right & NORMALISED
 
     def is_product(self, node: Node) -> bool:
         """Whether a node is a product of two tensors, in a form that the analysis can take apart or in another."""
         return node.op == "call_function" and (is_contraction(node) or packet(node) in _OTHER_PRODUCTS)
 
     def may_be_product_with_values(self, node: Node) -> bool:
-        """Whether a node may be the product with V: one operand was normalised or masked since the last product."""
+        """Whether a node may be the product with V: one operand was normalised since the last product."""
         if is_sdpa(node):
             return True
         if node.op != "call_function" or (AncestorKind.MIXED_HEADS in self[node] and head_sum(node) is not None):
             return False
         if is_contraction(node):
-            return bool(self.inputs(node) & MAKES_WEIGHTS)
+            return bool(self.inputs(node) & NORMALISED)
         unknown_form = packet(node) in _OTHER_PRODUCTS and looks_like_attention(self.inputs(node))
         return unknown_form or self.is_hidden_product_with_values(node)
 
@@ -127,9 +123,7 @@ class AncestorKinds:
             kinds |= AncestorKind.SOFTMAX if kind in SOFTMAXES else AncestorKind.EXP
         if is_statistic(node):
             kinds |= AncestorKind.STATISTIC | (AncestorKind.SUM if kind in _SUMS else _NOTHING)
-        if AncestorKind.PRODUCT in kinds:
-            kinds |= AncestorKind.GATE if kind in _GATES else AncestorKind.MASK if kind in _MASKS else _NOTHING
-        return kinds
+        return kinds | AncestorKind.GATE if kind in _GATES and AncestorKind.PRODUCT in kinds else kinds
 
 
 def _normalizes_features(node: Node) -> bool:

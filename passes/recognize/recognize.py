@@ -18,11 +18,8 @@ from fusion.ir.expr import (
     WEIGHT,
     ZERO,
     Expr,
-    I,
-    J,
     Kind,
     const,
-    coordinates,
     is_number,
     node,
     substitute,
@@ -331,16 +328,14 @@ def _core(coefficient: Expr, core: Expr) -> NormalizedScores:
 
 
 def _pointwise_core(weight: Expr) -> NormalizedScores:
-    """Weights that are a pointwise function of the score, with no normaliser: not linear in it, or with a mask or decay
-    of rows and keys, without which the two products are better computed in the other order."""
+    """Weights that are a pointwise function of the score, with no normaliser."""
     if has(weight, "mix"):
         raise Unsupported(Reason.HEADS_MIXED, "the mixed heads are of weights without a softmax", weight)
     if inner := next((part for part in walk(weight) if part.op == "reduce"), None):
         message = "the weights are normalised in a way that is not a softmax over the keys"
         raise Unsupported(Reason.OTHER_NORMALISER, message, inner)
     linear = ("dot", "fmul", "div", "fadd", "fsub", "neg", "where")
-    others = [part for part in walk(weight) if part.op not in linear]
-    if not any(has(part, "dot") or coordinates(part) >= {I.name, J.name} for part in others):
+    if not any(part.op not in linear and has(part, "dot") for part in walk(weight)):
         message = "there is no normaliser, and nothing but linear operations, between the two products"
         raise Unsupported(Reason.NO_NORMALISER, message)
     return NormalizedScores(score=weight, normalizer=Normalizer.NONE, weight=const(1.0), origin=weight)
