@@ -41,8 +41,8 @@ RUNS += [pytest.param(4, name, marks=() if name in ON_FOUR else pytest.mark.long
 def found(request, tmp_path_factory):
     """By number of processes: what each process found in the cases that were selected."""
     result = {}
-    given = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    selected = {(params.get("processes"), params.get("name")) for params in given}
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    selected = {(item.callspec.params.get("processes"), item.callspec.params.get("name")) for item in here}
     for processes in (2, 4):
         folder = tmp_path_factory.mktemp(f"processes{processes}")
         names = [name for name in CASES if (processes, name) in selected]
