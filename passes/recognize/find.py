@@ -286,10 +286,7 @@ def _at_root(anchor: Node, root: Node, kinds: AncestorKinds, apart: bool) -> Sit
     renamed = {atom: coord(name) for atom, name in names.items()}
     bounds = {renamed[atom]: extent for atom, extent in zip(atoms, extents, strict=True)}
     index = _substituted(index, renamed)
-    read = set[str]().union(*map(coordinates, index))
-    one, first = integers.integer(1), integers.integer(0)
-    unread = {atom: first for atom, extent in bounds.items() if extent is one and atom.name not in read}
-    after = [replace(factor, index=_substituted(_substituted(factor.index, renamed), unread)) for factor in after]
+    after = [replace(factor, index=_substituted(factor.index, renamed)) for factor in after]
     terms = (
         [pull_back_sdpa(anchor, index, bounds)] if is_sdpa(anchor) else _pull_back(anchor, index, bounds, after, kinds)
     )
