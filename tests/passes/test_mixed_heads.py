@@ -184,7 +184,7 @@ def test_sizes(n_q, n_k, d_v, dtype):
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (1, 37), (37, 1)])
-@pytest.mark.parametrize("function", [by_convolutions, as_cait], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [by_einsums, by_convolutions, with_heads_last], ids=lambda f: f.__name__)
 def test_sizes_of_one(function, n_q, n_k):
     run(function, *drawn(n_q=n_q, n_k=n_k))
 

@@ -199,12 +199,17 @@ def renormalised_beside_a_sink(q, k, v):
     return w / w.sum(-1, keepdim=True) @ v[..., :1, :]
 
 
+def one_value_for_all_keys(q, k, v):
+    return torch.einsum("...ij,...je->...ie", torch.softmax(q @ k.mT, -1), v[..., :1, :])
+
+
 def rolled_scores(q, k, v):
     return (q @ k.mT).roll(1, -1).softmax(-1) @ v
 
 
 UNSEEN = {
     rolled_scores: (Reason.NOT_POINTWISE, r"this one is read at .*, \(j \+ 16\) % 17\]"),
+    one_value_for_all_keys: (Reason.PRODUCT_FORM, "broadcasts the index that it sums over"),
     renormalised_beside_a_sink: (Reason.FURTHER_REDUCTION, "scaled by another reduction"),
     block_by_block: (Reason.OTHER_NORMALISER, "not a softmax over the keys"),
     without_columns: (Reason.LIMIT, "a head dimension of 0"),
