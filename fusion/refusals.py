@@ -66,7 +66,7 @@ class Reason(enum.Enum):
     LAYOUT = "Materialise the tensor first (contiguous, or a clone), or reshape heads and rows separately."
     PRODUCT_FORM = (
         "Write the product with matrices, by torch.matmul or torch.bmm: with a vector, keep a dimension of size 1; add "
-        "a bias after the product."
+        "a bias after the product; split an einsum into products of two operands that each sum over one index."
     )
     DROPOUT = "Use torch.nn.functional.dropout with a probability that is a Python number."
     RUN_TIME_SCALAR = (

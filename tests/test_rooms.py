@@ -23,7 +23,7 @@ ROOMS = {
     "divisions behind the product": (["passes/prepare/late_division.py"], ["MOVE_DIVISIONS"]),
     "repeated calls": (["passes/trace/repeats.py"], ["copy_repeated_calls"]),
     "rewritten operations": (
-        ["passes/trace/rewrites.py"], ["rewrites", "make_by_size", "write_products", "read_floats"],
+        ["passes/trace/rewrites.py"], ["rewrites", "make_by_size", "fill_by_masks", "write_products", "read_floats"],
     ),
     "nested tensors": (["passes/tensors/nested.py", "fusion/integrations/nested_tensors.py"], ["nested"]),
     "DTensors": (

@@ -1,4 +1,4 @@
-"""Replay of contractions (matrix products, attention as one call), and of operations that pick elements of
+"""Replay of contractions (matrix products, einsum, attention as one call), and of operations that pick elements of
 tensors, join tensors, or create them."""
 
 from __future__ import annotations
@@ -59,6 +59,56 @@ def _summed(replay: Replay, node: Node, one: Tensor, other: Tensor) -> Tensor:
     dtype = replay.dtype(nodes.dtype(node))
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     return (one.to(wide) * other.to(wide)).sum(-1).to(dtype)
+
+
+@rule(aten.linalg_vecdot)
+def _vecdot(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args = nodes.arguments(node)
+    shapes = {args[name]: replay.region.shape(args[name]) for name in ("x", "y")}
+    extents = torch.broadcast_shapes(*shapes.values())
+    dim, at = nodes.normalize_dim(args["dim"], len(extents)), list(replay.further(index))
+    at.insert(dim, _positions(replay, node, extents[dim], rank))
+    x, y = ((tensor, replay.broadcast(tuple(at), extents, shapes[tensor])) for tensor in (args["x"], args["y"]))
+    return _sum_of_products(replay, node, x, y, rank)
+
+
+@rule(aten.einsum)
+def _einsum(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+    args, region = nodes.arguments(node), replay.region
+    tensors = args["tensors"]
+    shapes = [region.shape(t) for t in tensors]
+    if len(tensors) != 2:
+        raise NotReplayable
+    left, right, output = _einsum_letters(args["equation"], [len(s) for s in shapes])
+    summed = (set(left) | set(right)) - set(output)
+    if len(summed) != 1 or not summed <= set(left) & set(right):
+        raise NotReplayable
+    (letter,) = summed
+    extent = shapes[0][left.index(letter)]
+    at = dict(zip(output, replay.further(index), strict=True)) | {letter: _positions(replay, node, extent, rank)}
+    places = [
+        tuple(replay.zero if n == 1 and x != letter else at[x] for x, n in zip(letters, shape, strict=True))
+        for letters, shape in zip((left, right), shapes, strict=True)
+    ]
+    return _sum_of_products(replay, node, (tensors[0], places[0]), (tensors[1], places[1]), rank)
+
+
+def _einsum_letters(equation: str, ranks: list[int]) -> list[list[str]]:
+    """Names of the dimensions of two operands and of the result; those of an ellipsis are numbers from the right."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    dots = max(rank - len(t) + 3 if "..." in t else 0 for t, rank in zip(terms, ranks, strict=True))
+
+    def names(term: str, count: int) -> list[str]:
+        before, ellipsis, after = term.partition("...")
+        return [*before, *(str(k) for k in range(count, 0, -1) if ellipsis), *after]
+
+    operands = [names(t, rank - len(t) + 3) for t, rank in zip(terms, ranks, strict=True)]
+    if arrow:
+        return [*operands, names(output, dots)]
+    letters = [x for t in operands for x in t]
+    alone = sorted(x for x in set(letters) if not x.isdigit() and letters.count(x) == 1)
+    return [*operands, [str(k) for k in range(dots, 0, -1)] + alone]
 
 
 @rule("heads")

@@ -289,7 +289,7 @@ def _multiplies(node: Node, product: Node) -> bool:
     """Whether `product` multiplies `node` as a matrix."""
     if nodes.packet(product) in (aten.baddbmm, aten.addmm):
         return node in product.args[1:]
-    return nodes.packet(product) in (aten.mm, aten.bmm, aten.matmul, aten.linear, aten.conv2d)
+    return nodes.packet(product) in (aten.mm, aten.bmm, aten.matmul, aten.einsum, aten.linear, aten.conv2d)
 
 
 def _shifts_by_sums(interior: Iterable[Node]) -> bool:

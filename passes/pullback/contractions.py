@@ -1,5 +1,5 @@
-"""Products of two tensors that sum over one index, in one form: matmul, bmm, mm, baddbmm, addmm, and sums of a product
-that is broadcast. (An einsum is traced as one of these.)"""
+"""Products of two tensors that sum over one index, in one form: matmul, bmm, mm, baddbmm, addmm, einsum, vecdot, and
+sums of a product that is broadcast."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.fx import Node
 from fusion.ir import integers
 from fusion.ir.expr import Expr
 from fusion.lowering.numbers import is_moderate
+from fusion.refusals import Reason
 
 from .. import marks, nodes
-from ..nodes import arguments, packet, shape
+from ..nodes import Unsupported, arguments, packet, shape
 from .views import RESHAPES, Index, broadcast_index
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ def is_contraction(node: Node) -> bool:
         return False
     if packet(node) is aten.addmm:
         return not is_parameter(arguments(node)["mat2"])
-    return packet(node) in _MATMUL or _summed(node) is not None
+    return packet(node) in _MATMUL or packet(node) is aten.einsum or _summed(node) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +63,24 @@ class _Summed:
 
 def _summed(node: Node, ops: tuple[Any, ...] = (aten.mul,)) -> _Summed | None:
     """Factors of `(q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)`: each is broadcast along one dimension of the other."""
-    if packet(node) not in _SUMS:
+    if packet(node) is aten.linalg_vecdot:
+        args = arguments(node)
+        op, operands, dims, keepdim = aten.mul, (args["x"], args["y"]), args["dim"], False
+    elif packet(node) in _SUMS:
+        args = arguments(node)
+        inner, dims, keepdim = args["self"], args.get("dim"), bool(args.get("keepdim"))
+        while ops != (aten.mul,) and packet(inner) in _OF_DIFFERENCES and inner.all_input_nodes:
+            inner = inner.all_input_nodes[0]
+        op, operands = packet(inner), inner.args
+    else:
         return None
-    args = arguments(node)
-    inner, keepdim = args["self"], bool(args.get("keepdim"))
-    while ops != (aten.mul,) and packet(inner) in _OF_DIFFERENCES and inner.all_input_nodes:
-        inner = inner.all_input_nodes[0]
-    op, operands = packet(inner), inner.args
     if op not in ops or len(operands) != 2:
         return None
     if not all(nodes.is_tensor(x) and nodes.dtype(x) is nodes.dtype(node) for x in operands):
         return None
     left, right = operands
     extents = _broadcast(shape(left), shape(right))
-    if extents is None or (dim := nodes.one_dim(args.get("dim"), len(extents))) is None:
+    if extents is None or (dim := nodes.one_dim(dims, len(extents))) is None:
         return None
     if any(len(x) < len(extents) - dim or x[dim - len(extents)] is not extents[dim] for x in map(shape, operands)):
         return None
@@ -146,9 +151,11 @@ def is_parameter(node: Node) -> bool:
 
 
 def factors(node: Node, index: Index, contracted: Expr) -> Factors:
-    """Factors of element `index` of a product. For
+    """Factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express. For
     baddbmm and addmm these are the factors of the product: the caller adds the input, scaled by beta, and scales by
     alpha."""
+    if packet(node) is aten.einsum:
+        return _einsum(node, index, contracted)
     if (summed := _summed(node)) is not None:
         inner = (*index[: summed.dim], contracted, *index[summed.dim + summed.keepdim :])
         return Factors(
@@ -159,7 +166,7 @@ def factors(node: Node, index: Index, contracted: Expr) -> Factors:
             extent=summed.extents[summed.dim],
         )
     args = arguments(node)
-    left, right = factors_of(args)
+    left, right = _pair(args)
     left_shape, right_shape = shape(left), shape(right)
     # A vector has no dimension for rows, or columns.
     rows, columns = len(left_shape) > 1, len(right_shape) > 1
@@ -176,11 +183,72 @@ def factors(node: Node, index: Index, contracted: Expr) -> Factors:
     )
 
 
-def factors_of(args: dict[str, Any]) -> tuple[Node, Node]:
-    """The two tensors that a product of matrices multiplies."""
+def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
     if "beta" in args:
         return (args["batch1"], args["batch2"]) if "batch1" in args else (args["mat1"], args["mat2"])
     return args["self"], args["mat2" if "mat2" in args else "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equation:
+    """An einsum of two operands over one index: a letter for each dimension. summed: the letter that the result
+    lacks."""
+
+    inputs: tuple[str, ...]
+    output: str
+    summed: str
+
+
+def _parsed(equation: str, ranks: tuple[int, ...], rank: int) -> Equation:
+    """The letters of an einsum whose operands and result have these ranks; raises `Unsupported` for other forms."""
+    if len(ranks) != 2:
+        raise Unsupported(Reason.PRODUCT_FORM, f"an einsum of {len(ranks)} operands")
+    terms, arrow, output = equation.replace(" ", "").partition("->")
+    inputs = tuple(_expand_ellipsis(term, own) for term, own in zip(terms.split(","), ranks, strict=True))
+    if arrow:
+        output = _expand_ellipsis(output, rank)
+    else:  # batch dimensions, then letters that occur once, in order
+        letters = "".join(inputs)
+        output = "".join(sorted({x for x in letters if x.isdigit()}, reverse=True))
+        output += "".join(sorted(x for x in set(letters) if letters.count(x) == 1 and not x.isdigit()))
+    summed = set().union(*inputs) - set(output)
+    if len(summed) != 1 or any(not summed <= set(term) or len(set(term)) != len(term) for term in inputs):
+        message = f"the einsum {equation!r}, which does not sum over exactly one index of both operands"
+        raise Unsupported(Reason.PRODUCT_FORM, message)
+    return Equation(inputs=inputs, output=output, summed=summed.pop())
+
+
+def einsum_letters(node: Node) -> tuple[Equation, list[Node]]:
+    """The letters of an einsum's dimensions, and its operands; raises `Unsupported` for other forms."""
+    args = arguments(node)
+    ranks = tuple(len(shape(tensor)) for tensor in args["tensors"])
+    return _parsed(args["equation"], ranks, len(shape(node))), args["tensors"]
+
+
+def _einsum(node: Node, index: Index, contracted: Expr) -> Factors:
+    equation, tensors = einsum_letters(node)
+    where = dict(zip(equation.output, index, strict=True)) | {equation.summed: contracted}
+    one, zero = integers.integer(1), integers.integer(0)
+    broadcast = {letter for letter, extent in zip(equation.output, shape(node), strict=True) if extent is not one}
+    left, right = (
+        tuple(
+            zero if extent is one and letter in broadcast else where[letter]
+            for letter, extent in zip(term, shape(tensor), strict=True)
+        )
+        for term, tensor in zip(equation.inputs, tensors, strict=True)
+    )
+    extent, other = (shape(t)[term.index(equation.summed)] for t, term in zip(tensors, equation.inputs, strict=True))
+    if (extent is one) != (other is one):
+        raise Unsupported(Reason.PRODUCT_FORM, "an einsum that broadcasts the index that it sums over")
+    return Factors(left=tensors[0], left_index=left, right=tensors[1], right_index=right, extent=extent)
+
+
+def _expand_ellipsis(term: str, rank: int) -> str:
+    """`...ij` with digits in place of the dots, counted from the right: 1 is the last batch dimension."""
+    if "..." not in term:
+        return term
+    count = rank - (len(term) - 3)
+    return term.replace("...", "".join(str(k) for k in range(count, 0, -1)))
 
 
 def products_above(node: Node) -> set[Node]:

@@ -1,5 +1,5 @@
 """Heads of scores or weights that a model mixes ("talking heads"): a linear layer whose features are the heads, a
-convolution of one element whose channels they are, a product with a matrix.
+convolution of one element whose channels they are, an einsum with a matrix.
 
 The value of head g is `mix(matrix[g, h], value[h], g, value[g])`, the sum over h of the product of the first two, where
 h is the coordinate that the node names: "h" and the number of sums that it stands in.
@@ -15,12 +15,12 @@ import torch
 from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import Expr, Kind, coord, coordinates, node
+from fusion.ir.expr import C, Expr, Kind, coord, coordinates, node
 from fusion.refusals import Reason
 
 from .. import nodes
 from ..nodes import Unsupported, arguments, is_tensor, packet, shape
-from .contractions import factors_of, is_contraction
+from .contractions import einsum_letters, factors, is_contraction
 from .reductions import depends_on_product
 from .views import Index, source
 
@@ -31,8 +31,7 @@ aten = torch.ops.aten
 T = TypeVar("T")
 MOST_HEADS = 32
 """Kernels hold a row of scores of every head."""
-_MAX_STEPS = 32
-_PRODUCTS = (aten.matmul, aten.mm, aten.bmm)
+_MAX_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,7 @@ def head_sum(here: Node) -> HeadSum | None:
 
 
 def _sums(here: Node) -> Iterator[HeadSum]:
-    """A linear layer, a convolution of one element, or a product with a matrix as a sum over anything."""
+    """A linear layer, a convolution of one element, or an einsum with a matrix as a sum over anything."""
     kind = packet(here)
     if kind is aten.linear and is_tensor(here):
         args, last = arguments(here), len(shape(here)) - 1
@@ -80,8 +79,8 @@ def _sums(here: Node) -> Iterator[HeadSum]:
         yield HeadSum(mixed=args["input"], dims=dims, matrix=args["weight"], order=order, to=last, bias=args["bias"])
     elif kind is aten.conv2d:
         yield from _convolution(here)
-    elif kind in _PRODUCTS:
-        yield from _product(here)
+    elif kind is aten.einsum:
+        yield from _einsum(here)
 
 
 def _convolution(here: Node) -> Iterator[HeadSum]:
@@ -94,17 +93,21 @@ def _convolution(here: Node) -> Iterator[HeadSum]:
     yield HeadSum(mixed=args["input"], dims=dims, matrix=args["weight"], order=order, to=1, bias=args["bias"])
 
 
-def _product(here: Node) -> Iterator[HeadSum]:
-    """A product with one matrix for the whole batch."""
-    left, right = factors_of(arguments(here))
-    batch, last = range(len(shape(here)) - 2), len(shape(here)) - 1
-    sides = [(left, right, (*batch, last - 1, None), ("of", "to"), last),
-             (right, left, (*batch, None, last), ("to", "of"), last - 1)]  # fmt: skip
-    for mixed, matrix, dims, order, to in sides:
-        outer = shape(matrix)[:-2]
-        is_one = all(extent is integers.integer(1) for extent in outer)
-        if is_one and len(shape(matrix)) > 1 and len(shape(mixed)) == last + 1 > 1:
-            yield HeadSum(mixed=mixed, dims=dims, matrix=matrix, order=(*[None] * len(outer), *order), to=to)
+def _einsum(here: Node) -> Iterator[HeadSum]:
+    try:
+        equation, tensors = einsum_letters(here)
+    except Unsupported:
+        return
+    for (matrix, letters), (mixed, others) in (pairs := list(zip(tensors, equation.inputs, strict=True)), pairs[::-1]):
+        rest = [letter for letter in letters if letter != equation.summed]
+        if len(letters) != 2 or len(rest) != 1 or rest[0] in others or len(others) != len(equation.output):
+            continue
+        if any(shape(mixed)[k] is not shape(here)[equation.output.index(x)]
+               for k, x in enumerate(others) if x != equation.summed):  # fmt: skip
+            continue
+        dims = tuple(None if x == equation.summed else equation.output.index(x) for x in others)
+        order = tuple("of" if x == equation.summed else "to" for x in letters)
+        yield HeadSum(mixed=mixed, dims=dims, matrix=matrix, order=order, to=equation.output.index(rest[0]))
 
 
 def is_batch(here: Node, dim: int) -> bool:
@@ -132,8 +135,14 @@ def is_batch(here: Node, dim: int) -> bool:
 
 def _is_in_both(product: Node, index: Index, name: str) -> bool:
     """Whether a coordinate of a product's element is one of its batch."""
-    batch, rest = (set().union(*map(coordinates, part)) for part in (index[:-2], index[-2:]))
-    return name in batch - rest
+    if packet(product) is not aten.einsum:
+        batch, rest = (set().union(*map(coordinates, part)) for part in (index[:-2], index[-2:]))
+        return name in batch - rest
+    try:
+        parts = factors(product, index, C)
+    except Unsupported:
+        return False
+    return all(name in set().union(*map(coordinates, at)) for at in (parts.left_index, parts.right_index))
 
 
 def _has_dimension(origin: Node, here: Node, index: Index, name: str) -> bool:

@@ -42,7 +42,8 @@ _GATES = {aten.sigmoid, aten.relu, aten.tanh, aten.silu, aten.softplus, aten.gel
 _SUMS = {aten.sum, aten.linalg_vector_norm, aten.logsumexp, aten.special_logsumexp}
 _STATISTICS = {aten.amax, aten.max} | _SUMS
 LINEAR = (aten.linear, aten.addmm)
-_OTHER_PRODUCTS = (aten.linear, aten.mv, aten.addmv, aten.addbmm, aten.dot, aten.inner, aten.tensordot)
+_OTHER_PRODUCTS = (aten.linear, aten.mv, aten.addmv, aten.addbmm, aten.dot, aten.inner, aten.tensordot,
+                     aten.linalg_vecdot)  # fmt: skip
 """Products that the analysis does not take apart. What they make of attention weights is listed all the same."""
 
 
@@ -96,7 +97,8 @@ class AncestorKinds:
         if node.op != "call_function" or (AncestorKind.MIXED_HEADS in self[node] and head_sum(node) is not None):
             return False
         if is_contraction(node):
-            return bool(self.inputs(node) & NORMALISED)
+            one = packet(node) is aten.einsum and len(nodes.arguments(node)["tensors"]) == 1  # a trace, for one
+            return not one and bool(self.inputs(node) & NORMALISED)
         unknown_form = packet(node) in _OTHER_PRODUCTS and looks_like_attention(self.inputs(node))
         return unknown_form or self.is_hidden_product_with_values(node)
 
@@ -227,6 +229,5 @@ def _is_linear_layer(product: Node) -> bool:
         return False  # heads of scores are mixed
     if is_parameter(matrix):
         return True
-    is_one = all(extent is integers.integer(1) for extent in shape(matrix)[:-2])
-    shared = is_one and max(len(shape(x)) for x in tensors) > 2
+    shared = len(shape(matrix)) == 2 < max(len(shape(x)) for x in tensors)
     return shared and behind_moves(matrix).op == "placeholder"

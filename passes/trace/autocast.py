@@ -76,7 +76,8 @@ def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:
     if not states.get(fake.device.type) or fake.dtype not in _NARROWED:
         return None
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[fake.device.type]
-    return fake.dtype if operators.has_kernel(node.target, key) else None
+    ruled = operators.has_kernel(node.target, key)
+    return fake.dtype if ruled or nodes.packet(node) is aten.einsum else None
 
 
 def _cast_arguments(

@@ -29,7 +29,7 @@ from .inplace import make_functional, mark_mutations, write_to_the_whole
 from .outline import Untraceable, inner_graphs, outline
 from .repeats import copy_repeated_calls
 from .retrace import Retrace, carry_placeholders, fake_inputs, placed
-from .rewrites import make_by_size, read_floats, write_products
+from .rewrites import fill_by_masks, make_by_size, read_floats, write_products
 
 aten = torch.ops.aten
 
@@ -78,6 +78,7 @@ def normalize(module: GraphModule, example_inputs: Sequence[Any], bodies: Bodies
     mark_mutations(traced.graph)
     write_casts(traced.graph)
     make_by_size(traced.graph)
+    fill_by_masks(traced.graph)
     write_products(traced.graph)
     read_floats(traced.graph)
     _mark_gradients(module, traced)

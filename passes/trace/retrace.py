@@ -21,10 +21,10 @@ from fusion.torch_private.operators import HigherOrderOperator
 
 from .. import nodes
 from . import autocast
-from .decompositions import ENCODER, VARLEN
+from .decompositions import EINSUMS, ENCODER, VARLEN
 from .outline import is_outlined, record, trace_through_vmap, traces_through
 
-_DECOMPOSITIONS = ENCODER | VARLEN
+_DECOMPOSITIONS = ENCODER | EINSUMS | VARLEN
 _DECOMPOSITIONS[autograd.GET_DATA] = torch.Tensor.detach  # `x.data`, which no trace follows
 
 

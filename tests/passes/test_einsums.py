@@ -1,10 +1,67 @@
-"""Einsums are traced as what they are: sums, permutations, and products after a reshape."""
+"""Einsums that are no product of matrices run as what they are: sums, permutations, and products after a reshape."""
 
 import pytest
 import torch
 
-from tests.numerics import assert_as_exact_as_eager
+from fusion.passes.trace.decompositions import decomposed_einsum
+from tests.numerics import assert_as_exact_as_eager, assert_same
 from tests.passes.exactness import EMITTERS, as_exact_as_eager
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bhij->bih", [(2, 3, 4, 5)]),
+        ("abc -> ca", [(2, 3, 4)]),
+        ("abc->cab", [(2, 3, 4)]),
+        ("bhid,bhi->bihd", [(2, 3, 4, 5), (2, 3, 4)]),
+        ("i,j->ji", [(4,), (5,)]),
+        ("ab,ba->ab", [(2, 3), (3, 2)]),
+        ("ab,ab->ab", [(2, 3), (1, 3)]),
+    ],
+)
+def test_einsums_decomposed_einsum(equation, shapes):
+    operands = [torch.randn(shape) for shape in shapes]
+    found, eager = decomposed_einsum(equation, *operands), torch.einsum(equation, *operands)
+    assert_same(found, eager)
+    assert found.stride() == eager.stride()
+
+
+@pytest.mark.parametrize(
+    "equation, shapes",
+    [
+        ("ij,jk->ik", [(2, 3), (3, 4)]), ("...i->...", [(2, 3)]), ("ii->i", [(3, 3)]), ("ij->", [(3, 3)]),
+        ("i,i,i->i", [(3,), (3,), (3,)]), ("ij", [(2, 3)]), ("ia,ib->i", [(2, 3), (2, 3)]),
+        ("icd,jcd->ij", [(2, 3, 4), (5, 3, 1)]), ("bxd,byvd->bxyv", [(2, 3, 4), (2, 5, 6, 4)]),
+        ("iacd,jcd->ij", [(2, 3, 4, 5), (3, 4, 5)]), ("bid,bid->bi", [(2, 3, 4), (2, 3, 4)]),
+    ],
+)  # fmt: skip
+def test_others_stay(equation, shapes):
+    assert decomposed_einsum(equation, *(torch.randn(shape) for shape in shapes)) is NotImplemented
+
+
+@pytest.mark.parametrize(
+    "equation, shapes",
+    [
+        ("rinhd,rjnhd->hnij", [(5, 7, 2, 3, 4), (5, 6, 2, 3, 4)]),
+        ("hnij,rjnhd->rinhd", [(3, 2, 7, 6), (5, 6, 2, 3, 4)]),
+        ("icd,jcd->ij", [(7, 3, 4), (6, 3, 4)]),
+        ("abc,abd->cd", [(2, 3, 4), (2, 3, 5)]),
+        ("bjhde,bhij->bihde", [(2, 6, 3, 4, 5), (2, 3, 7, 6)]),
+        ("bijc,bjcd->bid", [(2, 7, 6, 5), (2, 6, 5, 8)]),
+        ("icd,jcd->ij", [(7, 3, 0), (6, 3, 0)]),
+        ("bid,bijd->bij", [(2, 3, 4), (2, 3, 5, 4)]),
+        ("bijd,bij->bid", [(2, 3, 5, 4), (2, 3, 5)]),
+        ("j,jd->d", [(5,), (5, 4)]),
+        ("jd,d->j", [(5, 4), (4,)]),
+        ("ijd,jd->i", [(2, 3, 4), (3, 4)]),
+    ],
+)
+def test_with_fewer_dimensions(equation, shapes):
+    operands = [torch.randn(shape) for shape in shapes]
+    found, eager = decomposed_einsum(equation, *operands), torch.einsum(equation, *operands)
+    assert_as_exact_as_eager(found, eager, torch.einsum(equation, *(x.double() for x in operands)))
+    assert found.stride() == eager.stride()
 
 
 def tied_rows(q, k, v):
@@ -73,10 +130,11 @@ def slots_first(x, queries, values):
 
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("function", [slots, slots_first])
-def test_queries_of_two_dimensions_are_rows(function, emitter):
+def test_of_queries_of_two_dimensions_the_outer_is_one_of_the_batch(function, emitter):
     given = torch.randn(2, 19, 6), torch.randn(3, 17, 6), torch.randn(2, 19, 8)
     (site,) = as_exact_as_eager(function, given, emitter, gradients=True)
     assert site.reason is None
+    assert len(site.specs[0].batch) == 2
 
 
 def test_queries_of_two_dimensions_of_any_length_compile_once():

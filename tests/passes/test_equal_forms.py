@@ -1,6 +1,5 @@
-"""Equal forms of what is fused: scores by `F.linear`, merged parts of the keys, a result in float64.
-
-Values and gradients, with rows without a live key."""
+"""Equal forms of what is fused: numbers put at listed places of scores, scores by `F.linear`, a result in float64.
+Values and gradients, with rows without a live key and infinities."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ import fusion
 from tests.numerics import assert_as_exact_as_eager
 
 N, M = 11, 14
+I, DATA = torch.arange(N), torch.tensor([3, 0, -1, 3])
 NINF = -math.inf
 
 
@@ -22,7 +22,51 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT / 3
 
 
+def _put(places, number: float = NINF):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = _scores(q, k)
+        s[places] = number
+        return s.softmax(-1) @ v
+
+    return attend
+
+
+def _filled(change):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return change(_scores(q, k)).softmax(-1) @ v
+
+    return attend
+
+
+def _diagonal(*where, number: float = NINF, turned: bool = False):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = _scores(q, k)
+        s.diagonal(*where).fill_(number)
+        return s.softmax(-1) @ v
+
+    return attend
+
+
+def _put_into_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = _scores(q, k).softmax(-1) * 1.5
+    w[:, :, I, I] = 0.0
+    return w @ v
+
+
 FORMS = {
+    "diagonal put by positions": _put((slice(None), slice(None), I, I)),
+    "positions that are data, negative and repeated": _put((slice(None), slice(None), DATA, DATA)),
+    "rows and keys that are listed": _put((slice(None), slice(None), I[:3, None], DATA)),
+    "one head's keys": _put((slice(None), torch.tensor([1, 0]), slice(None), torch.tensor([2, 5])), -2.5),
+    "rows without a live key": _put((slice(None), slice(None), I[2:4, None], torch.arange(M))),
+    "a diagonal of weights": _put_into_weights,
+    "index_fill": _filled(lambda s: s.index_fill(-1, torch.tensor([0, 3]), NINF)),
+    "index_fill of data": _filled(lambda s: s.index_fill(-1, DATA, NINF)),
+    "index_fill of rows, which have no live key": _filled(lambda s: s.index_fill(2, DATA, NINF)),
+    "index_fill in place": _filled(lambda s: s.index_fill_(-1, DATA, 1.5)),
+    "diagonal": _diagonal(0, -2, -1),
+    "diagonal above": _diagonal(2, -2, -1),
+    "diagonal below, turned": _diagonal(-3, -1, -2, number=0.5),
     "result in float64": lambda q, k, v: (_scores(q, k).softmax(-1) @ v).double(),
 }
 
@@ -52,6 +96,14 @@ def _assert_fused(function, given: list[Tensor], sites: int = 1, inner: str = "e
 @pytest.mark.parametrize("name", FORMS)
 def test_of_one_attention(name: str) -> None:
     _assert_fused(FORMS[name], _tensors())
+
+
+@pytest.mark.parametrize("special", [math.inf, NINF, math.nan])
+@pytest.mark.parametrize("name", ["diagonal put by positions", "index_fill of data", "diagonal above"])
+def test_infinities_beneath_what_is_put(name: str, special: float) -> None:
+    q, k, v = _tensors()
+    k[:, :, 3, 0] = special
+    _assert_fused(FORMS[name], [q, k, v])
 
 
 KEEP = torch.rand(N, M, generator=torch.Generator().manual_seed(3)) > 0.4
@@ -160,6 +212,21 @@ def _merged_by_sigmoids(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_parts_of_the_keys_that_are_merged(function) -> None:
     """Each writes its log-sum-exp, and not what is made of both."""
     _assert_fused(function, _tensors(), sites=2)
+
+
+def test_a_number_that_is_trained() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, number: Tensor) -> Tensor:
+        return _scores(q, k).index_fill(-1, DATA.abs(), number).softmax(-1) @ v
+
+    _assert_fused(attend, [*_tensors(), torch.tensor(0.3)])
+
+
+def test_a_place_that_is_not_there_is_an_error_as_in_eager() -> None:
+    given = _tensors()
+    compiled = torch.compile(lambda q, k, v, i: _scores(q, k).index_fill(-1, i, NINF).softmax(-1) @ v, backend="fusion")
+    compiled(*given, DATA)
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(*given, torch.tensor([0, M, 1, 2]))
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -61,6 +61,24 @@ def softmax(q, k, v):
 # trace
 
 
+def test_fills_at_positions_become_masks_where_they_are_of_scores():
+    positions = torch.tensor([1, 3])
+    filled = lambda q, k, at: (q @ k.mT).index_fill(-1, at, -math.inf)
+    assert calls(traced(filled, *qkv()[:2], positions))[-1] == "masked_fill"
+    assert calls(traced(lambda x, at: x.index_fill(-1, at, 0.0), qkv()[0], positions)) == ["index_fill"]
+
+
+def test_tensors_in_the_shape_of_scores_are_made_by_sizes():
+    assert calls(traced(lambda q, k, v: torch.zeros_like(q @ k.mT), *qkv())) == ["zeros"]
+    assert calls(traced(torch.zeros_like, qkv()[0])) == ["zeros_like"]
+
+
+def test_a_linear_layer_of_data_is_a_product():
+    weight = torch.nn.Parameter(torch.randn(5, 8))
+    assert "matmul" in calls(traced(F.linear, qkv()[0], torch.randn(5, 8)))
+    assert calls(traced(lambda x: F.linear(x, weight), qkv()[0].requires_grad_())) == ["linear"]
+
+
 def test_casts_of_autocast_are_written_where_it_rules():
     def under(q, k, v):
         with torch.autocast("cpu", torch.bfloat16):
