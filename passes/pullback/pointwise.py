@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, lru_cache, partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -212,15 +212,15 @@ def _has_tensors_for_bounds(call: Call) -> bool:
     return any(isinstance(call.get(k, name), Expr) for k, name in ((1, "min"), (2, "max")))
 
 
-@cache
+@lru_cache(maxsize=2)
 def _share_on_bound(tensors: bool) -> float:
     """Share of the gradient that torch's `clamp` passes to a value that is on its bound, a tensor or a number: all up
     to torch 2.13, half or nothing since. Torch is asked in another thread, which has none of the modes of the
     compilation."""
 
     def share() -> float:
-        value = torch.zeros((), requires_grad=True)
-        (slope,) = torch.autograd.grad(value.clamp(torch.zeros(()) if tensors else 0.0), value)
+        value = torch.zeros((), dtype=torch.float32, requires_grad=True)
+        (slope,) = torch.autograd.grad(value.clamp(value.detach() if tensors else 0.0), value)
         return slope.item()
 
     with ThreadPoolExecutor(1) as thread:

@@ -111,8 +111,8 @@ def test_gpus_are_sent_to_these_kernels(monkeypatch):
 
     allowed, spec = Approximation(method="polynomial", epsilon=1e-2), case("plain", "bfloat16", 16).spec
     request = Request(approximation=allowed)
-    assert dispatch.refusal(spec, "cuda", request) is None
-    assert "up to 64" in str(dispatch.refusal(case("plain", "bfloat16", 128).spec, "cuda", request))
+    assert dispatch.refusal(spec, "cuda") is None
+    assert "up to 64" in str(dispatch.refusal(case("plain", "bfloat16", 128).spec, "cuda"))
     monkeypatch.setattr(dispatch, "find_machine", lambda name: machine("h200"))
     built = dispatch.build(spec, "cuda", request, None, None, machine())  # type: ignore[arg-type]
     assert isinstance(built, PolynomialAttention) and built.kernels == "triton" and built.machine.name == "h200"

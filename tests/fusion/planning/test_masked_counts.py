@@ -58,9 +58,9 @@ def test_io_and_bound_are_what_the_mask_needs(name, shape):
 
 
 def decayed(scores: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """A decay by distance, which the graph makes as a table for each head."""
+    """A decay by rows and keys, which the graph makes as a table for each head."""
     i, j, _ = positions(base.shape[0], *scores.shape[-2:])
-    return scores * base ** (i - j).abs()
+    return scores * base ** ((i + 2 * j) / 100)
 
 
 TABLES = {
@@ -69,7 +69,7 @@ TABLES = {
     "bias of all": (lambda b, h, n, m: torch.randn(b, h, n, m), torch.add, 4, lambda b, h: b * h),
     "one bias, in half precision": (lambda b, h, n, m: torch.randn(n, m).half(), torch.add, 2, lambda b, h: 1),
     "booleans": (lambda b, h, n, m: torch.rand(n, m) < 0.5, lambda s, x: torch.where(x, s, 0.5 * s), 1, lambda b, h: 1),
-    "decay by distance": (lambda b, h, n, m: torch.rand(h, 1, 1), decayed, 4, lambda b, h: h),
+    "decay": (lambda b, h, n, m: torch.rand(h, 1, 1), decayed, 4, lambda b, h: h),
 }
 """Tables of an element for each score: one of that kind, its use, bytes of an element, and copies of it."""
 
