@@ -121,7 +121,8 @@ def _names(part: AttentionCall) -> dict[int, str]:
 
 OF_PAIRS = """
   It has a number for each query and key, so it grows with the square of the length. Kernels compute instead what is a
-  function of i - j, or a pointwise one of vectors over rows and keys with at most two exponentials."""
+  pointwise function of i - j, or of vectors over rows and keys, with at most two exponentials; of longer functions of
+  i - j make a vector over all distances, and index it: table[i - j + n]."""
 
 
 def _operand(part: AttentionCall, number: int, name: str, shape: tuple[int, ...]) -> str:

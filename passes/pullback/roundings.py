@@ -28,7 +28,6 @@ from torch.fx import Node
 from fusion.ir.expr import Expr, Kind, coordinates, walk
 from fusion.ir.ops import apply, rounded, where
 from fusion.ir.primitives import PRIMITIVES, ROUNDED, cost
-from fusion.ir.reads import is_shift_free
 from fusion.lowering.numbers import feeding_comparisons
 from fusion.refusals import Reason
 
@@ -205,8 +204,7 @@ _EXACT = ("where", "neg", "abs", "minimum", "maximum", "detach", "detach_nan", "
 def too_heavy(value: Expr, free: Container[int]) -> bool:
     """Whether a load of an expression free of scores is cheaper than computing it. Only parts that depend on both i and
     j are evaluated N_q * N_k times: more than one load or more than a couple of transcendental functions there cost
-    more than one load. Functions of their distance are computed once per distance, or cost less than a table of N_q x
-    N_k. free: operands whose loads do not count."""
+    more than one load. free: operands whose loads do not count."""
     if not {"i", "j"} <= coordinates(value):
         return False
     heavy = reads = 0
@@ -214,7 +212,7 @@ def too_heavy(value: Expr, free: Container[int]) -> bool:
         weight = int(cost(part.op))
         if weight or part.op == "load":
             both = {"i", "j"} <= coordinates(part)
-            heavy += weight * (both and not is_shift_free(part))
+            heavy += weight * both
             reads += part.op == "load" and both and part.operand not in free
     return heavy > _MAX_HEAVY or (reads > 1 and value.kind is Kind.FLOAT)
 

@@ -13,6 +13,7 @@ import fusion
 from fusion.caching import BoundedCache, OncePerKey
 from fusion.report import report
 from fusion.runtime import guards
+from tests.codegen.mlir.cases import case
 
 
 def test_the_oldest_goes_where_there_are_most():
@@ -115,7 +116,7 @@ def test_reports_of_another_thread_are_its_own():
 
 def test_failures_are_raised_as_long_as_any_thread_asks_for_it():
     first, second = guards.failures_raised(), guards.failures_raised()
-    must = functools.partial(guards._must_raise, RuntimeError())
+    must = functools.partial(guards._must_raise, RuntimeError(), case("plain", "float32", 16).spec)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
