@@ -54,7 +54,7 @@ PROFILED = (("causal", "forward"), ("causal", "backward"), ("full", "forward"))
 
 
 Options = argparse.Namespace
-"""Of the command line: rows, N, d, dtype, no_models, no_training."""
+"""Options of the command line: rows, N, d, dtype, no_models, no_training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,7 +171,7 @@ def _folder() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticFacts:
-    """Of one kernel.
+    """Facts of one kernel.
 
     shared: bytes.
     registers: of a thread.
@@ -191,7 +191,7 @@ class StaticFacts:
 
     @property
     def main(self) -> Loop:
-        """Of the loops with the most products that with the fewest instructions: the one without masks and bounds."""
+        """Main loop: the shortest of those with the most products, which is the one without masks and bounds."""
         return min(self.loops, key=lambda loop: (-sum(i.multiplies for i in loop.body), len(loop.body)))
 
 

@@ -115,7 +115,7 @@ def test_rows_without_a_live_key(name: str, normalizer: Normalizer, program: str
 @emitters
 @pytest.mark.parametrize("program", ["left_padded_inf", "padding"])
 def test_nothing_flows_through_the_log_sum_of_a_row_without_a_live_key(name: str, program: str) -> None:
-    """As blocks of a ring have it."""
+    """Log-sum-exps of blocks of a ring get such gradients."""
     live = replace(LOG_SUMS, value=LIVE_LOG_SUM)
     check(case(program, d=16, normalizer=Normalizer.SAFE_SOFTMAX), name, [live])
 

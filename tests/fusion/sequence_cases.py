@@ -403,13 +403,8 @@ def in_context_parallel(mesh: DeviceMesh) -> dict[str, Any]:
 
 def join(rank: int, folder: str, processes: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=processes,
-        timeout=datetime.timedelta(seconds=120),
-    )
+    place, patience = f"file://{folder}/meet", datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=processes, timeout=patience)
 
 
 def deserted(rank: int, folder: str, schedule: str) -> None:
@@ -432,10 +427,10 @@ def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
     """Run cases on one of the processes and write down what was found."""
     join(rank, folder, processes)
     found, mesh = {}, init_device_mesh("cpu", (processes,))
+    every = [(name, schedule) for name in names for schedule in SCHEDULES]
     runs: dict[Any, Callable[[], Any]] = {
         (name, schedule): functools.partial(distributed, CASES[name].of(schedule), schedule, mesh)
-        for name in names
-        for schedule in SCHEDULES
+        for name, schedule in every
     }
     runs |= {
         (name, schedule, "counted"): functools.partial(counted, case, schedule, mesh)
@@ -445,8 +440,7 @@ def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
     }
     runs |= {(name, "decoded"): functools.partial(decoding, name, mesh) for name in DECODED}
     runs |= {(DROPPED, schedule): functools.partial(with_dropout, schedule, mesh) for schedule in SCHEDULES}
-    runs |= {"refused": functools.partial(refusals, mesh)}
-    runs |= {"in context parallel": functools.partial(in_context_parallel, mesh)}
+    runs |= {"refused": lambda: refusals(mesh), "in context parallel": lambda: in_context_parallel(mesh)}
     for key, run in runs.items():
         try:
             found[key] = run()

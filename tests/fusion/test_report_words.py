@@ -221,7 +221,7 @@ def test_nothing_was_checked_where_nothing_was_replaced():
 
 
 class Differential(torch.nn.Module):
-    """As in differential attention: a factor that is made of parameters, and parameters of one letter."""
+    """Attention with a factor made of parameters, as differential attention has it, and parameters of one letter."""
 
     def __init__(self):
         super().__init__()

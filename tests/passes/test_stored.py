@@ -21,7 +21,7 @@ B, N, D = coord("b0"), 6, 32
 
 
 def stored(key: Node, **options: Any) -> Stored | None:
-    """What the element of a key, of shape [2, N, D], is read from."""
+    """Stored element that an element of a key, of shape [2, N, D], is read from."""
     keys, width = integers.integer(N), integers.integer(D)
     walk = PullBack({B: integers.integer(2), J: keys}, keys)
     return behind_cache(walk, key, (B, J, C), J, C, width, options.get("accept", lambda scale: True))

@@ -111,6 +111,6 @@ def _descriptor(tensor: torch.Tensor) -> ctypes.Array:
 
 
 def run(program: MlirProgram, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """What the exported model returns, as a flat tuple."""
+    """Results of the exported model, as a flat tuple."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return Compiled(program.module, "main", program.results)(*tensors)

@@ -1,4 +1,4 @@
-"""What is read from machine code that no device here runs: loops, units and redundancy."""
+"""Facts read from machine code that no device here runs: loops, units and redundancy."""
 
 from __future__ import annotations
 
