@@ -153,7 +153,7 @@ def _needs(sites: Sequence[Site], plain: Site | None = None) -> dict[Node, list[
 
 
 def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> None:
-    """Refuse a site whose weights are needed elsewhere; the message names the use."""
+    """Refuse a site whose scores or weights are needed elsewhere; the message names the use."""
     own_scores = [operand for operand in needs[site.root] if site.products & products_above(operand)]
     if own_scores and (blocking := blocking_op(min(own_scores), site.products)) is not None:
         message = f"the attention reads the result of {nodes.producer(blocking).target} on its own scores"
@@ -170,7 +170,14 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
     else:
         where = nodes.source_line(user)
         use = ("they are returned" if user.op == "output" else f"by {user.target}") + (f", at {where}" if where else "")
-    site.refuse(Refusal(Reason.WEIGHTS_NEEDED, f"the attention weights are needed elsewhere ({use})"), blame)
+    message = f"the attention {_table_name(site, node)} are needed elsewhere ({use})"
+    site.refuse(Refusal(Reason.WEIGHTS_NEEDED, message), blame)
+
+
+def _table_name(site: Site, node: Node) -> str:
+    """Weights, if rows of scores are reduced at or above a node of the region, else scores."""
+    above = nodes.walk_up([node], lambda here: [parent for parent in here.all_input_nodes if parent in site.scores])
+    return "weights" if any(packet(each) in SOFTMAXES or is_reduction(each) for each in above) else "scores"
 
 
 def _outside(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> Callable[[Node], bool]:

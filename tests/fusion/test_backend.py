@@ -174,7 +174,7 @@ def test_explain_gives_the_reason():
         return torch.softmax(s, -1) @ v, s
 
     report = fusion.explain(two_results, *inputs())
-    assert "reason" in str(report) and report.sites[0].reason.startswith("the attention weights are needed elsewhere")
+    assert "reason" in str(report) and report.sites[0].reason.startswith("the attention scores are needed elsewhere")
 
 
 def test_explaining_does_not_change_how_a_compiled_function_runs():

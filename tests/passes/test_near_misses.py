@@ -111,7 +111,7 @@ CASES = {
     other_axis: (Reason.HEADS_COMBINED, "different heads are combined", "aten.softmax"),
     mean_over_heads: (Reason.HEADS_COMBINED, "different heads are combined", "aten.mean"),
     running_sum: (Reason.NOT_POINTWISE, "do not come from a product", "aten.cumsum"),
-    also_averaged: (Reason.WEIGHTS_NEEDED, "needed elsewhere .by aten.mean", "aten.mean"),
+    also_averaged: (Reason.WEIGHTS_NEEDED, "attention scores are needed elsewhere .by aten.mean", "aten.mean"),
     returned: (Reason.WEIGHTS_NEEDED, "they are returned", "aten.matmul"),
     constant_added: (Reason.WEIGHTS_ADDED, "added to the weights", "aten.add"),
     constant_put_in: (Reason.WEIGHTS_REPLACED, "weights are replaced", "aten.masked_fill"),

@@ -116,8 +116,8 @@ def changed(q, k, v):
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (both, "the attention weights are needed elsewhere (they are returned"),
-        (used, "the attention weights are needed elsewhere (by aten.sum"),
+        (both, "the attention scores are needed elsewhere (they are returned"),
+        (used, "the attention scores are needed elsewhere (by aten.sum"),
         (changed, "a tensor that the attention reads is changed in place before it ends"),
     ],
 )
