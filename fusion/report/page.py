@@ -77,7 +77,7 @@ def _summary(report: Report) -> str:
 def _comparison(report: Report) -> str:
     if (measured := report.comparison) is None:
         return ""
-    rows = [_cells("th", ("", "time", "speed-up", "peak memory", "error", "allowed"))]
+    rows = [_cells("th", ("", "time", "speed-up", "peak", "error", "allowed"))]
     rows += [_cells("td", cells) for cells in measured.table()]
     table = f'<div class="wide" tabindex="0"><table>{"".join(rows)}</table></div>'
     return f"<h2>Measured</h2>{table}<p>{escape(measured.conditions)}</p><p>{escape(measured.optimum)}</p>"
@@ -315,5 +315,6 @@ text-anchor:middle}.box .shape{fill:var(--soft);font-size:9.5px}
 .box.fused rect{fill:var(--good-back);stroke:var(--good);stroke-width:2}
 .box.blame rect{fill:var(--bad-back);stroke:var(--bad);stroke-width:2}
 footer{margin-top:2.5rem;color:var(--soft);font-size:.85rem}
+@media(max-width:30rem){body{padding:1.25rem .75rem 3rem}th,td{padding-right:.4rem;font-size:.8rem}}
 @media(prefers-reduced-motion:no-preference){html{scroll-behavior:smooth}}
 """
