@@ -291,7 +291,7 @@ def _selected(core: Expr, condition: Expr) -> Expr:
         return softmax
     score, *sinks = without_shift(core.args)
     if core.op != "softmax" or not free_of_keys(condition) or not filled_by_selection(score):
-        message = "the weights are masked after the softmax otherwise than the scores before it"
+        message = "the weights are masked after the softmax, and scores may be -inf where this mask does not say so"
         raise Unsupported(Reason.MASKED_AFTER, message, core)
     return node("softmax", (where(condition, score, ZERO), *sinks), Kind.FLOAT, core.attr)
 

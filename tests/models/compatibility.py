@@ -64,6 +64,20 @@ of eager mode are above 1 as well, the model magnifies roundings, and eager's ow
 without a row were not run in other orders.
 """
 
+_IN_WORDS = {
+    "big_bird": "on short inputs, for which it computes full attention; of its sparse pattern on 16 blocks 4 of 8: the "
+    "softmax of the middle blocks has other blocks as further columns",
+    "cpmant": "the mask is applied before and after the softmax, and a bias may be -inf where the mask is not: rows of "
+    "nothing but -inf are 0 or NaN by the bias",
+    "lilt": "scores of the text and of the layout are added",
+    "longformer": "weights of a window are padded and read diagonally before the product with V",
+    "luke": "",
+    "nystromformer": "",
+    "pegasus_x": "not the local attention, whose softmax has the global tokens as further columns",
+    "t5": "also with `output_attentions=True`",
+}
+"""Architectures that were asked for, and what the table of reasons does not say of them."""
+
 _VALIDATED = """## Fused sites that were not validated
 
 Every other fused site was compared, while it was compiled, with the model's own operations on made-up values
@@ -184,6 +198,13 @@ def _reasons(rows: list[Row], told: Callable[[Row], Iterable[tuple[str, str]]]) 
     return _table("why | sites | architectures | for example", lines) if lines else ["None.", ""]
 
 
+def _in_words(rows: list[Row]) -> list[str]:
+    """Table of the architectures of `_IN_WORDS`; nothing where none of them was compared."""
+    of = [row for row in rows if row.package == "transformers" and row.name in _IN_WORDS and ran(row)]
+    lines = [[row.name, sites(row), row.fused, _IN_WORDS[row.name]] for row in of]
+    return ["In words:", "", *_table("architecture | sites | fused | why", lines)] if lines else []
+
+
 def _listed(title: str, rows: list[Row], show: Callable[[Row], str]) -> list[str]:
     return [f"**{title}** ({len(rows)}): {', '.join(map(show, rows))}.", ""] if rows else []
 
@@ -261,6 +282,7 @@ def page(
     parts += _before(rows, [*earlier]) if earlier else []
     parts += _troubles(rows, orders)
     parts += ["## Why sites are not fused", "", *_reasons(rows, lambda row: row.unfused)]
+    parts += _in_words(rows)
     parts += [_VALIDATED, *_reasons(rows, lambda row: row.unvalidated)]
     parts += ["## Architectures", "", *listed, "## Not tried in full", "", *_not_run(rows)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
