@@ -19,11 +19,11 @@ from fusion.inner_compiler import with_certificates, with_tangents
 from fusion.integrations import nested_tensors
 from fusion.options import Options
 from fusion.passes import graph_excerpt, nodes
-from fusion.passes.prepare import find_attention
 from fusion.passes.prepare.distances import read_by_distance
+from fusion.passes.prepare.late_division import move_divisions
 from fusion.passes.prepare.unread_rows import skip_unread_rows
 from fusion.passes.recognize.ancestors import escaping_weights
-from fusion.passes.recognize.find import Site, pending, unlisted
+from fusion.passes.recognize.find import Site, find_sites, pending, unlisted
 from fusion.passes.replace import replace_sites
 from fusion.passes.specify.aux_outputs import split_extrema
 from fusion.passes.specify.calls import refuse, resolve_escaping, specify_sites
@@ -67,8 +67,9 @@ def _fusion(
     from fusion.inner_compiler import compile_rest
 
     try:
-        with linear.noting(report.notes):
-            compiled = compile_rest(fused, example_inputs, chosen, mode)
+        before = linear.counted()
+        compiled = compile_rest(fused, example_inputs, chosen, mode)
+        report.notes += linear.notes(before)
     except RestartAnalysis:
         raise  # Dynamo traces the same code again, with a float as a number: that graph has the report
     except Exception:
@@ -159,7 +160,8 @@ def _decide(
     reads = functools.partial(kernels.reads, request=options.request)
     excluded = set[str]()
     while True:
-        graph, sites, promised = find_attention(normalized, reads, decide.CHANGES, excluded)  # 2. pull-back
+        graph, sites, promised = normalized, find_sites(normalized.graph, reads), {}  # 2. pull-back
+        graph, sites, promised = move_divisions(graph, sites, reads, excluded)  # on a copy, where that helps
         dump.sites(sites)
         split_extrema(graph.graph, sites)
         specify_sites(graph.graph, sites)  # 3. a spec for each attention

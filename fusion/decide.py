@@ -15,8 +15,6 @@ from fusion.ir import Kind
 from fusion.ir.results import size_value
 from fusion.options import Options
 from fusion.passes import nodes
-from fusion.passes.prepare import Change
-from fusion.passes.prepare.late_division import MOVE_DIVISIONS
 from fusion.passes.recognize.core import is_sdpa
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
@@ -30,10 +28,6 @@ from fusion.torch_private.dynamo import counters
 from fusion.validation import mask_check, validate
 
 log = logging.getLogger(__name__)
-
-CHANGES: list[Change] = []
-"""Changes of the graph that are tried where a product is no attention, in this order."""
-CHANGES += [MOVE_DIVISIONS]
 
 
 def invalid(site: Site, hints: Mapping[str, int]) -> Refusal | None:

@@ -37,7 +37,8 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
     if options.inner == "inductor":
         register_inductor_codegen()
         settings = (inductor.settings_of_mode(mode) if mode else {}) | settings
-        return inductor.compiled(module, example_inputs, settings | linear.settings(module, options.linear))
+        settings |= linear.settings(module, options.linear)
+        return inductor.compiled(module, example_inputs, settings)
     compiler = lookup_backend(options.inner)
     with inductor.config.patch(settings):  # many backends call Inductor in the end
         compiled = compiler(module, list(example_inputs))

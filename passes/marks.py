@@ -64,7 +64,7 @@ dtensor = Mark[bool]("dtensor", False)
 """Whether the node stands for a DTensor; its value is the global tensor."""
 
 folded = Mark[Any]("folded", None)
-"""The value of a tensor that is the same at every call (`fusion.passes.pullback.indexing`)."""
+"""The value of a tensor that is the same at every call (`fusion.passes.pullback.loads`)."""
 
 affine = Mark[Any]("affine", None)
 """That value as an affine function of the index, where it is one."""

@@ -24,7 +24,7 @@ from fusion.ir.spec import Mixing
 
 from . import marks, nodes
 from .building import Symbols, derived
-from .pullback.tables import Table
+from .pullback.loads import Table
 from .recognize.find import Site, pending
 from .specify.aux_outputs import materialize
 from .specify.calls import impurity

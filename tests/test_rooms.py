@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "rows that nothing reads": (["passes/prepare/unread_rows.py"], ["skip_unread_rows"]),
     "tables by distance": (["passes/prepare/distances.py"], ["read_by_distance"]),
-    "divisions behind the product": (["passes/prepare/late_division.py"], ["MOVE_DIVISIONS"]),
+    "divisions behind the product": (["passes/prepare/late_division.py"], ["move_divisions"]),
     "repeated calls": (["passes/trace/repeats.py"], ["copy_repeated_calls"]),
     "rewritten operations": (
         ["passes/trace/rewrites.py"], ["rewrites", "make_by_size", "fill_by_masks", "write_products", "read_floats"],
@@ -40,11 +40,13 @@ ROOMS = {
     ),
     "maps of tiles": (["passes/specify/tile_maps.py"], ["map_tiles", r"specify\.tile_maps"]),
     "sharded sequences": (["fusion/sequences"], ["sequences"]),
+    "linear layers": (["fusion/linear"], [r"linear(?=\.|,|$)"]),
     "caches of keys and values": (["passes/pullback/caches.py"], ["behind_cache"]),
 }  # fmt: skip
 """By name: its files, and the words (regular expressions) by which lines of the doors name it."""
 DOORS = (
-    "fusion/__init__.py", "fusion/backend.py", "fusion/decide.py", "passes/replace.py", "passes/trace/normalize.py",
+    "fusion/__init__.py", "fusion/backend.py", "fusion/decide.py", "fusion/inner_compiler.py",
+    "passes/replace.py", "passes/trace/normalize.py",
     "passes/pullback/operands.py", "passes/specify/calls.py", "passes/specify/specify.py", "fusion/runtime/dtensor.py",
 )  # fmt: skip
 CORE = """

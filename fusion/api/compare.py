@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fusion.errors import ComparisonError
 from fusion.exactness import errors, floats, reference
-from fusion.planning.plan import Plan, aligned, bytes_text, peaks_text, seconds_text
+from fusion.machine.processors import bytes_text, seconds_text
+from fusion.planning.plan import Plan, aligned, peaks_text
 from fusion.report.data import number
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.tensors import tree_leaves

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from fusion import decide
 from fusion.api import check
 from fusion.api.compare import Measured, calling, compare_results
 from fusion.exactness import copied, is_float
 from fusion.integrations import nested_tensors
 from fusion.passes.graph_excerpt import CutOut, cut_out, name_in_code
 from fusion.passes.nodes import source_line
-from fusion.passes.prepare import find_attention
-from fusion.passes.recognize.find import Site
+from fusion.passes.prepare.late_division import move_divisions
+from fusion.passes.recognize.find import Site, find_sites
 from fusion.passes.trace.normalize import may_hold_attention, normalize
 from fusion.passes.trace.outline import without_regions
 from fusion.report import scripts
@@ -229,7 +228,7 @@ class _RecordingInterpreter(Interpreter):
     """Runs a normalized graph as it is. At the end of every attention, the tensors that it reads are compared."""
 
     def __init__(self, recorder: _Recorder, module: GraphModule):
-        module, sites, _ = find_attention(module, changes=decide.CHANGES)
+        module, sites, _ = move_divisions(module, find_sites(module.graph))
         super().__init__(module)
         self.recorder = recorder
         self.values: dict[Node, Any] = {}

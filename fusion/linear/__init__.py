@@ -6,15 +6,13 @@ says that it is faster (docs/linear.md). Operands are read in place, at every ca
 frozen are packed.
 
     settings(module, when)   Inductor's settings for a graph: the entry point
-    noting(notes)            notes for the report
+    counted(), notes(before) notes for the report
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,17 +60,20 @@ def _say_once(reason: str) -> None:
     log.info("products stay with torch's library: %s", reason)
 
 
-@contextlib.contextmanager
-def noting(notes: list[str]) -> Iterator[None]:
-    """Add to a report how many products of the graph that is compiled inside of the `with` are computed by oneDNN. They
-    are counted with Inductor's counters, which it restores where it finds a graph in its cache."""
-    before = counters["inductor"][COUNTED], counters["inductor"][INSIDE]
-    yield
-    count, inside = counters["inductor"][COUNTED] - before[0], counters["inductor"][INSIDE] - before[1]
-    if count:
-        counters["fusion"]["products"] += count
-        measured = speeds.known.get((torch.get_num_threads(), torch.float32))
-        gelu = f", {inside} with GELU inside" if inside else ""
-        notes.append(
-            f"linear: {count} product{'s' * (count != 1)} by oneDNN{gelu}" + (f" ({measured})" if measured else "")
-        )
+def counted() -> tuple[int, int]:
+    """Products by oneDNN so far, and those with a GELU inside, by Inductor's counters, which it restores where it finds
+    a graph in its cache."""
+    return counters["inductor"][COUNTED], counters["inductor"][INSIDE]
+
+
+def notes(before: tuple[int, int]) -> list[str]:
+    """Note for a report: how many products of a graph are computed by oneDNN. before: `counted` before it was
+    compiled."""
+    count, inside = (now - then for now, then in zip(counted(), before, strict=True))
+    if not count:
+        return []
+    counters["fusion"]["products"] += count
+    measured = speeds.known.get((torch.get_num_threads(), torch.float32))
+    gelu = f", {inside} with GELU inside" if inside else ""
+    at = f" ({measured})" if measured else ""
+    return [f"linear: {count} product{'s' * (count != 1)} by oneDNN{gelu}{at}"]

@@ -156,3 +156,20 @@ def of_such_cores(base: Machine, cores: int) -> Machine:
     )
     rates = tuple((dtype, rate * share) for dtype, rate in base.matrix_flops)
     return replace(base, cores=cores, levels=levels, matrix_flops=rates, exp_rate=base.exp_rate * share)
+
+
+def seconds_text(value: float) -> str:
+    return _in_units(value, {1.0: "s", 1e-3: "ms", 1e-6: "us"}) or f"{value / 1e-9:.3g} ns"
+
+
+def bytes_text(value: float) -> str:
+    return _in_units(value, {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB"}) or f"{value:.0f} B"
+
+
+def flops_text(value: float) -> str:
+    return _in_units(value, {1e15: "Pflop", 1e12: "Tflop", 1e9: "Gflop", 1e6: "Mflop"}) or f"{value:.0f} flop"
+
+
+def _in_units(value: float, units: dict[float, str]) -> str:
+    """Value in the largest unit that it reaches; "" where it reaches none."""
+    return next((f"{value / unit:.3g} {name}" for unit, name in units.items() if value >= unit), "")

@@ -24,7 +24,8 @@ from fusion.errors import ProblemError
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.machine import machine as find_machine
-from fusion.planning.choice import Choice, Planner
+from fusion.machine.processors import bytes_text, flops_text, seconds_text
+from fusion.planning.choice import Choice, planner_for
 from fusion.planning.counted import with_counts
 from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.problem import Problem, attention_of, problem_of
@@ -42,27 +43,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 def number_text(value: float) -> str:
     """A number with as many digits as a formula needs to give its integer again."""
     return f"{int(value)}" if float(value).is_integer() else f"{value:.10g}"
-
-
-def seconds_text(value: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value / 1e-9:.3g} ns"
-
-
-def bytes_text(value: float) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value:.0f} B"
-
-
-def flops_text(value: float) -> str:
-    for unit, name in ((1e15, "Pflop"), (1e12, "Tflop"), (1e9, "Gflop"), (1e6, "Mflop")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value:.0f} flop"
 
 
 def tile_text(tile: tuple[tuple[str, int], ...]) -> str:
@@ -309,17 +289,6 @@ def peaks_text(plans: Sequence[Plan], seconds: float) -> str:
 def _clock_text(machine: Machine) -> str:
     """The clock of a CPU that its peak goes by: the one that the system states, above which processors may run."""
     return f" at the nominal {machine.clock / 1e9:.3g} GHz" if machine.clock else ""
-
-
-def planner_for(spec: AttentionSpec, machine: Machine) -> Planner:
-    """The planner of a spec on a machine: the cost model on CPUs, a policy of tiles on GPUs."""
-    if machine.kind == "gpu":
-        from fusion.planning.gpu import GpuPlanner  # with tables of tiles: not where there is no GPU
-
-        return GpuPlanner(spec, machine)
-    from fusion.planning.cpu_planner import CpuPlanner
-
-    return CpuPlanner(spec, machine)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,8 @@ from importlib.metadata import version
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from fusion.planning.plan import Plan, bytes_text, seconds_text
+from fusion.machine.processors import bytes_text, seconds_text
+from fusion.planning.plan import Plan
 from fusion.report import drawings
 from fusion.report.data import ATTENTION, SITE, kernel_summary
 

@@ -18,12 +18,13 @@ from fusion.errors import UnknownMachineError
 from fusion.ir.reads import dense_loads, is_shift_free
 from fusion.ir.results import size_value
 from fusion.lowering import aux_gradients
+from fusion.machine.processors import bytes_text, seconds_text
 from fusion.options import Options
 from fusion.passes import graph_excerpt, marks, nodes
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.trace.outline import described
-from fusion.planning.plan import Plan, bytes_text, plan, seconds_text
+from fusion.planning.plan import Plan, plan
 from fusion.report.report import AttentionReport, Report, SiteReport
 from fusion.runtime import kernels
 from fusion.torch_private.tracing import stack_frames, user_name, user_path

@@ -1,5 +1,5 @@
 """Devices and processes: oneDNN's matrix product, which torch has for frozen graphs, on packed and on other tensors;
-AMX's tile registers; time on a GPU; process groups by name."""
+time on a GPU; process groups by name."""
 
 from __future__ import annotations
 
@@ -74,12 +74,6 @@ def is_mkl_product(node: Node) -> bool:
         torch.ops.mkl._mkl_linear,
         torch.ops.mkl._mkl_linear.default,
     )
-
-
-def init_amx() -> bool:
-    """Ask the operating system for AMX's tile registers; False where it refuses. Without it, matrix kernels of CPUs
-    with AMX would end the process."""
-    return bool(torch.cpu._init_amx())
 
 
 def keep_busy(cycles: int) -> None:

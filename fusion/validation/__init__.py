@@ -6,7 +6,7 @@ programs are evaluated on the same sample (`program`); results and gradients are
 Facts about the mask are checked against its predicate (`mask_check`).
 """
 
-from fusion.validation import operations, products  # noqa: F401  (they fill the table of `replay`)
+from fusion.validation import assembled, operations, products  # noqa: F401  (they fill the table of `replay`)
 from fusion.validation.sites import Verdict, validate
 
 __all__ = ["Verdict", "validate"]

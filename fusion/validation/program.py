@@ -26,7 +26,7 @@ from fusion.ir.ops import evaluate
 from fusion.ir.results import leaves, size_value
 from fusion.ir.spec import Mixing, Normalizer
 from fusion.passes import marks, nodes
-from fusion.passes.pullback.indexing import known
+from fusion.passes.pullback.loads import known
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.validation.replay import Replay, literal, rule_of, within

@@ -2,8 +2,8 @@
 
 `w = softmax(s) * m; (w / (w.sum(-1, keepdim=True) + 1e-13)) @ v` makes the weights that a mask leaves of a softmax add
 up to 1 again. The divisor of a row is the same for all of its keys, so that `(w / g) @ v` is `(w @ v) / g`: an
-attention that also writes the sum (`passes.specify.aux_outputs`). Products are rewritten so where they become
-attentions by it.
+attention that also writes the sum (`passes.specify.aux_outputs`). Products are rewritten so on a copy of the
+graph, which is used if they become attentions by it.
 
 Both forms round alike, and differ where numbers leave their range: the product before the division is as large as the
 sum. In float32 and bfloat16, weights that grow with the score at most as fast as itself reach that only with scores
@@ -15,11 +15,11 @@ the scores are selected by the same predicate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fusion.ir import integers
 from fusion.ir.expr import Expr, J, Kind, coord
@@ -28,6 +28,7 @@ from fusion.ir.ops import apply
 from fusion.ir.primitives import ROUNDED, is_bounded
 from fusion.ir.spec import Normalizer
 from fusion.refusals import Reason
+from fusion.torch_private.tracing import carry_source
 
 from .. import marks, nodes
 from ..building import Symbols, derived
@@ -37,13 +38,49 @@ from ..pullback.reductions import depends_on_product
 from ..pullback.roundings import is_coarser
 from ..pullback.views import Index, broadcast_index, order_of, source
 from ..recognize.ancestors import SOFTMAXES, AncestorKind, AncestorKinds, is_statistic
-from ..recognize.find import Site
-from . import Change, Promise
+from ..recognize.find import ANY, Reads, Site, find_sites, pending
 
 aten = torch.ops.aten
 _REASONS = (Reason.FURTHER_REDUCTION, Reason.OTHER_NORMALISER)
 _SCALINGS = (aten.dropout, aten.native_dropout, aten.to, aten._to_copy)
 """Operations that a factor of a row passes through, beside products and views."""
+Promise = Callable[[Mapping[str, Site]], bool]
+"""(the attentions by the names of their products) -> whether a moved division has given an attention as it should."""
+
+
+def move_divisions(
+    module: GraphModule, sites: list[Site], reads: Reads = ANY, excluded: Set[str] = frozenset()
+) -> tuple[GraphModule, list[Site], Mapping[str, Promise]]:
+    """(a copy of the graph in which divisions of the refused products moved, its sites, the promises by the names of
+    these products); the arguments where that makes no attention. excluded: names of products that stay as they are."""
+    refused = (site for site in sites if site.refusal is not None and site.refusal.kind in _REASONS)
+    candidates = [site for site in refused if site.anchor.name not in excluded]
+    while candidates:
+        copy, copies = copied(module)
+        promises = _move_divisions(copy.graph, (copies[site.anchor] for site in candidates))
+        if not promises:
+            break
+        new_sites = find_sites(copy.graph, reads)
+        attentions = {site.anchor.name: site for site in pending(new_sites)}
+        candidates = [s for s in candidates if (n := s.anchor.name) in promises and promises[n](attentions)]
+        if len(candidates) == len(promises):
+            return copy, new_sites, promises
+    return module, sites, {}
+
+
+def copied(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
+    """Copy of a graph with its annotations, and the copy of each node."""
+    graph, copies = Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(module.graph, copies))
+    for node in module.graph.nodes:
+        copy = copies.setdefault(node, graph.output_node())
+        copy.meta = dict(node.meta)
+        marks.carry_nodes(copy, copies)
+        if node.op == "placeholder":
+            carry_source(node, copy)
+    copied_module = GraphModule(module, graph)
+    copied_module.meta = dict(module.meta)
+    return copied_module, copies
 
 
 def _is_wanted(site: Site, risky: bool) -> bool:
@@ -232,8 +269,3 @@ def _in_rows_of(product: Node, factor: Node, places: tuple[int, ...]) -> Node:
 def _move_divisions(graph: Graph, products: Iterable[Node]) -> dict[str, Promise]:
     kinds = AncestorKinds(graph)
     return {product.name: promise for product in products if (promise := _moved(product, kinds)) is not None}
-
-
-MOVE_DIVISIONS = Change(
-    may_help=lambda site: site.refusal is not None and site.refusal.kind in _REASONS, apply=_move_divisions
-)

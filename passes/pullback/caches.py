@@ -24,7 +24,7 @@ from fusion.ir.reads import bytes_per_element
 from .. import marks, nodes
 from ..assumptions import are_plain
 from ..nodes import Unsupported, packet
-from . import pointwise, tables, views
+from . import indexing, pointwise, views
 from .roundings import is_coarser
 from .views import Index, linear_in
 
@@ -170,7 +170,7 @@ def _leads_to_cache(here: Node) -> bool:
         return list(filter(nodes.is_tensor, node.all_input_nodes)) if through else []
 
     def is_cache(node: Node) -> bool:
-        gathered = packet(node) in tables.OPERATIONS and nodes.dtype(node).is_floating_point
+        gathered = packet(node) in indexing.READS and nodes.dtype(node).is_floating_point
         return gathered or marks.stored(node) or nodes.dtype(node) in _PACKED
 
     return any(map(is_cache, itertools.islice(nodes.walk_up([here], parents), _MOST_NODES)))

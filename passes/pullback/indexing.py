@@ -1,39 +1,44 @@
-"""Rules for operations that pick elements of other tensors, or create tensors: one element of the result.
+"""Rules for operations that pick elements of other tensors: one element of the result.
 
-`PullBack` (`pullback`) looks operations up in `OPERATIONS`, and in `created` if they are in no table.
+Reads (`cache[table]`, `index_select`, `gather`) at positions that are known integer expressions are followed in every
+operand. Unknown ones are followed for keys and values only (`PullBack.reads_tables`), which are then read through the
+table: the gathered copy is never made. The positions come from `fusion::table`, not from the table itself: it returns
+positions within the tensor, or raises the error that eager mode would have raised.
 
-Models compute masks from positions by detours that no index arithmetic follows, such as a cumulative sum over a
-comparison of `arange`s. Where sizes are fixed such a sub-graph, which depends on nothing but constants, is evaluated
-once; if its values are affine in the positions (most often a constant), an expression takes its place (`folded`).
+`ones(bool).scatter(-1, scores.topk(k).indices, False)` is a mask of N_q x N_k whose live keys are known without it: row
+i has those at `indices[.., i, :]`, the set of keys that an indexer leaves to it (a `KeySet`). The attention may be
+rewritten to read these alone (`specify.gathered_keys`).
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx import Node
 
 from fusion.ir import integers
-from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, load, rebuild, walk
+from fusion.ir.expr import FALSE, TRUE, Expr, J, Kind, const, coord, coordinates, load, rebuild, walk
 from fusion.ir.ops import apply, where
-from fusion.torch_private.operators import OpOverload
-from fusion.torch_private.tensors import unset_fake_temporarily
-from fusion.torch_private.tracing import disable_proxy_modes_tracing
 
 from .. import marks, nodes
 from ..nodes import arguments, packet, shape
-from . import casts, pointwise, tables
+from . import casts, pointwise
+from .loads import Table
 from .reductions import depends_on_product
-from .views import Index
+from .views import Index, broadcast_index
 
 if TYPE_CHECKING:
     from .pullback import PullBack
 
 aten = torch.ops.aten
+READS = (aten.index, aten.index_select, aten.gather)
+_WHOLE = (aten.expand, aten.expand_as, aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten.permute, aten.clone,
+          aten.transpose, aten.contiguous, aten.alias, aten.detach, aten.flatten, aten.unflatten)  # fmt: skip
+"""Views that show every element of what they are made of."""
 
 
 def _triangle(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
@@ -246,135 +251,129 @@ def _index_put(pullback: PullBack, here: Node, args: dict[str, Any], index: Inde
     return pointwise.build(aten.masked_fill, casts.Call(args=arguments, kwargs={}, dtype=nodes.dtype(here)))
 
 
+def _indexed(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
+    """Indexing by tensors, as in `mask[batch_idx, kv_idx]` or `cache[table]`."""
+    origin, tensors = args["self"], args["indices"]
+    tables = [t for t in tensors if t is not None]
+    if any(not nodes.is_tensor(t) or nodes.dtype(t) not in (torch.int64, torch.int32) for t in tables):
+        return None
+    first = next(k for k, t in enumerate(tensors) if t is not None)
+    if any(t is None for t in tensors[first : first + len(tables)]):
+        return None
+    rank = max(len(shape(t)) for t in tables)
+    extents = shape(here)
+    own, common = index[first : first + rank], extents[first : first + rank]
+    positions = []
+    for k, tensor in enumerate(tables):
+        at = broadcast_index(common, shape(tensor), own)
+        position = _position(pullback, here, tensor, at, first + k)
+        if position is None:
+            return None
+        positions.append(position)
+    return pullback.value(origin, (*index[:first], *positions, *index[first + rank :]))
+
+
+def _picked(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> Expr | None:
+    """`index_select`, and `gather`, whose positions have the index of the result."""
+    dim = nodes.normalize_dim(args["dim"], len(index))
+    at = index if packet(here) is aten.gather else (index[dim],)
+    if len(shape(args["self"])) != len(index) or len(shape(args["index"])) != len(at):
+        return None  # tensors without dimensions
+    position = _position(pullback, here, args["index"], at, dim)
+    return None if position is None else pullback.value(args["self"], (*index[:dim], position, *index[dim + 1 :]))
+
+
+def _position(pullback: PullBack, here: Node, tensor: Node, at: Index, dim: int) -> Expr | None:
+    """Position that a tensor holds at an index, as an expression that is known to be within dimension `dim` of the
+    tensor that `here` reads; None where that cannot be known."""
+    origin = arguments(here)["self"]
+    extent = shape(origin)[dim]
+    position = pullback.value(tensor, at)
+    if integers.is_below(position, extent, pullback.bounds):
+        return position
+    if not pullback.reads_tables or nodes.fake(tensor).device != nodes.fake(origin).device:
+        return None
+    while packet(tensor) in _WHOLE and (moved := pullback.step(tensor, at, pullback.bounds)) is not None:
+        tensor, at = moved
+    name = str(here.target).split(".")[1]
+    at_call = here if marks.mutations(tensor) else None
+    table = Table(positions=tensor, extent=extent, dim=dim, operation=name, at=at_call, call=here)
+    return load(pullback.number(tensor, table), at, Kind.INT)
+
+
+_POSITIONS = (torch.int64, torch.int32)
+"""Dtypes that hold every position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySet:
+    """A mask `[.., extent]` that is `inside` at the `count` positions `positions[.., :]`, which differ from each other
+    and lie within the dimension, and `outside` elsewhere: BOOL constants."""
+
+    positions: Node
+    count: Expr
+    extent: Expr
+    inside: Expr
+    outside: Expr
+
+
+def scattered(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> None:
+    """Record the `KeySet` of a mask made by `scatter`. The mask stays a load; `gathered_keys` may replace it later."""
+    written, positions = args.get("value"), args["index"]
+    if nodes.dtype(here) is not torch.bool or not isinstance(written, (bool, int, float)) or args.get("reduce"):
+        return
+    rank = len(index)
+    if not rank or nodes.normalize_dim(args["dim"], rank) != rank - 1 or len(shape(positions)) != rank:
+        return
+    if shape(positions)[:-1] != shape(here)[:-1] or not _are_distinct(pullback, positions, shape(here)):
+        return
+    outside, inside = pullback.value(args["self"], index), const(bool(written))
+    count = shape(positions)[-1]
+    if not outside.is_const or outside is inside or not count.is_const or not count.integer:
+        return  # without any position all keys are dead, which is more than no keys
+    pullback.key_sets[here] = KeySet(
+        positions=positions, count=count, extent=shape(here)[-1], inside=inside, outside=outside
+    )
+
+
+def _are_distinct(pullback: PullBack, positions: Node, extents: Index) -> bool:
+    """Whether positions along the last dimension are results of one `topk` (or sort), and so differ from each other."""
+    atoms = tuple(coord(f"r{k}") for k in range(len(extents) - 1))
+    bounds = dict(zip((*atoms, J), shape(positions), strict=True))
+    node, at = positions, (*atoms, J)
+    while not marks.mutations(node):
+        if packet(node) in (aten.to, aten._to_copy) and nodes.dtype(node) in _POSITIONS:
+            node = arguments(node)["self"]
+        elif (moved := pullback.step(node, at, bounds)) is not None:
+            node, at = moved
+        else:
+            break
+    origin = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else node
+    single = origin is node
+    if marks.mutations(node) or not isinstance(origin, Node):
+        return False
+    if packet(origin) not in ((aten.argsort,) if single else (aten.topk, aten.sort)):
+        return False
+    args = arguments(origin)
+    dim = nodes.normalize_dim(args.get("dim", -1), len(at))
+    beyond = integers.sub(extents[-1], shape(args["self"])[dim])
+    return _runs_along(at, dim) and integers.never_negative(beyond, {})
+
+
+def _runs_along(at: Index, dim: int) -> bool:
+    """Whether an index goes along a dimension with J, and along no other."""
+    parts = integers.linear(at[dim], J)
+    if parts is None or not parts[0].is_const or not parts[0].integer or "j" in coordinates(parts[1]):
+        return False
+    return all("j" not in coordinates(entry) for k, entry in enumerate(at) if k != dim)
+
+
 OPERATIONS: dict[object, Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]] = {
     aten.tril: _triangle, aten.triu: _triangle, aten.cumsum: _cumsum, aten.diff: _diff,
     aten.cat: _cat, aten.concat: _cat, aten.stack: _stack, aten.constant_pad_nd: _pad, aten.pad: _pad,
-    aten.index: tables.indexed, aten.index_select: tables.picked, aten.gather: tables.picked,
+    aten.index: _indexed, aten.index_select: _picked, aten.gather: _picked,
     aten.index_put: _index_put,
     aten.slice_scatter: _slice_scatter, aten.select_scatter: _select_scatter,
     aten.copy: _overwritten, aten.fill: _overwritten,
 }  # fmt: skip
 """Operation -> the element at an index of its result, from its arguments; None where it is to be loaded."""
-
-
-def literal(here: Node) -> Expr | None:
-    """A tensor constant of one element that the trace lifted into the graph."""
-    tensor = nodes.lifted(here)
-    if tensor is None or tensor.numel() != 1 or tensor.dtype.is_complex:
-        return None
-    return const(tensor.item(), casts.kind_of(tensor.dtype))
-
-
-_FILLED = {aten.zeros: 0, aten.ones: 1, aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1}
-
-
-def created(here: Node, index: Index) -> Expr | None:
-    """Element of a created tensor: arange, zeros, full, eye, ..."""
-    kind = packet(here)
-    dtype = casts.kind_of(nodes.dtype(here))
-    if dtype is None:
-        return None
-    args = arguments(here)
-    if kind in _FILLED:
-        return const(_FILLED[kind], dtype)
-    if kind in (aten.full, aten.full_like, aten.new_full, aten.scalar_tensor):
-        fill = args.get("fill_value", args.get("s"))
-        if isinstance(fill, Node):
-            fill = nodes.fake(fill)
-        if not isinstance(fill, (bool, int, float)):
-            return None
-        return casts.cast(const(fill), nodes.dtype(here))
-    if kind is aten.arange:
-        start, step = args.get("start", 0), args.get("step", 1)
-        if dtype is Kind.INT:
-            return integers.add(nodes.size_expr(start), integers.mul(nodes.size_expr(step), index[0]))
-        if isinstance(start, (int, float)) and isinstance(step, (int, float)):
-            return apply("to_float", index[0]) * step + start
-    if kind is aten.eye:
-        return casts.cast(apply("ieq", *index), nodes.dtype(here))
-    return None
-
-
-LARGEST = 1 << 24
-"""Elements of the largest tensor that is evaluated."""
-_UNKNOWN = "unknown"
-
-
-def folded(here: Node, index: Index) -> Expr | None:
-    """Element `here[index]` as an expression of the index, or None where its value is unknown or not affine."""
-    if not nodes.is_tensor(here) or (kind := casts.kind_of(nodes.dtype(here))) is None:
-        return None
-    if here.op != "call_function" or (value := known(here)) is None or not value.numel():
-        return None
-    if not marks.affine.on(here):
-        marks.affine.set(here, _affine(value))
-    if (affine := marks.affine(here)) is None:
-        return None
-    offset, steps = affine
-    if not any(steps):
-        return const(offset, kind)
-    if kind is not Kind.INT:
-        return None
-    terms = [integers.mul(int(step), entry) for step, entry in zip(steps, index, strict=True)]
-    return integers.add(int(offset), *terms)
-
-
-def forget(graph: Graph) -> None:
-    """Release the evaluated tensors, once the analysis is done."""
-    for node in graph.nodes:
-        marks.folded.drop(node)
-
-
-def known(here: Node) -> Tensor | None:
-    """Value of a tensor, if it can be computed; evaluated once per node, operands first."""
-    stack = [here]
-    while stack:
-        node = stack[-1]
-        values = [marks.folded(parent) for parent in node.all_input_nodes if marks.folded.on(parent)]
-        if marks.folded.on(node):
-            stack.pop()
-        elif not _may_fold(node) or any(value is _UNKNOWN for value in values):
-            marks.folded.set(node, _UNKNOWN)
-        elif len(values) < len(node.all_input_nodes):
-            stack += [parent for parent in node.all_input_nodes if not marks.folded.on(parent)]
-        else:
-            marks.folded.set(node, _evaluate(node))
-    value = marks.folded(here)
-    return None if value is _UNKNOWN else value
-
-
-def _evaluate(here: Node) -> object:
-    args, kwargs = map_arg((here.args, here.kwargs), marks.folded)
-    try:
-        with unset_fake_temporarily(), disable_proxy_modes_tracing(), torch.no_grad():
-            result = here.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # an operation that cannot run here is not known, which is no failure
-        return _UNKNOWN
-    return result if isinstance(result, Tensor) else _UNKNOWN
-
-
-def _may_fold(here: Node) -> bool:
-    """Whether a node computes a small tensor on the CPU, the same at every call, and changes nothing in place."""
-    if here.op != "call_function" or not nodes.is_tensor(here) or not isinstance(here.target, OpOverload):
-        return False
-    fake = nodes.fake(here)
-    if any(isinstance(extent, torch.SymInt) for extent in fake.shape) or fake.numel() > LARGEST:
-        return False
-    changing = marks.mutations(here) or nodes.writes(here)
-    random = torch.Tag.nondeterministic_seeded in here.target.tags
-    return fake.device.type == "cpu" and not changing and not random and not fake.is_complex()
-
-
-def _affine(value: Tensor) -> tuple[float, list[float]] | None:
-    """(c, steps) with value[index] = c + sum of steps[k] * index[k] everywhere, or None."""
-    wide = value.to(torch.float64)
-    origin = wide[(0,) * value.dim()]
-    steps = [
-        (wide.select(dim, 1)[(0,) * (value.dim() - 1)] - origin).item() if value.shape[dim] > 1 else 0.0
-        for dim in range(value.dim())
-    ]
-    expected = origin.clone()
-    for dim, step in enumerate(steps):
-        axis = torch.arange(value.shape[dim], dtype=torch.float64) * step
-        expected = expected + axis.reshape([-1 if k == dim else 1 for k in range(value.dim())])
-    return (origin.item(), steps) if torch.equal(expected.expand(value.shape), wide) else None

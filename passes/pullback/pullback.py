@@ -34,14 +34,13 @@ from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, producer, shape
 from ..trace.inplace import changes, may_copy
 from ..trace.outline import described
-from . import casts, indexing, pointwise, reductions
+from . import casts, indexing, loads, pointwise, reductions
 from .contractions import ADDING, Factors, factors, is_contraction, is_distance, products_above
 from .heads import mixed
-from .indexing import folded
+from .loads import Numbers, folded
 from .operands import Access, is_float8, locate
 from .reductions import blocking_op, depends_on_product
 from .roundings import Narrow, decided_otherwise, is_coarser, narrowed_to, rounded_at, too_heavy
-from .tables import KeySet, Numbers, scattered
 from .views import Index, broadcast_index, number_of, source
 
 aten = torch.ops.aten
@@ -78,7 +77,7 @@ class PullBack:
         self._precision = torch.float32 if anchor is None else nodes.dtype(anchor)
         self.reads_tables = False  # (of keys and values: see `caches`)
         self.scales: set[Node] = set()
-        self.key_sets: dict[Node, KeySet] = {}
+        self.key_sets: dict[Node, indexing.KeySet] = {}
         self.products: list[Product] = []
         self.number = Numbers([])  # under which number a tensor is loaded
         self.loaded, self.tables = self.number.tensors, self.number.tables
@@ -224,7 +223,7 @@ class PullBack:
     def _computed(self, here: Node, index: Index) -> Expr | None:
         """The element as an expression, or None where it is to be loaded."""
         if here.op != "call_function":
-            return indexing.literal(here)
+            return loads.literal(here)
         if (head_mix := mixed(self, here, index)) is not None:
             return head_mix
         kind = packet(here)
@@ -236,7 +235,7 @@ class PullBack:
             return self._item(here, index) if here.target is operator.getitem else None
         if operation := _OPERATIONS.get(kind):
             return operation(self, here, arguments(here), index)
-        return indexing.created(here, index)
+        return loads.created(here, index)
 
     def _pointwise(self, here: Node, index: Index) -> Expr | None:
         extents = shape(here)
@@ -392,6 +391,6 @@ class PullBack:
 _OPERATIONS: dict[Any, Callable[[PullBack, Node, dict[str, Any], Index], Expr | None]] = {
     aten.to: PullBack._cast, aten._to_copy: PullBack._cast, aten.type_as: PullBack._cast,
     aten.dropout: PullBack._dropout, aten.native_dropout: PullBack._dropout, aten.feature_dropout: PullBack._dropout,
-    aten.scatter: scattered, **indexing.OPERATIONS, **reductions.OPERATIONS,
+    aten.scatter: indexing.scattered, **indexing.OPERATIONS, **reductions.OPERATIONS,
 }  # fmt: skip
 """Operation -> the element at an index of its result, from its arguments; None where it is to be loaded."""

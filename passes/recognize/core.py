@@ -43,7 +43,19 @@ from ..pullback import casts, pointwise
 from ..pullback.operands import Access, locate, scale_of_values
 from ..pullback.pullback import Product, PullBack
 from ..pullback.views import Index, broadcast_index
-from .softmaxes import has
+
+
+def has(expr: Expr, *ops: str) -> bool:
+    return any(part.op in ops for part in walk(expr))
+
+
+def free_of_keys(expr: Expr) -> bool:
+    """Whether a value is the same for all keys j; a reduction binds j."""
+    if expr.op in ("reduce", "row_max", "row_sum"):
+        return True
+    if expr.op in ("dot", "score", "softmax", "scaled_softmax") or (expr.op == "coord" and expr.attr == "j"):
+        return False
+    return all(free_of_keys(arg) for arg in expr.args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

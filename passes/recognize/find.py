@@ -29,7 +29,7 @@ from .. import marks, nodes
 from ..assumptions import Assumptions
 from ..nodes import Unsupported, packet, shape
 from ..pullback.contractions import ADDING, MOVES, behind_moves, factors, is_contraction, is_parameter, products_above
-from ..pullback.indexing import forget
+from ..pullback.loads import forget
 from ..pullback.operands import is_float8, locate, mark_stored, scale_of_values
 from ..pullback.pullback import PullBack
 from ..pullback.roundings import is_coarser

@@ -31,24 +31,28 @@ from fusion.ir.spec import Normalizer
 from fusion.refusals import Reason
 
 from ..nodes import Unsupported
-from .core import NormalizedScores, split_scores, split_weights
+from .core import NormalizedScores, free_of_keys, has, split_scores, split_weights
 from .softmaxes import (
     as_exponents,
     exponent_and_shift,
     filled_by_selection,
-    free_of_keys,
-    has,
     is_maximum,
     may_be_far,
     quotient_kind,
     selected,
     stays_finite,
     strip_shift,
-    without_shift,
 )
 
 _DETACHED = apply("detach", ROW_MAX)
 _LOG_SUM = ROW_MAX + apply("log", ROW_SUM)
+
+
+def _without_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """softmax(x - r) = softmax(x) for an r that is the same for all keys, also scaled: softmax(c * (x - r))."""
+    while has(columns[0], "reduce") and (stripped := strip_shift(columns)) is not None:
+        columns = stripped
+    return columns
 
 
 def attentions(weight: Expr) -> list[NormalizedScores]:
@@ -289,7 +293,7 @@ def _selected(core: Expr, condition: Expr) -> Expr:
     nothing is selected become 0: a NaN there would show through a weight of 0."""
     if (softmax := selected(core, condition)) is not None:
         return softmax
-    score, *sinks = without_shift(core.args)
+    score, *sinks = _without_shift(core.args)
     if core.op != "softmax" or not free_of_keys(condition) or not filled_by_selection(score):
         message = "the weights are masked after the softmax, and scores may be -inf where this mask does not say so"
         raise Unsupported(Reason.MASKED_AFTER, message, core)
@@ -301,7 +305,7 @@ def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
     if core.op == "scaled_softmax":
         scale, *columns = core.args
     else:
-        scale, columns = ONE / ROW_SUM, without_shift(core.args)
+        scale, columns = ONE / ROW_SUM, _without_shift(core.args)
     columns = tuple(columns)
     factor = substitute(factor, _statistics(columns, factor, log_sum=_LOG_SUM))
     if core.attr != "softmax" or has(factor, "reduce", "dot", "softmax", "scaled_softmax"):
@@ -311,7 +315,7 @@ def _scaled(core: Expr, op: str, factor: Expr) -> Expr:
 
 def _core(coefficient: Expr, core: Expr) -> NormalizedScores:
     scale = core.args[0] if core.op == "scaled_softmax" else None
-    score, *sinks = without_shift(core.args) if scale is None else core.args[1:]
+    score, *sinks = _without_shift(core.args) if scale is None else core.args[1:]
     if not has(score, "dot"):
         message = "the softmax is not of a pointwise function of a product of queries and keys"
         raise Unsupported(Reason.NOT_POINTWISE, message)

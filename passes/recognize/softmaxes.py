@@ -20,6 +20,7 @@ from fusion.ir.primitives import ROUNDED, is_bounded, is_tame
 from fusion.refusals import Reason
 
 from ..nodes import Unsupported
+from .core import free_of_keys, has
 
 _SATURATING = ("sigmoid", "tanh", "erf", "atan")
 _LOW, _VANISHES = -1e3, -200.0
@@ -195,19 +196,6 @@ def _outcome(condition: Expr, known: Sequence[Expr]) -> bool | None:
     return None if None in outcomes else not absorbing
 
 
-def has(expr: Expr, *ops: str) -> bool:
-    return any(part.op in ops for part in walk(expr))
-
-
-def free_of_keys(expr: Expr) -> bool:
-    """Whether a value is the same for all keys j; a reduction binds j."""
-    if expr.op in ("reduce", "row_max", "row_sum"):
-        return True
-    if expr.op in ("dot", "score", "softmax", "scaled_softmax") or (expr.op == "coord" and expr.attr == "j"):
-        return False
-    return all(free_of_keys(arg) for arg in expr.args)
-
-
 def is_maximum(value: Expr, columns: tuple[Expr, ...], name: str = "max") -> bool:
     """Whether a value is the maximum (or another reduction) of exactly these columns."""
     if value.op != "reduce" or value.attr != name:
@@ -220,13 +208,6 @@ def _fill_last(column: Expr) -> Expr:
     if column.op == "where" and column.args[1].is_const:
         return where(apply("not", column.args[0]), column.args[2], column.args[1])
     return column
-
-
-def without_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """softmax(x - r) = softmax(x) for an r that is the same for all keys, also scaled: softmax(c * (x - r))."""
-    while (stripped := strip_shift(columns)) is not None:
-        columns = stripped
-    return columns
 
 
 def strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:

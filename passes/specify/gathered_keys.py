@@ -1,7 +1,7 @@
 """Attention over a set of keys per row: K and V are read at the positions of the set, and at no others.
 
-A mask that `pullback.tables` recognised leaves to row i the keys at `positions[.., i, :]`. Where it fills with -inf the
-other keys have no weight at all, so that the attention is one over `count` keys, which are read through that table:
+A mask that `pullback.indexing` recognised leaves to row i the keys at `positions[.., i, :]`. Where it fills with -inf
+the other keys have no weight at all, so that the attention is one over `count` keys, read through that table:
 
     x[i, t] = score program at key j = positions[.., i, t]          out[i] = sum over t of w[i, t] * v[j]
 
@@ -24,7 +24,7 @@ from fusion.ir.spec import Normalizer
 
 from .. import marks, nodes
 from ..building import derived
-from ..pullback.tables import KeySet
+from ..pullback.indexing import KeySet
 from ..recognize.find import Site, pending
 from .masks import understand
 from .specify import AttentionCall, GatheredKeys

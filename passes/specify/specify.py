@@ -18,9 +18,10 @@ from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported
+from ..pullback.indexing import KeySet
+from ..pullback.loads import Numbers, Table
 from ..pullback.operands import Access, scales_rows
 from ..pullback.pullback import Product, PullBack
-from ..pullback.tables import KeySet, Numbers, Table
 from ..recognize.core import NormalizedScores, with_named_heads
 from ..recognize.find import Attention, Site
 from ..recognize.softmaxes import filled_by_selection

@@ -88,7 +88,7 @@ def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, capl
     def broken(*_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("fusion.backend.find_attention", broken)
+    monkeypatch.setattr("fusion.backend.find_sites", broken)
     (report,) = run()
     assert report.notes == ["left to the inner compiler: RuntimeError: a defect"]
 
@@ -97,8 +97,8 @@ def test_a_failing_pass_leaves_the_graph_to_the_inner_compiler(monkeypatch, capl
 def test_the_collector_of_cycles_is_left_to_the_process(monkeypatch, enabled):
     """Other threads make garbage, too, while a model is analysed."""
     seen = []
-    keep = backend.find_attention
-    monkeypatch.setattr(backend, "find_attention", lambda *given: seen.append(gc.isenabled()) or keep(*given))
+    keep = backend.find_sites
+    monkeypatch.setattr(backend, "find_sites", lambda *given: seen.append(gc.isenabled()) or keep(*given))
     (gc.enable if enabled else gc.disable)()
     try:
         run()

@@ -128,7 +128,7 @@ def test_a_failure_is_one_line_on_the_log_with_its_details_in_the_dump(tmp_path:
     def broken(*_):
         raise RuntimeError("a defect\nof two lines")
 
-    monkeypatch.setattr("fusion.backend.find_attention", broken)
+    monkeypatch.setattr("fusion.backend.find_sites", broken)
     monkeypatch.setenv("FUSION_DUMP", str(tmp_path))
     with torch.no_grad(), caplog.at_level(logging.WARNING, logger="fusion"):
         fusion.explain(Model(), torch.randn(2, 9, 16))

@@ -12,13 +12,12 @@ from fusion.ir.expr import const, size
 from fusion.passes import graph_excerpt, nodes
 from fusion.passes.building import Symbols
 from fusion.passes.nodes import Unsupported
-from fusion.passes.prepare import find_attention
 from fusion.passes.prepare.distances import read_by_distance
-from fusion.passes.prepare.late_division import MOVE_DIVISIONS
+from fusion.passes.prepare.late_division import move_divisions
 from fusion.passes.prepare.unread_rows import skip_unread_rows
+from fusion.passes.pullback.indexing import KeySet
 from fusion.passes.pullback.operands import Access, mark_stored
 from fusion.passes.pullback.reductions import MAX_SINKS
-from fusion.passes.pullback.tables import KeySet
 from fusion.passes.recognize.ancestors import escaping_weights
 from fusion.passes.recognize.find import Site, find_sites
 from fusion.passes.specify.aux_outputs import split_extrema
@@ -160,7 +159,7 @@ def test_divisions_move_behind_the_product(dtype, fused):
         return (w / (w.sum(-1, keepdim=True) + 1e-6)) @ v
 
     module = traced(renormalised, *qkv(dtype=dtype))
-    _, (site,), promised = find_attention(module, changes=[MOVE_DIVISIONS])
+    _, (site,), promised = move_divisions(module, find_sites(module.graph))
     assert (site.refusal is None) is fused and bool(promised) is fused
 
 

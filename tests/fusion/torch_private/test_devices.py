@@ -1,17 +1,9 @@
 """Devices as fusion.torch_private.devices asks them."""
 
-import platform
-
 import pytest
 import torch
 
 from fusion.torch_private import devices
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is of x86-64")
-def test_amx_is_asked_for() -> None:
-    assert devices.init_amx() in (True, False)
-    assert devices.init_amx() == devices.init_amx()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -1,5 +1,6 @@
-"""torch's cache directory and its artifacts, as fusion.torch_private.caches uses them."""
+"""torch's cache directory and its artifacts, and AMX, as fusion.torch_private.host uses them."""
 
+import platform
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -7,7 +8,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 
-from fusion.torch_private import caches
+from fusion.torch_private import host
 
 
 @pytest.mark.skipif(
@@ -23,14 +24,14 @@ def test_the_package_is_imported_without_dynamo() -> None:
 
 def test_the_directory_follows_the_environment(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
-    assert caches.cache_dir() == str(tmp_path / "here")
+    assert host.cache_dir() == str(tmp_path / "here")
 
 
 def test_artifacts_travel() -> None:
     arrived = []
 
-    @caches.CacheArtifactFactory.register
-    class FusionPrivateTest(caches.CacheArtifact):
+    @host.CacheArtifactFactory.register
+    class FusionPrivateTest(host.CacheArtifact):
         def populate_cache(self) -> None:
             arrived.append((self.key, self.content))
 
@@ -38,8 +39,14 @@ def test_artifacts_travel() -> None:
         def type() -> str:
             return "fusion_private_test"
 
-    caches.CacheArtifactManager.record_artifact("fusion_private_test", "key", b"content")
+    host.CacheArtifactManager.record_artifact("fusion_private_test", "key", b"content")
     saved = torch.compiler.save_cache_artifacts()
     assert saved is not None
     torch.compiler.load_cache_artifacts(saved[0])
     assert ("key", b"content") in arrived
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is of x86-64")
+def test_amx_is_asked_for() -> None:
+    assert host.init_amx() in (True, False)
+    assert host.init_amx() == host.init_amx()
