@@ -18,7 +18,7 @@ from fusion.errors import EmitterError, StrictError
 from fusion.inner_compiler import with_certificates, with_tangents
 from fusion.integrations import nested_tensors
 from fusion.options import Options
-from fusion.passes import graph_excerpt, nodes
+from fusion.passes import nodes
 from fusion.passes.prepare.distances import read_by_distance
 from fusion.passes.prepare.late_division import move_divisions
 from fusion.passes.prepare.unread_rows import skip_unread_rows
@@ -33,6 +33,7 @@ from fusion.passes.subgraphs import Asked
 from fusion.passes.trace.autocast import cast_before_expansions
 from fusion.passes.trace.normalize import may_hold_attention, normalize
 from fusion.passes.trace.outline import sealed_softmaxes, without_regions
+from fusion.report import drawings
 from fusion.report.dump import Dump
 from fusion.report.report import NO_ATTENTION, Report, graph_break, publish
 from fusion.report.sites import report_of
@@ -139,11 +140,12 @@ def _fuse_graph(
     with without_function_modes():  # a default device is for the graph's tensors, which is traced again under it
         hints = nodes.size_hints(graph.graph)
         graph, sites = _decide(graph, options, hints, asked, dump)  # 2. to 5.
-        pictures = [graph_excerpt.before(site) for site in sites]
+        pictures = drawings.before(sites)
         replace_sites(graph, sites, str(options.request), hints)  # 6. the calls in the place of attentions
     dump.stage("rewritten", graph)
 
-    report = report_of(sites, pictures, hints, options)
+    report = report_of(sites, hints, options)
+    drawings.add(report, pictures)
     notes = [*(notes if report.fused else ()), *_unseen(origin, graph, report)]
     report.sites = [*inside.sites, *report.sites]
     report.notes = [*notes, *inside.notes]

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from fusion.options import Options
 from fusion.passes import subgraphs
 from fusion.passes.subgraphs import Asked
-from fusion.passes.trace import autocast
+from fusion.passes.trace import retrace
 from fusion.passes.trace.normalize import may_hold_attention
 from fusion.report.report import NO_ATTENTION, Report
 
@@ -41,7 +41,7 @@ def fuse_checkpointed(module: GraphModule, fuse: Fuse, total: Report) -> dict[st
         if body.around is None:
             total.notes.append("a checkpointed function that is called in several regions of autocast stays as it is")
             continue
-        with autocast.inside(body.around):
+        with retrace.inside(body.around):
             graph, report = fuse(body.graph, body.values, None)
         _add(total, report)
         if report.fused:

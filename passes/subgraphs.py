@@ -29,7 +29,7 @@ from fusion.torch_private.autograd import SET_GRAD_ENABLED
 from fusion.torch_private.tensors import detect_fake_mode, is_dtensor, is_traceable_wrapper_subclass, shares_storage
 
 from . import marks, nodes
-from .trace import autocast
+from .trace import retrace
 from .trace.outline import attributes, ends, parts, transforms, writes
 from .trace.retrace import Retrace, RetraceInterpreter
 
@@ -43,13 +43,13 @@ class Body:
 
     graph: GraphModule
     values: list[Any]
-    around: autocast.Regions | None
+    around: retrace.Regions | None
 
 
 def bodies(module: GraphModule) -> dict[str, Body]:
     """Checkpointed graphs of a graph, by the name of the attribute."""
     bodies_by_name: dict[str, Body] = {}
-    for node, around in autocast.regions(module.graph):
+    for node, around in retrace.regions(module.graph):
         if node.op == "call_function" and node.target is _CHECKPOINT:
             name = str(node.args[0].target)  # type: ignore[union-attr]
             values = list(map(nodes.fake, node.args[1:]))
@@ -151,14 +151,14 @@ class Run:
     outputs: tuple[Node, ...]
     body: GraphModule
     values: tuple[Any, ...]
-    around: autocast.Regions
+    around: retrace.Regions
     asked: Asked
     refusal: str | None
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
         """Grad and autocast modes of the run. A tangent is propagated whether or not gradients are recorded."""
-        with autocast.inside(self.around), torch.enable_grad():
+        with retrace.inside(self.around), torch.enable_grad():
             yield
 
 
@@ -170,8 +170,8 @@ def runs(module: GraphModule) -> list[Run]:
     inputs = map(nodes.fake, module.graph.find_nodes(op="placeholder"))
     outside = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in inputs)
     levels = {"jvp": 0, "grad": int(outside), "trained": int(outside and _trains_tangents(module.graph))}
-    around: autocast.Regions = ()
-    for node, regions in autocast.regions(module.graph):
+    around: retrace.Regions = ()
+    for node, regions in retrace.regions(module.graph):
         if node in inside and not _is_of_levels(node):
             around = around if members else regions
             members.append(node)
@@ -208,7 +208,7 @@ def _is_of_levels(node: Node) -> bool:
     return functorch.is_of_levels(node.target) or node.target is functorch.AUTOGRAD_FUNCTION
 
 
-def _taken(module: GraphModule, members: list[Node], around: autocast.Regions, levels: Mapping[str, int]) -> list[Run]:
+def _taken(module: GraphModule, members: list[Node], around: retrace.Regions, levels: Mapping[str, int]) -> list[Run]:
     """Run of these nodes; none if it is no graph of tensors and numbers. levels: the number of transforms of each
     kind."""
     graph, copies = Graph(), dict[Node, Node]()
@@ -256,7 +256,7 @@ def _refusal(members: Sequence[Node], tangents: bool) -> str | None:
         return "torch.no_grad is entered in the function and left after it"
     depth = 0
     for node in members:
-        depth += (node.target is autocast.enter) - (node.target is autocast.leave)
+        depth += (node.target is retrace.enter_autocast) - (node.target is retrace.leave_autocast)
         if depth < 0:
             break
     return "a region of autocast is entered in the function and left after it" if depth else None

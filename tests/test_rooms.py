@@ -40,6 +40,9 @@ ROOMS = {
     ),
     "maps of tiles": (["passes/specify/tile_maps.py"], ["map_tiles", r"specify\.tile_maps"]),
     "sharded sequences": (["fusion/sequences"], ["sequences"]),
+    "pictures of regions": (["fusion/report/drawings.py", "fusion/report/page.py"], ["drawings"]),
+    "writes in place": (["passes/trace/inplace.py"], ["write_to_the_whole", "make_functional"]),
+    "casts": (["passes/trace/autocast.py"], ["write_casts", "cast_before_expansions"]),
     "linear layers": (["fusion/linear"], [r"linear(?=\.|,|$)"]),
     "caches of keys and values": (["passes/pullback/caches.py"], ["behind_cache"]),
 }  # fmt: skip

@@ -20,13 +20,14 @@ from fusion.api import check
 from fusion.api.compare import Measured, calling, compare_results
 from fusion.exactness import copied, is_float
 from fusion.integrations import nested_tensors
-from fusion.passes.graph_excerpt import CutOut, cut_out, name_in_code
 from fusion.passes.nodes import source_line
 from fusion.passes.prepare.late_division import move_divisions
 from fusion.passes.recognize.find import Site, find_sites
+from fusion.passes.region import CutOut, cut_out
 from fusion.passes.trace.normalize import may_hold_attention, normalize
 from fusion.passes.trace.outline import without_regions
 from fusion.report import scripts
+from fusion.report.sites import name_in_code
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.tensors import tree_map
 

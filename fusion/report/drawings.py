@@ -6,19 +6,27 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from fusion.ir import AttentionSpec, ops
 from fusion.ir.expr import FALSE, TRUE, Expr, I, J, walk
 from fusion.ir.results import leaves, size_value
-from fusion.passes.graph_excerpt import Excerpt, ExcerptNode
+from fusion.passes import nodes
+from fusion.passes.recognize.find import Site
+from fusion.passes.region import DRAWN, LIMIT, inside, is_product
 from fusion.planning.counted import load
+from fusion.torch_private.tracing import user_path
+
+if TYPE_CHECKING:
+    from fusion.report.report import Report
 
 DEAD, MIXED, FULL, DATA = 0, 1, 2, 3
 NAMES = {DEAD: "dead", MIXED: "mixed", FULL: "full", DATA: "decided by data"}
@@ -122,6 +130,83 @@ def mask_svg(shown: MaskMap) -> str:
         f'viewBox="-.5 -.5 {width * size + 1} {height * size + 1}">{"".join(parts)}'
         f'<path class="grid" d="{lines}"/></svg>'
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExcerptNode:
+    """One box. text: its operation. role: "input" (stays in the graph), "product", "step", "blame" (stopped the
+    analysis) or "fused"."""
+
+    name: str
+    text: str
+    shape: str
+    role: str
+    parents: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """Boxes in topological order; `left_out` counts those beyond the limit."""
+
+    nodes: tuple[ExcerptNode, ...]
+    left_out: int = 0
+
+
+def before(sites: Sequence[Site]) -> list[Excerpt]:
+    """The region of each site. Call before the rewrite."""
+    return [_before(site) for site in sites]
+
+
+def add(report: Report, pictures: Sequence[Excerpt]) -> None:
+    """Add to a report the regions of its sites before the rewrite, and the calls that replace them."""
+    for site, picture in zip(report.sites, pictures, strict=True):
+        site.before = picture
+        site.after = _after(picture, [attention.nodes for attention in site.attentions]) if site.attentions else None
+
+
+def _before(site: Site) -> Excerpt:
+    """The region of a site, as the analysis walked it, and the tensors that it starts from."""
+    region = inside(site)
+    ordered = sorted(region)  # topological
+    last = set(ordered[-LIMIT:])
+    inputs = {parent for node in last for parent in node.all_input_nodes} - last
+    boxes = [_box_of(node, "input", ()) for node in sorted(inputs) if isinstance(nodes.fake(node), DRAWN)]
+    shown = {box.name for box in boxes} | {node.name for node in last}
+    for node in ordered[-LIMIT:]:
+        role = "blame" if node is site.blame else "product" if is_product(node) else "step"
+        boxes.append(_box_of(node, role, tuple(p.name for p in node.all_input_nodes if p.name in shown)))
+    return Excerpt(nodes=tuple(boxes), left_out=len(region) - len(last))
+
+
+def _after(site: Excerpt, parts: Sequence[Sequence[Node]]) -> Excerpt:
+    """Calls that replace a fused region."""
+    known, root = {box.name: box for box in site.nodes}, site.nodes[-1]
+    boxes: dict[str, ExcerptNode] = {}
+    calls = []
+    for number, part in enumerate(parts):
+        parents = []
+        for node in dict.fromkeys(part):
+            boxes.setdefault(node.name, known.get(node.name) or _box_of(node, "input", ()))
+            parents.append(node.name)
+        call = ExcerptNode(name=f"attention{number or ''}", text="fusion::attention", shape=root.shape, role="fused")
+        calls.append(replace(call, parents=tuple(parents)))
+    if len(calls) > 1:
+        total = tuple(call.name for call in calls)
+        calls.append(ExcerptNode(name="sum", text="aten::add", shape=root.shape, role="step", parents=total))
+    return Excerpt(nodes=(*(replace(box, role="input", parents=()) for box in boxes.values()), *calls))
+
+
+def _box_of(node: Node, role: str, parents: tuple[str, ...]) -> ExcerptNode:
+    fake, shape, text = nodes.fake(node), "", node.op
+    if isinstance(fake, torch.Tensor):
+        shape = f"{str(fake.dtype).removeprefix('torch.')}[{', '.join(map(str, fake.shape))}]"
+    if (packet := nodes.packet(node)) is not None:
+        text = str(packet).replace(".", "::")
+    elif node.op == "placeholder":
+        text = user_path(node) or node.name
+    elif node.op == "call_function":
+        text = getattr(node.target, "__name__", str(node.target))
+    return ExcerptNode(name=node.name, text=text, shape=shape, role=role, parents=parents)
 
 
 def graph_svg(region: Excerpt, label: str) -> str:

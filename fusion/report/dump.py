@@ -24,8 +24,8 @@ import torch
 from torch.fx import GraphModule
 
 from fusion.passes import marks
-from fusion.passes.graph_excerpt import cut_out
 from fusion.passes.recognize.find import Site
+from fusion.passes.region import cut_out
 from fusion.report import scripts
 from fusion.report.report import Report
 from fusion.torch_private import dynamo

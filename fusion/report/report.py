@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from fusion.ir import AttentionSpec
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
-from fusion.passes.graph_excerpt import Excerpt
 from fusion.planning.plan import Plan, plan
 from fusion.refusals import Refusal
 from fusion.report.data import report_data, report_text
@@ -25,6 +24,7 @@ from fusion.torch_private.dynamo import counters
 
 if TYPE_CHECKING:
     from fusion.api.compare import Comparison
+    from fusion.report.drawings import Excerpt
 
 NO_ATTENTION = "this graph holds no attention"
 RECORDED = (

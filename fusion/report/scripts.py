@@ -22,8 +22,8 @@ from torch.fx import GraphModule, Node
 
 from fusion.exactness import is_float
 from fusion.passes import nodes
-from fusion.passes.graph_excerpt import CutOut
 from fusion.passes.recognize.find import Site
+from fusion.passes.region import CutOut
 from fusion.torch_private import tensors
 
 _FLOATS = re.compile(r"\btorch\.(float16|bfloat16|float32)\b")

@@ -20,7 +20,7 @@ from fusion.ir.results import size_value
 from fusion.lowering import aux_gradients
 from fusion.machine.processors import bytes_text, seconds_text
 from fusion.options import Options
-from fusion.passes import graph_excerpt, marks, nodes
+from fusion.passes import marks, nodes
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.trace.outline import described
@@ -30,12 +30,10 @@ from fusion.runtime import kernels
 from fusion.torch_private.tracing import stack_frames, user_name, user_path
 
 
-def report_of(
-    sites: Sequence[Site], pictures: Sequence[graph_excerpt.Excerpt], hints: Mapping[str, int], options: Options
-) -> Report:
-    """Report of a graph's sites. pictures: the graph around each site before the rewrite."""
+def report_of(sites: Sequence[Site], hints: Mapping[str, int], options: Options) -> Report:
+    """Report of a graph's sites."""
     report = Report()
-    for site, before in zip(sites, pictures, strict=True):
+    for site in sites:
         blame = None if site.refusal is None else site.blame
         by = None if blame is None else nodes.producer(blame)
         report.sites.append(
@@ -47,8 +45,6 @@ def report_of(
                 location=nodes.source_line(site.anchor),
                 calling=_calling_line(site.anchor),
                 module=nodes.module_path(site.anchor),
-                before=before,
-                after=graph_excerpt.after(before, site.calls) if site.calls else None,
                 attentions=tuple(_attention(call, hints, options) for call in site.calls),
                 validated=site.validated,
                 trained=options.training != "never" and marks.requires_grad(site.root),
@@ -96,6 +92,13 @@ def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) 
     )
 
 
+def name_in_code(node: Node) -> str:
+    """Path of a tensor in the user's code (`self.bias`), else the operation that makes it."""
+    if (path := user_path(node)) or node.op != "call_function":
+        return path or node.name
+    return str(getattr(nodes.packet(nodes.producer(node)), "__name__", node.name)).strip("_")
+
+
 _RESERVED = re.compile(r"[a-zA-Z]\d*|Nq|Nk")
 """Letters of the printed form: coordinates, sizes, scores, weights."""
 
@@ -108,7 +111,7 @@ def _names(part: AttentionCall) -> dict[int, str]:
         node, count = part.operands[number], 1
         if node.target is torch.ops.fusion.tile_map.default:
             continue
-        name = user_name(node) or graph_excerpt.name_in_code(node)
+        name = user_name(node) or name_in_code(node)
         if _RESERVED.fullmatch(name):
             name = user_path(node)
         if not all(map(str.isidentifier, name.split("."))) or _RESERVED.fullmatch(name):

@@ -28,7 +28,7 @@ from fusion.passes import marks, nodes
 from fusion.passes.pullback import pointwise, views
 from fusion.passes.pullback.heads import head_sum
 from fusion.passes.pullback.loads import known
-from fusion.passes.trace.inplace import may_copy
+from fusion.passes.trace.aliases import may_copy
 from fusion.torch_private.tensors import FakeTensor, shares_storage
 from fusion.validation.samples import Role, Samples
 

@@ -20,7 +20,7 @@ from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported
-from ..trace.inplace import changes
+from ..trace.aliases import changes
 from .caches import behind_cache
 from .contractions import strip_scale
 from .views import Index, linear_in

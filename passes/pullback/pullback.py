@@ -32,7 +32,7 @@ from fusion.refusals import Reason
 
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, producer, shape
-from ..trace.inplace import changes, may_copy
+from ..trace.aliases import changes, may_copy
 from ..trace.outline import described
 from . import casts, indexing, loads, pointwise, reductions
 from .contractions import ADDING, Factors, factors, is_contraction, is_distance, products_above

@@ -13,8 +13,6 @@ seen.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,13 +27,11 @@ from ..building import derived
 from ..nodes import packet
 from ..pullback.contractions import is_contraction
 from ..pullback.views import CASTS, EXPANSIONS, is_view
+from .retrace import regions
 
 aten = torch.ops.aten
-enter, leave = operators.enter_autocast, operators.leave_autocast
 _NARROWED = (torch.float32, torch.bfloat16, torch.float16)
 States = dict[str, bool]
-Regions = tuple[tuple[Any, ...], ...]
-"""The arguments of regions of autocast, the outermost first: (device, dtype, enabled, whether casts are kept)."""
 
 
 def write_casts(graph: Graph) -> None:
@@ -43,29 +39,10 @@ def write_casts(graph: Graph) -> None:
     casts_made: dict[tuple[Node, torch.dtype], Node] = {}
     ambient = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
     for node, around in regions(graph):
-        if node.target in (enter, leave):
+        if node.target in (operators.enter_autocast, operators.leave_autocast):
             casts_made.clear()
         elif (dtype := _autocast_dtype(node, ambient | {str(r[0]): bool(r[2]) for r in around})) is not None:
             _cast_arguments(graph, node, dtype, casts_made)
-
-
-def regions(graph: Graph) -> Iterator[tuple[Node, Regions]]:
-    """Pairs of a node and the regions that it is in."""
-    around: dict[Node, tuple[Any, ...]] = {}
-    for node in list(graph.nodes):
-        yield node, tuple(around.values())
-        if node.target is enter:
-            around[node] = (*node.args, *node.kwargs.values())
-        elif node.target is leave:
-            around.pop(node.all_input_nodes[0])
-
-
-@contextlib.contextmanager
-def inside(around: Regions) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for region in around:
-            stack.enter_context(torch.amp.autocast_mode.autocast(*region))
-        yield
 
 
 def _autocast_dtype(node: Node, states: States) -> torch.dtype | None:

@@ -1,23 +1,23 @@
-"""In-place operations: made functional where the memory has no other reader, and marked where they stay.
+"""In-place operations, made functional where the memory has no other reader.
 
 `scores.masked_fill_(mask, -inf)` and `scores[..., :4] = -inf` on a fresh product are the usual cases. A write that
 could be seen through an alias (an input, a view that is used later) stays in place: the analysis then sees an operation
-that it does not know.
+that it does not know (`aliases`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fusion.torch_private.operators import OpOverload, schema
-from fusion.torch_private.tensors import enable_python_dispatcher, tree_leaves
+from fusion.torch_private.tensors import enable_python_dispatcher
 
-from .. import marks, nodes
+from .. import nodes
+from .aliases import family_of
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ def make_functional(graph: torch.fx.Graph) -> None:
         target: Any = parts[-1].args[0] if parts else node.args[0]
         if recorded[target] and not enabled:  # its gradient passes by the write
             continue
-        family = _family(target)
+        family = family_of(target)
         is_outside = any(member.op != "call_function" for member in family)  # memory that comes from outside the graph
         if is_outside or not _only_through(target, node, family, position):
             continue
@@ -188,70 +188,6 @@ def _after(node: Node, target: Any, args: Any, kwargs: Any, like: Any, position:
     call.meta = {**node.meta, "val": nodes.fake(like)}
     position[call] = position[node] + 2**-20
     return call
-
-
-MAYBE_ALIAS = (aten.reshape, aten.contiguous, aten.to, aten.flatten, aten.type_as)
-"""Operations that return their input where they can and copy it where they must."""
-
-
-def _shared(node: Node) -> list[Node]:
-    """The inputs whose memory a node may share."""
-    target, inputs = node.target, node.all_input_nodes
-    if node.op not in ("call_function", "call_method"):
-        return []
-    if marks.aliases.on(node):
-        return list(marks.aliases(node))
-    if not isinstance(target, OpOverload):
-        return inputs  # getitem and the like: assume it aliases
-    kind = nodes.packet(node)
-    if kind in (aten.to, aten._to_copy) and nodes.dtype(node) is not nodes.dtype(inputs[0]):
-        return []  # another dtype: a copy
-    return inputs[:1] if _returns_alias(target) or kind in MAYBE_ALIAS else []
-
-
-@functools.lru_cache(maxsize=1024)
-def _returns_alias(target: OpOverload) -> bool:
-    return any(r.alias_info is not None for r in schema(target).returns)
-
-
-def may_copy(node: Node) -> bool:
-    """Whether a node may allocate memory: a clone, or a reshape of a tensor whose layout does not allow a view."""
-    target = node.target
-    views = isinstance(target, OpOverload) and _returns_alias(target)
-    return not views or nodes.packet(node) in MAYBE_ALIAS
-
-
-def _family(node: Node) -> set[Node]:
-    """Every node that may share memory with this one."""
-    family, stack = {node}, [node]
-    while stack:
-        member = stack.pop()
-        near = {*_shared(member), *(user for user in member.users if member in _shared(user))} - family
-        family |= near
-        stack += near
-    return family
-
-
-def mark_mutations(graph: torch.fx.Graph) -> None:
-    """Set `marks.mutations`: the nodes that still change a node's memory in place. The analysis must not replace such a
-    tensor by its producer, nor move a read of it across a change."""
-    for node in filter(nodes.writes, graph.nodes):
-        written = [
-            node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
-            for k, argument in enumerate(schema(node.target).arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        for target in tree_leaves(written):
-            if isinstance(target, Node):
-                for member in _family(target) | {node}:
-                    marks.mutations.set(member, (*marks.mutations(member), node))
-
-
-def changes(passed: Iterable[Node], anchor: Node | None) -> bool:
-    """Whether an input of these nodes changes between them and the product with V: then their values must be loaded."""
-    read = ((node, parent) for node in passed for parent in node.all_input_nodes)
-    later = (by for node, parent in read for by in marks.mutations(parent) if node < by)
-    return any(anchor is None or by < anchor for by in later)
 
 
 def _only_through(target: Node, write: Node, family: set[Node], position: dict[Node, float]) -> bool:

@@ -23,9 +23,10 @@ from fusion.torch_private.tracing import make_fx
 
 from .. import marks, nodes, subgraphs
 from ..tensors import dtensor, nested
+from .aliases import mark_mutations
 from .autocast import write_casts
 from .decompositions import MADE_OF_OTHERS
-from .inplace import make_functional, mark_mutations, write_to_the_whole
+from .inplace import make_functional, write_to_the_whole
 from .outline import Untraceable, inner_graphs, outline
 from .repeats import copy_repeated_calls
 from .retrace import Retrace, carry_placeholders, fake_inputs, placed

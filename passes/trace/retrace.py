@@ -6,26 +6,48 @@ hundreds of parameters, and copied calls (`repeats`) need none of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fusion.refusals import Reason
 from fusion.torch_private import autograd, tensors, tracing
 from fusion.torch_private.dynamo import ConstantSource
 from fusion.torch_private.functorch import of_vmap
-from fusion.torch_private.operators import HigherOrderOperator
+from fusion.torch_private.operators import HigherOrderOperator, enter_autocast, leave_autocast
 
 from .. import nodes
-from . import autocast
 from .decompositions import EINSUMS, ENCODER, VARLEN
 from .outline import is_outlined, record, trace_through_vmap, traces_through
 
 _DECOMPOSITIONS = ENCODER | EINSUMS | VARLEN
 _DECOMPOSITIONS[autograd.GET_DATA] = torch.Tensor.detach  # `x.data`, which no trace follows
+
+Regions = tuple[tuple[Any, ...], ...]
+"""The arguments of regions of autocast, the outermost first: (device, dtype, enabled, whether casts are kept)."""
+
+
+def regions(graph: Graph) -> Iterator[tuple[Node, Regions]]:
+    """Pairs of a node and the regions that it is in."""
+    around: dict[Node, tuple[Any, ...]] = {}
+    for node in list(graph.nodes):
+        yield node, tuple(around.values())
+        if node.target is enter_autocast:
+            around[node] = (*node.args, *node.kwargs.values())
+        elif node.target is leave_autocast:
+            around.pop(node.all_input_nodes[0])
+
+
+@contextlib.contextmanager
+def inside(around: Regions) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for region in around:
+            stack.enter_context(torch.amp.autocast_mode.autocast(*region))
+        yield
 
 
 class RetraceInterpreter(Interpreter):
@@ -53,11 +75,11 @@ class RetraceInterpreter(Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is autocast.enter:  # the class sets the state as well as recording it
+        if target is enter_autocast:  # the class sets the state as well as recording it
             self._regions.append(torch.amp.autocast_mode.autocast(*args, **kwargs))
             self._regions[-1].__enter__()
             return self._regions[-1]
-        if target is autocast.leave:
+        if target is leave_autocast:
             self._regions.remove(args[0])
             return args[0].__exit__(None, None, None)
         return super().call_function(target, args, kwargs)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion.ir.expr import const, size
-from fusion.passes import graph_excerpt, nodes
+from fusion.passes import nodes
 from fusion.passes.building import Symbols
 from fusion.passes.nodes import Unsupported
 from fusion.passes.prepare.distances import read_by_distance
@@ -20,6 +20,7 @@ from fusion.passes.pullback.operands import Access, mark_stored
 from fusion.passes.pullback.reductions import MAX_SINKS
 from fusion.passes.recognize.ancestors import escaping_weights
 from fusion.passes.recognize.find import Site, find_sites
+from fusion.passes.region import cut_out
 from fusion.passes.specify.aux_outputs import split_extrema
 from fusion.passes.specify.calls import specify_sites
 from fusion.passes.specify.tile_maps import mapped
@@ -28,6 +29,7 @@ from fusion.passes.tensors import dtensor, nested
 from fusion.passes.trace.autocast import cast_before_expansions
 from fusion.passes.trace.normalize import normalize
 from fusion.refusals import Reason
+from fusion.report import drawings
 from tests.numerics import assert_same
 from tests.passes.graphs import captured
 
@@ -264,10 +266,10 @@ def test_sizes_are_values_of_the_graph_where_an_input_carries_them():
 def test_a_region_is_drawn_and_runs_alone():
     q, k, v = torch.randn(2, 5, 8), torch.randn(2, N, 8), torch.randn(2, N, 3)
     site = site_of(softmax, q, k, v)
-    roles = {box.text: box.role for box in graph_excerpt.before(site).nodes}
+    roles = {box.text: box.role for box in drawings.before([site])[0].nodes}
     assert roles["aten::softmax"] == "step" and roles["aten::matmul"] == "product"
-    region = graph_excerpt.cut_out(site)
+    region = cut_out(site)
     by_shape = {x.shape: x for x in (q, k, v)}
     assert_same(region.module(*(by_shape[nodes.fake(node).shape] for node in region.inputs)), softmax(q, k, v))
     drawn = site_of(lambda q, k, v: F.dropout(torch.softmax(q @ k.mT, -1)) @ v, q, k, v)
-    assert graph_excerpt.cut_out(drawn) is None
+    assert cut_out(drawn) is None
