@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from fusion.ir.spec import AttentionSpec
-    from fusion.machine import Machine
 
 FORM = ("rotated", "spread", "described")
 """Fields of a tile that say what form the loop over it has."""
@@ -107,14 +106,3 @@ class Planner(Protocol):
         """The choice for a call with these values of `spec.sizes`. existing: choices whose kernels exist, one of which
         is taken where another would save less than compiling it costs."""
         ...
-
-
-def planner_for(spec: AttentionSpec, machine: Machine) -> Planner:
-    """The planner of a spec on a machine: the cost model on CPUs, a policy of tiles on GPUs."""
-    if machine.kind == "gpu":
-        from fusion.planning.gpu import GpuPlanner  # with tables of tiles: not where there is no GPU
-
-        return GpuPlanner(spec, machine)
-    from fusion.planning.cpu_planner import CpuPlanner
-
-    return CpuPlanner(spec, machine)

@@ -19,7 +19,7 @@ from fusion.ir.results import extents_function, size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
 from fusion.machine import Machine, with_cores
 from fusion.machine import machine as find_machine
-from fusion.planning.choice import planner_for
+from fusion.planning import planner_for
 from fusion.planning.plan import plan
 from fusion.planning.problem import Problem, problem_of
 from fusion.refusals import Reason, Refusal

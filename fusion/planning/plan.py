@@ -25,7 +25,8 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine, with_cores
 from fusion.machine import machine as find_machine
 from fusion.machine.processors import bytes_text, flops_text, seconds_text
-from fusion.planning.choice import Choice, planner_for
+from fusion.planning import planner_for
+from fusion.planning.choice import Choice
 from fusion.planning.counted import with_counts
 from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.problem import Problem, attention_of, problem_of

@@ -27,7 +27,7 @@ from fusion.ir.request import PLAIN, Request
 from fusion.ir.results import is_zero, laid_out
 from fusion.machine import Machine
 from fusion.machine import machine as find_machine
-from fusion.planning.choice import planner_for
+from fusion.planning import planner_for
 from fusion.proof import Proof
 from fusion.refusals import Reason, Refusal
 from fusion.runtime.guards import Executor, GuardedApproximation, GuardedKernel, GuardedTraining

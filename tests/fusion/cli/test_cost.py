@@ -14,7 +14,7 @@ from fusion.cli.cost import elements
 from fusion.codegen import reference
 from fusion.machine import machine, with_cores
 from fusion.passes.specify.masks import understand
-from fusion.planning.choice import planner_for
+from fusion.planning import planner_for
 from fusion.planning.plan import peaks_text, plan
 from fusion.planning.problem import Problem, attention_of, problem_of
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64

@@ -9,7 +9,7 @@ import sympy
 from examples import io_model
 from examples.io_model.schedule import SIZES, TILES
 from fusion.machine import machine
-from fusion.planning.choice import planner_for
+from fusion.planning import planner_for
 from fusion.planning.schedules import SCHEDULES
 from tests.codegen.mlir.cases import case
 
