@@ -149,6 +149,7 @@ def main(
     parser.add_argument("study", choices=list(studies), nargs="?" if len(studies) == 1 else None, default=[*studies][0])
     parser.add_argument("--lengths", nargs="+", type=int, help="rows and keys")
     parser.add_argument("--heads", type=int)
+    parser.add_argument("--d", type=int, default=64, help="head dimension, where a study asks")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="some of the study's")
     parser.add_argument("--train", action="store_true", help="a step with gradients")

@@ -47,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="d = 64, N up to 1024, short timing")
     parser.add_argument("--seconds", type=float, default=3.0, help="timing per cell, all competitors together")
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--busy", action="store_true", help="least processor times of one thread, beside other work")
     parser.add_argument("--cold", action="store_true", help="compile without Inductor's caches, for compile times")
     parser.add_argument("--append", type=Path, help="add the cells to this result file, replacing those it has")
     parser.add_argument("--no-save", action="store_true", help="print only")
@@ -110,7 +111,10 @@ def measure(name: str, problem: Problem, dtype: str, loop: peak.Loop, options: a
     entries = {peer: Entry(name=peer) for peer in makers if peer not in options.without}
     facts = {peer: prepare(entry, makers[peer], own, exact) for peer, entry in entries.items()}
     limit = Entry(name="peak", call=loop.call)
-    interleave([limit, *entries.values()], seconds=options.seconds)
+    clock = time.process_time if options.busy else time.perf_counter
+    interleave([limit, *entries.values()], seconds=options.seconds, clock=clock)
+    for entry in [limit, *entries.values()] if options.busy else []:
+        entry.times = [min(entry.times)] if entry.times else []
     assert limit.median is not None
     return {
         "row": name,
@@ -247,8 +251,8 @@ def main() -> int:
     options = parse()
     if options.quick:
         options.seconds = min(options.seconds, 1.0)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if options.threads or options.busy:
+        torch.set_num_threads(1 if options.busy else options.threads)
     if options.cold:
         torch._inductor.config.force_disable_caches = True
     data = run(options)

@@ -24,14 +24,13 @@ from torch.func import grad, jvp
 from benchmarks.common.compare import Case, Function, chosen, compiled, contestants, draw, main
 from benchmarks.common.rows import full
 
-D = 64
 FARTHEST = 128  # distance from which all entries of a table are the same
 GROUP = 4  # query heads per key head
 
 
 def written_out(score: Callable[..., Tensor]) -> Function:
     """Attention whose scores a function changes."""
-    return lambda q, k, v, *trained: torch.softmax(score(q @ k.mT / D**0.5, *trained), -1) @ v
+    return lambda q, k, v, *trained: torch.softmax(score(q @ k.mT / q.shape[-1] ** 0.5, *trained), -1) @ v
 
 
 def distances(n: int) -> Tensor:
@@ -55,7 +54,7 @@ def steps(options: argparse.Namespace) -> Iterator[Case]:
         for n in options.lengths or [512, 1024, 2048]:
             shared = heads // GROUP if name == "grouped" else heads
             further = {"bias": [(1, heads, n, n)], "relative": [(2 * FARTHEST + 1, heads)]}.get(name, [])
-            q, k, v, *trained = draw(options, *[(1, n, h, D) for h in (heads, shared, shared)], *further)
+            q, k, v, *trained = draw(options, *[(1, n, h, options.d) for h in (heads, shared, shared)], *further)
             tensors = [*(x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)), *trained]
             functions = contestants(function, eager=True)
             functions["kernels"] = compiled(lambda *x, run=function: run(*x), training="always")
@@ -80,7 +79,7 @@ def programs(n: int, heads: int, dtype: torch.dtype) -> dict[str, tuple[Function
         return torch.softmax(F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * (2 * factor).exp(), -1) @ v
 
     def sink(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
-        s = torch.cat([q @ k.mT / D**0.5, logits.expand(1, heads, n, 1)], -1)
+        s = torch.cat([q @ k.mT / q.shape[-1] ** 0.5, logits.expand(1, heads, n, 1)], -1)
         return torch.softmax(s, -1)[..., :-1] @ v
 
     return {
@@ -99,23 +98,25 @@ def programs(n: int, heads: int, dtype: torch.dtype) -> dict[str, tuple[Function
         "factor per head": (written_out(lambda s, factor: s * factor), [(heads, 1, 1)]),
         "cosine": (cosine, [(heads, 1, 1)]),
         "sink": (sink, [(heads, 1, 1)]),
-        "sigmoid": (lambda q, k, v: torch.sigmoid(q @ k.mT / D**0.5 - 6) @ v, []),
-        "relu squared": (lambda q, k, v: torch.relu(q @ k.mT / D**0.5).square() / n @ v, []),
-        "dropout": (lambda q, k, v: F.dropout(torch.softmax(q @ k.mT / D**0.5, -1), 0.1) @ v, []),
+        "sigmoid": (lambda q, k, v: torch.sigmoid(q @ k.mT / q.shape[-1] ** 0.5 - 6) @ v, []),
+        "relu squared": (lambda q, k, v: torch.relu(q @ k.mT / q.shape[-1] ** 0.5).square() / n @ v, []),
+        "dropout": (lambda q, k, v: F.dropout(torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1), 0.1) @ v, []),
     }  # fmt: skip
 
 
 def backward(options: argparse.Namespace) -> Iterator[Case]:
     heads = options.heads or 4
     for n in options.lengths or [1024]:
-        known = programs(n, heads, getattr(torch, options.dtype))
+        whole = {name: (STEPS[name], []) for name in ("full", "causal")}
+        known = whole | programs(n, heads, getattr(torch, options.dtype))
         for name in options.cases or known:
             function, trained = known[name]
-            tensors = draw(options, *[(1, heads, n, D)] * 3, *trained)
+            tensors = draw(options, *[(1, heads, n, options.d)] * 3, *trained)
             functions = {
                 "fusion": compiled(function, dynamic=None),
-                "Inductor": compiled(function, "inductor", dynamic=True),
-            }  # its pattern fails for fixed ones
+                "Inductor": compiled(function, "inductor", dynamic=True),  # its pattern fails for fixed ones
+                "SDPA": function if name in whole else None,
+            }
             yield Case(name=f"{name}, N = {n}", tensors=tensors, functions=functions,
                        plain=None if name == "dropout" else function)  # fmt: skip
 
@@ -142,7 +143,7 @@ def derivatives(options: argparse.Namespace) -> Iterator[Case]:
     for name, function in chosen(options, DERIVATIVES):
         for n in options.lengths or [512, 1024, 2048]:
             trained = name not in ("tangent", "first_gradient")
-            tensors = draw(options, *[(1, options.heads or 4, n, D)] * 3, train=trained)
+            tensors = draw(options, *[(1, options.heads or 4, n, options.d)] * 3, train=trained)
             functions = contestants(function, eager=True, transforms="always")
             yield Case(name=f"{name}, N = {n}", tensors=tensors, functions=functions, plain=function)
 

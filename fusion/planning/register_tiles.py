@@ -75,8 +75,10 @@ class Target:
     @property
     def reproducible(self) -> Target:
         """Target for rows whose bits do not depend on others. On AMX tiles, the vectors of one tile are computed beside
-        the products of the next, and a number that cannot be split changes the products of a whole call."""
-        return replace(self, amx=False, pairs=self.pairs or self.amx)
+        the products of the next, and a number that cannot be split changes the products of a whole call. Pairs are
+        not used in their place: processors with AMX begin a `vdpbf16ps` every other cycle and two float32 multiply-adds
+        in each, twice as many products (benchmarks/results/2026-11-29-amx.md)."""
+        return replace(self, amx=False)
 
     def register_tile(self, planes: int) -> tuple[int, int]:
         """(rows, keys) of products over so many bfloat16 planes; 0 of them for multiply-adds."""

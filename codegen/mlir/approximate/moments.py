@@ -92,8 +92,7 @@ class Moments(ThreadFunction):
         first = b.mul(b.sub(segment, p[("lag",)]), p[("q_segment",)])
         last = b.least(b.add(first, p[("q_segment",)]), p[("n_q",)])
         inverse = b.div(1.0, self._float(b.most(b.least(before, p[("n_k",)]), 1)), "inverse")
-        wanted = b.compare("ne", p[("second",)], 0, "wanted")
-        wanted = b.select(self._is_beyond(), b.constant(0, "i1"), wanted)
+        wanted = b.negated(self._is_beyond(), "wanted")
         with b.when(wanted), self._blocks(q, "q", b.most(first, 0), last) as block:
             self._queries(b.add(b.mul(item, p[("q_rows",)]), block), b.broadcast(inverse, LANES))
         last = b.least(b.add(before, p[("k_segment",)]), p[("n_k",)])
@@ -269,8 +268,7 @@ class MomentsCall:
             "items": self.heads, "q_offsets": q.offsets.data_ptr(), "k_offsets": k.offsets.data_ptr(),
             "q_stride": q.stride, "k_stride": k.stride, "n_q": q.count, "n_k": k.count, "q_rows": self.rows,
             "lag": int(not segment), "segments": -(-q.count // segment) if segment else 2,
-            "q_segment": segment or q.count, "k_segment": segment or k.count, "second": 1,
-            "limit": float_bits(limit),
+            "q_segment": segment or q.count, "k_segment": segment or k.count, "limit": float_bits(limit),
         })  # fmt: skip
         self.launchers = dict[int, Launch]()
 

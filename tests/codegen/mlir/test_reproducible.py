@@ -17,6 +17,7 @@ from fusion.ir.spec import AuxOutput, Reduction
 from fusion.machine import Machine
 from fusion.planning.register_tiles import REPRODUCIBLE_PART
 from fusion.runtime import kernels
+from tests import emulation
 from tests.codegen.mlir.cases import Case, assert_as_exact_as_eager, case, draw
 from tests.fuzz import specs
 from tests.reproducible import NEWER, Call, Problem, kernel_of, machine_with, part, same_bits, threads, training_of
@@ -52,6 +53,11 @@ def can_run(name: str) -> bool:
 if not any(map(can_run, NEWER)):
     NEWER["avx2"] = ()  # as on Arm, with what there is
     can_run = lambda name: name == "avx2"
+
+
+def test_bfloat16_is_widened_where_tiles_are_not_used() -> None:
+    """Processors with AMX take longer for pairs than for multiply-adds."""
+    assert not emulation.AMX.reproducible.bfloat16 and emulation.PAIRS.reproducible == emulation.PAIRS
 
 
 @pytest.mark.parametrize("seed", CASES)
