@@ -24,9 +24,9 @@ SHARES = {"triton": 0.01, "as for users": 0.01, "trained": 0.08, "by rows": 0.25
 tiles (`quick`); with gradients; with the kernel that goes row by row."""
 TRAINED_AUX = 0.5
 """Share, of the specs with auxiliary outputs, of those that are run with gradients."""
-CALLS = {"quick": 5, "as for users": 24, "triton": 2, "ptx": 2}
+CALLS = {"quick": 5, "as for users": 24, "triton": 2, "ptx": 1}
 """Calls of a compiled kernel, each of other lengths, layouts and values. Those in Triton's interpreter and as PTX take
-a thousand times as long."""
+a thousand times as long; as PTX Triton compiles anew for most of them."""
 TARGETS = ("sm_80", "sm_89", "sm_90")
 OVERFLOWING = 1e37
 """Of fills: sums of some terms of this size are beyond float32."""
