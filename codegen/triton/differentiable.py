@@ -166,12 +166,7 @@ class Differentiable:
             )
         joint = not self._deterministic and self._joins(needs)
         tiles = self.kernel.planner(operands[0].device).backward(*extents[-2:], joint)
-        # To be filled: q, k and v in their dtype (zero, should the attention read only parts of them), others float32.
-        made = {
-            n: torch.zeros(x.shape, dtype=x.dtype if n < 3 else torch.float32, device=x.device)
-            for n, x in enumerate(operands)
-            if needs[n]
-        }
+        made = self._made_for(given, extents)
         *batch, n_q, _, d, _ = extents
         results = self._results(given, made, (*batch, n_q))
         if Joint.name in tiles:
@@ -180,6 +175,20 @@ class Differentiable:
         if (sums := results.get("dq_sums")) is not None:
             strided(made[0], self.trained.q, (*self.trained.axes, I, C), sums.shape).copy_(sums)
         return [made[n] for n in sorted(made)]
+
+    def _made_for(self, given: Backward, extents: tuple[int, ...]) -> dict[int, Tensor]:
+        """Gradients to be filled, by operand: of q, k and v in their dtype, of others in float32. Those that are added
+        to are zero; so are those of which the attention reads only parts, the only elements that kernels write."""
+        *batch, n_q, n_k, d, d_v = extents
+        heads = math.prod(batch)
+        of_keys = math.prod(extent // n for extent, n in zip(batch, self._groups()(given.sizes), strict=True)) * n_k
+        written = (heads * n_q * d, of_keys * d, of_keys * d_v)
+        made = {}
+        for n, x in enumerate(given.operands):
+            if given.needs[n]:
+                make = torch.empty if n < 3 and written[n] == x.numel() else torch.zeros
+                made[n] = make(x.shape, dtype=x.dtype if n < 3 else torch.float32, device=x.device)
+        return made
 
     def _launch(
         self,

@@ -114,8 +114,8 @@ class Kernel:
     def forward(
         self, operands: Sequence[torch.Tensor], sizes: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output, statistics): for each row the maximum, the sum and nothing, float32 [3 or 5, b.., i], where they are
-        needed; so many planes because that is the op's result on every device."""
+        """(output, statistics): for each row the maximum and the sum, float32 [3 or 5, b.., i], where they are needed;
+        so many planes because that is the op's result on every device. The others hold nothing."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         device = operands[0].device
         extents = [*batch, n_q, d_v]
@@ -123,9 +123,10 @@ class Kernel:
         out = stored.permute(self._dims)
         statistics = None
         if self.statistics:
-            statistics = torch.zeros(statistics_shape(self.spec, sizes), dtype=torch.float32, device=device)
+            statistics = torch.empty(statistics_shape(self.spec, sizes), dtype=torch.float32, device=device)
         if n_k == 0 or d == 0 or out.numel() == 0:  # nothing worth a kernel
-            return (reference.run(self.spec, operands, sizes) if out.numel() else out), statistics
+            out = reference.run(self.spec, operands, sizes) if out.numel() else out
+            return out, None if statistics is None else statistics.zero_()
         check_sizes((*extents, n_k))
         self._packed(batch, n_q, device)._launch(operands, sizes, {"out": out, "statistics": statistics})
         return out, statistics

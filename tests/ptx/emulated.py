@@ -18,6 +18,7 @@ import torch
 from benchmarks.offline.absent import check_resources, driver_of
 from fusion.codegen.triton import launch, module
 from fusion.machine import Machine, of_target
+from tests.emitters import unwritten_is_nan
 from tests.ptx import arithmetic, conversions, matrices, movement  # noqa: F401  (they register opcodes)
 from tests.ptx.memory import Fault, Memory
 from tests.ptx.program import Program
@@ -138,6 +139,7 @@ def emulated(target: str) -> Iterator[Emulation]:
             (module, "load", lambda text, interpreted=False: load(text)),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
+        stack.enter_context(unwritten_is_nan())
         active = driver_of(machine)
         active.utils = SimpleNamespace(fill_tma_descriptor=TensorMap, fill_tma_descriptor_tiled=TensorMap)
         driver.set_active(active)
