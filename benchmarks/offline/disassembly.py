@@ -15,6 +15,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from fusion.codegen.triton.ahead_of_time import amd_number
+
 _PRODUCTS = ("HGMMA", "HMMA", "IMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _LABEL = re.compile(r"^\s*(\.L_x?_?\d+):|^(\.LBB\d+_\d+):.*(?:=>This|Parent) ")
@@ -148,12 +150,6 @@ def registers_of(binary: bytes) -> int:
         file.write(binary)
         file.flush()
         return max(map(int, re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))), default=0)
-
-
-def amd_number(text: str, name: str) -> int:
-    """A number of the metadata at the end of AMD's machine code, such as "vgpr_count"; 0 where it is not there."""
-    found = re.search(rf"\.{name}:\s+(\d+)", text)
-    return int(found[1]) if found else 0
 
 
 def _run(tool: str, *arguments: str) -> str:

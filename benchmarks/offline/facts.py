@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fusion.codegen.triton import module
-from fusion.codegen.triton.ahead_of_time import POINTERS, assembled, gpu_target, registers_of, signature
+from fusion.codegen.triton.ahead_of_time import POINTERS, amd_number, assembled, gpu_target, registers_of, signature
 from fusion.codegen.triton.aux_outputs import aux_kernels, aux_tiles
 from fusion.codegen.triton.backward import Queries, backward_kernels, may_join
 from fusion.codegen.triton.dtypes import FLOAT8
@@ -32,7 +32,7 @@ from fusion.planning.gpu_clocks import shares_values
 from fusion.planning.gpu_model import owner_of_keys
 
 from .absent import TENSOR_COLUMNS
-from .disassembly import Loop, amd_number, disassemble, inner_loops
+from .disassembly import Loop, disassemble, inner_loops
 
 
 class OfflineCompilationError(RuntimeError):

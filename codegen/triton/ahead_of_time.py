@@ -36,7 +36,8 @@ POINTERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Registers of a kernel's threads, bytes that a thread spills, and a program's bytes of shared memory."""
+    """Registers of a kernel's threads (AMD's: vector registers), bytes that a thread spills, and a program's bytes of
+    shared memory."""
 
     kernel: str
     registers: int
@@ -51,22 +52,32 @@ class Resources:
 
 
 def resources(spec: AttentionSpec, function: Any, sizes: tuple[int, int], tile: Tile, target: str) -> Resources:
-    """Resources of a spec's kernel for d and d_v, compiled for an NVIDIA GPU. Raises RuntimeError if it is refused."""
+    """Resources of a spec's kernel for d and d_v, compiled for a GPU. Raises RuntimeError if it is refused."""
     import triton
     from triton.compiler import ASTSource
 
     kinds, constants, attributes = signature(spec, function.arg_names, sizes, tile, target)
     source = ASTSource(fn=function, signature=kinds, constexprs=constants, attrs=attributes)
     made = triton.compile(source, target=gpu_target(target), options={**tile.options(), **module.EXACT})
-    with tempfile.TemporaryDirectory() as folder:
-        said = assembled(made.asm["ptx"], target, Path(folder) / "kernel")
-    return Resources(kernel=function.__name__, shared=made.metadata.shared, **registers_of(said))
+    if target.startswith("gfx"):
+        spills = amd_number(made.asm["amdgcn"], "private_segment_fixed_size")
+        found = {"registers": amd_number(made.asm["amdgcn"], "vgpr_count"), "spills": spills}
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = registers_of(assembled(made.asm["ptx"], target, Path(folder) / "kernel"))
+    return Resources(kernel=function.__name__, shared=made.metadata.shared, **found)
 
 
 def registers_of(said: str) -> dict[str, int]:
     """Registers and spilled bytes, from what ptxas says."""
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
     return {"registers": max(map(int, re.findall(r"Used (\d+) registers", said)), default=0), "spills": spills}
+
+
+def amd_number(text: str, name: str) -> int:
+    """A number of the metadata at the end of AMD's machine code, such as "vgpr_count"; 0 where it is not there."""
+    found = re.search(rf"\.{name}:\s+(\d+)", text)
+    return int(found[1]) if found else 0
 
 
 def assembled(ptx: str, target: str, place: Path) -> str:

@@ -87,8 +87,8 @@ class Kernel:
         return choice.heading("#") + self._variant_of(choice, choice.tile, device, (d, d_v)).source
 
     def resources(self, sizes: Sequence[int], target: str) -> list[Resources]:
-        """Resources of the kernels of `source`, compiled for an NVIDIA GPU that need not be there; without the kernel
-        that lists tiles. Raises RuntimeError where Triton or ptxas refuses one."""
+        """Resources of the kernels of `source`, compiled for a GPU that need not be there; without the kernel that
+        lists tiles. Raises RuntimeError where Triton or ptxas refuses one."""
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         device = current_device()
         if (other := self._packed(batch, n_q, device)) is not self:

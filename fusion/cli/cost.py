@@ -19,8 +19,8 @@ EVERY = 1 << 10
 HELP = "Schedule, tile, I/O, lower bound and predicted time of one attention problem."
 
 MACHINES = (
-    "cpu (this computer, the default), a100, h100, h200, b200, mi300x, a target of Triton (sm_89), or a GPU by its "
-    "figures: sm_89:cores=128,clock=2.52e9,flops=165e12,l2=75e6,memory=24e9,bandwidth=1.008e12"
+    "cpu (this computer, the default), a100, h100, h200, b200, mi300x, 4090, a target of Triton (sm_89), or a GPU by "
+    "its figures: sm_89:cores=128,clock=2.52e9,flops=165e12,l2=75e6,memory=24e9,bandwidth=1.008e12"
 )
 
 EXAMPLES = """examples:

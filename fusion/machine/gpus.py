@@ -22,6 +22,8 @@ Sources of the named machines (dense rates, no sparsity):
 - `mi300x`: AMD CDNA 3 white paper: 304 CUs, 64 KiB LDS, 512 KiB vector registers, 1307.4 Tflop/s bf16/fp16, 2614.9
   fp8, 163.4 fp32, L2 4 MiB x 8, Infinity Cache 256 MiB at 17.2 TB/s, 5.3 TB/s; transcendentals at a quarter of 64
   lanes a clock and CU at 2.1 GHz.
+- `4090`: NVIDIA Ada GPU architecture white paper (GeForce RTX 4090): 128 SMs at 2.52 GHz, 165.2 Tflop/s bf16/fp16 with
+  float32 sums, 82.6 tf32 and fp32, 330.3 fp8, L2 72 MiB, 24 GB at 1.008 TB/s.
 
 Additions to memory are what the fastest published backwards with one kernel make, which add a float32 number for each
 column of a query and block of 128 keys: 4 bytes for 5 * 2 * 128 flop. FlashAttention-3 makes 574.7 Tflop/s (d = 128,
@@ -159,7 +161,7 @@ _MI300X = _gpu(
     half=1307.4e12, tf32=653.7e12, fp32=163.4e12, fp8=2614.9e12, exp_rate=304 * 16 * 2.1e9, launch=6e-6,
 )  # fmt: skip
 
-NAMED = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200, "mi300x": _MI300X}
+_BY_DRIVER = {"a100": _A100, "h100": _H100, "h200": _H200, "b200": _B200, "mi300x": _MI300X}
 
 _WITHOUT_LIMIT = 1 << 40
 INTERPRETER = replace(
@@ -211,6 +213,13 @@ def of_architecture(
     )
 
 
+_4090 = replace(
+    of_architecture("sm_89", cores=128, clock=2.52e9, flops=165.2e12, l2=72 * MIB, memory=24 * GIB, bandwidth=1.008e12),
+    name="4090",
+)
+NAMED = {**_BY_DRIVER, "4090": _4090}
+
+
 def of_target(target: str) -> Machine:
     """A machine with a compilation target ("sm_90", "gfx942"): a named one where there is one."""
     named = {gpu.architecture: gpu for gpu in (_A100, _H200, _B200, _MI300X)}
@@ -227,8 +236,8 @@ def of_device(index: int | None = None) -> Machine:
     result = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
     target = result.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{result.major}{result.minor}"
     for name in re.findall(r"\w+", result.name.lower()):
-        if name in NAMED and NAMED[name].architecture == target:  # an "RTX A1000" is no A100
-            known = with_cores(NAMED[name], result.multi_processor_count)
+        if name in _BY_DRIVER and _BY_DRIVER[name].architecture == target:  # an "RTX A1000" is no A100
+            known = with_cores(_BY_DRIVER[name], result.multi_processor_count)
             l2 = known.level("L2").capacity if torch.version.hip else result.L2_cache_size
             levels = (replace(level, capacity=l2) if level.name == "L2" else level for level in known.levels)
             return replace(known, levels=tuple(levels))

@@ -133,7 +133,7 @@ class SiteReport:
 
     def on(self, machine: str | Machine, which: int = 0) -> OnMachine:
         """Plan of one of the site's attentions on a GPU at the sizes of the example, and the text of its Triton module;
-        no GPU is needed. For NVIDIA's the text begins with what ptxas, which Triton brings, says of its registers.
+        no GPU is needed. The text begins with the kernels' registers, as the assemblers that Triton brings state them.
         Raises UnknownMachineError, and ValueError where there is no kernel."""
         from fusion.codegen import triton
         from fusion.errors import UnknownMachineError
@@ -145,7 +145,7 @@ class SiteReport:
         kernel = triton.compile(spec, plan=lambda _: GpuPlanner(spec, gpu))
         extents = tuple(sizes.values())
         text = kernel.source(extents)
-        if text and gpu.architecture.startswith("sm_"):
+        if text:
             try:
                 compiled = kernel.resources(extents, gpu.architecture)
             except RuntimeError as refused:

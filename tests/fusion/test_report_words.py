@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 
 import pytest
 import torch
@@ -344,6 +345,13 @@ def test_a_plan_on_another_machine_is_printed_in_one_screen():
     plan, text = result = site.on("h200")
     assert len(str(result).splitlines()) < 40 and "Expr(" not in str(result)
     assert plan.explain() in str(result) and text.splitlines()[0] in str(result) and result.text == text
+
+
+@pytest.mark.parametrize("machine", ["h200", "a100", "4090", "mi300x"])
+def test_the_text_for_a_gpu_begins_with_what_its_kernels_need(machine):
+    (site,) = fusion.explain(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, *torch.randn(3, 1, 2, 64, 32)).sites
+    head = site.on(machine).text.splitlines()[0]
+    assert re.match(r"# attention_\w+: [1-9]\d* registers, \d+ bytes spilled, [1-9]\d* bytes of shared memory", head)
 
 
 def test_a_kernels_text_begins_with_the_formula_and_its_tensors():
