@@ -14,6 +14,7 @@ import torch
 from fusion.codegen import mlir, reference, triton
 from fusion.ir.expr import Kind, loads, walk
 from fusion.lowering.aux_gradients import unsupported
+from fusion.planning.choice import Tile
 from tests.fuzz import quick
 from tests.fuzz.campaign import BAD, NOTED, Record
 from tests.fuzz.check import DRAWS, Result, Tensors, Verdict, allowing_overflow, magnitude
@@ -35,12 +36,13 @@ OVERFLOWING = 1e37
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """How a spec is run: on a kernel that is made quickly, or (no plan) as for users, or by Triton's interpreter, or as
-    PTX of a target."""
+    PTX of a target, in a tile in place of the planned one."""
 
     emitter: str
     trained: bool
     plan: quick.Plan | None
     target: str | None = None
+    tile: Tile | None = None
 
     @property
     def kind(self) -> str:
@@ -61,8 +63,12 @@ def way(found: Drawn, rng: random.Random) -> Way:
 
 
 def as_ptx(found: Drawn, rng: random.Random) -> Way:
-    """One of the targets, at random, half of the time with gradients."""
-    return Way(emitter="triton", trained=rng.random() < 0.5, plan=None, target=rng.choice(TARGETS))
+    """One of the targets, at random, half of the time with gradients, half of the time in a tile at random. Small ones
+    are compiled in less time than the planned ones."""
+    tile = Tile(rows=rng.choice((16, 32, 64)), keys=rng.choice((16, 32)), warps=4, stages=rng.choice((1, 2, 3)))
+    trained, planned = rng.random() < 0.5, rng.random() < 0.5
+    target = rng.choice(TARGETS)
+    return Way(emitter="triton", trained=trained, plan=None, target=target, tile=None if planned else tile)
 
 
 def run(record: Record, seeds: Iterable[int], seconds: float, way: Callable[[Drawn, random.Random], Way] = way) -> None:
@@ -95,7 +101,8 @@ def kernel(found: Drawn, how: Way) -> Any:
     if how.emitter == "triton":
         if triton.supports(found.spec) is not None:
             return None
-        return triton.Differentiable(found.spec) if statistics else triton.compile(found.spec)
+        make = triton.Differentiable if statistics else triton.Kernel
+        return make(found.spec, how.tile)
     try:
         return mlir.compile_training(found.spec) if statistics else mlir.compile(found.spec)
     except ValueError:
