@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PYTEST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-gpu sample fuzz lint format types bench docs dist versions clean
+.PHONY: help demo test test-long test-gpu sample sample-gpu fuzz lint format types bench docs dist versions clean
 
 help:
 	@echo "make demo    real text through a trained model: eager, Inductor and fusion side by side"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-gpu   on a GPU that is not there: torch for CUDA on a stand-in for its runtime (g++; 5 GB, as sample)"
 	@echo "make sample  some of the tests with the oldest and the newest torch (TORCH='2.12.1': others; 5 GB each,"
 	@echo "             in .venv-torch-*, or in the folder that TORCHES names)"
+	@echo "make sample-gpu  some of test-gpu, in a few minutes"
 	@echo "make fuzz    300 random functions, others at every commit"
 	@echo "make lint    ruff: lint and format    (make format mends what it can)"
 	@echo "make types   pyright"
@@ -53,8 +54,14 @@ test-long: $(VENV)/.installed-test $(VENV)/.installed-timm
 sample: $(BIN)/pip
 	$(BIN)/python .ci/torches.py --jobs $(JOBS) $(TORCH)
 
+# Without the models, but for a step of BERT.
+SAMPLE_GPU := test_device or bert and sdpa and autocast
+
 test-gpu: $(BIN)/pip
 	$(BIN)/python .ci/torches.py --gpu $(or $(TORCH),2.11.0)
+
+sample-gpu: $(BIN)/pip
+	$(BIN)/python .ci/torches.py --gpu --only '$(SAMPLE_GPU)' 2.11.0
 
 SEEDS ?= new:300
 fuzz: $(VENV)/.installed-test

@@ -2,7 +2,8 @@
 
     python .ci/torches.py 2.11.0 2.15.0                 both; fails where a test does
     python .ci/torches.py --write 2.11.0 2.13.0         and the second table of docs/versions.md
-    python .ci/torches.py --gpu 2.11.0                  in place of the sample, tests on a GPU that is not there
+    python .ci/torches.py --gpu 2.11.0                  in place of the sample, tests on a GPU that is not there;
+                                                        --only "readme or vit": those of these names
 
 torch chooses its Triton; the rest is as in constraints.txt. An environment takes some 5 GB, since the registry's torch
 brings the libraries of CUDA, and lies in the checkout, or in the folder that TORCHES names. Constraints that a machine
@@ -43,12 +44,14 @@ def main() -> int:
     parser.add_argument("torch", nargs="*", default=[OLDEST, NEWEST], help=f"versions; {OLDEST} and {NEWEST} without")
     parser.add_argument("--write", action="store_true", help="write what passed into docs/versions.md")
     parser.add_argument("--gpu", action="store_true", help="tests/gpu_stand_in; needs g++ and a torch for CUDA 13")
+    parser.add_argument("--only", default="", help="with --gpu: an expression of pytest's -k")
     parser.add_argument("--jobs", default="2", help="how many tests run at a time")
     arguments = parser.parse_args()
     failed = False
     for version in arguments.torch:
         if arguments.gpu:
-            failed |= bool(subprocess.run([environment(version), "-m", "tests.gpu_stand_in"], cwd=ROOT).returncode)
+            command = [environment(version), "-m", "tests.gpu_stand_in", "-q", "-k", arguments.only]
+            failed |= bool(subprocess.run(command, cwd=ROOT).returncode)
             continue
         outcome = tried(version, environment(version), arguments.jobs)
         print(" | ".join(outcome.values()), flush=True)

@@ -114,25 +114,33 @@ def step(run: Any, model: Any, inputs: Tensors, narrow: bool) -> Tensors:
     return {"loss": loss.detach().float().cpu(), "outputs": result.detach().cpu()} | gradients
 
 
-def check(device: Any, name: str, attention: str, narrow: bool = False, **options: str) -> None:
-    """Steps of a compiled model beside eager's, and in float64 on the CPU."""
+def check(device: Any, name: str, attention: str, narrow: bool = False, warm: int = 0, **compiled_with: Any) -> None:
+    """Steps of a compiled model, after `warm` others, beside eager's, and in float64 on the CPU."""
     chosen = MODELS[name]
     model, exact = chosen.make(attention), chosen.make(attention).double()
     exact.load_state_dict(model.state_dict())
-    compiled = torch.compile(model.cuda(), backend="fusion", options=options)
+    compiled = torch.compile(model.cuda(), backend="fusion", **compiled_with)
 
-    def draw() -> tuple[Tensors, ...]:
-        inputs = chosen.inputs()
-        there, before = {name: value.cuda() for name, value in inputs.items()}, len(device.launched)
-        actual = step(compiled, model, there, narrow)
+    def run(inputs: Tensors) -> Tensors:
+        """A step of the compiled model, all of whose attentions our kernels compute."""
+        before = len(device.launched)
+        torch.compiler.cudagraph_mark_step_begin()
+        results = step(compiled, model, {name: value.cuda() for name, value in inputs.items()}, narrow)
         launched = device.launched[before:]
         counts = launched.count("attention_forward"), launched.count("attention_backward_prepare")
         assert counts == (chosen.attentions, chosen.attentions)
+        return results
+
+    def draw() -> tuple[Tensors, ...]:
+        inputs = chosen.inputs()
         wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+        there = {name: value.cuda() for name, value in inputs.items()}
         reference = step(exact, exact, wide, False)
-        every = actual, step(model, model, there, narrow), reference
+        every = run(inputs), step(model, model, there, narrow), reference
         return tuple(with_small_ones_joined(each, reference) for each in every)
 
+    for _ in range(warm):
+        run(chosen.inputs())
     numerics.assert_as_exact_over_draws(draw, torch.bfloat16 if narrow else None)
 
 
@@ -142,10 +150,17 @@ def check(device: Any, name: str, attention: str, narrow: bool = False, **option
 def test_training_steps(device: Any, name: str, attention: str, narrow: bool) -> None:
     if name == "gemma2" and attention == "sdpa":
         pytest.skip("transformers has no SDPA for Gemma 2, whose scores are capped")
-    check(device, name, attention, narrow, inner="eager")
+    check(device, name, attention, narrow, options={"inner": "eager"})
 
 
 def test_inductor(device: Any) -> None:
     """Its kernels are executed, too."""
     check(device, "llama", "sdpa")
     assert any("fused" in name for name in device.launched)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_and_replayed(device: Any, name: str) -> None:
+    """Of a step of training the forward and the backward are graphs, which are replayed with other numbers."""
+    check(device, name, "eager" if name == "gemma2" else "sdpa", True, warm=2, mode="reduce-overhead")
+    assert device.replays >= 2

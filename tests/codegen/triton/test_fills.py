@@ -10,9 +10,14 @@ pytest.importorskip("triton", reason="kernels need triton")
 from fusion.codegen.triton import differentiable
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.planning.gpu import GpuPlanner
-from tests.codegen.mlir.cases import case, draw
-from tests.codegen.triton.test_backward import SHAPES, SMALL, Joined
+from tests.codegen.mlir.cases import Case, case, draw
+from tests.codegen.triton.test_backward import SHAPES, Apart, Joined
 from tests.numerics import assert_as_exact_as_eager
+
+
+def differentiable_by(c: Case, policy: Apart) -> Differentiable:
+    """Kernels of a case by a policy of the test's."""
+    return Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, policy))
 
 
 def filled(monkeypatch, run: Differentiable, operands: list[torch.Tensor], sizes: list[int]) -> list[tuple[int, ...]]:
@@ -36,20 +41,19 @@ def filled(monkeypatch, run: Differentiable, operands: list[torch.Tensor], sizes
 def test_gradients_of_q_k_and_v_are_written(monkeypatch, group: int) -> None:
     c = case("causal", group=group)
     operands, sizes = draw(c, SHAPES[0] | {"H": group})
-    assert not filled(monkeypatch, Differentiable(c.spec, SMALL), operands, sizes)
+    assert not filled(monkeypatch, differentiable_by(c, Apart()), operands, sizes)
 
 
 def test_gradients_of_captured_tensors_are_added_to(monkeypatch) -> None:
     c = case("alibi")
     operands, sizes = draw(c, SHAPES[0])
-    assert filled(monkeypatch, Differentiable(c.spec, SMALL), operands, sizes) == [tuple(operands[3].shape)]
+    assert filled(monkeypatch, differentiable_by(c, Apart()), operands, sizes) == [tuple(operands[3].shape)]
 
 
 def test_one_kernel_adds_to_the_gradient_of_q_alone(monkeypatch) -> None:
     c = case("plain")
     operands, sizes = draw(c, SHAPES[0])
-    run = Differentiable(c.spec, plan=lambda machine: GpuPlanner(c.spec, machine, Joined()))
-    assert filled(monkeypatch, run, operands, sizes) == [tuple(operands[0].shape)]
+    assert filled(monkeypatch, differentiable_by(c, Joined()), operands, sizes) == [tuple(operands[0].shape)]
 
 
 def test_elements_that_the_attention_does_not_read_have_a_gradient_of_zero() -> None:
