@@ -159,8 +159,7 @@ def test_inductor(device: Any) -> None:
     assert any("fused" in name for name in device.launched)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_captured_and_replayed(device: Any, name: str) -> None:
+def test_captured_and_replayed(device: Any) -> None:
     """Of a step of training the forward and the backward are graphs, which are replayed with other numbers."""
-    check(device, name, "eager" if name == "gemma2" else "sdpa", True, warm=2, mode="reduce-overhead")
+    check(device, "llama", "sdpa", True, warm=2, mode="reduce-overhead")
     assert device.replays >= 2
