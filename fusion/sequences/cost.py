@@ -217,8 +217,9 @@ class Traffic:
         return 2 * self.n_q * width * (math.sqrt(h / p) - h / p)
 
     def seconds(self, schedule: str, machine: Machine, dtype: str, link: float, trained: bool) -> float:
-        """Predicted time. K and V are gathered, and change hands, before the kernel runs; of a ring each step takes the
-        longer of the two. The slowest process counts."""
+        """Predicted time. K and V are gathered, and change hands, before the kernel runs, and their gradients return
+        after it, each a message of its own; of a ring each step takes the longer of the two. The slowest process
+        counts."""
         passes = range(2 if trained else 1)
         return sum(self._seconds(schedule, machine, dtype, link, n) for n in passes)
 
@@ -246,7 +247,7 @@ class Traffic:
         if schedule == "all_to_all":
             return float(pairs.mean() * score + moving + 4 * latency + call)
         if schedule == "gather":
-            return float(pairs.max(initial=0)) * score + moving + latency + call
+            return float(pairs.max(initial=0)) * score + moving + (2 + 2 * number) * latency + call
         work = self._of_tiles() if schedule == "mesh" else self._of_blocks(schedule)
         before = (1 + number) * work.before * second
         moving, slowest = max(0.0, moving - before), work.pairs * score + (1 + number) * work.blocks * call
