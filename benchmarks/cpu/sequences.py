@@ -1,10 +1,11 @@
 """Schedules of a sequence that is sharded over two processes, each pinned to a core: measured and predicted seconds of
 a forward and a backward, and the schedule that "auto" takes. Needs two cores and Linux.
 
-    python -m benchmarks.cpu.sequences [--N 2048] [--repeats 25]
+    python -m benchmarks.cpu.sequences [--N 2048] [--repeats 15] [--starts 4]
 
-The processes exchange data over gloo's sockets on this machine. The time is that of the slower process, the median of
-the repeats, in which the schedules take turns.
+The processes exchange data over gloo's sockets on this machine, and are started several times, since a start may be
+slower than the next one throughout. The time is that of the slower process, the median of the repeats of all starts, in
+which the schedules take turns.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def step(attend: Callable[..., Tensor], inputs: list[Tensor]) -> float:
 
 
 def work(rank: int, folder: str, length: int, repeats: int) -> None:
-    """One process: writes the seconds of each schedule and the one that is chosen, by case."""
+    """One process: writes the seconds of each repeat by schedule, those predicted and the schedule that is chosen, by
+    case."""
     os.sched_setaffinity(0, {rank})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
@@ -66,27 +68,34 @@ def work(rank: int, folder: str, length: int, repeats: int) -> None:
         for attend in ways.values():
             step(attend, inputs)
         times = [{way: step(attend, inputs) for way, attend in ways.items()} for _ in range(repeats)]
-        medians = {way: statistics.median(one[way] for one in times) for way in ways}
         problem = Problem(n_q=length, n_k=length, d=D, d_v=D, heads=heads, heads_kv=heads, **mask)
         traffic, target = schedules.across(problem, PROCESSES), machine("cpu")  # of one core
         given = target, "float32", cost.LINKS["cpu"]
         predicted = {way: traffic.seconds(way, *given, trained=True) for way in ways}
-        measured[name] = medians, predicted, cost.cheapest(traffic, [*ways], target, "float32")
+        measured[name] = times, predicted, cost.cheapest(traffic, [*ways], target, "float32")
     torch.save(measured, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def _start(length: int, repeats: int) -> dict[str, Any]:
+    """What the first of newly started processes writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(work, (folder, length, repeats), nprocs=PROCESSES)
+        return torch.load(f"{folder}/0.pt")
 
 
 def main() -> None:
     parser = results.parser(__doc__)
     parser.add_argument("--N", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--starts", type=int, default=4)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (folder, options.N, options.repeats), nprocs=PROCESSES)
-        measured, lines = torch.load(f"{folder}/0.pt"), []
-    for name, (times, predicted, chosen) in measured.items():
-        cells = [f"{1e3 * times[w]:.0f} ({1e3 * predicted[w]:.0f})" if w in times else "" for w in SCHEDULES]
-        lines.append([name, *cells, chosen, f"{times[chosen] / min(times.values()):.2f}"])
+    starts, lines = [_start(options.N, options.repeats) for _ in range(options.starts)], []
+    for name, (_, predicted, chosen) in starts[0].items():
+        times = [one for start in starts for one in start[name][0]]
+        medians = {way: statistics.median(one[way] for one in times) for way in predicted}
+        cells = [f"{1e3 * medians[w]:.0f} ({1e3 * predicted[w]:.0f})" if w in medians else "" for w in SCHEDULES]
+        lines.append([name, *cells, chosen, f"{medians[chosen] / min(medians.values()):.2f}"])
     title = f"Schedules of {options.N} rows on {PROCESSES} processes, forward and backward, ms (predicted)"
     results.publish(title, results.table(["", *SCHEDULES, "chosen", "of the best"], lines), None)
 

@@ -278,7 +278,7 @@ def recorded() -> Iterator[Ran]:
 
 
 class Sent(TorchDispatchMode):
-    """Count of the elements that this process sends: by torch's collectives to `processes` - 1 others, and by the
+    """Count of the elements that this process sends: by torch's gathers to `processes` - 1 others, and by the
     room's own messages."""
 
     def __init__(self, processes: int):
@@ -291,8 +291,6 @@ class Sent(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "all_gather_into_tensor":
             self.elements += args[0].numel() * (self.processes - 1)
-        elif name == "reduce_scatter_tensor":
-            self.elements += args[0].numel() // self.processes * (self.processes - 1)
         elif "_c10d_functional" in func.namespace:
             assert name in ("wait_tensor", "_wrap_tensor_autograd"), f"{name} is not counted"
         return func(*args, **(kwargs or {}))
