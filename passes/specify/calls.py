@@ -19,7 +19,7 @@ from .. import marks, nodes
 from ..building import Symbols, same_grad_mode_point
 from ..nodes import Unsupported, packet
 from ..pullback.contractions import products_above
-from ..pullback.reductions import blocking_op, is_reduction
+from ..pullback.reductions import OPERATIONS, blocking_op, is_reduction
 from ..recognize.ancestors import SOFTMAXES
 from ..recognize.find import Site, defect, pending
 from .aux_outputs import AuxUse, uses_of
@@ -177,7 +177,7 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
 def _table_name(site: Site, node: Node) -> str:
     """Weights, if rows of scores are reduced at or above a node of the region, else scores."""
     above = nodes.walk_up([node], lambda here: [parent for parent in here.all_input_nodes if parent in site.scores])
-    return "weights" if any(packet(each) in SOFTMAXES or is_reduction(each) for each in above) else "scores"
+    return "weights" if any(packet(each) in OPERATIONS for each in above) else "scores"
 
 
 def _outside(site: Site, live: set[Node], needs: Mapping[Node, list[Node]]) -> Callable[[Node], bool]:
