@@ -81,6 +81,16 @@ class _Completion(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code (0 done, 1 the command says no, 2 the request was wrong)."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _run(argv: Sequence[str] | None) -> int:
     whole = parser()
     arguments = whole.parse_args(argv)
     arguments.command_line = shlex.join(["fusion", *(sys.argv[1:] if argv is None else argv)])
@@ -93,6 +103,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FusionError as error:
         print(f"fusion {arguments.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        sys.stderr.close()
-        return 0

@@ -381,3 +381,10 @@ def test_the_command_is_a_program():
         cwd=Path(__file__).parents[3],
     )
     assert done.returncode == 0 and json.loads(done.stdout)["schedule"]
+
+
+@pytest.mark.parametrize("arguments", ["", "--completion", "cost"])
+def test_a_reader_that_stops_is_no_error(arguments):
+    script = f"{sys.executable} -m fusion.cli {arguments} | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
