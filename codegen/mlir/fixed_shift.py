@@ -103,7 +103,8 @@ class FixedShift(Overlapped):
         with b.carry(0, item.padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
             queries.yields(b.most(worst, b.load(self.query_norms[g], nothing.type, "norms")))
         first = self.tiles.kernel.packed_step(b.as_value(keys.low, "i64"))
-        end = b.add(first, b.ceil_div(b.sub(keys.high, keys.low), step))
+        count = b.most(b.sub(keys.high, keys.low), 0)  # a part of the keys may have none of them
+        end = b.add(first, b.ceil_div(count, step))
         with b.carry(first, end, 1, [nothing, nothing], hint="n") as (steps, n, (norm, magnitude)):
             note = self.step_norms[n]
             norms, magnitudes = (b.load(b.at(note, k * self.tiles.lanes, "i32"), nothing.type) for k in (0, 1))

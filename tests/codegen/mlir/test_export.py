@@ -88,7 +88,7 @@ def test_a_site_that_was_not_fused_has_no_mlir():
         s = q @ k.mT
         return torch.softmax(s, -1) @ v, s
 
-    with pytest.raises(MlirExportError, match="a site with 0 was asked for: the attention weights are needed"):
+    with pytest.raises(MlirExportError, match="a site with 0 was asked for: the attention scores are needed"):
         fusion.explain(returns_scores, *tensors(1, 2, 5, 4)).sites[0].mlir()
     with pytest.raises(MlirExportError, match="returns more than one tensor"):
         fusion.explain(returns, *tensors(1, 2, 5, 4)).sites[0].mlir()
