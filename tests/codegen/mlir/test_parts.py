@@ -17,6 +17,7 @@ from fusion.machine import Machine, with_cores
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu_planner import LEAST_PART, CpuPlanner, rows_choice
 from fusion.planning.register_tiles import tilings_for
+from tests import emulation
 from tests.codegen.mlir.cases import (
     TARGETS,
     Case,
@@ -83,6 +84,16 @@ def test_parts_in_tiles(name: str, fields: dict) -> None:
     for parts, n_q, n_k in ((2, 17, 1300), (3, 130, 700), (3, 40, 2000), (16, 9, 5000), (4, 100, 70)):
         operands, sizes = draw(c, {"B": 2, "H": 2, "Nq": n_q, "Nk": n_k}, "heads_inside")
         assert_as_exact_as_eager(kernel(c, parts, tiled=True)(operands, sizes), c, operands)
+
+
+def test_parts_without_a_key_of_an_item() -> None:
+    """Bounds of scores, on tiles of AMX: the keys of a window end before some parts begin."""
+    c, target = case("window", "bfloat16"), emulation.AMX
+    with emulation.compiling(target):
+        tile = Tile(rows=2 * target.register_tile(1)[0], keys=64)
+        run = Kernel(c.spec, tilings_for(c.spec, target), target, Parts(3, tile))
+        operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 130, "Nk": 700})
+        assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
 @pytest.mark.one_in(2)
