@@ -78,7 +78,7 @@ def work(rank: int, folder: str, length: int, repeats: int) -> None:
 
 
 def _start(length: int, repeats: int) -> dict[str, Any]:
-    """What the first of newly started processes writes."""
+    """Results of the first process, by case, after a new start of all processes."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(work, (folder, length, repeats), nprocs=PROCESSES)
         return torch.load(f"{folder}/0.pt")

@@ -160,6 +160,6 @@ def test_inductor(device: Any) -> None:
 
 
 def test_captured_and_replayed(device: Any) -> None:
-    """Of a step of training the forward and the backward are graphs, which are replayed with other numbers."""
+    """Forward and backward of a training step are captured as CUDA graphs, and replayed with other numbers."""
     check(device, "llama", "sdpa", True, warm=2, mode="reduce-overhead")
     assert device.replays >= 2
