@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from fusion.torch_private.tracing import without_function_modes
 CHAIN = 430
 """Terms that may be added one to the other, on average over a sum. MKL adds up 192 and then such sums; chains of 512
 have errors of 1.3 times what the project's rule allows beside it, chains of 430 stay within."""
-FEW = (2, 3)
-"""Rows for which MKL has shorter chains: beside it oneDNN would round worse than the rule allows."""
+FEW = 32
+"""Rows from which on MKL adds all products in one way. With fewer its chains may be much shorter."""
 STEP = 256
 """Widths of parts that differ: a sum of 1024 terms is best computed as 768, and 256, of which oneDNN adds 512 and then
 two times 256."""
@@ -81,18 +81,36 @@ def width(depth: int, dtype: torch.dtype = torch.float32) -> int:
     return 1
 
 
-def _chain(depth: int) -> float:
-    """Length of the chains in which oneDNN adds up so many terms, averaged over the terms.
+def stays(rows: int) -> bool:
+    """Whether a product of so many rows is left to MKL, whose chains are so short there that oneDNN would round worse
+    than the rule allows. On Zen 5 that is so with 2 and 3 rows, on Intel's processors with AMX with 1 to 15."""
+    return isinstance(rows, int) and 0 < rows < FEW and _is_short(rows)
 
-    In float32 2**24 + 1 is 2**24: a chain that begins with 2**24 loses the ones that follow.
-    """
-    with plainly():
-        x, w = torch.ones(2, 64, depth, dtype=torch.float32, device="cpu")
-        w[:, 0] = 2.0**24
-        out = devices.onednn_product(x, w, None)
-        longest = depth - int((out - 2.0**24).min())
+
+@functools.lru_cache(FEW)
+def _is_short(rows: int) -> bool:
+    own, many = (_longest(torch.mm, count, 768, 1024) for count in (rows, FEW))
+    return 2 * own < many and 1.5 * own < _longest(_onednn, rows, 768, 1024)
+
+
+def _chain(depth: int) -> float:
+    """Length of the chains in which oneDNN adds up so many terms, averaged over the terms."""
+    longest = _longest(_onednn, 64, depth, 64)
     rest = depth % longest
     return (depth - rest) / depth * longest + rest / depth * rest
+
+
+def _onednn(x: Tensor, w: Tensor) -> Tensor:
+    return devices.onednn_product(x, w.mT, None)
+
+
+def _longest(multiply: Callable[[Tensor, Tensor], Tensor], rows: int, depth: int, columns: int) -> int:
+    """Longest chain in which a product's terms are added one to the other. In float32 2**24 + 1 is 2**24: a chain
+    that begins with 2**24 loses the ones that follow."""
+    with plainly():
+        x, w = (torch.ones(n, depth, dtype=torch.float32, device="cpu") for n in (rows, columns))
+        w[:, 0] = 2.0**24
+        return depth - int((multiply(x, w.mT) - 2.0**24).min())
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool, f
     `bias: [n]`, and GELU of that where `gelu` is the `approximate` of one. chosen: oneDNN was chosen when the graph was
     compiled, as all sizes were known; otherwise the sizes of the call decide. frozen: w is a constant of the graph."""
     if x.dtype is torch.float32:
-        chosen = x.shape[0] not in products.FEW and (chosen or _pays(x, w))
+        chosen = not products.stays(x.shape[0]) and (chosen or _pays(x, w))
     if devices.onednn_may_run() and chosen:
         return products.product(x, w, bias, gelu, frozen)
     out = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
@@ -40,7 +40,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool, fr
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-VERSION = 3
+VERSION = 4
 """To be raised with every change of what the op computes or of the pass: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "FRAGMENT")
@@ -98,7 +98,7 @@ class ProductsPass(CustomGraphPass):
             return self._gelu(product, node) is not None
         if self.always:
             return True
-        if product.is_frozen and product.x.shape[0] in products.FEW:
+        if product.is_frozen and products.stays(product.x.shape[0]):
             return False
         copied = products.copied(product.x, product.w) if product.is_static and not product.is_frozen else 0
         m, k, n = (size if isinstance(size, int) else MANY for size in (m, k, n))

@@ -66,7 +66,7 @@ class Speeds:
 
     def onednn_pays(self, m: int, k: int, n: int, copied: int) -> bool:
         """Whether oneDNN is faster by the margin. copied: elements that are copied for it."""
-        if min(k, n) < LEAST or not m or m in products.FEW:
+        if min(k, n) < LEAST or not m or products.stays(m):
             return False
         width = products.width(k)
         own = k / width * self.seconds(self.onednn, m, width, n) + copied * self.copy

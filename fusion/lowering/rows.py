@@ -60,12 +60,21 @@ def row_epilogue(spec: AttentionSpec) -> Iterator[tuple[str, Expr, Expr]]:
     dead, total = apply("feq", ROW_MAX, const(-math.inf)), KEY_SUM
     if spec.sinks:
         yield "base", BASE, where(dead, ZERO, ROW_MAX)
-        yield "shrink", SHRINK, apply("exp", KEY_MAX - BASE)
+        yield "shrink", SHRINK, apply("exp", KEY_MAX - BASE) * (ONE + _lost(KEY_MAX, BASE))
         total = sum((apply("exp", sink - BASE) for sink in spec.sinks), KEY_SUM * SHRINK)
     if spec.normalizer is Normalizer.ZERO_SOFTMAX or (spec.normalizer is Normalizer.SOFTMAX and keeps_ends(spec)):
         total = where(dead, const(math.nan), total)
     yield "row_sum", ROW_SUM, total
     yield "factor", FACTOR, _factor(spec, SHRINK if spec.sinks else ONE)
+
+
+def _lost(a: Expr, b: Expr) -> Expr:
+    """Rounding error of a - b (the sum of two numbers of Knuth, The Art of Computer Programming, volume 2, 4.2.2), 0
+    where that is not finite. A sink of 80 rounds all weights of a row alike, which eager's sums of keys average."""
+    difference = a - b
+    rest = difference - a
+    lost = (a - (difference - rest)) - (b + rest)
+    return where(apply("flt", apply("abs", lost), const(math.inf)), lost, ZERO)
 
 
 def _factor(spec: AttentionSpec, shrink: Expr) -> Expr:

@@ -72,11 +72,11 @@ def test_gelu_is_inside(spelling: str, dtype: torch.dtype) -> None:
     module = Layer(activation).to(dtype)
     exact = Layer(activation).double()
     exact.load_state_dict(module.state_dict())
-    assert gelus(module, torch.randn(6, 96, dtype=dtype)) == [approximate]
+    assert gelus(module, torch.randn(products.FEW, 96, dtype=dtype)) == [approximate]
     run = torch.compile(module, backend=redirected)
 
     def drawn():
-        x = 3 * torch.randn(6, 96, dtype=dtype)
+        x = 3 * torch.randn(products.FEW, 96, dtype=dtype)
         return run(x), module(x), exact(x.double())
 
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_gelu_is_inside(spelling: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_others_are_not(other: str) -> None:
-    module, x = Layer(OTHERS[other]), torch.randn(6, 96)
+    module, x = Layer(OTHERS[other]), torch.randn(products.FEW, 96)
     assert gelus(module, x) == [""]
     torch._dynamo.reset()
     with torch.no_grad():
@@ -94,11 +94,11 @@ def test_others_are_not(other: str) -> None:
 
 def test_in_training_the_backward_reads_the_product() -> None:
     module = Layer(F.gelu)
-    assert gelus(module, torch.randn(6, 96), training=True) == [""]
+    assert gelus(module, torch.randn(products.FEW, 96), training=True) == [""]
 
 
 def test_deep_sums_have_it_after_their_parts() -> None:
-    module, x = Layer(F.gelu, k=3000), torch.randn(6, 3000)
+    module, x = Layer(F.gelu, k=3000), torch.randn(products.FEW, 3000)
     assert gelus(module, x) == [""]
 
 

@@ -150,8 +150,8 @@ def test_frozen_weights_are_packed_for_the_faster_library(rows: int, set_speeds)
     module, x = Layers(1024).requires_grad_(False), torch.randn(rows, 1024)
     before = len(products._parts)
     with config.patch(freezing=True):
-        assert compiled(module, x)[1] == (0 if rows in products.FEW else 2)
-    assert len(products._parts) == before + (0 if rows in products.FEW else 2)
+        assert compiled(module, x)[1] == (0 if products.stays(rows) else 2)
+    assert len(products._parts) == before + (0 if products.stays(rows) else 2)
 
 
 @pytest.mark.parametrize(("precision", "has_tf32"), [("bf16", False), ("tf32", True), ("tf32", False)])
