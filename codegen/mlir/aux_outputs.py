@@ -137,10 +137,10 @@ class AuxOutputs:
         b = self.b
         known = {J: b.least(key, b.sub(self.kernel.n_k, 1), "j")}
         if self.keeps:
-            weight = b.load(self._row(kept, key), self.vector, "p")
+            weight = b.load(b.row(kept, key, self.lanes), self.vector, "p")
             known[WEIGHT] = weight if factor is None else self.kernel._scaled(weight, factor)
         if self.keeps_scores:
-            known[_EXPONENT] = self.kernel._in_own_units(b.load(self._row(scored, key), self.vector, "x"))
+            known[_EXPONENT] = self.kernel._in_own_units(b.load(b.row(scored, key, self.lanes), self.vector, "x"))
         scope = rows.inner(known)
         return [scope.vector(value) for value in self.values]
 
@@ -162,7 +162,7 @@ class AuxOutputs:
         for n, value in enumerate(values):
             for (k, aux), sums in zip(self.of_keys, self.sums, strict=True):
                 term = b.select(rows.lanes.valid, value[k], b.constant(IDENTITY[aux.reduction], self.vector))
-                place = self._row(sums, b.add(keys, n))
+                place = b.row(sums, b.add(keys, n), self.lanes)
                 b.store(b.binary(_COMBINE[aux.reduction], b.load(place, self.vector, "of_key"), term), place)
         return totals
 
@@ -180,7 +180,7 @@ class AuxOutputs:
                 line = self.kernel._narrow(b.load(b.at(source, vectors, "f32"), self.vector), memory)
                 if memory == "bf16":  # of which LLVM would make single floats, and round them again
                     line = b.bitcast(line, vector_of("i16", lanes))
-                b.masked_store(line, b.at(target, vectors, memory), self.kernel._valid(b.sub(count, vectors)))
+                b.masked_store(line, b.at(target, vectors, memory), b.first_lanes(b.sub(count, vectors), lanes))
 
     def end(self, item: Item) -> None:
         """After the last group of an item: its part of what is reduced over queries."""
@@ -189,13 +189,10 @@ class AuxOutputs:
             combine = functools.partial(b.binary, _COMBINE[aux.reduction])
             copy = b.row(self._base(k, item.scope), self.kernel.thread, self.kernel.params[("aux_elements", k)])
             with b.loop(0, n_k, lanes, hint="j") as j:
-                columns = transpose(b, [b.load(self._row(sums, b.add(j, n)), self.vector) for n in range(lanes)])
-                valid, place = self.kernel._valid(b.sub(n_k, j)), b.at(copy, j, "f32")
+                columns = transpose(b, [b.load(b.row(sums, b.add(j, n), lanes), self.vector) for n in range(lanes)])
+                valid, place = b.first_lanes(b.sub(n_k, j), lanes), b.at(copy, j, "f32")
                 before = b.masked_load(place, valid, vector_of("f32", lanes))
                 b.masked_store(combine(before, functools.reduce(combine, columns)), place, valid)
-
-    def _row(self, base: Value, key: Value) -> Value:
-        return self.b.row(base, key, self.lanes)
 
     def _offset(self, k: int, name: str, position: Value | int) -> Value:
         return self.b.mul(position, self.kernel.params[("aux_stride", k, name)])
@@ -213,25 +210,22 @@ class TrainingStatistics:
 
     def __init__(self, kernel: KernelFunction, groups: int):
         self.kernel, self.b = kernel, kernel.b
-        self.peaks = kernel.area(groups * 4 * kernel.lanes, "peaks")
-
-    def _peak_of(self, g: Value) -> Value:
-        return self.b.row(self.peaks, g, self.kernel.lanes)
+        self.peaks = kernel.array(groups, kernel.lanes, "peaks", "f32")
 
     def clear(self, groups: Value) -> None:
         """Before the first key of an item."""
         b = self.b
         with b.loop(0, groups, hint="g") as g:
-            b.store(b.constant(float("-inf"), self.kernel.vector), self._peak_of(g))
+            b.store(b.constant(float("-inf"), self.kernel.vector), self.peaks[g])
 
     def note_maximum(self, softmax: GroupSoftmax, g: Value, highest: Value) -> None:
         """Note the maximum of a group's scores in one block of keys."""
-        at = self._peak_of(g)
+        at = self.peaks[g]
         self.b.store(softmax.largest(highest, self.b.load(at, self.kernel.vector, "peak")), at)
 
     def note_exponents(self, g: Value, first: Value, second: Value) -> None:
         """Keep the exponents of a group's scores of two keys, relative to a centre, in powers of 2."""
-        b, at = self.b, self._peak_of(g)
+        b, at = self.b, self.peaks[g]
         peak = b.load(at, self.kernel.vector, "peak")
         for x in (first, second):
             peak = self.kernel.exponent.larger(peak, x, "peak")
@@ -241,7 +235,7 @@ class TrainingStatistics:
         """After the last of these: peaks in the programs' units."""
         b, vector = self.b, self.kernel.vector
         with b.loop(0, groups, hint="g") as g:
-            at = self._peak_of(g)
+            at = self.peaks[g]
             unit = b.constant(1 / (self.kernel.programs.scale * LOG2E), vector)
             b.store(b.fma(b.load(at, vector, "peak"), unit, b.constant(centre, vector)), at)
 
@@ -254,7 +248,7 @@ class TrainingStatistics:
         for axis, extent in enumerate(kernel.spec.batch):
             flat = b.add(b.mul(flat, b.as_value(rows.integer(extent), "i64")), rows.value(coord(f"b{axis}")))
         at = b.add(b.mul(flat, kernel.n_q), rows.lanes.first, "row")
-        highest = b.load(self._peak_of(g), kernel.vector, "peak")
+        highest = b.load(self.peaks[g], kernel.vector, "peak")
         largest = b.mul(kernel.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
         marked = b.select(
             b.compare("ogt", largest, concentrated(kernel.spec)),

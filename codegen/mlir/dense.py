@@ -126,7 +126,7 @@ class DistanceTable:
         count = b.add(b.sub(b.sub(last_row, first_key), b.sub(first_row, last_key)), 1)
         with b.loop(0, count, lanes, hint="at") as at:
             valid = b.first_lanes(b.sub(count, at), lanes)
-            lane = Lanes(coord=I, first=b.add(first_row, at), count=lanes, valid=valid)
+            lane = Lanes(coord=I, first=b.add(first_row, at), valid=valid)
             here = scope.inner({J: last_key}, lanes=lane)
             value = here.vector(self.part)
             if self.scalar == "i32":

@@ -59,7 +59,7 @@ class Elements:
 
     def _vector(self, row: Scope, first: Value, valid: Value, contiguous: bool) -> Value:
         """The elements of the columns from `first` on. contiguous: strides are such that lanes read side by side."""
-        lanes = Lanes(coord=LANE, first=0, count=self.lanes, valid=valid)
+        lanes = Lanes(coord=LANE, first=0, valid=valid)
         here = row.inner({BLOCK: self.b.div(first, self.lanes, "block")}, lanes=lanes)
 
         def leaf(expr: Expr) -> Value | None:

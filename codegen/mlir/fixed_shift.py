@@ -128,7 +128,7 @@ class FixedShift(Overlapped):
             dead = b.compare("oeq", b.load(memory.total, self.vector, "l"), 0.0, "dead")
             m = b.load(memory.maximum, self.vector, "m")
             b.store(b.select(dead, float("-inf"), m), memory.maximum)
-            rows = b.and_(dead, tiles.kernel._valid(b.sub(item.count, b.mul(g, tiles.lanes))))
+            rows = b.and_(dead, b.first_lanes(b.sub(item.count, b.mul(g, tiles.lanes)), tiles.lanes))
             return b.reduce("or", rows, "found")
 
         return b.any(item.groups, 1, mark, "g")

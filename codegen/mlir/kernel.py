@@ -210,7 +210,8 @@ class AttentionKernel(KernelFunction):
 
         def dead(g: Value) -> Value:
             m = b.load(self.tiles.max_of[g], self.vector, "m")
-            rows = b.and_(b.negated(self._alive(m, fill)), self._valid(b.sub(item.count, b.mul(g, self.lanes))))
+            dead = b.negated(self._alive(m, fill))
+            rows = b.and_(dead, b.first_lanes(b.sub(item.count, b.mul(g, self.lanes)), self.lanes))
             return b.reduce("or", rows, "dead")
 
         return b.any(item.groups, 1, dead, "g")

@@ -29,7 +29,7 @@ from .dense import DenseLoad, stage_loads
 from .micro_kernel import FmaVectors, MatrixOperand
 from .products import vector_products
 from .rows import STATE_BYTES, PackedRows
-from .scope import Lanes, Scope
+from .scope import Scope
 from .skeleton import KernelFunction
 from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram
 from .thread_function import KernelText
@@ -106,9 +106,9 @@ class MixedHeadsKernel(KernelFunction):
             self._score_head(self._head_scope(scope, head), head, first)
         with b.loop(0, self.groups, hint="g") as g:
             start = b.add(first, b.mul(g, self.lanes), "row")
-            lanes = Lanes(coord=I, first=start, count=self.lanes, valid=self._valid(b.sub(self.n_q, start)))
+            rows = scope.along(I, start, b.sub(self.n_q, start))
             with b.when(b.compare("slt", start, self.n_q)):
-                self._weigh(scope.inner(lanes=lanes), g)
+                self._weigh(rows, g)
         with b.loop(0, self.heads, hint="head") as head:
             self._finish(self._head_scope(scope, head), head, first)
 

@@ -53,7 +53,7 @@ class GroupedRows(VectorRows):
 
     def _queries(self, first: Value) -> Value:
         """Those of a group, whose first row this is."""
-        return self.b.row(self.queries, first, self.d_padded, "bf16")
+        return self.b.row(self.queries.first, first, self.d_padded, "bf16")
 
     @contextmanager
     def _groups(
@@ -128,7 +128,7 @@ class GroupedRows(VectorRows):
         odd = b.rem(b.sub(low, few.start), 2)
         begin = b.add(low, odd)
         whole = b.add(begin, b.floor_to(b.most(b.sub(high, begin), 0), LANES))
-        outputs = [b.at(self._output(b.add(first, r)), e, "f32") for r in range(self.rows_at_once)]
+        outputs = [b.at(self.outputs[b.add(first, r)], e, "f32") for r in range(self.rows_at_once)]
         places = [b.at(output, n * self.lanes, "f32") for output in outputs for n in range(count)]
         sums = [b.load(place, self.vector, "o") for place in places]
         for start, stop, number in (b.sub(low, odd), begin, 2), (begin, whole, LANES), (whole, high, 2):

@@ -33,10 +33,10 @@ from .parts import Parts, Sums
 from .row_products import STEP, KeyChunk, Source
 from .row_tiles import row_products
 from .rows import SharedRows
-from .scope import Lanes, Scope
+from .scope import Scope
 from .skeleton import KernelFunction
 from .thread_function import KernelText
-from .values import round_up
+from .values import Array, round_up
 
 MOST_KEYS = 512
 """Most keys of a chunk, whose lanes are keys, so that each lane sums only a part of them."""
@@ -62,7 +62,7 @@ class RowKernel(KernelFunction):
         self.record_bytes = 4 * MOST_ROWS * (self.e_padded + 2 * self.lanes)
         self.sums = self.area(self.record_bytes, "sums")
         self.parts = Parts(self, self.record_bytes)
-        self.ranges = self.area(8 * MOST_ROWS * 2, "ranges")
+        self.ranges = self.array(MOST_ROWS, 2, "ranges", "i64")  # of keys
         self.factors = self.area(4 * (self.chunk + self.lanes), "factors")
 
     def text(self) -> KernelText:
@@ -101,17 +101,18 @@ class RowKernel(KernelFunction):
         """Output, maximum and sum (vectors) of every row are in this record from here on."""
         self.outputs, self.maxima, self.totals = self._areas(record)
 
-    def _areas(self, record: Value) -> tuple[Value, Value, Value]:
-        """Addresses of outputs, maxima and totals in a record."""
-        maxima = self.b.at(record, MOST_ROWS * self.e_padded, "f32", "maxima")
-        return record, maxima, self.b.at(maxima, MOST_ROWS * self.lanes, "f32", "totals")
+    def _areas(self, record: Value) -> tuple[Array, Array, Array]:
+        """Outputs, maxima and totals of all rows, in a record."""
+        b, lanes = self.b, self.lanes
+        maxima = b.at(record, MOST_ROWS * self.e_padded, "f32", "maxima")
+        totals = b.at(maxima, MOST_ROWS * lanes, "f32", "totals")
+        return Array(b, record, self.e_padded, "f32"), Array(b, maxima, lanes, "f32"), Array(b, totals, lanes, "f32")
 
     def _sums(self, record: Value, r: Value) -> Sums:
         """Sums of row r, in a record."""
-        b, (outputs, maxima, totals) = self.b, self._areas(record)
-        places = (totals, self.lanes), (outputs, self.e_padded)
-        vectors = [(b.row(area, r, size), size // self.lanes) for area, size in places]
-        return Sums(maximum=b.row(maxima, r, self.lanes), vectors=vectors)
+        outputs, maxima, totals = self._areas(record)
+        vectors = [(totals[r], 1), (outputs[r], self.e_padded // self.lanes)]
+        return Sums(maximum=maxima[r], vectors=vectors)
 
     def _merge(self, item: Value, count: Value) -> None:
         """Sum up what the parts of an item have left."""
@@ -152,7 +153,7 @@ class RowKernel(KernelFunction):
         room that a cache has left. Looking costs next to nothing where there are none, and less than they do else."""
         b, lanes = self.b, self.lanes
         assert self.spec.mask is not None
-        live, ends = self.spec.mask.maybe_live, b.row(self.ranges, r, 2, "i64")
+        live, ends = self.spec.mask.maybe_live, self.ranges[r]
 
         def first(low: Value, high: Value) -> Value:
             return low
@@ -166,9 +167,8 @@ class RowKernel(KernelFunction):
 
             def alive() -> Value:
                 at = start(low, high)
-                lane = Lanes(coord=J, first=at, count=lanes, valid=self._valid(b.sub(high, at)))
-                here = scope.inner(lanes=lane).vector(live)
-                result = b.reduce("or", b.and_(here, lane.valid), "alive")
+                here = scope.along(J, at, b.sub(high, at))
+                result = b.reduce("or", b.and_(here.vector(live), here.lanes.valid), "alive")
                 return b.convert("arith.extui", result, "i64")
 
             return b.either(b.compare("slt", low, high), alive, lambda: b.constant(1, "i64"), "i64")
@@ -179,27 +179,25 @@ class RowKernel(KernelFunction):
             b.store(last(*self._range(r)), b.at(ends, 1, "i64"))
 
     def _clear(self, r: Value, low: Value, high: Value) -> None:
-        b, lanes = self.b, self.lanes
-        zero, ends = b.constant(0.0, self.vector), b.row(self.ranges, r, 2, "i64")
+        b, zero, ends = self.b, self.b.constant(0.0, self.vector), self.ranges[r]
         b.store(low, ends)
         b.store(high, b.at(ends, 1, "i64"))
-        b.store(b.constant(float("-inf"), self.vector), b.row(self.maxima, r, lanes))
-        b.store(zero, b.row(self.totals, r, lanes))
-        b.fill(b.row(self.outputs, r, self.e_padded), self.e_padded // lanes, zero, hint="e")
+        b.store(b.constant(float("-inf"), self.vector), self.maxima[r])
+        b.store(zero, self.totals[r])
+        b.fill(self.outputs[r], self.e_padded // self.lanes, zero, hint="e")
 
     def _begin_again(self, r: Value) -> None:
         """All keys for a row whose keys were all dead, none for others."""
         b, nothing = self.b, self.b.constant(0, "i64")
-        ends = b.row(self.ranges, r, 2, "i64")
-        b.store(nothing, b.at(ends, 1, "i64"))
-        m = b.load(b.row(self.maxima, r, self.lanes), self.vector, "m")
+        b.store(nothing, b.at(self.ranges[r], 1, "i64"))
+        m = b.load(self.maxima[r], self.vector, "m")
         assert self.spec.mask is not None
         alive = b.extract(self._alive(m, self.spec.mask.fill), 0, "alive")
         with b.when(b.negated(alive)):
             self._clear(r, nothing, self.n_k)
 
     def _range(self, r: Value) -> tuple[Value, Value]:
-        ends = self.b.row(self.ranges, r, 2, "i64")
+        ends = self.ranges[r]
         return self.b.load(ends, "i64", "low"), self.b.load(self.b.at(ends, 1, "i64"), "i64", "high")
 
     def _visit(self, top: Scope, first: Value, count: Value) -> None:
@@ -223,7 +221,7 @@ class RowKernel(KernelFunction):
                 self._attend(self._row_scope(top, b.add(first, r))[0], r, mine)
             self.products.end((keys, values), every, self._active_rows)
             with self._active_rows(every) as (r, mine):
-                self.products.add_output(values, mine, r, b.row(self.outputs, r, self.e_padded))
+                self.products.add_output(values, mine, r, self.outputs[r])
 
     def _sources(self, scope: Scope) -> list[Source]:
         """K and V."""
@@ -246,12 +244,11 @@ class RowKernel(KernelFunction):
 
     def _attend(self, scope: Scope, r: Value, mine: KeyChunk) -> None:
         """Row r's weights of its keys of a chunk, and its maximum and sum with them; its output is rescaled."""
-        b, lanes = self.b, self.lanes
-        maximum, total = b.row(self.maxima, r, lanes), b.row(self.totals, r, lanes)
+        b, maximum, total = self.b, self.maxima[r], self.totals[r]
         m, before = b.load(maximum, self.vector, "m"), b.load(total, self.vector, "l")
         m_new, own = self._weights(scope, r, mine, m)
         if self.spec.normalizer is not Normalizer.NONE:
-            factor, output = self.exponent.factor(m, m_new), b.row(self.outputs, r, self.e_padded)
+            factor, output = self.exponent.factor(m, m_new), self.outputs[r]
             before = b.mul(before, factor)
             b.update(output, self.e_padded, lambda x: b.mul(x, factor), self.vector)
         b.store(m_new, maximum)
@@ -260,9 +257,9 @@ class RowKernel(KernelFunction):
 
     def _finish(self, scope: Scope, batch: Scope, i: Value, r: Value) -> None:
         b, lanes = self.b, self.lanes
-        output, factor = b.row(self.outputs, r, self.e_padded), None
+        output, factor = self.outputs[r], None
         if self.spec.normalizer is not Normalizer.NONE:
-            m, total = (b.load(b.row(area, r, lanes), self.vector) for area in (self.maxima, self.totals))
+            m, total = (b.load(area[r], self.vector) for area in (self.maxima, self.totals))
             total = b.reduce("add", total, "sum")
             factor = self._row_factor(scope, m, b.broadcast(total, lanes))
         step = lanes if self.e_padded % (2 * lanes) else 2 * lanes
@@ -312,10 +309,9 @@ class RowKernel(KernelFunction):
 
     def _scores(self, scope: Scope, r: Value, mine: KeyChunk, j0: Value) -> tuple[Value, Value | None]:
         """The score program (and weight program) of L keys; -inf (or weight 0) beyond the last."""
-        b, lanes = self.b, self.lanes
-        score, valid = self.products.scores(mine, r, j0), self._valid(b.sub(mine.high, j0))
-        lane = Lanes(coord=J, first=j0, count=lanes, valid=valid)
-        here = scope.inner({SCORE: score}, lanes=lane)
+        b, score = self.b, self.products.scores(mine, r, j0)
+        here = scope.along(J, j0, b.sub(mine.high, j0), {SCORE: score})
+        valid = here.lanes.valid
         outside = 0.0 if self.spec.normalizer is Normalizer.NONE else float("-inf")
         x = b.select(valid, here.vector(self.programs.masked), outside, "x")
         return x, None if self.weight is None else b.select(valid, here.vector(self.weight), 0.0, "w")

@@ -46,7 +46,7 @@ class VectorRows(RowProducts):
 
     def __init__(self, kernel: RowKernel, rows_at_once: int):
         super().__init__(kernel, rows_at_once)
-        spec, target, area = kernel.spec, kernel.target, kernel.area
+        spec, target = kernel.spec, kernel.target
         q, k, v = (spec.operands[n].dtype == "bfloat16" and spec.values[n] is None for n in (0, 1, 2))
         double, whole = 2 * target.lanes, target.pairs and planes_of(spec, target) == 1
         key_pairs, value_pairs = q and k and self.d_padded % double == 0, v and self.e_padded % double == 0
@@ -58,10 +58,10 @@ class VectorRows(RowProducts):
         else:
             self.values = ValueProducts(words, self, value_pairs)
         self.in_order = self.values.in_order
-        self.queries = area(4 * MOST_ROWS * self.d_padded, "queries")
-        self.outputs = area(4 * MOST_ROWS * self.e_padded, "outputs")
+        self.queries = kernel.array(MOST_ROWS, self.d_padded, "queries", "f32")
+        self.outputs = kernel.array(MOST_ROWS, self.e_padded, "outputs", "f32")
         self.room = self.chunk + 2 * self.lanes
-        self.products = area(4 * MOST_ROWS * self.room, "products")
+        self.products = kernel.array(MOST_ROWS, self.room, "products", "f32")
 
     @staticmethod
     def chunk_keys(columns: int, most: int) -> int:
@@ -69,11 +69,8 @@ class VectorRows(RowProducts):
             most //= 2
         return most
 
-    def _query(self, r: Value) -> Value:
-        return self.b.row(self.queries, r, self.d_padded)
-
     def store_query(self, source: Rows, r: Value) -> None:
-        self.keys.store_query(source, self._query(r))
+        self.keys.store_query(source, self.queries[r])
 
     def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, lanes, (keys, values) = self.b, self.lanes, sources
@@ -83,7 +80,7 @@ class VectorRows(RowProducts):
                 if prefetch is not None:
                     prefetch(j0)
                 rows = keys.gather_rows(j0, lanes, mine.n_k, self.d, self.d_padded, self.staging)
-                products = sum_rows(b, self.keys.dot_products(rows, self._query(r)))
+                products = sum_rows(b, self.keys.dot_products(rows, self.queries[r]))
                 b.store(products, self._product(r, mine, j0))
 
     @contextmanager
@@ -117,7 +114,7 @@ class VectorRows(RowProducts):
         return self.b.load(self._product(r, mine, key), self.vector, "score")
 
     def weights(self, r: Value) -> Value:
-        return self.b.row(self.products, r, self.room)
+        return self.products[r]
 
     def weigh(self, mine: KeyChunk, r: Value) -> None:
         b = self.b
@@ -126,19 +123,16 @@ class VectorRows(RowProducts):
 
     def _clear_output(self, r: Value) -> None:
         zero = self.b.constant(0.0, self.vector)
-        self.b.fill(self._output(r), self.e_padded // self.lanes, zero, hint="e")
+        self.b.fill(self.outputs[r], self.e_padded // self.lanes, zero, hint="e")
 
     def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         keys, values = sources
         with self._steps(every) as few, active_rows(few) as (r, mine):
             prefetch = self._prefetcher(keys, few, r, self.d, self.chunk)
-            self.values.weigh(values, mine, self.weights(r), self._output(r), prefetch)
-
-    def _output(self, r: Value) -> Value:
-        return self.b.row(self.outputs, r, self.e_padded)
+            self.values.weigh(values, mine, self.weights(r), self.outputs[r], prefetch)
 
     def add_output(self, values: Source, mine: KeyChunk, r: Value, target: Value) -> None:
-        self._add(self._output(r), target)
+        self._add(self.outputs[r], target)
 
 
 def _columns(

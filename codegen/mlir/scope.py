@@ -41,7 +41,6 @@ class Lanes:
 
     coord: Expr
     first: Value | int | None
-    count: int
     valid: Value
 
 
@@ -103,6 +102,11 @@ class Scope:
     ) -> Scope:
         """A scope in this one."""
         return Scope(self.context, self, lanes or self.axis, {} if known is None else known, leaf)
+
+    def along(self, coord: Expr, first: Value, count: Value, known: dict[Expr, Value] | None = None) -> Scope:
+        """A scope in this one whose lanes have the coordinates from `first` on, of which there are `count`."""
+        valid = self.b.first_lanes(count, self.context.lanes)
+        return self.inner(known, Lanes(coord=coord, first=first, valid=valid))
 
     def prepare(self, *exprs: Expr | None, bound: frozenset[str]) -> None:
         """Write here whatever below the expressions depends on nothing but the coordinates `bound`."""

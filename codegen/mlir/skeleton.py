@@ -216,9 +216,6 @@ class KernelFunction(ThreadFunction):
         b = self.b
         return functools.reduce(lambda x, e: b.and_(x, scope.value(e)), conditions, b.constant(1, "i1"))
 
-    def _valid(self, remaining: Value) -> Value:
-        return self.b.first_lanes(remaining, self.lanes)
-
     def _alive(self, m: Value, fill: float) -> Value:
         """Whether a maximum, in units of the programs' scale, is that of a live key."""
         # In these units a finite fill was clamped to the largest float32: the limit must stay above that.

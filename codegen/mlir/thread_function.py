@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .builder import PTR, Builder, Value
-from .values import Array, round_up
+from .values import SIZE, Array, round_up
 
 
 class Params:
@@ -90,9 +90,9 @@ class ThreadFunction:
         with self.b.at_entry():
             return self.b.at(self.base, offset, "i8", hint)
 
-    def array(self, count: int, size: int, hint: str) -> Array:
-        """Array of `count` parts of `size` bytes each."""
-        return Array(self.b, self.area(count * size, hint), size)
+    def array(self, count: int, size: int, hint: str, scalar: str = "i8") -> Array:
+        """Array of `count` parts of `size` elements each."""
+        return Array(self.b, self.area(count * size * SIZE[scalar], hint), size, scalar)
 
     @contextlib.contextmanager
     def dynamic_loop(self, count: Value, hint: str) -> Iterator[Value]:

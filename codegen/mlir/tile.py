@@ -30,7 +30,7 @@ from .builder import Value
 from .dense import DenseLoad, DistanceTable
 from .products import InterleavedWork
 from .rows import RowReader
-from .scope import Lanes, Scope
+from .scope import Scope
 from .softmax import Group, GroupSoftmax, KeyBlock, RowProgram, Store
 from .values import Array
 
@@ -270,8 +270,7 @@ class Tiles:
     def lane_scope(self, item: Item, scope: Scope, g: Value) -> Scope:
         """The scope that knows the queries in the lanes of a group."""
         b, offset = self.b, self.b.mul(g, self.lanes)
-        first, valid = b.add(item.first, offset), self.kernel._valid(b.sub(item.count, offset))
-        return scope.inner(lanes=Lanes(coord=I, first=first, count=self.lanes, valid=valid))
+        return scope.along(I, b.add(item.first, offset), b.sub(item.count, offset))
 
     def softmax(self, tile: ScoreTile, member: Value | int) -> GroupSoftmax:
         memory = self.group(self.b.add(tile.g, member), member, tile.weights)

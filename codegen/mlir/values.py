@@ -92,15 +92,16 @@ def round_up(value: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Memory of equal parts, one behind the other: `array[n]` is the address of one. size: its bytes."""
+    """Memory of equal parts, one behind the other: `array[n]` is the address of one. size: its elements of a scalar
+    type, bytes by default."""
 
     b: Builder
     first: Value
     size: Operand
-    hint: str = "p"
+    scalar: str = "i8"
 
     def __getitem__(self, number: Operand) -> Value:
-        return self.b.row(self.first, number, self.size, "i8", self.hint)
+        return self.b.row(self.first, number, self.size, self.scalar)
 
     def behind(self, number: Operand) -> Array:
         """Those from a number on."""

@@ -102,7 +102,7 @@ class ListedQueries(QueryLanes):
         """Write the numbers of the rows among these to the list, and the first of all behind it; returns how many."""
         b, lanes = self.b, self.lanes
         with b.loop(0, queries.count, lanes, hint="r") as r:
-            valid = self.kernel._valid(b.sub(queries.count, r))
+            valid = b.first_lanes(b.sub(queries.count, r), self.lanes)
             self._mark(b.add(queries.first, r), valid, b.at(self.marks, r, "f32"))
         with b.carry(0, queries.count, 1, [b.constant(0, "i64")], hint="r") as (loop, r, (count,)):
             b.store(b.add(queries.first, r), b.at(self.listed, count, "i64"))
@@ -152,8 +152,8 @@ class ListedQueries(QueryLanes):
         b, offset, lane = self.b, self.b.mul(g, self.lanes), self.kernel.axis.lane
         numbers = b.at(self.listed, b.add(block.first, offset), "i64")
         numbers = b.load(numbers, vector_of("i64", self.lanes), "rows")
-        valid = self.kernel._valid(b.sub(block.count, offset))
-        return block.scope.inner({lane: numbers}, lanes=Lanes(coord=lane, first=None, count=self.lanes, valid=valid))
+        valid = b.first_lanes(b.sub(block.count, offset), self.lanes)
+        return block.scope.inner({lane: numbers}, lanes=Lanes(coord=lane, first=None, valid=valid))
 
     def statistics(self, scope: Scope) -> dict[str, Value]:
         b, kernel, results = self.b, self.kernel, {}

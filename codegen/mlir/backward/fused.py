@@ -283,7 +283,7 @@ class QueryGradients:
                 rows = [b.least(b.add(i, n), b.sub(kernel.n_q, 1)) for n in range(lanes)]
                 lines = [b.load(self._row_sum(row, number), self.vector, "sum") for row in rows]
                 at = b.at(kernel.params[("ptr", "sums", number)], b.add(kernel.flat_query, i), "f32")
-                b.masked_store(sum_rows(b, lines), at, kernel._valid(b.sub(kernel.n_q, i)))
+                b.masked_store(sum_rows(b, lines), at, b.first_lanes(b.sub(kernel.n_q, i), self.lanes))
         with b.loop(0, kernel.n_q, hint="i") as i:
             for block, part in enumerate(self.product.line(self.sums, i)):
                 b.store(b.mul(part, kernel.programs.scale), b.at(kernel.out_rows, lanes * block, "f32"))

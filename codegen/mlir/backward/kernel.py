@@ -205,7 +205,7 @@ class BackwardKernel(KernelFunction):
             if math.isfinite(mask.fill):
                 limit = max(mask.fill / 2 / self.programs.scale, -3e38)
                 alive = b.and_(alive, b.compare("olt", shift, b.mul(c, -limit)))
-            return b.reduce("or", b.and_(b.negated(alive), self._valid(b.sub(queries.count, i))), "dead")
+            return b.reduce("or", b.and_(b.negated(alive), b.first_lanes(b.sub(queries.count, i), self.lanes)), "dead")
 
         return b.any(queries.count, self.lanes, dead, "i")
 
@@ -214,7 +214,7 @@ class BackwardKernel(KernelFunction):
         b, lanes = self.b, self.lanes
         offset = b.mul(g, lanes)
         remaining = b.least(b.sub(block.count, offset), lanes)
-        row, valid = b.add(block.first, offset), self._valid(b.sub(block.count, offset))
+        row, valid = b.add(block.first, offset), b.first_lanes(b.sub(block.count, offset), self.lanes)
         base = self.flat_query if self.axis is LaneAxis.QUERIES else self.flat_key
         for k, entry in enumerate(self.lane_sums):
             at = b.at(self.params[("ptr", "sums", self.sums.index(entry))], b.add(base, row), "f32")

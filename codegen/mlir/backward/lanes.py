@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 from fusion.ir.expr import I0, I1
 from fusion.lowering.backward_plan import STATISTICS, Form, LaneAxis, normalized
 
-from .. import scope as scopes
 from ..amx import Products
 from ..builder import Value
 from ..dense import DenseLoad
@@ -72,9 +71,7 @@ class Lanes:
     def scope(self, block: Block, g: Value) -> Scope:
         """A scope that knows the lanes of a group."""
         b, offset = self.b, self.b.mul(g, self.lanes)
-        first, valid = b.add(block.first, offset), self.kernel._valid(b.sub(block.count, offset))
-        lanes = scopes.Lanes(coord=self.kernel.axis.lane, first=first, count=self.lanes, valid=valid)
-        return block.scope.inner(lanes=lanes)
+        return block.scope.along(self.kernel.axis.lane, b.add(block.first, offset), b.sub(block.count, offset))
 
     def statistics(self, scope: Scope) -> dict[str, Value] | None:
         """`STATISTICS` of the lanes of a scope; None where lanes are no queries, or there are none."""
@@ -146,9 +143,9 @@ class KeyLanes(Lanes):
             assert isinstance(tensor, LaneLoad | GradientSink)
             per_line = max(1, LINE // (lanes * SIZE[tensor.memory]))
             with b.loop(0, block.groups, per_line, hint="g") as g, b.loop(0, rows.count, hint="r") as r:
-                start, valid = b.add(block.first, b.mul(g, lanes)), self.kernel._valid(b.constant(lanes, "i64"))
-                lane = scopes.Lanes(coord=axis.lane, first=start, count=lanes, valid=valid)
-                tensor.prefetch(block.scope.inner({axis.row: b.add(rows.first, r)}, lanes=lane))
+                start, all_lanes = b.add(block.first, b.mul(g, lanes)), b.constant(lanes, "i64")
+                here = block.scope.along(axis.lane, start, all_lanes)
+                tensor.prefetch(here.inner({axis.row: b.add(rows.first, r)}))
 
 
 KEY_FORMS = (Form.PER_KEY, Form.DENSE, Form.SCATTERED)
