@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, J, Kind, coord, node, substitute, walk
+from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, WEIGHT, J, Kind, node, substitute, walk
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AuxOutput, Reduction
 from fusion.lowering.numbers import LOG2E
@@ -244,17 +244,11 @@ class TrainingStatistics:
         and the factor of its output."""
         b, kernel = self.b, self.kernel
         unit, shift = kernel.exponent.coefficients(raw)
-        flat: Value | int = 0
-        for axis, extent in enumerate(kernel.spec.batch):
-            flat = b.add(b.mul(flat, b.as_value(rows.integer(extent), "i64")), rows.value(coord(f"b{axis}")))
-        at = b.add(b.mul(flat, kernel.n_q), rows.lanes.first, "row")
+        at = b.add(b.mul(kernel.flat_number(rows), kernel.n_q), rows.lanes.first, "row")
         highest = b.load(self.peaks[g], kernel.vector, "peak")
         largest = b.mul(kernel.context.math.exp2(b.fma(highest, unit, shift), 5), factor, "largest_weight")
         marked = b.select(
-            b.compare("ogt", largest, concentrated(kernel.spec)),
-            b.unary("arith.negf", unit),
-            unit,
-            "marked",
+            b.compare("ogt", largest, concentrated(kernel.spec)), b.unary("arith.negf", unit), unit, "marked"
         )
         ends = (rows.known[ROW_MAX], rows.known[ROW_SUM]) if keeps_ends(kernel.spec) else ()
         for plane, value in enumerate((marked, shift, factor, *ends)):

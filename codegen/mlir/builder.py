@@ -194,8 +194,8 @@ class Builder:
     def select(self, condition: Value, x: Operand, y: Operand, hint: str = "sel") -> Value:
         a, b = self._alike(x, y)
         lanes = shape_of(condition.type)[0]
-        if lanes and not shape_of(a.type)[0]:
-            a, b = self.broadcast(a, lanes), self.broadcast(b, lanes)
+        if lanes:
+            a, b = self.in_all_lanes(a, lanes), self.in_all_lanes(b, lanes)
         types = f"{condition.type}, {a.type}" if lanes else a.type
         return self.op(f"arith.select {condition}, {a}, {b} : {types}", a.type, hint)
 
@@ -229,6 +229,10 @@ class Builder:
     def broadcast(self, x: Value, lanes: int, hint: str | None = None) -> Value:
         type_ = vector_of(x.type, lanes)
         return self.op(f"vector.broadcast {x} : {x.type} to {type_}", type_, hint or f"{x.name[1:]}_all")
+
+    def in_all_lanes(self, x: Value, lanes: int) -> Value:
+        """A vector as it is, a scalar in every lane."""
+        return x if shape_of(x.type)[0] else self.broadcast(x, lanes)
 
     def shuffle(self, x: Value, y: Value, pattern: Sequence[int], hint: str = "shuf") -> Value:
         type_ = vector_of(shape_of(x.type)[1], len(pattern))

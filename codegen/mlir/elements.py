@@ -82,9 +82,8 @@ class Elements:
             return None
         dtype = self.context.operands[expr.operand].dtype
         memory, low, offset = MEMORY_TYPE[dtype], min(pattern[1]), b.constant(min(pattern[1]), "i64")
-        for dim, index in enumerate(expr.args):
-            stride = self.context.params[("stride", expr.operand, dim)]
-            offset = b.add(offset, b.mul(here.integer(pattern[0] if dim == dims[0] else index), stride))
+        index = [pattern[0] if dim == dims[0] else part for dim, part in enumerate(expr.args)]
+        offset = here.offset(index, self.context.strides(expr.operand, len(index)), offset)
         address = b.at(self.context.params[("ptr", expr.operand)], offset, memory)
         result = b.load(address, vector_of(memory, span), "x", align=1)
         places = [place - low for place in pattern[1]]
@@ -114,9 +113,7 @@ class Elements:
         if coordinates(expr) <= {LANE.name} and not loads(expr):
             return b.dense(lane_values(expr, self.lanes), type_, "known")
         if expr.op == "load" or LANE.name not in coordinates(expr):
-            result = here.value(expr)
-            result = result if result.type.startswith("vector") else b.broadcast(result, self.lanes)
-            return result if result.type == type_ else b.convert("arith.trunci", result, "i32")
+            return b.convert("arith.trunci", here.vector(expr), "i32")
         if expr.op == "iwhere":
             return b.select(here.vector(expr.args[0]), *(self._word(here, arg) for arg in expr.args[1:]))
         values = [self._word(here, arg) for arg in expr.args]

@@ -72,10 +72,8 @@ class AttentionKernel(KernelFunction):
         bounds = score_bounds(self.tiles)
         self.bounded = None if bounds is None else FixedShift(self.tiles, bounds)
         self.stream = (Overlapped if p.overlaps else Sequential)(self.tiles)
-        aux, sizes = (
-            self.tiles.aux_outputs,
-            [p.key_bytes, p.value_bytes, self.bounded.step_bytes if self.bounded else 0],
-        )
+        aux = self.tiles.aux_outputs
+        sizes = [p.key_bytes, p.value_bytes, self.bounded.step_bytes if self.bounded else 0]
         self.windowed = aux is None  # whose kept weights are those of all keys
         self.step_bytes, (self.packed_keys, values, norms, behind) = sum(sizes), self.packed_areas([*sizes, 0])
         self.packed_values = values.first

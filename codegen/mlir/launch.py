@@ -24,15 +24,7 @@ from fusion.planning.register_tiles import KEY_SPAN, REPRODUCIBLE_PART, AllHeads
 
 from .. import reference
 from ..emitter import Edges, Proof
-from .calling import (
-    MOST_CUT,
-    CompiledKernel,
-    Launch,
-    address,
-    check_sizes,
-    empty_strided,
-    operand_values,
-)
+from .calling import MOST_CUT, CompiledKernel, Launch, address, check_sizes, empty_strided, operand_values
 from .kernel import emit
 from .row_kernel import MOST_KEYS
 from .thread_function import KernelText

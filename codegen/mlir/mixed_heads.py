@@ -14,6 +14,7 @@ So nothing is computed twice, no maximum is stale, and a thread holds n_k * H nu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from fusion.ir.expr import HEAD, SCORE, WEIGHT, Expr, I, J, coord
@@ -66,15 +67,14 @@ class MixedHeadsKernel(KernelFunction):
             name: self.area(matrix, name) for name in ("scores", "weights") if getattr(self.mixing, name) is not None
         }
         self.matrix_bytes = round_up(matrix, 64)
-        self.state = self.area(heads * STATE_BYTES, "state")
-        self.queries = self.area(self.groups * p.query_bytes, "queries")
+        self.state = self.array(heads, STATE_BYTES, "state")
+        self.queries = self.array(self.groups, p.query_bytes, "queries")
         self.staging = self.area(8 * p.staging_elements, "staging")
         self.out_rows = self.area(self.lanes * p.e_padded * 4, "out_rows")
         self.maximum, self.total = self.area(self.row, "maximum"), self.area(self.row, "total")
-        self.row_factors = self.area(heads * self.groups * self.row, "row_factors")
-        self.mixed = self.area(heads * self.keys_at_once * self.row, "mixed")
-        self.output_bytes = p.e_padded * self.row
-        self.output, self.part = (self.area(self.groups * self.output_bytes, name) for name in ("output", "part"))
+        self.row_factors = self.array(heads * self.groups, self.lanes, "row_factors", "f32")
+        self.mixed = self.array(heads * self.keys_at_once, self.lanes, "mixed", "f32")
+        self.output, self.part = (self.array(self.groups, p.e_padded * self.row, name) for name in ("output", "part"))
         # Of a key step: packed keys and values, scores, dense loads and factors of the weights.
         step_row, staged = p.key_step * self.row, len(self.dense) + 1
         sizes = [heads * p.key_bytes, heads * p.value_bytes, heads * self.groups * step_row, *[step_row] * staged]
@@ -119,19 +119,15 @@ class MixedHeadsKernel(KernelFunction):
         return scope.inner(known)
 
     def _packed(self, head: Value) -> PackedRows:
-        return PackedRows(self.b, self.b.row(self.state, head, STATE_BYTES, "i8"))
+        return PackedRows(self.b, self.state[head])
 
     def _rows(self, head: Value, g: Value | int) -> Value:
         """Address of the scores, and later the weights, of a head and a group of queries."""
-        b = self.b
-        number = b.add(b.mul(head, self.groups), g)
-        return b.row(self.scores, number, self.group_bytes, "i8", "rows")
+        return self.b.row(self.scores, self._number(head, g), self.group_bytes, "i8", "rows")
 
-    def _key(self, rows: Value, key: Value | int) -> Value:
-        return self.b.row(rows, key, self.lanes)
-
-    def _row_factors_of(self, head: Value, g: Value) -> Value:
-        return self._key(self.row_factors, self.b.add(self.b.mul(head, self.groups), g))
+    def _number(self, head: Value, g: Value | int) -> Value:
+        """Number of a head's group of queries among those of all heads."""
+        return self.b.add(self.b.mul(head, self.groups), g)
 
     def _read_matrix(self, scope: Scope, matrix: Expr, area: Value, scale: float) -> None:
         """Copy what heads are mixed by: blocks of [h][`heads_at_once` results]."""
@@ -140,9 +136,8 @@ class MixedHeadsKernel(KernelFunction):
             inner = self._head_scope(scope, to)
             inner.known[HEAD] = of
             place = b.add(b.mul(b.div(to, width), width * heads), b.add(b.mul(of, width), b.rem(to, width)))
-            b.store(
-                b.mul(inner.value(matrix), scale) if scale != 1.0 else inner.value(matrix), b.at(area, place, "f32")
-            )
+            x = inner.value(matrix)
+            b.store(b.mul(x, scale) if scale != 1.0 else x, b.at(area, place, "f32"))
 
     def _mix(
         self,
@@ -155,11 +150,11 @@ class MixedHeadsKernel(KernelFunction):
         vectors of these). own: how often what is mixed of a head is added to its sum."""
         b, heads, width, count = self.b, self.heads, self.heads_at_once, self.keys_at_once
         kernel = FmaVectors(b, self.lanes)
-        right = MatrixOperand(bases=[self.mixed], step=count * self.lanes, count=count, part=self.lanes)
+        right = MatrixOperand(bases=[self.mixed.first], step=count * self.lanes, count=count, part=self.lanes)
         with b.loop(0, self.padded, count, hint="j") as j:
             with b.loop(0, heads, hint="of") as head:
                 for u in range(count):
-                    b.store(of(head, b.add(j, u)), self._key(self.mixed, b.add(b.mul(head, count), u)))
+                    b.store(of(head, b.add(j, u)), self.mixed[b.add(b.mul(head, count), u)])
             with b.loop(0, heads, width, hint="to") as to:
                 left = MatrixOperand(bases=[b.row(matrix, to, heads)], step=width, count=width, part=1)
                 sums = kernel.gemm(kernel.zeros(width * count), left, right, 0, heads)
@@ -172,7 +167,7 @@ class MixedHeadsKernel(KernelFunction):
     def _with_own(self, head: Value, sums: Sequence[Value], factor: float) -> list[Value]:
         """The sums of a head for some keys, with what was mixed of it added."""
         b, count = self.b, self.keys_at_once
-        places = [self._key(self.mixed, b.add(b.mul(head, count), u)) for u in range(count)]
+        places = [self.mixed[b.add(b.mul(head, count), u)] for u in range(count)]
         return [b.fma(b.load(at, self.vector), factor, x) for at, x in zip(places, sums, strict=True)]
 
     def _score_head(self, scope: Scope, head: Value, first: Value) -> None:
@@ -180,22 +175,23 @@ class MixedHeadsKernel(KernelFunction):
         b, p = self.b, self.products
         readers, packed = self._readers(scope), self._packed(head)
         first_step = b.mul(b.mul(head, self.steps), p.key_bytes)
-        keys, values = b.at(self.packed_keys, first_step, "i8", "keys"), self._values_of(head)
+        keys = Array(b, b.at(self.packed_keys, first_step, "i8", "keys"), p.key_bytes)
+        values = self._values_of(head)
         packed.note(readers[1:])
 
         def pack(key: Value) -> None:
             n = b.div(key, p.key_step)
-            p.pack_keys(readers[1], key, self.n_k, b.row(keys, n, p.key_bytes, "i8"), self.staging)
+            p.pack_keys(readers[1], key, self.n_k, keys[n], self.staging)
             p.pack_values(readers[2], key, self.n_k, p.values_of(values, n), self.staging)
 
         packed.extend(0, self.n_k, p.key_step, pack)
-        queries = [b.at(self.queries, g * p.query_bytes, "i8") for g in range(self.groups)]
+        queries = [self.queries[g] for g in range(self.groups)]
         for g, place in enumerate(queries):
             p.pack_queries(readers[0], b.add(first, g * self.lanes), self.n_q, place, self.staging)
         rows = [self._rows(head, g) for g in range(self.groups)]
         with b.loop(0, self.steps, hint="step") as step:
-            places = [self._key(at, b.mul(step, p.key_step)) for at in rows]
-            p.scores(b.row(keys, step, p.key_bytes, "i8"), queries, places, step)
+            places = [b.row(at, b.mul(step, p.key_step), self.lanes) for at in rows]
+            p.scores(keys[step], queries, places, step)
 
     def _values_of(self, head: Value) -> Value:
         at = self.b.mul(self.b.mul(head, self.steps), self.products.value_bytes)
@@ -209,11 +205,12 @@ class MixedHeadsKernel(KernelFunction):
                 with b.loop(0, self.heads, hint="head") as head:
                     self._apply(self._head_scope(lanes, head), head, g, self.scored, None)
             own = self.scale * mixing.own_score
-            self._mix(self.matrices["scores"], lambda head, key: self._at(head, g, key), self._put_scores(g), own)
+            put = functools.partial(self._put_scores, g)
+            self._mix(self.matrices["scores"], lambda head, key: self._at(head, g, key), put, own)
         with b.loop(0, self.heads, hint="head") as head:
             self._exponentials(self._head_scope(lanes, head), head, g)
         if mixing.weights is not None:
-            put = self._put_weights(lanes, g)
+            put = functools.partial(self._put_weights, lanes, g)
             own = float(mixing.own_weight)
             self._mix(self.matrices["weights"], lambda head, key: self._weight_at(head, g, key), put, own)
             return
@@ -222,32 +219,25 @@ class MixedHeadsKernel(KernelFunction):
             self.products.store_weights(self._rows(head, g), key, *pair)
 
     def _at(self, head: Value, g: Value, key: Value) -> Value:
-        return self.b.load(self._key(self._rows(head, g), key), self.vector, "s", align=self.row)
+        return self.b.load(self.b.row(self._rows(head, g), key, self.lanes), self.vector, "s", align=self.row)
 
     def _weight_at(self, head: Value, g: Value, key: Value) -> Value:
-        factor = self.b.load(self._row_factors_of(head, g), self.vector, "factor")
+        factor = self.b.load(self.row_factors[self._number(head, g)], self.vector, "factor")
         return self._scaled(self._at(head, g, key), factor)
 
-    def _put_scores(self, g: Value) -> Callable[[Value, Value, Sequence[Value]], None]:
-        def put(head: Value, first: Value, values: Sequence[Value]) -> None:
-            rows = self._key(self._rows(head, g), first)
-            for u, value in enumerate(values):
-                self.b.store(value, self._key(rows, u), align=self.row)
+    def _put_scores(self, g: Value, head: Value, first: Value, values: Sequence[Value]) -> None:
+        rows = self.b.row(self._rows(head, g), first, self.lanes)
+        for u, value in enumerate(values):
+            self.b.store(value, self.b.row(rows, u, self.lanes), align=self.row)
 
-        return put
-
-    def _put_weights(self, lanes: Scope, g: Value) -> Callable[[Value, Value, Sequence[Value]], None]:
+    def _put_weights(self, lanes: Scope, g: Value, head: Value, first: Value, values: Sequence[Value]) -> None:
         b, program = self.b, self.mixing.weighted
-
-        def put(head: Value, first: Value, values: Sequence[Value]) -> None:
-            if program is not WEIGHT:
-                scope = self._head_scope(lanes, head)
-                scope.prepare(program, bound=self.batch_names)
-                values = [self._weighted(scope, b.add(first, u), value) for u, value in enumerate(values)]
-            for u in range(0, len(values), 2):
-                self.products.store_weights(self._rows(head, g), b.add(first, u), values[u], values[u + 1])
-
-        return put
+        if program is not WEIGHT:
+            scope = self._head_scope(lanes, head)
+            scope.prepare(program, bound=self.batch_names)
+            values = [self._weighted(scope, b.add(first, u), value) for u, value in enumerate(values)]
+        for u in range(0, len(values), 2):
+            self.products.store_weights(self._rows(head, g), b.add(first, u), values[u], values[u + 1])
 
     def _weighted(self, scope: Scope, key: Value, value: Value) -> Value:
         """The program behind the sums; 0 where there is no key."""
@@ -257,10 +247,10 @@ class MixedHeadsKernel(KernelFunction):
         return b.select(b.broadcast(b.compare("slt", key, self.n_k), self.lanes), result, 0.0, "w")
 
     def _softmax(self, head: Value, g: Value) -> GroupSoftmax:
-        rows = self._rows(head, g)
+        rows, factors = self._rows(head, g), None if self.weight is None else self.staged[-1]
         group = Group(
-            scores=rows, factors=None if self.weight is None else self.staged[-1], weights=rows, output=self.output,
-            maximum=self.maximum, total=self.total, block_total=self.total, rows=self.b.constant(0, "i64"),
+            scores=rows, factors=factors, weights=rows, output=self.output.first, maximum=self.maximum,
+            total=self.total, block_total=self.total, rows=self.b.constant(0, "i64"),
         )  # fmt: skip
         block = KeyBlock(first=self.b.constant(0, "i64"), count=self.n_k, padded=self.padded)
         return GroupSoftmax(self.context, group, block, self.exponent, keeps_ends(self.spec))
@@ -283,28 +273,27 @@ class MixedHeadsKernel(KernelFunction):
 
         def put(key: Value, first: Value, second: Value) -> None:
             for u, weight in enumerate((first, second)):
-                b.store(weight, self._key(rows, b.add(key, u)), align=self.row)
+                b.store(weight, b.row(rows, b.add(key, u), self.lanes), align=self.row)
 
         softmax.exponentials(put, 0, self.padded)
         m, total = (b.load(at, self.vector) for at in (self.maximum, self.total))
-        b.store(self._row_factor(scope, m, total), self._row_factors_of(head, g))
+        b.store(self._row_factor(scope, m, total), self.row_factors[self._number(head, g)])
 
     def _finish(self, scope: Scope, head: Value, first: Value) -> None:
         """The product of a head's weights with V, and its rows of the result."""
         b, p, values = self.b, self.products, self._values_of(head)
-        size, stride = self.groups * self.output_bytes, self.output_bytes
-        self._zero(self.output, size)
+        size = self.groups * p.e_padded * self.row
+        self._zero(self.output.first, size)
         span = KEY_SPAN // p.key_step
         with b.loop(0, self.steps, span, hint="step") as step:
-            self._zero(self.part, size)
+            self._zero(self.part.first, size)
             at = b.mul(step, p.weight_bytes * p.key_step)
             weights = Array(b, b.at(self._rows(head, 0), at, "i8"), self.group_bytes)
             count = b.least(b.sub(self.steps, step), span)
-            part = Array(b, self.part, stride)
-            p.accumulate(p.values_of(values, step), count, weights, part, b.constant(1, "i64"))
-            b.update(self.output, size // 4, b.add, self.vector, self.part)
+            p.accumulate(p.values_of(values, step), count, weights, self.part, b.constant(1, "i64"))
+            b.update(self.output.first, size // 4, b.add, self.vector, self.part.first)
         with b.loop(0, self.groups, hint="g") as g:
-            self._write(scope, b.add(first, b.mul(g, self.lanes)), b.row(self.output, g, stride, "i8"))
+            self._write(scope, b.add(first, b.mul(g, self.lanes)), self.output[g])
 
     def _write(self, scope: Scope, start: Value, output: Value) -> None:
         """The rows of a group, as far as there are any."""

@@ -69,7 +69,7 @@ class TileRows(RowProducts):
         self.sets = 2 if 2 * self.blocks <= SUMS else 1
         self.keys = self.chunk + 3 * STEP
         self.queries = area(2 * TILE_ELEMENTS * self.chunks, "queries")
-        self.products = area(4 * LANES * self.keys, "products")
+        self.products = kernel.array(self.keys, LANES, "products", "f32")
         self.raw = area(4 * MOST_ROWS * self.keys, "raw")
         self.powers = area(4 * 2 * MOST_ROWS * self.keys, "powers")
         self.halves = area(4 * TILE * self.blocks * self.sets, "halves")
@@ -98,14 +98,14 @@ class TileRows(RowProducts):
             left = MatrixOperand(bases=lines, step=PAIRED, pitch=pitch)
             right = MatrixOperand(bases=[self.queries], step=TILE_ELEMENTS)
             sums = self.kernel.gemm(self.kernel.zeros(2), left, right, 0, self.chunks)
-            self.kernel.store(sums, [b.row(self.products, b.add(place, LANES * n), LANES) for n in range(2)])
+            self.kernel.store(sums, [self.products[b.add(place, LANES * n)] for n in range(2)])
         with b.loop(b.sub(every.first, every.start), b.sub(every.high, every.start), LANES, hint="place") as place:
             self._transpose(place)
 
     def _transpose(self, place: Value) -> None:
         """16 keys: two squares of 8 keys and 8 rows beside each other."""
         b = self.b
-        lines = [b.row(self.products, b.add(place, n), LANES) for n in range(LANES)]
+        lines = [self.products[b.add(place, n)] for n in range(LANES)]
         halves = [b.load(line, f"vector<{MOST_ROWS}xf32>") for line in lines]
         both = [b.shuffle(low, high, range(LANES)) for low, high in zip(halves[:8], halves[8:], strict=True)]
         for r, x in enumerate(transpose(b, both)):

@@ -113,15 +113,24 @@ class RowReader:
             self._stage(first, count, limit, width, padded, staging)
             return staged
         start = b.at(self.source, b.add(self.base, b.mul(first, self.row_stride)), self.memory, "rows")
+        direct = self._are_direct(first, count, limit, width, padded, staging, self.column_stride)
+        pointer = b.select(direct, start, staging, "rows")
+        stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
+        return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
+
+    def _are_direct(
+        self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value,
+        column_stride: Value | int | None,
+    ) -> Value:  # fmt: skip
+        """Whether rows are read in place; they are staged otherwise."""
+        b = self.context.b
         direct = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
-        direct = b.and_(direct, b.compare("eq", b.as_value(self.column_stride, "i64"), 1, "unit"))
+        direct = b.and_(direct, b.compare("eq", b.as_value(column_stride, "i64"), 1, "unit"))
         if padded != width:
             direct = b.constant(0, "i1")
         with b.when(b.negated(direct, "staged")):
             self._stage(first, count, limit, width, padded, staging)
-        pointer = b.select(direct, start, staging, "rows")
-        stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
-        return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
+        return direct
 
     def prefetch(self, first: Value, count: Value | int, limit: Value, width: int) -> None:
         """Ask for rows that will be read soon; first: as in `gather_rows`. Those from `limit` on may not exist."""
@@ -148,10 +157,7 @@ class RowReader:
         stride = places[0][1] if places else None
         if stride is None or padded != width:
             return self.rows(first, count, limit, width, padded, staging)
-        whole = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
-        direct = b.and_(whole, b.compare("eq", b.as_value(stride, "i64"), 1, "unit"))
-        with b.when(b.negated(direct, "staged")):
-            self._stage(first, count, limit, width, padded, staging)
+        direct = self._are_direct(first, count, limit, width, padded, staging, stride)
         lines = [
             b.select(direct, line, b.at(staging, r * run * padded, self.memory), "line")
             for r, (line, _) in enumerate(places)
@@ -222,8 +228,7 @@ class RowReader:
 
     @property
     def _strides(self) -> list[Value]:
-        access = self.access
-        return [self.context.params[("stride", access.operand, dim)] for dim in range(len(access.index))]
+        return self.context.strides(self.access.operand, len(self.access.index))
 
 
 class SharedRows:

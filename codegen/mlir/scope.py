@@ -57,6 +57,9 @@ class Context:
     ranges: Mapping[Expr, Range] = field(default_factory=dict)
     uncontracted: Set[Expr] = frozenset()
 
+    def strides(self, operand: int, rank: int) -> list[Value]:
+        return [self.params[("stride", operand, dim)] for dim in range(rank)]
+
 
 def staged_leaf(staged: Sequence[tuple[Expr, Callable[[Value], Value]]], row: Value) -> Callable[[Expr], Value | None]:
     """A `Scope.leaf` that finds loads in what has been staged of them for a tile: (load, function of the row)."""
@@ -143,8 +146,7 @@ class Scope:
 
     def vector(self, expr: Expr) -> Value:
         """The value as a vector, broadcast where it is the same for all lanes."""
-        value = self.value(expr)
-        return value if shape_of(value.type)[0] else self.b.broadcast(value, self.context.lanes)
+        return self.b.in_all_lanes(self.value(expr), self.context.lanes)
 
     def integer(self, value: int | Expr) -> Value | int:
         """A scalar integer expression; constants as Python integers."""
@@ -152,9 +154,9 @@ class Scope:
             return value
         return value.integer if value.op == "const" else self.value(value)
 
-    def offset(self, index: Sequence[Expr], strides: Sequence[Value]) -> Value | int:
-        """Offset of an element, from scalar indices."""
-        offset: Value | int = 0
+    def offset(self, index: Sequence[Expr], strides: Sequence[Value], start: Value | int = 0) -> Value | int:
+        """Offset of an element from scalar indices, added to another."""
+        offset = start
         for part, stride in zip(index, strides, strict=True):
             offset = self.b.add(offset, self.b.mul(self.integer(part), stride))
         return offset
@@ -181,7 +183,7 @@ class Scope:
         """Broadcast scalars where any argument is a vector; widen integer vectors where any is wide."""
         lanes = max(shape_of(a.type)[0] for a in args)
         if lanes:
-            args = [a if shape_of(a.type)[0] else self.b.broadcast(a, lanes) for a in args]
+            args = [self.b.in_all_lanes(a, lanes) for a in args]
         if any(a.type == vector_of("i64", lanes) for a in args):
             args = [self.b.convert("arith.extsi", a, "i64") if a.type == vector_of("i32", lanes) else a for a in args]
         return args
@@ -199,9 +201,8 @@ class Scope:
             return b.select(args[0], one, zero)
         if expr.op == "where":
             condition, *branches = args
-            if shape_of(condition.type)[0] == 0 and not any(shape_of(a.type)[0] for a in branches):
-                return b.select(condition, *branches)
-            branches = [a if shape_of(a.type)[0] else b.broadcast(a, self.context.lanes) for a in branches]
+            if any(shape_of(a.type)[0] for a in args):
+                branches = [b.in_all_lanes(a, self.context.lanes) for a in branches]
             return b.select(condition, *branches)
         args = self._same_shape(args)
         if expr.op == "log" and is_ordinary(expr.args[0], self.context.ranges):
@@ -266,13 +267,7 @@ class Scope:
     def _lane_integer(self, expr: Expr, scalar: str) -> Value:
         """Integer as a vector of this element type. Narrowing is only asked for where the result is small, and what a
         quotient or remainder is of; wrapping is then harmless."""
-        b, lanes = self.b, self.context.lanes
-        value = self.value(expr)
-        if not shape_of(value.type)[0]:
-            value = b.broadcast(value, lanes)
-        if value.type == vector_of(scalar, lanes):
-            return value
-        return b.convert("arith.extsi" if scalar == "i64" else "arith.trunci", value, scalar)
+        return self.b.convert("arith.extsi" if scalar == "i64" else "arith.trunci", self.vector(expr), scalar)
 
     def _integer_operation(self, op: str, values: list[Value]) -> Value:
         b = self.b
@@ -342,7 +337,7 @@ class Scope:
         number = expr.operand
         memory = MEMORY_TYPE[self.context.operands[number].dtype]
         pointer = self.context.params[("ptr", number)]
-        strides = [self.context.params[("stride", number, dim)] for dim in range(len(expr.args))]
+        strides = self.context.strides(number, len(expr.args))
         if not self.varies(expr):
             element = self.b.load(self.b.at(pointer, self.offset(expr.args, strides), memory), memory, f"t{number}")
             return widen(self.b, element, expr.kind, self.context.operands[number].dtype)

@@ -157,6 +157,13 @@ class KernelFunction(ThreadFunction):
             known[coord(f"b{axis}")], rest = b.rem(rest, extent, f"b{axis}"), b.div(rest, extent)
         return known
 
+    def flat_number(self, scope: Scope) -> Value | int:
+        """The linear index of the batch element of a scope."""
+        b, flat = self.b, 0
+        for axis, extent in zip(self.spec.axes, self.spec.batch, strict=True):
+            flat = b.add(b.mul(flat, b.as_value(scope.integer(extent), "i64")), scope.value(axis))
+        return flat
+
     def _readers(self, scope: Scope) -> list[RowReader]:
         """Readers of Q, K and V."""
         spec = self.spec
@@ -222,12 +229,10 @@ class KernelFunction(ThreadFunction):
         limit = max(fill / 2 / self.programs.scale, -3e38) if math.isfinite(fill) else fill
         return self.b.compare("ogt", m, limit, "alive")
 
-    def _batch_offset(self, scope: Scope, stride: tuple, offset: Value) -> Value:
+    def _batch_offset(self, scope: Scope, stride: tuple, offset: Value) -> Value | int:
         """An offset and, by strides whose parameters begin so, that of a batch element."""
-        b = self.b
-        for axis in range(len(self.spec.batch)):
-            offset = b.add(offset, b.mul(scope.value(coord(f"b{axis}")), self.params[(*stride, f"b{axis}")]))
-        return offset
+        axes = self.spec.axes
+        return scope.offset(axes, [self.params[(*stride, axis.name)] for axis in axes], offset)
 
     def _row_address(self, scope: Scope, row: Value) -> Value:
         offset = self._batch_offset(scope, ("out_stride",), self.b.mul(row, self.params[("out_stride", "i")]))

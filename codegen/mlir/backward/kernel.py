@@ -128,10 +128,7 @@ class BackwardKernel(KernelFunction):
         outer_axes = [axis for axis in range(len(spec.batch)) if axis not in self.plan.inner]
         known = self._coordinates(top, outer_axes, outer) | self._coordinates(top, self.plan.inner, inner)
         scope = top.inner(known)
-        flat: Value | int = 0
-        for axis in range(len(spec.batch)):
-            extent = b.as_value(top.integer(spec.batch[axis]), "i64")
-            flat = b.add(b.mul(flat, extent), known[coord(f"b{axis}")])
+        flat = self.flat_number(scope)
         self.flat_query, self.flat_key = b.mul(flat, self.n_q, "row_base"), b.mul(flat, self.n_k, "column_base")
         scope.prepare(*self.read, bound=self.batch_names)
         self.readers = [self.reader(scope, number) for number in side.operands]
