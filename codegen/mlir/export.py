@@ -9,7 +9,7 @@ too (`kernel`), and calls it on the threads of libgomp. Shapes are static, tenso
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion.errors import MlirExportError
@@ -21,6 +21,7 @@ from fusion.planning.cpu_planner import FEW_QUERIES
 from fusion.planning.register_tiles import AllHeads, ByRows, target_of, tilings_for
 
 from . import supports
+from .builder import PTR, Builder, Value
 from .calling import bytes_per_thread
 from .kernel import emit
 from .launch import batch_of_items, shared_rows, work_items
@@ -29,8 +30,6 @@ from .thread_function import KernelText
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32",
          "int16": "i16", "int8": "i8", "uint8": "i8", "bool": "i1"}  # fmt: skip
-
-ZEROS = "memref<2xi64>"
 
 DECLARATIONS = HEADER.removeprefix("module {\n") + (
     "llvm.func @omp_get_max_threads() -> i32\nllvm.func @GOMP_parallel(!llvm.ptr, !llvm.ptr, i32, i32)\n"
@@ -122,7 +121,7 @@ def _kernel_text(spec: AttentionSpec, machine: Machine, n_q: int, d: int, d_v: i
     return next(text for text in texts if not text.may_flag)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Writer:
     """The body of the function that calls a kernel."""
 
@@ -132,74 +131,60 @@ class _Writer:
     sizes: dict[str, int]
     out_shape: list[int]
     text: KernelText
-    lines: list[str] = field(default_factory=list)
-
-    def op(self, text: str, hint: str = "x") -> str:
-        name = f"%{hint}_{len(self.lines)}"
-        self.lines.append(f"  {name} = {text}")
-        return name
-
-    def constant(self, value: int, type_: str = "i64") -> str:
-        return self.op(f"arith.constant {value} : {type_}", "c")
+    b: Builder = field(default_factory=Builder)
 
     def body(self, batch: Sequence[int], n_q: int, n_k: int) -> str:
-        text, steps = self.text, -(-n_k // self.text.key_step)
+        b, text, steps = self.b, self.text, -(-n_k // self.text.key_step)
         plan = work_items(math.prod(batch) * n_q, shared_rows(text.across_heads, self.spec, batch, n_q), text.rows, n_k)
-        items, per_thread = plan["items"], bytes_per_thread(text, steps)
-        threads = self.op(f"func.call @{self.name}_threads() : () -> i32", "most")
-        threads = self.op(f"arith.minsi {threads}, {self.constant(items, 'i32')} : i32", "threads")
-        wide = self.op(f"arith.extsi {threads} : i32 to i64")
-        room = self.op(f"arith.muli {wide}, {self.constant(per_thread)} : i64")
-        room = self.op(f"arith.index_cast {room} : i64 to index")
-        workspace = self.op(f"memref.alloc({room}) {{alignment = 64 : i64}} : memref<?xi8>", "workspace")
-        portions = self.op(f"arith.muli {wide}, {self.constant(PER_THREAD)} : i64", "portions")
-        counter, flag = (self.zeros(hint) for hint in ("counter", "flag"))
+        per_thread = bytes_per_thread(text, steps)
+        threads = b.least(
+            b.op(f"func.call @{self.name}_threads() : () -> i32", "i32", "most"), plan["items"], "threads"
+        )
+        wide = b.convert("arith.extsi", threads, "i64")
+        room = b.convert("arith.index_cast", b.mul(wide, per_thread), "index", "room")
+        workspace = b.op(f"memref.alloc({room}) {{alignment = 64 : i64}} : memref<?xi8>", "memref<?xi8>", "workspace")
         memref = tensor_type(self.out_shape, self.spec.out_dtype).replace("tensor", "memref")
-        out = self.op(f"memref.alloc() {{alignment = 64 : i64}} : {memref}", "out")
-        self.numbers = {**plan, "workspace_bytes": per_thread, "key_steps": steps, "unit": 1, "window": n_k}
+        out = b.op(f"memref.alloc() {{alignment = 64 : i64}} : {memref}", memref, "out")
         # The last two are of keys that are cut into parts.
-        self.memory = dict.fromkeys(("workspace", "partials", "arrivals"), (workspace, "memref<?xi8>"))
-        self.memory |= {"counter": (counter, ZEROS), "flag": (flag, ZEROS), "out": (out, memref)}
-        of_threads = {("portions",): portions, ("threads",): wide}
-        self.call([of_threads.get(slot) or self.slot(slot) for slot in text.slots], threads)
+        memory = dict.fromkeys(("workspace", "partials", "arrivals"), workspace)
+        memory |= {"counter": self.filled([0, 0], "counter"), "flag": self.filled([0, 0], "flag"), "out": out}
+        numbers: dict[str, Value | int] = {**plan, "threads": wide, "portions": b.mul(wide, PER_THREAD)}
+        numbers |= {"workspace_bytes": per_thread, "key_steps": steps, "unit": 1, "window": n_k}
+        params = self.address(self.filled([self.slot(slot, memory, numbers) for slot in text.slots], "params"))
+        pointer = b.op(f"llvm.inttoptr {params} : i64 to {PTR}", PTR, "block")
+        b.line(f"func.call @{self.name}_launch({pointer}, {threads}) : ({PTR}, i32) -> ()")
         result = memref.replace("memref", "tensor")
-        self.lines.append(f"  %result = bufferization.to_tensor {out} restrict writable : {memref} to {result}")
-        self.lines.append(f"  return %result : {result}")
-        return "\n".join(self.lines) + "\n"
+        b.line(f"%result = bufferization.to_tensor {out} restrict writable : {memref} to {result}")
+        b.line(f"return %result : {result}")
+        return b.text() + "\n"
 
-    def slot(self, slot: tuple) -> str:
+    def slot(self, slot: tuple, memory: Mapping[str, Value], numbers: Mapping[str, Value | int]) -> Value | int:
         """A parameter: a number of the call, memory, or what operands, sizes and the result's layout determine."""
         if len(slot) == 1:
-            return self.constant(self.numbers[slot[0]])
+            return numbers[slot[0]]
         kind, which = slot[0], slot[1]
-        if which in self.memory:
-            return self.address(*self.memory[which])
+        if which in memory:
+            return self.address(memory[which])
         if kind == "ptr":
             type_ = tensor_type(self.shapes[which], self.spec.operands[which].dtype)
             memref = type_.replace("tensor", "memref")
-            return self.address(self.op(f"bufferization.to_buffer %t{which} read_only : {type_} to {memref}"), memref)
+            buffer = f"bufferization.to_buffer %t{which} read_only : {type_} to {memref}"
+            return self.address(self.b.op(buffer, memref, "buffer"))
         if kind == "stride":
-            return self.constant(packed_strides(self.shapes[which])[slot[2]])
+            return packed_strides(self.shapes[which])[slot[2]]
         if kind == "size":
-            return self.constant(self.sizes[which])
-        return self.constant(packed_strides(self.out_shape)[self.spec.output.dims.index(which)])
+            return self.sizes[which]
+        return packed_strides(self.out_shape)[self.spec.output.dims.index(which)]
 
-    def zeros(self, hint: str) -> str:
-        """Two zeros in memory."""
-        place = self.op(f"memref.alloca() : {ZEROS}", hint)
-        for n in (0, 1):
-            self.lines.append(f"  memref.store {self.constant(0)}, {place}[{self.constant(n, 'index')}] : {ZEROS}")
+    def filled(self, values: Sequence[Value | int], hint: str) -> Value:
+        """New memory with these numbers."""
+        memref = f"memref<{len(values)}xi64>"
+        place = self.b.op(f"memref.alloca() : {memref}", memref, hint)
+        for n, value in enumerate(values):
+            index, number = self.b.constant(n, "index"), self.b.as_value(value, "i64")
+            self.b.line(f"memref.store {number}, {place}[{index}] : {memref}")
         return place
 
-    def address(self, value: str, memref: str) -> str:
-        index = self.op(f"memref.extract_aligned_pointer_as_index {value} : {memref} -> index")
-        return self.op(f"arith.index_cast {index} : index to i64", "address")
-
-    def call(self, values: list[str], threads: str) -> None:
-        """Fill the parameter block and run the kernel on a team of threads."""
-        block = f"memref<{len(values)}xi64>"
-        params = self.op(f"memref.alloca() : {block}", "params")
-        for number, value in enumerate(values):
-            self.lines.append(f"  memref.store {value}, {params}[{self.constant(number, 'index')}] : {block}")
-        pointer = self.op(f"llvm.inttoptr {self.address(params, block)} : i64 to !llvm.ptr", "block")
-        self.lines.append(f"  func.call @{self.name}_launch({pointer}, {threads}) : (!llvm.ptr, i32) -> ()")
+    def address(self, place: Value) -> Value:
+        index = self.b.op(f"memref.extract_aligned_pointer_as_index {place} : {place.type} -> index", "index")
+        return self.b.convert("arith.index_cast", index, "i64", "address")
