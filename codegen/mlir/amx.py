@@ -93,10 +93,10 @@ class Amx:
         for plane, x in enumerate(planes):
             b.store(x, b.at(target, plane * TILE_ELEMENTS, "bf16"))
 
-    def pack_queries(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+    def pack_queries(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
         """One group of 16 queries: pairs along d, transposed in place as 32-bit words."""
         b = self.b
-        rows = reader.rows(first, 16, limit, self.d, self.d_padded, staging)
+        rows = reader.rows(first, 16, self.d_padded, staging)
         with b.loop(0, self.chunks, hint="chunk") as chunk:
             base = b.row(target, chunk, TILE_ELEMENTS * self.planes, "bf16")
             with b.loop(0, 16, hint="r") as r:
@@ -106,17 +106,17 @@ class Amx:
                 for line, pair in zip(lines, transpose(b, [b.load(line, WORDS) for line in lines]), strict=True):
                     b.store(pair, line)
 
-    def pack_keys(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+    def pack_keys(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
         b = self.b
-        rows = reader.rows(first, 32, limit, self.d, self.d_padded, staging)
+        rows = reader.rows(first, 32, self.d_padded, staging)
         with b.loop(0, 32, hint="r") as r, b.loop(0, self.chunks, hint="chunk") as chunk:
             tile = b.add(b.mul(b.div(r, 16), self.chunks), chunk)
             offset = b.add(b.mul(tile, TILE_ELEMENTS * self.planes), b.mul(b.rem(r, 16), 32))
             self._pack_row(rows, r, b.mul(chunk, 32), b.at(target, offset, "bf16"), KEYS)
 
-    def pack_values(self, reader: RowReader, first: Value, limit: Value, target: Value, staging: Value) -> None:
+    def pack_values(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
         b = self.b
-        rows = reader.rows(first, 32, limit, self.e, self.e_padded, staging)
+        rows = reader.rows(first, 32, self.e_padded, staging)
         if rows.memory == "bf16" and self.planes == 1:
             self._copy_columns(rows, target)
             return

@@ -163,7 +163,7 @@ class AttentionKernel(KernelFunction):
         )
         with b.loop(0, padded_groups, hint="g") as g:  # zeros where there is no group: products read them
             at = tiles.queries[g]
-            p.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), self.n_q, at, self.staging)
+            p.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), at, self.staging)
             if self.bounded is not None:
                 self.bounded.store_query_norms(g, at)
         return Item(
@@ -175,9 +175,9 @@ class AttentionKernel(KernelFunction):
         """Pack a step of K and V, from a key on."""
         p, n = self.products, self.packed_step(key)
         keys = self.packed_keys[n]
-        p.pack_keys(readers[1], key, self.n_k, keys, self.staging)
+        p.pack_keys(readers[1], key, keys, self.staging)
         values = p.values_of(self.packed_values, n)
-        p.pack_values(readers[2], key, self.n_k, values, self.staging)
+        p.pack_values(readers[2], key, values, self.staging)
         if self.bounded is not None:
             self.bounded.store_step_norms(n, keys, values)
 

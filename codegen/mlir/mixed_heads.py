@@ -181,13 +181,13 @@ class MixedHeadsKernel(KernelFunction):
 
         def pack(key: Value) -> None:
             n = b.div(key, p.key_step)
-            p.pack_keys(readers[1], key, self.n_k, keys[n], self.staging)
-            p.pack_values(readers[2], key, self.n_k, p.values_of(values, n), self.staging)
+            p.pack_keys(readers[1], key, keys[n], self.staging)
+            p.pack_values(readers[2], key, p.values_of(values, n), self.staging)
 
         packed.extend(0, self.n_k, p.key_step, pack)
         queries = [self.queries[g] for g in range(self.groups)]
         for g, place in enumerate(queries):
-            p.pack_queries(readers[0], b.add(first, g * self.lanes), self.n_q, place, self.staging)
+            p.pack_queries(readers[0], b.add(first, g * self.lanes), place, self.staging)
         rows = [self._rows(head, g) for g in range(self.groups)]
         with b.loop(0, self.steps, hint="step") as step:
             places = [b.row(at, b.mul(step, p.key_step), self.lanes) for at in rows]

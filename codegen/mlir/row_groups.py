@@ -56,9 +56,7 @@ class GroupedRows(VectorRows):
         return self.b.row(self.queries.first, first, self.d_padded, "bf16")
 
     @contextmanager
-    def _groups(
-        self, every: KeyChunk, ahead: Source, width: int, distance: int
-    ) -> Iterator[tuple[KeyChunk, Value, PrefetchRows]]:
+    def _groups(self, every: KeyChunk, ahead: Source, distance: int) -> Iterator[tuple[KeyChunk, Value, PrefetchRows]]:
         """A few keys, the first row of a group, and what prefetches the row of K or V so many keys ahead of one: a
         few at a time, as many requests at once would wait for each other."""
         b, distance = self.b, self._distance(ahead, distance)
@@ -67,17 +65,17 @@ class GroupedRows(VectorRows):
 
             def prefetch(key: Value, count: int) -> None:
                 with b.when(leads):
-                    ahead.prefetch(b.add(key, distance), count, few.n_k, width)
+                    ahead.prefetch(b.add(key, distance), count)
 
             yield few, first, prefetch
 
     def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, (keys, values) = self.b, sources
         with (
-            self._groups(every, values, self.d_v, 0) as (few, first, prefetch),
+            self._groups(every, values, 0) as (few, first, prefetch),
             b.loop(few.low, few.high, LANES, hint="j0") as j0,
         ):
-            rows = keys.gather_rows(j0, LANES, few.n_k, self.d, self.d_padded, self.staging)
+            rows = keys.gather_rows(j0, LANES, self.d_padded, self.staging)
             for n, products in enumerate(self._dot_products(rows, self._queries(first), j0, prefetch)):
                 b.store(products, self._product(b.add(first, n), few, j0))
 
@@ -112,7 +110,7 @@ class GroupedRows(VectorRows):
         b, (keys, values), lanes = self.b, sources, self.lanes
         count = SUMS // self.rows_at_once
         whole, rest = divmod(self.e_padded // lanes, count)
-        with self._groups(every, keys, self.d, self.chunk) as (few, first, prefetch):
+        with self._groups(every, keys, self.chunk) as (few, first, prefetch):
             self._weigh(values, few, first, (0, count if whole else rest), prefetch)
             with b.loop(count * lanes, whole * count * lanes, count * lanes, hint="e") as e:
                 self._weigh(values, few, first, (e, count), None)
@@ -143,9 +141,9 @@ class GroupedRows(VectorRows):
         self, values: Source, few: KeyChunk, j0: Value, number: int, columns: Columns, prefetch: PrefetchRows | None
     ) -> Iterator[list[Value]]:
         """Vectors of pairs of every two of the keys from j0 on. Of two alone, at an end, one may not be there."""
-        b, n_k, width, padded = self.b, few.n_k, self.d_v, self.e_padded
+        b, read = self.b, lambda key, count: values.gather_rows(key, count, self.e_padded, self.staging)
         if number > 2:
-            rows = values.gather_rows(j0, number, n_k, width, padded, self.staging)
+            rows = read(j0, number)
             for n in range(0, number, 2):
                 if prefetch is not None:
                     prefetch(b.add(j0, n), 2)
@@ -155,7 +153,7 @@ class GroupedRows(VectorRows):
         for k in (0, 1):
             key = b.add(j0, k)
             there = b.least(b.most(key, few.low), b.sub(few.high, 1))
-            lines = self.values.lines(values.gather_rows(there, 1, n_k, width, padded, self.staging), 0, columns)
+            lines = self.values.lines(read(there, 1), 0, columns)
             inside = b.compare("eq", key, there, "inside")
             results.append([b.select(inside, line, b.constant(0.0, BF16)) for line in lines])
         yield self.values.paired(results)

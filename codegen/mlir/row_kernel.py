@@ -137,7 +137,7 @@ class RowKernel(KernelFunction):
 
     def _begin(self, scope: Scope, batch: Scope, i: Value, r: Value, part: Value) -> None:
         """Read the query, find the keys of the part to visit, clear what is summed."""
-        source = self._readers(batch)[0].rows(i, 1, self.n_q, self.d, self.d_padded, self.products.staging)
+        source = self._readers(batch)[0].rows(i, 1, self.d_padded, self.products.staging)
         self.products.store_query(source, r)
         step = self.lanes if any(runs(index, J)[0] > 1 for index in (self.spec.k, self.spec.v)) else 1
         self._clear(r, *self.parts.keys(part, *self._key_range(scope, step)))
@@ -212,7 +212,7 @@ class RowKernel(KernelFunction):
         with b.loop(lowest, highest, self.chunk, hint="start") as start:
             low, high = b.most(ends.results[0], start), b.least(highest, b.add(start, self.chunk))
             step_start = b.sub(low, b.rem(b.sub(low, start), STEP))
-            every = KeyChunk(start=start, first=step_start, low=low, high=high, n_k=self.n_k, rows=count)
+            every = KeyChunk(start=start, first=step_start, low=low, high=high, rows=count)
             for source in (keys, values):
                 if isinstance(source, SharedRows):
                     source.fill(start, step_start, low, high)
@@ -226,9 +226,9 @@ class RowKernel(KernelFunction):
     def _sources(self, scope: Scope) -> list[Source]:
         """K and V."""
         results: list[Source] = []
-        columns = (self.d, self.d_padded), (self.d_v, self.e_padded)
-        for reader, area, widths in zip(self._readers(scope)[1:], self.shared, columns, strict=True):
-            sizes, memory = (self.chunk, STEP, *widths), self.products.memory or reader.memory
+        columns = self.d_padded, self.e_padded
+        for reader, area, padded in zip(self._readers(scope)[1:], self.shared, columns, strict=True):
+            sizes, memory = (self.chunk, STEP, padded), self.products.memory or reader.memory
             results.append(reader if area is None else SharedRows(reader, area, sizes, memory))
         return results
 

@@ -30,14 +30,13 @@ Source = RowReader | SharedRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChunk:
-    """Keys [low, high), which a row has to visit, or some row has, of the chunk that begins with key `start`. There
-    are n_k keys. first: `low`, less what it is beyond whole steps of the chunk. rows: how many take turns."""
+    """Keys [low, high), which a row has to visit, or some row has, of the chunk that begins with key `start`. first:
+    `low`, less what it is beyond whole steps of the chunk. rows: how many take turns."""
 
     start: Value
     first: Value
     low: Value
     high: Value
-    n_k: Value
     rows: Value
 
 

@@ -92,7 +92,7 @@ class TileRows(RowProducts):
     def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, keys = self.b, sources[0]
         with b.loop(every.first, every.high, STEP, hint="key") as key:
-            rows = keys.rows(key, STEP, every.high, self.d, self.d, self.staging)
+            rows = keys.rows(key, STEP, self.d, self.staging, every.high)
             place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
             lines = [b.row(rows.pointer, rows.stride, n, "bf16") for n in (0, LANES)]
             left = MatrixOperand(bases=lines, step=PAIRED, pitch=pitch)
@@ -149,10 +149,10 @@ class TileRows(RowProducts):
 
     def _accumulate(self, values: Source, every: KeyChunk, block: Value | int, count: int) -> None:
         """The outputs of `count` blocks of 32 columns."""
-        b, unit, d_v, sets = self.b, self.kernel.unit, self.d_v, self.sets
+        b, unit, sets = self.b, self.kernel.unit, self.sets
         start = self.kernel.zeros(sets * count)
         with b.carry(every.first, every.high, STEP, start, hint="key") as (loop, key, sums):
-            rows, sums = values.rows(key, STEP, every.high, d_v, d_v, self.staging), list(sums)
+            rows, sums = values.rows(key, STEP, self.d_v, self.staging, every.high), list(sums)
             for half in (0, 1):
                 place = b.add(b.sub(key, every.start), LANES * half)
                 left = unit.load(self._powers(0, place), "p", 4 * self.keys)

@@ -75,11 +75,11 @@ class VectorRows(RowProducts):
     def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         b, lanes, (keys, values) = self.b, self.lanes, sources
         with self._steps(every) as few, active_rows(few) as (r, mine):
-            prefetch = self._prefetcher(values, few, r, self.d_v, 0)
+            prefetch = self._prefetcher(values, few, r, 0)
             with b.loop(mine.low, mine.high, lanes, hint="j0") as j0:
                 if prefetch is not None:
                     prefetch(j0)
-                rows = keys.gather_rows(j0, lanes, mine.n_k, self.d, self.d_padded, self.staging)
+                rows = keys.gather_rows(j0, lanes, self.d_padded, self.staging)
                 products = sum_rows(b, self.keys.dot_products(rows, self.queries[r]))
                 b.store(products, self._product(r, mine, j0))
 
@@ -93,14 +93,14 @@ class VectorRows(RowProducts):
         with b.loop(every.first, every.high, STEP, hint="key") as key:
             yield replace(every, low=b.most(key, every.low), high=b.least(b.add(key, STEP), every.high))
 
-    def _prefetcher(self, ahead: Source, few: KeyChunk, r: Value, width: int, distance: int) -> Prefetch | None:
+    def _prefetcher(self, ahead: Source, few: KeyChunk, r: Value, distance: int) -> Prefetch | None:
         """Prefetch rows of K or V, so many keys ahead: here for row r's share of them, where there are several rows,
         else by what is returned, for those of L keys from one on."""
         b, distance = self.b, self._distance(ahead, distance)
         if self.rows_at_once == 1:
-            return lambda key: ahead.prefetch(b.add(key, distance), self.lanes, few.n_k, width)
+            return lambda key: ahead.prefetch(b.add(key, distance), self.lanes)
         share = b.div(b.constant(STEP, "i64"), few.rows)
-        ahead.prefetch(b.add(b.add(few.low, b.mul(share, r)), distance), share, few.n_k, width)
+        ahead.prefetch(b.add(b.add(few.low, b.mul(share, r)), distance), share)
         return None
 
     def _distance(self, ahead: Source, distance: int) -> int:
@@ -128,7 +128,7 @@ class VectorRows(RowProducts):
     def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
         keys, values = sources
         with self._steps(every) as few, active_rows(few) as (r, mine):
-            prefetch = self._prefetcher(keys, few, r, self.d, self.chunk)
+            prefetch = self._prefetcher(keys, few, r, self.chunk)
             self.values.weigh(values, mine, self.weights(r), self.outputs[r], prefetch)
 
     def add_output(self, values: Source, mine: KeyChunk, r: Value, target: Value) -> None:
@@ -200,7 +200,7 @@ class ValueProducts:
 
     def __init__(self, kernel: FmaVectors, rows: RowProducts, pairs: bool):
         self.kernel, self.b, self.lanes, self.pairs = kernel, kernel.b, kernel.lanes, pairs
-        self.d_v, self.e_padded, self.staging = rows.d_v, rows.e_padded, rows.staging
+        self.e_padded, self.staging = rows.e_padded, rows.staging
 
     def prepare(self, weights: Value, low: Value, high: Value) -> None:
         """Bring weights number `low` to `high` - 1 (float32; behind them there is room for another vector) into the
@@ -224,7 +224,7 @@ class ValueProducts:
     ) -> None:
         """Add the weighted values of some vectors of columns."""
         b, lanes, (e, count) = self.b, self.lanes, columns
-        vector, width, padded = vector_of("f32", lanes), self.d_v, self.e_padded
+        vector = vector_of("f32", lanes)
         sets = max(1, CHAINS // count)  # of sums, over different keys: additions to one wait for each other
         whole = b.add(mine.low, b.floor_to(b.sub(mine.high, mine.low), lanes), "whole")
         places = [b.at(output, n * lanes, "f32") for n in range(count)]
@@ -234,7 +234,7 @@ class ValueProducts:
                 if prefetch is not None and number > 1:
                     with b.when(b.compare("eq", b.as_value(e, "i64"), 0)):
                         prefetch(j0)
-                rows, sums = values.gather_rows(j0, number, mine.n_k, width, padded, self.staging), list(sums)
+                rows, sums = values.gather_rows(j0, number, self.e_padded, self.staging), list(sums)
                 self.add(sums, rows, number, b.at(weights, b.sub(j0, mine.start), self.stored), columns)
                 loop.yields(*sums)
             sums = loop.results

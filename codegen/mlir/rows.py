@@ -32,12 +32,14 @@ STATE_BYTES = 8 * SLOTS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """Element (row, column) of an operand: its number, its index expressions, the two coordinates, and what is
-    multiplied where that is not the element."""
+    multiplied where that is not the element. count, width: how many rows and columns there are."""
 
     operand: int
     index: tuple[Expr, ...]
     row: Expr
     column: Expr
+    count: Value
+    width: int
     value: Expr | None = None
 
 
@@ -104,36 +106,35 @@ class RowReader:
         known = {e.name: v for e, v in self.scope.known.items() if e.op == "coord"}
         return [known[n] for n in names]
 
-    def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
-        """Rows first..first+count-1 (those from `limit` on are zeros), `width` columns padded with zeros to `padded`.
-        staging: room for count * padded elements of the operand's type, or of float32."""
-        b = self.context.b
+    def rows(self, first: Value, count: int, padded: int, staging: Value, limit: Value | None = None) -> Rows:
+        """Rows first..first+count-1, columns padded with zeros to `padded`. Rows from `limit` on, by default those that
+        do not exist, are zeros. staging: room for count * padded elements of the operand's type, or of float32."""
+        b, limit = self.context.b, limit or self.access.count
         staged = Rows(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
         if self.base is None or self.made is not None:
-            self._stage(first, count, limit, width, padded, staging)
+            self._stage(first, count, limit, padded, staging)
             return staged
         start = b.at(self.source, b.add(self.base, b.mul(first, self.row_stride)), self.memory, "rows")
-        direct = self._are_direct(first, count, limit, width, padded, staging, self.column_stride)
+        direct = self._are_direct(first, count, limit, padded, staging, self.column_stride)
         pointer = b.select(direct, start, staging, "rows")
         stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
         return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
 
     def _are_direct(
-        self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value,
-        column_stride: Value | int | None,
-    ) -> Value:  # fmt: skip
+        self, first: Value, count: int, limit: Value, padded: int, staging: Value, column_stride: Value | int | None
+    ) -> Value:
         """Whether rows are read in place; they are staged otherwise."""
         b = self.context.b
-        direct = b.compare("sle", b.add(first, count), b.as_value(limit, "i64"), "whole")
+        direct = b.compare("sle", b.add(first, count), limit, "whole")
         direct = b.and_(direct, b.compare("eq", b.as_value(column_stride, "i64"), 1, "unit"))
-        if padded != width:
+        if padded != self.access.width:
             direct = b.constant(0, "i1")
         with b.when(b.negated(direct, "staged")):
-            self._stage(first, count, limit, width, padded, staging)
+            self._stage(first, count, limit, padded, staging)
         return direct
 
-    def prefetch(self, first: Value, count: Value | int, limit: Value, width: int) -> None:
-        """Ask for rows that will be read soon; first: as in `gather_rows`. Those from `limit` on may not exist."""
+    def prefetch(self, first: Value, count: Value | int) -> None:
+        """Ask for rows that will be read soon; first: as in `gather_rows`. They need not exist."""
         if self.made is not None:
             return
         b, unroll = self.context.b, count if isinstance(count, int) else 1
@@ -141,23 +142,25 @@ class RowReader:
         with b.loop(first, b.add(first, count), unroll, hint="row") as row:
             for r in range(0, unroll, run):
                 position = b.add(row, r)
-                line = self._line(position if self.base is not None else b.least(position, b.sub(limit, 1)))[0]
+                line = self._line(position if self.base is not None else self._existing(position))[0]
                 lines = [b.row(line, self.run_stride, n, self.memory) for n in range(run)]
-                for line, column in itertools.product(lines, range(0, width, LINE // SIZE[self.memory])):
+                for line, column in itertools.product(lines, range(0, self.access.width, LINE // SIZE[self.memory])):
                     b.prefetch(b.at(line, column, self.memory))
 
-    def gather_rows(
-        self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value
-    ) -> Rows:
+    def _existing(self, position: Value) -> Value:
+        """A row, or the last one in place of those behind it."""
+        return self.context.b.least(position, self.context.b.sub(self.access.count, 1))
+
+    def gather_rows(self, first: Value, count: int, padded: int, staging: Value) -> Rows:
         """Rows that may lie anywhere: a table says where. They are read in place, too. Where rows come
         in runs, the number of the first is a multiple of `count`."""
         b, run = self.context.b, math.gcd(self.run, count)
-        positions = [b.least(b.add(first, r), b.sub(limit, 1)) for r in range(0, count, run)]
+        positions = [self._existing(b.add(first, r)) for r in range(0, count, run)]
         places = [self._line(position) for position in positions] if self.base is None and self.made is None else []
         stride = places[0][1] if places else None
-        if stride is None or padded != width:
-            return self.rows(first, count, limit, width, padded, staging)
-        direct = self._are_direct(first, count, limit, width, padded, staging, stride)
+        if stride is None or padded != self.access.width:
+            return self.rows(first, count, padded, staging)
+        direct = self._are_direct(first, count, self.access.count, padded, staging, stride)
         lines = [
             b.select(direct, line, b.at(staging, r * run * padded, self.memory), "line")
             for r, (line, _) in enumerate(places)
@@ -166,29 +169,29 @@ class RowReader:
         lines = [b.row(line, stride, r, self.memory) for line in lines for r in range(run)]
         return Rows(pointer=lines[0], stride=stride, memory=self.memory, dtype=self.dtype, lines=tuple(lines))
 
-    def _stage(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> None:
+    def _stage(self, first: Value, count: int, limit: Value, padded: int, staging: Value) -> None:
         """Write what is there, and zeros."""
         b = self.context.b
         step = self.context.lanes  # padded widths are multiples of it
-        valid = b.most(b.least(b.as_value(b.sub(limit, first), "i64"), count), 0)
+        valid = b.most(b.least(b.sub(limit, first), count), 0)
         with b.loop(b.mul(valid, padded), b.mul(padded, count), step, hint="c") as c:
             b.store(b.constant(0.0, vector_of(self.memory, step)), b.at(staging, c, self.memory))
         with b.loop(0, valid, hint="r") as r:
-            self.put(b.add(first, r), width, padded, b.row(staging, r, padded, self.memory), self.memory)
+            self.put(b.add(first, r), padded, b.row(staging, r, padded, self.memory), self.memory)
 
-    def put(self, position: Value, width: int, padded: int, target: Value, memory: str) -> None:
+    def put(self, position: Value, padded: int, target: Value, memory: str) -> None:
         """Write a row, padded with zeros, in its own type, or one in which its elements are exact. memory: MLIR's."""
-        b, step = self.context.b, self.context.lanes
+        b, step, width = self.context.b, self.context.lanes, self.access.width
         if self.made is not None:
             self.made.fill(position, width, padded, target, memory)
             return
         for column in range(width // step * step, padded, step):
             b.store(b.constant(0.0, vector_of(memory, step)), b.at(target, column, memory))
-        self._copy(position, width, target, memory)
+        self._copy(position, target, memory)
 
-    def _copy(self, position: Value, width: int, target: Value, memory: str) -> None:
+    def _copy(self, position: Value, target: Value, memory: str) -> None:
         """Copy a row; by vectors where columns are contiguous."""
-        b, step = self.context.b, self.context.lanes
+        b, step, width = self.context.b, self.context.lanes, self.access.width
 
         def move(source: Value, column: Value, type_: str) -> None:
             x = b.load(source, type_)
@@ -233,12 +236,12 @@ class RowReader:
 
 class SharedRows:
     """The rows of a reader that are not read in place, a chunk of them at a time: put in order once for all that read
-    them. area: room for a chunk and a step more. sizes: rows of a chunk and of a step, columns, columns with those
-    that are padded. memory: MLIR's type of an element."""
+    them. area: room for a chunk and a step more. sizes: rows of a chunk and of a step, columns with those that are
+    padded. memory: MLIR's type of an element."""
 
-    def __init__(self, reader: RowReader, area: Value, sizes: tuple[int, int, int, int], memory: str):
+    def __init__(self, reader: RowReader, area: Value, sizes: tuple[int, int, int], memory: str):
         self.reader, self.area, self.memory = reader, area, memory
-        self.chunk, self.step, self.width, self.padded = sizes
+        self.chunk, self.step, self.padded = sizes
         self.dtype = "bfloat16" if memory == "bf16" else reader.dtype
         self.start = reader.context.b.constant(0, "i64")
         self._clear(self.chunk, self.chunk + self.step)  # that is behind every chunk
@@ -248,11 +251,11 @@ class SharedRows:
         b, self.start = self.reader.context.b, start
         self._clear(first, low)
         with b.loop(low, high, hint="position") as position:
-            self.reader.put(position, self.width, self.padded, self._row(position), self.memory)
+            self.reader.put(position, self.padded, self._row(position), self.memory)
         self._clear(high, b.least(b.add(high, self.step), b.add(start, self.chunk)))
 
-    def prefetch(self, first: Value, count: Value | int, limit: Value, width: int) -> None:
-        self.reader.prefetch(first, count, limit, width)
+    def prefetch(self, first: Value, count: Value | int) -> None:
+        self.reader.prefetch(first, count)
 
     def _clear(self, first: Value | int, last: Value | int) -> None:
         b, lanes = self.reader.context.b, self.reader.context.lanes
@@ -264,7 +267,7 @@ class SharedRows:
         b = self.reader.context.b
         return b.row(self.area, b.sub(position, self.start), self.padded, self.memory, "rows")
 
-    def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
+    def rows(self, first: Value, count: int, padded: int, staging: Value, limit: Value | None = None) -> Rows:
         """Rows as `RowReader.rows` gives them, of the chunk that `fill` was called for last."""
         return Rows(pointer=self._row(first), stride=padded, memory=self.memory, dtype=self.dtype)
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from fusion.ir.expr import J0, J1, C, E, Expr, I, J, const, coord
+from fusion.ir.expr import J0, J1, C, Expr, I, const, coord
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.ir.tile_map import CELL_KEYS
@@ -165,12 +165,19 @@ class KernelFunction(ThreadFunction):
         return flat
 
     def _readers(self, scope: Scope) -> list[RowReader]:
-        """Readers of Q, K and V."""
-        spec = self.spec
-        return [
-            RowReader(self.context, scope, Access(operand=n, index=index, row=row, column=column, value=spec.values[n]))
-            for n, index, row, column in ((0, spec.q, I, C), (1, spec.k, J, C), (2, spec.v, J, E))
-        ]
+        return [self.reader(scope, number) for number in (0, 1, 2)]
+
+    def reader(self, scope: Scope, number: int) -> RowReader:
+        """Reader of Q, K or V (0, 1 or 2)."""
+        return self.rows_of(scope, number, *self.spec.access(number), self.spec.values[number])
+
+    def rows_of(
+        self, scope: Scope, number: int, index: tuple[Expr, ...], row: Expr, column: Expr, value: Expr | None = None
+    ) -> RowReader:
+        """Reader of an operand; the others: see `Access`."""
+        count, width = self.n_q if row is I else self.n_k, self.d if column is C else self.d_v
+        access = Access(operand=number, index=index, row=row, column=column, count=count, width=width, value=value)
+        return RowReader(self.context, scope, access)
 
     def _key_range(self, scope: Scope, step: int) -> tuple[Value | int, Value]:
         """The keys that the mask leaves, in a scope that knows i0 and i1, clamped; the start on a key step."""

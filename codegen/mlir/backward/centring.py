@@ -40,7 +40,7 @@ class CentredKeys(RowReader):
         b, kernel, vector = self.b, self.kernel, self.kernel.vector
         self.reader, zero = reader, b.constant(0.0, vector)
         first, n_k = b.constant(0, "i64"), kernel.n_k
-        rows = reader.rows(first, SAMPLE, n_k, kernel.d, self.padded, self.centred)
+        rows = reader.rows(first, SAMPLE, self.padded, self.centred)
         count = b.convert("arith.sitofp", b.least(n_k, SAMPLE), "f32", "count")
         share = b.broadcast(b.div(1.0, count), kernel.lanes)
         with b.loop(0, self.padded, kernel.lanes, hint="c") as c:
@@ -64,10 +64,10 @@ class CentredKeys(RowReader):
             x = b.load(place, vector, "x")
             b.store(b.select(b.compare("oeq", mean, zero), x, b.fma(factors, mean, x)), place)
 
-    def rows(self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value) -> Rows:
+    def rows(self, first: Value, count: int, padded: int, staging: Value, limit: Value | None = None) -> Rows:
         """Rows as `RowReader.rows` gives them; those from `limit` on are anything finite."""
         b, lanes = self.b, self.kernel.lanes
-        rows = self.reader.rows(first, count, limit, width, padded, staging)
+        rows = self.reader.rows(first, count, padded, staging, limit)
         with b.loop(0, padded, lanes, hint="c") as c:
             mean = b.load(b.at(self.mean, c, "f32"), self.kernel.vector, "mean")
             with b.loop(0, count, hint="r") as r:

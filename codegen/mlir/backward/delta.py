@@ -9,8 +9,7 @@ from fusion.lowering.backward_plan import STATISTICS, LaneAxis
 
 from ..amx import Products
 from ..builder import Value, vector_of
-from ..rows import RowReader, load_f32
-from ..rows import Rows as RowsInMemory
+from ..rows import RowReader, Rows, load_f32
 from ..scope import Lanes, Scope
 from ..vectormath import sum_rows
 from .lanes import OUTPUT, OUTPUT_GRADIENT, QueryLanes
@@ -30,14 +29,12 @@ class ListedRows(RowReader):
         super().__init__(reader.context, reader.scope, reader.access)
         self.numbers = numbers
 
-    def rows(
-        self, first: Value, count: int, limit: Value | int, width: int, padded: int, staging: Value
-    ) -> RowsInMemory:
+    def rows(self, first: Value, count: int, padded: int, staging: Value, limit: Value | None = None) -> Rows:
         b = self.context.b
         with b.loop(0, count, hint="r") as r:
             number = b.load(b.at(self.numbers, b.add(first, r), "i64"), "i64", "row")
-            self.put(number, width, padded, b.row(staging, r, padded, self.memory), self.memory)
-        return RowsInMemory(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
+            self.put(number, padded, b.row(staging, r, padded, self.memory), self.memory)
+        return Rows(pointer=staging, stride=padded, memory=self.memory, dtype=self.dtype)
 
 
 class ListedQueries(QueryLanes):
@@ -71,7 +68,7 @@ class ListedQueries(QueryLanes):
         kernel._zero(self.columns, 8 * padded)
         places = b.at(self.columns, 0, "f32"), b.at(self.columns, padded, "f32")
         with b.loop(0, kernel.n_k, lanes, hint="j") as j:
-            rows = values.rows(j, lanes, kernel.n_k, kernel.d_v, padded, self.rows_staging[0])
+            rows = values.rows(j, lanes, padded, self.rows_staging[0])
             with b.loop(0, padded, lanes, hint="c") as c:
                 before = [b.load(b.at(place, c, "f32"), self.vector, "before") for place in places]
                 with b.carry(0, lanes, 1, before, hint="r") as (loop, r, (total, squares)):
@@ -131,9 +128,9 @@ class ListedQueries(QueryLanes):
 
     def _delta_and_square(self, row: Value) -> list[Value]:
         """Sums of dO * O and of O * O over the columns of a group's rows, one to a lane."""
-        b, lanes, padded, kernel = self.b, self.lanes, self.padded, self.kernel
+        b, lanes, padded = self.b, self.lanes, self.padded
         both = [
-            reader.rows(row, lanes, kernel.n_q, kernel.d_v, padded, staging)
+            reader.rows(row, lanes, padded, staging)
             for reader, staging in zip(self.multiplied, self.rows_staging, strict=True)
         ]
         with b.carry(0, padded, lanes, [b.constant(0.0, self.vector)] * (2 * lanes), hint="e") as (loop, e, sums):

@@ -36,7 +36,7 @@ from fusion.lowering.backward_plan import (
 )
 
 from ..builder import Value
-from ..rows import Access, RowReader
+from ..rows import RowReader
 from ..scope import MEMORY_TYPE, Scope
 from ..skeleton import KernelFunction
 from ..thread_function import KernelText
@@ -145,25 +145,22 @@ class BackwardKernel(KernelFunction):
         return scope
 
     def reader(self, scope: Scope, number: int) -> RowReader:
-        """The rows of an operand, or of dO or O."""
-        spec = self.spec
-        if number < 0:
-            number = len(spec.operands) if number == OUTPUT_GRADIENT else len(self.context.operands) - 1
-            index, row, column = tuple(coord(name) for name in spec.output.dims), I, E
-        else:
-            index, row, column = spec.access(number)
-        return RowReader(self.context, scope, Access(operand=number, index=index, row=row, column=column))
+        """Reader of Q, K, V, dO or O."""
+        if number >= 0:
+            return super().reader(scope, number)
+        number = len(self.spec.operands) if number == OUTPUT_GRADIENT else len(self.context.operands) - 1
+        return self.rows_of(scope, number, tuple(coord(name) for name in self.spec.output.dims), I, E)
 
     def _block(self, block: Block) -> None:
         b, tiles, keys, size = self.b, self.tiles, self.tiling.keys, self.params[("window",)]
-        tiles.pack_lanes(block, self.readers[:2], self.n_lanes)
+        tiles.pack_lanes(block, self.readers[:2])
         if self.query_gradients is not None:
             self.query_gradients.pack(block)
         several = b.compare("sgt", self.n_rows, tiles.span, "several")
         tiles.clear(block, several)
         low, high = self.side.rows(block)
         readers = self.readers[2:]
-        pack = lambda row: tiles.pack_rows(row, readers, self.n_rows)
+        pack = lambda row: tiles.pack_rows(row, readers)
         with (
             tiles.packed.windows(readers, low, high, size, tiles.key_step, pack) as (low, high),
             b.loop(low, high, keys, hint="r0") as first,

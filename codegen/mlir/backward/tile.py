@@ -148,23 +148,23 @@ class BackwardTiles:
             for n in (kernel.d, kernel.d_v)
         ]
 
-    def pack_lanes(self, block: Block, readers: list[RowReader], limit: Value) -> None:
+    def pack_lanes(self, block: Block, readers: list[RowReader]) -> None:
         """A and B."""
         b = self.b
         for reader, gemm in zip(readers, self.gemms, strict=False):
             with b.loop(0, block.padded, hint="g") as g:
                 first = b.add(block.first, b.mul(g, self.lanes))
-                gemm.products.pack_queries(reader, first, limit, gemm.lanes[g], self.staging)
+                gemm.products.pack_queries(reader, first, gemm.lanes[g], self.staging)
 
-    def pack_rows(self, row: Value, readers: list[RowReader], limit: Value) -> None:
+    def pack_rows(self, row: Value, readers: list[RowReader]) -> None:
         """A step of C and D."""
         n = self.packed.number(row, self.key_step)
         for reader, gemm in zip(readers, self.gemms, strict=False):
             p = gemm.products
-            p.pack_keys(reader, row, limit, gemm.keys[n], self.staging)
+            p.pack_keys(reader, row, gemm.keys[n], self.staging)
             if gemm.operand in self.kernel.results:
                 values = self.centred if gemm.operand == 0 and self.centred else reader
-                p.pack_values(values, row, limit, p.values_of(gemm.values, n), self.staging)
+                p.pack_values(values, row, p.values_of(gemm.values, n), self.staging)
 
     def clear(self, block: Block, several: Value) -> None:
         """No row yet: sums of a block. several: whether there is more than one span of rows."""
