@@ -37,6 +37,7 @@ class Amx:
     key_step = 32
     nr = 2
     lanes = 16
+    staging: Value  # see `MultiplyAdd`
 
     def __init__(
         self,
@@ -93,10 +94,10 @@ class Amx:
         for plane, x in enumerate(planes):
             b.store(x, b.at(target, plane * TILE_ELEMENTS, "bf16"))
 
-    def pack_queries(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
+    def pack_queries(self, reader: RowReader, first: Value, target: Value) -> None:
         """One group of 16 queries: pairs along d, transposed in place as 32-bit words."""
         b = self.b
-        rows = reader.rows(first, 16, self.d_padded, staging)
+        rows = reader.rows(first, 16, self.d_padded, self.staging)
         with b.loop(0, self.chunks, hint="chunk") as chunk:
             base = b.row(target, chunk, TILE_ELEMENTS * self.planes, "bf16")
             with b.loop(0, 16, hint="r") as r:
@@ -106,21 +107,21 @@ class Amx:
                 for line, pair in zip(lines, transpose(b, [b.load(line, WORDS) for line in lines]), strict=True):
                     b.store(pair, line)
 
-    def pack_keys(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
+    def pack_keys(self, reader: RowReader, first: Value, target: Value) -> None:
         b = self.b
-        rows = reader.rows(first, 32, self.d_padded, staging)
+        rows = reader.rows(first, 32, self.d_padded, self.staging)
         with b.loop(0, 32, hint="r") as r, b.loop(0, self.chunks, hint="chunk") as chunk:
             tile = b.add(b.mul(b.div(r, 16), self.chunks), chunk)
             offset = b.add(b.mul(tile, TILE_ELEMENTS * self.planes), b.mul(b.rem(r, 16), 32))
             self._pack_row(rows, r, b.mul(chunk, 32), b.at(target, offset, "bf16"), KEYS)
 
-    def pack_values(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
+    def pack_values(self, reader: RowReader, first: Value, target: Value) -> None:
         b = self.b
-        rows = reader.rows(first, 32, self.e_padded, staging)
+        rows = reader.rows(first, 32, self.e_padded, self.staging)
         if rows.memory == "bf16" and self.planes == 1:
             self._copy_columns(rows, target)
             return
-        columns = b.at(staging, self.staged_rows, "f64", "columns")
+        columns = b.at(self.staging, self.staged_rows, "f64", "columns")
         with b.loop(0, self.e_blocks, hint="block") as block:
             with b.loop(0, 32, 16, hint="half") as half:
                 lines = [load_f32(b, rows, b.add(half, r), b.mul(block, 16), 16) for r in range(16)]

@@ -28,12 +28,12 @@ class DenseLoad:
     """One such load. Make it in the item's scope (it writes base and strides there), `stage` it for a group and a
     block."""
 
-    def __init__(self, context: Context, scope: Scope, expr: Expr):
-        self.context, self.expr, self.b = context, expr, context.b
-        number = expr.operand
+    def __init__(self, scope: Scope, expr: Expr):
+        context = self.context = scope.context
+        self.expr, self.b, number = expr, scope.b, expr.operand
         self.dtype = context.operands[number].dtype
         self.memory = MEMORY_TYPE[self.dtype]
-        strides = linear_strides(context, scope, number, expr.args, I, J, "key")
+        strides = linear_strides(scope, number, expr.args, I, J, "key")
         assert strides is not None
         base, self.row_stride, self.key_stride = strides
         self.origin = self.b.at(context.params[("ptr", number)], base, self.memory, "origin")

@@ -14,7 +14,7 @@ from fusion.ir.ranges import interval
 from fusion.lowering.addresses import BLOCK, LANE, along_lanes, by_blocks, lane_pattern, lane_values
 
 from .builder import Value, vector_of
-from .scope import MEMORY_TYPE, Context, Lanes, Scope, widen
+from .scope import MEMORY_TYPE, Lanes, Scope, widen
 
 _WORD = (-(2**31), 2**31 - 1)
 
@@ -22,9 +22,9 @@ _WORD = (-(2**31), 2**31 - 1)
 class Elements:
     """An operand's rows in one scope (of a work item: strides are looked at there)."""
 
-    def __init__(self, context: Context, scope: Scope, value: Expr, row: Expr, column: Expr):
-        self.context, self.scope, self.row = context, scope, row
-        self.b, self.lanes = context.b, context.lanes
+    def __init__(self, scope: Scope, value: Expr, row: Expr, column: Expr):
+        self.context, self.scope, self.row = scope.context, scope, row
+        self.b, self.lanes = scope.b, scope.context.lanes
         self.value = by_blocks(value, column, self.lanes)
         self.unit = self._unit_strides()
 

@@ -65,7 +65,7 @@ class AttentionKernel(KernelFunction):
         super().__init__(spec, target, d, d_v, degree, flush, may_flag=tiling.planes > 1)
         self.tiling, self.tiles = tiling, Tiles(self, tiling, with_statistics)
         self.products = p = self.tiles.products
-        self.staging = self.area(8 * p.staging_elements, "staging")
+        p.staging = self.area(8 * p.staging_elements, "staging")
         self.out_rows = self.area(self.lanes * p.e_padded * 4, "out_rows")
         self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
         self.parts = TileParts(self.tiles) if tiling.cut else None
@@ -155,7 +155,7 @@ class AttentionKernel(KernelFunction):
         count = b.least(b.sub(self.n_q, first), rows, "rows")
         groups = b.ceil_div(count, self.lanes, "groups")
         readers = self._readers(scope)
-        tiles.loads = [DenseLoad(self.context, scope, expr) for expr in tiles.dense]
+        tiles.loads = [DenseLoad(scope, expr) for expr in tiles.dense]
         padded_groups = b.mul(b.ceil_div(groups, p.nr), p.nr)
         group_block, size = tiles.group_block, p.weight_bytes * self.tiling.keys
         self._zero_unused(
@@ -163,7 +163,7 @@ class AttentionKernel(KernelFunction):
         )
         with b.loop(0, padded_groups, hint="g") as g:  # zeros where there is no group: products read them
             at = tiles.queries[g]
-            p.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), at, self.staging)
+            p.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), at)
             if self.bounded is not None:
                 self.bounded.store_query_norms(g, at)
         return Item(
@@ -175,9 +175,9 @@ class AttentionKernel(KernelFunction):
         """Pack a step of K and V, from a key on."""
         p, n = self.products, self.packed_step(key)
         keys = self.packed_keys[n]
-        p.pack_keys(readers[1], key, keys, self.staging)
+        p.pack_keys(readers[1], key, keys)
         values = p.values_of(self.packed_values, n)
-        p.pack_values(readers[2], key, values, self.staging)
+        p.pack_values(readers[2], key, values)
         if self.bounded is not None:
             self.bounded.store_step_norms(n, keys, values)
 

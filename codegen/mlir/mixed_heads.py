@@ -69,7 +69,7 @@ class MixedHeadsKernel(KernelFunction):
         self.matrix_bytes = round_up(matrix, 64)
         self.state = self.array(heads, STATE_BYTES, "state")
         self.queries = self.array(self.groups, p.query_bytes, "queries")
-        self.staging = self.area(8 * p.staging_elements, "staging")
+        p.staging = self.area(8 * p.staging_elements, "staging")
         self.out_rows = self.area(self.lanes * p.e_padded * 4, "out_rows")
         self.maximum, self.total = self.area(self.row, "maximum"), self.area(self.row, "total")
         self.row_factors = self.array(heads * self.groups, self.lanes, "row_factors", "f32")
@@ -181,13 +181,13 @@ class MixedHeadsKernel(KernelFunction):
 
         def pack(key: Value) -> None:
             n = b.div(key, p.key_step)
-            p.pack_keys(readers[1], key, keys[n], self.staging)
-            p.pack_values(readers[2], key, p.values_of(values, n), self.staging)
+            p.pack_keys(readers[1], key, keys[n])
+            p.pack_values(readers[2], key, p.values_of(values, n))
 
         packed.extend(0, self.n_k, p.key_step, pack)
         queries = [self.queries[g] for g in range(self.groups)]
         for g, place in enumerate(queries):
-            p.pack_queries(readers[0], b.add(first, g * self.lanes), place, self.staging)
+            p.pack_queries(readers[0], b.add(first, g * self.lanes), place)
         rows = [self._rows(head, g) for g in range(self.groups)]
         with b.loop(0, self.steps, hint="step") as step:
             places = [b.row(at, b.mul(step, p.key_step), self.lanes) for at in rows]
@@ -258,7 +258,7 @@ class MixedHeadsKernel(KernelFunction):
     def _apply(self, scope: Scope, head: Value, g: Value, program: Expr, weight: Expr | None) -> Value:
         """A program on a head's rows of scores, in place; their maxima."""
         wanted, areas = dense_loads(program, weight), zip(self.dense, self.staged, strict=False)
-        loads = ((DenseLoad(self.context, scope, expr), area) for expr, area in areas if expr in wanted)
+        loads = ((DenseLoad(scope, expr), area) for expr, area in areas if expr in wanted)
         staged = stage_loads(loads, scope, self.b.constant(0, "i64"), self.n_k)
         scope.prepare(program, weight, bound=self.batch_names | {"i"})
         rows = RowProgram(program=program, weight=weight, scope=scope, staged=staged)

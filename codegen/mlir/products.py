@@ -48,6 +48,7 @@ class MultiplyAdd:
 
     overlaps = False  # whether products run beside vector work, on a unit of their own; only then is a `beside` taken
     element = "f32"
+    staging: Value  # memory of `staging_elements`, in which rows that are not read in place are staged
 
     def __init__(self, kernel: FmaVectors, d: int, e: int, tile_rows: int, tile_groups: int, key_steps: Value):
         """key_steps: of a head's packed operands."""
@@ -77,19 +78,19 @@ class MultiplyAdd:
         """Address of a key step in a head's packed values."""
         return self.b.row(values, step, self.words_of_step * self.mr, self.word)
 
-    def pack_queries(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
+    def pack_queries(self, reader: RowReader, first: Value, target: Value) -> None:
         """One group: words of Q^T [d / kr][L]."""
         b, lanes, words = self.b, self.lanes, vector_of(self.word, self.lanes)
-        rows = reader.rows(first, lanes, self.d_padded, staging)
+        rows = reader.rows(first, lanes, self.d_padded, self.staging)
         with b.loop(0, self.d_padded, self.kr * lanes, hint="c") as c:
             columns = transpose(b, [b.bitcast(self.elements(rows, r, c), words) for r in range(lanes)])
             start = b.row(target, b.div(c, self.kr), lanes, self.word)
             for r, column in enumerate(columns):
                 b.store(column, b.at(start, r * lanes, self.word))
 
-    def pack_keys(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
+    def pack_keys(self, reader: RowReader, first: Value, target: Value) -> None:
         b, padded = self.b, self.d_padded
-        rows = reader.rows(first, self.key_step, padded, staging)
+        rows = reader.rows(first, self.key_step, padded, self.staging)
         for r in range(self.key_step):
             with b.loop(0, padded, self.kr * self.lanes, hint="c") as c:
                 b.store(self.elements(rows, r, c), b.at(target, b.add(c, r * padded), self.element))
@@ -98,9 +99,9 @@ class MultiplyAdd:
         """A vector of words of a row."""
         return load_f32(self.b, rows, row, column, self.lanes)
 
-    def pack_values(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
+    def pack_values(self, reader: RowReader, first: Value, target: Value) -> None:
         b = self.b
-        rows = reader.rows(first, self.key_step, self.e_padded, staging)
+        rows = reader.rows(first, self.key_step, self.e_padded, self.staging)
         with b.loop(0, self.e_padded, self.lanes, hint="c") as c:
             for word in range(self.words_of_step):
                 line = self.value_word(rows, word, c)  # to the panels of a key step

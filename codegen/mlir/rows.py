@@ -22,7 +22,7 @@ from fusion.lowering.addresses import runs
 
 from .builder import SIZE, Builder, Value, vector_of
 from .elements import Elements
-from .scope import MEMORY_TYPE, Context, Scope, widen
+from .scope import MEMORY_TYPE, Scope, widen
 
 LINE = 64  # bytes of a line of the caches
 SLOTS = 64  # numbers that tell which rows are packed
@@ -59,16 +59,16 @@ Strides = tuple[Value | int, Value | int, Value | int]
 
 
 def linear_strides(
-    context: Context, scope: Scope, operand: int, index: tuple[Expr, ...], row: Expr, column: Expr, name: str = "column"
+    scope: Scope, operand: int, index: tuple[Expr, ...], row: Expr, column: Expr, name: str = "column"
 ) -> Strides | None:
     """(offset of element (0, 0), row stride, column stride); None where the map is not linear with scalar strides.
     name: of the columns."""
-    b, positions = context.b, {row.name, column.name}
+    b, positions = scope.b, {row.name, column.name}
     base: Value | int = 0
     rows: Value | int = 0
     columns: Value | int = 0
     for dim, part in enumerate(index):
-        stride = context.params[("stride", operand, dim)]
+        stride = scope.context.params[("stride", operand, dim)]
         along = integers.linear(part, row)
         across = integers.linear(along[1], column) if along else None
         if along is None or across is None or (coordinates(along[0]) | coordinates(across[0])) & positions:
@@ -84,13 +84,14 @@ class RowReader:
 
     run_stride: Value | int = 0
 
-    def __init__(self, context: Context, scope: Scope, access: Access):
-        self.context, self.scope, self.access = context, scope, access
+    def __init__(self, scope: Scope, access: Access):
+        context = self.context = scope.context
+        self.scope, self.access = scope, access
         self.source = context.params[("ptr", access.operand)]
-        self.made = access.value and Elements(context, scope, access.value, access.row, access.column)
+        self.made = access.value and Elements(scope, access.value, access.row, access.column)
         self.dtype = context.operands[access.operand].dtype if self.made is None else "float32"
         self.memory = MEMORY_TYPE[self.dtype]
-        strides = linear_strides(context, scope, access.operand, access.index, access.row, access.column)
+        strides = linear_strides(scope, access.operand, access.index, access.row, access.column)
         self.base, self.row_stride, self.column_stride = strides or (None, None, None)
         self.run, steps = runs(access.index, access.row)
         if steps:

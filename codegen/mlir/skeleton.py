@@ -177,7 +177,7 @@ class KernelFunction(ThreadFunction):
         """Reader of an operand; the others: see `Access`."""
         count, width = self.n_q if row is I else self.n_k, self.d if column is C else self.d_v
         access = Access(operand=number, index=index, row=row, column=column, count=count, width=width, value=value)
-        return RowReader(self.context, scope, access)
+        return RowReader(scope, access)
 
     def _key_range(self, scope: Scope, step: int) -> tuple[Value | int, Value]:
         """The keys that the mask leaves, in a scope that knows i0 and i1, clamped; the start on a key step."""

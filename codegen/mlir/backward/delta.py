@@ -26,7 +26,7 @@ class ListedRows(RowReader):
     """The rows of a reader by their places in a list of row numbers, which goes on behind the last."""
 
     def __init__(self, reader: RowReader, numbers: Value):
-        super().__init__(reader.context, reader.scope, reader.access)
+        super().__init__(reader.scope, reader.access)
         self.numbers = numbers
 
     def rows(self, first: Value, count: int, padded: int, staging: Value, limit: Value | None = None) -> Rows:

@@ -68,11 +68,11 @@ class TiledQueryGradient:
         self.pair_bytes = 2 * self.tile * self.pairs * self.blocks
         self.step_bytes = 4 * 32 * 16 * self.blocks
 
-    def pack_keys(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
+    def pack_keys(self, reader: RowReader, first: Value, target: Value) -> None:
         """The block's keys from `first` on."""
         b, p = self.b, self.product
         for pair in range(self.pairs):
-            rows = reader.rows(b.add(first, 32 * pair), 32, p.e_padded, staging)
+            rows = reader.rows(b.add(first, 32 * pair), 32, p.e_padded, p.staging)
             with b.loop(0, self.blocks, hint="block") as block:
                 base = b.row(target, b.add(block, pair * self.blocks), self.tile, "bf16")
                 with b.loop(0, 16, hint="k") as k:
@@ -126,11 +126,11 @@ class VectorQueryGradient:
         self.pair_bytes = 4 * groups * self.words * self.width
         self.step_bytes = 4 * product.key_step * self.width
 
-    def pack_keys(self, reader: RowReader, first: Value, target: Value, staging: Value) -> None:
+    def pack_keys(self, reader: RowReader, first: Value, target: Value) -> None:
         """The block's keys from `first` on."""
         b, p, lanes = self.b, self.product, self.lanes
         with b.loop(0, self.groups, hint="g") as g:
-            rows = reader.rows(b.add(first, b.mul(g, lanes)), lanes, self.width, staging)
+            rows = reader.rows(b.add(first, b.mul(g, lanes)), lanes, self.width, p.staging)
             start = b.row(target, g, self.words * self.width, p.word)
             for word in range(self.words):
                 with b.loop(0, self.width, lanes, hint="c") as c:
@@ -250,7 +250,7 @@ class QueryGradients:
     def pack(self, block: Block) -> None:
         b, kernel = self.b, self.kernel
         keys = kernel.tiles.centred or kernel.readers[0]
-        self.product.pack_keys(keys, block.first, self.key_pairs, kernel.tiles.staging)
+        self.product.pack_keys(keys, block.first, self.key_pairs)
         with b.when(b.compare("slt", block.groups, kernel.tiling.groups, "partial")):
             kernel._zero(self.row_ds, self.product.ds_bytes)
 

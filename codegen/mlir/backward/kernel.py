@@ -132,7 +132,7 @@ class BackwardKernel(KernelFunction):
         self.flat_query, self.flat_key = b.mul(flat, self.n_q, "row_base"), b.mul(flat, self.n_k, "column_base")
         scope.prepare(*self.read, bound=self.batch_names)
         self.readers = [self.reader(scope, number) for number in side.operands]
-        side.loads = [side.load(self.context, scope, expr) for expr in self.dense]
+        side.loads = [side.load(scope, expr) for expr in self.dense]
         if self.tiles.centred is not None:
             self.tiles.centred.begin(self.readers[side.operands.index(1)])
         self.sinks = [

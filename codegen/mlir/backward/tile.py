@@ -117,7 +117,9 @@ class BackwardTiles:
         # Sums begin anew every so many rows, as in the forward kernel; those of the spans before lie behind them.
         self.span = KEY_SPAN if spec.out_dtype == "float32" else HALF_KEY_SPAN
         sums = [kernel.array(2 * groups, p.e_padded * row, f"out_{x}") for p, x in zip(products, "ab", strict=True)]
-        self.staging = kernel.area(8 * max(p.staging_elements for p in products), "staging")
+        staging = kernel.area(8 * max(p.staging_elements for p in products), "staging")
+        for product in products:
+            product.staging = staging
         kernel.out_rows = kernel.area(self.lanes * max(p.e_padded for p in products) * 4, "out_rows")
         self.group_block = products[0].nr if products[0].overlaps else 1
         self.staged = [kernel.array(self.group_block, rows * row, "staged") for _ in kernel.dense]
@@ -154,17 +156,17 @@ class BackwardTiles:
         for reader, gemm in zip(readers, self.gemms, strict=False):
             with b.loop(0, block.padded, hint="g") as g:
                 first = b.add(block.first, b.mul(g, self.lanes))
-                gemm.products.pack_queries(reader, first, gemm.lanes[g], self.staging)
+                gemm.products.pack_queries(reader, first, gemm.lanes[g])
 
     def pack_rows(self, row: Value, readers: list[RowReader]) -> None:
         """A step of C and D."""
         n = self.packed.number(row, self.key_step)
         for reader, gemm in zip(readers, self.gemms, strict=False):
             p = gemm.products
-            p.pack_keys(reader, row, gemm.keys[n], self.staging)
+            p.pack_keys(reader, row, gemm.keys[n])
             if gemm.operand in self.kernel.results:
                 values = self.centred if gemm.operand == 0 and self.centred else reader
-                p.pack_values(values, row, p.values_of(gemm.values, n), self.staging)
+                p.pack_values(values, row, p.values_of(gemm.values, n))
 
     def clear(self, block: Block, several: Value) -> None:
         """No row yet: sums of a block. several: whether there is more than one span of rows."""
