@@ -21,9 +21,8 @@ from fusion.lowering.bounded_scores import SLACK, VALUE_EXPONENTS, BoundedScores
 
 from .amx import Amx
 from .builder import Value, vector_of
-from .products import InterleavedWork
 from .softmax import GroupSoftmax, Weigh
-from .stream import Overlapped
+from .stream import KeyWork, Overlapped
 from .tile import Item, KeyRange, ScoreTile, Tiles
 from .values import Array
 from .x86 import BIAS, MANTISSA
@@ -144,13 +143,12 @@ class FixedShift(Overlapped):
         ahead = b.most(b.div(padded, 2), b.sub(padded, b.mul(new.steps, half)))
         start = b.most(done, ahead, "start")
         self._weigh_all(old, plain, done, start)
-        both, beside = b.div(b.sub(padded, start), half, "both"), self._weigh_beside(old, plain, start, ordinary)
-        self.score_beside(new, both, half, beside, functools.partial(self._weigh_all, old, plain), start)
+        both = b.div(b.sub(padded, start), half, "both")
+        self.score_beside(new, both, self._weigh_beside(old, plain, start, ordinary))
         with b.when(self._is_regular(new)):
             both = b.least(old.steps, new.steps, "both")
             tiles.stage_all(new, plain)
-            beside = self._weigh_beside(new, plain, 0, ordinary)
-            self.accumulate_beside(old, both, half, beside, functools.partial(self._weigh_all, new, plain))
+            self.accumulate_beside(old, both, self._weigh_beside(new, plain, 0, ordinary))
             self.accumulate(old, both, old.steps)
             b.store(b.mul(both, half), self.keys_done)
         with b.otherwise():
@@ -167,18 +165,19 @@ class FixedShift(Overlapped):
         whole = kernel._whole(kernel._with_keys(tile.scope, block.first, block.count))
         return full if whole is None else b.and_(full, whole, "regular")
 
-    def _weigh_beside(self, tile: ScoreTile, exponent: Expr, first: Value | int, ordinary: bool) -> InterleavedWork:
+    def _weigh_beside(self, tile: ScoreTile, exponent: Expr, first: Value | int, ordinary: bool) -> KeyWork:
         """Half of the keys of each step. ordinary: exponents are no fills."""
         b, (softmaxes, programs) = self.b, self.pair(tile, exponent)
         weigh = [self._weigh(softmax, b.add(tile.g, member), ordinary) for member, softmax in enumerate(softmaxes)]
         zero = b.constant(0.0, self.vector)
 
-        def work(member: int, key: Value, sums: list[Value]) -> list[Value]:
+        def take(member: int, key: Value, sums: list[Value]) -> list[Value]:
             return softmaxes[member].apply_and_weigh(programs[member], weigh[member], key, sums)
 
-        return self.beside(
-            self.products.key_step // 2, first, lambda member: [zero], work,
-            lambda member, sums: softmaxes[member].add_total(sums),
+        return KeyWork(
+            keys=self.products.key_step // 2, first=first, begin=lambda member: [zero], take=take,
+            end=lambda member, sums: softmaxes[member].add_total(sums),
+            rest=functools.partial(self._weigh_all, tile, exponent),
         )  # fmt: skip
 
     def _weigh_all(self, tile: ScoreTile, exponent: Expr, low: Value | int, high: Value) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from fusion.ir.expr import Expr
 
@@ -26,7 +27,24 @@ from .tile import Item, KeyRange, ScoreTile, Tiles
 from .values import Array
 
 GROUP_PAIR = (0, 1)  # of the set of groups that overlapping products take
-State = TypeVar("State")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyWork:
+    """Vector work on the keys of a tile from `first` on, `keys` of them beside each key step of a product. Pieces of it
+    hand on a state: `begin(member)`, `take(member, key, state)` of PAIR keys, `end(member, state)`, for each member of
+    GROUP_PAIR. rest: the work on keys [low, high) without a product beside it."""
+
+    keys: int
+    begin: Callable[[int], Any]
+    take: Callable[[int, Value, Any], Any]
+    end: Callable[[int, Any], object]
+    rest: Callable[[Value | int, Value], None]
+    first: Value | int = 0
+
+    def left_over(self, parts: int) -> int:
+        """Number of a step's keys that so many parts leave over."""
+        return self.keys - parts * (self.keys // parts // PAIR * PAIR)
 
 
 class Sequential:
@@ -92,7 +110,7 @@ class Overlapped:
         """The second half of a tile and the first half of the next; either may have no keys."""
         b, tiles, step_keys = self.b, self.tiles, self.products.key_step
         both = b.least(old.steps, new.steps, "both")
-        self.score_beside(new, both, step_keys, self._weights_beside(old), functools.partial(tiles.weigh, old))
+        self.score_beside(new, both, self._weights_beside(old))
         tiles.weigh(old, b.mul(both, step_keys), old.block.padded)
         tiles.reset_maxima(new)
         whole, plain = b.div(new.block.count, step_keys), tiles.programs.full or tiles.programs.masked
@@ -104,40 +122,27 @@ class Overlapped:
                 self.accumulate(old, 0, both)
                 tiles.maxima(new, program, 0, new.block.count)
                 continue
-            work = functools.partial(tiles.maxima, new, program)
-            self.accumulate_beside(old, both, step_keys, self._maxima_beside(new, program), work)
+            self.accumulate_beside(old, both, self._maxima_beside(new, program))
             tiles.maxima(new, program, b.mul(both, step_keys), new.block.count)
         self.accumulate(old, both, old.steps)
         tiles._end_block(old)
         with b.when(b.compare("sgt", new.steps, 0)):
             tiles.rescale(new)
 
-    def score_beside(
-        self, new: ScoreTile, both: Value, keys: int, beside: InterleavedWork, rest: Callable[..., None],
-        first: Value | int = 0,
-    ) -> None:  # fmt: skip
-        """The scores of a tile; beside `both` of the steps work on `keys` keys each. rest: that on those of a step's
-        keys that its parts leave over; first: the first key that is worked on."""
-        b, count = self.b, self._left_over(keys, self.products.score_parts)
+    def score_beside(self, new: ScoreTile, both: Value, work: KeyWork) -> None:
+        """The scores of a tile; beside `both` of the steps work on the keys of another."""
+        b, pieces = self.b, self._pieces(work)
         with b.loop(0, both, hint="step") as step:
-            if count:
-                start = b.add(b.mul(step, keys), first)
-                rest(start, b.add(start, count))
-            self.tiles.score(new, step, 0, beside)
+            self._do_left_over(work, step, self.products.score_parts)
+            self.tiles.score(new, step, 0, pieces)
         with b.loop(both, new.steps, hint="step") as step:
             self.tiles.score(new, step)
 
-    def accumulate_beside(
-        self, old: ScoreTile, both: Value, keys: int, beside: InterleavedWork, rest: Callable[..., None]
-    ) -> None:
-        """The product with V over `both` key steps of a tile, beside work on `keys` keys of each."""
-        b = self.b
-        self.accumulate(old, 0, both, beside)
-        count = self._left_over(keys, self.products.value_parts)
-        with b.loop(0, both, hint="step") as step:
-            if count:
-                start = b.mul(step, keys)
-                rest(start, b.add(start, count))
+    def accumulate_beside(self, old: ScoreTile, both: Value, work: KeyWork) -> None:
+        """The product with V over `both` key steps of a tile, beside work on the keys of another."""
+        self.accumulate(old, 0, both, self._pieces(work))
+        with self.b.loop(0, both, hint="step") as step:
+            self._do_left_over(work, step, self.products.value_parts)
 
     def accumulate(
         self, tile: ScoreTile, first: Value | int, steps: Value, beside: InterleavedWork | None = None
@@ -146,33 +151,28 @@ class Overlapped:
         with self.b.when(self.b.compare("slt", self.b.as_value(first, "i64"), steps)):
             self.products.accumulate(*self.tiles.second_product(tile, steps), first=first, beside=beside)
 
-    def _left_over(self, keys: int, parts: int) -> int:
-        """Number of a step's keys that its parts leave over. They are worked on before the others, so that half of all
-        are done with half of the parts, when the first new scores are stored."""
-        return keys - parts * (keys // parts // PAIR * PAIR)
+    def _do_left_over(self, work: KeyWork, step: Value, parts: int) -> None:
+        """Work on the keys of a step that its parts leave over. They are worked on before the others, so that half of
+        all are done with half of the parts, when the first new scores are stored."""
+        if count := work.left_over(parts):
+            start = self.b.add(self.b.mul(step, work.keys), work.first)
+            work.rest(start, self.b.add(start, count))
 
-    def beside(
-        self,
-        keys: int,
-        first: Value | int,
-        begin: Callable[[int], State],
-        work: Callable[[int, Value, State], State],
-        end: Callable[[int, State], object],
-    ) -> InterleavedWork:
-        """Work on `keys` keys a step from `first` on, PAIR keys of a member of GROUP_PAIR at a time. Pieces hand on a
-        state: `begin(member)`, `work(member, key, state)`, `end(member, state)`."""
+    def _pieces(self, work: KeyWork) -> InterleavedWork:
+        """Work in pieces, of PAIR keys of a member of GROUP_PAIR each."""
         b = self.b
 
         def pieces(step: Value, part: Value | int, parts: int) -> list[Callable[[], None]]:
-            width = keys // parts // PAIR * PAIR
-            start = b.add(b.add(b.mul(step, keys), b.mul(part, width)), b.add(first, self._left_over(keys, parts)))
-            states: dict[int, State] = {}
+            width = work.keys // parts // PAIR * PAIR
+            start = b.add(b.mul(step, work.keys), b.mul(part, width))
+            start = b.add(start, b.add(work.first, work.left_over(parts)))
+            states: dict[int, Any] = {}
 
             def piece(member: int, key: int) -> None:
-                state = begin(member) if key == 0 else states[member]
-                states[member] = work(member, b.add(start, key), state)
+                state = work.begin(member) if key == 0 else states[member]
+                states[member] = work.take(member, b.add(start, key), state)
                 if key + PAIR == width:
-                    end(member, states[member])
+                    work.end(member, states[member])
 
             return [functools.partial(piece, member, key) for key in range(0, width, PAIR) for member in GROUP_PAIR]
 
@@ -183,13 +183,13 @@ class Overlapped:
         softmaxes = [self.tiles.softmax(tile, member) for member in GROUP_PAIR]
         return softmaxes, [self.tiles.row_program(tile, member, program) for member in GROUP_PAIR]
 
-    def _weights_beside(self, tile: ScoreTile) -> InterleavedWork:
+    def _weights_beside(self, tile: ScoreTile) -> KeyWork:
         softmaxes = [self.tiles.softmax(tile, member) for member in GROUP_PAIR]
         stores = [self.tiles.store_of(softmax) for softmax in softmaxes]
         coefficients = [softmax.coefficients() for softmax in softmaxes]
         zero, plain = self.b.constant(0.0, self.vector), self.tiles.plain
 
-        def work(member: int, key: Value, sums: Sequence[Value]) -> Sequence[Value]:
+        def take(member: int, key: Value, sums: Sequence[Value]) -> Sequence[Value]:
             if plain:
                 softmaxes[member].weigh_plain(stores[member], key)
                 return sums
@@ -199,16 +199,20 @@ class Overlapped:
             if not plain:
                 softmaxes[member].add_total(sums)
 
-        return self.beside(self.products.key_step, 0, lambda member: [zero] * PAIR, work, end)
+        return KeyWork(
+            keys=self.products.key_step, begin=lambda member: [zero] * PAIR, take=take, end=end,
+            rest=functools.partial(self.tiles.weigh, tile),
+        )  # fmt: skip
 
-    def _maxima_beside(self, tile: ScoreTile, program: Expr) -> InterleavedWork:
+    def _maxima_beside(self, tile: ScoreTile, program: Expr) -> KeyWork:
         b, (softmaxes, programs) = self.b, self.pair(tile, program)
         places = [self.tiles.highest[member] for member in GROUP_PAIR]
 
-        def work(member: int, key: Value, highest: Value) -> Value:
+        def take(member: int, key: Value, highest: Value) -> Value:
             return softmaxes[member].raise_to(highest, softmaxes[member].apply_rows(programs[member], key, PAIR))
 
-        return self.beside(
-            self.products.key_step, 0, lambda member: b.load(places[member], self.vector, "h"), work,
-            lambda member, highest: b.store(highest, places[member]),
+        return KeyWork(
+            keys=self.products.key_step, begin=lambda member: b.load(places[member], self.vector, "h"), take=take,
+            end=lambda member, highest: b.store(highest, places[member]),
+            rest=functools.partial(self.tiles.maxima, tile, program),
         )  # fmt: skip
