@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from fusion.planning.register_tiles import Target, Tiling
+from fusion.planning.register_tiles import Tiling
 
 from .builder import Builder, Value
 from .micro_kernel import SCORE_PAIRS, TILE_ELEMENTS, AmxTiles, MatrixOperand
@@ -23,6 +24,9 @@ from .rows import RowReader, Rows, load_f32, load_line, widen_pairs
 from .values import Array, round_up
 from .vectormath import sum_rows, transpose
 from .x86 import BF16, F32, LANES, WORDS, Avx512, split_pairs
+
+if TYPE_CHECKING:
+    from .skeleton import KernelFunction
 
 QUERIES, KEYS, VALUES = OPERANDS = range(3)
 """Operands of the two products, by how they are packed."""
@@ -253,14 +257,13 @@ Products = Amx | MultiplyAdd
 
 
 def products_of(
-    b: Builder, target: Target, tiling: Tiling, d: int, e: int, key_steps: Value, max_abs: Value | None,
-    keeps_nan: bool, mirrored: bool,
-) -> Products:  # fmt: skip
-    """The products of a tiling with d columns of Q and K and e of V. key_steps: see `MultiplyAdd`; max_abs,
-    keeps_nan, mirrored: see `Amx`."""
+    kernel: KernelFunction, tiling: Tiling, d: int, e: int, keeps_nan: bool = True, mirrored: bool = False
+) -> Products:
+    """The products of a tiling with d columns of Q and K and e of V. keeps_nan, mirrored: see `Amx`."""
+    target, key_steps, max_abs = kernel.target, kernel.params[("key_steps",)], kernel.watch()
     if tiling.planes and target.amx:
-        return Amx(b, d, e, tiling.planes, tiling.keys, max_abs, keeps_nan, mirrored)
+        return Amx(kernel.b, d, e, tiling.planes, tiling.keys, max_abs, keeps_nan, mirrored)
     few = replace(target, tile_groups=min(target.tile_groups, tiling.groups))
-    result = vector_products(b, few, tiling.planes > 0, d, e, key_steps)
+    result = vector_products(kernel.b, few, tiling.planes > 0, d, e, key_steps)
     result.chain = tiling.chain or result.chain
     return result

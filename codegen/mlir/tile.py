@@ -88,10 +88,7 @@ class Tiles:
         self.by_distance = distance_parts(*whole)
         self.dense = dense_loads(*whole, but=self.by_distance)
         keeps_nan = self.plain or self.weight is not None
-        self.products = p = products_of(
-            self.b, kernel.target, tiling, kernel.d, kernel.d_v, kernel.params[("key_steps",)], kernel.watch(),
-            keeps_nan, mirrored=False,
-        )  # fmt: skip
+        self.products = p = products_of(kernel, tiling, kernel.d, kernel.d_v, keeps_nan)
         groups, keys, row = tiling.groups, tiling.keys, 4 * self.lanes
         self.statistics = TrainingStatistics(kernel, groups) if with_statistics else None
         self.aux_outputs = AuxOutputs(kernel, p.key_step, groups) if self.spec.aux_outputs else None

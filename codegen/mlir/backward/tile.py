@@ -108,7 +108,8 @@ class BackwardTiles:
     def __init__(self, kernel: BackwardKernel):
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
         spec, kind, tiling = kernel.spec, kernel.kind, kernel.tiling
-        products = self._products()
+        mirrored = kernel.axis is LaneAxis.KEYS
+        products = [products_of(kernel, tiling, n, n, mirrored=mirrored) for n in (kernel.d, kernel.d_v)]
         groups, rows, row = tiling.groups, tiling.keys, 4 * self.lanes
         lanes = [kernel.array(groups, p.query_bytes, f"packed_{x}") for p, x in zip(products, "ab", strict=True)]
         tiles = [kernel.array(groups, rows * row, name) for name in ("scores", "dp")]
@@ -141,14 +142,6 @@ class BackwardTiles:
         )  # fmt: skip
         self.score_gemms = self.gemms[0]
         self.key_step = self.score_gemms.products.key_step
-
-    def _products(self) -> list[Products]:
-        kernel = self.kernel
-        steps, mirrored = kernel.params[("key_steps",)], kernel.axis is LaneAxis.KEYS
-        return [
-            products_of(self.b, kernel.target, kernel.tiling, n, n, steps, kernel.watch(), True, mirrored)
-            for n in (kernel.d, kernel.d_v)
-        ]
 
     def pack_lanes(self, block: Block, readers: list[RowReader]) -> None:
         """A and B."""
