@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import struct
-import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from fusion.errors import UnsupportedSizeError
 from fusion.ir.ranges import LARGEST_SIZE
@@ -192,23 +189,3 @@ def check_sizes(*sizes: int) -> None:
     """Raises UnsupportedSizeError where one is too large for the kernels."""
     if (largest := max(sizes)) >= LARGEST_SIZE:
         raise UnsupportedSizeError(f"a size of {largest} was met; CPU kernels take sizes below {LARGEST_SIZE}")
-
-
-HUGE_PAGE = 2 << 20  # bytes
-MADV_HUGEPAGE = 14
-
-
-def in_huge_pages(tensor: Tensor) -> None:
-    """Ask the operating system to back a fresh tensor of many MiB by huge pages: the first write to each page of 4 KiB
-    takes longer than computing what is written. Where it does not know them, nothing happens."""
-    size = tensor.numel() * tensor.element_size()
-    if size < 4 * HUGE_PAGE or not sys.platform.startswith("linux"):
-        return
-    start, end = tensor.data_ptr(), tensor.data_ptr() + size
-    first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
-    _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_HUGEPAGE)
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

@@ -12,14 +12,13 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from fusion import caching
 from fusion.errors import KernelCompilationError
 from fusion.machine import Machine, cpu, object_file, openmp
-from fusion.machine.object_file import LoadedObject, ObjectFileError
+from fusion.machine.object_file import ObjectFileError
 from fusion.torch_private.dynamo import counters
 
 from . import arm
@@ -35,8 +34,6 @@ PIPELINE = (
 OPTIMIZATION = {False: 2, True: 3}
 """LLVM's level, by whether a module has tile instructions: those were measured with 3 alone. The others run as fast
 with 2, which takes a third of the time where 3 unrolls the loops over 32 coordinates."""
-PERF_MAP = "/tmp/perf-{}.map"
-"""The file of a process, by a rule of `perf`'s. It stays behind, and is written where FUSION_LOGS=info asks for it."""
 FORMAT = 2
 """Version of objects on disk; to be raised when the same text comes to mean another object, or is called in another
 way."""
@@ -160,22 +157,11 @@ def _from_object(content: bytes, entry: str, name: str) -> MachineCode:
     if packed not in loaded.addresses:
         raise ObjectFileError(f"an object without the function {packed}")
     if log.isEnabledFor(logging.INFO):
-        _write_perf_map(loaded, name)
+        try:
+            loaded.write_perf_map(name.removesuffix(".o"))
+        except OSError as problem:
+            log.info("perf will not know the kernel %s: %s", name, problem)
     return MachineCode(owner=loaded, address=loaded.addresses[packed])
-
-
-def _write_perf_map(loaded: LoadedObject, name: str) -> None:
-    """Append an object's functions to the file in which `perf` looks for names of code that no file has."""
-    lines = [
-        f"{loaded.addresses[symbol]:x} {size:x} fusion {symbol} {name.removesuffix('.o')}\n"
-        for symbol, size in loaded.sizes.items()
-    ]
-    try:
-        handle = os.open(PERF_MAP.format(os.getpid()), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with open(handle, "w") as file:
-            file.writelines(lines)
-    except OSError as problem:
-        log.info("perf will not know the kernel %s: %s", name, problem)
 
 
 def _function(name: str) -> int:

@@ -18,6 +18,7 @@ from fusion.ir.expr import Expr
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import Normalizer
 from fusion.lowering.bounded_scores import SLACK, VALUE_EXPONENTS, BoundedScores, bounded_scores
+from fusion.lowering.elementary import BIAS, MANTISSA
 
 from .amx import Amx
 from .builder import Value, vector_of
@@ -25,7 +26,6 @@ from .softmax import GroupSoftmax, Weigh
 from .stream import KeyWork, Overlapped
 from .tile import Item, KeyRange, ScoreTile, Tiles
 from .values import Array
-from .x86 import BIAS, MANTISSA
 
 
 def score_bounds(tiles: Tiles) -> BoundedScores | None:

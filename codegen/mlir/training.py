@@ -19,6 +19,7 @@ from fusion.lowering import aux_gradients, rows
 from fusion.lowering.backward_plan import BackwardPlan, backward_plan
 from fusion.lowering.gradients import hides_nan, left_to_reference
 from fusion.machine import Machine
+from fusion.machine.huge_pages import in_huge_pages
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_planner import FEW_QUERIES
 from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
@@ -30,7 +31,7 @@ from .backward.call import BackwardCall
 from .backward.kernel import BackwardKernel
 from .backward.lanes import FUSED
 from .backward.tile import Kind, Problem
-from .calling import CompiledKernel, address, check_sizes, empty_strided, in_huge_pages
+from .calling import CompiledKernel, address, check_sizes, empty_strided
 from .launch import ForwardKernel, Prepared
 
 if TYPE_CHECKING:

@@ -8,52 +8,18 @@ Also operations on square blocks in registers: transposition, and sums of rows.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from fusion.ir.primitives import HASH_MULTIPLIERS, HASH_SPREAD
-from fusion.lowering.numbers import LOG2E
+from fusion.lowering import elementary
 
 from .builder import Builder, Value, shape_of, vector_of
 from .x86 import Avx512
 
-LN2 = math.log(2.0)
 LIBM = {"expm1": "expm1f", "erf": "erff", "atan": "atanf"}  # rare functions that are left to libm
 _ROUNDED = {"round_bfloat16": "bf16", "round_float16": "f16"}  # primitives that round to a narrower type
-#: Numerators and denominators of tanh(x) / x in x**2 on [0, 81], by iterated weighted least squares; all are positive,
-#: so that nothing cancels
-_TANH = (
-    (9.999999794e-01, 1.338101901e-01, 3.495580362e-03, 2.060895930e-05, 1.335450062e-08),
-    (1.0, 4.671433459e-01, 2.587695236e-02, 3.285622321e-04, 7.776490394e-07),
-)
-_TANH_SHORT = (
-    (9.999940924e-01, 1.205823952e-01, 2.066666138e-03, 3.023143407e-06),
-    (1.0, 4.538780065e-01, 2.006734051e-02, 1.203734232e-04),
-)
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # ln 2 in two parts: the first is exact in few bits
-#: log(1 + f) = f - f**2 / 2 + f**3 * these, on [sqrt(1/2) - 1, sqrt(2) - 1]: single-precision coefficients of Cephes
-_LOG_TAIL = (
-    3.3333331174e-1, -2.4999993993e-1, 2.0000714765e-1, -1.6668057665e-1, 1.4249322787e-1, -1.2420140846e-1,
-    1.1676998740e-1, -1.1514610310e-1, 7.0376836292e-2,
-)  # fmt: skip
 _LIFT = 24  # of exponents whose power of 2 would be denormal
-_LOG2E_HIGH = 1.44269502162933349609375  # log2(e) rounded to float32
-_LOG2E_LOW = LOG2E - _LOG2E_HIGH
-
-
-@functools.lru_cache(maxsize=64)
-def exp2_polynomial(degree: int) -> tuple[float, ...]:
-    """Coefficients c0..c_degree of 2**x on [0, 1], near the best in relative error, and exact at both ends: a weight
-    whose score is the row's maximum is 1, also where the difference is rounded to just below 0."""
-    # p(x) = 1 + x r(x). The error vanishes at 0 and where r meets (2**x - 1) / x; with these the roots of a Chebyshev
-    # polynomial of degree + 1, stretched so that the outermost are 0 and 1, the error is nearly even.
-    roots = np.cos((2 * np.arange(degree + 1) + 1) * np.pi / (2 * (degree + 1)))
-    nodes = (roots[:-1] - roots[-1]) / (roots[0] - roots[-1])
-    r = np.linalg.solve(np.vander(nodes, degree, increasing=True), np.expm1(nodes * LN2) / nodes)
-    return (1.0, *r.tolist())
 
 
 def horner(b: Builder, x: Value, coefficients: tuple[float, ...]) -> Value:
@@ -89,7 +55,7 @@ class VectorMath:
     def exp2(self, x: Value, degree: int | None = None) -> Value:
         """2**x; 0 for x below -126, or with `denormals` below -150."""
         b, degree = self.b, degree or self.degree
-        coefficients = exp2_polynomial(degree)
+        coefficients = elementary.exp2_polynomial(degree)
         if self.wide is not None and self.wide.takes(x):
             clears = not (self.flushes or self.denormals)
             return self.wide.exp2(x, lambda f: horner(b, f, coefficients), clears)
@@ -112,18 +78,18 @@ class VectorMath:
     def exp(self, x: Value) -> Value:
         """e**x. The product with log2(e) is kept in two parts, so that large arguments keep their accuracy."""
         b = self.b
-        high = b.mul(x, _LOG2E_HIGH)
-        low = b.fma(x, _LOG2E_LOW, b.fma(x, _LOG2E_HIGH, b.unary("arith.negf", high)))
+        high = b.mul(x, elementary.LOG2E_HIGH)
+        low = b.fma(x, elementary.LOG2E_LOW, b.fma(x, elementary.LOG2E_HIGH, b.unary("arith.negf", high)))
         e = self.exp2(high, 6 if self.degree >= 5 else 5)
         # Where the result is infinite, or the argument is, the correction is not a number.
         regular = b.and_(b.compare("olt", e, math.inf), b.compare("ogt", x, -200.0))
-        return b.select(regular, b.fma(e, b.mul(low, LN2), e), e, "exp")
+        return b.select(regular, b.fma(e, b.mul(low, elementary.LN2), e), e, "exp")
 
     def tanh(self, x: Value) -> Value:
         """tanh: x P(x**2) / Q(x**2), 2e-8 and rounding; 7e-5 where the exponential is of low degree too. At most 1 in
         magnitude, as a program may take the root of 1 - tanh(x)**2."""
         b, exact = self.b, self.degree >= 5
-        p, q = _TANH if exact else _TANH_SHORT
+        p, q = elementary.TANH if exact else elementary.TANH_SHORT
         clamped = self._within(x, 9.0)  # from there on tanh is 1 in float32
         square = b.mul(clamped, clamped, "square")
         numerator = b.mul(horner(b, square, p), clamped)
@@ -172,9 +138,9 @@ class VectorMath:
         e = e if shift is None else b.add(e, shift)
         f = b.sub(mantissa, 1.0, "f")
         square = b.mul(f, f)
-        tail = b.mul(b.mul(horner(b, f, _LOG_TAIL), f), square)
-        low = b.fma(e, _LN2_LOW, b.fma(square, -0.5, tail))
-        return b.fma(e, _LN2_HIGH, b.add(f, low))
+        tail = b.mul(b.mul(horner(b, f, elementary.LOG_TAIL), f), square)
+        low = b.fma(e, elementary.LN2_LOW, b.fma(square, -0.5, tail))
+        return b.fma(e, elementary.LN2_HIGH, b.add(f, low))
 
     def log1p(self, x: Value) -> Value:
         """log(1 + x), also near 0: the rounding of 1 + x is made good to first order."""

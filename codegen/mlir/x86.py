@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+
+from fusion.lowering.elementary import excess_of_linear
 
 from .builder import Builder, Value, shape_of
 from .values import TILE
@@ -12,19 +13,10 @@ FLUSH_TO_ZERO = 1 << 15  # in the control register of the vector unit, MXCSR
 LANES = 16  # float32 elements in the widest vectors
 F32, WORDS, BF16 = f"vector<{LANES}xf32>", f"vector<{LANES}xi32>", f"vector<{2 * LANES}xbf16>"
 HALVES, BYTES = f"vector<{2 * LANES}xi16>", f"vector<{4 * LANES}xi8>"
-MANTISSA, BIAS = 128, 127
-"""Steps of a bfloat16 mantissa between two powers of 2, and the bias of its exponent."""
-
 LARGE_BITS = (127 + 96) << 23
 """Magnitudes from here on (2**96), infinities and NaN among them, are not split into planes: the kernel raises a flag
 instead. So it does where no magnitude of an operand is above a limit (`KernelFunction.least_exponent`): products take
 denormal bfloat16 for 0, and with them the last planes of numbers below 2**-102."""
-
-
-@functools.cache
-def excess_of_linear() -> tuple[int, ...]:
-    """128 (1 + f - 2**f), to the nearest so that 128 2**f is, for f = 0, 1/128 .. 127/128."""
-    return tuple(MANTISSA + n - round(MANTISSA * 2 ** (n / MANTISSA)) for n in range(MANTISSA))
 
 
 def flush_denormals(b: Builder, modes: Value) -> None:

@@ -23,6 +23,9 @@ _WRITABLE, _IN_MEMORY, _CODE, _PER_THREAD = 0x1, 0x2, 0x4, 0x400  # flags of sec
 _OUTSIDE, _FUNCTION = 0, 2  # in place of the section of a symbol; the kind of one
 _RELATIVE = {1: False, 24: True}  # kinds of relocations, of 64 bits: whether to the place that is filled in
 
+PERF_MAP = "/tmp/perf-{}.map"
+"""The file of a process, by a rule of `perf`'s. It stays behind."""
+
 
 class ObjectFileError(ValueError):
     """An object that cannot be brought into memory this way."""
@@ -35,6 +38,14 @@ class LoadedObject(NamedTuple):
     memory: mmap.mmap
     addresses: dict[str, int]
     sizes: dict[str, int]
+
+    def write_perf_map(self, name: str) -> None:
+        """Append the functions, of an object of this name, to the file in which `perf` looks for names of code that no
+        file has. Raises OSError."""
+        path, flags = PERF_MAP.format(os.getpid()), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o600), "w") as file:
+            for symbol, size in self.sizes.items():
+                file.write(f"{self.addresses[symbol]:x} {size:x} fusion {symbol} {name}\n")
 
 
 class _Section(NamedTuple):

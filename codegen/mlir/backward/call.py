@@ -25,10 +25,11 @@ from fusion.lowering.backward_plan import (
     normalized,
 )
 from fusion.lowering.rows import lost_logarithms
+from fusion.machine.huge_pages import in_huge_pages
 from fusion.planning.cpu_backward import MOST_PIECES
 
 from ...reference import gradients as pulled
-from ..calling import CompiledKernel, Launch, address, in_huge_pages, operand_values
+from ..calling import CompiledKernel, Launch, address, operand_values
 from ..launch import WORK_PER_THREAD, window_of
 from ..values import round_up
 from .delta import DELTA_ERRORS, DELTAS

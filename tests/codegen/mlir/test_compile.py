@@ -129,7 +129,7 @@ def test_objects_are_of_one_version_and_processor(monkeypatch, owner: object, na
 
 def test_perf_knows_kernels_where_the_log_asks_for_it(monkeypatch, caplog, folder: Path, tmp_path: Path) -> None:
     map_file = tmp_path / "perf.map"
-    monkeypatch.setattr(compiling, "PERF_MAP", str(map_file))
+    monkeypatch.setattr(object_file, "PERF_MAP", str(map_file))
     compile_text(text(), "f")
     assert not map_file.exists()
     (object_path,) = folder.iterdir()
@@ -230,7 +230,7 @@ def test_perf_finds_the_names_of_kernels_where_logs_are_asked_for(
     asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """New kernels and those from disk: an address and a size that hold the entry, and the name of the object."""
-    monkeypatch.setattr(compiling, "PERF_MAP", str(tmp_path / "perf-{}.map"))
+    monkeypatch.setattr(object_file, "PERF_MAP", str(tmp_path / "perf-{}.map"))
     caplog.set_level("INFO" if asked else "WARNING", "fusion.codegen.mlir.compile")
     codes = [compile_text(text(41), "f") for _ in range(2)]
     files = list(tmp_path.glob("perf-*.map"))

@@ -14,8 +14,9 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
 from fusion.codegen.mlir.compile import compile_text
-from fusion.codegen.mlir.vectormath import VectorMath, exp2_polynomial, sum_rows, transpose
-from fusion.codegen.mlir.x86 import BIAS, MANTISSA, Avx512
+from fusion.codegen.mlir.vectormath import VectorMath, sum_rows, transpose
+from fusion.codegen.mlir.x86 import Avx512
+from fusion.lowering.elementary import BIAS, MANTISSA, exp2_polynomial
 from tests.codegen.mlir.cases import HERE
 from tests.numerics import assert_as_exact_as_eager, assert_within
 

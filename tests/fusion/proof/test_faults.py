@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusion import caching, proof
-from fusion.codegen.mlir import kernel, launch, scope, skeleton, tile, vectormath
+from fusion.codegen.mlir import kernel, launch, scope, skeleton, tile
 from fusion.codegen.mlir.aux_outputs import AuxOutputs, TrainingStatistics
 from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.derived import Sum
@@ -33,7 +33,7 @@ from fusion.ir.expr import ONE, ROW_SUM, WEIGHT, ZERO, C, I, J, const, coord, lo
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import AuxOutput, Reduction
 from fusion.lowering import backward_plan as backward
-from fusion.lowering import rows
+from fusion.lowering import elementary, rows
 from fusion.passes.specify.masks import understand
 from fusion.planning.choice import query_stationary
 from fusion.planning.register_tiles import Target, Tiling
@@ -187,7 +187,7 @@ FAULTS = {
         put=method(GroupSoftmax, "raise_to", lambda right, self, highest, found: highest), spec=spec()
     ),
     "exponentials are polynomials of a low degree": Fault(
-        put=function(vectormath, "exp2_polynomial", lambda right, degree: right(2)), spec=spec()
+        put=function(elementary, "exp2_polynomial", lambda right, degree: right(2)), spec=spec()
     ),
     "tanh is left out": Fault(put=method(VectorMath, "tanh", lambda right, self, x: x), spec=spec("soft_cap")),
     "weights after the softmax are the next key's": Fault(
