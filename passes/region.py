@@ -81,9 +81,7 @@ def cut_out(site: Site) -> CutOut | None:
         if not name.isidentifier() or name in _TAKEN:
             name = re.sub(r"_?\d+", "", node.name)
         copies[node] = placeholder = graph.placeholder(f"{name}_{seen[name]}" if seen[name] else name)
-        placeholder.target = (
-            placeholder.name
-        )  # as the argument is called: `sum`, `and` and the like are not free for one
+        placeholder.target = placeholder.name  # of the argument: `sum`, `and` and the like are not free for one
         seen[name] += 1
     for node in sorted(region):  # topological
         args, kwargs = (map_arg(arguments, copies.__getitem__) for arguments in (node.args, node.kwargs))

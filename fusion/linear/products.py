@@ -84,7 +84,7 @@ def width(depth: int, dtype: torch.dtype = torch.float32) -> int:
 def stays(rows: int) -> bool:
     """Whether a product of so many rows is left to MKL, whose chains are so short there that oneDNN would round worse
     than the rule allows. On Zen 5 that is so with 2 and 3 rows, on Intel's processors with AMX with 1 to 15."""
-    return isinstance(rows, int) and 0 < rows < FEW and _is_short(rows)
+    return isinstance(rows, int) and 0 < rows < FEW and not devices.products_may_round_more() and _is_short(rows)
 
 
 @functools.lru_cache(FEW)

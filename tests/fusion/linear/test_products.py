@@ -163,6 +163,11 @@ def test_less_precision_is_torchs_business(switch: str, has_tf32: bool, monkeypa
         assert_same(linear(x, w), eager(x, w))
 
 
+def test_few_rows_stay_for_their_precision_alone() -> None:
+    with allowed("tf32"):
+        assert not any(map(products.stays, range(products.FEW)))
+
+
 @pytest.mark.parametrize("gelu", ["", "none"])
 def test_sums_are_not_cut_where_tf32_would_do(gelu: str, monkeypatch) -> None:
     """Without tf32 in the processor one call in float32 is far more exact than was asked for."""
