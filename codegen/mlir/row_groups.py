@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fusion.ir.spec import AttentionSpec
 
 from .builder import Value
-from .row_products import ActiveRows, Columns, KeyChunk, Source
+from .row_products import Columns, KeyChunk, Source
 from .row_vectors import PairValueProducts, VectorRows
 from .rows import Rows, load_line
 from .vectormath import sum_rows, transpose
@@ -69,13 +69,13 @@ class GroupedRows(VectorRows):
 
             yield few, first, prefetch
 
-    def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
-        b, (keys, values) = self.b, sources
+    def begin(self, every: KeyChunk) -> None:
+        b = self.b
         with (
-            self._groups(every, values, 0) as (few, first, prefetch),
+            self._groups(every, every.v, 0) as (few, first, prefetch),
             b.loop(few.low, few.high, LANES, hint="j0") as j0,
         ):
-            rows = keys.gather_rows(j0, LANES, self.d_padded, self.staging)
+            rows = few.k.gather_rows(j0, LANES, self.d_padded, self.staging)
             for n, products in enumerate(self._dot_products(rows, self._queries(first), j0, prefetch)):
                 b.store(products, self._product(b.add(first, n), few, j0))
 
@@ -106,20 +106,18 @@ class GroupedRows(VectorRows):
         self.values.prepare(weights, first, b.constant(self.chunk, "i64"))
         self._clear_output(r)
 
-    def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
-        b, (keys, values), lanes = self.b, sources, self.lanes
+    def end(self, every: KeyChunk) -> None:
+        b, lanes = self.b, self.lanes
         count = SUMS // self.rows_at_once
         whole, rest = divmod(self.e_padded // lanes, count)
-        with self._groups(every, keys, self.chunk) as (few, first, prefetch):
-            self._weigh(values, few, first, (0, count if whole else rest), prefetch)
+        with self._groups(every, every.k, self.chunk) as (few, first, prefetch):
+            self._weigh(few, first, (0, count if whole else rest), prefetch)
             with b.loop(count * lanes, whole * count * lanes, count * lanes, hint="e") as e:
-                self._weigh(values, few, first, (e, count), None)
+                self._weigh(few, first, (e, count), None)
             if whole and rest:
-                self._weigh(values, few, first, (whole * count * lanes, rest), None)
+                self._weigh(few, first, (whole * count * lanes, rest), None)
 
-    def _weigh(
-        self, values: Source, few: KeyChunk, first: Value, columns: Columns, prefetch: PrefetchRows | None
-    ) -> None:
+    def _weigh(self, few: KeyChunk, first: Value, columns: Columns, prefetch: PrefetchRows | None) -> None:
         """Add a group's weights x V over a few keys, for some vectors of columns. Keys are paired from the chunk's
         first on, so that a row's sums do not depend on what others visit."""
         b, (e, count), (low, high) = self.b, columns, (few.low, few.high)
@@ -131,17 +129,17 @@ class GroupedRows(VectorRows):
         sums = [b.load(place, self.vector, "o") for place in places]
         for start, stop, number in (b.sub(low, odd), begin, 2), (begin, whole, LANES), (whole, high, 2):
             with b.carry(start, stop, number, sums, hint="j0") as (loop, j0, so_far):
-                pairs = self._pairs(values, few, j0, number, columns, prefetch)
+                pairs = self._pairs(few, j0, number, columns, prefetch)
                 loop.yields(*self._weighed(list(so_far), pairs, few, first, j0))
             sums = loop.results
         for x, place in zip(sums, places, strict=True):
             b.store(x, place)
 
     def _pairs(
-        self, values: Source, few: KeyChunk, j0: Value, number: int, columns: Columns, prefetch: PrefetchRows | None
+        self, few: KeyChunk, j0: Value, number: int, columns: Columns, prefetch: PrefetchRows | None
     ) -> Iterator[list[Value]]:
         """Vectors of pairs of every two of the keys from j0 on. Of two alone, at an end, one may not be there."""
-        b, read = self.b, lambda key, count: values.gather_rows(key, count, self.e_padded, self.staging)
+        b, read = self.b, lambda key, count: few.v.gather_rows(key, count, self.e_padded, self.staging)
         if number > 2:
             rows = read(j0, number)
             for n in range(0, number, 2):

@@ -212,16 +212,16 @@ class RowKernel(KernelFunction):
         with b.loop(lowest, highest, self.chunk, hint="start") as start:
             low, high = b.most(ends.results[0], start), b.least(highest, b.add(start, self.chunk))
             step_start = b.sub(low, b.rem(b.sub(low, start), STEP))
-            every = KeyChunk(start=start, first=step_start, low=low, high=high, rows=count)
+            every = KeyChunk(start=start, first=step_start, low=low, high=high, rows=count, k=keys, v=values)
             for source in (keys, values):
                 if isinstance(source, SharedRows):
                     source.fill(start, step_start, low, high)
-            self.products.begin((keys, values), every, self._active_rows)
-            with self._active_rows(every) as (r, mine):
+            self.products.begin(every)
+            with self.active_rows(every) as (r, mine):
                 self._attend(self._row_scope(top, b.add(first, r))[0], r, mine)
-            self.products.end((keys, values), every, self._active_rows)
-            with self._active_rows(every) as (r, mine):
-                self.products.add_output(values, mine, r, self.outputs[r])
+            self.products.end(every)
+            with self.active_rows(every) as (r, mine):
+                self.products.add_output(mine, r, self.outputs[r])
 
     def _sources(self, scope: Scope) -> list[Source]:
         """K and V."""
@@ -233,7 +233,7 @@ class RowKernel(KernelFunction):
         return results
 
     @contextlib.contextmanager
-    def _active_rows(self, every: KeyChunk) -> Iterator[tuple[Value, KeyChunk]]:
+    def active_rows(self, every: KeyChunk) -> Iterator[tuple[Value, KeyChunk]]:
         """The rows that visit keys of a chunk, and which."""
         b = self.b
         with b.loop(0, every.rows, hint="r") as r:

@@ -8,7 +8,6 @@ row_tiles     all rows at a time, on AMX tiles
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,17 +30,16 @@ Source = RowReader | SharedRows
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChunk:
     """Keys [low, high), which a row has to visit, or some row has, of the chunk that begins with key `start`. first:
-    `low`, less what it is beyond whole steps of the chunk. rows: how many take turns."""
+    `low`, less what it is beyond whole steps of the chunk. rows: how many take turns. k, v: read K and V."""
 
     start: Value
     first: Value
     low: Value
     high: Value
     rows: Value
+    k: Source
+    v: Source
 
-
-ActiveRows = Callable[[KeyChunk], AbstractContextManager[tuple[Value, KeyChunk]]]
-"""A loop over the rows that visit keys of a chunk: their numbers, and which keys."""
 
 Prefetch = Callable[[Value], None]  # asks for rows that are read later, when L keys from this one on are multiplied
 Columns = tuple[Value | int, int]
@@ -54,18 +52,18 @@ class RowProducts:
 
     chunk_keys(columns, most)       keys of a chunk: `most` at most, with so many columns of K and V
     store_query(source, r)          row 0 of `source` is the query of row r
-    begin(sources, every, rows)    the products of all rows, before their scores are asked for; sources: K and V
+    begin(every)                    the products of all rows, before their scores are asked for
     scores(mine, r, key)            the products of L keys with the query of row r
     weights(r)                      where the weight of row r and the first key of a chunk is put, float32
     weigh(mine, r)                  row r's weights have been put there
-    end(sources, every, rows)      the outputs of all rows, after all have their weights
-    add_output(values, mine, r, target)
-                                    add row r's weighted sum of V, e_padded float32 in an order of its own
+    end(every)                      the outputs of all rows, after all have their weights
+    add_output(mine, r, target)     add row r's weighted sum of V, e_padded float32 in an order of its own
     in_order(results)               vectors of an output, two or all, as their columns stand in a row
 
     kernel: has the columns of Q and K and of V, also as they lie in memory (padded)
     rows_at_once: rows that may be multiplied with keys at a time; 1 where no two read the same
     chunk: keys of a chunk at most
+    active_rows: a loop over the rows that visit keys of a chunk: their numbers, and which keys
     memory: MLIR's type of elements of K and V that are multiplied, where it is always the same
     """
 
@@ -80,7 +78,7 @@ class RowProducts:
     def __init__(self, kernel: RowKernel, rows_at_once: int):
         self.b, self.lanes, self.vector = kernel.b, kernel.lanes, kernel.vector
         self.d, self.d_v, self.d_padded, self.e_padded = kernel.d, kernel.d_v, kernel.d_padded, kernel.e_padded
-        self.rows_at_once, self.chunk = rows_at_once, kernel.chunk
+        self.rows_at_once, self.chunk, self.active_rows = rows_at_once, kernel.chunk, kernel.active_rows
         self.staging = kernel.area(8 * self.lanes * max(self.d_padded, self.e_padded), "staging")
 
     def _add(self, source: Value, target: Value) -> None:

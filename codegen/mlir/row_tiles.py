@@ -28,7 +28,7 @@ from fusion.planning.register_tiles import Target, planes_of
 from .builder import Value
 from .micro_kernel import TILE_ELEMENTS, AmxTiles, FmaVectors, MatrixOperand
 from .row_groups import GroupedRows
-from .row_products import STEP, ActiveRows, KeyChunk, RowProducts, Source
+from .row_products import STEP, KeyChunk, RowProducts
 from .row_vectors import ValueProducts, VectorRows
 from .rows import Rows, load_line
 from .vectormath import transpose
@@ -89,10 +89,10 @@ class TileRows(RowProducts):
                 word = b.extract(words, pair, "word")
                 b.store(word, b.at(column, LANES * pair, "i32"))
 
-    def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
-        b, keys = self.b, sources[0]
+    def begin(self, every: KeyChunk) -> None:
+        b = self.b
         with b.loop(every.first, every.high, STEP, hint="key") as key:
-            rows = keys.rows(key, STEP, self.d, self.staging, every.high)
+            rows = every.k.rows(key, STEP, self.d, self.staging, every.high)
             place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
             lines = [b.row(rows.pointer, rows.stride, n, "bf16") for n in (0, LANES)]
             left = MatrixOperand(bases=lines, step=PAIRED, pitch=pitch)
@@ -139,20 +139,20 @@ class TileRows(RowProducts):
     def _powers(self, row: Value | int, place: Value) -> Value:
         return self.b.at(self.powers, self.b.add(self.b.mul(row, self.keys), place), "i32")
 
-    def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
-        b, values, whole = self.b, sources[1], self.blocks // SUMS * SUMS
+    def end(self, every: KeyChunk) -> None:
+        b, whole = self.b, self.blocks // SUMS * SUMS
         if whole:
             with b.loop(0, whole, SUMS, hint="block") as block:
-                self._accumulate(values, every, block, SUMS)
+                self._accumulate(every, block, SUMS)
         if self.blocks > whole:
-            self._accumulate(values, every, whole, self.blocks - whole)
+            self._accumulate(every, whole, self.blocks - whole)
 
-    def _accumulate(self, values: Source, every: KeyChunk, block: Value | int, count: int) -> None:
+    def _accumulate(self, every: KeyChunk, block: Value | int, count: int) -> None:
         """The outputs of `count` blocks of 32 columns."""
         b, unit, sets = self.b, self.kernel.unit, self.sets
         start = self.kernel.zeros(sets * count)
         with b.carry(every.first, every.high, STEP, start, hint="key") as (loop, key, sums):
-            rows, sums = values.rows(key, STEP, self.d_v, self.staging, every.high), list(sums)
+            rows, sums = every.v.rows(key, STEP, self.d_v, self.staging, every.high), list(sums)
             for half in (0, 1):
                 place = b.add(b.sub(key, every.start), LANES * half)
                 left = unit.load(self._powers(0, place), "p", 4 * self.keys)
@@ -165,7 +165,7 @@ class TileRows(RowProducts):
         for n, tile in enumerate(loop.results):
             unit.store(tile, b.row(self.halves, b.add(b.mul(block, sets), n), TILE))
 
-    def add_output(self, values: Source, mine: KeyChunk, r: Value, target: Value) -> None:
+    def add_output(self, mine: KeyChunk, r: Value, target: Value) -> None:
         b, zero = self.b, self.b.constant(0.0, F32)
         with b.carry(0, self.blocks, 1, [zero], hint="block") as (loop, block, (total,)):
             tiles = b.row(self.halves, block, self.sets * TILE)
@@ -181,5 +181,5 @@ class TileRows(RowProducts):
                 b.store(zero, b.at(self.output, e, "f32"))
             # What was a weight's word, as second element, is the weight in float32.
             weights = self._powers(b.add(r, MOST_ROWS), b.constant(0, "i64"))
-            self.values.weigh(values, mine, weights, self.output)
+            self.values.weigh(mine, weights, self.output)
         self._add(self.output, target)

@@ -22,7 +22,7 @@ from fusion.planning.register_tiles import planes_of
 
 from .builder import Builder, Value, vector_of
 from .micro_kernel import Bf16Vectors, FmaVectors
-from .row_products import STEP, ActiveRows, Columns, KeyChunk, Prefetch, RowProducts, Source
+from .row_products import STEP, Columns, KeyChunk, Prefetch, RowProducts, Source
 from .rows import Rows, SharedRows, load_f32, load_line, load_pair
 from .vectormath import sum_rows
 
@@ -72,14 +72,14 @@ class VectorRows(RowProducts):
     def store_query(self, source: Rows, r: Value) -> None:
         self.keys.store_query(source, self.queries[r])
 
-    def begin(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
-        b, lanes, (keys, values) = self.b, self.lanes, sources
-        with self._steps(every) as few, active_rows(few) as (r, mine):
-            prefetch = self._prefetcher(values, few, r, 0)
+    def begin(self, every: KeyChunk) -> None:
+        b, lanes = self.b, self.lanes
+        with self._steps(every) as few, self.active_rows(few) as (r, mine):
+            prefetch = self._prefetcher(few.v, few, r, 0)
             with b.loop(mine.low, mine.high, lanes, hint="j0") as j0:
                 if prefetch is not None:
                     prefetch(j0)
-                rows = keys.gather_rows(j0, lanes, self.d_padded, self.staging)
+                rows = mine.k.gather_rows(j0, lanes, self.d_padded, self.staging)
                 products = sum_rows(b, self.keys.dot_products(rows, self.queries[r]))
                 b.store(products, self._product(r, mine, j0))
 
@@ -125,13 +125,12 @@ class VectorRows(RowProducts):
         zero = self.b.constant(0.0, self.vector)
         self.b.fill(self.outputs[r], self.e_padded // self.lanes, zero, hint="e")
 
-    def end(self, sources: tuple[Source, Source], every: KeyChunk, active_rows: ActiveRows) -> None:
-        keys, values = sources
-        with self._steps(every) as few, active_rows(few) as (r, mine):
-            prefetch = self._prefetcher(keys, few, r, self.chunk)
-            self.values.weigh(values, mine, self.weights(r), self.outputs[r], prefetch)
+    def end(self, every: KeyChunk) -> None:
+        with self._steps(every) as few, self.active_rows(few) as (r, mine):
+            prefetch = self._prefetcher(few.k, few, r, self.chunk)
+            self.values.weigh(mine, self.weights(r), self.outputs[r], prefetch)
 
-    def add_output(self, values: Source, mine: KeyChunk, r: Value, target: Value) -> None:
+    def add_output(self, mine: KeyChunk, r: Value, target: Value) -> None:
         self._add(self.outputs[r], target)
 
 
@@ -206,21 +205,19 @@ class ValueProducts:
         """Bring weights number `low` to `high` - 1 (float32; behind them there is room for another vector) into the
         form that `weigh` reads."""
 
-    def weigh(
-        self, values: Source, mine: KeyChunk, weights: Value, output: Value, prefetch: Prefetch | None = None
-    ) -> None:
+    def weigh(self, mine: KeyChunk, weights: Value, output: Value, prefetch: Prefetch | None = None) -> None:
         """output += weights x V over keys, a few vectors of columns at a time, in registers. weights: the first is that
         of the chunk's first key. prefetch: called for every L keys, once."""
         b, step, width = self.b, CHAINS * self.lanes, self.e_padded
         if whole := width // step:
             with b.loop(0, whole * step, step, hint="e") as e:
-                self._weigh_columns(values, mine, weights, b.at(output, e, "f32"), (e, CHAINS), prefetch)
+                self._weigh_columns(mine, weights, b.at(output, e, "f32"), (e, CHAINS), prefetch)
         if rest := width // self.lanes - whole * CHAINS:
             at = b.at(output, whole * step, "f32")
-            self._weigh_columns(values, mine, weights, at, (whole * step, rest), None if whole else prefetch)
+            self._weigh_columns(mine, weights, at, (whole * step, rest), None if whole else prefetch)
 
     def _weigh_columns(
-        self, values: Source, mine: KeyChunk, weights: Value, output: Value, columns: Columns, prefetch: Prefetch | None
+        self, mine: KeyChunk, weights: Value, output: Value, columns: Columns, prefetch: Prefetch | None
     ) -> None:
         """Add the weighted values of some vectors of columns."""
         b, lanes, (e, count) = self.b, self.lanes, columns
@@ -234,7 +231,7 @@ class ValueProducts:
                 if prefetch is not None and number > 1:
                     with b.when(b.compare("eq", b.as_value(e, "i64"), 0)):
                         prefetch(j0)
-                rows, sums = values.gather_rows(j0, number, self.e_padded, self.staging), list(sums)
+                rows, sums = mine.v.gather_rows(j0, number, self.e_padded, self.staging), list(sums)
                 self.add(sums, rows, number, b.at(weights, b.sub(j0, mine.start), self.stored), columns)
                 loop.yields(*sums)
             sums = loop.results
