@@ -3,8 +3,8 @@ OpenMP threads.
 
 It is an emitter (`fusion.codegen.emitter`). `kernel` has the loops of the kernel, `micro_kernel` the loop of every
 matrix product, `products` and `amx` what is packed for it, `softmax` the score program and statistics, `scope`
-expressions, `dense` and `rows` the reading of tensors of any strides, `launch` and `calling` the call; `training` and
-`backward` are for training. Nothing of torch-mlir is imported before a kernel is compiled.
+expressions, `dense` and `rows` the reading of tensors of any strides, `launch` and `calling` the call. `by_rows` is for
+few queries, `training` and `backward` are for training. Nothing of torch-mlir is imported before a kernel is compiled.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ from fusion.lowering.score_programs import dead_rows_need_keys
 from fusion.planning.register_tiles import AllHeads, ByRows, Target, Tiling
 
 from .builder import Value
+from .by_rows.kernel import RowKernel
 from .dense import DenseLoad
 from .fixed_shift import FixedShift, score_bounds
 from .mixed_heads import MixedHeadsKernel
 from .parts import TileParts
-from .row_kernel import RowKernel
 from .rows import STATE_BYTES, PackedRows, RowReader
 from .scope import Scope
 from .skeleton import KernelFunction

@@ -24,9 +24,9 @@ from fusion.planning.register_tiles import KEY_SPAN, REPRODUCIBLE_PART, AllHeads
 
 from .. import reference
 from ..emitter import Edges, Proof
+from .by_rows.kernel import MOST_KEYS
 from .calling import MOST_CUT, CompiledKernel, Launch, address, check_sizes, empty_strided, operand_values
 from .kernel import emit
-from .row_kernel import MOST_KEYS
 from .thread_function import KernelText
 from .values import round_up
 

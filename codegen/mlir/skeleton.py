@@ -32,7 +32,7 @@ HEADER = "module {\n" + "".join(f"llvm.func @{name}(f32) -> f32\n" for name in L
 
 
 class KernelFunction(ThreadFunction):
-    """Base of the attention kernels: see `kernel`, `row_kernel` and `backward`. degree: of the exponential's
+    """Base of the attention kernels: see `kernel`, `by_rows` and `backward`. degree: of the exponential's
     polynomial. flush: results below 2**-126 become 0 while the kernel runs. Weights far below their row's largest come
     out there, and the processor takes some hundred cycles for each vector with one. For products that take such inputs
     for 0 anyway (AMX). may_flag: its products split numbers into planes, which very large ones do not have."""

@@ -18,10 +18,11 @@ from unittest import mock
 
 from fusion.caching import OncePerKey
 from fusion.codegen import mlir
-from fusion.codegen.mlir import launch, mixed_heads, row_kernel, tile
+from fusion.codegen.mlir import launch, mixed_heads, tile
 from fusion.codegen.mlir.backward import tile as backward_tile
+from fusion.codegen.mlir.by_rows import kernel as row_kernel
+from fusion.codegen.mlir.by_rows.tiles import TileRows, row_products
 from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.row_tiles import TileRows, row_products
 from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import AttentionSpec
 from fusion.lowering.backward_plan import unsupported

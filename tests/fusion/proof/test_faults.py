@@ -18,8 +18,8 @@ from fusion.codegen.mlir.backward.call import BackwardCall
 from fusion.codegen.mlir.backward.derived import Sum
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.lanes import KeyLanes
+from fusion.codegen.mlir.by_rows.kernel import RowKernel
 from fusion.codegen.mlir.dense import DenseLoad, DistanceTable
-from fusion.codegen.mlir.row_kernel import RowKernel
 from fusion.codegen.mlir.rows import PackedRows, RowReader
 from fusion.codegen.mlir.skeleton import KernelFunction
 from fusion.codegen.mlir.softmax import Exponent, GroupSoftmax

@@ -11,7 +11,7 @@ import torch
 from fusion import caching, proof
 from fusion.codegen import mlir, triton
 from fusion.codegen.emitter import Edges
-from fusion.codegen.mlir.row_kernel import RowKernel
+from fusion.codegen.mlir.by_rows.kernel import RowKernel
 from fusion.codegen.mlir.softmax import Exponent
 from fusion.errors import KernelProofError
 from fusion.lowering import gradients as lowering

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from fusion.ir.spec import AttentionSpec
 
-from .builder import Value
-from .row_products import Columns, KeyChunk, Source
-from .row_vectors import PairValueProducts, VectorRows
-from .rows import Rows, load_line
-from .vectormath import sum_rows, transpose
-from .x86 import BF16, F32, LANES, Avx512
+from ..builder import Value
+from ..rows import Rows, load_line
+from ..vectormath import sum_rows, transpose
+from ..x86 import BF16, F32, LANES, Avx512
+from .products import Columns, KeyChunk, Source
+from .vectors import PairValueProducts, VectorRows
 
 if TYPE_CHECKING:
-    from .row_kernel import RowKernel
+    from .kernel import RowKernel
 
 SUMS = 16  # vectors of outputs that are in registers
 

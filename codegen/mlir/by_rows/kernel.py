@@ -9,7 +9,7 @@ at the ends of a row that a mask of data leaves out are not visited. For a row
     score program     with the key as the lane coordinate, statistics for the whole row
     o += p V          one weight at a time against a row of V, columns in registers
 
-Where rows of bfloat16 share keys, AMX tiles take both products of all of them at a time (`row_tiles`). Output and sum
+Where rows of bfloat16 share keys, AMX tiles take both products of all of them at a time (`tiles`). Output and sum
 begin anew with every chunk (see `tile` for why).
 
 Where there are fewer items than threads, the keys of an item are cut into `parts`.
@@ -28,15 +28,15 @@ from fusion.lowering.score_programs import dead_rows_need_keys
 from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.register_tiles import Target
 
-from .builder import Value
-from .parts import Parts, Sums
-from .row_products import STEP, KeyChunk, Source
-from .row_tiles import row_products
-from .rows import SharedRows
-from .scope import Scope
-from .skeleton import KernelFunction
-from .thread_function import KernelText
-from .values import Array, round_up
+from ..builder import Value
+from ..parts import Parts, Sums
+from ..rows import SharedRows
+from ..scope import Scope
+from ..skeleton import KernelFunction
+from ..thread_function import KernelText
+from ..values import Array, round_up
+from .products import STEP, KeyChunk, Source
+from .tiles import row_products
 
 MOST_KEYS = 512
 """Most keys of a chunk, whose lanes are keys, so that each lane sums only a part of them."""

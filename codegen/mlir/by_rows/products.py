@@ -1,8 +1,8 @@
 """The two products of the kernel for few queries, K q and p V: what their ways have in common.
 
-row_vectors   row by row
-row_groups    two or four rows at a time, in bf16 pairs
-row_tiles     all rows at a time, on AMX tiles
+vectors   row by row
+groups    two or four rows at a time, in bf16 pairs
+tiles     all rows at a time, on AMX tiles
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fusion.ir.expr import J
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.addresses import in_line
 
-from .builder import Value
-from .rows import RowReader, SharedRows
-from .scope import MEMORY_TYPE
+from ..builder import Value
+from ..rows import RowReader, SharedRows
+from ..scope import MEMORY_TYPE
 
 if TYPE_CHECKING:
-    from .row_kernel import RowKernel
+    from .kernel import RowKernel
 
 STEP = 32  # keys that are read together at most: those that rows take turns at, which the first-level cache holds
 

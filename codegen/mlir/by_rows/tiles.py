@@ -25,17 +25,17 @@ from fusion.ir.spec import AttentionSpec
 from fusion.planning.cpu_planner import MOST_ROWS, PAIRED
 from fusion.planning.register_tiles import Target, planes_of
 
-from .builder import Value
-from .micro_kernel import TILE_ELEMENTS, AmxTiles, FmaVectors, MatrixOperand
-from .row_groups import GroupedRows
-from .row_products import STEP, KeyChunk, RowProducts
-from .row_vectors import ValueProducts, VectorRows
-from .rows import Rows, load_line
-from .vectormath import transpose
-from .x86 import BF16, F32, LANES, WORDS
+from ..builder import Value
+from ..micro_kernel import TILE_ELEMENTS, AmxTiles, FmaVectors, MatrixOperand
+from ..rows import Rows, load_line
+from ..vectormath import transpose
+from ..x86 import BF16, F32, LANES, WORDS
+from .groups import GroupedRows
+from .products import STEP, KeyChunk, RowProducts
+from .vectors import ValueProducts, VectorRows
 
 if TYPE_CHECKING:
-    from .row_kernel import RowKernel
+    from .kernel import RowKernel
 
 TILE = 256  # float32 in a tile
 CHUNK = 128  # keys: what is made of them stays in the first-level cache

@@ -20,14 +20,14 @@ from fusion.lowering.addresses import in_line, runs
 from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.register_tiles import planes_of
 
-from .builder import Builder, Value, vector_of
-from .micro_kernel import Bf16Vectors, FmaVectors
-from .row_products import STEP, Columns, KeyChunk, Prefetch, RowProducts, Source
-from .rows import Rows, SharedRows, load_f32, load_line, load_pair
-from .vectormath import sum_rows
+from ..builder import Builder, Value, vector_of
+from ..micro_kernel import Bf16Vectors, FmaVectors
+from ..rows import Rows, SharedRows, load_f32, load_line, load_pair
+from ..vectormath import sum_rows
+from .products import STEP, Columns, KeyChunk, Prefetch, RowProducts, Source
 
 if TYPE_CHECKING:
-    from .row_kernel import RowKernel
+    from .kernel import RowKernel
 
 RUN = 8  # rows of K in a page from which on finding them costs less than putting a copy of them in order
 CHAINS = 8  # sums that are added to at a time: two additions begin per cycle and take four
