@@ -156,7 +156,7 @@ class TrainingKernel(ForwardKernel):
 
     def backward(self, *given: Any) -> list[Tensor]:
         """The gradients of the operands that are wanted. given: the fields of `Backward`."""
-        grad, out, statistics, operands, sizes, needs, aux = Backward(*given)
+        grad, _, _, operands, sizes, needs, aux = arguments = Backward(*given)
         *batch, n_q, n_k, d, d_v = self.extents(sizes)
         arriving = [g for g in aux if g is not None]
         places = tuple(place for place, g in enumerate(aux) if g is not None)
@@ -168,7 +168,7 @@ class TrainingKernel(ForwardKernel):
         check_sizes(*batch, n_q, n_k, d, d_v, *sizes)
         everywhere = self._sees_hidden_keys(spec, needs, arriving)
         plan = self._plans.get_or_make((places, everywhere), lambda: backward_plan(spec, everywhere))
-        return BackwardCall(self, plan, (grad, *arriving), out, statistics, operands, sizes, needs).gradients()
+        return BackwardCall(self, plan, arguments).gradients()
 
     def _without_kernels(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> str | None:
         """Why gradients, where some arrive at these of the auxiliary outputs, are left to the reference interpreter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,7 @@ from fusion.lowering.rows import lost_logarithms
 from fusion.machine.huge_pages import in_huge_pages
 from fusion.planning.cpu_backward import MOST_PIECES
 
+from ...emitter import Backward
 from ...reference import gradients as pulled
 from ..calling import CompiledKernel, Launch, address, operand_values
 from ..launch import WORK_PER_THREAD, window_of
@@ -47,29 +48,20 @@ NOTHING: Mapping[tuple, Tensor] = {}
 
 
 class BackwardCall:
-    """One call of the backward kernels; the arguments are those of `TrainingKernel.backward`. arriving: the gradients
-    of the output and of the auxiliary outputs of the plan."""
+    """One call of the backward kernels. arriving: the gradients of the output and of the auxiliary outputs of the
+    plan."""
 
-    def __init__(
-        self,
-        kernel: TrainingKernel,
-        plan: BackwardPlan,
-        arriving: Sequence[Tensor],
-        out: Tensor,
-        statistics: Tensor,
-        operands: Sequence[Tensor],
-        sizes: Sequence[int],
-        needs: tuple[bool, ...],
-    ):
+    def __init__(self, kernel: TrainingKernel, plan: BackwardPlan, given: Backward):
         self.kernel, self.spec, self.plan = kernel, plan.spec, plan
-        self.arriving, self.operands, self.sizes, self.needs = arriving, operands, sizes, needs
-        self.read, self.statistics = (*operands, *arriving, out), statistics.contiguous()
+        self.operands, self.sizes, self.needs = given.operands, given.sizes, given.needs
+        self.arriving = (given.grad, *(g for g in given.aux_outputs if g is not None))
+        self.read, self.statistics = (*self.operands, *self.arriving, given.out), given.statistics.contiguous()
         layouts = [part for x in self.read for part in (x.shape, x.stride())]
-        key = (id(plan), needs, torch.get_num_threads(), *sizes, *layouts)
+        key = (id(plan), self.needs, torch.get_num_threads(), *self.sizes, *layouts)
         self.derived = kernel.derived.get(key) or kernel.derived.store(key, self._derive())
         *self.batch, self.n_q, self.n_k, self.d, self.d_v = self.derived.extents
         self.log_sum_term: Tensor | None = None
-        self.rows = self._row_values(out, statistics)
+        self.rows = self._row_values(given.out, given.statistics)
         self.complete = False
 
     def _derive(self) -> Derived:

@@ -135,13 +135,7 @@ class BackwardKernel(KernelFunction):
         side.loads = [side.load(scope, expr) for expr in self.dense]
         if self.tiles.centred is not None:
             self.tiles.centred.begin(self.readers[side.operands.index(1)])
-        self.sinks = [
-            GradientSink(
-                self.context, entry, self.plan, share=self.share, thread=self.thread, inner=inner, queries=self.n_q,
-                width=side.rows_per_block,
-            )
-            for entry in self.collected
-        ]  # fmt: skip
+        self.sinks = [GradientSink(self, entry, inner) for entry in self.collected]
         return scope
 
     def reader(self, scope: Scope, number: int) -> RowReader:

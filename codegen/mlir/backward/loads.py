@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fusion.ir import integers
 from fusion.ir.expr import I, J
-from fusion.lowering.backward_plan import BackwardPlan, Form, LoadGradient, column_dimension
+from fusion.lowering.backward_plan import Form, LoadGradient, column_dimension
 
 from ..builder import Value, vector_of
 from ..dense import DenseLoad
-from ..scope import MEMORY_TYPE, Context, Scope
+from ..scope import MEMORY_TYPE, Scope
+
+if TYPE_CHECKING:
+    from .kernel import BackwardKernel
 
 
 class LaneLoad(DenseLoad):
@@ -43,13 +48,10 @@ class GradientSink:
     digits. Where only inner batch elements meet (`BackwardPlan.exclusive`), the first is kept, the next are added, and
     the last writes the sum, in the operand's dtype. Each thread keeps its own, by [block of keys][query][key of block].
 
-    share: the number of the share of the work (`kernel`); thread: that of the thread; inner: that of this element;
-    queries: how many there are; width: keys of a block."""
+    inner: the number of this batch element among the inner ones."""
 
-    def __init__(
-        self, context: Context, entry: LoadGradient, plan: BackwardPlan,
-        *, share: Value, thread: Value, inner: Value, queries: Value, width: int,
-    ):  # fmt: skip
+    def __init__(self, kernel: BackwardKernel, entry: LoadGradient, inner: Value):
+        context, plan = kernel.context, kernel.plan
         self.context, self.entry, self.b = context, entry, context.b
         if entry.form not in (Form.DENSE, Form.SCATTERED):
             return
@@ -58,13 +60,13 @@ class GradientSink:
         self.strides = [params[("sink_stride", number, dim)] for dim in dims]
         if entry.form is Form.SCATTERED:
             self.size = params[("sink_elements", number)]
-            self.sink = b.row(self.sink, share, params[("sink_copy_stride", number)], "f32", "copy")
+            self.sink = b.row(self.sink, kernel.share, params[("sink_copy_stride", number)], "f32", "copy")
             self.total = b.at(self.sink, self.size, "f32", "total")
         self.exclusive = plan.exclusive(entry)
         if self.exclusive:
             self.memory = MEMORY_TYPE[plan.spec.operands[number].dtype]
-            self.kept = b.row(params[("ptr", "kept", number)], thread, params[("kept_elements", number)])
-            self.queries, self.width = queries, width
+            self.kept = b.row(params[("ptr", "kept", number)], kernel.thread, params[("kept_elements", number)])
+            self.queries, self.width = kernel.n_q, kernel.side.rows_per_block
             self.first = b.compare("eq", inner, 0, "first")
             self.last = b.compare("eq", b.add(inner, 1), params[("inner",)], "last")
 
