@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fusion.planning.register_tiles import Tiling
 
-from .builder import Builder, Value
+from .builder import Value
 from .micro_kernel import SCORE_PAIRS, TILE_ELEMENTS, AmxTiles, MatrixOperand
 from .products import InterleavedWork, MultiplyAdd, vector_products
 from .rows import RowReader, Rows, load_f32, load_line, widen_pairs
@@ -33,9 +33,9 @@ QUERIES, KEYS, VALUES = OPERANDS = range(3)
 
 
 class Amx:
-    """Products on AMX tiles, of one to three bf16 planes. max_abs: address of three vectors of i32 that collect the
-    largest magnitudes packed of queries, keys and values, as bits. keeps_nan: weights may be NaN where the row's sum
-    is not. mirrored: scores are those of a kernel with the two sides exchanged, bit by bit."""
+    """Products on AMX tiles, of one to three bf16 planes. keeps_nan: weights may be NaN where the row's sum is not.
+    mirrored: scores are those of a kernel with the two sides exchanged, bit by bit. max_abs: address of three vectors
+    of i32 that collect the largest magnitudes packed of queries, keys and values, as bits."""
 
     overlaps = True
     key_step = 32
@@ -43,24 +43,13 @@ class Amx:
     lanes = 16
     staging: Value  # see `MultiplyAdd`
 
-    def __init__(
-        self,
-        b: Builder,
-        d: int,
-        e: int,
-        planes: int,
-        key_capacity: int,
-        max_abs: Value | None,
-        keeps_nan: bool,
-        mirrored: bool,
-    ):
-        self.keeps_nan = keeps_nan
-        self.b, self.d, self.e, self.planes, self.max_abs = b, d, e, planes, max_abs
-        self.kernel = AmxTiles(b, planes, mirrored, SCORE_PAIRS)
+    def __init__(self, kernel: KernelFunction, tiling: Tiling, d: int, e: int, keeps_nan: bool, mirrored: bool):
+        self.b, self.planes, self.max_abs, self.keeps_nan = kernel.b, tiling.planes, kernel.watch(), keeps_nan
+        planes, self.key_capacity = tiling.planes, tiling.keys
+        self.kernel = AmxTiles(kernel.b, planes, mirrored, SCORE_PAIRS)
         self.d_padded, self.e_padded = round_up(d, 32), round_up(e, 16)
         self.chunks, self.e_blocks = self.d_padded // 32, self.e_padded // 16
         self.score_parts, self.value_parts = 2 * self.chunks, max(self.e_blocks // 2, 1)
-        self.key_capacity = key_capacity
         self.query_bytes = 2 * TILE_ELEMENTS * self.chunks * planes
         self.key_bytes, self.value_bytes = 2 * self.query_bytes, 2 * TILE_ELEMENTS * self.e_blocks * planes
         self.weight_bytes = 2 * 16 * planes
@@ -260,9 +249,9 @@ def products_of(
     kernel: KernelFunction, tiling: Tiling, d: int, e: int, keeps_nan: bool = True, mirrored: bool = False
 ) -> Products:
     """The products of a tiling with d columns of Q and K and e of V. keeps_nan, mirrored: see `Amx`."""
-    target, key_steps, max_abs = kernel.target, kernel.params[("key_steps",)], kernel.watch()
+    target, key_steps = kernel.target, kernel.params[("key_steps",)]
     if tiling.planes and target.amx:
-        return Amx(kernel.b, d, e, tiling.planes, tiling.keys, max_abs, keeps_nan, mirrored)
+        return Amx(kernel, tiling, d, e, keeps_nan, mirrored)
     few = replace(target, tile_groups=min(target.tile_groups, tiling.groups))
     result = vector_products(kernel.b, few, tiling.planes > 0, d, e, key_steps)
     result.chain = tiling.chain or result.chain

@@ -50,19 +50,19 @@ class MultiplyAdd:
     element = "f32"
     staging: Value  # memory of `staging_elements`, in which rows that are not read in place are staged
 
-    def __init__(self, kernel: FmaVectors, d: int, e: int, tile_rows: int, tile_groups: int, key_steps: Value):
+    def __init__(self, kernel: FmaVectors, target: Target, d: int, e: int, key_steps: Value):
         """key_steps: of a head's packed operands."""
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
         self.word, self.kr = kernel.word, kernel.kr  # a word, 4 bytes, stands for `kr` elements along the reduction
-        self.d, self.e, self.mr, self.nr = d, e, tile_rows, tile_groups
-        self.key_step = tile_rows
+        self.d, self.mr, self.nr = d, target.tile_rows, target.tile_groups
+        self.key_step = self.mr
         self.d_padded = round_up(d, self.lanes * self.kr)
         self.e_padded = round_up(e, self.lanes)
         self.chain = LONGEST_CHAIN
         # Words of a column of V in a key step, and in a trip of the second product's loop: 24 multiply-adds outweigh
         # its overhead, and a loop of many more does not fit where processors keep one decoded.
         self.words_of_step = self.key_step // self.kr
-        self.words_at_once = 1 if tile_rows * tile_groups >= 24 else self.words_of_step
+        self.words_at_once = 1 if self.mr * self.nr >= 24 else self.words_of_step
         with self.b.at_entry():
             self.column_words = self.b.mul(key_steps, self.words_of_step)
         self.query_bytes, self.key_bytes, self.value_bytes = (
@@ -162,8 +162,8 @@ class Bf16Dot(MultiplyAdd):
 
     element = "bf16"
 
-    def __init__(self, kernel: Bf16Vectors, d: int, e: int, tile_rows: int, tile_groups: int, key_steps: Value):
-        super().__init__(kernel, d, e, tile_rows, tile_groups, key_steps)
+    def __init__(self, kernel: Bf16Vectors, target: Target, d: int, e: int, key_steps: Value):
+        super().__init__(kernel, target, d, e, key_steps)
         self.unit, self.pairs = kernel.unit, kernel.pairs
 
     def elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
@@ -182,7 +182,6 @@ class Bf16Dot(MultiplyAdd):
 
 def vector_products(b: Builder, target: Target, pairs: bool, d: int, e: int, key_steps: Value) -> MultiplyAdd:
     """The products of a target that has no tiles, or does not use them. pairs: of bfloat16."""
-    sizes = d, e, target.tile_rows, target.tile_groups, key_steps
     if pairs:
-        return Bf16Dot(Bf16Vectors(b, target.lanes), *sizes)
-    return MultiplyAdd(FmaVectors(b, target.lanes), *sizes)
+        return Bf16Dot(Bf16Vectors(b, target.lanes), target, d, e, key_steps)
+    return MultiplyAdd(FmaVectors(b, target.lanes), target, d, e, key_steps)
