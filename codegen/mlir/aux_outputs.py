@@ -119,7 +119,6 @@ class AuxOutputs:
         state = [*start] or [b.constant(0.0, self.vector)]
         with b.carry(0, n_k, LINE, state, hint="line") as (lines, first, totals):
             count = b.least(b.sub(n_k, first), LINE)
-            values: list[list[Value]] = []
             with b.carry(0, count, self.lanes, totals, hint="part") as (parts, part, so_far):
                 keys = b.add(first, part)
                 each = [b.add(keys, n) for n in range(self.lanes)]

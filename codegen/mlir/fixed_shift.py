@@ -101,7 +101,7 @@ class FixedShift(Overlapped):
 
         with b.carry(0, item.padded_groups, 1, [nothing], hint="g") as (queries, g, (worst,)):
             queries.yields(b.most(worst, b.load(self.query_norms[g], nothing.type, "norms")))
-        first = self.tiles.kernel.packed_step(b.as_value(keys.low, "i64"))
+        first = self.tiles.kernel.packed.number(b.as_value(keys.low, "i64"))
         count = b.most(b.sub(keys.high, keys.low), 0)  # a part of the keys may have none of them
         end = b.add(first, b.ceil_div(count, step))
         with b.carry(first, end, 1, [nothing, nothing], hint="n") as (steps, n, (norm, magnitude)):

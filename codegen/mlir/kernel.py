@@ -67,7 +67,7 @@ class AttentionKernel(KernelFunction):
         self.products = p = self.tiles.products
         p.staging = self.area(8 * p.staging_elements, "staging")
         self.out_rows = self.area(self.lanes * p.e_padded * 4, "out_rows")
-        self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"))
+        self.packed = PackedRows(self.b, self.area(STATE_BYTES, "state"), p.key_step)
         self.parts = TileParts(self.tiles) if tiling.cut else None
         bounds = score_bounds(self.tiles)
         self.bounded = None if bounds is None else FixedShift(self.tiles, bounds)
@@ -173,17 +173,13 @@ class AttentionKernel(KernelFunction):
 
     def _pack(self, readers: list[RowReader], key: Value) -> None:
         """Pack a step of K and V, from a key on."""
-        p, n = self.products, self.packed_step(key)
+        p, n = self.products, self.packed.number(key)
         keys = self.packed_keys[n]
         p.pack_keys(readers[1], key, keys)
         values = p.values_of(self.packed_values, n)
         p.pack_values(readers[2], key, values)
         if self.bounded is not None:
             self.bounded.store_step_norms(n, keys, values)
-
-    def packed_step(self, key: Value) -> Value:
-        """The number of a key's step among those that are packed."""
-        return self.packed.number(key, self.products.key_step)
 
     def _attend(self, item: Item, low: Value | int, high: Value) -> None:
         """All key blocks; a second time over all keys where the mask let keys be skipped, and a row that met none that
@@ -222,10 +218,10 @@ class AttentionKernel(KernelFunction):
         if tiles.aux_outputs is not None and tiles.aux_outputs.keeps and skips:
             tiles.aux_outputs.clear(item.padded_groups)
         readers, own = item.readers[1:], [] if item.part is None else [item.part]
-        pack, step = functools.partial(self._pack, item.readers), self.products.key_step
+        pack = functools.partial(self._pack, item.readers)
         if not self.windowed:
             self.packed.note(readers, own)
-            self.packed.extend(keys.low, keys.high, step, pack)
+            self.packed.extend(keys.low, keys.high, pack)
             tiles.clear(item, float("-inf"))
             self.stream.visit(item, keys)
             return
@@ -233,7 +229,7 @@ class AttentionKernel(KernelFunction):
         @contextlib.contextmanager
         def windows() -> Iterator[KeyRange]:
             size = self.params[("window",)]
-            with self.packed.windows(readers, keys.low, keys.high, size, step, pack, own) as (low, high):
+            with self.packed.windows(readers, keys.low, keys.high, size, pack, own) as (low, high):
                 yield replace(keys, low=low, high=high)
 
         with contextlib.nullcontext() if self.bounded is None else b.when(self.bounded.attend(item, windows)):

@@ -68,6 +68,9 @@ class MatrixOperand:
         return [b.at(base, n * self.part, word) for base in bases for n in range(self.count)]
 
 
+Sides = tuple[MatrixOperand, MatrixOperand]  # A and B
+
+
 class MicroKernel:
     """Base of the micro-kernels. A subclass says what accumulators are, and how a step is added to them."""
 
@@ -82,9 +85,7 @@ class MicroKernel:
         """Accumulators."""
         raise NotImplementedError
 
-    def update(
-        self, sums: Sequence[Value], left: MatrixOperand, right: MatrixOperand, number: int, pieces: Pieces
-    ) -> list[Value]:
+    def update(self, sums: Sequence[Value], sides: Sides, number: int, pieces: Pieces) -> list[Value]:
         """Accumulators after the unrolled step of this number, of operands at a step."""
         raise NotImplementedError
 
@@ -103,9 +104,9 @@ class MicroKernel:
         pieces: Pieces = (),
     ) -> list[Value]:  # fmt: skip
         """Accumulators after `unroll` steps from step k on, without a loop."""
-        left, right = (side.at_step(self.b, k, self.word) for side in (left, right))
+        sides = left.at_step(self.b, k, self.word), right.at_step(self.b, k, self.word)
         for number in range(unroll):
-            sums = self.update(sums, left, right, number, pieces)
+            sums = self.update(sums, sides, number, pieces)
         return list(sums)
 
 
@@ -134,9 +135,8 @@ class FmaVectors(MicroKernel):
         for total, cell in zip(sums, cells, strict=True):
             self.store([self.b.add(*self.load([cell]), total, "c")], [cell])
 
-    def update(
-        self, sums: Sequence[Value], left: MatrixOperand, right: MatrixOperand, number: int, pieces: Pieces
-    ) -> list[Value]:
+    def update(self, sums: Sequence[Value], sides: Sides, number: int, pieces: Pieces) -> list[Value]:
+        left, right = sides
         vectors = [self.load_vector(address) for address in right.addresses(self.b, number, self.word)]
         return self.rank_one(left.addresses(self.b, number, self.word), vectors, sums)
 
@@ -201,12 +201,10 @@ class AmxTiles(MicroKernel):
         for tile, cell in zip(sums, cells, strict=True):
             self.unit.store(tile, cell, pitch)
 
-    def update(
-        self, sums: Sequence[Value], left: MatrixOperand, right: MatrixOperand, number: int, pieces: Pieces
-    ) -> list[Value]:
+    def update(self, sums: Sequence[Value], sides: Sides, number: int, pieces: Pieces) -> list[Value]:
         """All plane pairs. `pieces` are written evenly between products: a processor looks ahead by a few hundred
         instructions, and so close vector work must stand to the 16 cycles of each."""
-        b, sums, sides = self.b, list(sums), (left, right)
+        b, sums = self.b, list(sums)
         places = [side.addresses(b, number, self.word) for side in sides]
         loaded: list[tuple[int, list[Value]]] = [(-1, []), (-1, [])]
         done, written = 0, 0

@@ -119,7 +119,7 @@ class MixedHeadsKernel(KernelFunction):
         return scope.inner(known)
 
     def _packed(self, head: Value) -> PackedRows:
-        return PackedRows(self.b, self.state[head])
+        return PackedRows(self.b, self.state[head], self.products.key_step)
 
     def _rows(self, head: Value, g: Value | int) -> Value:
         """Address of the scores, and later the weights, of a head and a group of queries."""
@@ -184,7 +184,7 @@ class MixedHeadsKernel(KernelFunction):
             p.pack_keys(readers[1], key, keys[n])
             p.pack_values(readers[2], key, p.values_of(values, n))
 
-        packed.extend(0, self.n_k, p.key_step, pack)
+        packed.extend(0, self.n_k, pack)
         queries = [self.queries[g] for g in range(self.groups)]
         for g, place in enumerate(queries):
             p.pack_queries(readers[0], b.add(first, g * self.lanes), place)

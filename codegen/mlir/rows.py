@@ -276,29 +276,30 @@ class SharedRows:
 
 
 class PackedRows:
-    """Rows [low, high) of what some readers read are packed. state: `STATE_BYTES` of the thread's memory, which hold
-    low, high and the identity of what is read. start: the first row of the window that is packed."""
+    """Rows [low, high) of what some readers read are packed, `step` rows at a time. state: `STATE_BYTES` of the
+    thread's memory, which hold low, high and the identity of what is read. start: the first row of the window that is
+    packed."""
 
-    def __init__(self, b: Builder, state: Value):
-        self.b, self.low, self.state = b, state, state
+    def __init__(self, b: Builder, state: Value, step: int):
+        self.b, self.low, self.state, self.step = b, state, state, step
         self.high, self.start = b.at(state, 1, "i64"), b.constant(0, "i64")
 
-    def number(self, row: Value, step: int) -> Value:
+    def number(self, row: Value) -> Value:
         """The number of a row's step among those of the window."""
-        return self.b.div(self.b.sub(row, self.start), step)
+        return self.b.div(self.b.sub(row, self.start), self.step)
 
     @contextlib.contextmanager
     def windows(
-        self, readers: Sequence[RowReader], low: Value | int, high: Value, size: Value, step: int,
-        pack: Callable[[Value], None], own: Sequence[Value] = (),
+        self, readers: Sequence[RowReader], low: Value | int, high: Value, size: Value, pack: Callable[[Value], None],
+        own: Sequence[Value] = (),
     ) -> Iterator[tuple[Value, Value]]:  # fmt: skip
         """A loop over the windows of `size` rows that have some of rows [low, high): those, which are packed. readers,
-        own: see `note`; step, pack: see `extend`."""
+        own: see `note`; pack: see `extend`."""
         b, low = self.b, self.b.as_value(low, "i64")
         with b.loop(b.floor_to(low, size), high, size, hint="window") as self.start:
             first, last = b.most(low, self.start), b.least(high, b.add(self.start, size))
             self.note(readers, [*own, self.start])
-            self.extend(first, last, step, pack)
+            self.extend(first, last, pack)
             yield first, last
 
     def clear(self) -> None:
@@ -324,10 +325,10 @@ class PackedRows:
             for slot, value in enumerate([zero, zero, *values]):
                 b.store(value, b.at(self.state, slot, "i64"))
 
-    def extend(self, low: Value | int, high: Value, step: int, pack: Callable[[Value], None]) -> None:
+    def extend(self, low: Value | int, high: Value, pack: Callable[[Value], None]) -> None:
         """Make sure that rows [low, high) are packed (low on a step), and what lies between them and those that are:
         `pack(row)` packs a step from that row on."""
-        b = self.b
+        b, step = self.b, self.step
         have_low, have_high = b.load(self.low, "i64", "have_lo"), b.load(self.high, "i64", "have_hi")
         end = b.mul(b.ceil_div(high, step), step, "end")
         low = b.as_value(low, "i64")

@@ -215,7 +215,7 @@ class Tiles:
     ) -> None:
         """One key step against the set of groups from member `first` on."""
         b, p = self.b, self.products
-        at = self.kernel.packed_keys[b.add(self.kernel.packed_step(tile.block.first), step)]
+        at = self.kernel.packed_keys[b.add(self.kernel.packed.number(tile.block.first), step)]
         members = [b.add(k, first) for k in range(p.nr)]
         queries = [self.queries[b.add(tile.g, m)] for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
@@ -233,7 +233,7 @@ class Tiles:
 
     def second_product(self, tile: ScoreTile, steps: Value) -> tuple[Value, Value, Array, Array]:
         """Addresses of the values of the tile's keys, key steps, its weights and its output."""
-        at = self.products.values_of(self.kernel.packed_values, self.kernel.packed_step(tile.block.first))
+        at = self.products.values_of(self.kernel.packed_values, self.kernel.packed.number(tile.block.first))
         return at, steps, tile.weights, self.output.behind(tile.g)
 
     def accumulate(self, tile: ScoreTile) -> None:

@@ -156,7 +156,7 @@ class BackwardKernel(KernelFunction):
         readers = self.readers[2:]
         pack = lambda row: tiles.pack_rows(row, readers)
         with (
-            tiles.packed.windows(readers, low, high, size, tiles.key_step, pack) as (low, high),
+            tiles.packed.windows(readers, low, high, size, pack) as (low, high),
             b.loop(low, high, keys, hint="r0") as first,
         ):
             rows = RowRange(first=first, count=b.least(b.sub(high, first), keys, "n_rows"))

@@ -125,7 +125,7 @@ class BackwardTiles:
         self.group_block = products[0].nr if products[0].overlaps else 1
         self.staged = [kernel.array(self.group_block, rows * row, "staged") for _ in kernel.dense]
         self.lane_sums = kernel.array(len(kernel.lane_sums) * groups, row, "sums")
-        self.packed = PackedRows(self.b, kernel.area(STATE_BYTES, "state"))
+        self.packed = PackedRows(self.b, kernel.area(STATE_BYTES, "state"), products[0].key_step)
         self.centred = CentredKeys(kernel) if normalized(spec) and 0 in kernel.results else None
         (kernel.query_gradients or kernel.side).reserve(products)
         sizes = [size for p in products for size in (p.key_bytes, p.value_bytes)]
@@ -153,7 +153,7 @@ class BackwardTiles:
 
     def pack_rows(self, row: Value, readers: list[RowReader]) -> None:
         """A step of C and D."""
-        n = self.packed.number(row, self.key_step)
+        n = self.packed.number(row)
         for reader, gemm in zip(readers, self.gemms, strict=False):
             p = gemm.products
             p.pack_keys(reader, row, gemm.keys[n])
@@ -182,7 +182,7 @@ class BackwardTiles:
     def tile(self, block: Block, rows: RowRange) -> None:
         b, kernel = self.b, self.kernel
         steps = b.ceil_div(rows.count, self.key_step, "steps")
-        start = self.packed.number(rows.first, self.key_step)
+        start = self.packed.number(rows.first)
         masked, *full = kernel.plan.variants
         whole = kernel._whole(self.scope(block, rows)) if full else None
         self._first_products(block, rows, start, steps)

@@ -47,7 +47,7 @@ def test_more_coordinates_than_a_thread_keeps() -> None:
     b = Builder()
     reader = SimpleNamespace(identity=lambda: range(SLOTS - 1))
     with pytest.raises(KernelCompilationError, match="a kernel has room for 62: give them fewer batch dimensions"):
-        PackedRows(b, Value("%state", PTR)).note([reader])  # type: ignore[list-item]
+        PackedRows(b, Value("%state", PTR), 1).note([reader])  # type: ignore[list-item]
 
 
 def test_the_clock_is_that_of_the_processor() -> None:
