@@ -42,13 +42,12 @@ class Elements:
 
     def store(self, r: Value, weights: Sequence[Pair], ds: Sequence[Pair]) -> None:
         """Rows r and r + 1 of each group to the right sides of the second products."""
-        kernel = self.kernel
         for group, *both in zip(self.groups, ds, weights, strict=True):
             for gemm, place, pair in zip(self.tiles.gemms, group.weights, both, strict=False):
-                if gemm.operand in kernel.results:
+                if gemm in self.tiles.summed:
                     gemm.products.store_weights(place, r, *pair)
-        if kernel.query_gradients is not None:
-            kernel.query_gradients.store(r, self.g, ds)
+        if self.kernel.query_gradients is not None:
+            self.kernel.query_gradients.store(r, self.g, ds)
 
     def add_sums(self, sums: Sequence[Value]) -> None:
         """Add these, of one group after the other, to the sums of the groups' lanes."""

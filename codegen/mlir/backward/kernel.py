@@ -43,7 +43,7 @@ from ..thread_function import KernelText
 from .fused import QueryGradients
 from .lanes import OUTPUT_GRADIENT
 from .loads import GradientSink
-from .tile import BackwardTiles, Block, GemmPair, Kind, Problem, RowRange
+from .tile import BackwardTiles, Block, Kind, Problem, RowRange
 
 SMALL_TABLE = 1 << 14  # elements of one that costs little to go through after each tile
 
@@ -198,7 +198,7 @@ class BackwardKernel(KernelFunction):
         return b.any(queries.count, self.lanes, dead, "i")
 
     def write_group(self, block: Block, g: Value) -> None:
-        """The sums of a group's lanes, and its rows of the gradients."""
+        """The sums of a group's lanes, and its rows of the gradients: those of the second products, transposed."""
         b, lanes = self.b, self.lanes
         offset = b.mul(g, lanes)
         remaining = b.least(b.sub(block.count, offset), lanes)
@@ -207,19 +207,13 @@ class BackwardKernel(KernelFunction):
         for k, entry in enumerate(self.lane_sums):
             at = b.at(self.params[("ptr", "sums", self.sums.index(entry))], b.add(base, row), "f32")
             b.masked_store(b.load(self.tiles.sum_at(k, g), self.vector, "sum"), at, valid)
-        for gemm in self.tiles.gemms:
-            if gemm.operand in self.results:
-                self._write(block.scope, gemm, g, RowRange(first=row, count=remaining))
-
-    def _write(self, scope: Scope, gemm: GemmPair, g: Value, rows: RowRange) -> None:
-        """Transpose the sums of a group's lanes and write them to the rows of the operand's gradient."""
-        b, scale = self.b, gemm.scale
-        change = lambda cell: cell if scale == 1.0 else b.mul(cell, scale)
-        with self._lines(gemm.sums[g], gemm.products.e_padded, rows.count, change) as (r, line):
-            row = b.add(rows.first, r)
-            if gemm.operand == 0:
-                self.add_mean(line, row)
-            self.write_line(scope, gemm.operand, line, row, gemm.width)
+        for gemm in self.tiles.summed:
+            change = lambda cell, scale=gemm.scale: cell if scale == 1.0 else b.mul(cell, scale)
+            with self._lines(gemm.sums[g], gemm.products.e_padded, remaining, change) as (r, line):
+                number = b.add(row, r)
+                if gemm.operand == 0:
+                    self.add_mean(line, number)
+                self.write_line(block.scope, gemm.operand, line, number, gemm.width)
 
     def add_mean(self, line: Value, query: Value) -> None:
         """To a row of the gradient of Q: what it lacks where keys were centred, see `centring`."""

@@ -141,6 +141,7 @@ class BackwardTiles:
             for n in ((0,) if kind.at_weight else (0, 1))
         )  # fmt: skip
         self.score_gemms = self.gemms[0]
+        self.summed = [gemm for gemm in self.gemms if gemm.operand in kernel.results]  # whose second product is taken
         self.key_step = self.score_gemms.products.key_step
 
     def pack_lanes(self, block: Block, readers: list[RowReader]) -> None:
@@ -157,14 +158,14 @@ class BackwardTiles:
         for reader, gemm in zip(readers, self.gemms, strict=False):
             p = gemm.products
             p.pack_keys(reader, row, gemm.keys[n])
-            if gemm.operand in self.kernel.results:
+            if gemm in self.summed:
                 values = self.centred if gemm.operand == 0 and self.centred else reader
                 p.pack_values(values, row, p.values_of(gemm.values, n))
 
     def clear(self, block: Block, several: Value) -> None:
         """No row yet: sums of a block. several: whether there is more than one span of rows."""
         b, kernel = self.b, self.kernel
-        for gemm in (gemm for gemm in self.gemms if gemm.operand in kernel.results):
+        for gemm in self.summed:
             size = gemm.products.weight_bytes * kernel.tiling.keys
             kernel._zero_unused(gemm.weights.first, b.mul(block.groups, size), b.mul(block.padded, size))
         for gemm in self.gemms:
@@ -193,7 +194,7 @@ class BackwardTiles:
                 self._groups(block, rows, steps, *full)
             with b.otherwise():
                 self._groups(block, rows, steps, masked)
-        for gemm in (gemm for gemm in self.gemms if gemm.operand in kernel.results):
+        for gemm in self.summed:
             p = gemm.products
             sets = b.div(block.padded, p.nr)
             p.accumulate(p.values_of(gemm.values, start), steps, gemm.weights, gemm.sums, sets)

@@ -129,8 +129,12 @@ class GroupedRows(VectorRows):
         sums = [b.load(place, self.vector, "o") for place in places]
         for start, stop, number in (b.sub(low, odd), begin, 2), (begin, whole, LANES), (whole, high, 2):
             with b.carry(start, stop, number, sums, hint="j0") as (loop, j0, so_far):
-                pairs = self._pairs(few, j0, number, columns, prefetch)
-                loop.yields(*self._weighed(list(so_far), pairs, few, first, j0))
+                sums = list(so_far)
+                for n, vectors in enumerate(self._pairs(few, j0, number, columns, prefetch)):
+                    place = b.sub(b.add(j0, 2 * n), few.start)
+                    weights = (b.at(self.weights(b.add(first, r)), place, "bf16") for r in range(self.rows_at_once))
+                    sums = self.values.kernel.rank_one(weights, vectors, sums)
+                loop.yields(*sums)
             sums = loop.results
         for x, place in zip(sums, places, strict=True):
             b.store(x, place)
@@ -155,14 +159,3 @@ class GroupedRows(VectorRows):
             inside = b.compare("eq", key, there, "inside")
             results.append([b.select(inside, line, b.constant(0.0, BF16)) for line in lines])
         yield self.values.paired(results)
-
-    def _weighed(
-        self, sums: list[Value], pairs: Iterator[list[Value]], few: KeyChunk, first: Value, j0: Value
-    ) -> list[Value]:
-        """With the keys from j0 on added, two at a time."""
-        b = self.b
-        for n, vectors in enumerate(pairs):
-            place = b.sub(b.add(j0, 2 * n), few.start)
-            weights = (b.at(self.weights(b.add(first, r)), place, "bf16") for r in range(self.rows_at_once))
-            sums = self.values.kernel.rank_one(weights, vectors, sums)
-        return sums
