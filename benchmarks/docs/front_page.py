@@ -19,7 +19,7 @@ README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- benchmarks/docs/front_page.py -->\n", "<!-- end -->\n"
 
-ZEN5, AMX = "2026-11-28-zen5", "2026-11-21-0822-cpu"
+ZEN5, AMX = "2026-11-28-zen5", "2026-11-30-0333-cpu"
 SOURCES = (
     ("Zen 5, AVX-512", "float32", ZEN5, "AVX-512 without bf16 instructions", ""),
     ("Zen 5, AVX-512", "bfloat16", ZEN5, "bf16 pairs", ""),
