@@ -1,10 +1,22 @@
 """CPU kernels: an `AttentionSpec` becomes one function in MLIR, compiled in process by torch-mlir, run on torch's
 OpenMP threads.
 
-It is an emitter (`fusion.codegen.emitter`). `kernel` has the loops of the kernel, `micro_kernel` the loop of every
-matrix product, `products` and `amx` what is packed for it, `softmax` the score program and statistics, `scope`
-expressions, `dense` and `rows` the reading of tensors of any strides, `launch` and `calling` the call. `by_rows` is for
-few queries, `training` and `backward` are for training. Nothing of torch-mlir is imported before a kernel is compiled.
+It is an emitter (`fusion.codegen.emitter`). Nothing of torch-mlir is imported before a kernel is compiled.
+
+    builder, values, scope       MLIR's text; expressions of scores and masks as scalars and vectors
+    vectormath, x86, arm         elementary functions, transpositions, instructions that only some processors have
+    thread_function, skeleton    the function that each thread runs, what kernels of attention have in common
+    rows, elements, dense        Q, K, V and biases of any strides, in pages, or in integers
+    micro_kernel                 the loop along the reduction of every matrix product
+    products, amx                packing, register tiles and epilogues for it
+    kernel, tile, stream         forward of many queries: its loops, a tile's stages, one tile after or beside another
+    softmax, fixed_shift         online softmax; softmax without maxima, where norms bound the scores
+    parts, aux_outputs           split-K; weights and their statistics, what training keeps of each row
+    mixed_heads, by_rows         forward of heads that are mixed; of few queries
+    backward, training           gradients
+    approximate                  polynomial features, and moments that bound scores
+    compile, calling, launch     machine code; parameters and workspace of a call; its tile and division among threads
+    export                       an attention as a function on MLIR tensors
 """
 
 from __future__ import annotations

@@ -134,10 +134,9 @@ class VectorRows(RowProducts):
         self._add(self.outputs[r], target)
 
 
-def _columns(
-    b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int, count: int, pairs: bool
-) -> list[Value]:
-    """`count` vectors of a row from a column on; with pairs every two are elements at even and at odd places."""
+def _columns(b: Builder, rows: Rows, row: Value | int, columns: Columns, lanes: int, pairs: bool) -> list[Value]:
+    """Vectors of columns of a row; with pairs every two are elements at even and at odd places."""
+    column, count = columns
     if not pairs:
         return [load_f32(b, rows, row, b.add(column, n * lanes), lanes) for n in range(count)]
     both = [load_pair(b, rows, row, b.add(column, n * lanes), lanes) for n in range(0, count, 2)]
@@ -161,7 +160,7 @@ class KeyProducts:
         """The elements of some columns of a row."""
         if self.whole:
             return [load_line(self.b, rows, row, column, self.vector)]
-        return _columns(self.b, rows, row, column, self.lanes, self.columns // self.lanes, self.pairs)
+        return _columns(self.b, rows, row, (column, self.columns // self.lanes), self.lanes, self.pairs)
 
     def _query(self, query: Value, column: Value) -> list[Value]:
         """Addresses of the same elements of a query."""
@@ -254,7 +253,7 @@ class ValueProducts:
 
     def vectors(self, rows: Rows, word: int, number: int, columns: Columns) -> list[Value]:
         """Vectors of columns of a word of `number` rows."""
-        return _columns(self.b, rows, word, columns[0], self.lanes, columns[1], self.pairs)
+        return _columns(self.b, rows, word, columns, self.lanes, self.pairs)
 
     def in_order(self, results: Sequence[Value]) -> list[Value]:
         """The sums of one set as their columns stand in a row."""
