@@ -47,6 +47,10 @@ MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread colle
 NOTHING: Mapping[tuple, Tensor] = {}
 
 
+class _Flagged(Exception):
+    """A kernel met values that its products cannot take."""
+
+
 class BackwardCall:
     """One call of the backward kernels. arriving: the gradients of the output and of the auxiliary outputs of the
     plan."""
@@ -106,16 +110,19 @@ class BackwardCall:
 
     def gradients(self) -> list[Tensor]:
         for choice in self.kernel.choices():
-            result = self._attempt(choice)
-            if result is not None:
-                if choice not in self.derived.right:
-                    self.kernel.prove_gradients(self, choice)
-                    self.derived.right.add(choice)
-                return result
+            try:
+                result = self._attempt(choice)
+            except _Flagged:
+                continue
+            if choice not in self.derived.right:
+                self.kernel.prove_gradients(self, choice)
+                self.derived.right.add(choice)
+            return result
         raise AssertionError("multiply-add kernels raise no flag")
 
-    def _attempt(self, choice: int) -> list[Tensor] | None:
-        """The gradients, or None where a kernel met values that its products cannot take."""
+    def _attempt(self, choice: int) -> list[Tensor]:
+        """The gradients, by the `choice`-th tiling. Raises _Flagged."""
+        self.choice = choice
         self.results = {n: result.memory.make() for n, result in self.derived.results.items()}
         self.sinks: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
@@ -123,7 +130,7 @@ class BackwardCall:
             steps = self.derived.steps[choice] = steps_of(self, choice)
         for entry in self.plan.loads:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
-                self._make_sink(entry, choice, steps[-1].shares)
+                self._make_sink(entry, steps[-1].shares)
         self.sums: dict[Expr, Tensor] = {}
         self.located: dict[tuple, Tensor] = {("ptr", n): x for n, x in enumerate(self.read)}
         self.located |= {("ptr", "rows"): self.rows, ("ptr", "statistics"): self.statistics}
@@ -131,61 +138,49 @@ class BackwardCall:
         for name, tensors in (("result", starts), ("sink", self.sinks), ("kept", self.kept)):
             self.located |= {("ptr", name, n): x for n, x in tensors.items()}
         if self.derived.simple:
-            exact = self._launch(DELTAS, choice)
-        else:
-            exact = self._add_aux_sums(choice) and self._recompute_deltas(choice)
-        if not exact:
-            return None
+            self._launch(DELTAS)
+        elif self._wants_delta():
+            self._add_aux_sums()
+            self._recompute_deltas()
         for step in steps:
             sums = [self._row_sum(entry) for entry in step.sums]
-            if not self._launch(step.kind, choice, {("ptr", "sums", k): total for k, total in enumerate(sums)}, step):
-                return None
+            self._launch(step.kind, {("ptr", "sums", k): total for k, total in enumerate(sums)}, step)
             self._correct(dict(zip(step.sums, sums, strict=True)))
         return [self._assemble(n) for n in range(len(self.operands)) if self.needs[n]]
 
-    def _add_aux_sums(self, choice: int) -> bool:
-        """Put what auxiliary outputs give into delta, once; False where the kernel met values that its products cannot
-        take. From then on sums of dx are `log_sum_term`, the gradient of the log-sum-exp, in place of 0."""
-        nothing = self.plan.at_weight is None and self.log_sum_term is None
-        if nothing or not self._wants_delta() or self.complete:
-            return True
+    def _add_aux_sums(self) -> None:
+        """Put what auxiliary outputs give into delta, once. From then on sums of dx are `log_sum_term`, the gradient of
+        the log-sum-exp, in place of 0."""
+        if self.complete:
+            return
         delta = self.delta
         if self.plan.at_weight is not None:
-            if (result := self._row_sums(AUX_SUMS, choice)) is None:
-                return False
-            sums = result[0]
+            sums, _ = self._row_sums(AUX_SUMS)
             delta += sums if self.spec.row_scale is None else sums * self.slope
         if self.log_sum_term is not None:
             delta -= self.log_sum_term
         self.complete = True
-        return True
 
     def _wants_delta(self) -> bool:
         """Whether delta is read: by all gradients but that of V."""
         return normalized(self.spec) and any(n for number, n in enumerate(self.needs) if number != 2)
 
-    def _row_sums(self, kind: Kind, choice: int) -> Tensor | None:
-        """Sums of a kernel over the keys, [b.., i], and where it did; None where it met values that its products
-        cannot take."""
+    def _row_sums(self, kind: Kind) -> Tensor:
+        """Sums of a kernel over the keys, [b.., i], and where it did."""
         sums = torch.zeros(2, *self.batch, self.n_q, dtype=torch.float32)
-        return sums if self._launch(kind, choice, {("ptr", "sums", 0): sums}) else None
+        self._launch(kind, {("ptr", "sums", 0): sums})
+        return sums
 
-    def _recompute_deltas(self, choice: int) -> bool:
-        """Make deltas as exact as eager's where they are not; False where a kernel met values that its products cannot
-        take.
+    def _recompute_deltas(self) -> None:
+        """Make deltas as exact as eager's where they are not.
 
         In rows with a large weight dx = P (dP - delta) nearly cancels, and eager, whose delta is the sum of the very
         P dP, is more exact than a delta from dO and O can be. So it is where rows of V have much in common: O is
         rounded with that in it. A kernel over such rows sums dx as the others will compute it; what is not 0 of that is
         the error of delta.
         """
-        if not self._wants_delta():
-            return True
-        if (result := self._row_sums(DELTA_ERRORS, choice)) is None:
-            return False
-        sums, seen = result
+        sums, seen = self._row_sums(DELTA_ERRORS)
         self.delta.add_(torch.where(seen != 0, self._drift(sums), 0.0))
-        return True
 
     def _common(self) -> int:
         """At which squared mean of V's rows the deltas of all rows are made exact: 1 / `common` of the variance.
@@ -225,7 +220,7 @@ class BackwardCall:
             if entry.share:
                 self.sums[entry.of] -= (drift * share).nan_to_num_(0.0, 0.0, 0.0)
 
-    def _make_sink(self, entry: LoadGradient, choice: int, shares: int) -> None:
+    def _make_sink(self, entry: LoadGradient, shares: int) -> None:
         """A buffer of the operand's shape, the key's dimension innermost; copies for each share where scattered.
 
         Zeroed unless the kernel writes all of it. What it adds up before that is kept in one per thread."""
@@ -250,7 +245,7 @@ class BackwardCall:
         packed = memory[:, :elements].view(copies, *(shape[dim] for dim in order))
         self.sinks[entry.operand] = packed.permute(0, *(1 + order.index(dim) for dim in range(operand.dim())))
         if exclusive:
-            keys = self.kernel.backward_tilings[choice].groups * self.kernel.target.lanes
+            keys = self.kernel.backward_tilings[self.choice].groups * self.kernel.target.lanes
             elements = round_up(self.n_k, keys) * self.n_q if self.inner > 1 else 0
             self.kept[entry.operand] = torch.empty(self.derived.threads, elements, dtype=torch.float32)
             in_huge_pages(self.kept[entry.operand])
@@ -272,14 +267,16 @@ class BackwardCall:
         length = self.n_q if entry.axis is LaneAxis.QUERIES else self.n_k
         return torch.empty(*self.batch, length, dtype=torch.float32)
 
-    def _launch(self, kind: Kind, choice: int, own: Mapping[tuple, Tensor] = NOTHING, step: Step | None = None) -> bool:
-        """Run a kernel; own: what it alone reads or writes. False where it met values that its products cannot take."""
-        if (launch := self.derived.launchers.get((kind, choice))) is None:
-            launch = self.derived.launchers[kind, choice] = self._launcher(kind, choice, own, step)
-        return launch([*map(address, self.located.values()), *map(address, own.values())])
+    def _launch(self, kind: Kind, own: Mapping[tuple, Tensor] = NOTHING, step: Step | None = None) -> None:
+        """Run a kernel; own: what it alone reads or writes. Raises _Flagged."""
+        key = kind, self.choice
+        if (launch := self.derived.launchers.get(key)) is None:
+            launch = self.derived.launchers[key] = self._launcher(kind, own, step)
+        if not launch([*map(address, self.located.values()), *map(address, own.values())]):
+            raise _Flagged
 
-    def _launcher(self, kind: Kind, choice: int, own: Iterable[tuple], step: Step | None) -> Launch:
-        kernel = self.compiled(kind, choice)
+    def _launcher(self, kind: Kind, own: Iterable[tuple], step: Step | None) -> Launch:
+        kernel = self.compiled(kind, self.choice)
         values = operand_values(self.spec, (x.stride() for x in self.read), self.sizes)
         for number, of_operand in self.derived.results.items():
             values |= {("result_stride", number, name): n for name, n in of_operand.by_name.items()}
