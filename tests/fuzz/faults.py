@@ -7,6 +7,7 @@ writes the first seed that finds each.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ import torch
 
 from fusion.ir import AttentionSpec, Expr, Normalizer, integers
 from fusion.ir.expr import ONE, I, J, const, coord, node, rebuild, substitute, walk
-from fusion.ir.ops import apply
+from fusion.ir.ops import apply, where
 from fusion.passes import marks
 from fusion.passes.pullback import casts, pointwise, pullback, views
 from fusion.passes.recognize import softmaxes
@@ -143,12 +144,30 @@ FAULTS["operands of a difference swapped"] = _builder(
     aten.rsub, lambda call: pointwise.BUILDERS[aten.sub](call)
 )  # fmt: skip
 FAULTS["tanh for sigmoid"] = _builder(aten.sigmoid, pointwise.BUILDERS[aten.tanh])
-FAULTS["constants are not rounded by casts"] = lambda: mock.patch.object(
-    pointwise, "round_constants", lambda value, dtype: value
-)
-FAULTS["every negative constant swallows scores"] = lambda: mock.patch.object(
-    casts, "swallows", lambda fill, dtype: fill < -10
-)
+
+
+@contextmanager
+def _rounded_to_float16() -> Iterator[None]:
+    """Constants in the range of float16 in any program. (Those that are not rounded at all are those of float64, which
+    is no fault: where eager is infinite for its rounding, float64 may stand in its place.)"""
+    rounded = casts.round_constants
+    with contextlib.ExitStack() as stack:
+        for module in (casts, pointwise):
+            narrow = mock.patch.object(module, "round_constants", lambda value, dtype: rounded(value, torch.float16))
+            stack.enter_context(narrow)
+        yield
+
+
+def _swallowed(value: Expr, mask: Expr, dtype: torch.dtype) -> Expr | None:
+    """The sum with a selection, as if a score were lost in every constant below -10."""
+    if mask.op != "where":
+        return None
+    condition, *arms = mask.args
+    return where(condition, *(arm if arm.is_const and arm.value < -10 else value + arm for arm in arms))
+
+
+FAULTS["constants are rounded to float16"] = _rounded_to_float16
+FAULTS["every negative constant swallows scores"] = lambda: mock.patch.object(casts, "_add_hard_mask", _swallowed)
 
 
 def _rule(packet: Any, change: Callable[..., Any]) -> Fault:

@@ -28,6 +28,14 @@ MIXED = 0.05
 """The share of programs that mix the heads of scores or weights."""
 GATED = 0.03
 """The share of programs whose weights are multiplied by a function of their scores."""
+WEIGHED = 0.08
+"""The share of programs whose weights are multiplied by a tensor."""
+DEAD = 0.1
+"""The share of programs that mask all keys of some rows, or lower all scores of those."""
+ALIASED = 0.05
+"""The share of programs that write to a tensor, or to a view of it, and read the other."""
+DETACHED = 0.1
+"""The share of trained programs in which a gradient ends at an operand, at scores or at weights."""
 TIED = 0.35
 """The share of trained programs whose inputs are integers, with rows of zeros, as padded ones are: scores tie."""
 KINKED = ("s.clamp(min=0.0)", "s.clamp(max=0)", "s.clamp(-1, 1)", "torch.relu(s)", "F.relu6(s)", "F.hardtanh(s)",
@@ -50,6 +58,16 @@ STATISTICS = ("{p}", "{p}.sum(-2)", "{p}.mean(dim=-2, keepdim=True)", "{p}.amax(
               "torch.where({p} > 0.1, {p}, 0.0).sum(-2)", "{p}.log()", "({p} * {p}.detach()).sum(-1)")  # fmt: skip
 OF_SCORES = ("s.amax(-1)", "s.max(-1)[0]", "s.logsumexp(-1)", "torch.logsumexp(s, -1, keepdim=True)", "s.amax(-2)",
              "s.logsumexp(-1).square()", "s.amax(-1).amax(-1)", "s.sum(-1)")  # fmt: skip
+GATES = ("torch.sigmoid(s)", "s.tanh()", "(s * 0.1 + 1)")
+FACTORS = ("{factor}", "{factor}.exp()", "({factor} > 0)", "({factor} + torch.arange(M))", "(4 * {factor})")
+ROWS = ("torch.arange(N)[:, None] == {row}", "torch.arange(N)[:, None] >= {row}", "torch.arange(N)[:, None] % 3 == 1")
+FILLED_ROWS = ("s = s.masked_fill({rows}, {fill})", "s = torch.where({rows}, {fill}, s)",
+               "s = s + torch.where({rows}, {fill}, 0.0)",
+               "s = s + torch.where({rows}, {fill}, 0.0).to(s.dtype)",
+               "s = s - s.masked_fill({rows}, {fill}).amax(-1, keepdim=True)")  # fmt: skip
+ROW_FILLS = ("-math.inf", "-math.inf", "torch.finfo(s.dtype).min", "-1e4", "-20.0")
+DETACHED_FORMS = ("{x}.detach()", "{x} + 0.5 * {x}.detach()", "2 * {x} - {x}.detach()")
+ALIASES = ("{x}.view({x}.shape)", "{x}.mT.mT", "{x}[...]", "{x}.unsqueeze(0)[0]")
 WRITES = (".mul_(0.7)", ".add_(1)", "[..., :1] = 0", ".fill_(0.5)", "[..., ::2].mul_(-2)", ".mT.add_(0.3)")
 
 
@@ -78,6 +96,16 @@ def program(seed: int | str, tied: bool = False) -> Program:
         mix_heads(w, more)
     if (more := random.Random(f"gate {seed}")).random() < GATED:
         gate(w, more)
+    if (more := random.Random(f"weights {seed}")).random() < WEIGHED:
+        weigh(w, more)
+    if (more := random.Random(f"dead rows {seed}")).random() < DEAD:
+        mask_rows(w, more)
+    if (more := random.Random(f"aliases {seed}")).random() < ALIASED:
+        write_through_alias(w, more)
+    if (more := random.Random(f"detached {seed}")).random() < DETACHED and trained:
+        w.note("detached")
+        name, at = _variable(w, more)
+        w.lines.insert(at, f"{name} = {more.choice(DETACHED_FORMS).format(x=name)}")
     if (more := random.Random(f"ties {seed}")).random() < TIED and trained or tied:
         tie(w, more)
     return Program(
@@ -341,11 +369,47 @@ def tie(w: Writer, rng: random.Random) -> None:
 
 def gate(w: Writer, rng: random.Random) -> None:
     """Weights times a function of their scores, which training leaves alone."""
-    made = [n for n, line in enumerate(w.lines) if line.startswith("p = ")]
-    if made and any(line.startswith("s = ") for line in w.lines):
+    if (made := _made(w, "p")) and _made(w, "s"):
         w.note("gate of scores")
         w.intended = w.intended and not w.trained
-        w.lines.insert(made[0] + 1, f"p = p * {rng.choice(['torch.sigmoid(s)', 's.tanh()', '(s * 0.1 + 1)'])}")
+        w.lines.insert(made[0] + 1, f"p = p * {rng.choice(GATES)}")
+
+
+def weigh(w: Writer, rng: random.Random) -> None:
+    """Weights times a tensor of keys, or of rows and keys."""
+    if made := _made(w, "p"):
+        w.note("weights of keys")
+        factor = rng.choice(FACTORS).format(factor=w.floats("factor", rng.choice(("M", "N, M"))))
+        w.lines.insert(made[-1] + 1, f"p = p * {factor}")
+
+
+def mask_rows(w: Writer, rng: random.Random) -> None:
+    """A mask of all keys of some rows: what eager makes of such a row depends on the fill, and on its dtype."""
+    if made := _made(w, "s"):
+        w.note("rows masked")
+        rows = rng.choice(ROWS).format(row=rng.randrange(w.sizes["N"]))
+        w.lines.insert(rng.choice(made) + 1, rng.choice(FILLED_ROWS).format(rows=rows, fill=rng.choice(ROW_FILLS)))
+
+
+def write_through_alias(w: Writer, rng: random.Random) -> None:
+    """A write to a tensor that is read through a view from before the write, or the other way round."""
+    name, at = _variable(w, rng)
+    w.note("alias written")
+    w.intended = False
+    written, read = rng.choice(((name, "seen"), ("seen", name)))
+    alias, write = rng.choice(ALIASES).format(x=name), rng.choice(WRITES)
+    w.lines[at:at] = [f"{name} = {name}.clone()", f"seen = {alias}", written + write, f"{name} = {read}"]
+
+
+def _variable(w: Writer, rng: random.Random) -> tuple[str, int]:
+    """One of Q, K, V, scores and weights, and the number of a statement before which it has been made."""
+    name = rng.choice([name for name in ("q", "k", "v", "s", "p") if name in w.arguments or _made(w, name)])
+    return name, rng.choice([n + 1 for n in _made(w, name)] or [0])
+
+
+def _made(w: Writer, name: str) -> list[int]:
+    """Numbers of the statements that a variable is assigned in."""
+    return [n for n, line in enumerate(w.lines) if line.startswith(f"{name} = ")]
 
 
 def mix_heads(w: Writer, rng: random.Random) -> None:
