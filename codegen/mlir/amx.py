@@ -19,7 +19,7 @@ from fusion.planning.register_tiles import Tiling
 
 from .builder import Value
 from .micro_kernel import SCORE_PAIRS, TILE_ELEMENTS, AmxTiles, MatrixOperand
-from .products import InterleavedWork, MultiplyAdd, vector_products
+from .products import InterleavedWork, MultiplyAdd, WorkOfStep, vector_products
 from .rows import RowReader, Rows, load_f32, load_line, widen_pairs
 from .values import Array, round_up
 from .vectormath import sum_rows, transpose
@@ -173,22 +173,15 @@ class Amx:
         return total
 
     def scores(
-        self,
-        keys: Value,
-        queries: Sequence[Value],
-        target: Sequence[Value],
-        step: Value | None = None,
-        beside: InterleavedWork | None = None,
+        self, keys: Value, queries: Sequence[Value], target: Sequence[Value], beside: WorkOfStep | None = None
     ) -> None:
-        """S^T of 32 keys and two groups; step: the number of the key step, for `beside`."""
-        b, kernel, size = self.b, self.kernel, TILE_ELEMENTS * self.planes
+        """S^T of 32 keys and two groups."""
+        b, kernel, size, parts = self.b, self.kernel, TILE_ELEMENTS * self.planes, self.score_parts
         with b.loop(0, 2, hint="half") as half:
             first = b.mul(half, self.chunks)
             left = MatrixOperand(bases=[b.row(keys, first, size, "bf16")], step=size)
             right = MatrixOperand(bases=queries, step=size)
-            work = None
-            if beside is not None and step is not None:
-                work = lambda chunk, step=step, work=beside: work(step, b.add(chunk, first), 2 * self.chunks)
+            work = None if beside is None else lambda chunk, first=first: beside(b.add(chunk, first), parts)
             sums = kernel.gemm(kernel.zeros(len(queries)), left, right, 0, self.chunks, beside=work)
             kernel.store(sums, [b.row(place, half, 256) for place in target])
 

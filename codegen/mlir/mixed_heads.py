@@ -191,7 +191,7 @@ class MixedHeadsKernel(KernelFunction):
         rows = [self._rows(head, g) for g in range(self.groups)]
         with b.loop(0, self.steps, hint="step") as step:
             places = [b.row(at, b.mul(step, p.key_step), self.lanes) for at in rows]
-            p.scores(keys[step], queries, places, step)
+            p.scores(keys[step], queries, places)
 
     def _values_of(self, head: Value) -> Value:
         at = self.b.mul(self.b.mul(head, self.steps), self.products.value_bytes)

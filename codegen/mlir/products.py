@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from fusion.planning.register_tiles import Target
 
 from .builder import Builder, Value, shape_of, vector_of
-from .micro_kernel import Bf16Vectors, FmaVectors, MatrixOperand
+from .micro_kernel import Bf16Vectors, FmaVectors, MatrixOperand, Pieces
 from .rows import RowReader, Rows, load_f32, load_line
 from .values import Array, round_up
 from .vectormath import transpose
@@ -39,8 +39,9 @@ added up, so that wide heads (channel attention, whose features are tokens) are 
 
 
 #: Vector work to be written between the instructions of a product, in small pieces: called with (key step, part, number
-#: of parts), where the parts of a step share its work.
-InterleavedWork = Callable[[Value, "Value | int", int], Sequence[Callable[[], None]]]
+#: of parts), where the parts of a step share its work; and that of one step.
+InterleavedWork = Callable[[Value, Value | int, int], Pieces]
+WorkOfStep = Callable[[Value | int, int], Pieces]
 
 
 class MultiplyAdd:
@@ -114,14 +115,7 @@ class MultiplyAdd:
         """A word of each of `lanes` columns of V."""
         return load_f32(self.b, rows, word, column, self.lanes)
 
-    def scores(
-        self,
-        keys: Value,
-        queries: Sequence[Value],
-        target: Sequence[Value],
-        step: Value | None = None,
-        beside: InterleavedWork | None = None,
-    ) -> None:
+    def scores(self, keys: Value, queries: Sequence[Value], target: Sequence[Value]) -> None:
         """S^T of one key step and `nr` groups; target: where the step's first row of each group goes."""
         b, kernel, depth = self.b, self.kernel, -(-self.d // self.kr)
         left = MatrixOperand(bases=[keys], step=1, count=self.mr, part=self.d_padded // self.kr)

@@ -219,7 +219,8 @@ class Tiles:
         members = [b.add(k, first) for k in range(p.nr)]
         queries = [self.queries[b.add(tile.g, m)] for m in members]
         rows = [b.add(b.mul(m, self.tiling.keys), b.mul(step, p.key_step)) for m in members]
-        p.scores(at, queries, [b.row(self.scores.first, r, self.lanes) for r in rows], step, beside)
+        work = () if beside is None else (functools.partial(beside, step),)
+        p.scores(at, queries, [b.row(self.scores.first, r, self.lanes) for r in rows], *work)
         row = b.add(tile.item.first, b.mul(b.add(tile.g, first), self.lanes))
         key, block = b.add(tile.block.first, b.mul(step, p.key_step)), self.tiling.groups * self.lanes
         for load in self.loads:
