@@ -137,9 +137,9 @@ class AuxOutputs:
         known = {J: b.least(key, b.sub(self.kernel.n_k, 1), "j")}
         if self.keeps:
             weight = b.load(b.row(kept, key, self.lanes), self.vector, "p")
-            known[WEIGHT] = weight if factor is None else self.kernel._scaled(weight, factor)
+            known[WEIGHT] = weight if factor is None else self.kernel.scaled(weight, factor)
         if self.keeps_scores:
-            known[_EXPONENT] = self.kernel._in_own_units(b.load(b.row(scored, key, self.lanes), self.vector, "x"))
+            known[_EXPONENT] = self.kernel.in_own_units(b.load(b.row(scored, key, self.lanes), self.vector, "x"))
         scope = rows.inner(known)
         return [scope.vector(value) for value in self.values]
 
@@ -174,9 +174,9 @@ class AuxOutputs:
             target = b.at(base, b.add(self._offset(k, "i", b.add(row, r)), first), memory)
             with b.loop(0, vectors, lanes, hint="j") as j:
                 line = b.load(b.at(source, j, "f32"), self.vector)
-                b.store(self.kernel._narrow(line, memory), b.at(target, j, memory))
+                b.store(self.kernel.narrow(line, memory), b.at(target, j, memory))
             with b.when(b.compare("slt", vectors, count)):
-                line = self.kernel._narrow(b.load(b.at(source, vectors, "f32"), self.vector), memory)
+                line = self.kernel.narrow(b.load(b.at(source, vectors, "f32"), self.vector), memory)
                 if memory == "bf16":  # of which LLVM would make single floats, and round them again
                     line = b.bitcast(line, vector_of("i16", lanes))
                 b.masked_store(line, b.at(target, vectors, memory), b.first_lanes(b.sub(count, vectors), lanes))
@@ -198,7 +198,7 @@ class AuxOutputs:
 
     def _base(self, k: int, scope: Scope) -> Value:
         """Address of an output's part for a batch element."""
-        offset = self.kernel._batch_offset(scope, ("aux_stride", k), self.b.constant(0, "i64"))
+        offset = self.kernel.batch_offset(scope, ("aux_stride", k), self.b.constant(0, "i64"))
         memory = MEMORY_TYPE[self.kernel.spec.aux_outputs[k].dtype]
         return self.b.at(self.kernel.params[("ptr", "aux", k)], offset, memory)
 

@@ -123,4 +123,4 @@ class Elements:
                 if expr.op == "mod":
                     return b.and_(values[0], divisor - 1)
                 return b.binary("arith.shrsi", values[0], divisor.bit_length() - 1)
-        return here._integer_operation(expr.op, values)
+        return here.integer_operation(expr.op, values)

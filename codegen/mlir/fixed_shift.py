@@ -156,13 +156,13 @@ class FixedShift(Overlapped):
             tiles.stage_all(new, masked)
             self._weigh_all(new, masked, 0, new.block.padded)
             b.store(new.block.padded, self.keys_done)
-        tiles._end_block(old)
+        tiles.end_block(old)
 
     def _is_regular(self, tile: ScoreTile) -> Value:
         """Whether a tile's key steps are full and no key of it is masked."""
         b, block, kernel = self.b, tile.block, self.tiles.kernel
         full = b.compare("eq", block.count, block.padded, "full")
-        whole = kernel._whole(kernel._with_keys(tile.scope, block.first, block.count))
+        whole = kernel.whole(kernel.with_keys(tile.scope, block.first, block.count))
         return full if whole is None else b.and_(full, whole, "regular")
 
     def _weigh_beside(self, tile: ScoreTile, exponent: Expr, first: Value | int, ordinary: bool) -> KeyWork:

@@ -140,7 +140,7 @@ class AttentionKernel(KernelFunction):
         last = b.sub(b.add(item.first, item.count), 1)
         ranged = item.scope.inner({I0: item.first, I1: last})
         step = self.tiling.keys if self.spec.reproducible else self.products.key_step
-        low, high = self._key_range(ranged, step)
+        low, high = self.key_range(ranged, step)
         if mask is not None and mask.tile_live is not None:
             low, high = self._live_range(ranged, mask.tile_live, low, high, step)
         return low, high
@@ -158,7 +158,7 @@ class AttentionKernel(KernelFunction):
         tiles.loads = [DenseLoad(scope, expr) for expr in tiles.dense]
         padded_groups = b.mul(b.ceil_div(groups, p.nr), p.nr)
         group_block, size = tiles.group_block, p.weight_bytes * self.tiling.keys
-        self._zero_unused(
+        self.zero_unused(
             tiles.weights.first, b.mul(b.least(groups, group_block), size), b.constant(group_block * size, "i64")
         )
         with b.loop(0, padded_groups, hint="g") as g:  # zeros where there is no group: products read them
@@ -262,6 +262,6 @@ class AttentionKernel(KernelFunction):
             tiles.aux_outputs.finish(item, g, rows, factor)
         first = b.add(item.first, b.mul(g, lanes))
         count = b.least(b.sub(item.count, b.mul(g, lanes)), lanes)
-        change = (lambda cell: cell) if factor is None else (lambda cell: self._scaled(cell, factor))
+        change = (lambda cell: cell) if factor is None else (lambda cell: self.scaled(cell, factor))
         with self._lines(memory.output, self.products.e_padded, count, change) as (r, line):
             self._write_row(line, self._row_address(item.scope, b.add(first, r)))

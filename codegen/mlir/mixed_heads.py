@@ -90,7 +90,7 @@ class MixedHeadsKernel(KernelFunction):
         with b.loop(0, self.heads, hint="head") as head:
             self._packed(head).clear()
         for area in self.matrices.values():
-            self._zero(area, self.matrix_bytes)
+            self.zero(area, self.matrix_bytes)
         with self._items() as item:
             self._item(top, item)
         return self.kernel_text(rows=self.groups * self.lanes, key_step=p.key_step, step_bytes=self.step_bytes)
@@ -223,7 +223,7 @@ class MixedHeadsKernel(KernelFunction):
 
     def _weight_at(self, head: Value, g: Value, key: Value) -> Value:
         factor = self.b.load(self.row_factors[self._number(head, g)], self.vector, "factor")
-        return self._scaled(self._at(head, g, key), factor)
+        return self.scaled(self._at(head, g, key), factor)
 
     def _put_scores(self, g: Value, head: Value, first: Value, values: Sequence[Value]) -> None:
         rows = self.b.row(self._rows(head, g), first, self.lanes)
@@ -283,10 +283,10 @@ class MixedHeadsKernel(KernelFunction):
         """The product of a head's weights with V, and its rows of the result."""
         b, p, values = self.b, self.products, self._values_of(head)
         size = self.groups * p.e_padded * self.row
-        self._zero(self.output.first, size)
+        self.zero(self.output.first, size)
         span = KEY_SPAN // p.key_step
         with b.loop(0, self.steps, span, hint="step") as step:
-            self._zero(self.part.first, size)
+            self.zero(self.part.first, size)
             at = b.mul(step, p.weight_bytes * p.key_step)
             weights = Array(b, b.at(self._rows(head, 0), at, "i8"), self.group_bytes)
             count = b.least(b.sub(self.steps, step), span)

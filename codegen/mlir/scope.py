@@ -262,14 +262,14 @@ class Scope:
         values = [self._lane_integer(arg, scalar) for arg in expr.args if arg.kind is Kind.INT]
         if expr.op == "iwhere":
             return b.select(self.vector(expr.args[0]), *values)
-        return self._integer_operation(expr.op, values)
+        return self.integer_operation(expr.op, values)
 
     def _lane_integer(self, expr: Expr, scalar: str) -> Value:
         """Integer as a vector of this element type. Narrowing is only asked for where the result is small, and what a
         quotient or remainder is of; wrapping is then harmless."""
         return self.b.convert("arith.extsi" if scalar == "i64" else "arith.trunci", self.vector(expr), scalar)
 
-    def _integer_operation(self, op: str, values: list[Value]) -> Value:
+    def integer_operation(self, op: str, values: list[Value]) -> Value:
         b = self.b
         if op in ("add", "mul"):
             total = values[0]
@@ -300,7 +300,7 @@ class Scope:
             return b.convert("arith.extui", hash_bits(b, *(b.convert("arith.trunci", v, "i32") for v in values)), "i64")
         if expr.op in ("floordiv", "mod") and integers.is_nonnegative(expr.args[0]):
             return b.div(*values) if expr.op == "floordiv" else b.rem(*values)
-        return self._integer_operation(expr.op, values)
+        return self.integer_operation(expr.op, values)
 
     def _compare_integers(self, expr: Expr) -> Value:
         """Comparison. Of affine values that do not wrap around: step * lane against a scalar bound, in 32 bits."""

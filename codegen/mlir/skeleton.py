@@ -110,17 +110,17 @@ class KernelFunction(ThreadFunction):
                 here = b.row(here, self.params[("key_steps",)], size, "i8", "packed")
         return packed
 
-    def _zero(self, area: Value, size: Value | int, start: Value | int = 0) -> None:
+    def zero(self, area: Value, size: Value | int, start: Value | int = 0) -> None:
         """Zeros from byte `start` to byte `size`, both multiples of 64."""
         b = self.b
         with b.loop(start, size, 64, hint="at") as at:
             b.store(b.constant(0.0, vector_of("f32", 16)), b.at(area, at, "i8"))
 
-    def _zero_unused(self, weights: Value, used: Value, size: Value) -> None:
+    def zero_unused(self, weights: Value, used: Value, size: Value) -> None:
         """Zeros behind the weights of the groups that there are, for products that take more: what lies there may be
         denormal, and processors take some hundred cycles for each product with such a number. Tiles take them for 0."""
         if self.modes is None:
-            self._zero(weights, size, used)
+            self.zero(weights, size, used)
 
     def _top(self) -> Scope:
         """The scope of the function, with the numbers of queries and keys."""
@@ -179,7 +179,7 @@ class KernelFunction(ThreadFunction):
         access = Access(operand=number, index=index, row=row, column=column, count=count, width=width, value=value)
         return RowReader(scope, access)
 
-    def _key_range(self, scope: Scope, step: int) -> tuple[Value | int, Value]:
+    def key_range(self, scope: Scope, step: int) -> tuple[Value | int, Value]:
         """The keys that the mask leaves, in a scope that knows i0 and i1, clamped; the start on a key step."""
         b, mask = self.b, self.spec.mask
         start: Value | int = 0
@@ -213,20 +213,20 @@ class KernelFunction(ThreadFunction):
         start = b.floor_to(b.least(start, self.n_k), step)
         return b.most(low, start, "key_lo"), b.least(high, stop, "key_hi")
 
-    def _with_keys(self, tile: Scope, first: Value, count: Value) -> Scope:
+    def with_keys(self, tile: Scope, first: Value, count: Value) -> Scope:
         """A scope of rows that also knows the first and last key of a tile: some key, where the tile has none."""
         b = self.b
         j0 = b.least(first, b.sub(self.n_k, 1), "j_first")
         j1 = b.most(j0, b.least(b.sub(b.add(first, count), 1), b.sub(self.n_k, 1)), "j_last")
         return tile.inner({J0: j0, J1: j1})
 
-    def _whole(self, tile: Scope) -> Value | None:
+    def whole(self, tile: Scope) -> Value | None:
         """Whether the program for full tiles may stand for a whole tile, in a scope that knows its i0, i1, j0 and j1;
         None where there is no such program."""
         mask = self.spec.mask
-        return None if self.programs.full is None or mask is None else self._all(tile, mask.whole())
+        return None if self.programs.full is None or mask is None else self.all_of(tile, mask.whole())
 
-    def _all(self, scope: Scope, conditions: Sequence[Expr]) -> Value:
+    def all_of(self, scope: Scope, conditions: Sequence[Expr]) -> Value:
         b = self.b
         return functools.reduce(lambda x, e: b.and_(x, scope.value(e)), conditions, b.constant(1, "i1"))
 
@@ -236,13 +236,13 @@ class KernelFunction(ThreadFunction):
         limit = max(fill / 2 / self.programs.scale, -3e38) if math.isfinite(fill) else fill
         return self.b.compare("ogt", m, limit, "alive")
 
-    def _batch_offset(self, scope: Scope, stride: tuple, offset: Value) -> Value | int:
+    def batch_offset(self, scope: Scope, stride: tuple, offset: Value) -> Value | int:
         """An offset and, by strides whose parameters begin so, that of a batch element."""
         axes = self.spec.axes
         return scope.offset(axes, [self.params[(*stride, axis.name)] for axis in axes], offset)
 
     def _row_address(self, scope: Scope, row: Value) -> Value:
-        offset = self._batch_offset(scope, ("out_stride",), self.b.mul(row, self.params[("out_stride", "i")]))
+        offset = self.batch_offset(scope, ("out_stride",), self.b.mul(row, self.params[("out_stride", "i")]))
         return self.b.at(self.params[("ptr", "out")], offset, MEMORY_TYPE[self.spec.out_dtype])
 
     def _write_row(self, source: Value, target: Value) -> None:
@@ -256,9 +256,9 @@ class KernelFunction(ThreadFunction):
         unit = b.compare("eq", stride, 1)
         whole = b.select(unit, b.constant(width // lanes * lanes, "i64"), b.constant(0, "i64"))
         with b.loop(0, whole, lanes, hint="e") as e:
-            b.store(self._narrow(b.load(b.at(source, e, "f32"), self.vector), memory), b.at(target, e, memory))
+            b.store(self.narrow(b.load(b.at(source, e, "f32"), self.vector), memory), b.at(target, e, memory))
         with b.loop(whole, width, hint="e") as e:
-            b.store(self._narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.row(target, e, stride, memory))
+            b.store(self.narrow(b.load(b.at(source, e, "f32"), "f32"), memory), b.row(target, e, stride, memory))
 
     @contextlib.contextmanager
     def _lines(
@@ -273,7 +273,7 @@ class KernelFunction(ThreadFunction):
         with b.loop(0, count, hint="r") as r:
             yield r, b.row(self.out_rows, r, padded)
 
-    def _narrow(self, x: Value, memory: str) -> Value:
+    def narrow(self, x: Value, memory: str) -> Value:
         if memory == "f32":
             return x
         return self.b.convert("arith.extf", x, memory) if memory == "f64" else self.context.math.narrow(x, memory)
@@ -282,7 +282,7 @@ class KernelFunction(ThreadFunction):
         """Factor of each lane's output. raw: the running maximum in units of the programs' scale. total:
         the sum."""
         b, spec = self.b, self.spec
-        m = self._in_own_units(raw)
+        m = self.in_own_units(raw)
         shift: Value | None = None
         if spec.sinks or keeps_ends(spec):
             shift = b.div(1.0, self.exponent.excess(raw))
@@ -293,7 +293,7 @@ class KernelFunction(ThreadFunction):
         factor = rows.known[FACTOR]
         return factor if shift is None else b.mul(factor, shift)
 
-    def _in_own_units(self, raw: Value) -> Value:
+    def in_own_units(self, raw: Value) -> Value:
         """The score program's value from that in units of the programs' scale."""
         b = self.b
         value = b.mul(raw, self.programs.scale)
@@ -301,7 +301,7 @@ class KernelFunction(ThreadFunction):
             value = b.select(b.compare("oeq", raw, unit), fill, value, "x_row")
         return value
 
-    def _scaled(self, output: Value, factor: Value) -> Value:
+    def scaled(self, output: Value, factor: Value) -> Value:
         """Elements of the output times the factors of their rows, which are NaN where the weights are."""
         scaled = self.b.mul(output, factor)
         if self.spec.normalizer is not Normalizer.ZERO_SOFTMAX:

@@ -125,7 +125,7 @@ class Overlapped:
             self.accumulate_beside(old, both, self._maxima_beside(new, program))
             tiles.maxima(new, program, b.mul(both, step_keys), new.block.count)
         self.accumulate(old, both, old.steps)
-        tiles._end_block(old)
+        tiles.end_block(old)
         with b.when(b.compare("sgt", new.steps, 0)):
             tiles.rescale(new)
 

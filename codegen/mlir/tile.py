@@ -145,7 +145,7 @@ class Tiles:
             b.fill(memory.output, memory.rows, b.constant(0.0, self.vector), hint="e")
             b.store(b.constant(0.0, self.vector), memory.block_total)
 
-    def _end_block(self, tile: ScoreTile) -> None:
+    def end_block(self, tile: ScoreTile) -> None:
         """Add the sums of a tile to those of the tiles before. Where it is the last of a span of keys and another
         follows, add its groups' output and sum to those of the spans before."""
         b, first = self.b, tile.block.first
@@ -190,11 +190,11 @@ class Tiles:
         if keys.skipping is None:
             return tile, n
         assert mask is not None
-        low, high = kernel._key_range(tile, self.products.key_step)
+        low, high = kernel.key_range(tile, self.products.key_step)
         needed = b.least(n, b.sub(high, j0))
         needed = b.select(b.compare("sle", b.add(j0, n), b.as_value(low, "i64")), 0, needed)
         if mask.tile_live is not None:
-            live = b.as_value(kernel._with_keys(tile, j0, n).integer(mask.tile_live), "i64")
+            live = b.as_value(kernel.with_keys(tile, j0, n).integer(mask.tile_live), "i64")
             needed = b.select(b.compare("eq", live, 0), 0, needed)
         return tile, b.select(keys.skipping, needed, n, "n_keys")
 
@@ -241,13 +241,13 @@ class Tiles:
         """The product with V of a tile, whole."""
         product = self.second_product(tile, tile.steps)
         self.products.accumulate(*product, self.b.ceil_div(tile.here, self.products.nr, "sets"))
-        self._end_block(tile)
+        self.end_block(tile)
 
     def variants(self, tile: ScoreTile) -> Iterator[Expr]:
         """The programs that may apply to a tile, each in the branch where it does."""
         b, block, kernel = self.b, tile.block, self.kernel
         self._fill_tables(tile)
-        whole = kernel._whole(kernel._with_keys(tile.scope, block.first, block.count))
+        whole = kernel.whole(kernel.with_keys(tile.scope, block.first, block.count))
         if whole is None:
             yield self.programs.masked
             return

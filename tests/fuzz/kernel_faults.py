@@ -32,16 +32,16 @@ def _one(right: Callable, self: Any, *given: Any) -> Value:
     return self.b.constant(1.0, self.vector)
 
 
-def _ends_early(right: Callable, self: Any, scope: Any, low: Any, high: Any, step: int) -> Any:
-    start, end = right(self, scope, low, high, step)
-    return start, end if high is None else self.b.most(self.b.sub(end, 1), 0)
+def _ends_early(right: Callable, self: Any, *given: Any) -> Any:
+    start, end = right(self, *given)
+    return start, self.b.most(self.b.sub(end, 1), 0)
 
 
 _in("sums before a new maximum are not rescaled", Exponent, "change", _one)
 _in("keys beyond the last count", GroupSoftmax, "fill_beyond", lambda right, self, value: None)
 _in("rows without a live key stay as they are", KernelFunction, "_alive",
     lambda right, self, m, fill: self.b.constant(-1, right(self, m, fill).type))  # fmt: skip
-_in("ranges of keys end one early", KernelFunction, "_key_range", _ends_early)
+_in("ranges of keys end one early", KernelFunction, "key_range", _ends_early)
 _in("sums of all spans of keys but the last are lost", Tiles, "merge_spans",
     lambda right, self, g, source, target: None if source else right(self, g, source, target))  # fmt: skip
 _in("weights after the softmax are the next key's", GroupSoftmax, "_times_factor",

@@ -65,7 +65,7 @@ class ListedQueries(QueryLanes):
     def _values_in_common(self, values: RowReader) -> tuple[Value, Value]:
         """(mean square of V's rows, whether deltas of all rows are to be exact), see `call.BackwardCall._common`."""
         b, lanes, padded, kernel = self.b, self.lanes, self.padded, self.kernel
-        kernel._zero(self.columns, 8 * padded)
+        kernel.zero(self.columns, 8 * padded)
         places = b.at(self.columns, 0, "f32"), b.at(self.columns, padded, "f32")
         with b.loop(0, kernel.n_k, lanes, hint="j") as j:
             rows = values.rows(j, lanes, padded, self.rows_staging[0])

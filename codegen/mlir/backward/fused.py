@@ -196,7 +196,7 @@ class QueryGradients:
         self.stores_ds = self.product.ds_bytes > 0  # dS once more
         self.row_ds = kernel.area(self.product.ds_bytes, "row_ds")
         self.key_pairs = kernel.area(self.product.pair_bytes, "key_pairs")
-        self.step_bytes = round_up(self.product.step_bytes + product.key_step * self.row_bytes, 64)  # see `_zero`
+        self.step_bytes = round_up(self.product.step_bytes + product.key_step * self.row_bytes, 64)  # see `zero`
         self.steps = kernel.params[("query_steps",)]
         with self.b.at_entry():
             self.sum_bytes = self.b.mul(self.steps, self.step_bytes, "sum_bytes")
@@ -215,9 +215,9 @@ class QueryGradients:
         record = b.add(b.mul(element, params[("parts",)]), part)
         self.record = self.parts.record(b.select(self.cut, record, self.kernel.thread))
         self.uses_record = b.or_(self.cut, self.several_spans, "left") if self.begins_anew else self.cut
-        self.kernel._zero(self.sums, self.sum_bytes)
+        self.kernel.zero(self.sums, self.sum_bytes)
         with b.when(self.uses_record):
-            self.kernel._zero(self.record, self.sum_bytes)
+            self.kernel.zero(self.record, self.sum_bytes)
 
     def _begin_span(self) -> None:
         """Add sums to those of the spans before, and clear them."""
@@ -252,7 +252,7 @@ class QueryGradients:
         keys = kernel.tiles.centred or kernel.readers[0]
         self.product.pack_keys(keys, block.first, self.key_pairs)
         with b.when(b.compare("slt", block.groups, kernel.tiling.groups, "partial")):
-            kernel._zero(self.row_ds, self.product.ds_bytes)
+            kernel.zero(self.row_ds, self.product.ds_bytes)
 
     def store(self, row: Value, g: Value, ds: Sequence[Pair]) -> None:
         """dS of rows `row` and `row` + 1 of the groups from g on."""

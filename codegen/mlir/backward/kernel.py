@@ -241,7 +241,7 @@ class BackwardKernel(KernelFunction):
     def write_line(self, scope: Scope, operand: int, line: Value, row: Value, width: int) -> None:
         """`width` float32 numbers to a row of the operand's gradient."""
         memory, stride = self.results[operand], ("result_stride", operand)
-        offset = self._batch_offset(scope, stride, self.b.mul(row, self.params[(*stride, "row")]))
+        offset = self.batch_offset(scope, stride, self.b.mul(row, self.params[(*stride, "row")]))
         at = self.b.at(self.params[("ptr", "result", operand)], offset, memory)
         self._copy_row(line, at, memory, width, self.params[(*stride, "column")])
 

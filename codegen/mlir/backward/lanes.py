@@ -95,7 +95,7 @@ class QueryLanes(Lanes):
         first, count = block.extent.first, block.extent.count
         ranged = block.scope.inner({I0: first, I1: b.sub(b.add(first, count), 1)})
         step = kernel.tiling.keys if self.spec.reproducible else kernel.tiles.key_step
-        low, high = kernel._key_range(ranged, step)
+        low, high = kernel.key_range(ranged, step)
         low = b.as_value(low, "i64")
         if not normalized(self.spec):
             return low, high
@@ -133,7 +133,7 @@ class KeyLanes(Lanes):
         b, kernel, mask = self.b, self.kernel, self.spec.mask
         if mask is None or not kernel.skips:
             return b.constant(1, "i1")
-        meets = kernel._all(kernel.tiles.scope(block, rows), mask.live_conditions())
+        meets = kernel.all_of(kernel.tiles.scope(block, rows), mask.live_conditions())
         return b.or_(meets, kernel.any_dead(rows), "meets") if normalized(self.spec) else meets
 
     def prefetch(self, block: Block, rows: RowRange) -> None:

@@ -167,11 +167,11 @@ class BackwardTiles:
         b, kernel = self.b, self.kernel
         for gemm in self.summed:
             size = gemm.products.weight_bytes * kernel.tiling.keys
-            kernel._zero_unused(gemm.weights.first, b.mul(block.groups, size), b.mul(block.padded, size))
+            kernel.zero_unused(gemm.weights.first, b.mul(block.groups, size), b.mul(block.padded, size))
         for gemm in self.gemms:
             size = gemm.rows * 4 * self.lanes
             all_spans = b.constant(2 * size, "i64")
-            kernel._zero(gemm.sums.first, b.select(several, all_spans, b.constant(size, "i64")))
+            kernel.zero(gemm.sums.first, b.select(several, all_spans, b.constant(size, "i64")))
         b.fill(self.lane_sums.first, len(kernel.lane_sums) * kernel.tiling.groups, b.constant(0.0, self.vector))
 
     def begin_span(self, back: bool = False) -> None:
@@ -185,7 +185,7 @@ class BackwardTiles:
         steps = b.ceil_div(rows.count, self.key_step, "steps")
         start = self.packed.number(rows.first)
         masked, *full = kernel.plan.variants
-        whole = kernel._whole(self.scope(block, rows)) if full else None
+        whole = kernel.whole(self.scope(block, rows)) if full else None
         self._first_products(block, rows, start, steps)
         if whole is None:
             self._groups(block, rows, steps, masked)

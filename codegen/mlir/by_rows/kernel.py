@@ -140,7 +140,7 @@ class RowKernel(KernelFunction):
         source = self._readers(batch)[0].rows(i, 1, self.d_padded, self.products.staging)
         self.products.store_query(source, r)
         step = self.lanes if any(runs(index, J)[0] > 1 for index in (self.spec.k, self.spec.v)) else 1
-        self._clear(r, *self.parts.keys(part, *self._key_range(scope, step)))
+        self._clear(r, *self.parts.keys(part, *self.key_range(scope, step)))
         if self._mask_is_data():
             self._trim(scope, r)
 
@@ -267,7 +267,7 @@ class RowKernel(KernelFunction):
             places = [b.at(b.at(output, e, "f32"), n, "f32") for n in range(0, step, lanes)]
             result = self.products.in_order([b.load(at, self.vector, "o") for at in places])
             for x, at in zip(result, places, strict=True):
-                b.store(x if factor is None else self._scaled(x, factor), at)
+                b.store(x if factor is None else self.scaled(x, factor), at)
         self._write_row(output, self._row_address(batch, i))
 
     def _weights(self, scope: Scope, r: Value, mine: KeyChunk, m: Value) -> tuple[Value, Value]:

@@ -212,7 +212,7 @@ FAULTS = {
         spec=spec(off_by_one=True),
     ),
     "rows of nothing are not zero": Fault(
-        put=method(KernelFunction, "_scaled", lambda right, self, output, factor: self.b.mul(output, factor)),
+        put=method(KernelFunction, "scaled", lambda right, self, output, factor: self.b.mul(output, factor)),
         spec=spec("left_padded_inf", normalizer=Normalizer.ZERO_SOFTMAX),
     ),
     "rows are written untransposed": Fault(
@@ -227,9 +227,9 @@ FAULTS = {
     "the last block of keys is not visited": Fault(
         put=method(Sequential, "visit", without_last_block), spec=spec()
     ),
-    "ranges of keys end one early": Fault(put=method(KernelFunction, "_key_range", one_key_less), spec=spec("causal")),
+    "ranges of keys end one early": Fault(put=method(KernelFunction, "key_range", one_key_less), spec=spec("causal")),
     "tiles visit one key less": Fault(put=method(Tiles, "rows_and_keys", one_key_less), spec=spec("window")),
-    "the mask is dropped in mixed tiles": Fault(put=method(KernelFunction, "_whole", whole), spec=CAUSAL),
+    "the mask is dropped in mixed tiles": Fault(put=method(KernelFunction, "whole", whole), spec=CAUSAL),
     "rows without a live key stay as they are": Fault(
         put=method(KernelFunction, "_alive",
                    lambda right, self, m, fill: self.b.constant(-1, right(self, m, fill).type)),
@@ -270,7 +270,7 @@ FAULTS = {
         put=method(Exponent, "larger", lambda right, self, m, x, hint="m": m), spec=spec(), by_rows=True
     ),
     "the last key of a row is left out": Fault(
-        put=method(RowKernel, "_key_range", one_key_less), spec=spec("causal_last_key"), by_rows=True
+        put=method(RowKernel, "key_range", one_key_less), spec=spec("causal_last_key"), by_rows=True
     ),
     # auxiliary outputs
     "kept weights are not rescaled": Fault(put=method(GroupSoftmax, "rescale", not_kept), spec=spec("plain", TABLE)),
@@ -293,7 +293,7 @@ FAULTS = {
         put=method(TrainingStatistics, "write", other_statistics), spec=spec(), trained=True
     ),
     "the mask is dropped in mixed tiles of the backward": Fault(
-        put=method(BackwardKernel, "_whole", whole), spec=CAUSAL, trained=True
+        put=method(BackwardKernel, "whole", whole), spec=CAUSAL, trained=True
     ),
     "the last query of a block of keys is left out": Fault(
         put=method(KeyLanes, "rows", one_key_less), spec=spec("causal"), trained=True
