@@ -140,11 +140,7 @@ class MixedHeadsKernel(KernelFunction):
             b.store(b.mul(x, scale) if scale != 1.0 else x, b.at(area, place, "f32"))
 
     def _mix(
-        self,
-        matrix: Value,
-        of: Callable[[Value, Value], Value],
-        put: Callable[[Value, Value, Sequence[Value]], None],
-        own: float = 0.0,
+        self, matrix: Value, of: Callable[[Value, Value], Value], put: Callable[..., None], own: float = 0.0
     ) -> None:
         """Sums over heads. of: (head, key) -> the vector that is mixed. put: takes (head, first of some keys, the
         vectors of these). own: how often what is mixed of a head is added to its sum."""
@@ -162,13 +158,11 @@ class MixedHeadsKernel(KernelFunction):
                     head, result = b.add(to, r), sums[r * count : (r + 1) * count]
                     there = b.compare("slt", b.as_value(head, "i64"), heads) if heads % width else b.constant(1, "i1")
                     with b.when(there):
-                        put(head, j, result if not own else self._with_own(head, result, own))
-
-    def _with_own(self, head: Value, sums: Sequence[Value], factor: float) -> list[Value]:
-        """The sums of a head for some keys, with what was mixed of it added."""
-        b, count = self.b, self.keys_at_once
-        places = [self.mixed[b.add(b.mul(head, count), u)] for u in range(count)]
-        return [b.fma(b.load(at, self.vector), factor, x) for at, x in zip(places, sums, strict=True)]
+                        if own:
+                            places = [self.mixed[b.add(b.mul(head, count), u)] for u in range(count)]
+                            pairs = zip(places, result, strict=True)
+                            result = [b.fma(b.load(at, self.vector), own, x) for at, x in pairs]
+                        put(head, j, result)
 
     def _score_head(self, scope: Scope, head: Value, first: Value) -> None:
         """The scores of a head, with everything packed that they are made of."""
