@@ -116,15 +116,15 @@ class RowReader:
             self._stage(first, count, limit, padded, staging)
             return staged
         start = b.at(self.source, b.add(self.base, b.mul(first, self.row_stride)), self.memory, "rows")
-        direct = self._are_direct(first, count, limit, padded, staging, self.column_stride)
+        direct = self._stage_unless_direct(first, count, limit, padded, staging, self.column_stride)
         pointer = b.select(direct, start, staging, "rows")
         stride = b.select(direct, b.as_value(self.row_stride, "i64"), b.constant(padded, "i64"), "stride")
         return Rows(pointer=pointer, stride=stride, memory=self.memory, dtype=self.dtype)
 
-    def _are_direct(
+    def _stage_unless_direct(
         self, first: Value, count: int, limit: Value, padded: int, staging: Value, column_stride: Value | int | None
     ) -> Value:
-        """Whether rows are read in place; they are staged otherwise."""
+        """Stage rows that cannot be read in place; returns whether they can."""
         b = self.context.b
         direct = b.compare("sle", b.add(first, count), limit, "whole")
         direct = b.and_(direct, b.compare("eq", b.as_value(column_stride, "i64"), 1, "unit"))
@@ -161,7 +161,7 @@ class RowReader:
         stride = places[0][1] if places else None
         if stride is None or padded != self.access.width:
             return self.rows(first, count, padded, staging)
-        direct = self._are_direct(first, count, self.access.count, padded, staging, stride)
+        direct = self._stage_unless_direct(first, count, self.access.count, padded, staging, stride)
         lines = [
             b.select(direct, line, b.at(staging, r * run * padded, self.memory), "line")
             for r, (line, _) in enumerate(places)

@@ -127,7 +127,7 @@ class BackwardCall:
         self.sinks: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
         if (steps := self.derived.steps.get(choice)) is None:
-            steps = self.derived.steps[choice] = steps_of(self, choice)
+            steps = self.derived.steps[choice] = steps_of(self)
         for entry in self.plan.loads:
             if self.needs[entry.operand] and entry.form in (Form.DENSE, Form.SCATTERED):
                 self._make_sink(entry, steps[-1].shares)

@@ -128,10 +128,10 @@ class Derived:
     right: set[int] = field(default_factory=set)
 
 
-def steps_of(call: BackwardCall, choice: int) -> list[Step]:
+def steps_of(call: BackwardCall) -> list[Step]:
     """The kernels that give the gradients: one for all, where there is one and it is predicted to be faster."""
     kernel, plan, needs = call.kernel, call.plan, call.needs
-    target, tiling = kernel.target, kernel.backward_tilings[choice]
+    target, tiling = kernel.target, kernel.backward_tilings[call.choice]
     work = Backward(
         problem=problem_of(call.spec, call.sizes),
         machine=kernel.machine,

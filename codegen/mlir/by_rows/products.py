@@ -80,6 +80,3 @@ class RowProducts:
         self.d, self.d_v, self.d_padded, self.e_padded = kernel.d, kernel.d_v, kernel.d_padded, kernel.e_padded
         self.rows_at_once, self.chunk, self.active_rows = rows_at_once, kernel.chunk, kernel.active_rows
         self.staging = kernel.area(8 * self.lanes * max(self.d_padded, self.e_padded), "staging")
-
-    def _add(self, source: Value, target: Value) -> None:
-        self.b.update(target, self.e_padded, self.b.add, self.vector, source)

@@ -182,4 +182,4 @@ class TileRows(RowProducts):
             # What was a weight's word, as second element, is the weight in float32.
             weights = self._powers(b.add(r, MOST_ROWS), b.constant(0, "i64"))
             self.values.weigh(mine, weights, self.output)
-        self._add(self.output, target)
+        b.update(target, self.e_padded, b.add, self.vector, self.output)

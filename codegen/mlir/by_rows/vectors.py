@@ -131,7 +131,7 @@ class VectorRows(RowProducts):
             self.values.weigh(mine, self.weights(r), self.outputs[r], prefetch)
 
     def add_output(self, mine: KeyChunk, r: Value, target: Value) -> None:
-        self._add(self.outputs[r], target)
+        self.b.update(target, self.e_padded, self.b.add, self.vector, self.outputs[r])
 
 
 def _columns(b: Builder, rows: Rows, row: Value | int, columns: Columns, lanes: int, pairs: bool) -> list[Value]:
