@@ -18,6 +18,10 @@ class Reason(enum.Enum):
         "A pointwise one can be added (docs/extending.md). A threshold or a mask that is made of other scores is read "
         "as a tensor: compute it from a product of its own."
     )
+    OTHER_SOFTMAX = (
+        "A product of weights with weights, (a @ b) @ v, is two attentions as a @ (b @ v), which takes fewer operations, "
+        "too. A softmax of a softmax, or over more than the keys, has no kernel."
+    )
     OPAQUE = (
         "Fusing would lose its own backward, or its level of a transform. Under torch.no_grad a "
         "torch.autograd.Function is analysed. For training write it as ordinary operations, where these have the "

@@ -50,7 +50,9 @@ class Outcome:
         return not any(error.apart for error in self.errors.values())
 
     def __str__(self) -> str:
-        lines = [] if self.refusal is None else [f"{'WRONG' if self.defect else 'right'}  not fused: {self.refusal}"]
+        if self.refusal is not None and not self.wrong:
+            return f"not fused: {self.refusal}"
+        lines = [] if self.refusal is None else [f"WRONG  not fused: {self.refusal}"]
         verdict = lambda error: "WRONG" if error.share > 1 else "?????" if error.apart else "right"
         lines += [f"{verdict(error)}  {name}: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)
@@ -87,7 +89,8 @@ def check(
         if gradients and any(error.share > 1 for error in by_name.values()):
             by_name = compared(DRAWS)
     sites = [site for report in reports for site in report.sites]
-    reasons = [site.reason for site in sites if not site.fused] + [n for report in reports for n in report.notes]
+    notes = [note for report in reports for note in report.notes]
+    reasons = [site.reason for site in sites if not site.fused] if sites else notes
     return Outcome(
         errors=by_name,
         refusal=next(iter(reasons), None),

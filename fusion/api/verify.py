@@ -89,12 +89,12 @@ class Verification:
         return not (self.wrong or self.whole.wrong)
 
     def __str__(self) -> str:
-        whole, compared = self.whole, sum(site.outcome is not None for site in self.sites)
+        whole, outcomes = self.whole, [site.outcome for site in self.sites if site.outcome is not None]
+        outcomes = [outcome for outcome in outcomes if outcome.refusal is None or outcome.wrong]
         lines = [*map(str, self.sites)]
-        if compared:
-            outcomes = [site.outcome for site in self.sites if site.outcome is not None]
+        if outcomes:
             right = sum(outcome.judged and not outcome.wrong for outcome in outcomes)
-            lines.append(f"{right} of {compared} attentions right, of {len(self.sites)} in the model")
+            lines.append(f"{right} of {len(outcomes)} fused attentions right, of {len(self.sites)} in the model")
             if unsure := sum(not (outcome.judged or outcome.wrong) for outcome in outcomes):
                 lines[-1] += f"; {unsure} cannot be judged"
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import pkgutil
 import re
 import shlex
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from fusion.cli import progress
-from fusion.errors import FusionError
+from fusion.errors import FusionError, StrictError
 
 COMMANDS = {
     "explain": "fusion.cli.models:explain",
@@ -97,9 +98,11 @@ def _run(argv: Sequence[str] | None) -> int:
     if arguments.command is None:
         whole.print_help()
         return 0
+    # What fails in tracing is said in a sentence; torch would log its own stack before it.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         with progress.shown():
             return arguments.run(arguments)
     except FusionError as error:
         print(f"fusion {arguments.command}: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, StrictError) else 2

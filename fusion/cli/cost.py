@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--density", type=float, default=1.0, help="share of live tiles of any other mask (default %(default)s)"
     )
     parser.add_argument("--dtype", default="float32", help="element type (default %(default)s)")
-    parser.add_argument("--machine", help=MACHINES)
+    parser.add_argument("--machine", "--target", help=MACHINES)
     parser.add_argument("--M", type=elements, help="fast memory of a core of a CPU in elements, as 64K")
     parser.add_argument("--bound", type=float, help="B, with |score| <= B: weigh the polynomial that this allows, too")
     parser.add_argument(

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from fusion.cli.cost import MACHINES
-from fusion.errors import ComparisonError, TargetError
+from fusion.errors import ComparisonError, StrictError, TargetError
 from fusion.options import Options
 from fusion.torch_private.tensors import tree_map
 
@@ -42,7 +42,10 @@ class Target:
         """The result of a command on the callable and its arguments. Raises TargetError where it cannot be run."""
         try:
             return command(self.function, *self.args, options=self.options, **keywords, **self.kwargs)
-        except Exception as problem:
+        except Exception as raised:
+            problem = getattr(raised, "inner_exception", raised)  # torch wraps what a backend raises
+            if isinstance(problem, StrictError):
+                raise problem from None
             why = str(problem) if isinstance(problem, ComparisonError) else f"{type(problem).__name__}: {problem}"
             raise TargetError(f"{self.name} cannot be run on these inputs: {why}") from problem
 
@@ -217,7 +220,7 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
         add_arguments(parser)
         parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
         parser.add_argument("--compare", action="store_true", help="also measure eager, Inductor and fusion")
-        parser.add_argument("--machine", help=f"also plans and Triton kernels for a GPU: {MACHINES}")
+        parser.add_argument("--machine", "--target", help=f"also plans and Triton kernels for a GPU: {MACHINES}")
         parser.add_argument("--strict", action="store_true", help="exit code 1 unless every attention was fused")
 
     @staticmethod

@@ -10,8 +10,8 @@ from fusion.machine.gpus import FIGURES, INTERPRETER, NAMED, of_architecture, of
 from fusion.machine.processors import Machine, dtype_bytes, dtype_name, with_cores
 
 __all__ = [
-    "GIB", "INTERPRETER", "KIB", "MIB", "NAMED", "Machine", "MemoryLevel", "dtype_bytes", "dtype_name", "machine",
-    "of_device", "of_target", "with_cores",
+    "GIB", "INTERPRETER", "KIB", "MIB", "NAMED", "Machine", "MemoryLevel", "dtype_bytes", "dtype_name", "in_use",
+    "machine", "of_device", "of_target", "with_cores",
 ]  # fmt: skip
 
 
@@ -38,6 +38,15 @@ def machine(name: str | Machine | None = None) -> Machine:
         f"machine {name!r} is not known; known: cpu (this computer), {', '.join(NAMED)}, a target of Triton (sm_89, "
         "gfx942; sm_89:cores=128,clock=2.52e9 with figures), or a fusion.machine.Machine"
     )
+
+
+def in_use(given: Machine) -> Machine:
+    """This computer with as many of its cores as torch has threads; any other machine as it is."""
+    import torch
+
+    here = Machine.detect()
+    is_this = (given.kind, given.name, given.cores) == ("cpu", here.name, here.cores)
+    return with_cores(given, torch.get_num_threads()) if is_this else given
 
 
 def _figures(name: object, text: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusion.errors import ProblemError
 from fusion.ir.spec import AttentionSpec
-from fusion.machine import Machine, with_cores
+from fusion.machine import Machine, in_use
 from fusion.machine import machine as find_machine
 from fusion.machine.processors import bytes_text, flops_text, seconds_text
 from fusion.planning import planner_for
@@ -154,10 +154,8 @@ class Plan:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Peak of the multiply-adds (flop/s) and bandwidth of the memory (bytes/s), with the threads in use."""
-        cpu = self.machine.kind == "cpu"
-        machine = with_cores(self.machine, torch.get_num_threads()) if cpu else self.machine
-        return machine.flops(self.problem.dtype), machine.main.bandwidth
+        """Peak of the multiply-adds (flop/s) and bandwidth of the memory (bytes/s)."""
+        return self.machine.flops(self.problem.dtype), self.machine.main.bandwidth
 
     def peaks(self, seconds: float) -> tuple[float, float]:
         """Shares of `rates` where a call takes so long: of the first by `flops`, of the second by
@@ -258,6 +256,8 @@ def plan(
     values: tensors that the spec's mask reads, by operand: its tiles are counted on them; none for a mask of
         positions.
 
+    Of this CPU the time is that on torch's number of threads.
+
     Raises UnknownMachineError, ProblemError, NoFittingTileError.
     """
     target = find_machine(machine)
@@ -274,7 +274,7 @@ def plan(
     if values is not None and isinstance(sizes, Mapping):
         _, block, _ = reading(choice, spec, problem, target)
         problem = with_counts(problem, spec, sizes, values, block, choice.tile.keys)
-    return _with_cost(choice, spec, problem, target)
+    return _with_cost(choice, spec, problem, in_use(target))
 
 
 def peaks_text(plans: Sequence[Plan], seconds: float) -> str:

@@ -269,8 +269,7 @@ def _terms(expr: Expr) -> list[tuple[Expr, Expr]]:
         return terms + [(where(condition, ZERO, c), _selected(core, inverse)) for c, core in _terms(otherwise)]
     if expr.op == "where" and (terms := _without_dead_rows(*expr.args)) is not None:
         return terms
-    message = f"the softmax is followed by an operation that is not linear in it ({expr.op})"
-    raise Unsupported(Reason.NOT_LINEAR, message, expr)
+    raise Unsupported(Reason.NOT_LINEAR, "the softmax is followed by an operation that is not linear in it", expr)
 
 
 def _without_dead_rows(condition: Expr, then: Expr, otherwise: Expr) -> list[tuple[Expr, Expr]] | None:

@@ -14,7 +14,7 @@ import math
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, I0, I1, TRUE, Expr, I, J, const, contains, coordinates, loads, rebuild, substitute
 from fusion.ir.mask_facts import MaskFacts, fill_of
-from fusion.ir.ops import apply, conjuncts
+from fusion.ir.ops import apply, conjuncts, remake
 from fusion.ir.ranges import may_be_moved
 from fusion.ir.spec import Normalizer
 
@@ -71,13 +71,22 @@ def _split(score: Expr) -> tuple[Expr, float]:
 
 
 def _zero_weights(weight: Expr) -> Expr:
-    """Live predicate of weights without a normaliser: keys are dead where the weight is zero."""
-    if weight.op != "where":
-        return TRUE
-    condition, then, otherwise = weight.args
-    if otherwise.op == "const" and otherwise.attr == 0.0:
+    """Live predicate of weights without a normaliser: keys are dead where the weight is zero, as the sigmoid of a score
+    of -inf is. A score that is multiplied by 0 is not, which may be NaN."""
+    selection, around = weight, list[Expr]()
+    while selection.op != "where":  # below functions of it and of constants
+        varying = {arg for arg in selection.args if not arg.is_const}
+        if len(varying) != 1:
+            return TRUE
+        around.append(selection)
+        (selection,) = varying
+    condition, *arms = selection.args
+    for function in reversed(around):
+        arms = [remake(function, tuple(arg if arg.is_const else arm for arg in function.args)) for arm in arms]
+    then, otherwise = arms
+    if otherwise.is_const and otherwise.value == 0.0:
         return apply("and", condition, _zero_weights(then))
-    if then.op == "const" and then.attr == 0.0:
+    if then.is_const and then.value == 0.0:
         return apply("and", apply("not", condition), _zero_weights(otherwise))
     return TRUE
 

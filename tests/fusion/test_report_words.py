@@ -321,7 +321,7 @@ def test_verify_says_where_eager_itself_is_too_far_from_float64_to_judge(shift):
     verified = fusion.verify(attend, *torch.randn(3, 1, 2, 40, 16), options={"inner": "eager"})
     outcome = verified.sites[0].outcome
     assert verified.right and outcome.judged == (not shift), str(verified)
-    assert ("cannot be judged" in str(verified)) == ("0 of 1 attentions right" in str(verified)) == bool(shift)
+    assert ("cannot be judged" in str(verified)) == ("0 of 1 fused attentions right" in str(verified)) == bool(shift)
 
 
 @pytest.mark.parametrize("records_gradients", [False, True])

@@ -330,3 +330,42 @@ def test_scores_masked_with_infinities_that_are_multiplied_are_nan(mask, emitter
     assert eager.isnan().any() and eager.isfinite().any()
     (site,) = as_exact_as_eager(attend, inputs, emitter)
     assert site.fused
+
+
+def _far(s):
+    i, j = _positions(LENGTH, LENGTH)
+    return (j > i) | (j < i - 9)
+
+
+WITHOUT_SOFTMAX = {
+    "sigmoid": lambda s: s.masked_fill(_far(s), -math.inf).sigmoid(),
+    "sigmoid of a shifted score": lambda s: 1.5 * (s.masked_fill(_far(s), -math.inf) - 2).sigmoid(),
+    "squared rectifier": lambda s: s.masked_fill(_far(s), -math.inf).relu().square(),
+    "exponential": lambda s: s.masked_fill(_far(s), -1e30).exp(),
+    "zeros behind it": lambda s: s.sigmoid().masked_fill(_far(s), 0.0),
+}
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("name", WITHOUT_SOFTMAX)
+def test_keys_without_weight_are_skipped_without_a_softmax(name, emitter):
+    q, k, v, _ = padded(torch.float32, LENGTH)
+    k[1, 0, 20, 0], k[2, 1, 30, 3] = math.nan, math.inf  # which rows before them do not read
+    attend = lambda q, k, v: WITHOUT_SOFTMAX[name](q @ k.mT) @ v
+    (site,) = as_exact_as_eager(attend, [q, k, v], emitter, gradients=True)
+    assert site.spec.mask.key_lo is not None and site.spec.mask.key_hi is not None
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.relu, torch.tanh])
+def test_scores_that_are_multiplied_by_zero_are_not_skipped(function, emitter):
+    """NaN times 0 is NaN, in every row; and a function need not be 0 at -inf."""
+
+    def attend(q, k, v):
+        weights = function((q @ k.mT).masked_fill(_far(q), -math.inf)) if function is torch.tanh else function(q @ k.mT)
+        return (weights if function is torch.tanh else weights * ~_far(q)) @ v
+
+    q, k, v, _ = padded(torch.float32, LENGTH)
+    k[1, 0, 30, 0] = math.nan
+    (site,) = as_exact_as_eager(attend, [q, k, v], emitter)
+    assert site.spec.mask is None or site.spec.mask.key_hi is None

@@ -105,7 +105,7 @@ CASES = {
     sorted_scores: (Reason.NOT_POINTWISE, "do not come from a product", "aten.sort"),
     highest_scores: (Reason.NOT_POINTWISE, "on its own scores", "aten.topk"),
     contextual_positions: (Reason.NOT_POINTWISE, "on its own scores", "aten.cumsum"),
-    over_rows_and_keys: (Reason.NOT_POINTWISE, "on its own scores", "aten.softmax"),
+    over_rows_and_keys: (Reason.OTHER_SOFTMAX, "on its own scores", "aten.softmax"),
     over_rows: (Reason.FURTHER_REDUCTION, "whole rows or columns of scores", "aten.softmax"),
     tanh_of_weights: (Reason.NOT_LINEAR, "not linear in it", "aten.tanh"),
     other_axis: (Reason.HEADS_COMBINED, "different heads are combined", "aten.softmax"),

@@ -72,7 +72,7 @@ def test_every_attention_is_compared_on_what_it_reads(dtype, gradients):
         names = list(site.outcome.errors)
         assert names[0] == "output" and len(names) == (4 if gradients else 1)
     assert sum(site.script is not None for site in found.sites) == 1
-    assert "3 of 3 attentions right, of 3 in the model" in str(found) and "right  the whole model" in str(found)
+    assert "3 of 3 fused attentions right, of 3 in the model" in str(found) and "right  the whole model" in str(found)
 
 
 @pytest.mark.usefixtures("wrong_kernels")
@@ -271,7 +271,7 @@ def model(tmp_path: Path, monkeypatch) -> str:
 
 def test_verify_and_repro_of_a_right_model(capsys, model):
     assert main(["verify", f"{model}:attend"]) == 0
-    assert "1 of 1 attentions right" in capsys.readouterr().out
+    assert "1 of 1 fused attentions right" in capsys.readouterr().out
     assert main(["verify", f"{model}:attend", "--gradients", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["right"] and len(found["sites"][0]["errors"]) == 4 and found["whole"]["failure"] is None
