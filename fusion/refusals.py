@@ -19,8 +19,8 @@ class Reason(enum.Enum):
         "as a tensor: compute it from a product of its own."
     )
     OTHER_SOFTMAX = (
-        "A product of weights with weights, (a @ b) @ v, is two attentions as a @ (b @ v), which takes fewer operations, "
-        "too. A softmax of a softmax, or over more than the keys, has no kernel."
+        "A product of weights with weights, (a @ b) @ v, is two attentions as a @ (b @ v), which takes fewer "
+        "operations, too. A softmax of a softmax, or over more than the keys, has no kernel."
     )
     OPAQUE = (
         "Fusing would lose its own backward, or its level of a transform. Under torch.no_grad a "
