@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from fusion.exactness import errors, widened
 from fusion.ir.spec import AttentionSpec
 
 from .. import reference
-from ..reference.extents import shapes_read
+from ..reference.operands import Operands
 from .launch import Kernel
 
 _SMALL = {"Nq": 50, "Nk": 70}
@@ -28,7 +29,8 @@ def check_module(path: str, text: str, arguments: Sequence[str] | None = None) -
     given = dict(pair.split("=") for pair in parser.parse_args(arguments).sizes)
     sizes = [int(given.get(name, _SMALL.get(name, 2))) for name in spec.sizes]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    operands = [tensor.to(device) for tensor in random_operands(spec, sizes)]
+    made = Operands(spec, dict(zip(spec.sizes, sizes, strict=True)), seed=0, largest=math.inf).tensors()
+    operands = [tensor.to(device) for tensor in made]
     got = Kernel(spec)(operands, sizes).double()
     exact = reference.run(spec, list(map(widened, operands)), sizes, torch.float64)
     eager = reference.run(spec, operands, sizes, getattr(torch, spec.dtype)).double()
@@ -45,14 +47,3 @@ def report(what: str, error: float, allowed: float, holds: bool) -> None:
     print(f"{what}: error {error:.3g}, allowed {allowed:.3g}")
     if not holds:
         raise SystemExit(1)
-
-
-def random_operands(spec: AttentionSpec, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Tensors just large enough for the indices that the spec uses: normal floats, true booleans, integer zeros."""
-    made, known = [], dict(zip(spec.sizes, sizes, strict=True))
-    for operand, shape in zip(spec.operands, shapes_read(spec, known), strict=True):
-        if operand.torch_dtype.is_floating_point:
-            made.append(torch.randn(shape, dtype=torch.float32).to(operand.torch_dtype))
-        else:
-            made.append(torch.full(shape, operand.dtype == "bool", dtype=operand.torch_dtype))
-    return made

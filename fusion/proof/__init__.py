@@ -8,7 +8,7 @@ built during a call, to the reference interpreter.
 
 In the comparison, "eager" is the interpreter in the dtype of the kernel's products, the reference that in float64.
 Elements count where the two are finite, or are the same infinity or NaN: eager may leave the range of its dtype where a
-kernel does not. `operands` has the sizes and the operands.
+kernel does not. `fusion.codegen.reference.operands` has the sizes and the operands.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fusion import caching, process
 from fusion.caching import BoundedCache
 from fusion.codegen.emitter import Edges
 from fusion.codegen.reference import backward, run_all
+from fusion.codegen.reference.operands import Operands, sizes_of_trials
 from fusion.errors import KernelProofError, LargeTableError, UnsupportedSizeError
-from fusion.exactness import errors, special
+from fusion.exactness import errors, special, widened
 from fusion.ir.spec import AttentionSpec
 from fusion.machine import cpu
-from fusion.proof.operands import Operands, sizes_of_trials
 from fusion.torch_private.dynamo import counters
 from fusion.torch_private.tracing import without_function_modes
 
@@ -164,9 +164,8 @@ def _outputs(
 ) -> dict[str, dict[str, Tensor]]:
     eager = run_all(spec, operands, sizes, getattr(torch, spec.dtype))
     wide = [replace(aux, dtype="float64") for aux in spec.aux_outputs]
-    exact = run_all(
-        replace(spec, out_dtype="float64", aux_outputs=tuple(wide)), _widened(operands), sizes, torch.float64
-    )
+    exactly = replace(spec, out_dtype="float64", aux_outputs=tuple(wide))
+    exact = run_all(exactly, list(map(widened, operands)), sizes, torch.float64)
     names = ["the result", *(f"auxiliary output {n}" for n in range(len(spec.aux_outputs)))]
     return {
         way: dict(zip(names, result, strict=True))
@@ -193,16 +192,12 @@ def _gradients(
     dtype = getattr(torch, spec.dtype)
     eager = backward(spec, grad, operands, sizes, needs, dtype, aux)
     wide = [g if g is None else g.double() for g in aux]
-    exact = backward(spec, grad.double(), _widened(operands), sizes, needs, torch.float64, wide)
+    exact = backward(spec, grad.double(), list(map(widened, operands)), sizes, needs, torch.float64, wide)
     wanted = [(o, x) for o, x, needed in zip(spec.operands, operands, needs, strict=True) if needed]
     names = [f"the gradient of {number} ({o.name})" for number, (o, _) in enumerate(wanted)]
     ways = ([g.to(x.dtype) for g, (_, x) in zip(way, wanted, strict=True)] for way in (gradients, eager))
     ours, theirs = (dict(zip(names, way, strict=True)) for way in ways)
     return Compared(ours=ours, eager=theirs, exact=dict(zip(names, exact, strict=True)))
-
-
-def _widened(operands: Sequence[Tensor]) -> list[Tensor]:
-    return [x.double() if x.is_floating_point() else x for x in operands]
 
 
 @functools.cache

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.codegen import reference
+from fusion.codegen.reference.operands import Operands
 from fusion.ir.expr import SCORE, Expr, I, J, Kind, coord
 from fusion.ir.ops import evaluate
 from fusion.ir.results import leaves, size_value
 from fusion.ir.spec import AttentionSpec
 from fusion.passes.specify.specify import AttentionCall
 from fusion.process import outside_compilation
-from fusion.proof.operands import Operands
 
 _ROWS = 7
 _BLOCKS = 24

@@ -15,15 +15,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fusion.codegen.emitter import Edges
 from fusion.ir.expr import HEAD, C, E, Expr, I, J, Kind, coord, coordinates, load, loads, walk
 from fusion.ir.ops import conjuncts, evaluate
 from fusion.ir.results import extents_function, leaves, size_value
 from fusion.ir.spec import AttentionSpec
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD
 
+from ..emitter import Edges
+
 LARGEST = 1 << 23
-"""Elements of an operand."""
+"""Elements of an operand of a trial, at most."""
 RISE = 8.0
 """By how much scores rise over the keys, where they are divided by the root of the head dimension: kernels rescale
 their sums after a few units, and let a maximum be stale before that."""
@@ -38,10 +39,17 @@ class NotMade(Exception):
 
 class Operands:
     """Operands of one call. sizes: by name. positive: whether the tensors beside Q, K and V hold positive numbers
-    alone: divisors and arguments of roots mean nothing otherwise."""
+    alone: divisors and arguments of roots mean nothing otherwise. largest: elements of an operand, at most."""
 
-    def __init__(self, spec: AttentionSpec, sizes: Mapping[str, int], seed: int, positive: bool = False):
-        self.spec, self.sizes, self.positive = spec, sizes, positive
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        sizes: Mapping[str, int],
+        seed: int,
+        positive: bool = False,
+        largest: float = LARGEST,
+    ):
+        self.spec, self.sizes, self.positive, self.largest = spec, sizes, positive, largest
         self.draw = torch.Generator().manual_seed(seed)
         self.extents = {coord(f"b{axis}"): size_value(extent, sizes) for axis, extent in enumerate(spec.batch)}
         for coordinate, extent in ((I, spec.n_q), (J, spec.n_k), (C, spec.d), (E, spec.d_v)):
@@ -77,7 +85,7 @@ class Operands:
                 self.made[number] = self._tile_map(self.map)
             else:
                 shape = self._shape(number)
-                if math.prod(shape) > LARGEST:
+                if math.prod(shape) > self.largest:
                     raise NotMade(f"an operand of the shape {shape} is too large: {self.spec.operands[number].name}")
                 self.made[number] = self._values(number, shape)
         return self.made[number]

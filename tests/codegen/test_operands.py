@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusion.codegen.reference.operands import NotMade, Operands
 from fusion.ir import Kind, Operand, integers
 from fusion.ir.expr import I, J, coord, load
 from fusion.ir.ops import apply
 from fusion.ir.tile_map import MapSpec, lookup
-from fusion.proof.operands import NotMade, Operands
 from fusion.runtime.tile_map_op import tile_map
 from tests.codegen.mlir.cases import BATCH, NK, NQ, PADDED, PROGRAMS, B, case, read
 
