@@ -162,7 +162,7 @@ def test_findings_survive_in_a_file(tmp_path):
 
 
 def test_a_crash_and_a_hang_cost_one_step_each(tmp_path):
-    from fusion.codegen.triton.supervise import run_restarting
+    from fusion.codegen.triton.apart import run_restarting
 
     state, child, reasons = tmp_path / "state", tmp_path / "child.py", []
     state.write_text("")

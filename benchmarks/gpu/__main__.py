@@ -43,7 +43,7 @@ from benchmarks.gpu.device import Device, Gpu, Rehearsal
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.report import report
 from benchmarks.gpu.steps import HEADS, PHASES, TELLING, compile_ahead, work
-from fusion.codegen.triton.supervise import NO_TIME, run_restarting
+from fusion.codegen.triton.apart import NO_TIME, run_restarting
 
 SHARES = {"check": 0.3, "tiles": 0.2, "time": 0.5}  # of the time, by phase
 COMPILING = 0.3  # share of a phase's time in which is only compiled, where what is measured must not be disturbed

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from torch import Tensor
 from fusion import caching
 from fusion.planning.choice import Tile
 
-from . import supervise
 from .dtypes import allows_tf32
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 STARTING = 180  # seconds until the first tile: imports, the device, the tensors
 TILE = 60  # seconds for one tile, compilation included
 WHOLE = 900  # seconds for a call
+MOST_RESTARTS = 15
+NO_TIME = "no time left"
+INTERVAL = 0.1  # s between two looks at a process
 
 COMMAND = (sys.executable, "-c", "from fusion.codegen.triton.apart_process import main; main()")
 
@@ -88,7 +91,7 @@ def _measure(request: Request, folder: Path) -> None:
             raise RuntimeError(f"the process that measures does not come to its first tile: {reason}")
         _write(state, found | waiting | {"lost": found["lost"] | {found["current"]: reason}})
 
-    supervise.run_restarting(
+    run_restarting(
         (*COMMAND, str(folder)), state, time.time() + WHOLE, lambda: read(state)["patience"], lost, _environment()
     )
 
@@ -97,6 +100,51 @@ def _environment() -> dict[str, str]:
     """Environment of this process, with the locations of its modules and caches."""
     found = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caching.directory().parent)}
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def run_restarting(
+    command: Sequence[str],
+    watched: Path,
+    deadline: float,
+    patience: Callable[[], float],
+    lost: Callable[[str], None],
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run a command until it ends well or time.time() passes the deadline, at which it is killed.
+
+    watched: a file that it writes before and after every step.
+    patience(): the seconds without a write after which it counts as hung.
+    lost(reason): called after every crash or hang; it has to see to it that the next start continues elsewhere.
+    environment: the command's, in place of this process's.
+
+    Raises OSError where it cannot be started.
+    """
+    for _ in range(MOST_RESTARTS):
+        child = subprocess.Popen(command, env=environment)
+        try:
+            reason = _watch(child, watched, deadline, patience)
+        finally:
+            child.kill()
+            child.wait()
+        if reason is None:
+            return
+        lost(reason)
+        if time.time() > deadline:
+            return
+    lost(f"given up after {MOST_RESTARTS} starts")
+
+
+def _watch(child: subprocess.Popen[bytes], watched: Path, deadline: float, patience: Callable[[], float]) -> str | None:
+    """Reason why a process failed; None if it ended well."""
+    begun = time.time()
+    while (status := child.poll()) is None:
+        time.sleep(INTERVAL)
+        changed = max(begun, watched.stat().st_mtime if watched.exists() else 0)
+        if time.time() > deadline:
+            return NO_TIME
+        if time.time() - changed > (allowed := patience()):
+            return f"no answer within {allowed:.0f} s"
+    return None if status == 0 else f"the process ended with status {status}"
 
 
 def save(request: Request, path: Path) -> None:

@@ -282,7 +282,8 @@ class Tuner:
                         continue
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}"
-                    _answers(call.device)
+                    if call.device.type == "cuda":  # raises where the device is lost, and every later launch with it
+                        torch.cuda.synchronize(call.device)
             failed[name] = reason
             log.info("%s: %s is left out: %s", stage.kernel, name, reason)
         return seconds
@@ -314,12 +315,6 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _size(tile: Tile) -> tuple[int, int]:
     return tile.rows, tile.keys
-
-
-def _answers(device: torch.device) -> None:
-    """Raise where a device is lost to this process: every later launch would fail, too."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def by_events(launch: Callable[[], None], device: torch.device) -> float:

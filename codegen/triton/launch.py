@@ -245,7 +245,8 @@ class Launches:
         self.spec, self.operands, self.sizes, self.results = spec, operands, sizes, results
         *self.batch, self.n_q, self.n_k, self.d, self.d_v = extents
         self.heads, self.device = math.prod(self.batch), operands[0].device
-        self.fixed = fixed_constants(spec.dtype, self.device)
+        tanh = "tanh" in machine_of(self.device).isa
+        self.fixed = {"PRECISION": precision(spec.dtype), "UNIT_TANH": tanh}  # constants of kernels beside their tile
         self.described = dict(zip("qkv", operands, strict=False))  # what descriptors may describe
 
     def call(self, tuner: Tuner | None) -> Call:
@@ -332,11 +333,6 @@ def check_sizes(extents: Sequence[int]) -> None:
     """Raise UnsupportedSizeError where a size does not fit the kernels' 32-bit coordinates."""
     if max(extents) >= LARGEST_SIZE:
         raise UnsupportedSizeError(f"a size of {max(extents)} was met; GPU kernels take sizes below {LARGEST_SIZE}")
-
-
-def fixed_constants(dtype: str, device: torch.device) -> dict[str, object]:
-    """Compile-time arguments of kernels beside their tile."""
-    return {"PRECISION": precision(dtype), "UNIT_TANH": "tanh" in machine_of(device).isa}
 
 
 def precision(dtype: str) -> str:

@@ -275,11 +275,7 @@ def is_below(expr: Expr, limit: Expr, bounds: Bounds) -> bool:
 
 def _is_at_most(low: Expr, high: Expr) -> bool:
     """Whether this holds for two expressions in sizes, for all values of these."""
-    return all(coefficient >= 0 and _all_sizes(m) for m, coefficient in terms(sub(high, low)).items())
-
-
-def _all_sizes(monomial: Monomial) -> bool:
-    return all(atom.op == "size" for atom in monomial)
+    return all(c >= 0 and all(atom.op == "size" for atom in m) for m, c in terms(sub(high, low)).items())
 
 
 def linear(expr: Expr, atom: Expr) -> tuple[Expr, Expr] | None:

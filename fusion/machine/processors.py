@@ -132,14 +132,10 @@ class Machine:
         return f"{self.name} ({self.kind}, {self.cores} cores; {levels}; {peak:.0f} Gflop/s float32)"
 
     @staticmethod
+    @functools.cache
     def detect() -> Machine:
         """The CPU this process runs on (cached). Rates are derived from its width and clock."""
-        return _this()
-
-
-@functools.cache
-def _this() -> Machine:
-    return Machine(**cpu.read())
+        return Machine(**cpu.read())
 
 
 def with_cores(base: Machine, cores: int) -> Machine:

@@ -86,7 +86,9 @@ class TileModel:
             for kernel, tile in tiles.items():
                 work, extent = _backward_work(spec, kernel, d, d_v)
                 unfit[kernel] = slowed(work, tile, machine) == math.inf
-                rounding = USUAL_HEADS * USUAL * rounded_bytes(work) / machine.main.bandwidth
+                # A query's gradient that is added up in float32 is filled with zeros, read, and written in Q's dtype.
+                rounded = work.added * (2 * 4 + work.size)
+                rounding = USUAL_HEADS * USUAL * rounded / machine.main.bandwidth
                 clocks[kernel] = expected_clocks(work, tile, machine, extent) + rounding * clock_of(machine)
             ways = WAYS if joint and machine.additions else [way for way in WAYS if JOINT not in way]
             way = min(ways, key=lambda way: (sum(unfit[k] for k in way), sum(clocks[k] for k in way)))
@@ -105,11 +107,6 @@ def backward_tiles(spec: AttentionSpec, machine: Machine, d: int, d_v: int) -> d
 
 def _backward_work(spec: AttentionSpec, kernel: str, d: int, d_v: int) -> tuple[Work, Extent]:
     return work_of(spec, kernel, d, d_v), extent_of(spec, kernel, USUAL_HEADS, USUAL, USUAL)
-
-
-def rounded_bytes(work: Work) -> int:
-    """Bytes moved for a query whose gradient is added up in float32: filled with zeros, read, written in Q's dtype."""
-    return work.added * (2 * 4 + work.size)
 
 
 def delta_tile(tiles: Mapping[str, Tile]) -> Tile:

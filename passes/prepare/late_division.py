@@ -15,7 +15,7 @@ the scores are selected by the same predicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,8 @@ def move_divisions(
     candidates = [site for site in refused if site.anchor.name not in excluded]
     while candidates:
         copy, copies = copied(module)
-        promises = _move_divisions(copy.graph, (copies[site.anchor] for site in candidates))
+        kinds, products = AncestorKinds(copy.graph), [copies[site.anchor] for site in candidates]
+        promises = {p.name: promise for p in products if (promise := _moved(p, kinds)) is not None}
         if not promises:
             break
         new_sites = find_sites(copy.graph, reads)
@@ -264,8 +265,3 @@ def _in_rows_of(product: Node, factor: Node, places: tuple[int, ...]) -> Node:
         order = [places.index(place) for place in sorted(places)]
         rows = derived(graph, factor, aten.permute.default, (rows, order))
     return reshaped(rows, [extent if place in places else one for place, extent in enumerate(extents)])
-
-
-def _move_divisions(graph: Graph, products: Iterable[Node]) -> dict[str, Promise]:
-    kinds = AncestorKinds(graph)
-    return {product.name: promise for product in products if (promise := _moved(product, kinds)) is not None}

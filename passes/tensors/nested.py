@@ -88,11 +88,6 @@ def _is_of_graph(length: Any) -> bool:
     return all(source.is_ephemeral() for source in sources)
 
 
-def has_nested_sdpa(module: GraphModule) -> bool:
-    """Whether a graph contains attention of nested tensors."""
-    return any(node.target is attention for node in module.graph.nodes)
-
-
 def empty_like_nested(fake: Any, mode: FakeTensorMode) -> Any:
     """Fake nested tensor of the same form that is no view. (Torch would create a view from its base again, with sizes
     that it knows nothing of.)"""
@@ -153,7 +148,7 @@ def refuse_unknown(module: GraphModule) -> None:
     holes, changed in place while component tensors are in use, or passed to a subgraph."""
     for node in module.graph.nodes:
         nested_values = [value for value in tree_leaves(nodes.fake(node)) if nodes.is_nested(value)]
-        if nested_values and not has_nested_sdpa(module):
+        if nested_values and all(node.target is not attention for node in module.graph.nodes):
             raise nodes.Unsupported(Reason.NESTED, f"the graph has nested tensors ({node.name})")
         if any(value.lengths() is not None for value in nested_values):
             raise nodes.Unsupported(Reason.NESTED, f"a nested tensor has holes between its sequences ({node.name})")

@@ -18,8 +18,7 @@ from ..gradients import gradients_of
 from ..kernel import KernelText
 from ..tile_lists import KeyLists, RowLists
 from .keys import Joint, Keys, KeysAlone, ValuesAlone
-from .prepare import Prepare
-from .queries import Delta, Queries
+from .queries import Delta, Prepare, Queries
 from .role import Role
 
 BY_KEYS = (Keys, KeysAlone, ValuesAlone, Joint)
