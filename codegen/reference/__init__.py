@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from .backward import backward
 from .forward import run, run_all
-from .kernels import (
-    ReferenceGradient,
-    ReferenceKernel,
-    compile,
-    compile_training,
-    reads,
-    supports,
-)
+from .kernels import ReferenceGradient, ReferenceKernel, compile, compile_training, reads, supports
 
 __all__ = [
     "ReferenceGradient", "ReferenceKernel", "backward", "compile", "compile_training", "reads", "run", "run_all",

@@ -31,24 +31,10 @@ from . import autotune
 from .apart import Request
 from .autotune import Call, Stage, Tuner
 from .aux_outputs import AuxByKeys, aux_kernels, aux_tiles
-from .backward import (
-    WRITTEN,
-    Delta,
-    Joint,
-    Prepare,
-    Queries,
-    backward_kernels,
-    may_join,
-)
+from .backward import WRITTEN, Delta, Joint, Prepare, Queries, backward_kernels, may_join
 from .candidates import candidates
 from .expressions import Writer
-from .gradients import (
-    arriving,
-    delta_of_aux,
-    gradients_of,
-    unsupported_gradient,
-    with_arriving,
-)
+from .gradients import arriving, delta_of_aux, gradients_of, unsupported_gradient, with_arriving
 from .launch import Kernel, Launches, check_sizes
 from .tile_lists import KeyLists, RowLists, places
 from .variant import Variant

@@ -19,14 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion.ir.derivative import SINK_UPSTREAM, adjoints
-from fusion.ir.expr import (
-    SCORE,
-    WEIGHT,
-    ZERO,
-    Expr,
-    Kind,
-    loads,
-)
+from fusion.ir.expr import SCORE, WEIGHT, ZERO, Expr, Kind, loads
 from fusion.ir.ops import apply
 from fusion.ir.reads import elements
 from fusion.ir.spec import AttentionSpec, AuxOutput, Operand, Reduction

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,6 @@ from torch import Tensor
 from fusion.ir.expr import LOG_WEIGHT, ROW_MAX, ROW_SUM, Expr, walk
 from fusion.ir.ops import evaluate
 from fusion.ir.spec import AttentionSpec, AuxOutput, Normalizer, Operand, Reduction
-
-if TYPE_CHECKING:
-    from fusion.ir.spec import AttentionSpec
 
 REDUCE = {Reduction.SUM: torch.sum, Reduction.MAX: torch.amax, Reduction.MIN: torch.amin}
 """Reductions of auxiliary outputs over a dimension."""

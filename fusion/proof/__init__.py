@@ -82,16 +82,9 @@ class Proof:
         self._judged(f"gradients {needs} {places}\n{text}", functools.partial(self._problem, run, sizes, edges))
 
     def _judged(self, text: str, find: Callable[[], str | None]) -> None:
-        parts = [
-            FORMAT,
-            _versions(),
-            cpu.identity(),
-            cpu.left_out(),
-            caching.tag(),
-            self.device,
-            self.spec.to_json(),
-        ]
-        name = f"proof_{hashlib.sha256(json.dumps([*parts, text]).encode()).hexdigest()[:32]}"
+        of_process = FORMAT, _versions(), cpu.identity(), cpu.left_out(), caching.tag()
+        key = json.dumps([*of_process, self.device, self.spec.to_json(), text])
+        name = f"proof_{hashlib.sha256(key.encode()).hexdigest()[:32]}"
         if (verdict := _verdicts.get(name)) is None and caching.stored(name) is not None:
             verdict = _verdicts.store(name, "")
         if verdict is None:

@@ -82,10 +82,6 @@ def not_above_zero(x: Expr) -> Expr:
     return where(apply("flt", ZERO, x), ZERO, x)
 
 
-def _hardtanh(x: Expr, call: Call) -> Expr:
-    return _between(x, _given(call, 1, "min_val", -1.0), _given(call, 2, "max_val", 1.0))
-
-
 def _between(x: Expr, low: Expr, high: Expr) -> Expr:
     """x clamped, without a gradient at the bounds (as torch's `hardtanh`; its `clamp` has one there) and none for
     NaN."""
@@ -121,8 +117,8 @@ def _is(value: float) -> Builder:
 _FLOAT_FUNCTIONS: dict[Any, Callable[[Expr, Call], Expr | None]] = {
     aten.celu: _celu, aten.elu: _elu, aten.selu: _selu, aten.gelu: _gelu, aten.softplus: _softplus,
     aten.leaky_relu: lambda x, call: where(apply("flt", ZERO, x), x, x * _given(call, 1, "negative_slope", 0.01)),
-    aten.threshold: _threshold, aten.hardshrink: _hardshrink,
-    aten.softshrink: _softshrink, aten.hardtanh: _hardtanh,
+    aten.threshold: _threshold, aten.hardshrink: _hardshrink, aten.softshrink: _softshrink,
+    aten.hardtanh: lambda x, call: _between(x, _given(call, 1, "min_val", -1.0), _given(call, 2, "max_val", 1.0)),
     aten.sign: lambda x, call: where(apply("flt", ZERO, x), ONE, where(apply("flt", x, ZERO), -ONE, ZERO)),
     aten.nan_to_num: _nan_to_num,
     aten.atanh: lambda x, call: (apply("log1p", x) - apply("log1p", -x)) * 0.5,

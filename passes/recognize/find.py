@@ -34,13 +34,7 @@ from ..pullback.operands import is_float8, locate, mark_stored, scale_of_values
 from ..pullback.pullback import PullBack
 from ..pullback.roundings import is_coarser
 from ..pullback.views import Index, broadcast_index, source
-from .ancestors import (
-    AncestorKind,
-    AncestorKinds,
-    is_listed,
-    is_statistic,
-    scales_rows,
-)
+from .ancestors import AncestorKind, AncestorKinds, is_listed, is_statistic, scales_rows
 from .core import Attention, is_sdpa, pull_back_sdpa
 from .recognize import attentions
 
