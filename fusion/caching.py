@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import logging
 import os
 import re
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -194,6 +195,33 @@ class KernelArtifact(CacheArtifact):
     @staticmethod
     def type() -> str:
         return "fusion"
+
+
+class Records:
+    """Measured choices on disk: entries by name, in one file for a header, which has all that they depend on."""
+
+    def __init__(self, kind: str, header: Mapping[str, Any]):
+        self.header = dict(header)
+        self.file = f"{kind}_{hashlib.sha256(json.dumps(self.header).encode()).hexdigest()[:16]}.json"
+
+    def read(self, is_sound: Callable[[Any], bool]) -> dict[str, Any]:
+        """The sound entries; none from a file that cannot be read or has another header."""
+        try:
+            content = json.loads(read(self.file))
+            if self.header.items() <= content.items():
+                return {name: entry for name, entry in content["choices"].items() if is_sound(entry)}
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
+            log.debug("%s is ignored: %s", self.file, problem)
+        return {}
+
+    def write(self, entries: Mapping[str, Any]) -> None:
+        """Write the file anew, with these entries."""
+        try:
+            save(self.file, json.dumps(self.header | {"choices": entries}, indent=1).encode())
+        except OSError as problem:
+            log.info("what was measured is not remembered: %s", problem)
 
 
 T = TypeVar("T")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, get_type_hints
@@ -18,45 +15,26 @@ from fusion.planning.gpu_layout import power
 from . import flex
 from .candidates import MOST
 
-log = logging.getLogger(__name__)
-
 FORMAT = 2  # of the files; to be raised when a tile or a situation comes to mean something else
 
 
-def _header(digest: str, device: torch.device) -> dict[str, Any]:
+def _records(digest: str, device: torch.device) -> caching.Records:
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = {"triton": triton.__version__, "torch": torch.__version__, "flash": flex.installed()}  # of the peers
-    return {"format": FORMAT, "module": digest, "device": name, **versions}
-
-
-def name_of(digest: str, device: torch.device) -> str:
-    """File with the choices for one module on one kind of device."""
-    key = hashlib.sha256(json.dumps(_header(digest, device)).encode()).hexdigest()[:16]
-    return f"tiles_{key}.json"
+    return caching.Records("tiles", {"format": FORMAT, "module": digest, "device": name, **versions})
 
 
 def remembered(digest: str, device: torch.device) -> dict[str, Any]:
-    """Choices for a module on a device by kernel and situation; none from files that cannot be read or are of another
-    module, device or version."""
-    name = name_of(digest, device)
-    try:
-        content = json.loads(caching.read(name))
-        if not _header(digest, device).items() <= content.items():
-            return {}
-        return {name: choice for name, choice in content["choices"].items() if _sound(choice["tile"], choice["peer"])}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
-        log.debug("%s is ignored: %s", name, problem)
-        return {}
+    """Choices for a module on a device by kernel and situation."""
+    return _records(digest, device).read(_sound)
 
 
-def _sound(tile: dict[str, Any], peer: object) -> bool:
+def _sound(choice: Any) -> bool:
     """Whether this is a valid record of a choice in a file."""
-    kinds = get_type_hints(Tile)
-    if not isinstance(peer, str):
+    tile, kinds = choice["tile"], get_type_hints(Tile)
+    if not isinstance(choice["peer"], str):
         return False
     if tile.keys() != kinds.keys() or any(type(tile[name]) is not kind for name, kind in kinds.items()):
         return False
@@ -82,9 +60,4 @@ def remember(
         "measured": measured,
         "failed": {str(t): text for t, text in failed.items()},
     }
-    choices = remembered(digest, device) | {name: choice}
-    try:
-        text = json.dumps(_header(digest, device) | {"choices": choices}, indent=1)
-        caching.save(name_of(digest, device), text.encode())
-    except OSError as problem:
-        log.info("what was measured is not remembered: %s", problem)
+    _records(digest, device).write(remembered(digest, device) | {name: choice})

@@ -4,8 +4,6 @@ processes as well."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import threading
 import time
@@ -38,9 +36,8 @@ class Tuner:
 
     def __init__(self, spec: AttentionSpec, machine: Machine):
         facts = [*cpu.identity(), *sorted(machine.isa), str(machine.cores), caching.tag()]
-        self._header = {"format": FORMAT, "torch": torch.__version__, "machine": facts, "spec": to_json(spec)}
-        key = hashlib.sha256(json.dumps(self._header).encode()).hexdigest()[:16]
-        self._file, self._choices = f"cpu_tiles_{key}.json", dict[str, Any]()
+        header = {"format": FORMAT, "torch": torch.__version__, "machine": facts, "spec": to_json(spec)}
+        self._records, self._choices = caching.Records("cpu_tiles", header), dict[str, Any]()
 
     def choice(self, extents: Sequence[int], planned: Choice) -> Choice | None:
         """The choice that was measured to be the fastest in a situation, by this process or another."""
@@ -82,25 +79,11 @@ class Tuner:
             "choice": _numbers(best),
             "measured": [[*_numbers(choice), each] for choice, each in seconds.items()],
         }
-        try:
-            content = self._header | {"choices": self._stored() | self._choices}
-            caching.save(self._file, json.dumps(content, indent=1).encode())
-        except OSError as problem:
-            log.info("what was measured is not remembered: %s", problem)
+        self._records.write(self._stored() | self._choices)
 
     def _stored(self) -> dict[str, Any]:
-        """The choices on disk, by situation; none from a file that cannot be read or is of another spec or machine."""
-        if not caching.enabled():
-            return {}
-        try:
-            content = json.loads(caching.read(self._file))
-            if self._header.items() <= content.items():
-                return {name: known for name, known in content["choices"].items() if _sound(known)}
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError, LookupError, AttributeError) as problem:
-            log.debug("%s is ignored: %s", self._file, problem)
-        return {}
+        """The choices on disk, by situation."""
+        return self._records.read(_sound) if caching.enabled() else {}
 
 
 def _situation(extents: Sequence[int]) -> str:
