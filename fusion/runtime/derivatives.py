@@ -35,7 +35,7 @@ from fusion.codegen.reference.derivatives import derivative
 from fusion.codegen.reference.forward import Execution
 from fusion.ir import AttentionSpec, Normalizer, Operand, Output, results
 from fusion.ir.derivative import Gradients, Place, Step, Tangents, from_text, signature, to_text
-from fusion.ir.expr import C, E, I, J, const, coord, loads
+from fusion.ir.expr import C, E, I, J, const, loads
 from fusion.ir.records import expressions
 from fusion.ir.request import Request
 from fusion.ir.results import result_names, size_of
@@ -214,11 +214,10 @@ def _gathered(run: Execution, number: int, tensor: Tensor) -> Tensor:
 def _between(spec: AttentionSpec, computed: torch.dtype, d: int, d_v: int) -> str:
     """Spec of an equal attention of Q [b.., i, c], K [b.., j, c] and V [b.., j, e] in this dtype, with a float32
     output."""
-    batch = tuple(coord(f"b{axis}") for axis in range(len(spec.batch)))
     names, dtype = tuple(result_names(spec)), str(computed).removeprefix("torch.")
     plain = tuple(Operand(dtype=dtype, rank=len(names), name=name) for name in "qkv")
     return replace(
-        spec, operands=(*plain, *spec.operands[3:]), q=(*batch, I, C), k=(*batch, J, C), v=(*batch, J, E),
+        spec, operands=(*plain, *spec.operands[3:]), q=(*spec.axes, I, C), k=(*spec.axes, J, C), v=(*spec.axes, J, E),
         d=const(d), d_v=const(d_v), k_value=None, v_value=None, n_k_total=None,
         dtype=dtype, out_dtype="float32", output=Output(dims=names, order=names),
     ).to_json()  # fmt: skip
