@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=1, help="query heads (default %(default)s)")
     parser.add_argument("--heads-kv", type=int, help="key heads (default as many as query heads)")
     parser.add_argument("--causal", action="store_true", help="key j is live for query i where j <= i + offset")
-    parser.add_argument("--window", type=int, help="sliding window: j > i + offset - window")
+    parser.add_argument("--window", type=int, help="keys from i + offset - window + 1 on; with --causal a sliding window")
     parser.add_argument(
         "--offset", type=int, help="position of the first query (default Nk - N, at least 0: queries are the last)"
     )

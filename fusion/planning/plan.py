@@ -283,8 +283,8 @@ def peaks_text(plans: Sequence[Plan], seconds: float) -> str:
     machine = plans[0].machine
     faster = "AMX tiles multiply" if "amx_bf16" in machine.isa else "the processor runs"
     over = f" (above 100 %: {faster} faster than that)" if products > 100 else ""
-    at = _clock_text(machine)
-    return f"{products:.3g} % of the multiply-add peak{at}{over}, {moved:.3g} % of the memory's bandwidth"
+    at, near = _clock_text(machine), " (above 100 %: much of it from caches)" if moved > 100 else ""
+    return f"{products:.3g} % of the multiply-add peak{at}{over}, {moved:.3g} % of the memory's bandwidth{near}"
 
 
 def _clock_text(machine: Machine) -> str:
