@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=1, help="query heads (default %(default)s)")
     parser.add_argument("--heads-kv", type=int, help="key heads (default as many as query heads)")
     parser.add_argument("--causal", action="store_true", help="key j is live for query i where j <= i + offset")
-    parser.add_argument("--window", type=int, help="keys from i + offset - window + 1 on; with --causal a sliding window")
+    parser.add_argument("--window", type=int, help="keys j > i + offset - window; with --causal a sliding window")
     parser.add_argument(
         "--offset", type=int, help="position of the first query (default Nk - N, at least 0: queries are the last)"
     )
@@ -94,6 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ProblemError(
             f"dtype {problem.dtype}: a CPU multiplies no float8, K and V in it are widened as they are read; give "
             "--dtype float32, bfloat16 or float16"
+        )
+    if problem.dtype in ("float64", "tfloat32"):
+        raise ProblemError(
+            f"dtype {problem.dtype}: products of kernels take float32 (as tf32 where torch's switches allow it), "
+            "bfloat16, float16 and, on GPUs, float8; give one of these"
         )
     if arguments.M is not None:
         target = _with_fast_memory(target, problem, arguments.M)

@@ -326,12 +326,7 @@ def known_part(limit: Expr | None, joined: str, names: Sequence[str]) -> Expr | 
 
 def attention_of(problem: Problem) -> AttentionSpec:
     """softmax(q k^T / sqrt(d)) v with the problem's heads, and its causal and window masks: what a model that writes it
-    out is recognised as. Raises ProblemError for a dtype that no kernel's products take."""
-    if problem.dtype in ("float64", "tfloat32"):
-        raise ProblemError(
-            f"dtype {problem.dtype}: products of kernels take float32 (as tf32 where torch's switches allow it), "
-            "bfloat16, float16 and, on GPUs, float8; give one of these"
-        )
+    out is recognised as."""
     batch, head = coord("b0"), coord("b1")
     scaled = SCORE * problem.d**-0.5
     live = _live(problem)

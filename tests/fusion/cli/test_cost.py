@@ -13,6 +13,7 @@ from fusion.cli import COMMANDS, main
 from fusion.cli.cost import elements
 from fusion.codegen import reference
 from fusion.machine import machine, with_cores
+from fusion.machine.processors import of_such_cores
 from fusion.passes.specify.masks import understand
 from fusion.planning import planner_for
 from fusion.planning.plan import peaks_text, plan
@@ -219,3 +220,21 @@ def test_help_has_examples(capsys):
         main(["--help"])
     text = capsys.readouterr().out
     assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["cpu", "h200"])
+@pytest.mark.parametrize("dtype", ["float64", "tf32"])
+def test_a_dtype_that_no_kernel_multiplies_is_an_error_in_words(capsys, name, dtype):
+    assert main(["cost", "--dtype", dtype, "--machine", name]) == 2
+    assert "products of kernels take float32" in capsys.readouterr().err
+
+
+def test_times_of_this_computer_are_those_on_torchs_threads(monkeypatch):
+    problem, here = Problem(n_q=1024, n_k=1024, d=64, d_v=64, heads=8, heads_kv=8), machine("cpu")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: here.cores)
+    every = plan(problem)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    one = plan(problem)
+    assert (one.machine.cores, every.machine.cores) == (1, here.cores) and one.choice == every.choice
+    assert one.time > every.time or here.cores == 1
+    assert plan(problem, of_such_cores(here, 64 * here.cores)).machine.cores == 64 * here.cores
