@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import pkgutil
 import re
 import shlex
@@ -98,8 +97,6 @@ def _run(argv: Sequence[str] | None) -> int:
     if arguments.command is None:
         whole.print_help()
         return 0
-    # What fails in tracing is said in a sentence; torch would log its own stack before it.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         with progress.shown():
             return arguments.run(arguments)

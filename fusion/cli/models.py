@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import logging
 import operator
 import re
 import sys
@@ -22,7 +23,7 @@ import torch
 from fusion.cli.cost import MACHINES
 from fusion.errors import ComparisonError, StrictError, TargetError
 from fusion.options import Options
-from fusion.torch_private.tensors import tree_map
+from fusion.torch_private.tensors import FAKE_TENSOR_LOG, tree_map
 
 Result = TypeVar("Result")
 INPUT_NAMES = ("inputs", "example_inputs")
@@ -40,6 +41,7 @@ class Target:
 
     def run(self, command: Callable[..., Result], **keywords: Any) -> Result:
         """The result of a command on the callable and its arguments. Raises TargetError where it cannot be run."""
+        FAKE_TENSOR_LOG.setLevel(logging.CRITICAL)  # what fails in tracing is said in a sentence, without torch's stack
         try:
             return command(self.function, *self.args, options=self.options, **keywords, **self.kwargs)
         except Exception as raised:

@@ -5,6 +5,7 @@ the functions in their expressions."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -25,13 +26,18 @@ except ImportError:  # before torch 2.12
     from torch.fx.experimental.symbolic_shapes import size_hint as optimization_hint
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "constant_of", "detect_fake_mode", "empty_strided_cpu",
+    "FAKE_TENSOR_LOG", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "constant_of", "detect_fake_mode",
+    "empty_strided_cpu",
     "enable_python_dispatcher", "fast_detach", "free_unbacked_symbols", "functions", "has_symbols", "is_dtensor",
     "is_out_of_memory", "is_traceable_wrapper_subclass", "is_view", "mode_of", "nested_like", "nested_parts",
     "nested_size", "optimization_hint", "public_empty_strided", "ragged_dim", "real_object", "remember_item",
     "shape_environment", "shares_storage", "statically_known_true", "tree_flatten", "tree_leaves", "tree_map",
     "tree_map_only", "tree_unflatten", "unset_fake_temporarily", "version", "without_guards",
 ]  # fmt: skip
+
+
+FAKE_TENSOR_LOG = logging.getLogger(FakeTensor.__module__)
+"""Where torch logs its stack when an operation on fake tensors fails, before it raises the error."""
 
 
 def public_empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

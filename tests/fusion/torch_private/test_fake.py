@@ -1,5 +1,8 @@
 """Tensors without data, as fusion.torch_private.tensors uses them."""
 
+import logging
+
+import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -18,6 +21,16 @@ def test_a_mode_makes_tensors_without_data() -> None:
     assert isinstance(product, fake.FakeTensor) and product.shape == (2, 4)
     assert fake.mode_of(product) is mode and fake.mode_of(torch.ones(2)) is None and fake.mode_of(3) is None
     assert not mode.allow_non_fake_inputs or (made + torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_failures_are_logged_before_they_are_raised(caplog) -> None:
+    with _mode(), caplog.at_level(logging.ERROR, fake.FAKE_TENSOR_LOG.name), pytest.raises(RuntimeError):
+        fake.FAKE_TENSOR_LOG.addHandler(caplog.handler)  # torch's loggers hand nothing on
+        try:
+            torch.ones(3).masked_fill(torch.ones(2, dtype=torch.bool), 0.0)
+        finally:
+            fake.FAKE_TENSOR_LOG.removeHandler(caplog.handler)
+    assert "failed while attempting to run meta" in caplog.text
 
 
 def test_modes_are_detected() -> None:
