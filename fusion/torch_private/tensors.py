@@ -37,7 +37,7 @@ __all__ = [
 
 
 FAKE_TENSOR_LOG = logging.getLogger(FakeTensor.__module__)
-"""Where torch logs its stack when an operation on fake tensors fails, before it raises the error."""
+"""Log to which torch writes its stack when an operation on fake tensors fails, before it raises the error."""
 
 
 def public_empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
