@@ -155,7 +155,7 @@ class Scope:
         return value.integer if value.op == "const" else self.value(value)
 
     def offset(self, index: Sequence[Expr], strides: Sequence[Value], start: Value | int = 0) -> Value | int:
-        """Offset of an element from scalar indices, added to another."""
+        """Sum of an offset and that of the element at scalar indices, in elements of memory."""
         offset = start
         for part, stride in zip(index, strides, strict=True):
             offset = self.b.add(offset, self.b.mul(self.integer(part), stride))

@@ -50,9 +50,10 @@ class Outcome:
         return not any(error.apart for error in self.errors.values())
 
     def __str__(self) -> str:
-        if self.refusal is not None and not self.wrong:
-            return f"not fused: {self.refusal}"
-        lines = [] if self.refusal is None else [f"WRONG  not fused: {self.refusal}"]
+        lines = [] if self.refusal is None else [f"not fused: {self.refusal}"]
+        if lines and not self.wrong:
+            return lines[0]
+        lines = [f"WRONG  {line}" for line in lines]
         verdict = lambda error: "WRONG" if error.share > 1 else "?????" if error.apart else "right"
         lines += [f"{verdict(error)}  {name}: {error}" for name, error in self.errors.items()]
         return "\n".join(lines)

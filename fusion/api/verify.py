@@ -99,7 +99,8 @@ class Verification:
                 lines[-1] += f"; {unsure} cannot be judged"
         else:
             why = "none of the attentions is fused" if self.sites else "no attention was found"
-            lines.append(f"{why}, so nothing was compared but the whole model")
+            rest = "" if whole.error is None else " but the whole model"
+            lines.append(f"{why}, so nothing was compared{rest}")
         if whole.failure:
             lines.append(f"the whole model: fusion failed: {whole.failure}")
         elif whole.error is None:

@@ -41,7 +41,7 @@ from fusion.ir import integers
 from fusion.ir.expr import SCORE, const
 from fusion.ir.ops import where
 from fusion.ir.spec import AttentionSpec, Normalizer, Operand
-from fusion.machine import Machine, with_cores
+from fusion.machine import Machine, in_use
 from fusion.planning.problem import Problem
 
 METHOD = "polynomial"
@@ -178,10 +178,7 @@ class PolynomialAttention:
 
     def _problem(self, extents: Extents) -> tuple[Machine, Problem]:
         """Planner's arguments: the machine, with as many cores as torch uses, and the sizes."""
-        machine = self.machine
-        if machine.kind == "cpu":
-            machine = with_cores(machine, torch.get_num_threads())
-        return machine, problem_of(extents, self.spec.dtype, self.plain.causal)
+        return in_use(self.machine), problem_of(extents, self.spec.dtype, self.plain.causal)
 
     def _centred(self, heads: Heads, figures: HeadBounds) -> Centred:
         owners = [0] * len(heads.k)  # a head of each

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from fusion.ir import AttentionSpec
 from fusion.ir.expr import coordinates, loads, walk
 from fusion.ir.reads import is_shift_free
 from fusion.ir.results import extents_function, size_value
 from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, MapSpec
-from fusion.machine import Machine, with_cores
+from fusion.machine import Machine
 from fusion.machine import machine as find_machine
 from fusion.planning import planner_for
 from fusion.planning.plan import plan
@@ -175,8 +173,7 @@ def sets_pay(
 def predicted_time(spec: AttentionSpec, sizes: Sequence[int], machine: Machine) -> float:
     """Seconds of a call, with the choice that the planner makes for it."""
     choice = planner_for(spec, machine).choose(sizes)
-    here = with_cores(machine, torch.get_num_threads()) if machine.kind == "cpu" else machine
-    return plan(spec, here, sizes=dict(zip(spec.sizes, sizes, strict=True)), choice=choice).time
+    return plan(spec, machine, sizes=dict(zip(spec.sizes, sizes, strict=True)), choice=choice).time
 
 
 def map_pays(

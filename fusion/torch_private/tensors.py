@@ -27,12 +27,11 @@ except ImportError:  # before torch 2.12
 
 __all__ = [
     "FAKE_TENSOR_LOG", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "constant_of", "detect_fake_mode",
-    "empty_strided_cpu",
-    "enable_python_dispatcher", "fast_detach", "free_unbacked_symbols", "functions", "has_symbols", "is_dtensor",
-    "is_out_of_memory", "is_traceable_wrapper_subclass", "is_view", "mode_of", "nested_like", "nested_parts",
-    "nested_size", "optimization_hint", "public_empty_strided", "ragged_dim", "real_object", "remember_item",
-    "shape_environment", "shares_storage", "statically_known_true", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_map_only", "tree_unflatten", "unset_fake_temporarily", "version", "without_guards",
+    "empty_strided_cpu", "enable_python_dispatcher", "fast_detach", "free_unbacked_symbols", "functions", "has_symbols",
+    "is_dtensor", "is_out_of_memory", "is_traceable_wrapper_subclass", "is_view", "mode_of", "nested_like",
+    "nested_parts", "nested_size", "optimization_hint", "public_empty_strided", "ragged_dim", "real_object",
+    "remember_item", "shape_environment", "shares_storage", "statically_known_true", "tree_flatten", "tree_leaves",
+    "tree_map", "tree_map_only", "tree_unflatten", "unset_fake_temporarily", "version", "without_guards",
 ]  # fmt: skip
 
 

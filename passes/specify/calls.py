@@ -157,10 +157,11 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
     own_scores = [operand for operand in needs[site.root] if site.products & products_above(operand)]
     if own_scores and (blocking := blocking_op(min(own_scores), site.products)) is not None:
         message = f"the attention reads the result of {nodes.producer(blocking).target} on its own scores"
-        refusal = Refusal(Reason.FURTHER_REDUCTION if is_reduction(blocking) else Reason.NOT_POINTWISE, message)
         if packet(blocking) in SOFTMAXES:
-            refusal = Refusal(Reason.OTHER_SOFTMAX, message)
-        site.refuse(refusal, blocking)
+            site.refuse(Refusal(Reason.OTHER_SOFTMAX, message), blocking)
+        else:
+            reduces = is_reduction(blocking)
+            site.refuse(Refusal(Reason.FURTHER_REDUCTION if reduces else Reason.NOT_POINTWISE, message), blocking)
         return
     outside = _outside(site, live, needs)
     node, user = next(((n, u) for n in escaping for u in n.users if outside(u)), (escaping[0], None))
