@@ -213,6 +213,10 @@ def registered(*given: Any, **named: Any) -> Iterator[None]:
         _registered.update(before)
 
 
-for _name, _devices in (("reference", ()), ("mlir", ("cpu",)), ("triton", ("cuda",))):
-    _load: Any = functools.partial(importlib.import_module, f"fusion.codegen.{_name}")
+for _name, _devices, _package in (
+    ("reference", (), "reference"),
+    ("mlir", ("cpu",), "cpu"),
+    ("triton", ("cuda",), "triton"),
+):
+    _load: Any = functools.partial(importlib.import_module, f"fusion.codegen.{_package}")
     register(_name, _devices, _load, aux_outputs=True, reproducible=_name != "reference")

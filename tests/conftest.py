@@ -86,13 +86,17 @@ LONGEST = (
 """Files that take longest, which run first."""
 
 OPTIMISED = (
+    "codegen/cpu/",
     "codegen/mlir/",
     "fusion/test_disk_cache.py",
     "fusion/test_warm_start.py",
     "fuzz/",
     "models/test_generate.py",
 )
-TEXTS = tuple(f"codegen/mlir/test_{name}.py" for name in ("derived", "instruction_sets", "pages", "parts"))
+TEXTS = (
+    "codegen/cpu/test_derived.py",
+    *(f"codegen/mlir/test_{name}.py" for name in ("instruction_sets", "pages", "parts")),
+)
 """Tests that run the CPU kernels that users get, but for those of TEXTS; so do tests that start processes, those marked
 `optimised`, and all of them in the long set. In the others LLVM takes a kernel's instructions as they stand, in a third
 of the time: what they test is the text."""

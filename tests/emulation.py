@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from fusion.codegen.cpu import machine_code
 from fusion.codegen.mlir.builder import PTR, Builder, Value, shape_of, vector_of
 from fusion.codegen.mlir.values import TILE
 from fusion.codegen.mlir.vectormath import VectorMath
@@ -29,8 +29,6 @@ from fusion.codegen.mlir.x86 import BF16, F32, WORDS
 from fusion.codegen.mlir.x86 import BYTES as OCTETS
 from fusion.machine import Machine
 from fusion.planning.register_tiles import Target, target_of
-
-compiler = importlib.import_module("fusion.codegen.mlir.compile")
 
 HERE = target_of(Machine.detect())
 AVX2 = Target(lanes=8, tile_rows=4, tile_groups=3)
@@ -57,9 +55,9 @@ def runs_here(target: Target) -> bool:
 @contextlib.contextmanager
 def compiling(target: Target) -> Iterator[None]:
     """Within it, kernels for a target run on this processor, and none is kept on disk."""
-    engine = compiler._engine
+    engine = machine_code._engine
     made = engine if runs_here(target) else lambda source: engine(emulated(source))
-    with mock.patch.multiple(compiler, _engine=made, _object_name=lambda source: None):
+    with mock.patch.multiple(machine_code, _engine=made, _object_name=lambda source: None):
         yield
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.ir import AttentionSpec, Normalizer, integers
 from fusion.ir.expr import Expr, I, J, const, loads, size, substitute
 from fusion.ir.ops import apply, where

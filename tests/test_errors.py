@@ -11,9 +11,9 @@ import torch
 
 import fusion
 from fusion.api import export as exporting
-from fusion.codegen import mlir, triton
-from fusion.codegen.mlir import calling
-from fusion.codegen.mlir.export import attention_module
+from fusion.codegen import cpu, triton
+from fusion.codegen.cpu import calling
+from fusion.codegen.cpu.export import attention_module
 from fusion.codegen.triton import launch as triton_launch
 from fusion.codegen.triton import source as triton_source
 from fusion.errors import (
@@ -106,7 +106,7 @@ def test_of_specs(spec):
 def test_of_emitters(spec):
     double = replace(spec, operands=tuple(replace(operand, dtype="float64") for operand in spec.operands))
     with pytest.raises(ValueError, match="no CPU kernel for .*: operand q has dtype float64"):
-        mlir.compile(double)
+        cpu.compile(double)
     with pytest.raises(ValueError, match="no GPU kernel for .*: operand q has dtype float64"):
         triton.compile(double)
     with pytest.raises(MlirExportError, match="no MLIR for .*: operand q has dtype float64"):
@@ -122,8 +122,8 @@ def test_of_emitters(spec):
 def test_of_sizes_beyond_the_kernels(spec, monkeypatch):
     large, given = [1, 2, LARGEST_SIZE, 5], [torch.randn(1, 2, 5, 4)] * 3
     with pytest.raises(UnsupportedSizeError, match="was met; CPU kernels take sizes below"):
-        mlir.compile(spec)(given, large)
-    trained = mlir.compile_training(spec)
+        cpu.compile(spec)(given, large)
+    trained = cpu.compile_training(spec)
     with pytest.raises(UnsupportedSizeError, match="was met; CPU kernels take sizes below"):
         trained.outputs(given, large)
     monkeypatch.setattr(calling, "PARAMETER_SLOTS", 0)

@@ -68,6 +68,13 @@ def test_no_module_is_imported_by_what_it_imports() -> None:
     TopologicalSorter(downward()).prepare()
 
 
+def test_what_writes_mlir_knows_no_tensor_and_nothing_of_what_runs_it() -> None:
+    written = {name: set(imported(name, tree)) for name, tree in modules().items() if "codegen.mlir" in name}
+    assert "fusion.codegen.mlir.kernel" in written
+    others = ("torch", "torch_mlir", "fusion.codegen.cpu", "fusion.codegen.emitter")
+    assert not [(name, x) for name, found in written.items() for x in found if x.startswith(others)]
+
+
 @pytest.mark.parametrize("edge", UPWARD, ids="->".join)
 def test_each_exception_is_one(edge: tuple[str, str]) -> None:
     assert edge[1] in edges()[edge[0]], "no such import"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from fusion.codegen.mlir.compile import unavailable
+from fusion.codegen.cpu.machine_code import unavailable
 from fusion.machine import Machine, openmp
 
 SAMPLE = 4e-3  # s; about how long one call of a loop takes

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 import fusion  # noqa: F401  registers the backend in a checkout that is not installed
-from fusion.codegen.mlir import calling, launch
-from fusion.codegen.mlir.calling import ThreadMemory, memory
+from fusion.codegen.cpu import calling, launch
+from fusion.codegen.cpu.calling import ThreadMemory, memory
 from fusion.runtime import kernels
 from fusion.runtime.specialized import specialized_attention
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.common.results import heading, table
-from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.cpu.launch import Kernel
 from fusion.ir import AttentionSpec, Operand
 from fusion.ir.expr import SCORE, C, E, I, J, const, coord, size
 from fusion.ir.integers import integer

@@ -26,7 +26,7 @@ import torch
 from benchmarks.common import results
 from benchmarks.common.measuring import Entry, interleave
 from benchmarks.common.rows import ROWS, traced
-from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.cpu.launch import Kernel
 from fusion.exactness import errors
 from fusion.ir import AttentionSpec
 from fusion.machine import Machine, with_cores

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import os
 import resource
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 BACKENDS = {"inductor": ("inductor", None), "MKL": ("fusion", {"linear": "never"}), "fusion": ("fusion", None)}
-PARSED = ("torch._inductor.compile_fx", "fusion.backend", "fusion.codegen.mlir", "fusion.planning.cpu_planner")
+PARSED = ("torch._inductor.compile_fx", "fusion.backend", "fusion.codegen.cpu", "fusion.planning.cpu_planner")
 
 
 def _transformers(kind: str, tokens: int, **sizes: int) -> tuple[Any, Any]:
@@ -68,8 +67,8 @@ def processor_time() -> float:
 def count_our_part(spent: dict[str, float]) -> None:
     """Add to `spent`, from now on, what our analysis takes in this process and what of it kernels take."""
     from fusion import backend
+    from fusion.codegen.cpu import machine_code
 
-    kernels = importlib.import_module("fusion.codegen.mlir.compile")  # the package has a function of that name
     fuse = backend.fuse
 
     def timed(*arguments):
@@ -89,7 +88,7 @@ def count_our_part(spent: dict[str, float]) -> None:
 
     backend.fuse = timed
     for name in ("_engine", "_object"):
-        setattr(kernels, name, functools.partial(counted, getattr(kernels, name)))
+        setattr(machine_code, name, functools.partial(counted, getattr(machine_code, name)))
 
 
 def measure(name: str, compiler: str, cold: bool, train: bool) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""CPU kernels: an `AttentionSpec` becomes one function in MLIR, compiled in process by torch-mlir, run on torch's
-OpenMP threads.
+"""MLIR of CPU kernels: the function that each thread of a call runs, as text, from an `AttentionSpec` and a tiling.
 
-It is an emitter (`fusion.codegen.emitter`). Nothing of torch-mlir is imported before a kernel is compiled.
+`emit` (`kernel`) writes a forward, `BackwardKernel` (`backward.kernel`) a kernel of a backward. Nothing here holds a
+tensor, compiles or runs: that is `codegen.cpu`, which imports this package and is not imported by it.
 
     builder, values, scope       MLIR's text; expressions of scores and masks as scalars and vectors
     vectormath, x86, arm         elementary functions, transpositions, instructions that only some processors have
@@ -13,107 +13,7 @@ It is an emitter (`fusion.codegen.emitter`). Nothing of torch-mlir is imported b
     softmax, fixed_shift         online softmax; softmax without maxima, where norms bound the scores
     parts, aux_outputs           split-K; weights and their statistics, what training keeps of each row
     mixed_heads, by_rows         forward of heads that are mixed; of few queries
-    backward, training           gradients
+    backward                     gradients
     approximate                  polynomial features, and moments that bound scores
-    compile, calling, launch     machine code; parameters and workspace of a call; its tile and division among threads
-    export                       an attention as a function on MLIR tensors
+    export                       a function on MLIR tensors that calls a kernel
 """
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-from fusion.caching import OncePerKey
-from fusion.ir.spec import AttentionSpec
-from fusion.machine import Machine
-from fusion.planning.choice import Planner
-from fusion.planning.cpu_measured import Tuner
-from fusion.planning.register_tiles import PLANES, target_for, tilings_for
-from fusion.refusals import Reason, Refusal
-
-from .. import emitter
-from .compile import unavailable
-from .launch import Kernel
-from .scope import MEMORY_TYPE
-from .vectormath import FORMATS
-
-if TYPE_CHECKING:
-    from .training import TrainingKernel
-
-__all__ = ["Kernel", "compile", "compile_training", "supports", "unavailable"]
-
-
-def supports(spec: AttentionSpec, machine: Machine) -> Refusal | None:
-    """Why this spec has no CPU kernel, or None."""
-    if (reason := unavailable()) is not None:
-        return Refusal(Reason.NOT_INSTALLED, reason)
-    if machine.kind != "cpu":
-        return Refusal(Reason.OTHER_MACHINE, f"{machine.name} is not a CPU")
-    if (refusal := emitter.unread(spec, MEMORY_TYPE, PLANES)) is not None:
-        return refusal
-    if spec.reproducible and (obstacle := _not_reproducible(spec)) is not None:
-        return Refusal(Reason.NOT_REPRODUCIBLE, f"reproducible results are asked for, and {obstacle}")
-    written = ("float32", "bfloat16", "float16")
-    if spec.out_dtype not in written:
-        return Refusal(Reason.DTYPE, f"the output has dtype {spec.out_dtype}; kernels write {', '.join(written)}")
-    return None
-
-
-def _not_reproducible(spec: AttentionSpec) -> str | None:
-    """Obstacle to results of a row that follow from that row alone; None where there is none."""
-    from fusion.lowering.backward_plan import unsupported
-
-    if spec.aux_outputs and (reason := unsupported(spec)) is not None:
-        return f"its weights are computed by the reference interpreter: {reason}"
-    if spec.mixing is not None:
-        return "heads are mixed, in tiles that follow from the number of heads"
-    if any(aux.over == "i" for aux in spec.aux_outputs):
-        return "statistics of keys are sums over rows, which threads add up in an order of their own"
-    return None
-
-
-def reads(dtype: torch.dtype, machine: Machine) -> bool:
-    """Whether kernels read tensors of a float8 dtype."""
-    return str(dtype).removeprefix("torch.") in FORMATS
-
-
-def compile(
-    spec: AttentionSpec,
-    machine: Machine | None = None,
-    plan: Callable[[Machine], Planner] | None = None,
-    measure: bool = False,
-) -> Kernel:
-    """The kernel of a spec, one per spec and machine in a process. plan: machine -> the planner that makes the choices;
-    without it there is one tile for all lengths. measure: its best few are timed at the first call
-    (`fusion.planning.cpu_measured`). Raises KernelCompilationError (a defect here), or ValueError where `supports` has
-    a reason."""
-    machine = machine or Machine.detect()
-    if (reason := supports(spec, machine)) is not None:
-        raise ValueError(f"no CPU kernel for {spec}: {reason}")
-    target = target_for(spec, machine)
-    tuner = Tuner(spec, machine) if measure and not spec.reproducible else None
-    make = lambda: Kernel(spec, tilings_for(spec, target), target, plan and plan(machine), tuner)
-    return _kernels.get_or_make((spec, target, plan is None, measure), make)
-
-
-def compile_training(
-    spec: AttentionSpec, machine: Machine | None = None, plan: Any = None, measure: bool = False
-) -> TrainingKernel | None:
-    """The kernels that train with a spec, or None where it has no backward kernel. They have one tile for all lengths:
-    nothing is planned or measured."""
-    from fusion.lowering.backward_plan import unsupported
-
-    from .training import TrainingKernel
-
-    machine = machine or Machine.detect()
-    if supports(spec, machine) is not None or unsupported(spec) is not None:
-        return None
-    target = target_for(spec, machine)
-    make = lambda: TrainingKernel(spec, tilings_for(spec, target), target, machine)
-    return _training.get_or_make((spec, target, machine.cores), make)
-
-
-_kernels, _training = OncePerKey(1024), OncePerKey(1024)

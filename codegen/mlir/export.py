@@ -3,28 +3,19 @@
     func.func private @name(%q: tensor<2x4x100x16xf32>, ...) -> tensor<2x4x100x16xf32>
 
 The function makes room for the result and the workspace, fills in the parameters of the kernel that runs in process
-too (`kernel`), and calls it on the threads of libgomp. Shapes are static, tensors packed row-major.
+too, and calls it on the threads of libgomp. Shapes are static, tensors packed row-major.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fusion.errors import MlirExportError
-from fusion.ir.results import extents_function, packed_strides
+from fusion.ir.results import packed_strides
 from fusion.ir.spec import AttentionSpec
-from fusion.machine import Machine
 from fusion.planning.cpu import PER_THREAD
-from fusion.planning.cpu_planner import FEW_QUERIES
-from fusion.planning.register_tiles import AllHeads, ByRows, target_of, tilings_for
 
-from . import supports
 from .builder import PTR, Builder, Value
-from .calling import bytes_per_thread
-from .kernel import emit
-from .launch import batch_of_items, shared_rows, work_items
 from .skeleton import HEADER
 from .thread_function import KernelText
 
@@ -66,31 +57,17 @@ def tensor_type(shape: Sequence[int], dtype: str) -> str:
 
 
 def attention_function(
-    name: str, spec: AttentionSpec, shapes: Sequence[Sequence[int]], sizes: Sequence[int], public: bool = False
-) -> AttentionFunction:
-    """The function of a spec. shapes: of its operands. sizes: values of `spec.sizes`. Raises MlirExportError where
-    there is no kernel for it."""
-    machine = Machine.detect()
-    if (reason := supports(spec, machine)) is not None:
-        raise MlirExportError(f"no MLIR for {spec}: {reason}")
-    if spec.reproducible:
-        raise MlirExportError(
-            f"no reproducible MLIR for {spec}: export it without the option, or call it in this process"
-        )
-    if (stored := next((o for o in spec.operands if o.dtype not in TYPES), None)) is not None:
-        raise MlirExportError(
-            f"no MLIR for {spec}: exported functions take {', '.join(TYPES)}, and {stored.name} is {stored.dtype}; "
-            "convert it before the export"
-        )
-    *batch, n_q, n_k, d, d_v = extents_function(spec)(sizes)
-    if min(math.prod(batch), n_q, n_k, d, d_v) < 1:
-        raise MlirExportError(f"no MLIR for an attention without elements: {spec}, sizes {list(sizes)}")
-    text = _kernel_text(spec, machine, n_q, d, d_v)
-    extents = {f"b{axis}": extent for axis, extent in enumerate(batch)} | {"i": n_q, "e": d_v}
-    out_shape = [extents[dim] for dim in spec.output.dims]
+    name: str, spec: AttentionSpec, shapes: Sequence[Sequence[int]], extents: Sequence[int], sizes: Sequence[int],
+    text: KernelText, plan: Mapping[str, int], thread_bytes: int, public: bool = False,
+) -> AttentionFunction:  # fmt: skip
+    """The function that calls a kernel. extents: batch sizes.., n_q, n_k, d, d_v. plan: the division of the call into
+    work items. thread_bytes: of the workspace of a thread."""
+    *batch, n_q, n_k, _, d_v = extents
+    by_name = {f"b{axis}": extent for axis, extent in enumerate(batch)} | {"i": n_q, "e": d_v}
+    out_shape = [by_name[dim] for dim in spec.output.dims]
     operands = tuple(tensor_type(s, o.dtype) for s, o in zip(shapes, spec.operands, strict=True))
     writer = _Writer(name, spec, shapes, dict(zip(spec.sizes, sizes, strict=True)), out_shape, text)
-    body = writer.body(batch_of_items(spec, batch), n_q, n_k)
+    body = writer.body(plan, n_k, thread_bytes)
     result = tensor_type(out_shape, spec.out_dtype)
     arguments = ", ".join(f"%t{number}: {type_}" for number, type_ in enumerate(operands))
     kernel = text.source.removeprefix(HEADER).removesuffix("}\n")
@@ -99,26 +76,6 @@ def attention_function(
     function = f"func.func {visibility}@{name}({arguments}) -> {result} {{\n{body}}}\n"
     note = f"// {spec}\n"
     return AttentionFunction(name=name, text=f"{kernel}{note}{function}", operands=operands, result=result)
-
-
-def attention_module(spec: AttentionSpec, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> str:
-    """A module of one attention: its public function is `attention`. Raises MlirExportError where it returns more than
-    its output."""
-    if spec.aux_outputs:
-        raise MlirExportError("an attention whose weights are used elsewhere returns more than one tensor")
-    function = attention_function("attention", spec, shapes, sizes, public=True)
-    return f"module {{\n{DECLARATIONS}{function.text}}}\n"
-
-
-def _kernel_text(spec: AttentionSpec, machine: Machine, n_q: int, d: int, d_v: int) -> KernelText:
-    """The kernel for these sizes, of the first choice that never asks to be run again in another way."""
-    target = target_of(machine)
-    if spec.mixing is not None:
-        return emit(spec, AllHeads(), target, d, d_v)
-    if n_q <= FEW_QUERIES:
-        return emit(spec, ByRows(rows_at_once=4), target, d, d_v)
-    texts = (emit(spec, tiling, target, d, d_v) for tiling in tilings_for(spec, target))
-    return next(text for text in texts if not text.may_flag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +90,8 @@ class _Writer:
     text: KernelText
     b: Builder = field(default_factory=Builder)
 
-    def body(self, batch: Sequence[int], n_q: int, n_k: int) -> str:
+    def body(self, plan: Mapping[str, int], n_k: int, per_thread: int) -> str:
         b, text, steps = self.b, self.text, -(-n_k // self.text.key_step)
-        plan = work_items(math.prod(batch) * n_q, shared_rows(text.across_heads, self.spec, batch, n_q), text.rows, n_k)
-        per_thread = bytes_per_thread(text, steps)
         threads = b.least(
             b.op(f"func.call @{self.name}_threads() : () -> i32", "i32", "most"), plan["items"], "threads"
         )

@@ -239,6 +239,13 @@ def _from_half(b: Builder, bits: Value) -> Value:
     return b.convert("arith.extf", b.bitcast(bits, bits.type.replace("i16", "f16")), "f32", "x")
 
 
+def rounding_function(name: str) -> str:
+    """A function that rounds float32 to bfloat16 by instructions that every processor has."""
+    b = Builder()
+    rounded = VectorMath(b, avx512=False).narrow(Value("%x", "f32"), "bf16")
+    return f"func.func @{name}(%x: f32) -> bf16 {{\n{b.text()}\n  return {rounded} : bf16\n}}\n"
+
+
 def transpose(b: Builder, rows: Sequence[Value], run: int = 1) -> list[Value]:
     """The columns of square blocks that lie beside each other: L vectors (L a power of two) of a multiple of L runs of
     elements, by log2(L) rounds of L two-operand shuffles. run: elements that stay together. In the round of distance h,

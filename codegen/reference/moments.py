@@ -1,5 +1,5 @@
-"""Norms and moments that bound the scores of heads, in torch operations: the reference of `codegen/mlir/moments.py`,
-and the fall-back where there is no such kernel."""
+"""Norms and moments that bound the scores of heads, in torch operations: the reference of
+`codegen/mlir/approximate/moments.py`, and the fall-back where there is no such kernel."""
 
 from __future__ import annotations
 

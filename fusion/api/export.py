@@ -16,7 +16,8 @@ import torch
 from torch.export import ExportedProgram
 
 from fusion.api.rewrite import rewrite
-from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction, attention_function
+from fusion.codegen.cpu.export import attention_function
+from fusion.codegen.mlir.export import DECLARATIONS, AttentionFunction
 from fusion.errors import MlirExportError
 from fusion.ir import AttentionSpec
 from fusion.passes.assumptions import plain_kernels

@@ -68,7 +68,7 @@ def _kernels(machine: Machine) -> str | None:
     """The feature kernels that a machine has."""
     if machine.kind == "gpu":
         return "triton"
-    from fusion.codegen.mlir.approximate import polynomial
+    from fusion.codegen.cpu import polynomial
 
     return "amx" if polynomial.supports(machine) is None else None
 

@@ -22,7 +22,7 @@ from fusion.ir.spec import AttentionSpec, Operand, Output
 from fusion.planning.problem import Problem
 
 if TYPE_CHECKING:
-    from fusion.codegen.mlir.approximate.moments import Rows
+    from fusion.codegen.cpu.moments import Rows
 
 Executor = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 HEADS = "approximate_heads"
@@ -161,7 +161,7 @@ class HeadPacker:
 
     def places(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> HeadSlices | None:
         """Slices of queries and keys, or None where they are not an offset for each head and one stride."""
-        from fusion.codegen.mlir.approximate.moments import Rows
+        from fusion.codegen.cpu.moments import Rows
 
         execution, owner, firsts = self._execution(operands, sizes)
         rows = []

@@ -283,9 +283,9 @@ class PolynomialAttention:
             wanted = self._features_of_a_block(q.shape[2], v.shape[2], choices[0].features)
             run = triton.kernels(*q.shape[2:], *v.shape[2:], powers.shape[1] - 1, choices[0].planes, q.is_cpu, wanted)
             return run.attend(q, k, v, owner, powers, CHUNK if self.plain.causal else 0)
-        from fusion.codegen.mlir.approximate import polynomial as mlir
+        from fusion.codegen.cpu import polynomial as cpu
 
-        run = mlir.kernels(q.shape[-1], v.shape[-1], powers.shape[1] - 1, choices[0].planes)
+        run = cpu.kernels(q.shape[-1], v.shape[-1], powers.shape[1] - 1, choices[0].planes)
         weights = run.weights(powers)
         if self.plain.causal:
             self._chunks = self._chunks or Chunks(self.some.spec, self.machine)
@@ -315,7 +315,7 @@ class Chunks:
     """Chunked causal attention of a spec over heads as plain tensors (of `ExactHeads`)."""
 
     def __init__(self, spec: AttentionSpec, machine: Machine):
-        from fusion.codegen import mlir
+        from fusion.codegen import cpu
 
         assert spec.mask is not None
         length = integers.integer(CHUNK)
@@ -325,7 +325,7 @@ class Chunks:
             row_scale=None, score=where(mask.live, SCORE, const(-math.inf)), mask=mask,
             operands=tuple(Operand(dtype="float32", rank=3, name=o.name) for o in spec.operands),
         )  # fmt: skip
-        kernel = mlir.compile_training(inside, machine)  # for the statistics of the rows
+        kernel = cpu.compile_training(inside, machine)  # for the statistics of the rows
         if kernel is None:
             raise ApproximationError(f"there is no kernel with statistics for {inside}; ask for exact attention")
         self._kernel = kernel

@@ -68,7 +68,7 @@ class Inspection:
         segment = CAUSAL_CHUNK if self.causal else 0
 
         def make(d, q, k):
-            from fusion.codegen.mlir.approximate.moments import MomentsCall
+            from fusion.codegen.cpu.moments import MomentsCall
 
             most = (limit / abs(self.scale)) ** 2 if self.scale else math.inf
             return MomentsCall(d, operands[0].dtype, q, k, segment, most)
@@ -86,7 +86,7 @@ class Inspection:
         """Bounds from about so many queries and keys of each head, as if each of these queries saw all of the keys."""
 
         def make(d, q, k):
-            from fusion.codegen.mlir.approximate.moments import MomentsCall
+            from fusion.codegen.cpu.moments import MomentsCall
 
             q, k = q.every(-(-q.count // rows)), k.every(-(-k.count // keys))
             return MomentsCall(d, operands[0].dtype, q, k, 0, math.inf)
@@ -115,7 +115,7 @@ class Inspection:
         if key not in self._calls or not self.gather.fixed:
             places, native_call = self.gather.places(operands, sizes), None
             if places is not None and q.dtype == k.dtype:
-                from fusion.codegen.mlir.approximate.moments import MAX_WIDTH
+                from fusion.codegen.cpu.moments import MAX_WIDTH
 
                 native_call = make(places.d, places.q, places.k) if places.d <= MAX_WIDTH else None
             self._calls[key] = native_call

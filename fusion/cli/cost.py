@@ -165,7 +165,7 @@ def _sharded(problem: Problem, target: Machine, arguments: argparse.Namespace) -
 def _crossing(problem: Problem, target: Machine, bound: float, epsilon: float) -> str:
     """The length from which on polynomial attention is predicted to be faster than exact."""
     from fusion.approximate import cost
-    from fusion.codegen.mlir.approximate import polynomial as kernels
+    from fusion.codegen.cpu import polynomial as kernels
 
     split = target.kind == "gpu" or kernels.supports(target) is None
     return cost.crossing_text(target, problem, bound, epsilon, split)

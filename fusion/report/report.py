@@ -121,7 +121,7 @@ class SiteReport:
     def mlir(self, which: int = 0) -> str:
         """An MLIR module of one of the site's attentions, at the sizes of the example: its public function `attention`
         takes and returns packed tensors. Raises MlirExportError where the site was not fused."""
-        from fusion.codegen.mlir.export import attention_module
+        from fusion.codegen.cpu.export import attention_module
         from fusion.errors import MlirExportError
 
         if which >= len(self.attentions):

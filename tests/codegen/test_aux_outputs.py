@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.offline.facts import compile_offline
-from fusion.codegen import mlir, reference, triton
+from fusion.codegen import cpu, reference, triton
 from fusion.codegen.triton.aux_outputs import aux_kernels, aux_tiles
 from fusion.ir import AttentionSpec, Kind, Normalizer, integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, WEIGHT, C, I, J, const, load
@@ -45,7 +45,7 @@ def outputs(dtype: str, normalized: bool) -> tuple[AuxOutput, ...]:
 def kernel(spec: AttentionSpec, name: str):
     if name == "triton":
         return triton.Differentiable(spec, Tile(rows=32, keys=16, warps=4, stages=1))
-    return mlir.compile_training(spec)
+    return cpu.compile_training(spec)
 
 
 def check(c: Case, name: str, layout: str = "packed") -> None:

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import fusion
 from fusion import backend
-from fusion.codegen import mlir
+from fusion.codegen import cpu
 from fusion.errors import OptionError
 from fusion.ir import results
 from fusion.options import Options
@@ -112,7 +112,7 @@ def test_a_kernel_that_cannot_be_built_is_a_reason(monkeypatch):
         raise RuntimeError("no such instruction")
 
     kernels.forget()
-    monkeypatch.setattr("fusion.codegen.mlir.compile", broken)
+    monkeypatch.setattr("fusion.codegen.cpu.compile", broken)
     (report,) = run()
     assert not report.sites[0].fused
     assert "could not be built (RuntimeError: no such instruction)" in report.sites[0].reason
@@ -146,7 +146,7 @@ def test_a_kernel_for_training_that_fails_is_replaced_where_its_tensors_are(monk
 
 
 def test_without_torch_mlir_the_report_says_so(monkeypatch):
-    monkeypatch.setattr("fusion.codegen.mlir.unavailable", lambda: "torch-mlir is not installed")
+    monkeypatch.setattr("fusion.codegen.cpu.unavailable", lambda: "torch-mlir is not installed")
     kernels.forget()
     (report,) = run()
     assert report.sites[0].reason == "torch-mlir is not installed"
@@ -192,8 +192,8 @@ def test_plain_networks_are_not_searched():
 
 
 def test_a_second_length_compiles_no_second_kernel(monkeypatch):
-    counted, compile = [], mlir.compile
-    monkeypatch.setattr(mlir, "compile", lambda spec, *rest: (counted.append(spec), compile(spec, *rest))[1])
+    counted, compile = [], cpu.compile
+    monkeypatch.setattr(cpu, "compile", lambda spec, *rest: (counted.append(spec), compile(spec, *rest))[1])
     kernels.forget()
     compiled = torch.compile(attend, backend="fusion", dynamic=False, options={"inner": "eager"})
     for n in (5, 9, 33):

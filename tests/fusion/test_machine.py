@@ -1,6 +1,5 @@
 """Machines: named ones, the one this runs on, the two-level model."""
 
-import importlib
 import os
 import re
 import shutil
@@ -272,7 +271,7 @@ def test_a_limit_that_is_none(monkeypatch):
 def test_limited_kernels_have_no_instruction_beyond(monkeypatch, tmp_path):
     """None that LLVM chooses by itself either: mask registers and all from 16 on are AVX-512's alone."""
     pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
-    compiling = importlib.import_module("fusion.codegen.mlir.compile")
+    from fusion.codegen.cpu import machine_code
     from fusion.codegen.mlir.kernel import emit
     from fusion.planning.register_tiles import tilings_for
     from tests.codegen.mlir.cases import TARGETS, case
@@ -283,7 +282,7 @@ def test_limited_kernels_have_no_instruction_beyond(monkeypatch, tmp_path):
     def newer(limit: str) -> set[str]:
         monkeypatch.setenv("FUSION_MAX_ISA", limit)
         file = tmp_path / "kernel.o"
-        file.write_bytes(compiling._object(compiling._engine(source)))
+        file.write_bytes(machine_code._object(machine_code._engine(source)))
         listing = subprocess.run(["objdump", "-d", file], capture_output=True, text=True, check=True).stdout
         return set(re.findall(r"%zmm\d+|%k[0-7]|%[xy]mm(?:1[6-9]|[23]\d)", listing))
 

@@ -18,8 +18,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion.codegen.mlir import calling, launch, training
-from fusion.codegen.mlir.backward import derived
+from fusion.codegen.cpu import calling, derived, launch, training
 
 PAGE = mmap.PAGESIZE
 LINE = 64

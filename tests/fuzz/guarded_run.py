@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fusion.ir import Normalizer
+from tests.codegen.cpu.test_teams import in_team
 from tests.codegen.mlir.cases import PROGRAMS, case
-from tests.codegen.mlir.test_teams import in_team
 from tests.fuzz import quick, specs, specs_run
 from tests.fuzz.campaign import BAD, NOTED, Record
 from tests.fuzz.check import Verdict

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
-from fusion.codegen import mlir
+from fusion.codegen import cpu
 from fusion.codegen.mlir.builder import Value
 from fusion.codegen.mlir.dense import DenseLoad
 from fusion.codegen.mlir.rows import RowReader
@@ -67,7 +67,7 @@ def found_by(fault: Callable[[], Any], seeds: Iterable[int], kind: str = "quick"
 
 
 def _verdicts(seed: int) -> set[Verdict]:
-    mlir._kernels.clear()
-    mlir._training.clear()
+    cpu._kernels.clear()
+    cpu._training.clear()
     found, rng = drawn(seed), random.Random(f"calls {seed}")
     return {result.verdict for result in check(found, way(found, rng), rng, seed)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +16,14 @@ from typing import Any
 from unittest import mock
 
 from fusion.caching import OncePerKey
-from fusion.codegen import mlir
-from fusion.codegen.mlir import launch, mixed_heads, tile
+from fusion.codegen import cpu as emitter
+from fusion.codegen.cpu import launch, machine_code
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.training import TrainingKernel
+from fusion.codegen.mlir import mixed_heads, tile
 from fusion.codegen.mlir.backward import tile as backward_tile
 from fusion.codegen.mlir.by_rows import kernel as row_kernel
 from fusion.codegen.mlir.by_rows.tiles import TileRows, row_products
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import AttentionSpec
 from fusion.lowering.backward_plan import unsupported
 from fusion.machine import Machine, cpu
@@ -32,8 +32,6 @@ from fusion.planning.cpu_planner import rows_choice
 from fusion.planning.register_tiles import Target, Tiling, planes_of, tilings_for
 from fusion.runtime import kernels
 from tests import emulation
-
-compiler = importlib.import_module("fusion.codegen.mlir.compile")
 
 TARGETS = {
     emulation.AVX512: 6,
@@ -97,7 +95,7 @@ def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool, targets: Map
 
 def kernel(spec: AttentionSpec, chosen: Plan, trained: bool) -> Kernel | TrainingKernel | None:
     """What runs the spec; None where there is no kernel for it. No cache knows of it."""
-    if mlir.supports(spec, Machine.detect()) is not None:
+    if emitter.supports(spec, Machine.detect()) is not None:
         return None
     tilings = [*tilings_for(spec, chosen.target)]
     if chosen.tiling:
@@ -116,7 +114,7 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
     """Within it, kernels are written and compiled as planned, and none is kept on disk or read from there."""
     with contextlib.ExitStack() as stack:
         if not chosen.optimised:
-            stack.enter_context(mock.patch.object(compiler, "_engine", _engine))
+            stack.enter_context(mock.patch.object(machine_code, "_engine", _engine))
         stack.enter_context(emulation.compiling(chosen.target))
         for module in (tile, mixed_heads, backward_tile):
             stack.enter_context(mock.patch.object(module, "KEY_SPAN", chosen.span))
@@ -129,7 +127,7 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
 
 
 _kept_apart = (OncePerKey(), OncePerKey()), (OncePerKey(), OncePerKey())
-_object_name = compiler._object_name
+_object_name = machine_code._object_name
 
 
 @contextlib.contextmanager
@@ -138,8 +136,8 @@ def unoptimised() -> Iterator[None]:
     in the process and on disk."""
     (inference, training), (chosen, chosen_training) = _kept_apart
     with (
-        mock.patch.multiple(compiler, _engine=_engine, _object_name=_apart),
-        mock.patch.multiple(mlir, _kernels=inference, _training=training),
+        mock.patch.multiple(machine_code, _engine=_engine, _object_name=_apart),
+        mock.patch.multiple(emitter, _kernels=inference, _training=training),
         mock.patch.multiple(kernels, _forward=chosen, _training=chosen_training),
     ):
         yield
@@ -162,7 +160,7 @@ def _engine(source: str) -> Any:
     from torch_mlir.execution_engine import ExecutionEngine
 
     with _context():
-        module = ir.Module.parse(compiler.complete(source))
+        module = ir.Module.parse(machine_code.complete(source))
         written = [ir.StringAttr.get(name) for name in ("noinline", "optnone")]
         if features := cpu.left_out():
             written.append(ir.ArrayAttr.get([ir.StringAttr.get(text) for text in ("target-features", features)]))
@@ -170,5 +168,5 @@ def _engine(source: str) -> Any:
         for operation in module.body:
             if operation.operation.name == "func.func":
                 operation.attributes["llvm.passthrough"] = as_it_stands
-        compiler.lower(module)
+        machine_code.lower(module)
         return ExecutionEngine(module, opt_level=0)

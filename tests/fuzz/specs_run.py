@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion.codegen import mlir, reference, triton
+from fusion.codegen import cpu, reference, triton
 from fusion.ir.expr import Kind, loads, walk
 from fusion.lowering.aux_gradients import unsupported
 from fusion.planning.choice import Tile
@@ -104,7 +104,7 @@ def kernel(found: Drawn, how: Way) -> Any:
         make = triton.Differentiable if statistics else triton.Kernel
         return make(found.spec, how.tile)
     try:
-        return mlir.compile_training(found.spec) if statistics else mlir.compile(found.spec)
+        return cpu.compile_training(found.spec) if statistics else cpu.compile(found.spec)
     except ValueError:
         return None
 

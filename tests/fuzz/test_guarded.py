@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from tests.codegen.mlir.test_teams import other_runtime
+from tests.codegen.cpu.test_teams import other_runtime
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs pages that can be protected, and fork")
 

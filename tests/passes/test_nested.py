@@ -226,7 +226,7 @@ def test_the_report_names_the_line_of_the_model():
 
 
 def test_what_is_not_fused_is_computed_and_reported(monkeypatch):
-    monkeypatch.setattr("fusion.codegen.mlir.unavailable", lambda: "torch-mlir is not installed")
+    monkeypatch.setattr("fusion.codegen.cpu.unavailable", lambda: "torch-mlir is not installed")
     lengths = LENGTHS[1]
     given = operands(lengths)
     q = of_offsets(given[0], lengths)

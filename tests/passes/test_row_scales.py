@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.ir.request import PLAIN
 from fusion.runtime.guards import failures_raised
 from fusion.runtime.kernels import kernel_of

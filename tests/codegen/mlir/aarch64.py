@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
 import re
 import shutil
 import struct
@@ -25,12 +24,11 @@ from unittest import mock
 
 import torch
 
-from fusion.codegen.mlir import arm, calling
-from fusion.codegen.mlir.compile import MachineCode
+from fusion.codegen.cpu import calling, machine_code
+from fusion.codegen.cpu.machine_code import MachineCode
+from fusion.codegen.mlir import arm
 from fusion.machine import Machine
 from fusion.planning.register_tiles import target_of
-
-compiler = importlib.import_module("fusion.codegen.mlir.compile")
 
 MACHINE = Machine(
     name="an Arm core", kind="cpu", levels=Machine.detect().levels, fast="L2", cores=1, vector_bytes=16,
@@ -73,7 +71,7 @@ def llvm_text(source: str) -> str:
 
     with ir.Context():
         module = ir.Module.parse(source)
-        PassManager.parse(compiler.PIPELINE).run(module.operation)
+        PassManager.parse(machine_code.PIPELINE).run(module.operation)
         text = llvm.translate_module_to_llvmir(module.operation)
     text = re.sub(r"^attributes .*$|(?<=\)) #\d+$", "", text, flags=re.M)
     text = re.sub(r" (immarg|captures\([^)]*\)|range\([^)]*\))", "", text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.ir import AttentionSpec, Expr, Kind, MaskFacts, Normalizer, Operand, Output, integers
 from fusion.ir.expr import ROW_MAX, ROW_SUM, SCORE, C, E, I, J, const, coord, load, size
 from fusion.ir.ops import apply, where

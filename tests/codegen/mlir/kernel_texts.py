@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from fusion.codegen.cpu.training import backward_tiling
 from fusion.codegen.mlir.approximate.features import FeatureShape, Readout, State
 from fusion.codegen.mlir.approximate.moments import Moments
 from fusion.codegen.mlir.backward.delta import DELTA_ERRORS, DELTAS
@@ -24,7 +25,6 @@ from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.lanes import AUX_SUMS, FUSED, KEYS, QUERIES
 from fusion.codegen.mlir.backward.tile import Problem
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.training import backward_tiling
 from fusion.codegen.reference.polynomial import monomials
 from fusion.ir import AttentionSpec, Expr, Kind, Normalizer, Operand, integers
 from fusion.ir.expr import HEAD as MIXED_HEAD

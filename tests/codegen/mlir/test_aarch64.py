@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.codegen.mlir.kernel import emit
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.training import TrainingKernel
 from fusion.planning.register_tiles import Target, tilings_for
 from tests import emulation
 from tests.codegen.mlir import aarch64

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.codegen.mlir.backward import fused
 from fusion.codegen.mlir.backward.delta import DELTAS
 from fusion.codegen.mlir.backward.lanes import FUSED, KEYS
-from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
@@ -107,7 +107,7 @@ def test_gradients_are_the_same_for_any_number_of_threads(name: str, fields: dic
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_long_heads_begin_anew_within_parts(monkeypatch, dtype: str, parts: int) -> None:
     monkeypatch.setattr(fused, "QUERY_GRADIENT_SPAN", 200)
-    monkeypatch.setattr("fusion.codegen.mlir.backward.call.QUERY_GRADIENT_SPAN", 200)
+    monkeypatch.setattr("fusion.codegen.cpu.backward.QUERY_GRADIENT_SPAN", 200)
     c = case("causal_last_key", dtype)
     run = kernel(c, parts=parts)
     assert_right_on_threads(run, c, {"B": 1, "H": 3, "Nq": 61, "Nk": 1300}, (1, 2, 5))
@@ -127,7 +127,7 @@ def test_special_values_stay_in_their_rows(value: float) -> None:
 
 def test_a_large_table_has_a_copy_for_each_thread(monkeypatch) -> None:
     """Its sums depend on the number of threads, by the order of sums alone."""
-    monkeypatch.setattr("fusion.codegen.mlir.backward.derived.MOST_COPIES", 1000)
+    monkeypatch.setattr("fusion.codegen.cpu.derived.MOST_COPIES", 1000)
     c = case("bucket_table")
     run = kernel(c, parts=4)
     given = drawn(c, {"B": 1, "H": 3, "Nq": 200, "Nk": 300}, run)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.ir.expr import SCORE, Expr, I, J, const
 from fusion.ir.ops import apply, evaluate, where
@@ -172,7 +172,7 @@ SHAPES = (
 def kernels(c: Case):
     """The kernel of a case, and one that never looks at norms."""
     pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
-    from fusion.codegen.mlir.launch import Kernel
+    from fusion.codegen.cpu.launch import Kernel
     from fusion.planning.register_tiles import tilings_for
 
     target = TARGETS["best"]

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 import fusion
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.ir.expr import J, const
 from fusion.ir.ops import apply, where
 from fusion.ir.spec import Normalizer

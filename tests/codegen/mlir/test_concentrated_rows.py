@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.backward.call import BackwardCall
+from fusion.codegen.cpu.backward import BackwardCall
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.codegen.mlir.backward.delta import ListedQueries
-from fusion.codegen.mlir.training import TrainingKernel
 from fusion.exactness import errors
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import TARGETS, Case, beside_eager, case, draw

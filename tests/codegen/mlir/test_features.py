@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion.codegen.mlir.approximate import polynomial as kernels
+from fusion.codegen.cpu import polynomial as kernels
 from fusion.codegen.reference import polynomial as reference
 from fusion.machine import machine
 from tests.numerics import assert_as_exact_as_eager, assert_same_in_float64, assert_within

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import HERE, assert_trains_as_exact_as_eager, case
 

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.export import attention_module
-from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.cpu.export import attention_module
+from fusion.codegen.cpu.launch import Kernel
 from fusion.errors import MlirExportError
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import HERE, TARGETS, assert_as_exact_as_eager, case

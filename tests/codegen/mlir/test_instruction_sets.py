@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
 from fusion.caching import OncePerKey
-from fusion.codegen import mlir
+from fusion.codegen import cpu
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.codegen.mlir.backward.lanes import FUSED
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.ir.expr import ROW_MAX
 from fusion.ir.ops import apply
@@ -126,7 +126,7 @@ def test_mixed_heads(name: str, dtype: torch.dtype) -> None:
     inputs = mixed_heads.drawn(dtype, h=5, n_q=70, n_k=150)
     function = mixed_heads.with_biases_behind
     chosen = quick.Plan(target=SETS[name], tiling=None, schedule="", span=64, optimised=False)
-    apart = mock.patch.multiple(mlir, _kernels=OncePerKey(), target_for=lambda spec, machine: SETS[name])
+    apart = mock.patch.multiple(cpu, _kernels=OncePerKey(), target_for=lambda spec, machine: SETS[name])
     with quick.compiling_for(chosen), apart, torch.no_grad():
         kernels.forget()
         compiled = torch.compile(function, backend="fusion", options={"strict": True})

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.cpu.launch import Kernel
 from fusion.ir import Normalizer
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import PROGRAMS, TARGETS, Case, assert_calls_as_exact_as_eager, case, draw, on_threads

@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
+from fusion.codegen.cpu.machine_code import compile_text
 from fusion.codegen.mlir.builder import PTR, Builder, Value
-from fusion.codegen.mlir.compile import compile_text
 from fusion.codegen.mlir.micro_kernel import (
     PLANE_PAIRS,
     TILE_ELEMENTS,

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.launch import Kernel
+from fusion.codegen.cpu.launch import Kernel
 from fusion.errors import RefusedChoiceError
 from fusion.ir import Normalizer
 from fusion.ir.expr import ROW_SUM

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen import emitter, mlir
+from fusion.codegen import cpu, emitter
 from fusion.ir import AttentionSpec
 from fusion.ir.spec import AuxOutput, Reduction
 from fusion.machine import Machine
@@ -110,7 +110,7 @@ def test_weights_and_statistics_of_rows_have_the_same_bits(seed: int) -> None:
     drawn, machine, rng = problem(seed, keys=(40, 130, 300), aux_outputs=True)
     kernel = training_of(drawn.spec, machine)
     if kernel is None:
-        assert "reference interpreter" in str(mlir.supports(drawn.spec, machine))
+        assert "reference interpreter" in str(cpu.supports(drawn.spec, machine))
         return
     dims = [drawn.spec.output.dims, *(aux.dims for aux in drawn.spec.aux_outputs)]
 
@@ -155,7 +155,7 @@ def test_rows_are_as_exact_as_ever(name: str, dtype: str) -> None:
 
 def _refused(c: Case, **changes: object) -> str:
     spec: AttentionSpec = replace(c.spec, reproducible=True, **changes)
-    return str(mlir.supports(spec, Machine.detect()))
+    return str(cpu.supports(spec, Machine.detect()))
 
 
 def test_what_cannot_be_had_is_refused() -> None:
@@ -163,6 +163,6 @@ def test_what_cannot_be_had_is_refused() -> None:
     sums = AuxOutput(value=specs.WEIGHT, dims=("b0", "b1", "j"), dtype="float32", reduction=Reduction.SUM, over="i")
     assert "statistics of keys" in _refused(c, aux_outputs=(sums,))
     spec = replace(c.spec, reproducible=True)
-    with emitter.registered("other", ("cuda",), lambda: mlir):
+    with emitter.registered("other", ("cuda",), lambda: cpu):
         assert "'other' on device 'cuda'" in str(kernels.unsupported(spec, "cuda"))
     assert kernels.unsupported(spec, "cpu") is None

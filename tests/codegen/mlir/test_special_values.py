@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.planning.register_tiles import tilings_for
 from tests import emulation

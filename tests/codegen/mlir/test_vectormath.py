@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
+from fusion.codegen.cpu.machine_code import compile_text
 from fusion.codegen.mlir.builder import PTR, Builder, Value, vector_of
-from fusion.codegen.mlir.compile import compile_text
 from fusion.codegen.mlir.vectormath import VectorMath, sum_rows, transpose
 from fusion.codegen.mlir.x86 import Avx512
 from fusion.lowering.elementary import BIAS, MANTISSA, exp2_polynomial

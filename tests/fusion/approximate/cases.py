@@ -8,8 +8,8 @@ import torch.nn.functional as F
 import fusion
 from fusion.approximate.certificates import plain
 from fusion.approximate.polynomial import PolynomialAttention
-from fusion.codegen import mlir
-from fusion.codegen.mlir.approximate import polynomial as kernels
+from fusion.codegen import cpu
+from fusion.codegen.cpu import polynomial as kernels
 from fusion.machine import machine
 from fusion.runtime import kernels as built
 from tests.numerics import allowance, assert_within, wide
@@ -37,7 +37,7 @@ def cached_spec(q, k, v, causal):
 
 
 def executor(spec, epsilon, amx=True):
-    emitter = "auto" if mlir.unavailable() is None else "reference"
+    emitter = "auto" if cpu.unavailable() is None else "reference"
     exact = built.executor(spec.to_json(), "cpu", emitter)
 
     def build(other):

@@ -6,15 +6,15 @@ import torch
 import fusion
 from fusion.approximate.head_batches import HeadPacker
 from fusion.approximate.score_bounds import MOMENT_MARGIN, Inspection
-from fusion.codegen import mlir
+from fusion.codegen import cpu
 from tests.fusion.approximate.cases import cached_spec, executor, sizes_of
 from tests.numerics import assert_within
 
 
 def test_a_glance_ends_the_matter_where_nothing_helps(monkeypatch):
     """Without looking at all of the data, which costs more than the exact kernel may become slower."""
-    if mlir.unavailable() is not None:
-        pytest.skip(mlir.unavailable())
+    if cpu.unavailable() is not None:
+        pytest.skip(cpu.unavailable())
     x = torch.randn(3, 1, 4, 4096, 16) * 16
     spec = cached_spec(*x, False)
     run = executor(spec, 1e-2)
@@ -34,8 +34,8 @@ def test_a_glance_ends_the_matter_where_nothing_helps(monkeypatch):
 )
 def test_the_kernel_that_looks_sees_what_torch_sees(groups, dtype, causal):
     """In tensors of any layout, in all rows and in a few; torch's operations run where it cannot read them."""
-    if mlir.unavailable() is not None:
-        pytest.skip(mlir.unavailable())
+    if cpu.unavailable() is not None:
+        pytest.skip(cpu.unavailable())
     n = 2300 if causal else 333
     q, k = (torch.randn(2, n, 4 // g, 20).transpose(1, 2).to(dtype) + 1 for g in (1, groups))
     spec = cached_spec(q, k, k, causal)

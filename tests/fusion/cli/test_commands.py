@@ -316,7 +316,7 @@ def test_doctor(capsys, quick_doctor):
 def test_doctor_says_what_to_install(capsys, quick_doctor, monkeypatch):
     kernels.forget()
     reason = "torch-mlir cannot be imported (No module named 'torch_mlir'); install torch-mlir to have CPU kernels"
-    monkeypatch.setattr("fusion.codegen.mlir.unavailable", lambda: reason)
+    monkeypatch.setattr("fusion.codegen.cpu.unavailable", lambda: reason)
     monkeypatch.setitem(sys.modules, "torch_mlir.ir", None)
     code, out, _ = run(capsys, "doctor")
     assert code == 1

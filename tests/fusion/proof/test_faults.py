@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from fusion import caching, proof
-from fusion.codegen.mlir import kernel, launch, scope, skeleton, tile
+from fusion.codegen.cpu import launch
+from fusion.codegen.cpu.backward import BackwardCall
+from fusion.codegen.cpu.derived import Sum
+from fusion.codegen.mlir import kernel, scope, skeleton, tile
 from fusion.codegen.mlir.aux_outputs import AuxOutputs, TrainingStatistics
-from fusion.codegen.mlir.backward.call import BackwardCall
-from fusion.codegen.mlir.backward.derived import Sum
 from fusion.codegen.mlir.backward.kernel import BackwardKernel
 from fusion.codegen.mlir.backward.lanes import KeyLanes
 from fusion.codegen.mlir.by_rows.kernel import RowKernel

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion import caching, proof
-from fusion.codegen import mlir, triton
+from fusion.codegen import cpu, triton
 from fusion.codegen.emitter import Edges
 from fusion.codegen.mlir.by_rows.kernel import RowKernel
 from fusion.codegen.mlir.softmax import Exponent
@@ -54,7 +54,7 @@ def new_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 def forget() -> None:
     kernels.forget()
-    for kept in (mlir._kernels, mlir._training, proof._verdicts):
+    for kept in (cpu._kernels, cpu._training, proof._verdicts):
         kept.clear()
 
 

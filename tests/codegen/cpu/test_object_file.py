@@ -10,16 +10,17 @@ import pytest
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
+from fusion.codegen.cpu import machine_code
 from fusion.machine import object_file
 from fusion.machine.object_file import ObjectFileError, load
-from tests.codegen.mlir.test_compile import VARIABLE, compiling, text
+from tests.codegen.cpu.test_machine_code import VARIABLE, text
 
 pytestmark = pytest.mark.skipif(not object_file.loadable(), reason="objects are loaded on x86-64 Linux alone")
 
 
 def object_of(source: str, path: Path) -> bytes:
     """What LLVM makes of a text."""
-    compiling._engine(source).dump_to_object_file(str(path))
+    machine_code._engine(source).dump_to_object_file(str(path))
     return path.read_bytes()
 
 
@@ -57,9 +58,9 @@ def other_relocations(content: bytes) -> bytes:
     ],
 )
 def test_what_is_no_object_of_a_kernel_is_refused(good: bytes, damage: Callable, message: str) -> None:
-    assert "_mlir_f" in load(good, compiling._function).addresses
+    assert "_mlir_f" in load(good, machine_code._function).addresses
     with pytest.raises(ObjectFileError, match=message):
-        load(damage(good), compiling._function)
+        load(damage(good), machine_code._function)
 
 
 def test_a_section_beyond_the_end_is_refused(good: bytes) -> None:
@@ -67,16 +68,16 @@ def test_a_section_beyond_the_end_is_refused(good: bytes) -> None:
     for number, section in enumerate(object_file._sections(good)):
         if section.kind == 1 and section.flags & 2 and section.size:
             with pytest.raises(ObjectFileError, match="an object that is cut off"):
-                load(changed(good, start + 64 * number + 24, "<Q", len(good)), compiling._function)
+                load(changed(good, start + 64 * number + 24, "<Q", len(good)), machine_code._function)
 
 
 def test_variables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ObjectFileError, match="an object with variables"):
-        load(object_of(VARIABLE, tmp_path / "variable.o"), compiling._function)
+        load(object_of(VARIABLE, tmp_path / "variable.o"), machine_code._function)
 
 
 def test_names_that_are_missing(good: bytes, tmp_path: Path) -> None:
     with pytest.raises(ObjectFileError, match="an object without the function _mlir_g"):
-        compiling._from_object(good, "g", "good.o")
+        machine_code._from_object(good, "g", "good.o")
     with pytest.raises(ObjectFileError, match="an object that calls nowhere, which is in no library"):
-        compiling._function("nowhere")
+        machine_code._function("nowhere")

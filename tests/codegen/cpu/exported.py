@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusion.api.export import MlirProgram
-from fusion.codegen.mlir.compile import PIPELINE
+from fusion.codegen.cpu.machine_code import PIPELINE
 from fusion.machine import openmp
 from fusion.torch_private.tensors import tree_leaves
 

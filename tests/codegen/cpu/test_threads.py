@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import TARGETS, assert_gradients_as_exact_as_eager, case, draw, on_threads
 

@@ -19,10 +19,10 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir import calling
-from fusion.codegen.mlir.approximate.moments import MomentsCall, Rows
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu import calling
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.moments import MomentsCall, Rows
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.machine import openmp
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import HERE, case, draw
@@ -170,7 +170,7 @@ def other_runtime(folder: Path) -> Path:
 
 PRELOADED = """
 import torch
-from tests.codegen.mlir import test_teams as teams
+from tests.codegen.cpu import test_teams as teams
 from fusion.machine import openmp
 runs = teams.known_runs(teams.FEW)
 for name, (run, expected) in runs.items():
@@ -219,8 +219,8 @@ def test_in_teams_that_are_smaller_than_asked(environment: dict[str, str]) -> No
 
 NESTED = """
 import torch
-from fusion.codegen.mlir import calling
-from tests.codegen.mlir import test_teams as teams
+from fusion.codegen.cpu import calling
+from tests.codegen.cpu import test_teams as teams
 torch.set_num_threads(2)
 runs = teams.known_runs(teams.FEW)
 def call(number):
@@ -264,7 +264,7 @@ def callers(count: int, turns: int, known: dict) -> None:
 
 CALLERS = """
 import torch
-from tests.codegen.mlir import test_teams as teams
+from tests.codegen.cpu import test_teams as teams
 torch.set_num_threads(2)
 teams.callers(8, {turns}, teams.known_runs({count}))
 print("done")

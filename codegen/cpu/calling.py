@@ -17,9 +17,9 @@ from fusion.ir.spec import AttentionSpec
 from fusion.machine import openmp
 from fusion.torch_private.tensors import empty_strided_cpu
 
-from .compile import MachineCode, compile_text
-from .thread_function import KernelText
-from .values import round_up
+from ..mlir.thread_function import KernelText
+from ..mlir.values import round_up
+from .machine_code import MachineCode, compile_text
 
 PARAMETER_SLOTS = 256
 FALSE_SHARING = 128  # bytes: two cache lines, which processors fetch together
@@ -108,7 +108,7 @@ class Function:
         if threads == 1:
             return self._serial
         parallel, address = openmp.parallel(), self.code.address
-        assert parallel is not None  # see `compile.unavailable`
+        assert parallel is not None  # see `machine_code.unavailable`
         return lambda packed: parallel(address, packed, threads, 0)
 
 

@@ -28,19 +28,19 @@ from fusion.lowering.rows import lost_logarithms
 from fusion.machine.huge_pages import in_huge_pages
 from fusion.planning.cpu_backward import MOST_PIECES
 
-from ...emitter import Backward
-from ...reference import gradients as pulled
-from ..calling import CompiledKernel, Launch, address, operand_values
-from ..launch import WORK_PER_THREAD, window_of
-from ..values import round_up
-from .delta import DELTA_ERRORS, DELTAS
+from ..emitter import Backward
+from ..mlir.backward.delta import DELTA_ERRORS, DELTAS
+from ..mlir.backward.fused import QUERY_GRADIENT_SPAN
+from ..mlir.backward.lanes import AUX_SUMS
+from ..mlir.backward.tile import Kind
+from ..mlir.values import round_up
+from ..reference import gradients as pulled
+from .calling import CompiledKernel, Launch, address, operand_values
 from .derived import Derived, Step, copies_of, result, step_of, steps_of
-from .fused import QUERY_GRADIENT_SPAN
-from .lanes import AUX_SUMS
-from .tile import Kind
+from .launch import WORK_PER_THREAD, window_of
 
 if TYPE_CHECKING:
-    from ..training import TrainingKernel
+    from .training import TrainingKernel
 
 MAX_SCATTERED = 1 << 22  # elements of a table whose gradient every thread collects in a copy of its own
 

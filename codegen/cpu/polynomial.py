@@ -1,4 +1,4 @@
-"""Calling the feature kernels: layouts in and out, tables, threads. See `features`."""
+"""Calling the feature kernels: layouts in and out, tables, threads. See `mlir.approximate.features`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fusion.machine import Machine
 from fusion.machine.cpu import amx_enabled
 from fusion.planning.register_tiles import target_of
 
-from ...reference.polynomial import Monomials, monomials
-from ..calling import CompiledKernel
-from ..compile import unavailable
-from ..values import round_up
-from .features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, Readout, State
+from ..mlir.approximate.features import BLOCK, CHUNK, QUERY_BLOCK, FeatureShape, Readout, State
+from ..mlir.values import round_up
+from ..reference.polynomial import Monomials, monomials
+from .calling import CompiledKernel
+from .machine_code import unavailable
 
 STATE_BYTES = 1 << 20  # what the state of one work item's features may fill of a second-level cache
 

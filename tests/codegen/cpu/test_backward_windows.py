@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir import calling, launch
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu import calling, launch
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.machine import Machine
 from fusion.machine.processors import of_such_cores
@@ -105,9 +105,9 @@ def test_sums_of_all_threads_and_parts_take_at_most_a_gibibyte_each(cores: int, 
 
 GUARDED = """
 import random, torch
-from fusion.codegen.mlir import launch
+from fusion.codegen.cpu import launch
 from tests.codegen.mlir.cases import case
-from tests.codegen.mlir.test_backward_windows import drawn, trained
+from tests.codegen.cpu.test_backward_windows import drawn, trained
 from tests.fuzz.guarded import Guarded, measured
 launch.MOST_PACKED = 1 << 17
 for name, dtype, target, fused in (

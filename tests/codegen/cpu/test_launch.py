@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.calling import LARGE, PATIENCE, ThreadMemory, memory
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu.calling import LARGE, PATIENCE, ThreadMemory, memory
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.machine import Machine
 from fusion.planning.cpu import FEW_BLOCKS, before, one_by_one, portions
 from fusion.planning.cpu_planner import WORTH_COMPILING, CpuPlanner

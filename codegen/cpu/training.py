@@ -26,11 +26,11 @@ from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, T
 
 from .. import reference
 from ..emitter import Backward, Edges, Proof
-from .aux_outputs import IDENTITY
-from .backward.call import BackwardCall
-from .backward.kernel import BackwardKernel
-from .backward.lanes import FUSED
-from .backward.tile import Kind, Problem
+from ..mlir.aux_outputs import IDENTITY
+from ..mlir.backward.kernel import BackwardKernel
+from ..mlir.backward.lanes import FUSED
+from ..mlir.backward.tile import Kind, Problem
+from .backward import BackwardCall
 from .calling import CompiledKernel, address, check_sizes, empty_strided
 from .launch import ForwardKernel, Prepared
 

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import fusion
-from fusion.codegen.mlir.export import attention_module
+from fusion.codegen.cpu.export import attention_module
 from fusion.errors import MlirExportError
-from tests.codegen.mlir.exported import Compiled, run
+from tests.codegen.cpu.exported import Compiled, run
 from tests.numerics import assert_as_exact_as_eager
 
 
@@ -101,7 +101,7 @@ def test_what_has_no_kernel_or_no_elements(monkeypatch):
     site = fusion.explain(plain, *tensors(1, 2, 5, 4)).sites[0]
     with pytest.raises(MlirExportError, match="an attention without elements"):
         attention_module(site.spec, [(1, 2, 0, 4)] * 3, [1, 2, 0, 0])
-    monkeypatch.setattr("fusion.codegen.mlir.export.supports", lambda spec, machine: "torch-mlir is missing")
+    monkeypatch.setattr("fusion.codegen.cpu.export.supports", lambda spec, machine: "torch-mlir is missing")
     with pytest.raises(MlirExportError, match="torch-mlir is missing"):
         site.mlir()
 

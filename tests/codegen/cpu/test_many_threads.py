@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen import mlir
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen import cpu
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw
 
@@ -88,7 +88,7 @@ def test_planned_kernels_are_as_exact_on_any_number_of_threads(name: str, shape:
     machine = Machine.detect()
 
     def run() -> list[torch.Tensor]:
-        return [mlir.compile(c.spec, machine, plan=lambda machine: CpuPlanner(c.spec, machine))(operands, sizes)]
+        return [cpu.compile(c.spec, machine, plan=lambda machine: CpuPlanner(c.spec, machine))(operands, sizes)]
 
     for (out,) in on_all(run):
         assert_as_exact_as_eager(out, c, operands)

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir import launch
+from fusion.codegen.cpu import launch
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.codegen.mlir.builder import PTR, Builder, Value
-from fusion.codegen.mlir.launch import Kernel
 from fusion.codegen.mlir.rows import SLOTS, PackedRows
-from fusion.codegen.mlir.training import TrainingKernel
 from fusion.errors import KernelCompilationError, UnsupportedSizeError
 from fusion.ir.expr import const
 from fusion.ir.ranges import LARGEST_SIZE

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir import calling, launch
-from fusion.codegen.mlir.launch import Kernel
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu import calling, launch
+from fusion.codegen.cpu.launch import Kernel
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.ir import Normalizer
 from fusion.planning.register_tiles import tilings_for
 from tests import emulation
@@ -120,9 +120,9 @@ def test_memory_does_not_grow_with_the_keys(monkeypatch) -> None:
 
 GUARDED = """
 import random, torch
-from fusion.codegen.mlir import launch
+from fusion.codegen.cpu import launch
 from tests.codegen.mlir.cases import case, draw
-from tests.codegen.mlir.test_windows import kernel
+from tests.codegen.cpu.test_windows import kernel
 from tests.fuzz.guarded import Guarded, measured
 launch.MOST_PACKED = 1 << 17
 for name, dtype, target in (

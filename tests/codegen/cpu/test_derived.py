@@ -12,8 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.backward import call
-from fusion.codegen.mlir.training import TrainingKernel
+from fusion.codegen.cpu import backward
+from fusion.codegen.cpu.training import TrainingKernel
 from fusion.ir import Expr, integers
 from fusion.ir.expr import C, E, I, J
 from fusion.ir.spec import Operand
@@ -88,7 +88,7 @@ def test_gradients_are_written_where_their_elements_lie(
     laid_out = replace(c.spec, operands=described, q=q, k=k, v=v)
     given = [layout.make(x) for x in operands]
     if "backwards" not in name or group == 1:
-        monkeypatch.setattr(call.pulled, "of_access", None)  # nothing is gathered
+        monkeypatch.setattr(backward.pulled, "of_access", None)  # nothing is gathered
     found = _gradients(laid_out, given, sizes)
     grad = torch.randn(2, 2 * group, 21, D_V, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     back = [layout.back(g, x.shape) for g, x in zip(found, operands, strict=True)]

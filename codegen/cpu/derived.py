@@ -18,13 +18,13 @@ from fusion.planning import cpu_backward
 from fusion.planning.cpu_backward import Backward
 from fusion.planning.problem import problem_of
 
-from ..calling import Launch, empty_strided
-from .kernel import SMALL_TABLE
-from .lanes import FUSED, KEYS, QUERIES
-from .tile import Kind
+from ..mlir.backward.kernel import SMALL_TABLE
+from ..mlir.backward.lanes import FUSED, KEYS, QUERIES
+from ..mlir.backward.tile import Kind
+from .calling import Launch, empty_strided
 
 if TYPE_CHECKING:
-    from .call import BackwardCall
+    from .backward import BackwardCall
 
 REPRODUCIBLE_SHARES = 8  # of the work that adds to large copies, where results do not depend on the number of threads
 MOST_COPIES = 1 << 26  # bytes of copies of scattered gradients, where every piece of work has its own

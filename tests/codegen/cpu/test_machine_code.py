@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import re
 import signal
@@ -19,11 +18,11 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 
-from fusion.codegen.mlir.compile import MachineCode, compile_text
+from fusion.codegen.cpu import machine_code
+from fusion.codegen.cpu.machine_code import MachineCode, compile_text
 from fusion.errors import KernelCompilationError
 from fusion.machine import object_file
 
-compiling = importlib.import_module("fusion.codegen.mlir.compile")
 ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.skipif(not object_file.loadable(), reason="objects are loaded on x86-64 Linux alone")
@@ -92,9 +91,9 @@ def test_a_text_is_compiled_once() -> None:
     [
         lambda path: path.write_bytes(path.read_bytes()[:-7]),
         lambda path: path.write_bytes(b""),
-        lambda path: compiling.caching.store(path.name, b"no object"),
-        lambda path: compiling.caching.store(path.name, b"\x7fELF" + bytes(60)),
-        lambda path: compiling.caching.store(path.name, (path.read_bytes()[32:])[:-200]),
+        lambda path: machine_code.caching.store(path.name, b"no object"),
+        lambda path: machine_code.caching.store(path.name, b"\x7fELF" + bytes(60)),
+        lambda path: machine_code.caching.store(path.name, (path.read_bytes()[32:])[:-200]),
         lambda path: path.unlink(),
         lambda path: path.chmod(0o666),
     ],
@@ -111,12 +110,12 @@ def test_what_is_damaged_is_compiled_again(folder: Path, damage: Callable[[Path]
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (compiling, "FORMAT", compiling.FORMAT + 1),
-        (compiling, "PIPELINE", compiling.PIPELINE.replace("canonicalize,", "canonicalize,cse,")),
-        (compiling, "OPTIMIZATION", {False: 1, True: 1}),
-        (compiling, "_compiler", lambda: ["another LLVM"]),
-        (compiling.cpu, "identity", lambda: ["another processor"]),
-        (compiling.caching, "tag", lambda: "another tag"),
+        (machine_code, "FORMAT", machine_code.FORMAT + 1),
+        (machine_code, "PIPELINE", machine_code.PIPELINE.replace("canonicalize,", "canonicalize,cse,")),
+        (machine_code, "OPTIMIZATION", {False: 1, True: 1}),
+        (machine_code, "_compiler", lambda: ["another LLVM"]),
+        (machine_code.cpu, "identity", lambda: ["another processor"]),
+        (machine_code.caching, "tag", lambda: "another tag"),
     ],
 )
 def test_objects_are_of_one_version_and_processor(monkeypatch, owner: object, name: str, value: object) -> None:
@@ -133,7 +132,7 @@ def test_perf_knows_kernels_where_the_log_asks_for_it(monkeypatch, caplog, folde
     compile_text(text(), "f")
     assert not map_file.exists()
     (object_path,) = folder.iterdir()
-    with caplog.at_level("INFO", compiling.log.name):
+    with caplog.at_level("INFO", machine_code.log.name):
         codes = [compile_text(text(), "f"), compile_text(text(2), "f")]  # from disk, and from LLVM
         lines = [line.split(" ", 2) for line in map_file.read_text().splitlines()]
         names = {int(start, 16): (int(size, 16), name) for start, size, name in lines}
@@ -151,7 +150,7 @@ def test_perf_knows_kernels_where_the_log_asks_for_it(monkeypatch, caplog, folde
 
 @pytest.mark.parametrize("unknown", ["_compiler", "identity", "loadable"])
 def test_nothing_is_kept_where_that_would_not_be_safe(monkeypatch, folder: Path, unknown: str) -> None:
-    owner = {"_compiler": compiling, "identity": compiling.cpu, "loadable": object_file}[unknown]
+    owner = {"_compiler": machine_code, "identity": machine_code.cpu, "loadable": object_file}[unknown]
     monkeypatch.setattr(owner, unknown, list)
     assert compiled(text()) and compiled(text()) and not folder.exists()
 
@@ -173,7 +172,7 @@ def test_an_object_that_cannot_be_loaded_runs_as_llvm_loads_it(folder: Path) -> 
 def test_without_files_in_memory_nothing_is_kept(monkeypatch, folder: Path) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
     with pytest.raises(OSError, match="no file in memory"):
-        compiling._object(None)
+        machine_code._object(None)
     assert compiled(text()) and compiled(text()) and not list(folder.iterdir())
 
 
@@ -197,7 +196,7 @@ def test_texts_that_do_not_compile(folder: Path, source: str, message: str) -> N
 
 MANY = """
 import sys
-from tests.codegen.mlir.test_compile import compile_text, expected, result, text, torch
+from tests.codegen.cpu.test_machine_code import compile_text, expected, result, text, torch
 print("started", flush=True)
 for number in range(1, 13):
     assert torch.equal(result(compile_text(text(number), "f")), expected(number)), number
@@ -231,7 +230,7 @@ def test_perf_finds_the_names_of_kernels_where_logs_are_asked_for(
 ) -> None:
     """New kernels and those from disk: an address and a size that hold the entry, and the name of the object."""
     monkeypatch.setattr(object_file, "PERF_MAP", str(tmp_path / "perf-{}.map"))
-    caplog.set_level("INFO" if asked else "WARNING", "fusion.codegen.mlir.compile")
+    caplog.set_level("INFO" if asked else "WARNING", "fusion.codegen.cpu.machine_code")
     codes = [compile_text(text(41), "f") for _ in range(2)]
     files = list(tmp_path.glob("perf-*.map"))
     assert len(files) == asked

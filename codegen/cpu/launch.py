@@ -24,11 +24,11 @@ from fusion.planning.register_tiles import KEY_SPAN, REPRODUCIBLE_PART, AllHeads
 
 from .. import reference
 from ..emitter import Edges, Proof
-from .by_rows.kernel import MOST_KEYS
+from ..mlir.by_rows.kernel import MOST_KEYS
+from ..mlir.kernel import emit
+from ..mlir.thread_function import KernelText
+from ..mlir.values import round_up
 from .calling import MOST_CUT, CompiledKernel, Launch, address, check_sizes, empty_strided, operand_values
-from .kernel import emit
-from .thread_function import KernelText
-from .values import round_up
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -21,9 +21,8 @@ from fusion.machine import Machine, cpu, object_file, openmp
 from fusion.machine.object_file import ObjectFileError
 from fusion.torch_private.dynamo import counters
 
-from . import arm
-from .builder import Builder, Value
-from .vectormath import VectorMath
+from ..mlir import arm
+from ..mlir.vectormath import rounding_function
 
 log = logging.getLogger(__name__)
 
@@ -117,10 +116,7 @@ def complete(source: str) -> str:
     That happens even where a text only copies elements: LLVM may join them by way of float32."""
     if "bf16" not in source or ("avx512_bf16" in Machine.detect().isa and not cpu.left_out()):
         return source
-    b = Builder()
-    rounded = VectorMath(b, avx512=False).narrow(Value("%x", "f32"), "bf16")
-    function = f"func.func @__truncsfbf2(%x: f32) -> bf16 {{\n{b.text()}\n  return {rounded} : bf16\n}}\n"
-    return source.rstrip().removesuffix("}") + function + "}\n"
+    return source.rstrip().removesuffix("}") + rounding_function("__truncsfbf2") + "}\n"
 
 
 def _level(source: str) -> int:
