@@ -43,7 +43,7 @@ N = _positive("N")  # N_q = N_k, in leading orders
 d = _positive("d")  # head dimension of Q and K
 d_v = _positive("d_v")  # head dimension of V
 M = sympy.Symbol("M", positive=True)  # fast memory in elements
-s = sympy.Symbol("s", nonnegative=True)  # share of tiles that are live
+s = sympy.Symbol("live", nonnegative=True)  # share of tiles that are live
 r = _positive("r")  # polynomial features
 
 B_r = _positive("B_r")  # rows (queries) of a tile
@@ -207,4 +207,4 @@ def io_variables(phase: Phase) -> frozenset[str]:
 def sizes_of(problem: Problem, capacity: float, share: float = 1.0, features: int = 1) -> dict[str, float]:
     """Values of the formulas' symbols. Sizes of 0 count as 1."""
     values = {"N_q": problem.n_q, "N_k": problem.n_k, "d": problem.d, "d_v": problem.d_v, "r": features}
-    return {name: max(1, value) for name, value in values.items()} | {"M": capacity, "s": share}
+    return {name: max(1, value) for name, value in values.items()} | {"M": capacity, "live": share}

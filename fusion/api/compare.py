@@ -25,6 +25,13 @@ from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.tensors import tree_leaves
 
 progress = logging.getLogger("fusion.progress")
+FAR = 2.0
+"""Times of the predicted time from which a measured one is remarked on."""
+SLOWER = (
+    " The call takes {:.1f} times what is predicted for attention. Check what else is in it (torch.profiler lists "
+    "attention under names that begin with fusion::attention); whether the computer was busy (the times of calls then "
+    "lie far apart); and the number of threads."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +105,10 @@ class Comparison:
             f"Attention in fusion: {seconds_text(self.predicted)} predicted, {peaks_text(self.plans, self.predicted)}"
         )
         seconds = self["fusion"].seconds
-        measured = "by the measured call, with all else that is in it,"
-        return f"{text}; {measured} {peaks_text(self.plans, seconds)}." if seconds > 0 else f"{text}."
+        if not seconds > 0:
+            return f"{text}."
+        text += f"; by the measured call, with all else that is in it, {peaks_text(self.plans, seconds)}."
+        return text + SLOWER.format(seconds / self.predicted) * (seconds > FAR * self.predicted)
 
     def table(self) -> list[tuple[str, ...]]:
         """Rows of (name, time, speed-up over eager, peak memory, error, allowed error)."""

@@ -90,15 +90,10 @@ def _problem(arguments: argparse.Namespace) -> Problem:
 def run(arguments: argparse.Namespace) -> int:
     problem = _problem(arguments)
     target = machine(arguments.machine)
-    if target.kind == "cpu" and problem.element_bytes == 1:
-        raise ProblemError(
-            f"dtype {problem.dtype}: a CPU multiplies no float8, K and V in it are widened as they are read; give "
-            "--dtype float32, bfloat16 or float16"
-        )
-    if problem.dtype in ("float64", "tfloat32"):
+    if problem.dtype in ("float64", "tfloat32") or target.kind == "cpu" and problem.element_bytes == 1:
         raise ProblemError(
             f"dtype {problem.dtype}: products of kernels take float32 (as tf32 where torch's switches allow it), "
-            "bfloat16, float16 and, on GPUs, float8; give one of these"
+            "bfloat16, float16 and, on GPUs alone, float8, which CPUs widen as they read it; give one of these"
         )
     if arguments.M is not None:
         target = _with_fast_memory(target, problem, arguments.M)

@@ -205,7 +205,6 @@ class Plan:
 
     def explain(self) -> str:
         """The plan on several lines: formula with numbers put in, I/O, bound, resources."""
-        parts = ", ".join(f"{name} {seconds_text(value)}" for name, value in self.resources if value)
         together = self.problem.problems // self.heads
         heads = "heads" if together == 1 else f"heads of keys, each with the rows of {together} heads of queries,"
         peak, bandwidth = self.rates
@@ -219,12 +218,20 @@ class Plan:
             f"           x {self.heads} {heads} = {number_text(self.io)} elements"
             f" = {bytes_text(self.io_bytes)}{self._levels()}",
             f"bound      {self.bound:.0f} elements ({self.bound_text}); ratio {self.ratio:.2f}",
-            f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({parts})",
+            f"time       {seconds_text(self.time)} predicted, limited by {self.limited_by} ({self._times()})",
             f"work       {flops_text(self.flops)} in products of live scores, {bytes_text(self.compulsory_bytes)} that "
             "every schedule moves",
             f"reaches    {flops_text(self.flops / self.time)}/s: {peaks_text([self], self.time)}",
         ]
         return "\n".join(lines)
+
+    def _times(self) -> str:
+        """The resources' times, by how they add up."""
+        gpu, ways = self.machine.kind == "gpu", {"side by side": [], "in turn": []}
+        for name, value in self.resources:
+            beside = name != "launch" if gpu else name in ("vectors", "keys")
+            ways["side by side" if beside else "in turn"] += [f"{name} {seconds_text(value)}"] * (value > 0)
+        return "; ".join(f"{way}: {', '.join(texts)}" for way, texts in ways.items() if texts)
 
     def _levels(self) -> str:
         """The memories of a GPU between which that is moved, in words."""
@@ -318,7 +325,13 @@ def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: M
 
         times = choice_time(spec, problem, machine, choice)
     share, scores = (moved.live_share(*block), problem.computed_share(*computed)) if schedule.skips else (1.0, 1.0)
-    sizes = {**problem_sizes(moved), **choice.tiling, "B_r": block[0], "s": share, "t": scores * problem.table_elements}
+    sizes = {
+        **problem_sizes(moved),
+        **choice.tiling,
+        "B_r": block[0],
+        "live": share,
+        "t": scores * problem.table_elements,
+    }
     bound = lower_bound(problem, machine.fast_elements(problem.dtype))
     return Plan(
         problem=problem,

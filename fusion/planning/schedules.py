@@ -14,7 +14,7 @@ from fusion.planning.problem import Problem
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """A loop nest over blocks, by the elements of one head that it moves between the slow and the fast memory, and
-    that it holds in the fast one at most. Formulas in N_q, N_k queries and keys, d and d_v columns of K and V, s the
+    that it holds in the fast one at most. Formulas in N_q, N_k queries and keys, d and d_v columns of K and V, live the
     share of the tiles that a mask leaves, B_r x B_c a tile, B_s the keys of a part, and stages, the tiles in flight.
     `TABLES` comes to the elements moved.
 
@@ -36,13 +36,13 @@ SCHEDULES = {
     ),
     "block_sparse": Schedule(
         title="query-stationary over live tiles",
-        io="N_q*(d + d_v + 1) + s*N_k*(d + d_v)*ceil(N_q/B_r)",
+        io="N_q*(d + d_v + 1) + live*N_k*(d + d_v)*ceil(N_q/B_r)",
         footprint=_FOOTPRINT,
         skips=True,
     ),
     "split_k": Schedule(
         title="query-stationary on parts of the keys, then a merge",
-        io="N_q*(d_v + 1) + N_q*(d + 2*d_v + 2)*ceil(N_k/B_s) + s*N_k*(d + d_v)*ceil(N_q/B_r)",
+        io="N_q*(d_v + 1) + N_q*(d + 2*d_v + 2)*ceil(N_k/B_s) + live*N_k*(d + d_v)*ceil(N_q/B_r)",
         footprint=f"max({_FOOTPRINT}, 2*B_r*(d_v + 1))",
         skips=True,
     ),

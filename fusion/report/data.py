@@ -32,6 +32,10 @@ _WORK = {
     "staging": "copying rows", "launch": "the fixed cost of a call",
 }  # fmt: skip
 """The resources of the time models, in words."""
+WHOLE_TILES = "a tile with a live score is computed whole"
+BY_POSITION = f"{WHOLE_TILES}, and which have one is told by positions alone, not by data (option tile_maps)"
+NO_TILE = "no tile is left out, as positions do not tell which are dead"
+"""Reasons why more scores are computed than live."""
 WORTH_LOOKING = 0.75
 """Share of live scores below which a report names the option that skips tiles of data."""
 
@@ -134,7 +138,12 @@ def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[s
     return {
         "program": spec.formula(names),
         "operands": "\n".join(attention.operands) or None,
-        "stored": ", ".join(f"{operand.name} in {operand.dtype}" for operand in spec.stored) or None,
+        "stored": ", ".join(
+            f"{names[number]} in {operand.dtype}"
+            for number, operand in enumerate(spec.operands)
+            if operand in spec.stored
+        )
+        or None,
         "mask": None if spec.mask is None else mask_text(spec, names, plan, may_map),
         "keys": attention.keys or None,
         "aux_outputs": "; ".join(spec.describe_aux(aux, names) for aux in spec.aux_outputs) or None,
@@ -201,6 +210,9 @@ def mask_text(spec: AttentionSpec, names: Mapping[int, str], plan: Plan, may_map
         most = "at most " * (data and not counted)
         text += f", {most}{100 * live:.0f} % of the scores live, {100 * plan.computed:.0f} % computed"
         text += " (of these inputs)" * (counted and data)
+        if plan.computed > live + 0.005:
+            by_data = not data or loads(*spec.mask.live_conditions())
+            text += f"; {NO_TILE if not spec.mask.skips else WHOLE_TILES if by_data else BY_POSITION}"
     low, high = spec.mask.key_lo, spec.mask.key_hi
     if low is not None or high is not None:
         text += f"; rows i0..i1 visit keys {'0' if low is None else low} ≤ j < {'Nk' if high is None else high}"

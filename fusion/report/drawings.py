@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.ir import AttentionSpec, ops
-from fusion.ir.expr import FALSE, TRUE, Expr, I, J, walk
+from fusion.ir.expr import FALSE, TRUE, Expr, I, J, coordinates, walk
 from fusion.ir.results import leaves, size_value
 from fusion.passes import nodes
 from fusion.passes.recognize.find import Site
@@ -26,7 +25,7 @@ from fusion.planning.counted import load
 from fusion.torch_private.tracing import user_path
 
 if TYPE_CHECKING:
-    from fusion.report.report import Report
+    from fusion.report.report import AttentionReport, Report
 
 DEAD, MIXED, FULL, DATA = 0, 1, 2, 3
 NAMES = {DEAD: "dead", MIXED: "mixed", FULL: "full", DATA: "decided by data"}
@@ -40,8 +39,9 @@ _CHARACTERS = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskMap:
-    """The mask of the first batch element as squares of `cell` queries by as many keys: cells[r][c] is DEAD, MIXED,
-    FULL or DATA (depends on scores, or on tensors whose values are not known). sampled: not every score was looked at.
+    """The mask of one batch element as squares of `cell` queries by as many keys: cells[r][c] is DEAD, MIXED, FULL or
+    DATA (depends on scores, or on tensors whose values are not known). sampled: not every score was looked at. whose:
+    which element it is, in words; "" where all have the same mask.
     """
 
     cells: tuple[tuple[int, ...], ...]
@@ -50,6 +50,7 @@ class MaskMap:
     n_k: int
     shares: Mapping[int, float]
     sampled: bool
+    whose: str
 
 
 def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int, Tensor]) -> MaskMap | None:
@@ -60,7 +61,8 @@ def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int,
     cell = 1 << max(0, math.ceil(math.log2(max(n_q, n_k) / MOST_CELLS)))
     sampled = n_q * n_k > MOST_SCORES
     i, j = _positions(n_q, cell, sampled), _positions(n_k, cell, sampled)
-    known = defaultdict(lambda: torch.tensor(0), {J: j[None, :]})  # batch coordinates: the first element
+    element, whose = _least_live(spec, sizes, values)
+    known = {**element, J: j[None, :]}
 
     def shares(expr: Expr) -> Tensor:
         """The share of the positions of each cell for which a predicate holds."""
@@ -86,7 +88,33 @@ def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int,
         n_k=n_k,
         shares={kind: float((kinds == kind).double().mean()) for kind in NAMES},
         sampled=sampled,
+        whose=whose,
     )
+
+
+def _least_live(
+    spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int, Tensor]
+) -> tuple[dict[Expr, Tensor], str]:
+    """The batch element and head with the fewest live scores, the first of several, by coordinates and in words. What
+    is not known of the mask counts as live."""
+    live = _decided(spec.mask.live, values, True)
+    extents = {axis: size_value(extent, sizes) for axis, extent in zip(spec.axes, spec.batch, strict=True)}
+    used = [axis for axis in spec.axes if axis.name in coordinates(live) and extents[axis] > 1]
+    if not used:
+        return dict.fromkeys(extents, torch.tensor(0)), ""
+    heads = math.prod(extents[axis] for axis in used)
+    grid = torch.unravel_index(torch.arange(heads), [extents[axis] for axis in used])
+    most = max(1, math.isqrt(MOST_SCORES // heads))  # evenly spaced rows and keys
+    i, j = (torch.arange(0, n, -(-n // most)) for n in (size_value(spec.n_q, sizes), size_value(spec.n_k, sizes)))
+    known = dict.fromkeys(extents, torch.tensor(0)) | {I: i[:, None], J: j}
+    known |= {axis: line[:, None, None] for axis, line in zip(used, grid, strict=True)}
+    alive = torch.as_tensor(ops.evaluate(live, leaves(sizes, known, partial(load, values))))
+    counts = alive.broadcast_to(heads, len(i), len(j)).sum((1, 2))
+    element = {axis: line[counts.argmin()] for axis, line in zip(used, grid, strict=True)}
+    whose = ", ".join(f"{axis.name} = {at} (of 0 to {extents[axis] - 1})" for axis, at in element.items())
+    about = "about " * (most < max(i[-1], j[-1]))
+    fewest = f", which has {about}the fewest live scores" if counts.min() < counts.max() else ""
+    return dict.fromkeys(extents, torch.tensor(0)) | element, whose + fewest
 
 
 def _positions(extent: int, cell: int, sampled: bool) -> Tensor:
@@ -160,8 +188,25 @@ def before(sites: Sequence[Site]) -> list[Excerpt]:
 def add(report: Report, pictures: Sequence[Excerpt]) -> None:
     """Add to a report the regions of its sites before the rewrite, and the calls that replace them."""
     for site, picture in zip(report.sites, pictures, strict=True):
-        site.before = picture
-        site.after = _after(picture, [attention.nodes for attention in site.attentions]) if site.attentions else None
+        after = _after(picture, [attention.nodes for attention in site.attentions]) if site.attentions else None
+        site.before, site.after = (shown and _renamed(shown, site.attentions) for shown in (picture, after))
+
+
+def _renamed(shown: Excerpt, attentions: Sequence[AttentionReport]) -> Excerpt:
+    """The excerpt with the names of tensors that the program has."""
+    taken = {box.name for box in shown.nodes}
+    read = [pair for part in attentions for pair in list(zip(part.names.values(), part.nodes, strict=True))[3:]]
+    names = {node.name: name for name, node in dict(reversed(read)).items() if name not in taken}
+    boxes = [
+        replace(
+            box,
+            name=names.get(box.name, box.name),
+            text=names[box.name] if box.name in names and "::" not in box.text else box.text,
+            parents=tuple(names.get(parent, parent) for parent in box.parents),
+        )
+        for box in shown.nodes
+    ]
+    return replace(shown, nodes=tuple(boxes))
 
 
 def _before(site: Site) -> Excerpt:

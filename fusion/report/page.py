@@ -180,7 +180,7 @@ def _mask(attention: AttentionReport) -> str:
     legend = "".join(f"<li>{swatch.format(k)}{drawings.NAMES[k]} {shown.shares[k]:.0%}</li>" for k in kinds)
     about = f"{shown.n_q:,} queries (down) by {shown.n_k:,} keys; a square is {shown.cell} by {shown.cell}."
     about += " The mask of these inputs." if attention.values else ""
-    whose = "<p>Of the first batch element and head:</p>" if spec.batch else ""
+    whose = f"<p>Drawn for {shown.whose}:</p>" if shown.whose else ""
     about += " Evenly spaced rows and columns of each square were looked at." if shown.sampled else ""
     return (
         f'<h3>Mask</h3><div class="columns">{drawings.mask_svg(shown)}'

@@ -21,6 +21,7 @@ from fusion.planning.plan import Plan, plan
 from fusion.refusals import Refusal
 from fusion.report.data import report_data, report_text
 from fusion.torch_private.dynamo import counters
+from fusion.torch_private.tracing import short_path
 
 if TYPE_CHECKING:
     from fusion.api.compare import Comparison
@@ -65,6 +66,12 @@ class AttentionReport:
     keys: str = ""
     gradients: str = ""
     reproducible: str = ""
+
+
+def aliases(spec: AttentionSpec, names: Mapping[int, str]) -> str:
+    """Line of a Triton module, which layers share, about the tensors that this attention has other names for."""
+    other = [f"{o.name} is {names[n]}" for n, o in enumerate(spec.operands) if o.name != names[n]]
+    return f"# {', '.join(other)}\n" if other else ""
 
 
 class OnMachine(NamedTuple):
@@ -150,7 +157,7 @@ class SiteReport:
                 compiled = kernel.resources(extents, gpu.architecture)
             except RuntimeError as refused:
                 compiled = [f"not compiled for {gpu.architecture}: {refused}".splitlines()[0]]
-            text = "".join(f"# {each}\n" for each in compiled) + text
+            text = "".join(f"# {each}\n" for each in compiled) + aliases(spec, self.attentions[which].names) + text
         return OnMachine(plan(spec, gpu, sizes=sizes), text)
 
     @property
@@ -284,4 +291,4 @@ def graph_break(module: GraphModule) -> str | None:
         return reason
     frame = ending.user_stack[-1]
     code = linecache.getline(frame.filename, frame.lineno).strip()
-    return f"{frame.filename}:{frame.lineno} in {frame.name}: {code}\n{reason}"
+    return f"{short_path(frame.filename)}:{frame.lineno} in {frame.name}: {code}\n{reason}"

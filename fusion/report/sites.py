@@ -25,7 +25,7 @@ from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.passes.trace.outline import described
 from fusion.planning.plan import Plan, plan
-from fusion.report.report import AttentionReport, Report, SiteReport
+from fusion.report.report import AttentionReport, Report, SiteReport, aliases
 from fusion.runtime import kernels
 from fusion.torch_private.tracing import stack_frames, user_name, user_path
 
@@ -72,13 +72,15 @@ def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) 
         said = textwrap.wrap(f"out = {part.spec.formula(names)} @ v", 112)
         said += [line for operand in operands for line in operand.splitlines()]
         source = "".join(f"// {line}\n" for line in said) + source
+    else:
+        source = aliases(part.spec, names) * bool(source) + source
     return AttentionReport(
         spec=part.spec,
         names=names,
         operands=operands,
         nodes=part.operands,
         sizes=sizes,
-        keys=_keys(part, sizes),
+        keys=_keys(part, sizes, names),
         shapes=shapes,
         values=values,
         planned=_planned(part, hints, options, values),
@@ -86,7 +88,7 @@ def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) 
         approximation=_approximation(part, hints, options),
         reproducible=_reproducible(part, hints, options) if options.reproducible else "",
         gradients="\n".join(
-            f"through {part.spec.describe_aux(aux)}: the reference interpreter, as {why}"
+            f"through {part.spec.describe_aux(aux, names)}: the reference interpreter, as {why}"
             for aux, why in (aux_gradients.left_out(part.spec) if part.differentiable else ())
         ),
     )
@@ -144,13 +146,13 @@ def _operand(part: AttentionCall, number: int, name: str, shape: tuple[int, ...]
     return f"{name}: {text}, {size} that the graph makes" + (f" at {line}" if line else "") + OF_PAIRS * pairs
 
 
-def _keys(part: AttentionCall, sizes: Mapping[str, int]) -> str:
+def _keys(part: AttentionCall, sizes: Mapping[str, int], names: Mapping[int, str]) -> str:
     """Text that tells how the top-k keys of an attention are read; "" where it has none."""
     if part.dense_reason:
         return f"top-k keys of each row are known, but all keys are read under a mask: {part.dense_reason}"
     if part.gathered is None:
         return ""
-    count, table = size_value(part.spec.n_k, sizes), part.spec.operands[part.gathered.table].name
+    count, table = size_value(part.spec.n_k, sizes), names[part.gathered.table]
     if part.spec.n_k_total is None:
         return f"{count} of them, read through {table}"
     every, heads = size_value(part.spec.n_k_total, sizes), size_value(part.spec.n_q, sizes)

@@ -7,7 +7,10 @@ each call (`TorchFunctionMode`, the profiler).
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -34,7 +37,7 @@ from fusion.torch_private.tensors import tree_map
 __all__ = [
     "ORIGINS", "carry_source", "current_node", "current_tracer", "disable_proxy_modes_tracing", "has_source",
     "is_lifted", "is_plain", "is_watched", "lazy_module", "make_fx", "node_of", "rename", "reparametrized",
-    "stack_frames", "stand_for", "track", "untraced", "updated", "with_tracer", "without_function_modes",
+    "short_path", "stack_frames", "stand_for", "track", "untraced", "updated", "with_tracer", "without_function_modes",
     "without_functions", "written",
 ]  # fmt: skip
 
@@ -150,13 +153,31 @@ class Frame(NamedTuple):
     place: str
 
 
+def short_path(file: str) -> str:
+    """A file's path from the working directory, or as `import` finds it, where that leads to the same file."""
+    try:
+        return _short_path(file, (os.getcwd(), *sys.path))
+    except OSError:  # the working directory is gone
+        return file
+
+
+@functools.lru_cache(maxsize=1024)
+def _short_path(file: str, folders: tuple[str, ...]) -> str:
+    for folder in sorted(folders, key=lambda path: not path.endswith("-packages")):
+        short = file.removeprefix(os.path.join(folder, ""))
+        first = next((other for other in folders if os.path.exists(os.path.join(other, short))), None)
+        if short != file and first == folder:
+            return short
+    return file
+
+
 def stack_frames(node: Node) -> list[Frame]:
     """Calls in the stack trace that Dynamo recorded with a node, the innermost last."""
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)(?:\n(?!\s*File ")\s*(.*))?', trace)
     of_modes = next((k for k, frame in enumerate(frames) if frame[2] == "__torch_function__"), 0)  # of a default device
     return [
-        Frame(file, function, f"{file}:{line} in {function}: {code.strip()}".removesuffix(": "))
+        Frame(file, function, f"{short_path(file)}:{line} in {function}: {code.strip()}".removesuffix(": "))
         for file, line, function, code in frames[: of_modes or None]
     ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion
-from fusion.api.compare import peak_memory
+from fusion.api.compare import Comparison, Measured, peak_memory
 from fusion.errors import ComparisonError
 from fusion.exactness import reference
 from tests.numerics import allowance, assert_same_in_float64, wide
@@ -34,6 +34,14 @@ def test_eager_inductor_and_fusion_side_by_side(tmp_path):
     line = str(found).splitlines()[-1]
     assert line == found.optimum and line.startswith("Attention in fusion: ") and "by the measured call" in line
     assert found.optimum in report.to_html(tmp_path / "page.html").read_text().replace("&#x27;", "'")
+
+
+@pytest.mark.parametrize(("times", "said"), [(1.9, False), (5.2, True)])
+def test_a_time_far_above_the_predicted_one_says_what_to_check(times, said):
+    plans = (fusion.plan(fusion.Problem(n_q=64, n_k=64, d=16, d_v=16)),)
+    entry = Measured(name="fusion", seconds=times * plans[0].time)
+    text = Comparison(entries=(entry,), turns=3, threads=2, device="cpu", plans=plans).optimum
+    assert ("The call takes 5.2 times what is predicted for attention. Check what else" in text) is said
 
 
 def test_compare_of_a_model_takes_its_parameters_to_float64():

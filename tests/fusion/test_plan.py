@@ -56,7 +56,7 @@ def test_masked_problems_skip_tiles():
     full, causal = plan(problem()), plan(problem(causal=True))
     assert (full.schedule, causal.schedule) == ("flash", "block_sparse")
     assert (
-        causal.sizes["s"] < 1 and causal.time < full.time
+        causal.sizes["live"] < 1 and causal.time < full.time
     )  # by how much depends on the rows of a block, that is the machine
     window = plan(problem(causal=True, window=64))
     assert window.io < causal.io and window.time < causal.time
@@ -101,7 +101,7 @@ def test_text_has_the_numbers_in():
 
 def test_a_share_of_live_tiles_counts():
     full, sparse = plan(problem()), plan(problem(density=0.2))
-    assert sparse.schedule == "block_sparse" and sparse.sizes["s"] == 0.2 and sparse.time < full.time
+    assert sparse.schedule == "block_sparse" and sparse.sizes["live"] == 0.2 and sparse.time < full.time
 
 
 def test_planning_is_cached():

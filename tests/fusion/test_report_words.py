@@ -3,6 +3,7 @@
 import importlib
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from fusion.ir.printing import ARGUMENTS, COMPOSITIONS, to_text
 from fusion.passes.pullback.casts import Call
 from fusion.passes.pullback.pointwise import BUILDERS
 from fusion.planning import pays
+from fusion.planning.schedules import SCHEDULES
 from fusion.report.data import kernel_summary
+from fusion.torch_private.tracing import short_path
 
 ALWAYS = {"tile_maps": "always"}
 X = SCORE / 8
@@ -126,10 +129,26 @@ def test_a_function_that_models_share_is_named_with_its_caller(tmp_path, monkeyp
     (site,) = report.sites
     assert site.module == "layers.0"
     assert site.location.endswith("library_of_attention.py:5 in attend: return torch.softmax(q @ k.mT / 4, -1) @ v")
-    called = f"    from     {tmp_path / 'modeling_of_it.py'}:7 in forward: return attend(x, x, x)"
+    called = "    from     modeling_of_it.py:7 in forward: return attend(x, x, x)"
     assert called in str(report) and "Called from" in report._repr_html_()
+    page = re.sub("<[^>]+>", "", report.to_html(tmp_path / "page.html").read_text())
+    assert str(tmp_path) not in page + str(report) and "class Layer(torch.nn.Module)" in page
     own = fusion.explain(Model(), *torch.randn(3, 1, 2, 40, 16), torch.ones(1, 40, dtype=torch.bool))
     assert own.sites[0].calling is None and "    from " not in str(own)
+
+
+def test_paths_are_short_where_they_lead_to_the_same_file(tmp_path, monkeypatch):
+    here, other, installed = (tmp_path / name for name in ("here", "other", "here/lib/site-packages"))
+    for folder in (here, other, installed / "package", here / "below"):
+        folder.mkdir(parents=True)
+        (folder / "model.py").touch()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(here / "below"), str(other), str(installed)])
+    assert short_path(str(here / "model.py")) == "model.py"
+    assert short_path(str(here / "below/model.py")) == "below/model.py"
+    assert short_path(str(other / "model.py")) == str(other / "model.py")  # another model.py is nearer
+    assert short_path(str(installed / "package/model.py")) == "package/model.py"
+    assert short_path("<stdin>") == "<stdin>" and short_path(str(tmp_path / "gone.py")) == str(tmp_path / "gone.py")
 
 
 def test_code_that_is_in_no_file_has_a_line_without_text(tmp_path):
@@ -243,6 +262,40 @@ def test_what_the_graph_makes_is_named_after_the_operation_and_one_letter_by_its
     titles = [*verified.sites[0].outcome.errors]
     assert "gradient of self.p" in titles, titles
     assert any(title.startswith("gradient of sum") and "factor = self.u" in title for title in titles), titles
+
+
+class Sinks(torch.nn.Module):
+    """Sinks and a bias, whose names a kernel's text has none of, and a sum that the graph numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.sinks, self.s = torch.nn.Parameter(torch.rand(2)), torch.nn.Parameter(torch.rand(2, 1, 1))
+
+    def forward(self, q, k, v):
+        scores = torch.cat([q @ k.mT + self.s, self.sinks[:, None, None].expand(1, 2, 40, 1)], -1)
+        return torch.softmax(scores, -1)[..., :-1] * self.s.square().sum() @ v
+
+
+def test_a_tensor_has_one_name_in_all_views():
+    with torch.no_grad():
+        report = fusion.explain(Sinks(), *torch.randn(3, 1, 2, 40, 16))
+    (site,) = report.sites
+    names = [*site.attentions[0].names.values()][3:]
+    assert sorted(names) == ["self.s", "sinks", "sum"]
+    for shown in (site.before, site.after):
+        boxes = {box.name for box in shown.nodes}
+        assert {*names} <= boxes and not any(name.startswith("sum_") for name in boxes)
+        assert {parent for box in shown.nodes for parent in box.parents} <= boxes
+    assert all(f"// {name}: float32" in site.source for name in names)
+    own = dict(zip(names, [*site.spec.names.values()][3:], strict=True))
+    assert (
+        f"# {own['self.s']} is self.s, " in site.on("h200").text and f"{own['sinks']} is sinks" in site.on("h200").text
+    )
+
+
+def test_the_share_of_tiles_has_a_letter_of_its_own():
+    """`s` is the score in programs."""
+    assert not any(re.search(r"\bs\b", item.io + item.footprint) for item in SCHEDULES.values())
 
 
 def pairs(table):

@@ -222,11 +222,15 @@ def test_help_has_examples(capsys):
     assert all(name in text for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["cpu", "h200"])
-@pytest.mark.parametrize("dtype", ["float64", "tf32"])
-def test_a_dtype_that_no_kernel_multiplies_is_an_error_in_words(capsys, name, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("float64", "cpu"), ("tf32", "cpu"), ("fp8", "cpu"), ("float64", "h200"), ("tf32", "h200")]
+)
+def test_dtypes_that_no_kernel_multiplies_get_one_advice(capsys, dtype, name):
     assert main(["cost", "--dtype", dtype, "--machine", name]) == 2
-    assert "products of kernels take float32" in capsys.readouterr().err
+    advice = (
+        "products of kernels take float32 (as tf32 where torch's switches allow it), bfloat16, float16 and, on GPUs "
+    )
+    assert advice in capsys.readouterr().err
 
 
 def test_times_of_this_computer_are_those_on_torchs_threads(monkeypatch):

@@ -213,8 +213,34 @@ def test_the_mask_of_the_inputs_is_drawn():
     assert [list(row) for row in shown.cells] == brute_force(live, shown.cell, shown.cell)
     words = Checker(to_html(report)).words
     assert "The mask of these inputs." in words and "decided by data" not in words
-    assert 0 < words.index("Of the first batch element and head:") < words.index("dead ")
+    assert "Drawn for" not in words
     assert "document: int64[1, 300]" in words and "document: int64[1, 300]" in str(report)
+
+
+@pytest.mark.parametrize("most", [1 << 24, 1 << 12])
+def test_the_most_padded_element_is_drawn_and_named(monkeypatch, most):
+    def padded(q, k, v, mask):
+        return torch.softmax((q @ k.mT).masked_fill(~mask[:, None, None], float("-inf")), -1) @ v
+
+    mask = torch.arange(96) < torch.tensor([96, 80, 33, 90])[:, None]
+    report = fusion.explain(padded, *torch.randn(3, 4, 2, 96, 16), mask)
+    monkeypatch.setattr(drawings, "MOST_SCORES", most)
+    (attention,) = report.sites[0].attentions
+    shown = drawings.mask_map(attention.spec, attention.sizes, attention.values)
+    assert [list(row) for row in shown.cells] == brute_force(mask[2].expand(96, 96), shown.cell, shown.cell)
+    about = "about " * (most < 4 * 96 * 96)
+    words = Checker(to_html(report)).words
+    assert f"Drawn for b0 = 2 (of 0 to 3), which has {about}the fewest live scores:" in words
+
+
+def test_an_element_among_equals_is_named():
+    def packed(q, k, v, document):
+        return (
+            torch.softmax((q @ k.mT).masked_fill(document[:, None, :, None] != document[:, None, None], -1e9), -1) @ v
+        )
+
+    report = fusion.explain(packed, *torch.randn(3, 2, 1, 40, 16), torch.arange(40).expand(2, 40) // 10)
+    assert "Drawn for b0 = 0 (of 0 to 1):" in Checker(to_html(report)).words
 
 
 def test_no_mask_no_map():

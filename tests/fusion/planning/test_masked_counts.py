@@ -172,6 +172,21 @@ def test_shares_of_masks_that_no_range_tells(mask, most, monkeypatch):
     assert plan.ratio >= 1
 
 
+@pytest.mark.parametrize(
+    ("maps", "reason"), [("never", "positions alone, not by data (option tile_maps)"), ("always", "; every call looks")]
+)
+def test_one_sentence_says_why_more_is_computed_than_live(maps, reason):
+    def attend(q, k, v, keep):
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        return (q @ k.mT).masked_fill((j > i) | ~keep[:, None, None], -math.inf).softmax(-1) @ v
+
+    (site,) = fusion.explain(
+        attend, *torch.randn(3, 1, 1, 256, 8), torch.arange(256)[None] < 100, options={"tile_maps": maps}
+    ).sites
+    text = mask_text(site.spec, site.attentions[0].names, site.plan)
+    assert "; a tile with a live score is computed whole" in text and reason in text
+
+
 def test_a_mask_of_which_nothing_is_skipped_names_the_option_that_would():
     def attend(q, k, v, documents):
         dead = documents[:, :, None] != documents[:, None, :]
@@ -179,6 +194,9 @@ def test_a_mask_of_which_nothing_is_skipped_names_the_option_that_would():
 
     arguments = (*torch.randn(3, 1, 1, 96, 8), torch.arange(96)[None] // 20)
     texts = {maps: str(fusion.explain(attend, *arguments, options={"tile_maps": maps})) for maps in ("auto", "never")}
-    assert all("20 % of the scores live, 100 % computed (of these inputs)" in text for text in texts.values())
+    said = (
+        "20 % of the scores live, 100 % computed (of these inputs); no tile is left out, as positions do not tell which"
+    )
+    assert all(said in text for text in texts.values())
     assert 'options={"tile_maps": "always"} looks for dead tiles' in texts["auto"]
     assert "always" not in texts["never"]

@@ -49,4 +49,4 @@ def test_a_schedule_for_masks_is_the_whole_one_without():
         if item.unmasked:
             whole = io_model.schedule(item.unmasked)
             assert item.skips
-            assert item.io.subs({symbol: 1 for symbol in item.io.free_symbols if str(symbol) == "s"}) == whole.io
+            assert item.io.subs({symbol: 1 for symbol in item.io.free_symbols if str(symbol) == "live"}) == whole.io
