@@ -57,7 +57,7 @@ rng = np.random.default_rng(0)
 q, k, v = (rng.normal(size=shape) for shape in ((13, 5), (22, 5), (22, 3)))
 tile = {"B_r": 4, "B_c": 6}
 memory = run("two_pass", q, k, v, capacity=10**4, tile=tile)
-found = counts("two_pass", {"N_q": 13, "N_k": 22, "d": 5, "d_v": 3, "M": 10**4, "s": 1, "r": 1}, tile)
+found = counts("two_pass", {"N_q": 13, "N_k": 22, "d": 5, "d_v": 3, "M": 10**4, "live": 1, "r": 1}, tile)
 weights = np.exp(q @ k.T / np.sqrt(5))
 assert (memory.loads, memory.stores) == (found.reads, found.writes) and memory.peak <= found.footprint
 print(abs(memory.result("O") - weights / weights.sum(1, keepdims=True) @ v).max())
