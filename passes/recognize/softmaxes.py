@@ -20,11 +20,15 @@ from fusion.ir.primitives import ROUNDED, is_bounded, is_tame
 from fusion.refusals import Reason
 
 from ..nodes import Unsupported
+from ..pullback.roundings import first_infinite
 from .core import free_of_keys, has
 
 _SATURATING = ("sigmoid", "tanh", "erf", "atan")
 _LOW, _VANISHES = -1e3, -200.0
 """Constants that are not above the first are fills of masks; exp of what is below the second is 0."""
+_ROUNDED_TO = {name: dtype for dtype, name in ROUNDED.items()}
+_KEEPING = ("neg", "abs", "detach", "detach_nan", "minimum", "maximum", "reduce", *_ROUNDED_TO)
+"""Operations whose result is as large as an argument."""
 
 
 def selected(core: Expr, condition: Expr) -> Expr | None:
@@ -139,21 +143,35 @@ def _in_dead_rows(value: Expr) -> Expr:
 
 def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
     """Whether a value may be infinite where all of `known` holds and Q and K are finite. A load over keys or queries
-    may be: it may be a mask."""
+    may be: it may be a mask. So may a sum or a product of fills that are finite."""
+    return _largest(value, known) == math.inf
+
+
+def _largest(value: Expr, known: Sequence[Expr]) -> float:
+    """Bound of a value's magnitude, in which scores and tensors count as 1; infinity where it may be infinite."""
     if value.op == "const":
-        return math.isinf(value.value)
+        return abs(value.value) if math.isfinite(value.value) else math.inf
     if value.kind is not Kind.FLOAT or value.op in ("dot", "score") or is_bounded(value.op):
-        return False
+        return 1.0
     if value.op == "load":
-        return bool({"i", "j"} & {*coordinates(value)})
+        return math.inf if {"i", "j"} & {*coordinates(value)} else 1.0
     if value.op == "where":
         condition, then, otherwise = value.args
-        outcome = _outcome(condition, known)
-        opposite = apply("not", condition)
-        return (outcome is not False and may_be_infinite(then, [*known, *conjuncts(condition)])) or (
-            outcome is not True and may_be_infinite(otherwise, [*known, *conjuncts(opposite)])
+        outcome, opposite = _outcome(condition, known), apply("not", condition)
+        return max(
+            0.0 if outcome is False else _largest(then, [*known, *conjuncts(condition)]),
+            0.0 if outcome is True else _largest(otherwise, [*known, *conjuncts(opposite)]),
         )
-    return value.op in ("log", "log_softmax") or any(may_be_infinite(arg, known) for arg in value.args)
+    sizes = [_largest(arg, known) for arg in value.args if arg.kind is Kind.FLOAT]
+    if math.inf in sizes or value.op in ("log", "log_softmax"):
+        return math.inf
+    if value.op in ("fadd", "fsub", "fmul"):
+        bound = math.prod(sizes) if value.op == "fmul" else sum(sizes)
+    elif value.op == "div" and value.args[1].is_const:
+        bound = sizes[0] / sizes[1] if sizes[1] else math.inf
+    else:  # functions that grow count as ordinary
+        bound = max(sizes) if value.op in _KEEPING else 1.0
+    return bound if bound < first_infinite(_ROUNDED_TO.get(value.op, torch.float32)) else math.inf
 
 
 def stays_finite(value: Expr) -> bool:
@@ -161,11 +179,9 @@ def stays_finite(value: Expr) -> bool:
     query may be a mask."""
     if value.kind is not Kind.FLOAT or value.op in ("dot", *_SATURATING):
         return True
-    if value.op == "load":
-        return not {"i", "j"} & {*coordinates(value)}
-    divides = value.op == "div" and value.args[1].is_const and value.args[1].value != 0
-    tame = math.isfinite(value.value) if value.is_const else divides or is_tame(value.op)
-    return tame and all(map(stays_finite, value.args))
+    divides = value.op == "div" and value.args[1].is_const
+    grows = not (divides or value.op == "load" or is_tame(value.op))
+    return not grows and not may_be_infinite(value) and all(map(stays_finite, value.args))
 
 
 def filled_by_selection(value: Expr) -> bool:
