@@ -78,7 +78,8 @@ def found(row: Row, d: int) -> str:
         options = {"inner": "eager", "emitter": "reference", "verify": False}
         torch.compile(row.plain, backend="fusion", dynamic=False, options=options)(*operands)
     lines = re.findall(r"^ +(program|reads|mask) +(.*)$", str(reports[0]), flags=re.M)
-    return "\n".join(f"- {kind}: `{re.sub(r', [0-9]+ % computed', '', text)}`" for kind, text in lines)
+    of_tiles = r", [0-9]+ % computed(; (a|no) tile [^;]*)?"
+    return "\n".join(f"- {kind}: `{re.sub(of_tiles, '', text)}`" for kind, text in lines)
 
 
 def shares(row: Row) -> torch.Tensor:

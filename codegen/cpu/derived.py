@@ -15,7 +15,6 @@ from fusion.ir.reads import Elements
 from fusion.ir.results import packed_strides, size_value
 from fusion.lowering.backward_plan import BackwardPlan, Form, RowSum
 from fusion.planning import cpu_backward
-from fusion.planning.cpu_backward import Backward
 from fusion.planning.problem import problem_of
 
 from ..mlir.backward.kernel import SMALL_TABLE
@@ -131,17 +130,8 @@ class Derived:
 def steps_of(call: BackwardCall) -> list[Step]:
     """The kernels that give the gradients: one for all, where there is one and it is predicted to be faster."""
     kernel, plan, needs = call.kernel, call.plan, call.needs
-    target, tiling = kernel.target, kernel.backward_tilings[call.choice]
-    work = Backward(
-        problem=problem_of(call.spec, call.sizes),
-        machine=kernel.machine,
-        outer=math.prod(call.batch) // call.inner,
-        inner=call.inner,
-        block=tiling.groups * target.lanes,
-        tile=tiling.keys,
-        planes=tiling.planes,
-        amx=target.amx,
-    )
+    problem, tiling = problem_of(call.spec, call.sizes), kernel.backward_tilings[call.choice]
+    work = cpu_backward.backward_of(problem, kernel.machine, kernel.target, tiling, call.inner)
     fused = needs[0] and (needs[1] or needs[2] and tiling.planes > 0)
     if fused:
         fused = work.fuses and not call.spec.reproducible if kernel.fused is None else kernel.fused

@@ -22,7 +22,7 @@ from fusion.machine import Machine
 from fusion.machine.huge_pages import in_huge_pages
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_planner import FEW_QUERIES
-from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling
+from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling, backward_tiling
 
 from .. import reference
 from ..emitter import Backward, Edges, Proof
@@ -170,6 +170,10 @@ class TrainingKernel(ForwardKernel):
         plan = self._plans.get_or_make((places, everywhere), lambda: backward_plan(spec, everywhere))
         return BackwardCall(self, plan, arguments).gradients()
 
+    def without_kernels(self, needs: tuple[bool, ...]) -> str | None:
+        """Reason why gradients are left to the reference interpreter, or None."""
+        return self._unsupported((), needs)
+
     def _without_kernels(self, places: tuple[int, ...], needs: tuple[bool, ...]) -> str | None:
         """Why gradients, where some arrive at these of the auxiliary outputs, are left to the reference interpreter."""
         reason = left_to_reference(self.spec) or rows.unsupported(self.spec, needs)
@@ -196,10 +200,3 @@ class TrainingKernel(ForwardKernel):
 
         key = (kind, plan.spec.aux_outputs, plan.everywhere, needs, d, d_v, choice, tiling.chain)
         return self._compiled.get_or_make(key, make)
-
-
-def backward_tiling(tiling: Tiling, target: Target) -> Tiling:
-    """Blocks of the backward: rows such that the tile's six matrices stay in the second-level cache; on AMX tiles twice
-    the lanes of the forward, for which packed rows are read once."""
-    wide = tiling.planes > 0 and target.amx
-    return replace(tiling, groups=tiling.groups * (2 if wide else 1), keys=min(tiling.keys, 128))

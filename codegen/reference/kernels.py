@@ -44,6 +44,10 @@ class ReferenceGradient(ReferenceKernel):
         super().__init__(spec)
         self.kernel = kernel
 
+    def without_kernels(self, needs: Sequence[bool]) -> str:
+        """Reason why gradients are left to the reference interpreter."""
+        return "there is no kernel for them"
+
     def outputs(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """[output, zeros, *auxiliary outputs]."""
         out, *aux_outputs = (

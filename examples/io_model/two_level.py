@@ -12,7 +12,7 @@ from fusion.errors import ProblemError
 from fusion.planning.problem import Problem
 from fusion.planning.schedules import lower_bound
 
-from . import SCHEDULES, bounds, counts, schedule
+from . import SCHEDULES, counts, schedule
 from .schedule import SmallMemoryError, sizes_of
 from .tiles import SEARCHED_WHOLE, Tile, least_io, snapped_tile
 
@@ -41,11 +41,7 @@ class Weighed:
 
 def io_bound(problem: Problem, capacity: float, direction: str = "forward") -> float:
     """Elements that any schedule moves for all heads."""
-    if direction == "forward":
-        return lower_bound(problem, capacity)
-    sizes = {name: max(1, getattr(problem, name)) for name in ("n_q", "n_k", "d", "d_v")}
-    imposed = bounds.evaluate("backward", **sizes, capacity=capacity) * problem.live_share(1, 1)
-    return max(2 * lower_bound(problem, math.inf), problem.problems * imposed)  # also dO, and the three gradients
+    return lower_bound(problem, capacity, direction == "backward")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -81,34 +81,29 @@ def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), -1) @ v
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Key j is live for query i where j <= i."""
+def causal(q: Tensor, k: Tensor, v: Tensor, change: Callable = lambda s, i, j: s, reach: float = math.inf) -> Tensor:
+    """Key j is live for query i where j <= i, and no farther back than `reach`."""
     i, j = _positions(q)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    return torch.softmax(scores.masked_fill(j > i, -math.inf), -1) @ v
+    scores = change(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), i, j)
+    dead = j > i if reach == math.inf else (j > i) | (i - j >= reach)
+    return torch.softmax(scores.masked_fill(dead, -math.inf), -1) @ v
 
 
 def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal, and no farther back than 256 keys."""
-    i, j = _positions(q)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    return torch.softmax(scores.masked_fill((j > i) | (i - j >= 256), -math.inf), -1) @ v
+    return causal(q, k, v, reach=256)
 
 
 def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal, with a penalty per head that grows with the distance."""
-    i, j = _positions(q)
     heads = torch.arange(1, q.shape[1] + 1, device=q.device)
     slope = torch.exp2(-8 * heads / q.shape[1]).to(q.dtype)[:, None, None]
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) - slope * (i - j)
-    return torch.softmax(scores.masked_fill(j > i, -math.inf), -1) @ v
+    return causal(q, k, v, lambda scores, i, j: scores - slope * (i - j))
 
 
 def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal, scores kept within 30 by tanh."""
-    i, j = _positions(q)
-    scores = torch.tanh(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) / 30) * 30
-    return torch.softmax(scores.masked_fill(j > i, -math.inf), -1) @ v
+    return causal(q, k, v, lambda scores, i, j: torch.tanh(scores / 30) * 30)
 
 
 VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   fusion cost --N 4096 --d 128 --heads 32 --heads-kv 8 --dtype bf16 --causal --machine h200
   fusion cost --N 4096 --d 128 --dtype bf16 --machine sm_89:cores=128,clock=2.52e9,flops=165e12,bandwidth=1.008e12
   fusion cost --N 4096 --d 64 --M 64K
+  fusion cost --N 4096 --d 64 --heads 12 --causal --backward
   fusion cost --N 8192 --d 16 --bound 1 --epsilon 1e-2
   fusion cost --N 1048576 --d 128 --heads 32 --causal --dtype bf16 --machine h200 --devices 8 --link 450e9"""
 
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="float32", help="element type (default %(default)s)")
     parser.add_argument("--machine", "--target", help=MACHINES)
+    parser.add_argument("--backward", action="store_true", help="the gradients of Q, K and V in place of the output")
     parser.add_argument("--M", type=elements, help="fast memory of a core of a CPU in elements, as 64K")
     parser.add_argument("--bound", type=float, help="B, with |score| <= B: weigh the polynomial that this allows, too")
     parser.add_argument(
@@ -95,9 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"dtype {problem.dtype}: products of kernels take float32 (as tf32 where torch's switches allow it), "
             "bfloat16, float16 and, on GPUs alone, float8, which CPUs widen as they read it; give one of these"
         )
+    if arguments.backward and not (arguments.M is arguments.bound is None and arguments.devices == 1):
+        raise ProblemError(
+            "--backward goes with neither --M, --bound nor --devices, which plan a forward; python -m "
+            "examples.io_model --M 64K --backward goes by no machine"
+        )
     if arguments.M is not None:
         target = _with_fast_memory(target, problem, arguments.M)
-    chosen = plan(problem, target) if arguments.M is None else _fitting(problem, target)
+    chosen = plan(problem, target, backward=arguments.backward) if arguments.M is None else _fitting(problem, target)
     crossing = "" if arguments.bound is None else _crossing(problem, target, arguments.bound, arguments.epsilon)
     if arguments.devices < 1 or arguments.link is not None and not arguments.link > 0:
         raise ProblemError(f"--devices {arguments.devices} --link {arguments.link}: give positive numbers")

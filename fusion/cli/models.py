@@ -213,6 +213,7 @@ The model is compiled and run once on the inputs."""
   fusion explain package.models:build --inputs package.data:batch --html report.html
   fusion explain model.py:Model --option tile_maps=never
   fusion explain model.py:Model --machine h200         also the plan and the Triton kernels of a GPU, without one
+  fusion explain model.py:Model --kernel kernel.mlir   also writes the text of the kernels; with --machine the GPU's
   fusion explain model.py:Model --strict               for a test: exit code 1 unless everything is fused
 
 exit codes: 0 done; 1 with --strict, an attention was not fused or none was found; 2 the request was wrong"""
@@ -223,6 +224,7 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
         parser.add_argument("--html", metavar="FILE", help="also write the report as a page")
         parser.add_argument("--compare", action="store_true", help="also measure eager, Inductor and fusion")
         parser.add_argument("--machine", "--target", help=f"also plans and Triton kernels for a GPU: {MACHINES}")
+        parser.add_argument("--kernel", metavar="FILE", help="also write the kernels' text, with --machine the GPU's")
         parser.add_argument("--strict", action="store_true", help="exit code 1 unless every attention was fused")
 
     @staticmethod
@@ -231,8 +233,10 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
 
         from fusion.api.explain import explain
 
-        if arguments.html and not (folder := Path(arguments.html).resolve().parent).is_dir():
-            raise TargetError(f"--html {arguments.html}: there is no folder {folder}; make it, or name another file")
+        for option in ("html", "kernel"):
+            path = getattr(arguments, option)
+            if path and not (folder := Path(path).resolve().parent).is_dir():
+                raise TargetError(f"--{option} {path}: there is no folder {folder}; make it, or name another file")
         model = load(arguments)
         with torch.no_grad():
             report = model.run(explain)
@@ -240,21 +244,28 @@ exit codes: 0 done; 1 with --strict, an attention was not fused or none was foun
         if arguments.compare:
             report.compare(*model.args, **model.kwargs)
         if arguments.html:
-            try:
-                report.to_html(arguments.html)
-            except OSError as problem:
-                raise TargetError(
-                    f"--html {arguments.html} cannot be written: {problem}; name another file"
-                ) from problem
+            from fusion.report.page import to_html
+
+            _write("--html", arguments.html, to_html(report))
         planned = [site.on(arguments.machine) for site in report.sites if site.fused] if arguments.machine else []
+        if arguments.kernel:
+            sources = [text for _, text in planned] or [text for site in report.sites for text in site.sources]
+            _write("--kernel", arguments.kernel, "\n".join(dict.fromkeys(filter(None, sources))))
         if arguments.json:
             gpu = [{**plan.to_dict(), "source": source} for plan, source in planned]
             print(json.dumps(report.data | ({"gpu": gpu} if gpu else {}), indent=2))
         else:
             print(report)
             for plan, source in dict.fromkeys(planned):
-                print(f"\n{plan.explain()}\nruns       {plan.runs}\n\n{source}")
+                print(f"\n{plan.explain()}\nruns       {plan.runs}" + f"\n\n{source}" * (not arguments.kernel))
         return int(arguments.strict and not (report.sites and report.fused == len(report.sites)))
+
+
+def _write(option: str, path: str | Path, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise TargetError(f"{option} {path} cannot be written: {problem}; name another file") from problem
 
 
 class verify:
@@ -316,10 +327,7 @@ exit codes: 0 written, and right here; 1 written, and wrong; 2 the request was w
             asked = "attention" if arguments.site is None else f"attention {arguments.site}"
             raise TargetError(f"{arguments.target} has no {asked} that fusion would run; its attentions:\n{text}")
         path, wrong = Path(arguments.output), chosen.outcome.wrong
-        try:
-            path.write_text(chosen.script(random=arguments.random), encoding="utf-8")
-        except OSError as problem:
-            raise TargetError(f"--output {path} cannot be written: {problem}; name another file") from problem
+        _write("--output", path, chosen.script(random=arguments.random))
         if arguments.json:
             data = {"file": str(path), "site": chosen.number, "place": chosen.place, "wrong": wrong}
             print(json.dumps(data, indent=2))

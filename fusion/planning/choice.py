@@ -68,6 +68,7 @@ class Choice:
     packed: query heads whose rows lie side by side in a block of rows.
     measured: whether the tile was timed, not predicted.
     peer: what is called in place of the kernel, since it was measured to be faster ("sdpa cudnn").
+    beside: of a backward, tiles of the kernels of dQ and of dV, by these names, where they are not in the first.
     """
 
     schedule: str
@@ -77,11 +78,15 @@ class Choice:
     packed: int = 1
     measured: bool = False
     peer: str = ""
+    beside: tuple[tuple[str, Tile], ...] = ()
 
     @property
     def tiling(self) -> dict[str, int]:
         """By the names of the cost model."""
         cut = {"B_s": -(-self.keys // self.splits)} if self.splits > 1 else {}
+        names = {"dQ": ("B_o", "B_p"), "dV": ("B_u", "B_v")}
+        for kernel, tile in self.beside:
+            cut |= zip(names[kernel], (tile.rows, tile.keys), strict=True)
         return {"B_r": self.tile.rows, "B_c": self.tile.keys, "stages": self.tile.stages, **cut}
 
     def heading(self, comment: str) -> str:
@@ -91,6 +96,7 @@ class Choice:
     def __str__(self) -> str:
         parts = "" if self.splits == 1 else f"keys in {self.splits} parts, "
         own = f"{parts}tiles of {self.tile}{', measured' if self.measured else ''}"
+        own += "".join(f"; {kernel} in tiles of {tile}" for kernel, tile in self.beside)
         return f"{self.peer}, measured to be faster than {own}" if self.peer else own
 
 

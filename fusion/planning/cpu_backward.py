@@ -21,9 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fusion.ir.spec import AttentionSpec
 from fusion.machine import Machine
+from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu import COSTS, MERGED, MOST_PACKED, PLANE_PRODUCTS
 from fusion.planning.problem import Problem
+from fusion.planning.register_tiles import Target, Tiling, backward_tiling, target_for, tilings_for
 
 PART_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of parts that are weighed."""
@@ -115,7 +118,7 @@ class Backward:
 
     @property
     def _dq_bytes(self) -> int:
-        return 4 * self.problem.n_q * self.problem.d
+        return 4 * max(1, self.problem.n_q) * max(1, self.problem.d)
 
     @property
     def _clock(self) -> float:
@@ -178,6 +181,38 @@ class Backward:
             return (met * rows).sum(1) * problem.density
         start, end = problem.key_ranges(self.block)
         return (end - start) * problem.density
+
+
+def backward_of(problem: Problem, machine: Machine, target: Target, tiling: Tiling, inner: int = 1) -> Backward:
+    """The backward in a tiling."""
+    return Backward(
+        problem=problem, machine=machine, outer=problem.problems // inner, inner=inner, planes=tiling.planes,
+        block=tiling.groups * target.lanes, tile=tiling.keys, amx=target.amx,
+    )  # fmt: skip
+
+
+def planned(spec: AttentionSpec, problem: Problem, machine: Machine) -> Backward:
+    """The backward that gives the gradients of Q, K and V, and no other."""
+    target = target_for(spec, machine)
+    tiling = tilings_for(spec, target)[-1 if spec.aux_outputs and target.amx else 0]
+    return backward_of(problem, machine, target, backward_tiling(tiling, target))
+
+
+def backward_choice(spec: AttentionSpec, problem: Problem, machine: Machine) -> Choice:
+    """The choice for a backward."""
+    work = planned(spec, problem, machine)
+    fused = work.fuses and not spec.reproducible
+    form, schedule = (FUSED, "backward_fused") if fused else (KEYS, "backward_split")
+    tile, beside = Tile(rows=work.tile, keys=work.block), ("dQ", Tile(rows=work.block, keys=work.tile))
+    parts, others = work.division(form).parts, () if fused else (beside,)
+    return Choice(schedule=schedule, tile=tile, keys=problem.n_k, splits=parts, beside=others)
+
+
+def backward_seconds(spec: AttentionSpec, problem: Problem, machine: Machine, choice: Choice) -> dict[str, float]:
+    """Seconds of each kernel of a backward."""
+    work = planned(spec, problem, machine)
+    forms = {"dK and dV": KEYS, "dQ": QUERIES} if choice.beside else {"dQ, dK and dV": FUSED}
+    return {kernel: work.division(form).seconds for kernel, form in forms.items()}
 
 
 def last_end(pieces: np.ndarray, elements: int, cores: int) -> float:

@@ -11,8 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from fusion.errors import NoFittingTileError
+from fusion.ir.expr import C, I
+from fusion.ir.reads import is_strided
 from fusion.ir.results import extents_function
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.machine import Machine
@@ -180,17 +183,22 @@ def forward_time(spec: AttentionSpec, problem: Problem, machine: Machine, choice
         parts=choice.splits,
         key_bytes=problem.key_bytes,
     )
-    fact = fact_of(work, tile, machine)
-    spilling = fact.slowed if fact is not None and fact.slowed < math.inf else 1.0
-    busy = busy_clocks(work, tile, machine, extent, fact.instructions if fact else 0)
-    seconds = {name: clocks / clock_of(machine) for name, clocks in busy.items()}
-    total = seconds.pop("total") * spilling
+    seconds = _seconds(work, tile, machine, extent)
+    total = seconds.pop("total")
     launch = machine.launch
     if choice.splits > 1:  # numbers of float32, written and read once
         partial = 4 * problem.problems * problem.n_q * choice.splits * (problem.d_v + 1)
         launch += machine.launch + 2 * partial / machine.main.bandwidth
     resources = {name: np.array([value]) for name, value in {**seconds, "launch": launch}.items()}
     return Times(total=np.array([total + launch]), resources=resources)
+
+
+def _seconds(work: Work, tile: Tile, machine: Machine, extent: Extent) -> dict[str, float]:
+    """`busy_clocks` in seconds, and the total with what is spilled."""
+    fact = fact_of(work, tile, machine)
+    busy = busy_clocks(work, tile, machine, extent, fact.instructions if fact else 0)
+    busy["total"] *= fact.slowed if fact is not None and fact.slowed < math.inf else 1.0
+    return {name: clocks / clock_of(machine) for name, clocks in busy.items()}
 
 
 def check_fits(spec: AttentionSpec, problem: Problem, machine: Machine, tile: Tile) -> None:
@@ -235,3 +243,35 @@ def all_tiles(work: Work, machine: Machine, extent: Extent, rotates: bool) -> It
         shared = work.kernel == FORWARD and work.loaded < work.d + work.d_v
         if asynchronous and shared and redundancy(work, tile, machine) > 1:
             yield replace(tile, spread=True)
+
+
+_OWNERS = {JOINT: ("backward_fused", "dQ, dK and dV"), KEYS: ("backward_split", "dK and dV"),
+           KEYS_ALONE: ("backward_apart", "dK")}  # fmt: skip
+"""Schedule of a backward, and gradients, by the kernel of dK."""
+_BESIDE = {"dV": VALUES_ALONE, "dQ": QUERIES}
+
+
+def backward_choice(spec: AttentionSpec, problem: Problem, machine: Machine) -> Choice:
+    """The choice for a backward that gives the gradients of Q, K and V, and no other."""
+    joint = is_strided(spec.q, (*spec.axes, I, C)) and not spec.reproducible
+    joint = joint and not torch.are_deterministic_algorithms_enabled()
+    tiles = TileModel().backward(spec, machine, problem.d, problem.d_v, joint)
+    beside = tuple((name, tiles[kernel]) for name, kernel in _BESIDE.items() if kernel in tiles)
+    owner = owner_of_keys(tiles)
+    return Choice(schedule=_OWNERS[owner][0], tile=tiles[owner], keys=problem.n_k, beside=beside)
+
+
+def backward_seconds(spec: AttentionSpec, problem: Problem, machine: Machine, choice: Choice) -> dict[str, float]:
+    """Seconds of each kernel of a backward."""
+    ((owner, name),) = [(kernel, name) for kernel, (schedule, name) in _OWNERS.items() if schedule == choice.schedule]
+    seconds = {}
+    for gradient, tile in ((name, choice.tile), *choice.beside):
+        kernel = _BESIDE.get(gradient, owner)
+        moved = problem.with_heads_together() if kernel in BY_KEYS else problem
+        work = work_of(spec, kernel, problem.d, problem.d_v)
+        extent = extent_of(spec, kernel, moved.problems, max(1, moved.n_q), max(1, moved.n_k))
+        visited = moved.live_share(tile.rows, tile.keys) * extent.inner
+        extent = replace(extent, visited=visited, key_bytes=problem.key_bytes)
+        added = moved.problems * extent.inner * work.added * (2 * 4 + work.size) / machine.main.bandwidth
+        seconds[gradient] = _seconds(work, tile, machine, extent)["total"] + added
+    return seconds

@@ -11,12 +11,14 @@ bound on them, and the seconds that it takes.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,10 +30,11 @@ from fusion.machine.processors import bytes_text, flops_text, seconds_text
 from fusion.planning import planner_for
 from fusion.planning.choice import Choice
 from fusion.planning.counted import with_counts
+from fusion.planning.cpu import Times
 from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.problem import Problem, attention_of, problem_of
 from fusion.planning.register_tiles import planes_of, target_for
-from fusion.planning.schedules import SCHEDULES, TABLES, elements, lower_bound, problem_sizes
+from fusion.planning.schedules import SCHEDULES, elements, lower_bound, problem_sizes
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -92,6 +95,11 @@ class Plan:
         return tuple(sorted((name, size) for name, size in self.choice.tiling.items() if name in formulas))
 
     @property
+    def backward(self) -> bool:
+        """Whether this is the plan of a backward."""
+        return SCHEDULES[self.schedule].passes > 0
+
+    @property
     def B_r(self) -> int:
         """Rows (queries) of a tile."""
         return self.choice.tile.rows
@@ -137,20 +145,20 @@ class Plan:
         if not self.compulsory:
             return "an order, with the constant 1"
         if self.problem.density < 1:
-            return "compulsory for every mask of this density: its share of Q, K and V, and the output, moved once"
+            return "compulsory for every mask of this density: its share of the inputs, and the outputs, moved once"
         return "compulsory: what is needed, moved once"
 
     @property
     def flops(self) -> float:
-        """Operations of the two products over live scores, a multiply-add counted as two."""
-        problem = self.problem
+        """Operations of the products over live scores, two or a backward's five, a multiply-add counted as two."""
+        problem, (of_d, of_v) = self.problem, SCHEDULES[self.schedule].products
         scores = problem.problems * problem.n_q * problem.n_k * problem.live_share(1)
-        return 2 * scores * (problem.d + problem.d_v)
+        return 2 * scores * (of_d * problem.d + of_v * problem.d_v)
 
     @property
     def compulsory_bytes(self) -> float:
         """Bytes that every schedule moves: inputs that somebody needs, and outputs."""
-        return lower_bound(self.problem, math.inf) * self.problem.element_bytes
+        return lower_bound(self.problem, math.inf, self.backward) * self.problem.element_bytes
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -171,7 +179,7 @@ class Plan:
     @property
     def symbolic(self) -> str:
         """The schedule's I/O for one head, in symbols."""
-        return SCHEDULES[self.schedule].io + TABLES * (self.sizes["t"] > 0)
+        return SCHEDULES[self.schedule].moved(self.sizes["t"] > 0)
 
     @property
     def formula(self) -> str:
@@ -229,7 +237,7 @@ class Plan:
         """The resources' times, by how they add up."""
         gpu, ways = self.machine.kind == "gpu", {"side by side": [], "in turn": []}
         for name, value in self.resources:
-            beside = name != "launch" if gpu else name in ("vectors", "keys")
+            beside = name != "launch" and not self.backward if gpu else name in ("vectors", "keys")
             ways["side by side" if beside else "in turn"] += [f"{name} {seconds_text(value)}"] * (value > 0)
         return "; ".join(f"{way}: {', '.join(texts)}" for way, texts in ways.items() if texts)
 
@@ -237,10 +245,9 @@ class Plan:
         """The memories of a GPU between which that is moved, in words."""
         if self.machine.kind == "cpu":
             return ""
-        if self.problem.n_q <= self.B_r:  # no other block reads the same keys
+        if self.problem.n_q <= self.B_r and not self.backward:  # no other block reads the same keys
             return " from HBM"
-        least = lower_bound(self.problem, math.inf) * self.problem.element_bytes
-        return f" between multiprocessors and L2; between L2 and HBM at least {bytes_text(least)}"
+        return f" between multiprocessors and L2; between L2 and HBM at least {bytes_text(self.compulsory_bytes)}"
 
     def __str__(self) -> str:
         moved = f"I/O {bytes_text(self.io_bytes)} ({self.ratio:.2f}x bound)"
@@ -255,6 +262,7 @@ def plan(
     sizes: Mapping[str, int] | Sequence[int] | None = None,
     choice: Choice | None = None,
     values: Mapping[int, Tensor] | None = None,
+    backward: bool = False,
 ) -> Plan:
     """The plan for `problem` on `machine` (a name, a Machine, or None: this CPU).
 
@@ -262,6 +270,7 @@ def plan(
     choice: what a kernel runs, whose cost is asked; by default what the machine's planner chooses.
     values: tensors that the spec's mask reads, by operand: its tiles are counted on them; none for a mask of
         positions.
+    backward: the plan of the gradients of Q, K and V in place of the output's.
 
     Of this CPU the time is that on torch's number of threads.
 
@@ -277,7 +286,7 @@ def plan(
     else:
         raise ProblemError(f"plan() was given a {type(problem).__name__}; give a Problem or an AttentionSpec")
     if choice is None:
-        choice = _chosen(spec, extents, problem, target, torch.get_num_threads())
+        choice = _chosen(spec, extents, problem, target, torch.get_num_threads(), backward)
     if values is not None and isinstance(sizes, Mapping):
         _, block, _ = reading(choice, spec, problem, target)
         problem = with_counts(problem, spec, sizes, values, block, choice.tile.keys)
@@ -300,8 +309,12 @@ def _clock_text(machine: Machine) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(spec: AttentionSpec, values: tuple[int, ...], problem: Problem, machine: Machine, threads: int) -> Choice:
+def _chosen(
+    spec: AttentionSpec, values: tuple[int, ...], problem: Problem, machine: Machine, threads: int, backward: bool
+) -> Choice:
     """The planner's choice. threads: what it goes by, too."""
+    if backward:
+        return _backward_model(machine).backward_choice(spec, problem, machine)
     choice = planner_for(spec, machine).choose(values)
     if machine.kind == "gpu":
         from fusion.planning.gpu_model import check_fits
@@ -316,7 +329,10 @@ def _chosen(spec: AttentionSpec, values: tuple[int, ...], problem: Problem, mach
 def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: Machine) -> Plan:
     """The plan with this choice."""
     schedule, (moved, block, computed) = SCHEDULES[choice.schedule], reading(choice, spec, problem, machine)
-    if machine.kind == "gpu":
+    backward = schedule.passes > 0
+    if backward:
+        times = _backward_times(choice, spec, problem, machine)
+    elif machine.kind == "gpu":
         from fusion.planning.gpu_model import forward_time
 
         times = forward_time(spec, moved, machine, choice)
@@ -325,21 +341,17 @@ def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: M
 
         times = choice_time(spec, problem, machine, choice)
     share, scores = (moved.live_share(*block), problem.computed_share(*computed)) if schedule.skips else (1.0, 1.0)
-    sizes = {
-        **problem_sizes(moved),
-        **choice.tiling,
-        "B_r": block[0],
-        "live": share,
-        "t": scores * problem.table_elements,
-    }
-    bound = lower_bound(problem, machine.fast_elements(problem.dtype))
+    sizes = {**problem_sizes(moved), **choice.tiling, "B_r": block[0], "live": share}
+    sizes["t"] = scores * problem.table_elements
+    sizes |= {f"live_{name[1:].lower()}": moved.live_share(tile.rows, tile.keys) for name, tile in choice.beside}
+    bound = lower_bound(problem, machine.fast_elements(problem.dtype), backward)
     return Plan(
         problem=problem,
         machine=machine,
         choice=choice,
-        io=elements(schedule.io + TABLES, sizes) * moved.problems,
+        io=elements(schedule.moved(), sizes) * moved.problems,
         bound=bound,
-        compulsory=bound == lower_bound(problem, math.inf),
+        compulsory=bound == lower_bound(problem, math.inf, backward),
         footprint=elements(schedule.footprint, sizes),
         heads=moved.problems,
         sizes=sizes,
@@ -349,15 +361,29 @@ def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: M
     )
 
 
+def _backward_model(machine: Machine) -> Any:
+    return importlib.import_module(f"fusion.planning.{'gpu_model' if machine.kind == 'gpu' else 'cpu_backward'}")
+
+
+def _backward_times(choice: Choice, spec: AttentionSpec, problem: Problem, machine: Machine) -> Times:
+    """Seconds of a backward's kernels, one after the other; the first reads the output and its gradient."""
+    of_kernels = _backward_model(machine).backward_seconds(spec, problem, machine, choice)
+    read = problem.problems * problem.n_q * (2 * problem.d_v * problem.element_bytes + 4)
+    seconds = {"delta": read / machine.main.bandwidth, **of_kernels, "launch": machine.launch * (1 + len(of_kernels))}
+    return Times(total=np.array([sum(seconds.values())]), resources={n: np.array([s]) for n, s in seconds.items()})
+
+
 def reading(
     choice: Choice, spec: AttentionSpec, problem: Problem, machine: Machine
 ) -> tuple[Problem, tuple[int, int], tuple[int, int]]:
     """(The problem with those heads together whose rows share a block, and so read keys once; the rows of a block and
     the steps in which its keys end; the tiles of the scores that are computed.)"""
-    tile = choice.tile
+    tile, own = choice.tile, (choice.tile.rows, choice.tile.keys)
     if machine.kind == "gpu":
-        own = tile.rows, tile.keys
-        return problem.with_heads_together() if choice.packed > 1 else problem, own, own
+        together = choice.packed > 1 or SCHEDULES[choice.schedule].passes > 0
+        return problem.with_heads_together() if together else problem, own, own
+    if SCHEDULES[choice.schedule].passes:
+        return problem, own, own
     target = target_for(spec, machine)
     register_tile = target.register_tile(planes_of(spec, target))
     if tile.rows == 1:

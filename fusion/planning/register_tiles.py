@@ -167,3 +167,10 @@ def tilings_for(spec: AttentionSpec, target: Target) -> tuple[Tiling, ...]:
     if not target.amx:
         return (replace(multiply_add, keys=target.keys(planes), planes=planes),)
     return (Tiling(groups=4, group_block=2, keys=target.keys(planes), planes=planes), multiply_add)
+
+
+def backward_tiling(tiling: Tiling, target: Target) -> Tiling:
+    """Blocks of the backward: rows such that the tile's six matrices stay in the second-level cache; on AMX tiles twice
+    the lanes of the forward, for which packed rows are read once."""
+    wide = tiling.planes > 0 and target.amx
+    return replace(tiling, groups=tiling.groups * (2 if wide else 1), keys=min(tiling.keys, 128))

@@ -21,6 +21,7 @@ SITE = {"location": "at", "calling": "from", "verdict": "verdict", "reason": "re
         "advice": "to fuse", "validated": "checked", "same_as": "kernel"}  # fmt: skip
 ATTENTION = {"part": "part", "program": "program", "operands": "where", "stored": "reads", "mask": "mask",
              "keys": "keys", "aux_outputs": "also", "gradients": "gradient", "schedule": "plan", "runs": "runs",
+             "backward": "backward",
              "approximation": "approx", "reproducible": "cost", "kernel": "kernel"}  # fmt: skip
 """Entries of a site and of an attention that are text, in order, with the labels that text and page give them."""
 _TRAFFIC = ("cache", "keys", "L2", "HBM")
@@ -132,17 +133,14 @@ def _verdict(plans: tuple[Plan, ...]) -> str | None:
 
 
 def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[str, Any]:
-    spec, plan, names = attention.spec, attention.planned(), attention.names
+    spec, plan, names, backward = attention.spec, attention.planned(), attention.names, attention.backward
+    told = backward if isinstance(backward, str) else "\n".join(backward().explain().splitlines()[2:])
     lines = len(attention.source.splitlines())
     summary = kernel_summary(attention.source)
     return {
         "program": spec.formula(names),
         "operands": "\n".join(attention.operands) or None,
-        "stored": ", ".join(
-            f"{names[number]} in {operand.dtype}"
-            for number, operand in enumerate(spec.operands)
-            if operand in spec.stored
-        )
+        "stored": ", ".join(f"{names[n]} in {o.dtype}" for n, o in enumerate(spec.operands) if o in spec.stored)
         or None,
         "mask": None if spec.mask is None else mask_text(spec, names, plan, may_map),
         "keys": attention.keys or None,
@@ -150,13 +148,15 @@ def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[s
         "gradients": attention.gradients or None,
         "schedule": plan.explain(),
         "runs": plan.runs or None,
+        "backward": told or None,
         "approximation": attention.approximation,
         "reproducible": attention.reproducible or None,
-        "kernel": f"{lines} lines: {source}\n{summary}" if lines else None,
+        "kernel": f"{lines} lines: {source}, in a shell --kernel FILE\n{summary}" if lines else None,
         "kernel_lines": lines,
         "sizes": dict(attention.sizes),
         "spec": parsed(spec.to_json()),
         "plan": plan.to_dict(),
+        "backward_plan": None if isinstance(backward, str) else backward().to_dict(),
     }
 
 

@@ -61,7 +61,7 @@ def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int,
     cell = 1 << max(0, math.ceil(math.log2(max(n_q, n_k) / MOST_CELLS)))
     sampled = n_q * n_k > MOST_SCORES
     i, j = _positions(n_q, cell, sampled), _positions(n_k, cell, sampled)
-    element, whose = _least_live(spec, sizes, values)
+    element, whose = _least_live(_decided(spec.mask.live, values, True), spec, sizes, values)
     known = {**element, J: j[None, :]}
 
     def shares(expr: Expr) -> Tensor:
@@ -93,11 +93,10 @@ def mask_map(spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int,
 
 
 def _least_live(
-    spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int, Tensor]
+    live: Expr, spec: AttentionSpec, sizes: Mapping[str, int], values: Mapping[int, Tensor]
 ) -> tuple[dict[Expr, Tensor], str]:
-    """The batch element and head with the fewest live scores, the first of several, by coordinates and in words. What
-    is not known of the mask counts as live."""
-    live = _decided(spec.mask.live, values, True)
+    """The batch element and head with the fewest live scores, the first of several, by coordinates and in words. live:
+    the mask, of which what is not known counts as live."""
     extents = {axis: size_value(extent, sizes) for axis, extent in zip(spec.axes, spec.batch, strict=True)}
     used = [axis for axis in spec.axes if axis.name in coordinates(live) and extents[axis] > 1]
     if not used:
@@ -105,14 +104,15 @@ def _least_live(
     heads = math.prod(extents[axis] for axis in used)
     grid = torch.unravel_index(torch.arange(heads), [extents[axis] for axis in used])
     most = max(1, math.isqrt(MOST_SCORES // heads))  # evenly spaced rows and keys
-    i, j = (torch.arange(0, n, -(-n // most)) for n in (size_value(spec.n_q, sizes), size_value(spec.n_k, sizes)))
+    lengths = [size_value(n, sizes) for n in (spec.n_q, spec.n_k)]
+    i, j = (torch.arange(0, n, -(-n // most)) for n in lengths)
     known = dict.fromkeys(extents, torch.tensor(0)) | {I: i[:, None], J: j}
     known |= {axis: line[:, None, None] for axis, line in zip(used, grid, strict=True)}
     alive = torch.as_tensor(ops.evaluate(live, leaves(sizes, known, partial(load, values))))
     counts = alive.broadcast_to(heads, len(i), len(j)).sum((1, 2))
     element = {axis: line[counts.argmin()] for axis, line in zip(used, grid, strict=True)}
     whose = ", ".join(f"{axis.name} = {at} (of 0 to {extents[axis] - 1})" for axis, at in element.items())
-    about = "about " * (most < max(i[-1], j[-1]))
+    about = "about " * (most < max(lengths))
     fewest = f", which has {about}the fewest live scores" if counts.min() < counts.max() else ""
     return dict.fromkeys(extents, torch.tensor(0)) | element, whose + fewest
 
@@ -197,15 +197,11 @@ def _renamed(shown: Excerpt, attentions: Sequence[AttentionReport]) -> Excerpt:
     taken = {box.name for box in shown.nodes}
     read = [pair for part in attentions for pair in list(zip(part.names.values(), part.nodes, strict=True))[3:]]
     names = {node.name: name for name, node in dict(reversed(read)).items() if name not in taken}
-    boxes = [
-        replace(
-            box,
-            name=names.get(box.name, box.name),
-            text=names[box.name] if box.name in names and "::" not in box.text else box.text,
-            parents=tuple(names.get(parent, parent) for parent in box.parents),
-        )
-        for box in shown.nodes
-    ]
+    boxes = []
+    for box in shown.nodes:
+        text = box.text if "::" in box.text else names.get(box.name, box.text)
+        parents = tuple(names.get(parent, parent) for parent in box.parents)
+        boxes.append(replace(box, name=names.get(box.name, box.name), text=text, parents=parents))
     return replace(shown, nodes=tuple(boxes))
 
 

@@ -63,12 +63,15 @@ def _version() -> str:
 
 def _summary(report: Report) -> str:
     plans = [plan for site in report.sites for plan in site.plans]
+    parts = [part for site in report.sites for part in site.attentions]
     cards = [
         (f"{report.fused} of {len(report.sites)}", "attentions fused"),
         (f"{report.graphs}", "graph" if report.graphs == 1 else "graphs"),
     ]
     if plans:
         cards.append((seconds_text(sum(plan.time for plan in plans)), "predicted, all fused attentions"))
+        if backward := [part.backward() for part in parts if not isinstance(part.backward, str)]:
+            cards.append((seconds_text(sum(plan.time for plan in backward)), "predicted, their backward"))
         cards.append((bytes_text(sum(plan.io_bytes for plan in plans)), "predicted traffic"))
         cards.append((escape(plans[0].machine.name), "machine"))
     text = "".join(f'<p class="card"><b>{figure}</b><span>{what}</span></p>' for figure, what in cards)
@@ -129,10 +132,13 @@ def _details(site: SiteReport, data: dict[str, Any], number: int, budget: int) -
             parts.append(f"<p>Stopped by <code>{escape(site.stopped_by)}</code></p>{_source(site.stopped_at, '')}")
         parts.append(f'<h3>What would make it fusable</h3><p class="advice">{escape(site.advice or "")}</p>')
     parts.append(_table([(label, data[key]) for key, label in labels.items() if data[key]]))
-    drawn = ("schedule", "kernel")
     for attention, entries in zip(site.attentions, data["attentions"], strict=True):
+        drawn = ("schedule", "kernel", "backward" if entries["backward_plan"] else "")
         rows = [(label, entries[key]) for key, label in ATTENTION.items() if entries[key] and key not in drawn]
         parts += ["<h3>Program</h3>", _table(rows), _mask(attention), _plan(attention.planned())]
+        if not isinstance(attention.backward, str):
+            parts.append(_plan(attention.backward(), "Plan of the backward"))
+        parts.append(_LEGEND)
     parts.append(_graphs(site, number))
     used = 0
     for position, source in enumerate(site.sources):
@@ -188,14 +194,23 @@ def _mask(attention: AttentionReport) -> str:
     )
 
 
-def _plan(plan: Plan) -> str:
+def _plan(plan: Plan, title: str = "Plan") -> str:
     lines = plan.explain().splitlines()
     rows = [(line[:11].strip(), line[11:]) for line in lines]
     moved = [("I/O", plan.io, f"{plan.io:,.0f}", ""), ("bound", plan.bound, f"{plan.bound:,.0f}", "bound")]
     bars = drawings.bars_svg("elements moved", moved)
     if resources := [(name, value, seconds_text(value), "") for name, value in plan.resources if value]:
         bars += drawings.bars_svg("predicted time by resource", resources)
-    return f'<h3>Plan</h3>{_table(rows)}<div class="columns">{bars}</div>'
+    return f'<h3>{title}</h3>{_table(rows)}<div class="columns">{bars}</div>'
+
+
+_LEGEND = """<details><summary>What the words mean</summary><ul>
+<li>In turn: one after the other, so the time is the sum. Side by side: the units work at the same time, so the one that
+is busy longest counts, and what cannot hide behind it.</li>
+<li>Bound: no schedule moves less. "Compulsory" is what is needed, moved once, so the ratio is the distance from the
+optimum. "An order, with the constant 1" is a theorem that tells how traffic grows with the sizes, not how much it is:
+the ratio compares schedules, and even the best one may be some times above it.</li>
+<li>live: the share of tiles that the mask leaves; M: the elements of the fast memory.</li></ul></details>"""
 
 
 def _graphs(site: SiteReport, number: int) -> str:

@@ -46,6 +46,7 @@ class AttentionReport:
     sizes: values of the spec's sizes in the example.
     shapes: of its operands in the example.
     planned: says how it runs, as far as is known when it is asked: tiles are measured at a kernel's first call.
+    backward: the plan of its gradients, likewise; or why kernels do not compute these, "" where none are asked for.
     source: the generated kernel; "" where the reference interpreter runs.
     approximation: the use of the option `approximate`; None without that option.
     keys: how the top-k keys of an indexer are read; "" where it has none.
@@ -61,6 +62,7 @@ class AttentionReport:
     sizes: Mapping[str, int]
     shapes: tuple[tuple[int, ...], ...]
     planned: Callable[[], Plan]
+    backward: Callable[[], Plan] | str = ""
     source: str
     approximation: str | None = None
     keys: str = ""

@@ -8,6 +8,8 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +86,7 @@ def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) 
         shapes=shapes,
         values=values,
         planned=_planned(part, hints, options, values),
+        backward=_backward(part, hints, options, values),
         source=source,
         approximation=_approximation(part, hints, options),
         reproducible=_reproducible(part, hints, options) if options.reproducible else "",
@@ -128,7 +131,8 @@ def _names(part: AttentionCall) -> dict[int, str]:
 OF_PAIRS = """
   It has a number for each query and key, so it grows with the square of the length. Kernels compute instead what is a
   pointwise function of i - j, or of vectors over rows and keys, with at most two exponentials; of longer functions of
-  i - j make a vector over all distances, and index it: table[i - j + n]."""
+  i - j make a vector over all distances, and index it: table[i - j + n]. I/O counts it as an
+  input, and so does the bound where no scores share an element; a program that makes it inside would not move it."""
 
 
 def _operand(part: AttentionCall, number: int, name: str, shape: tuple[int, ...]) -> str:
@@ -176,6 +180,23 @@ def _reproducible(part: AttentionCall, hints: Mapping[str, int], options: Option
     return f"reproducible: {seconds_text(own)} predicted in place of {seconds_text(plain)}" + (
         ", and gradients take seven products where others take five" if part.differentiable else ""
     )
+
+
+def _backward(
+    part: AttentionCall, hints: Mapping[str, int], options: Options, values: Mapping[int, Tensor]
+) -> Callable[[], Plan] | str:
+    """Function that returns the plan of a call's gradients, or why there is none."""
+    if not part.differentiable:
+        return ""
+    exact, needs = str(replace(options.request, approximation=None)), tuple(map(marks.requires_grad, part.operands))
+    kernel: Any = kernels.differentiable(part.spec.to_json(), part.device, exact).kernel
+    try:
+        if (reason := kernel.without_kernels(needs)) is not None:
+            return f"by the reference interpreter: {reason}"
+        machine = kernels.machine_of(part.device, options.request)
+    except (AttributeError, UnknownMachineError):  # an emitter of somebody else's
+        return ""
+    return partial(plan, part.spec, machine, sizes=part.example_sizes(hints), values=values, backward=True)
 
 
 def _planned(

@@ -308,6 +308,7 @@ def pairs(table):
 def test_a_table_of_pairs_is_said_to_grow_with_the_square():
     made = pairs(lambda d: d.float().cumsum(-1))
     assert "6.4 kB that the graph makes" in str(made) and "grows with the square of the length" in str(made)
+    assert "I/O counts it as an" in str(made)
     read = pairs(lambda d: torch.linspace(0, 1, 79)[d + 39])
     assert read.fused == 1 and "grows with the square" not in str(read)
 

@@ -151,6 +151,15 @@ def test_explain_shows_what_a_gpu_would_run_without_one(capsys, model):
     assert "machine 'cpu' is no GPU; name one (h200)" in capsys.readouterr().err
 
 
+def test_one_option_writes_the_kernels_of_this_computer_or_of_a_gpu(capsys, model, tmp_path):
+    path = tmp_path / "kernel"
+    assert main(["explain", f"{model}:attend", "--kernel", str(path)]) == 0
+    assert "in a shell --kernel FILE" in capsys.readouterr().out
+    assert path.read_text().startswith("// out = softmax(") and path.read_text().count("func.func @attention") == 1
+    assert main(["explain", f"{model}:attend", "--kernel", str(path), "--machine", "h200"]) == 0
+    assert "tl.dot(" not in capsys.readouterr().out and "tl.dot(" in path.read_text()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a computer without a GPU")
 def test_a_device_that_is_not_there(capsys, model):
     assert main(["explain", f"{model}:Model", "--device", "cuda"]) == 2
@@ -222,6 +231,7 @@ def test_strict_is_an_exit_code(capsys, model):
             "--inputs namedd: there is no 'namedd'; values there: .* named, .*single",
         ),
         ("{model}:attend", ("--html", "/nonexistent/a.html"), "there is no folder /nonexistent; make it"),
+        ("{model}:attend", ("--kernel", "/nonexistent/a"), "--kernel /nonexistent/a: there is no folder /nonexistent"),
     ],
 )
 def test_a_wrong_request_says_what_to_write(capsys, model, target, more, message):

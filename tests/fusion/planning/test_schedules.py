@@ -32,15 +32,18 @@ def test_what_planners_choose_has_a_kernel(name, program, sizes):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_formulas_are_those_that_are_proved_on_the_simulated_memory(name):
-    """The sums of the phases' I/O, and the largest of their footprints."""
+    """The sums of the phases' I/O, and the largest of their footprints. Backwards of the theory have no mask, and
+    one tile for dK and dV."""
     own, theory = SCHEDULES[name], io_model.schedule(name)
     symbols = {str(symbol): symbol for symbol in (*SIZES, *TILES.values())}
+    if own.passes:
+        symbols |= {"live": 1, "live_q": 1, "live_v": 1, "B_u": TILES["B_r"], "B_v": TILES["B_c"]}
     read = lambda text: sympy.sympify(text, locals={**symbols, "ceil": sympy.ceiling, "max": sympy.Max})
     assert sympy.expand(read(own.io) - theory.io) == 0
-    assert own.skips == theory.skips
+    assert own.skips == (theory.skips or own.passes > 0)
     footprint, largest = read(own.footprint), sympy.Max(*(phase.footprint for phase in theory.phases))
     for step in range(1, 20):
-        at = {symbol: 1 + (7 * k + 11 * step) % 97 for k, symbol in enumerate(symbols.values())}
+        at = {symbol: 1 + (7 * k + 11 * step) % 97 for k, symbol in enumerate((*SIZES, *TILES.values()))}
         assert footprint.subs(at) == largest.subs(at)
 
 
