@@ -207,9 +207,9 @@ def _plan(plan: Plan, title: str = "Plan") -> str:
 _LEGEND = """<details><summary>What the words mean</summary><ul>
 <li>In turn: one after the other, so the time is the sum. Side by side: the units work at the same time, so the one that
 is busy longest counts, and what cannot hide behind it.</li>
-<li>Bound: no schedule moves less. "Compulsory" is what is needed, moved once, so the ratio is the distance from the
-optimum. "An order, with the constant 1" is a theorem that tells how traffic grows with the sizes, not how much it is:
-the ratio compares schedules, and even the best one may be some times above it.</li>
+<li>A bound that is compulsory is what is needed, moved once: no schedule moves less, and the ratio is the distance from
+the optimum. An order, with the constant 1, is a theorem that tells how traffic grows with the sizes, not how much it
+is: the ratio compares schedules, and even the best one may be some times above it.</li>
 <li>live: the share of tiles that the mask leaves; M: the elements of the fast memory.</li></ul></details>"""
 
 
