@@ -152,16 +152,16 @@ class RowReader:
         """A row, or the last one in place of those behind it."""
         return self.context.b.least(position, self.context.b.sub(self.access.count, 1))
 
-    def gather_rows(self, first: Value, count: int, padded: int, staging: Value) -> Rows:
-        """Rows that may lie anywhere: a table says where. They are read in place, too. Where rows come
-        in runs, the number of the first is a multiple of `count`."""
+    def gather_rows(self, first: Value, count: int, padded: int, staging: Value, limit: Value | None = None) -> Rows:
+        """Rows as `rows` gives them that may lie anywhere: a table says where. They are read in place, too. Where rows
+        come in runs, the number of the first is a multiple of `count`."""
         b, run = self.context.b, math.gcd(self.run, count)
         positions = [self._existing(b.add(first, r)) for r in range(0, count, run)]
         places = [self._line(position) for position in positions] if self.base is None and self.made is None else []
         stride = places[0][1] if places else None
         if stride is None or padded != self.access.width:
-            return self.rows(first, count, padded, staging)
-        direct = self._stage_unless_direct(first, count, self.access.count, padded, staging, stride)
+            return self.rows(first, count, padded, staging, limit)
+        direct = self._stage_unless_direct(first, count, limit or self.access.count, padded, staging, stride)
         lines = [
             b.select(direct, line, b.at(staging, r * run * padded, self.memory), "line")
             for r, (line, _) in enumerate(places)
@@ -237,32 +237,24 @@ class RowReader:
 
 class SharedRows:
     """The rows of a reader that are not read in place, a chunk of them at a time: put in order once for all that read
-    them. area: room for a chunk and a step more. sizes: rows of a chunk and of a step, columns with those that are
-    padded. memory: MLIR's type of an element."""
+    them. area: room for a chunk. padded: columns with those that are padded. memory: MLIR's type of an element."""
 
-    def __init__(self, reader: RowReader, area: Value, sizes: tuple[int, int, int], memory: str):
-        self.reader, self.area, self.memory = reader, area, memory
-        self.chunk, self.step, self.padded = sizes
+    def __init__(self, reader: RowReader, area: Value, padded: int, memory: str):
+        self.reader, self.area, self.padded, self.memory = reader, area, padded, memory
         self.dtype = "bfloat16" if memory == "bf16" else reader.dtype
-        self.start = reader.context.b.constant(0, "i64")
-        self._clear(self.chunk, self.chunk + self.step)  # that is behind every chunk
 
-    def fill(self, start: Value, first: Value, low: Value, high: Value) -> None:
-        """Rows [low, high) of the chunk from `start` on, and zeros from row `first` on and a step behind."""
-        b, self.start = self.reader.context.b, start
-        self._clear(first, low)
+    def fill(self, start: Value, first: Value, low: Value, high: Value, stop: Value) -> None:
+        """Rows [low, high) of the chunk from `start` on, and zeros from row `first` on and up to row `stop`."""
+        b, self.start, lanes = self.reader.context.b, start, self.reader.context.lanes
         with b.loop(low, high, hint="position") as position:
             self.reader.put(position, self.padded, self._row(position), self.memory)
-        self._clear(high, b.least(b.add(high, self.step), b.add(start, self.chunk)))
+        zero = b.constant(0.0, vector_of(self.memory, lanes))
+        for ends in (first, low), (high, stop):
+            with b.loop(*ends, hint="row") as row:
+                b.fill(self._row(row), self.padded // lanes, zero, hint="c")
 
     def prefetch(self, first: Value, count: Value | int) -> None:
         self.reader.prefetch(first, count)
-
-    def _clear(self, first: Value | int, last: Value | int) -> None:
-        b, lanes = self.reader.context.b, self.reader.context.lanes
-        zero = b.constant(0.0, vector_of(self.memory, lanes))
-        with b.loop(first, last, hint="row") as row, b.loop(0, self.padded, lanes, hint="c") as c:
-            b.store(zero, b.at(self._row(row), c, self.memory))
 
     def _row(self, position: Value) -> Value:
         b = self.reader.context.b
@@ -340,12 +332,6 @@ class PackedRows:
             pack(b.add(start, r, "row"))
         b.store(b.least(low, have_low), self.low)
         b.store(b.most(end, have_high), self.high)
-
-
-def load_pair(b: Builder, rows: Rows, row: Value | int, column: Value | int, lanes: int) -> tuple[Value, Value]:
-    """2 `lanes` consecutive elements of a row in bfloat16 as float32, those at even places and those at odd ones: one
-    operation for each, where elements in order take two."""
-    return widen_pairs(b, b.load(_address(b, rows, row, column), f"vector<{lanes}xi32>", "x", align=2))
 
 
 def widen_pairs(b: Builder, words: Value) -> tuple[Value, Value]:

@@ -11,7 +11,6 @@ infinity is NaN: a row whose output has a NaN is weighed once more, by itself.
 
     queries   tiles [d chunk of 32][16 pairs][16 rows][2]
     products  [key][16 rows]
-    raw       [row][key]
     powers    words [even and odd][row][key], weights in bfloat16 beside zeros
     halves    [even and odd][row][pair of columns]
 """
@@ -26,13 +25,12 @@ from fusion.planning.cpu_planner import MOST_ROWS, PAIRED
 from fusion.planning.register_tiles import Target, planes_of
 
 from ..builder import Value
-from ..micro_kernel import TILE_ELEMENTS, AmxTiles, FmaVectors, MatrixOperand
+from ..micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from ..rows import Rows, load_line
 from ..vectormath import transpose
 from ..x86 import BF16, F32, LANES, WORDS
-from .groups import GroupedRows
 from .products import STEP, KeyChunk, RowProducts
-from .vectors import ValueProducts, VectorRows
+from .vectors import VectorRows
 
 if TYPE_CHECKING:
     from .kernel import RowKernel
@@ -47,12 +45,9 @@ def row_products(
 ) -> type[VectorRows] | type[TileRows]:
     """Products that suit a spec's operands with so many columns of K and V. rows_at_once: see `ByRows`."""
     query, whole = spec.operands[0].dtype == "bfloat16" and spec.values[0] is None, all(w % PAIRED == 0 for w in widths)
-    if not (query and whole and planes_of(spec, target) == 1):
-        return VectorRows
+    tiles = target.amx and query and whole and planes_of(spec, target) == 1
     # What only one row reads is widened in registers.
-    if target.amx and (rows_at_once > 1 or all(TileRows.reads(spec, number) for number in (1, 2))):
-        return TileRows
-    return GroupedRows if target.groups_rows and rows_at_once > 1 and GroupedRows.suits(spec) else VectorRows
+    return TileRows if tiles and (rows_at_once > 1 or all(TileRows.reads(spec, n) for n in (1, 2))) else VectorRows
 
 
 class TileRows(RowProducts):
@@ -61,24 +56,21 @@ class TileRows(RowProducts):
     memory = "bf16"
 
     def __init__(self, kernel: RowKernel, rows_at_once: int):
-        super().__init__(kernel, rows_at_once)
+        super().__init__(kernel)
         b, area = kernel.b, kernel.area
-        self.kernel, self.values = AmxTiles(b), ValueProducts(FmaVectors(b, LANES), self, pairs=True)
-        self.in_order = self.values.in_order
-        self.chunks, self.blocks = self.d // PAIRED, self.d_v // PAIRED
+        self.kernel, self.alone = AmxTiles(b), VectorRows(kernel, 1, brain=True)
+        self.in_order = self.alone.in_order
+        self.chunks, self.blocks = self.d_padded // PAIRED, self.e_padded // PAIRED
         self.sets = 2 if 2 * self.blocks <= SUMS else 1
-        self.keys = self.chunk + 3 * STEP
+        self.keys = self.chunk + 3 * STEP  # at a distance that does not fill few sets of the cache
         self.queries = area(2 * TILE_ELEMENTS * self.chunks, "queries")
-        self.products = kernel.array(self.keys, LANES, "products", "f32")
-        self.raw = area(4 * MOST_ROWS * self.keys, "raw")
+        self.products = kernel.array(self.chunk, LANES, "products", "f32")
         self.powers = area(4 * 2 * MOST_ROWS * self.keys, "powers")
         self.halves = area(4 * TILE * self.blocks * self.sets, "halves")
-        self.output = area(4 * self.d_v, "output")
-        self.own_weights = area(4 * (self.chunk + LANES), "weights")  # of one row at a time
 
     @staticmethod
-    def chunk_keys(columns: int, most: int) -> int:
-        return min(most, CHUNK)
+    def chunk_keys(columns: int) -> int:
+        return CHUNK
 
     def store_query(self, source: Rows, r: Value) -> None:
         b = self.b
@@ -86,58 +78,41 @@ class TileRows(RowProducts):
             words = b.bitcast(load_line(b, source, 0, b.mul(chunk, PAIRED), BF16), WORDS)
             column = b.at(b.row(self.queries, chunk, TILE_ELEMENTS, "bf16"), r, "i32")
             for pair in range(LANES):
-                word = b.extract(words, pair, "word")
-                b.store(word, b.at(column, LANES * pair, "i32"))
+                b.store(b.extract(words, pair, "word"), b.at(column, LANES * pair, "i32"))
 
     def begin(self, every: KeyChunk) -> None:
         b = self.b
         with b.loop(every.first, every.high, STEP, hint="key") as key:
-            rows = every.k.rows(key, STEP, self.d, self.staging, every.high)
-            place, pitch = b.sub(key, every.start), b.mul(rows.stride, 2)
+            rows = every.k.rows(key, STEP, self.d_padded, self.staging)
             lines = [b.row(rows.pointer, rows.stride, n, "bf16") for n in (0, LANES)]
-            left = MatrixOperand(bases=lines, step=PAIRED, pitch=pitch)
+            left = MatrixOperand(bases=lines, step=PAIRED, pitch=b.mul(rows.stride, 2))
             right = MatrixOperand(bases=[self.queries], step=TILE_ELEMENTS)
             sums = self.kernel.gemm(self.kernel.zeros(2), left, right, 0, self.chunks)
+            place = b.sub(key, every.start)
             self.kernel.store(sums, [self.products[b.add(place, LANES * n)] for n in range(2)])
-        with b.loop(b.sub(every.first, every.start), b.sub(every.high, every.start), LANES, hint="place") as place:
-            self._transpose(place)
+        with b.loop(every.first, every.high, LANES, hint="key") as key:
+            self._transpose(every, key)
 
-    def _transpose(self, place: Value) -> None:
+    def _transpose(self, every: KeyChunk, key: Value) -> None:
         """16 keys: two squares of 8 keys and 8 rows beside each other."""
-        b = self.b
-        lines = [self.products[b.add(place, n)] for n in range(LANES)]
-        halves = [b.load(line, f"vector<{MOST_ROWS}xf32>") for line in lines]
+        b, place = self.b, self.b.sub(key, every.start)
+        halves = [b.load(self.products[b.add(place, n)], f"vector<{MOST_ROWS}xf32>") for n in range(LANES)]
         both = [b.shuffle(low, high, range(LANES)) for low, high in zip(halves[:8], halves[8:], strict=True)]
         for r, x in enumerate(transpose(b, both)):
-            b.store(x, b.at(b.at(self.raw, r * self.keys, "f32"), place, "f32"))
+            b.store(x, self.weight(every, b.constant(r, "i64"), key))
 
-    def scores(self, mine: KeyChunk, r: Value, key: Value) -> Value:
-        b = self.b
-        return b.load(b.at(self.raw, b.add(b.mul(r, self.keys), b.sub(key, mine.start)), "f32"), F32, "score")
-
-    def weights(self, r: Value) -> Value:
-        return self.own_weights
-
-    def weigh(self, mine: KeyChunk, r: Value) -> None:
-        b, zero = self.b, self.b.constant(0, WORDS)
-        first, low, high = (b.sub(x, mine.start) for x in (mine.first, mine.low, mine.high))
-        with b.loop(first, low, LANES, hint="place") as place:  # keys of other rows, or that fill a step
-            self._store_powers(r, place, zero)
-        with b.loop(low, high, LANES, hint="place") as place:
-            p = b.convert("arith.truncf", b.load(b.at(self.own_weights, place, "f32"), F32, "p"), "bf16")
-            self._store_powers(r, place, b.convert("arith.extui", b.bitcast(p, f"vector<{LANES}xi16>"), "i32", "word"))
-        behind = b.add(low, b.mul(b.ceil_div(b.sub(high, low), LANES), LANES), "behind")
-        with b.loop(behind, self.chunk + STEP, LANES, hint="place") as place:
-            self._store_powers(r, place, zero)
-
-    def _store_powers(self, r: Value, place: Value, words: Value) -> None:
+    def weigh(self, every: KeyChunk, r: Value) -> None:
         """Bits of weights in bfloat16, as first and as second element of a pair."""
-        b, at = self.b, self._powers(r, place)
-        b.store(words, at)
-        b.store(b.binary("arith.shli", words, 16), b.at(at, MOST_ROWS * self.keys, "i32"))
+        b = self.b
+        with b.loop(every.first, every.stop, LANES, hint="key") as key:
+            p = b.convert("arith.truncf", b.load(self.weight(every, r, key), F32, "p"), "bf16")
+            word = b.convert("arith.extui", b.bitcast(p, f"vector<{LANES}xi16>"), "i32", "word")
+            at = self._powers(every, r, key)
+            b.store(word, at)
+            b.store(b.binary("arith.shli", word, 16), b.at(at, MOST_ROWS * self.keys, "i32"))
 
-    def _powers(self, row: Value | int, place: Value) -> Value:
-        return self.b.at(self.powers, self.b.add(self.b.mul(row, self.keys), place), "i32")
+    def _powers(self, every: KeyChunk, row: Value | int, key: Value) -> Value:
+        return self.b.at(self.powers, self.b.add(self.b.mul(row, self.keys), self.b.sub(key, every.start)), "i32")
 
     def end(self, every: KeyChunk) -> None:
         b, whole = self.b, self.blocks // SUMS * SUMS
@@ -149,37 +124,32 @@ class TileRows(RowProducts):
 
     def _accumulate(self, every: KeyChunk, block: Value | int, count: int) -> None:
         """The outputs of `count` blocks of 32 columns."""
-        b, unit, sets = self.b, self.kernel.unit, self.sets
-        start = self.kernel.zeros(sets * count)
-        with b.carry(every.first, every.high, STEP, start, hint="key") as (loop, key, sums):
-            rows, sums = every.v.rows(key, STEP, self.d_v, self.staging, every.high), list(sums)
+        b, kernel, sets = self.b, self.kernel, self.sets
+        with b.carry(every.first, every.high, STEP, kernel.zeros(sets * count), hint="key") as (loop, key, so_far):
+            rows, sums = every.v.rows(key, STEP, self.e_padded, self.staging, every.high), list(so_far)
+            pitch, column = b.mul(rows.stride, 2), b.mul(block, PAIRED)
             for half in (0, 1):
-                place = b.add(b.sub(key, every.start), LANES * half)
-                left = unit.load(self._powers(0, place), "p", 4 * self.keys)
-                line = b.at(rows.pointer, b.add(b.mul(rows.stride, LANES * half), b.mul(block, PAIRED)), "bf16")
-                for n in range(count):
-                    right = unit.load(b.at(line, n * PAIRED, "bf16"), "v", b.mul(rows.stride, 2))
-                    own = n * sets + half % sets
-                    sums[own] = unit.product(left, right, sums[own])
+                place = self._powers(every, 0, b.add(key, LANES * half))
+                line = b.at(rows.pointer, b.add(b.mul(rows.stride, LANES * half), column), "bf16")
+                left = MatrixOperand(bases=[place], pitch=4 * self.keys)
+                right = MatrixOperand(bases=[line], count=count, part=PAIRED, pitch=pitch)
+                own = slice(half % sets, None, sets)
+                sums[own] = kernel.update(sums[own], (left, right), 0, ())
             loop.yields(*sums)
-        for n, tile in enumerate(loop.results):
-            unit.store(tile, b.row(self.halves, b.add(b.mul(block, sets), n), TILE))
+        first = b.mul(block, sets)
+        kernel.store(loop.results, [b.row(self.halves, b.add(first, n), TILE) for n in range(sets * count)])
 
-    def add_output(self, mine: KeyChunk, r: Value, target: Value) -> None:
-        b, zero = self.b, self.b.constant(0.0, F32)
+    def add_output(self, every: KeyChunk, r: Value, target: Value) -> None:
+        b, zero, output = self.b, self.b.constant(0.0, F32), self.alone.outputs[r]
         with b.carry(0, self.blocks, 1, [zero], hint="block") as (loop, block, (total,)):
             tiles = b.row(self.halves, block, self.sets * TILE)
             for odd in (0, 1):
                 line = b.row(tiles, b.add(r, MOST_ROWS * odd), LANES)
-                parts = [b.load(b.at(line, n * TILE, "f32"), F32, "o") for n in range(self.sets)]
-                x = functools.reduce(b.add, parts)
-                b.store(x, b.at(self.output, b.add(b.mul(block, PAIRED), LANES * odd), "f32"))
+                x = functools.reduce(b.add, (b.load(b.at(line, n * TILE, "f32"), F32, "o") for n in range(self.sets)))
+                b.store(x, b.at(output, b.add(b.mul(block, PAIRED), LANES * odd), "f32"))
                 total = b.add(total, x)
             loop.yields(total)
         with b.when(b.compare("uno", b.reduce("add", loop.results[0], "total"), 0.0, "again")):
-            with b.loop(0, self.d_v, LANES, hint="e") as e:
-                b.store(zero, b.at(self.output, e, "f32"))
-            # What was a weight's word, as second element, is the weight in float32.
-            weights = self._powers(b.add(r, MOST_ROWS), b.constant(0, "i64"))
-            self.values.weigh(mine, weights, self.output)
-        b.update(target, self.e_padded, b.add, self.vector, self.output)
+            self.alone.clear(r)
+            self.alone.add_values(every, r, None)
+        self.alone.add_output(every, r, target)

@@ -134,10 +134,12 @@ def test_mixed_heads(name: str, dtype: torch.dtype) -> None:
     kernels.forget()
 
 
-def test_a_row_does_not_depend_on_others_that_share_its_keys() -> None:
-    """Keys are multiplied in pairs: its last one alone, or with one that others see."""
-    c = case("window", "bfloat16", 64, 64)
-    with quick.compiling_for(chosen := plan(c, emulation.PAIRS, by_rows=True)):
+@pytest.mark.parametrize(("target", "dtype"), [("pairs", "bfloat16"), ("avx512", "float32")])
+def test_a_row_does_not_depend_on_others_that_share_its_keys(target: str, dtype: str) -> None:
+    """Keys that only others see have weight 0. They are multiplied in pairs, its last one alone, or with one of those;
+    or several sums are added to in turns."""
+    c = case("window", dtype, 64, 64)
+    with quick.compiling_for(chosen := plan(c, SETS[target], by_rows=True)):
         run = quick.kernel(c.spec, chosen, trained=False)
         assert isinstance(run, Kernel)
         (q, *rest), sizes = draw(c, SIZES | {"Nq": 32, "Nk": 40})
