@@ -269,7 +269,7 @@ class MixedHeadsKernel(KernelFunction):
             for u, weight in enumerate((first, second)):
                 b.store(weight, b.row(rows, b.add(key, u), self.lanes), align=self.row)
 
-        softmax.exponentials(put, 0, self.padded)
+        softmax.weigh_rows(put, 0, self.padded)
         m, total = (b.load(at, self.vector) for at in (self.maximum, self.total))
         b.store(self._row_factor(scope, m, total), self.row_factors[self._number(head, g)])
 

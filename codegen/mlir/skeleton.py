@@ -63,7 +63,7 @@ class KernelFunction(ThreadFunction):
             uncontracted=feeding_comparisons(*spec.expressions()),
         )
         self.programs: ScorePrograms = score_programs(spec, folded=True)
-        self.exponent = Exponent(self.context, self.programs.scale)
+        self.exponent = Exponent(self.context, self.programs.scale, spec.normalizer is Normalizer.NONE)
         self.weight: Expr | None = None if spec.weight is const(1.0) else spec.weight
         self.batch_names = frozenset(f"b{axis}" for axis in range(len(spec.batch)))
         self.modes = self.area(64, "modes") if flush else None

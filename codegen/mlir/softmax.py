@@ -77,10 +77,10 @@ class RowProgram:
 
 
 class Exponent:
-    """Exponent of a score, less the maximum. scale: of the programs."""
+    """Exponent of a score, less the maximum. scale: of the programs. plain: without a normaliser scores are weights."""
 
-    def __init__(self, context: Context, scale: float):
-        self.context, self.b, self.scale = context, context.b, scale
+    def __init__(self, context: Context, scale: float, plain: bool):
+        self.context, self.b, self.scale, self.plain = context, context.b, scale, plain
         self.vector = vector_of("f32", context.lanes)
 
     def larger(self, m: Value, x: Value, hint: str = "m") -> Value:
@@ -126,7 +126,7 @@ class GroupSoftmax:
     def __init__(self, context: Context, group: Group, block: KeyBlock, exponent: Exponent, true_maximum: bool):
         self.context, self.group, self.block, self.exponent = context, group, block, exponent
         self.true_maximum = true_maximum
-        self.scale = exponent.scale
+        self.scale, self.plain = exponent.scale, exponent.plain
         self.b: Builder = context.b
         self.lanes = context.lanes
         self.vector = vector_of("f32", self.lanes)
@@ -138,11 +138,11 @@ class GroupSoftmax:
         """Apply the program to rows [low, high), in place; returns each lane's maximum, `highest` included."""
         b = self.b
         main = b.add(low, b.floor_to(b.sub(high, low), UNROLL))
-        with b.carry(low, main, UNROLL, [highest], hint="j") as (loop, j, (so_far,)):
-            loop.yields(self.raise_to(so_far, self.apply_rows(rows, j, UNROLL)))
-        with b.carry(main, high, 1, loop.results, hint="j") as (rest, j, (so_far,)):
-            rest.yields(self.largest(self.apply_row(rows, j), so_far))
-        return rest.results[0]
+        for first, last, count in ((low, main, UNROLL), (main, high, 1)):
+            with b.carry(first, last, count, [highest], hint="j") as (loop, j, (so_far,)):
+                loop.yields(self.raise_to(so_far, self.apply_rows(rows, j, count)))
+            highest = loop.results[0]
+        return highest
 
     def raise_to(self, highest: Value, rows: list[Value]) -> Value:
         while len(rows) > 1:
@@ -208,17 +208,20 @@ class GroupSoftmax:
                         cell = self._row(base, e)
                         b.store(b.mul(b.load(cell, self.vector, "o"), factor), cell)
 
-    def coefficients(self) -> tuple[Value, Value]:
-        """Coefficients of the exponentials, for the maxima in use."""
-        return self.exponent.coefficients(self.b.load(self.group.maximum, self.vector, "m"))
+    def coefficients(self) -> tuple[Value, Value] | None:
+        """Coefficients of the exponentials, for the maxima in use; None where scores are the weights."""
+        return None if self.plain else self.exponent.coefficients(self.b.load(self.group.maximum, self.vector, "m"))
 
-    def exponentials(self, store: Store, low: Value | int, high: Value) -> None:
+    def no_sums(self) -> list[Value]:
+        """Sums of weights before the first; without a normaliser there are none."""
+        return [] if self.plain else [self.b.constant(0.0, self.vector)] * PAIR
+
+    def weigh_rows(self, store: Store, low: Value | int, high: Value) -> None:
         """Weights of rows [low, high), an even number, and their sum."""
-        b = self.b
-        coefficients, zero = self.coefficients(), b.constant(0.0, self.vector)
+        b, coefficients, nothing = self.b, self.coefficients(), self.no_sums()
         with b.loop(low, high, SUMMED, hint="first") as first:
             end = b.least(b.add(first, SUMMED), high)
-            with b.carry(first, end, PAIR, [zero] * PAIR, hint="j") as (loop, j, sums):
+            with b.carry(first, end, PAIR, nothing, hint="j") as (loop, j, sums):
                 loop.yields(*self.weigh(store, j, coefficients, sums))
             self.add_total(loop.results)
 
@@ -249,20 +252,23 @@ class GroupSoftmax:
                 rest.yields(weigh(j, *(self._load(b.add(j, u)) for u in range(PAIR)), total))
             self.add_total(rest.results)
 
-    def weigh(self, store: Store, key: Value, coefficients: tuple[Value, Value], sums: Sequence[Value]) -> list[Value]:
+    def weigh(
+        self, store: Store, key: Value, coefficients: tuple[Value, Value] | None, sums: Sequence[Value]
+    ) -> list[Value]:
         """Weights of two rows; returns `sums` with them added."""
         b = self.b
         if self.group.scored is not None:
             self._keep(self.group.scored, key, [self._load(b.add(key, u)) for u in range(PAIR)])
-        exponents = (b.fma(self._load(b.add(key, u)), *coefficients) for u in range(PAIR))
-        pair = [self.context.math.exp2(x) for x in exponents]
+        weight = lambda x: x if coefficients is None else self.context.math.exp2(b.fma(x, *coefficients))
+        pair = [weight(self._load(b.add(key, u))) for u in range(PAIR)]
         self._keep(self.group.kept, key, pair)
         store(key, *(self._times_factor(b.add(key, u), p) for u, p in enumerate(pair)))
-        return [b.add(s, p, "l") for s, p in zip(sums, pair, strict=True)]
+        return [b.add(s, p, "l") for s, p in zip(sums, pair, strict=False)]
 
     def add_total(self, sums: Sequence[Value]) -> None:
         b, total = self.b, self.group.block_total
-        b.store(b.add(b.load(total, self.vector, "l"), functools.reduce(b.add, sums)), total)
+        if sums:
+            b.store(b.add(b.load(total, self.vector, "l"), functools.reduce(b.add, sums)), total)
 
     def _load(self, key: Value) -> Value:
         return self.b.load(self._row(self.group.scores, key), self.vector, "x", align=4 * self.lanes)
@@ -271,17 +277,6 @@ class GroupSoftmax:
         if self.group.factors is None:
             return p
         return self.b.mul(p, self.b.load(self._row(self.group.factors, key), self.vector, "w"))
-
-    def plain_weights(self, store: Store, low: Value | int, high: Value) -> None:
-        """Without a normaliser: the program's values are the weights of rows [low, high)."""
-        with self.b.loop(low, high, PAIR, hint="j") as j:
-            self.weigh_plain(store, j)
-
-    def weigh_plain(self, store: Store, key: Value) -> None:
-        b, rows = self.b, [self.b.add(key, u) for u in range(PAIR)]
-        pair = [b.load(self._row(self.group.scores, r), self.vector, "x") for r in rows]
-        self._keep(self.group.kept, key, pair)
-        store(key, *(self._times_factor(r, x) for r, x in zip(rows, pair, strict=True)))
 
     def _keep(self, rows: Value | None, key: Value, pair: Sequence[Value]) -> None:
         if rows is not None:

@@ -187,21 +187,13 @@ class Overlapped:
         softmaxes = [self.tiles.softmax(tile, member) for member in GROUP_PAIR]
         stores = [self.tiles.store_of(softmax) for softmax in softmaxes]
         coefficients = [softmax.coefficients() for softmax in softmaxes]
-        zero, plain = self.b.constant(0.0, self.vector), self.tiles.plain
 
         def take(member: int, key: Value, sums: Sequence[Value]) -> Sequence[Value]:
-            if plain:
-                softmaxes[member].weigh_plain(stores[member], key)
-                return sums
             return softmaxes[member].weigh(stores[member], key, coefficients[member], sums)
 
-        def end(member: int, sums: Sequence[Value]) -> None:
-            if not plain:
-                softmaxes[member].add_total(sums)
-
         return KeyWork(
-            keys=self.products.key_step, begin=lambda member: [zero] * PAIR, take=take, end=end,
-            rest=functools.partial(self.tiles.weigh, tile),
+            keys=self.products.key_step, begin=lambda member: softmaxes[member].no_sums(), take=take,
+            end=lambda member, sums: softmaxes[member].add_total(sums), rest=functools.partial(self.tiles.weigh, tile),
         )  # fmt: skip
 
     def _maxima_beside(self, tile: ScoreTile, program: Expr) -> KeyWork:

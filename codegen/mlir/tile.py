@@ -327,8 +327,7 @@ class Tiles:
         """Scores to weights for keys [low, high) of the block and all groups."""
         with self.members(tile, low, high) as member:
             softmax = self.softmax(tile, member)
-            write = softmax.plain_weights if self.plain else softmax.exponentials
-            write(self.store_of(softmax), low, high)
+            softmax.weigh_rows(self.store_of(softmax), low, high)
 
     def store_of(self, softmax: GroupSoftmax) -> Store:
         return functools.partial(self.products.store_weights, softmax.group.weights)

@@ -22,49 +22,12 @@ PAIR = 2  # rows that are worked on at a time: the second products take weights 
 Pair = Sequence[Value]  # vectors of two rows
 
 
-class Elements:
-    """Rows of one tile for groups of lanes that are worked on together: from scores and dP to P and dS, both handed to
-    the products."""
-
-    def __init__(self, tiles: BackwardTiles, g: Value, groups: Sequence[GroupElements]):
-        """g: the number of the first group."""
-        self.tiles, self.kernel, self.b, self.g, self.groups = tiles, tiles.kernel, tiles.b, g, groups
-        self.count = len(self.kernel.lane_sums)
-        self.no_sums = [self.b.constant(0.0, tiles.vector)] * (self.count * len(groups))
-
-    def pair(self, r: Value, sums: Sequence[Value], both: bool = True) -> list[Value]:
-        """Rows r and r + 1 (or r alone); returns the sums, of one group after the other, with their contributions."""
-        count = self.count
-        parts = [sums[k * count : (k + 1) * count] for k in range(len(self.groups))]
-        results = [group.pair(r, part, both) for group, part in zip(self.groups, parts, strict=True)]
-        self.store(r, [weights for weights, _, _ in results], [ds for _, ds, _ in results])
-        return [total for *_, part in results for total in part]
-
-    def store(self, r: Value, weights: Sequence[Pair], ds: Sequence[Pair]) -> None:
-        """Rows r and r + 1 of each group to the right sides of the second products."""
-        for group, *both in zip(self.groups, ds, weights, strict=True):
-            for gemm, place, pair in zip(self.tiles.gemms, group.weights, both, strict=False):
-                if gemm in self.tiles.summed:
-                    gemm.products.store_weights(place, r, *pair)
-        if self.kernel.query_gradients is not None:
-            self.kernel.query_gradients.store(r, self.g, ds)
-
-    def add_sums(self, sums: Sequence[Value]) -> None:
-        """Add these, of one group after the other, to the sums of the groups' lanes."""
-        b = self.b
-        for group in range(len(self.groups)):
-            for k in range(self.count):
-                place = self.tiles.sum_at(k, b.add(self.g, group))
-                before = b.load(place, self.tiles.vector, "before")
-                b.store(b.add(before, sums[group * self.count + k], "sum"), place)
-
-
 class GroupElements:
-    """One group of lanes of `Elements`; what they read of dense tensors is staged."""
+    """Rows of one tile for one group of lanes; what they read of dense tensors is staged."""
 
     def __init__(self, tiles: BackwardTiles, block: Block, rows: RowRange, g: Value, member: int, variant: TileProgram):
         """member: of those worked on together."""
-        self.kernel, self.b, self.first, self.variant = tiles.kernel, tiles.b, rows.first, variant
+        self.kernel, self.b, self.g, self.first, self.variant = tiles.kernel, tiles.b, g, rows.first, variant
         kernel = tiles.kernel
         self.scope = kernel.side.scope(block, g)
         collected = (variant.gradients[target] for target in (SCORE, *(entry.load for entry in kernel.collected)))

@@ -7,7 +7,7 @@ out_A^T += C^T dS;  out_B^T += D^T P            products; the latter where lanes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from ..rows import STATE_BYTES, PackedRows, RowReader
 from ..scope import Scope
 from ..values import Array
 from .centring import CentredKeys
-from .element import PAIR, Elements, GroupElements
+from .element import PAIR, GroupElements, Pair
 
 if TYPE_CHECKING:
     from .kernel import BackwardKernel
@@ -222,16 +222,36 @@ class BackwardTiles:
         b, n = self.b, rows.count
         with b.loop(0, block.groups, self.group_block, hint="g") as g:
             members = [GroupElements(self, block, rows, b.add(g, k), k, variant) for k in range(self.group_block)]
-            tile = Elements(self, g, members)
-            pairs = b.floor_to(n, PAIR, "pairs")
-            with b.carry(0, pairs, PAIR, tile.no_sums, hint="r") as (loop, r, sums):
-                loop.yields(*tile.pair(r, sums))
-            with b.carry(pairs, n, PAIR, loop.results, hint="r") as (rest, r, sums):
-                rest.yields(*tile.pair(r, sums, both=False))
-            tile.add_sums(rest.results)
-            nothing = [[b.constant(0.0, self.vector)] * PAIR] * self.group_block
+            pairs, zero = b.floor_to(n, PAIR, "pairs"), b.constant(0.0, self.vector)
+            sums = [zero] * (len(self.kernel.lane_sums) * len(members))  # of one group after the other
+            for low, high, both in ((0, pairs, True), (pairs, n, False)):
+                with b.carry(low, high, PAIR, sums, hint="r") as (loop, r, before):
+                    loop.yields(*self._pair(members, r, before, both))
+                sums = loop.results
+            for k, total in enumerate(sums):
+                number, entry = divmod(k, len(self.kernel.lane_sums))
+                place = self.sum_at(entry, b.add(g, number))
+                b.store(b.add(b.load(place, self.vector, "before"), total, "sum"), place)
+            nothing = [[zero] * PAIR] * len(members)
             with b.loop(b.floor_to(b.add(n, 1), PAIR), b.mul(steps, self.key_step), PAIR, hint="r") as r:
-                tile.store(r, nothing, nothing)
+                self._store(members, r, nothing, nothing)
+
+    def _pair(self, members: Sequence[GroupElements], r: Value, sums: Sequence[Value], both: bool) -> list[Value]:
+        """Rows r and r + 1 (or r alone) of some groups, from scores and dP to P and dS; returns the sums with their
+        contributions."""
+        count = len(self.kernel.lane_sums)
+        results = [group.pair(r, sums[k * count :][:count], both) for k, group in enumerate(members)]
+        self._store(members, r, [weights for weights, _, _ in results], [ds for _, ds, _ in results])
+        return [total for *_, part in results for total in part]
+
+    def _store(self, members: Sequence[GroupElements], r: Value, weights: Sequence[Pair], ds: Sequence[Pair]) -> None:
+        """Rows r and r + 1 of each group to the right sides of the second products."""
+        for group, *both in zip(members, ds, weights, strict=True):
+            for gemm, place, pair in zip(self.gemms, group.weights, both, strict=False):
+                if gemm in self.summed:
+                    gemm.products.store_weights(place, r, *pair)
+        if self.kernel.query_gradients is not None:
+            self.kernel.query_gradients.store(r, members[0].g, ds)
 
     def sum_at(self, k: int, g: Value) -> Value:
         """Address of sum k of a group's lanes."""
