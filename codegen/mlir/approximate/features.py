@@ -82,13 +82,6 @@ class FeaturesKernel(ThreadFunction):
         self.x = self.area((shape.width + 2) * block * 4, "x")
         self.stage = self.area(stage, "stage")
 
-    def text(self) -> KernelText:
-        self._write()
-        return self.kernel_text()
-
-    def _write(self) -> None:
-        raise NotImplementedError
-
     def _source(self, feature: Value) -> tuple[Value, Value]:
         """Addresses of the rows whose product a feature is."""
         b, row = self.b, 4 * self.block
@@ -141,21 +134,16 @@ class FeaturesKernel(ThreadFunction):
                 low, high = rest
         return results
 
+    def ranges(self, first: Value | int, last: Value) -> list[tuple[Value | int, Value, int]]:
+        """Chunks [first, last) in ranges of as many planes: those below the top degree have two."""
+        if self.shape.planes == 2:
+            return [(first, last, 2)]
+        low = self.shape.low_padded // CHUNK
+        return [(first, self.b.least(last, low), 2), (self.b.most(first, low), last, self.shape.planes)]
+
     def _tiles(self, base: Value, step: int, count: int) -> MatrixOperand:
         """`count` of the tiles from an address on, in two planes, of which a step of the reduction has `step`."""
         return MatrixOperand(bases=[base], step=step * 2 * TILE_ELEMENTS, count=count, part=2 * TILE_ELEMENTS)
-
-    def by_planes(self, chunk: Value, body) -> None:
-        """`body(planes)` for the planes of a chunk (or of the chunks from it on)."""
-        b = self.b
-        if self.shape.planes == 2:
-            body(2)
-            return
-        low = b.compare("slt", chunk, self.shape.low_padded // CHUNK, "low")
-        with b.when(low):
-            body(2)
-        with b.otherwise():
-            body(1)
 
 
 class State(FeaturesKernel):
@@ -167,7 +155,7 @@ class State(FeaturesKernel):
         super().__init__(shape, BLOCK, stage=BLOCK // 32 * 2 * CHUNK * 64)
         self.packed = self.area(BLOCK * 2 * 2 * shape.e, "packed")
 
-    def _write(self) -> None:
+    def text(self) -> KernelText:
         b, p = self.b, self.params
         chunks, groups, blocks = p[("chunks",)], p[("groups",)], p[("blocks",)]
         with self.dynamic_loop(p[("items",)], "item") as item:
@@ -183,8 +171,10 @@ class State(FeaturesKernel):
                 self.make_parents()
                 values = b.mul(number, self.shape.value_width * self.block)
                 self._pack(b.at(p[("ptr", "values")], values, "f32", "values"))
-                with b.loop(first, last, hint="chunk") as chunk:
-                    self.by_planes(chunk, lambda planes: self._chunk(head, chunk, planes))
+                for start, end, planes in self.ranges(first, last):
+                    with b.loop(start, end, hint="chunk") as chunk:
+                        self._chunk(head, chunk, planes)
+        return self.kernel_text()
 
     def _pack(self, values: Value) -> None:
         """The planes of a block of values as right operands of the tile product."""
@@ -230,16 +220,16 @@ class Readout(FeaturesKernel):
         super().__init__(shape, QUERY_BLOCK, stage=CHUNKS_TOGETHER * QUERY_BLOCK // 16 * 2 * 1024)
         self.sums = self.area(QUERY_BLOCK * 4 * shape.e, "sums")
 
-    def _write(self) -> None:
+    def text(self) -> KernelText:
         b, p = self.b, self.params
-        blocks, low = p[("blocks",)], self.shape.low_padded // CHUNK
+        blocks = p[("blocks",)]
         with self.dynamic_loop(p[("items",)], "item") as item:
             head = b.div(item, blocks)
             self.transpose_rows(b.row(p[("ptr", "rows")], item, self.shape.width * self.block, "f32", "rows"))
             self.make_parents()
             with b.loop(0, self.shape.e * self.block, 16, hint="zero") as place:
                 b.store(b.constant(0.0, F32), b.at(self.sums, place, "f32"), align=64)
-            for start, end, planes in ((0, low, 2), (low, p[("chunks",)], self.shape.planes)):
+            for start, end, planes in self.ranges(0, p[("chunks",)]):
                 with b.loop(start, end, CHUNKS_TOGETHER, hint="chunk") as chunk:
                     count = b.least(b.sub(end, chunk), CHUNKS_TOGETHER)
                     self._chunks(head, chunk, b.as_value(count, "i64"), planes)
@@ -248,6 +238,7 @@ class Readout(FeaturesKernel):
                 self._write_rows(item, self.shape.value_width, divide=True)
             with b.otherwise():
                 self._write_rows(item, self.shape.e, divide=False)
+        return self.kernel_text()
 
     def _write_rows(self, item: Value, width: int, divide: bool) -> None:
         """The sums of a block, a row per query, with the first `width` columns."""

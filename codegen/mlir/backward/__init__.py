@@ -9,7 +9,6 @@ lanes are:
     lanes.KEYS             dK, dV and gradients of all other loads
     lanes.FUSED            the latter with dQ in it (`fused`)
 
-`kernel` has the loops that they share, `tile` the products, `element` what happens to one score, `loads` how dense
-biases are read and their gradients written, `centring` what is taken off the keys for dQ. `call` runs the kernels of
-one call; `derived` has what calls of the same sizes share.
+`kernel` has the loops that they share, `tile` the products and what happens to one score, `loads` how dense biases are
+read and their gradients written, `centring` what is taken off the keys for dQ. `codegen.cpu.backward` calls them.
 """

@@ -46,11 +46,10 @@ from ..scope import Scope
 from ..values import round_up, vector_of
 from ..vectormath import sum_rows
 from ..x86 import F32
-from .element import PAIR, Pair
+from .tile import PAIR, Block, Pair
 
 if TYPE_CHECKING:
     from .kernel import BackwardKernel
-    from .tile import Block
 
 QUERY_GRADIENT_SPAN = 8 * KEY_SPAN
 """Keys after which the sums of a whole head's dQ begin anew: they pass through the caches."""
