@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fusion.ir.expr import I0, I1
@@ -97,42 +97,46 @@ class AttentionKernel(KernelFunction):
             part_step=self.tiling.keys, windowed=self.windowed,
         )  # fmt: skip
 
-    def _item(self, top: Scope, number: Value) -> None:
-        if self.parts is not None:
-            self._part_of_item(self.parts, top, number)
-            return
-        item = self._begin(top, number)
+    def _item(self, top: Scope, piece: Value) -> None:
+        """All keys of an item, or one part of them, whose last piece to finish merges the results of all; a second time
+        over all keys where the mask let keys be skipped, and a row that met none that is live needs them."""
+        b, mask, parts = self.b, self.spec.mask, self.parts
+        item, own = self._begin(top, piece)
         low, high = self._item_keys(item)
-        self._attend(item, low, high)
-        self._end(item)
-
-    def _part_of_item(self, parts: TileParts, top: Scope, piece: Value) -> None:
-        """The keys of one part, or of all where parts are no pieces of work of their own. The last piece of an item to
-        finish merges the results of all and writes them."""
-        b, mask, (number, part) = self.b, self.spec.mask, parts.piece(piece)
-        cut = parts.cut()
-        item = self._begin(top, number, b.select(cut, part, b.constant(-1, "i64")))
-        parts.begin(number, cut)
-        (low, high), skips = self._item_keys(item), mask is not None and mask.skips
-        keys = KeyRange(low=low, high=high, skipping=b.constant(1, "i1") if skips else None)
-        here = b.select(cut, part, b.constant(0, "i64")), b.select(cut, b.add(part, 1), parts.total)
-        self._visit_parts(parts, item, keys, *here)
-        with parts.last_of(number, cut):
-            parts.merge(item)
-            if mask is not None and skips and dead_rows_need_keys(self.spec):
-                with b.when(self._any_dead(item, mask.fill)):
-                    self._visit_parts(parts, item, KeyRange(low=0, high=self.n_k), 0, parts.total)
+        yes = b.constant(1, "i1") if mask is not None and mask.skips else None
+        if mask is None or yes is None or not dead_rows_need_keys(self.spec):
+            self._visit_parts(item, KeyRange(low=low, high=high, skipping=yes), own)
+            with contextlib.nullcontext() if parts is None else parts.last_of(item.number, parts.cut()):
+                if parts is not None:
                     parts.merge(item)
+                self._end(item)
+            return
+        start = [b.as_value(low, "i64"), high, yes, *own, *([] if parts is None else [b.constant(0, "i1")])]
+        with b.carry(0, 2, 1, start, hint="attempt") as (loop, attempt, (lo, hi, needed, *rest)):
+            again = b.compare("eq", attempt, 0, "skipping")
+            with b.when(needed):
+                self._visit_parts(item, KeyRange(low=lo, high=hi, skipping=again), rest[:2])
+            if parts is not None:
+                last = b.either(again, lambda: parts.is_last(item.number), lambda: rest[2], "i1")
+                with b.when(b.and_(last, needed)):
+                    parts.merge(item)
+                again, rest = b.and_(again, last), [b.constant(0, "i64"), parts.total, last]
+            again = b.and_(again, self._any_dead(item, mask.fill), "again")
+            loop.yields(b.constant(0, "i64"), self.n_k, again, *rest)
+        with contextlib.nullcontext() if parts is None else b.when(loop.results[-1]):
             self._end(item)
 
-    def _visit_parts(self, parts: TileParts, item: Item, keys: KeyRange, first: Value | int, last: Value) -> None:
-        """Sum up parts first..last-1 of the keys, each by itself."""
+    def _visit_parts(self, item: Item, keys: KeyRange, own: Sequence[Value]) -> None:
+        """Sum up keys, or those of parts own[0]..own[1] - 1, each by itself."""
         if self.tiles.statistics is not None:
             self.tiles.statistics.clear(item.padded_groups)
-        with self.b.loop(first, last, hint="part") as part:
-            low, high = parts.keys(part, keys.low, keys.high)
+        if self.parts is None:
+            self._visit(item, keys)
+            return
+        with self.b.loop(*own, hint="part") as part:
+            low, high = self.parts.keys(part, keys.low, keys.high)
             self._visit(item, replace(keys, low=low, high=high))
-            parts.leave(item, part)
+            self.parts.leave(item, part)
 
     def _item_keys(self, item: Item) -> tuple[Value | int, Value]:
         """The keys that an item visits, as far as the mask says."""
@@ -145,9 +149,10 @@ class AttentionKernel(KernelFunction):
             low, high = self._live_range(ranged, mask.tile_live, low, high, step)
         return low, high
 
-    def _begin(self, top: Scope, number: Value, part: Value | None = None) -> Item:
-        """The item of a number, with its queries packed. part: of its keys, which is packed anew; -1 for all."""
+    def _begin(self, top: Scope, piece: Value) -> tuple[Item, list[Value]]:
+        """An item with its queries packed, and the first and last part of its keys to visit, if there are parts."""
         b, p, tiles, rows = self.b, self.products, self.tiles, self.tiling.groups * self.lanes
+        number, part, own = (piece, None, []) if self.parts is None else self.parts.begin(piece)
         blocks = self.params[("blocks",)]
         block = b.rem(number, blocks, "block")
         scope = self._batch_scope(top, b.div(number, blocks))
@@ -169,7 +174,7 @@ class AttentionKernel(KernelFunction):
         return Item(
             number=number, scope=scope, readers=readers, first=first, count=count, groups=groups,
             padded_groups=padded_groups, part=part,
-        )  # fmt: skip
+        ), own  # fmt: skip
 
     def _pack(self, readers: list[RowReader], key: Value) -> None:
         """Pack a step of K and V, from a key on."""
@@ -180,24 +185,6 @@ class AttentionKernel(KernelFunction):
         p.pack_values(readers[2], key, values)
         if self.bounded is not None:
             self.bounded.store_step_norms(n, keys, values)
-
-    def _attend(self, item: Item, low: Value | int, high: Value) -> None:
-        """All key blocks; a second time over all keys where the mask let keys be skipped, and a row that met none that
-        is live needs them."""
-        b, mask = self.b, self.spec.mask
-        if mask is None or not mask.skips:
-            self._visit(item, KeyRange(low=low, high=high))
-            return
-        yes = b.constant(1, "i1")
-        if not dead_rows_need_keys(self.spec):
-            self._visit(item, KeyRange(low=low, high=high, skipping=yes))
-            return
-        with b.carry(0, 2, 1, [b.as_value(low, "i64"), high, yes], hint="attempt") as (loop, attempt, (lo, hi, needed)):
-            skipping = b.compare("eq", attempt, 0, "skipping")
-            with b.when(needed):
-                self._visit(item, KeyRange(low=lo, high=hi, skipping=skipping))
-            again = b.and_(skipping, self._any_dead(item, mask.fill), "again")
-            loop.yields(b.constant(0, "i64"), self.n_k, again)
 
     def _any_dead(self, item: Item, fill: float) -> Value:
         b = self.b
@@ -212,19 +199,11 @@ class AttentionKernel(KernelFunction):
 
     def _visit(self, item: Item, keys: KeyRange) -> None:
         b, tiles = self.b, self.tiles
-        if tiles.statistics is not None and self.parts is None:
-            tiles.statistics.clear(item.padded_groups)
         skips = self.spec.mask is not None and self.spec.mask.skips
         if tiles.aux_outputs is not None and tiles.aux_outputs.keeps and skips:
             tiles.aux_outputs.clear(item.padded_groups)
         readers, own = item.readers[1:], [] if item.part is None else [item.part]
         pack = functools.partial(self._pack, item.readers)
-        if not self.windowed:
-            self.packed.note(readers, own)
-            self.packed.extend(keys.low, keys.high, pack)
-            tiles.clear(item, float("-inf"))
-            self.stream.visit(item, keys)
-            return
 
         @contextlib.contextmanager
         def windows() -> Iterator[KeyRange]:

@@ -93,15 +93,25 @@ class TileParts(Parts):
         self.tiles, self.rows = tiles, tiles.products.e_padded + 2  # of a group: its output, sum and maximum
         super().__init__(tiles.kernel, 4 * tiles.tiling.groups * self.rows * tiles.lanes)
 
-    def begin(self, number: Value, cut: Value) -> None:
-        """At the start of a piece of work on an item: how many parts there are, and where their records lie: with those
-        of all items, or in memory of this thread."""
-        b, params = self.b, self.params
+    def begin(self, piece: Value) -> tuple[Value, Value, list[Value]]:
+        """At the start of a piece of work: (its item, the part of its keys, -1 for all, the first and last part of
+        them). The records of parts lie with those of all items or, where it has all, in memory of this thread."""
+        b, params, cut, (number, part) = self.b, self.params, self.cut(), self.piece(piece)
         size = params[("part_keys",)]
         self.total = b.div(b.add(self.kernel.n_k, b.sub(size, 1)), size, "total_parts")
         self.several = b.compare("sgt", self.total, 1, "several_parts")
         own = b.mul(self.kernel.thread, self.total)
         self.first = b.select(cut, b.mul(number, params[("parts",)]), own, "first_record")
+        here = b.select(cut, part, b.constant(0, "i64")), b.select(cut, b.add(part, 1), self.total)
+        return number, b.select(cut, part, b.constant(-1, "i64")), [*here]
+
+    def is_last(self, item: Value) -> Value:
+        """Whether all other parts of the item have arrived: see `last_of`."""
+        b, last = self.b, self.b.at(self.count, 1, "i64", "last")
+        b.store(b.constant(0, "i64"), last)
+        with self.last_of(item, self.cut()):
+            b.store(b.constant(1, "i64"), last)
+        return b.compare("eq", b.load(last, "i64"), 1, "is_last")
 
     def _own(self, g: Value) -> Sums:
         """Sums of a group of this piece of work, which are merged."""
