@@ -23,7 +23,7 @@ from .products import InterleavedWork, MultiplyAdd, WorkOfStep, vector_products
 from .rows import RowReader, Rows, load_f32, load_line, widen_pairs
 from .values import Array, round_up
 from .vectormath import sum_rows, transpose
-from .x86 import BF16, F32, LANES, WORDS, Avx512, split_pairs
+from .x86 import BF16, F32, LANES, WORDS, Avx512, split_lines, split_pairs
 
 if TYPE_CHECKING:
     from .skeleton import KernelFunction
@@ -59,18 +59,13 @@ class Amx:
     def values_of(self, values: Value, step: Value) -> Value:
         return self.b.row(values, step, self.value_bytes, "i8")
 
-    def split(self, x: Value, operand: int) -> list[Value]:
-        """The planes of a float32 vector of an operand (`QUERIES`, `KEYS` or `VALUES`), each rounded to nearest, as
-        bf16 vectors: their sum is x."""
+    def split(self, low: Value, high: Value, operand: int) -> list[Value]:
+        """See `x86.split_lines`, of an operand (`QUERIES`, `KEYS` or `VALUES`)."""
         b = self.b
         if self.max_abs is not None:
-            place, bits = b.at(self.max_abs, LANES * operand, "i32"), self._magnitude(x)
+            place, bits = b.at(self.max_abs, LANES * operand, "i32"), b.most(*map(self._magnitude, (low, high)))
             b.store(b.most(b.load(place, WORDS, "worst"), bits), place)
-        planes = [b.convert("arith.truncf", x, "bf16", "plane")]
-        for _ in range(self.planes - 1):
-            x = b.sub(x, b.convert("arith.extf", planes[-1], "f32"), "rest")
-            planes.append(b.convert("arith.truncf", x, "bf16", "plane"))
-        return planes
+        return split_lines(b, low, high, self.planes)
 
     def _magnitude(self, x: Value) -> Value:
         """|x| as bits: they are ordered as the numbers are, NaN above all."""
@@ -82,9 +77,8 @@ class Amx:
         if rows.memory == "bf16" and self.planes == 1:
             b.store(load_line(b, rows, row, column, BF16), target)
             return
-        halves = [self.split(load_f32(b, rows, row, b.add(column, h), 16), operand) for h in (0, 16)]
-        planes = [b.shuffle(low, high, range(32), "plane") for low, high in zip(*halves, strict=True)]
-        for plane, x in enumerate(planes):
+        halves = [load_f32(b, rows, row, b.add(column, h), 16) for h in (0, 16)]
+        for plane, x in enumerate(self.split(*halves, operand)):
             b.store(x, b.at(target, plane * TILE_ELEMENTS, "bf16"))
 
     def pack_queries(self, reader: RowReader, first: Value, target: Value) -> None:

@@ -48,6 +48,17 @@ def split_pairs(b: Builder, first: Value, second: Value, planes: int, keeps_nan:
     return results
 
 
+def split_lines(b: Builder, low: Value, high: Value, planes: int) -> list[Value]:
+    """bf16 planes of two float32 vectors side by side, each rounded to nearest even: their sum is what is split."""
+    results = [Avx512(b).narrow(low, high)]
+    for _ in range(planes - 1):
+        halves = [b.shuffle(results[-1], results[-1], range(n, n + LANES), "half") for n in (0, LANES)]
+        pairs = zip((low, high), halves, strict=True)
+        low, high = (b.sub(x, b.convert("arith.extf", half, "f32"), "rest") for x, half in pairs)
+        results.append(Avx512(b).narrow(low, high))
+    return results
+
+
 class Avx512:
     """Functions of vectors of 16 float32."""
 

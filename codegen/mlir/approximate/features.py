@@ -35,7 +35,7 @@ from ..micro_kernel import TILE_ELEMENTS, AmxTiles, MatrixOperand
 from ..thread_function import KernelText, ThreadFunction
 from ..values import round_up
 from ..vectormath import transpose
-from ..x86 import F32, Avx512, split_pairs
+from ..x86 import F32, split_lines, split_pairs
 
 BLOCK = 128  # keys or queries whose parents are in the cache at a time
 QUERY_BLOCK = 64
@@ -77,7 +77,6 @@ class FeaturesKernel(ThreadFunction):
     def __init__(self, shape: FeatureShape, block: int, stage: int):
         super().__init__()
         self.shape, self.block = shape, block
-        self.wide = Avx512(self.b)
         self.parents_area = self.area(shape.low * block * 4, "parents_area")
         self.x = self.area((shape.width + 2) * block * 4, "x")
         self.stage = self.area(stage, "stage")
@@ -118,21 +117,6 @@ class FeaturesKernel(ThreadFunction):
 
     def _product(self, rows: tuple[Value, Value], lane: Value | int) -> Value:
         return self.b.mul(*(self.b.load(self.b.at(row, lane, "f32"), F32, "x", align=64) for row in rows))
-
-    def lines(self, low: Value, high: Value, planes: int) -> list[Value]:
-        """32 values side by side in bf16, one vector per plane, rounded to nearest even."""
-        b, results = self.b, []
-        for plane in range(planes):
-            results.append(self.wide.narrow(low, high))
-            if plane + 1 < planes:
-                bits = b.bitcast(results[-1], "vector<32xi16>")
-                rest = []
-                for x, half in ((low, 0), (high, 16)):
-                    words = b.shuffle(bits, bits, range(half, half + 16))
-                    wide = b.convert("arith.extui", words, "i32", "t")
-                    rest.append(b.sub(x, b.bitcast(b.binary("arith.shli", wide, 16), F32), "rest"))
-                low, high = rest
-        return results
 
     def ranges(self, first: Value | int, last: Value) -> list[tuple[Value | int, Value, int]]:
         """Chunks [first, last) in ranges of as many planes: those below the top degree have two."""
@@ -198,7 +182,7 @@ class State(FeaturesKernel):
             place = b.row(self.stage, f, 32, "bf16")
             for step in range(steps):
                 halves = [self._product(rows, 32 * step + h) for h in (0, 16)]
-                for plane, line in enumerate(self.lines(*halves, planes)):
+                for plane, line in enumerate(split_lines(b, *halves, planes)):
                     b.store(line, b.at(place, (step * 2 + plane) * CHUNK * 32, "bf16"), align=64)
         e, tiles = self.shape.e, self.shape.e // 16
         state = b.mul(b.add(b.mul(head, b.mul(self.params[("chunks",)], CHUNK)), b.mul(chunk, CHUNK)), e)

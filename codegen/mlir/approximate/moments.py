@@ -164,8 +164,7 @@ class Moments(ThreadFunction):
     def _row(self, address: Value) -> list[Value]:
         """A row in memory as vectors of float32, with zeros behind its end."""
         b, results = self.b, []
-        word = {"f32": "f32", "bf16": "i16", "f16": "f16"}[self.scalar]
-        type_ = f"vector<{LANES}x{word}>"
+        type_ = f"vector<{LANES}x{self.scalar}>"
         for column in range(0, self.width, LANES):
             at = b.at(address, column, self.scalar)
             if column + LANES <= self.d:
@@ -173,8 +172,6 @@ class Moments(ThreadFunction):
             else:
                 inside = [float(column + lane < self.d) for lane in range(LANES)]
                 x = b.masked_load(at, b.dense(inside, f"vector<{LANES}xi1>", "valid"), type_, "x")
-            if word == "i16":
-                x = b.bitcast(b.binary("arith.shli", b.convert("arith.extui", x, "i32", "wide"), 16), F32)
             results.append(b.convert("arith.extf", x, "f32"))
         return results
 

@@ -76,9 +76,8 @@ class TiledQueryGradient:
                 base = b.row(target, b.add(block, pair * self.blocks), self.tile, "bf16")
                 with b.loop(0, 16, hint="k") as k:
                     lines = [load_f32(b, rows, b.add(k, 16 * half), b.mul(block, 16), 16) for half in (0, 1)]
-                    both = zip(*(p.split(line, KEYS) for line in lines), strict=True)
-                    for plane, (x, y) in enumerate(both):
-                        line = b.shuffle(x, y, [i + 16 * s for i in range(16) for s in (0, 1)], "pair")
+                    for plane, x in enumerate(p.split(*lines, KEYS)):
+                        line = b.shuffle(x, x, [i + 16 * s for i in range(16) for s in (0, 1)], "pair")
                         b.store(line, b.at(b.row(base, k, 32, "bf16"), plane * TILE_ELEMENTS, "bf16"))
 
     def store(self, ds: Value, row: Value, group: Value, pair: Sequence[Value]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from fusion.ir import integers
@@ -83,10 +84,7 @@ class GradientSink:
 
     def prefetch(self, row: Scope) -> None:
         """Ask for the line of a DENSE gradient that `add` will write at row's query."""
-        if not self.exclusive:
-            self.b.prefetch(self._line(row), write=True)
-            return
-        with self.b.when(self.last):
+        with self.b.when(self.last) if self.exclusive else contextlib.nullcontext():
             self.b.prefetch(self._line(row), write=True)
 
     def _kept_line(self, row: Scope) -> Value:
