@@ -203,14 +203,12 @@ class MixedHeadsKernel(KernelFunction):
             self._mix(self.matrices["scores"], lambda head, key: self._at(head, g, key), put, own)
         with b.loop(0, self.heads, hint="head") as head:
             self._exponentials(self._head_scope(lanes, head), head, g)
+        weight, put = (lambda head, key: self._weight_at(head, g, key)), functools.partial(self._put_weights, lanes, g)
         if mixing.weights is not None:
-            put = functools.partial(self._put_weights, lanes, g)
-            own = float(mixing.own_weight)
-            self._mix(self.matrices["weights"], lambda head, key: self._weight_at(head, g, key), put, own)
+            self._mix(self.matrices["weights"], weight, put, float(mixing.own_weight))
             return
         with b.loop(0, self.heads, hint="head") as head, b.loop(0, self.padded, 2, hint="j") as key:
-            pair = (self._weight_at(head, g, b.add(key, u)) for u in range(2))
-            self.products.store_weights(self._rows(head, g), key, *pair)
+            put(head, key, [weight(head, b.add(key, u)) for u in range(2)])
 
     def _at(self, head: Value, g: Value, key: Value) -> Value:
         return self.b.load(self.b.row(self._rows(head, g), key, self.lanes), self.vector, "s", align=self.row)
@@ -260,16 +258,11 @@ class MixedHeadsKernel(KernelFunction):
 
     def _exponentials(self, scope: Scope, head: Value, g: Value) -> None:
         """The score program and the weights of a head but for the factor of a row, which is kept."""
-        b, softmax, rows = self.b, self._softmax(head, g), self._rows(head, g)
+        b, softmax = self.b, self._softmax(head, g)
         b.store(self._apply(scope, head, g, self.programs.masked, self.weight), self.maximum)
         b.store(b.constant(0.0, self.vector), self.total)
         softmax.fill_beyond(float("-inf"))
-
-        def put(key: Value, first: Value, second: Value) -> None:
-            for u, weight in enumerate((first, second)):
-                b.store(weight, b.row(rows, b.add(key, u), self.lanes), align=self.row)
-
-        softmax.weigh_rows(put, 0, self.padded)
+        softmax.weigh_rows(lambda key, *pair: self._put_scores(g, head, key, pair), 0, self.padded)
         m, total = (b.load(at, self.vector) for at in (self.maximum, self.total))
         b.store(self._row_factor(scope, m, total), self.row_factors[self._number(head, g)])
 
@@ -287,11 +280,7 @@ class MixedHeadsKernel(KernelFunction):
             p.accumulate(p.values_of(values, step), count, weights, self.part, b.constant(1, "i64"))
             b.update(self.output.first, size // 4, b.add, self.vector, self.part.first)
         with b.loop(0, self.groups, hint="g") as g:
-            self._write(scope, b.add(first, b.mul(g, self.lanes)), self.output[g])
-
-    def _write(self, scope: Scope, start: Value, output: Value) -> None:
-        """The rows of a group, as far as there are any."""
-        b, padded, lanes = self.b, self.products.e_padded, self.lanes
-        count = b.least(b.most(b.sub(self.n_q, start), 0), lanes)
-        with self._lines(output, padded, count) as (r, line):
-            self._write_row(line, self._row_address(scope, b.add(start, r)))
+            start = b.add(first, b.mul(g, self.lanes))
+            count = b.least(b.most(b.sub(self.n_q, start), 0), self.lanes)
+            with self._lines(self.output[g], p.e_padded, count) as (r, line):
+                self._write_row(line, self._row_address(scope, b.add(start, r)))
