@@ -56,6 +56,7 @@ def terms(expr: Expr) -> dict[Monomial, int]:
     return {(expr,): 1}
 
 
+@functools.lru_cache(maxsize=4096)
 def _key(atom: Expr) -> tuple[str, str, tuple]:
     return (atom.op, str(atom.attr), tuple(_key(arg) for arg in atom.args))
 

@@ -86,6 +86,7 @@ _KEEPING = ("where", "fadd", "minimum", "maximum")
 """Operations of which -inf makes -inf, or nothing."""
 
 
+@functools.lru_cache(maxsize=4096)
 def fill_of(value: Expr) -> float:
     """Upper bound of a dead score without ordinary scores that are added to it; +inf for a value that is not dead, or
     may be NaN."""
@@ -101,6 +102,7 @@ def fill_of(value: Expr) -> float:
     return sum(low) if low and not any(map(_loses_infinities, value.args)) else math.inf
 
 
+@functools.lru_cache(maxsize=4096)
 def _loses_infinities(value: Expr) -> bool:
     """Whether a value may be NaN at a score that was masked with -inf: -inf * 0, say."""
     if value.op in _KEEPING or value.op in ROUNDED.values():

@@ -231,6 +231,7 @@ def _is_linear(name: str, args: tuple[Expr, ...], position: int) -> bool:
     return name == "div" and position == 0 and is_finite_const(args[1]) and not is_number(args[1], 0.0)
 
 
+@functools.lru_cache(maxsize=4096)
 def carries_gradient(expr: Expr) -> bool:
     """Whether a value depends on floats that are not constants."""
     if expr.kind is not FLOAT or expr.is_const:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +12,8 @@ from fusion.ir.ops import apply, remake, where
 from fusion.ir.primitives import ATOM, PRIMITIVES, Primitive
 
 LETTERS = {"score": "s", "row_max": "m", "row_sum": "l", "weight": "w"}
-MANY = 200
-"""Nodes of expressions whose repeated parts are not looked for."""
+MANY = 300
+"""Operations of an expression's text, those of repeated parts counted again, beyond which it is cut."""
 WORTH_A_NAME = 12
 _NEGATIVE = 7
 """The precedence of a sign."""
@@ -28,8 +30,27 @@ def _cases(rows: Sequence[tuple[str, str]], otherwise: str) -> str:
 
 
 def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:
-    """The expression on one line; `names` are the operands' names (default `t0`, `t1`, ...)."""
+    """The expression on one line; `names` are the operands' names (default `t0`, `t1`, ...). Its length is bounded: the
+    inner part of a long one is `...`."""
     return printed(expr, names or {})[0]
+
+
+def _length(expr: Expr) -> int:
+    """Number of operations in an expression's text."""
+    lengths: dict[Expr, int] = {}
+    for part in walk(expr):
+        lengths[part] = 1 + sum(lengths[arg] for arg in part.args)
+    return lengths[expr]
+
+
+@functools.lru_cache(maxsize=1024)
+def _outer(expr: Expr, levels: int) -> Expr:
+    """The outer levels of an expression, with `...` for what is inside."""
+    if not expr.args:
+        return expr
+    if not levels:
+        return node("coord", (), expr.kind, "...")
+    return node(expr.op, tuple(_outer(arg, levels - 1) for arg in expr.args), expr.kind, expr.attr)
 
 
 def shortened(expr: Expr) -> Expr:
@@ -68,11 +89,16 @@ def shortened(expr: Expr) -> Expr:
 
 def _call(expr: Expr) -> tuple[str, tuple[Expr, ...]] | None:
     """(name, arguments) of the composition that an expression is, if it is one."""
-    for name, make in COMPOSITIONS.items():
-        form, arguments = make(), dict[Expr, Expr]()
+    for name in COMPOSITIONS:
+        form, arguments = _form(name), dict[Expr, Expr]()
         if form.op == expr.op and _matches(form, expr, arguments, set()):
             return name, tuple(arguments[each] for each in ARGUMENTS if each in arguments)
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def _form(name: str) -> Expr:
+    return COMPOSITIONS[name]()
 
 
 def _matches(form: Expr, expr: Expr, arguments: dict[Expr, Expr], equal: set[tuple[Expr, Expr]]) -> bool:
@@ -88,10 +114,11 @@ def _matches(form: Expr, expr: Expr, arguments: dict[Expr, Expr], equal: set[tup
 
 def repeated(expr: Expr) -> Expr | None:
     """The longest part of an expression's text that a reader meets more than once, if it is worth a name."""
-    parts = list(walk(expr))
+    if _length(expr) > MANY:
+        return None
     whole = to_text(expr)
-    named = [part for part in parts if part.args and part.kind is Kind.FLOAT and part is not expr]
-    texts = {part: to_text(part) for part in named} if len(parts) < MANY else {}
+    named = [part for part in walk(expr) if part.args and part.kind is Kind.FLOAT and part is not expr]
+    texts = {part: to_text(part) for part in named}
     often = [part for part, text in texts.items() if len(text) > WORTH_A_NAME and whole.count(text) > 1]
     return max(often, key=lambda part: len(texts[part]), default=None)
 
@@ -118,6 +145,9 @@ def number_text(value: object) -> str:
 
 def printed(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
     """(the text of an expression, its precedence)."""
+    if _length(expr) > MANY:
+        cuts = (_outer(expr, levels) for levels in itertools.count(1))
+        *_, expr = itertools.takewhile(lambda cut: _length(cut) <= MANY, cuts)
     return _printed(shortened(expr), names)
 
 

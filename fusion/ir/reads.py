@@ -54,6 +54,7 @@ def _is_worth(expr: Expr) -> bool:
     return len(operations) >= _WORTH and expr.kind is not Kind.BOOL
 
 
+@functools.lru_cache(maxsize=4096)
 def is_shift_free(expr: Expr) -> bool:
     """Whether the value stays the same when row and key are moved by the same amount."""
     if not {"i", "j"} & coordinates(expr):

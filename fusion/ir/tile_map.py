@@ -92,6 +92,7 @@ _INTERVAL_COMPARISONS = {"ile", "ilt", "ieq", "ine", "fle", "flt", "feq", "fne"}
 _INTERVAL_ARITHMETIC = {"add", "mul", "iabs"}
 
 
+@lru_cache(maxsize=4096)
 def mappable(expr: Expr) -> bool:
     """Whether the extent of a predicate, or the bounds of a value, over a tile can be computed from their data."""
     names = coordinates(expr)

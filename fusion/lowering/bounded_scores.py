@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -104,6 +104,7 @@ def tanh_polynomial(error: float) -> tuple[float, ...]:
     return tuple(coefficients.tolist())
 
 
+@functools.lru_cache(maxsize=4096)
 def _times(expr: Expr, factor: float, gain: float = 1.0) -> Expr:
     """factor * expr for the operations that `_reach` knows, with constants folded and `tanh` as a polynomial. gain: the
     growth of the result's errors on the way to the exponent."""
@@ -152,12 +153,18 @@ def _largest(reach: MagnitudeBound, radius: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """Bounds of FLOAT expressions. arguments: collects the bounds of the arguments of `tanh`."""
+    """Bounds of FLOAT expressions. arguments: collects the bounds of the arguments of `tanh`. known: of parts."""
 
     scale: float
     arguments: list[MagnitudeBound]
+    known: dict[Expr, MagnitudeBound | None] = field(default_factory=dict)
 
     def of(self, expr: Expr) -> MagnitudeBound | None:
+        if expr not in self.known:
+            self.known[expr] = self._of(expr)
+        return self.known[expr]
+
+    def _of(self, expr: Expr) -> MagnitudeBound | None:
         if expr is SCORE:
             return MagnitudeBound(centre=0.0, slope=1.0)
         if expr.op == "const":

@@ -127,6 +127,7 @@ def _multiplies_by(gradient: Expr, is_such: Callable[[float], bool]) -> bool:
     return any(_may_be(arg, is_such) for part in products for arg in part.args)
 
 
+@functools.lru_cache(maxsize=4096)
 def _may_be(expr: Expr, is_such: Callable[[float], bool]) -> bool:
     """Whether such a constant may be the value, or a part of it that makes it such a number."""
     if expr.is_const:

@@ -7,8 +7,8 @@ its neighbours say whether a row may be without a live key among those that a ke
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Set
 from dataclasses import dataclass
 
 from fusion.ir import integers, ops, primitives
@@ -44,7 +44,7 @@ def score_programs(spec: AttentionSpec, folded: bool = False) -> ScorePrograms:
     only that of the score: rounds differently from the original in the last place."""
     score, full = spec.score, None if spec.mask is None else spec.mask.full
     if folded:
-        kept = feeding_comparisons(score, full)
+        kept = frozenset(feeding_comparisons(score, full))
         score, full = _folded(score, kept), None if full is None else _folded(full, kept)
     if spec.normalizer is Normalizer.NONE:
         return ScorePrograms(masked=score, full=full)
@@ -74,7 +74,8 @@ def is_tame(expr: Expr) -> bool:
     return True
 
 
-def _folded(expr: Expr, kept: Set[Expr]) -> Expr:
+@functools.lru_cache(maxsize=4096)
+def _folded(expr: Expr, kept: frozenset[Expr]) -> Expr:
     """Divisions by constants as products, and products with several constants as one. kept: parts that stay."""
 
     def visit(part: Expr) -> Expr | None:
@@ -83,7 +84,7 @@ def _folded(expr: Expr, kept: Set[Expr]) -> Expr:
         if part.op == "div" and _is_factor(part.args[1]):
             return _folded(part.args[0] * (1.0 / part.args[1].value), kept)
         if part.op == "fmul":
-            left, right = (rebuild(arg, visit) for arg in part.args)
+            left, right = (_folded(arg, kept) for arg in part.args)
             if left.is_const:
                 left, right = right, left
             if _is_factor(right) and left.op == "fmul" and _is_factor(left.args[1]):
@@ -167,6 +168,7 @@ def _divided(expr: Expr, scale: float, folded: bool) -> Expr | None:
     return rest if _factor(rest, folded) is None else _divided(rest, scale / factor, folded)
 
 
+@functools.lru_cache(maxsize=4096)
 def _constants(score: Expr) -> set[float]:
     """Finite constants among the alternatives of a program."""
     if score.op in ("where", "fadd"):

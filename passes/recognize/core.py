@@ -49,6 +49,7 @@ def has(expr: Expr, *ops: str) -> bool:
     return any(part.op in ops for part in walk(expr))
 
 
+@functools.lru_cache(maxsize=4096)
 def free_of_keys(expr: Expr) -> bool:
     """Whether a value is the same for all keys j; a reduction binds j."""
     if expr.op in ("reduce", "row_max", "row_sum"):

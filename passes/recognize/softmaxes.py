@@ -9,6 +9,7 @@ softmax(x - r) = softmax(x) for an r that is the same for all keys, unless it is
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -96,6 +97,7 @@ def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
     return const(-math.inf)
 
 
+@functools.lru_cache(maxsize=4096)
 def may_be_lowest(value: Expr) -> bool:
     """Whether a value may be a finite fill: such a constant or a load, if need be in a sum, selection or multiple."""
     if value.kind is not Kind.FLOAT or value.op in ("dot", "score"):
@@ -105,6 +107,7 @@ def may_be_lowest(value: Expr) -> bool:
     return _is_low(value) or value.op == "load" or any(map(may_be_lowest, value.args))
 
 
+@functools.lru_cache(maxsize=4096)
 def may_be_high(value: Expr, sign: float = 1.0) -> bool:
     """Whether a value, or with a sign of -1 its negative, may be a finite constant far above all scores."""
     if value.is_const:
@@ -132,6 +135,7 @@ def _is_low(part: Expr) -> bool:
     return part.is_const and part.kind is Kind.FLOAT and -math.inf < part.value <= _LOW
 
 
+@functools.lru_cache(maxsize=4096)
 def _in_dead_rows(value: Expr) -> Expr:
     if value in (ROW_MAX, ROW_SUM):
         return const(-math.inf if value is ROW_MAX else 0.0)
@@ -144,10 +148,11 @@ def _in_dead_rows(value: Expr) -> Expr:
 def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
     """Whether a value may be infinite where all of `known` holds and Q and K are finite. A load over keys or queries
     may be: it may be a mask. So may a sum or a product of fills that are finite."""
-    return _largest(value, known) == math.inf
+    return _largest(value, tuple(known)) == math.inf
 
 
-def _largest(value: Expr, known: Sequence[Expr]) -> float:
+@functools.lru_cache(maxsize=4096)
+def _largest(value: Expr, known: tuple[Expr, ...]) -> float:
     """Bound of a value's magnitude, in which scores and tensors count as 1; infinity where it may be infinite."""
     if value.op == "const":
         return abs(value.value) if math.isfinite(value.value) else math.inf
@@ -159,8 +164,8 @@ def _largest(value: Expr, known: Sequence[Expr]) -> float:
         condition, then, otherwise = value.args
         outcome, opposite = _outcome(condition, known), apply("not", condition)
         return max(
-            0.0 if outcome is False else _largest(then, [*known, *conjuncts(condition)]),
-            0.0 if outcome is True else _largest(otherwise, [*known, *conjuncts(opposite)]),
+            0.0 if outcome is False else _largest(then, (*known, *conjuncts(condition))),
+            0.0 if outcome is True else _largest(otherwise, (*known, *conjuncts(opposite))),
         )
     sizes = [_largest(arg, known) for arg in value.args if arg.kind is Kind.FLOAT]
     if math.inf in sizes or value.op in ("log", "log_softmax"):
@@ -174,6 +179,7 @@ def _largest(value: Expr, known: Sequence[Expr]) -> float:
     return bound if bound < first_infinite(_ROUNDED_TO.get(value.op, torch.float32)) else math.inf
 
 
+@functools.lru_cache(maxsize=4096)
 def stays_finite(value: Expr) -> bool:
     """Whether a function of scores is finite at masked keys, too, if Q and K are. A tensor that is loaded per key or
     query may be a mask."""
