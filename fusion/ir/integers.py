@@ -205,7 +205,7 @@ def extreme(expr: Expr, bounds: Bounds, largest: bool) -> Expr | None:
             elif upwards:
                 limit = _atom_bound(atom, bounds)
             else:
-                limit = integer(0) if is_nonnegative(atom, bounds) else None
+                limit = integer(0) if is_nonnegative(atom) else None
             if limit is None:
                 return None
             value = mul(value, limit)
@@ -220,14 +220,14 @@ def _atom_bound(atom: Expr, bounds: Bounds) -> Expr | None:
         return None if extent is None else extent if extent is integer(0) else sub(extent, 1)
     if atom.op == "mod":
         return sub(atom.args[1], 1)
-    if atom.op == "floordiv" and is_nonnegative(atom.args[0], bounds):
+    if atom.op == "floordiv" and is_nonnegative(atom.args[0]):
         top = extreme(atom.args[0], bounds, True)
         if top is None:
             return None
         # x <= m*q - 1 gives x // m <= q - 1 where the division is exact, else x // m <= top // m.
         quotient, rest = _split(add(top, 1), atom.args[1])
         return sub(quotient, 1) if rest is integer(0) else floordiv(top, atom.args[1])
-    if atom.op in ("imin", "imax") and is_nonnegative(atom, bounds):
+    if atom.op in ("imin", "imax") and is_nonnegative(atom):
         tops = [extreme(arg, bounds, True) for arg in atom.args]
         result = [top for top in tops if top is not None]
         if atom.op == "imax":
@@ -251,14 +251,15 @@ def always_at_most(low: int | Expr, high: Expr, bounds: Bounds) -> bool | None:
     return False if never_negative(sub(neg(margin), 1), bounds) else None
 
 
-def is_nonnegative(expr: Expr, bounds: Bounds = _NO_BOUNDS) -> bool:
+@functools.lru_cache(maxsize=4096)
+def is_nonnegative(expr: Expr) -> bool:
     """Whether every term is provably >= 0 (coordinates, sizes, remainders and quotients of such are)."""
 
     def holds(atom: Expr) -> bool:
         if atom.op == "floordiv":
-            return is_nonnegative(atom.args[0], bounds)
+            return is_nonnegative(atom.args[0])
         if atom.op in ("imin", "imax"):
-            return (all if atom.op == "imin" else any)(is_nonnegative(arg, bounds) for arg in atom.args)
+            return (all if atom.op == "imin" else any)(is_nonnegative(arg) for arg in atom.args)
         return atom.op in ("coord", "size", "mod")
 
     return all(coefficient >= 0 and all(map(holds, monomial)) for monomial, coefficient in terms(expr).items())

@@ -55,7 +55,7 @@ def _outer(expr: Expr, levels: int) -> Expr:
 
 def shortened(expr: Expr) -> Expr:
     """An expression with the same values, whose conditions do not repeat what is decided before they are asked, and in
-    which `COMPOSITIONS` are calls."""
+    which `COMPOSITIONS` are calls; only the outer part of one whose text would be long."""
     known: dict[tuple[Expr, frozenset[tuple[Expr, bool]]], Expr] = {}
 
     def under(part: Expr, facts: frozenset[tuple[Expr, bool]]) -> Expr:
@@ -84,6 +84,9 @@ def shortened(expr: Expr) -> Expr:
         args = tuple(under(arg, facts) for arg in part.args)
         return apply("pow", args[0], const(2.0)) if part.op == "fmul" and args[0] is args[1] else remake(part, args)
 
+    if _length(expr) > MANY:
+        cuts = (_outer(expr, levels) for levels in itertools.count(1))
+        *_, expr = itertools.takewhile(lambda cut: _length(cut) <= MANY, cuts)
     return under(expr, frozenset())
 
 
@@ -145,9 +148,6 @@ def number_text(value: object) -> str:
 
 def printed(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
     """(the text of an expression, its precedence)."""
-    if _length(expr) > MANY:
-        cuts = (_outer(expr, levels) for levels in itertools.count(1))
-        *_, expr = itertools.takewhile(lambda cut: _length(cut) <= MANY, cuts)
     return _printed(shortened(expr), names)
 
 
