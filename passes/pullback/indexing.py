@@ -91,7 +91,7 @@ def _cat(pullback: PullBack, here: Node, args: dict[str, Any], index: Index) -> 
         if integers.is_below(position, extent, pullback.bounds):
             return pullback.value(tensor, (*index[:dim], position, *index[dim + 1 :]))
         position = integers.sub(position, extent)
-        if not integers.is_nonnegative(position, pullback.bounds):
+        if not integers.is_nonnegative(position):
             break
     extents = [shape(tensor)[dim] for tensor in tensors]
     if not pullback.reads_tables or len(tensors) > _MOST_PIECES or any(e is not extents[0] for e in extents):

@@ -1,0 +1,97 @@
+"""Programs whose values are used twice at every step: their text doubles with each, and nothing may take time in it."""
+
+import math
+
+import pytest
+import torch
+
+import fusion
+from tests.numerics import assert_as_exact_as_eager
+
+STEPS = 28
+
+
+def chain(x):
+    for _ in range(STEPS):
+        x = torch.tanh(x) * x
+    return x
+
+
+def distance():
+    return torch.arange(40)[:, None] - torch.arange(40)
+
+
+def score(q, k, v):
+    return torch.softmax(chain(q @ k.mT), -1) @ v
+
+
+def sums(q, k, v):
+    s = q @ k.mT
+    for _ in range(STEPS):
+        s = s + torch.tanh(s)
+    return torch.softmax(s, -1) @ v
+
+
+def selections(q, k, v):
+    s = q @ k.mT
+    for step in range(STEPS):
+        s = torch.where(s > 0.1 * step, s * 1.1, s - 0.1)
+    return torch.softmax(s, -1) @ v
+
+
+def sink(q, k, v):
+    columns = torch.cat([q @ k.mT, chain(q.sum(-1, keepdim=True))], -1)
+    return torch.softmax(columns, -1)[..., :-1] @ v
+
+
+def shifted_by_a_clamped_maximum(q, k, v):
+    s = chain(q @ k.mT)
+    e = (s - s.amax(-1, keepdim=True).clamp(min=0)).exp()
+    return e / (e.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+def masked_after(q, k, v):
+    keep = distance() >= 0
+    s = chain(q @ k.mT).masked_fill(~keep, -math.inf)
+    return torch.softmax(s, -1).masked_fill(~keep, 0.0) @ v
+
+
+def bias(q, k, v):
+    return torch.softmax(q @ k.mT + chain(distance().float()), -1) @ v
+
+
+def mask(q, k, v):
+    return torch.softmax((q @ k.mT).masked_fill(chain(distance().float()) > 0.1, -math.inf), -1) @ v
+
+
+def mask_of_integers(q, k, v):
+    x = distance()
+    for _ in range(STEPS):
+        x = torch.maximum(x // 2 + x, x - 3)
+    return torch.softmax((q @ k.mT).masked_fill(x > 9, -math.inf), -1) @ v
+
+
+PROGRAMS = [
+    score, sums, selections, sink, shifted_by_a_clamped_maximum, masked_after, bias, mask, mask_of_integers,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
+def test_time_and_text_do_not_double_with_each_step(program, trained):
+    inputs = [torch.randn(1, 2, 40, 16, requires_grad=trained) for _ in range(3)]
+    with fusion.collect_reports() as reports:
+        compiled = torch.compile(program, backend="fusion", options={"inner": "eager", "emitter": "reference"})
+        out = compiled(*inputs)
+    assert_as_exact_as_eager(out, program(*inputs), program(*(x.double() for x in inputs)), torch.float32)
+    (report,) = reports
+    assert report.fused == 1, report
+    assert len(str(report)) < 5000
+
+
+def test_kernels_of_long_programs_are_written():
+    inputs = [torch.randn(1, 2, 40, 16) for _ in range(3)]
+    options = {"inner": "eager", "strict": True}
+    out = torch.compile(shifted_by_a_clamped_maximum, backend="fusion", options=options)(*inputs)
+    exact = shifted_by_a_clamped_maximum(*(x.double() for x in inputs))
+    assert_as_exact_as_eager(out, shifted_by_a_clamped_maximum(*inputs), exact, torch.float32)
