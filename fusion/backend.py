@@ -100,7 +100,8 @@ def fuse(module: GraphModule, example_inputs: Sequence[Any], options: Options) -
 def _fuse(
     module: GraphModule, example_inputs: Sequence[Any], options: Options, asked: Asked | None = None
 ) -> tuple[GraphModule, Report]:
-    """The graph with its attentions fused, and the report, also where the analysis fails. asked: see `left_alone`."""
+    """The graph with its attentions fused, and the report, also where the analysis fails. asked: see
+    `decide.left_alone`."""
     if not may_hold_attention(module):
         return module, Report(notes=_opaque_softmaxes(module) or [NO_ATTENTION])
     if any(isinstance(nodes.fake(node), list) for node in module.graph.find_nodes(op="placeholder")):
@@ -123,7 +124,7 @@ def _fuse(
 def _fuse_graph(
     module: GraphModule, example_inputs: Sequence[Any], options: Options, asked: Asked | None, dump: Dump
 ) -> tuple[GraphModule, Report]:
-    """The way of a graph."""
+    """The stages of one graph."""
     dump.stage("dynamo", origin := module)
     module, bodies, inside = without_regions(module), dict[str, GraphModule](), Report()  # graphs inside of the graph
     inner = lambda body, inputs, asked: _fuse(body, inputs, options, asked)
@@ -137,11 +138,11 @@ def _fuse_graph(
     read_by_distance(graph.graph)
     dump.stage("normalized", graph)
 
-    with without_function_modes():  # a default device is for the graph's tensors, which is traced again under it
+    with without_function_modes():  # the graph is traced again under a default device; ours must not be
         hints = nodes.size_hints(graph.graph)
-        graph, sites = _decide(graph, options, hints, asked, dump)  # 2. to 5.
+        graph, sites = _decide(graph, options, hints, asked, dump)  # 2. to 6.
         pictures = drawings.before(sites)
-        replace_sites(graph, sites, str(options.request), hints)  # 6. the calls in the place of attentions
+        replace_sites(graph, sites, str(options.request), hints)  # 7. the calls in the place of attentions
     dump.stage("rewritten", graph)
 
     report = report_of(sites, hints, options)
@@ -176,8 +177,8 @@ def _decide(
         read_sets(sites, functools.partial(decide.keeps_dense_mask, options), hints)  # 5. the cheapest form of a call
         map_tiles(graph.graph, sites, decide.tile_map_pays(options), hints)
         decide.ask_reproducible(pending(sites), options)
-        kernel = lambda site: decide.left_alone(site, options, hints, asked)  # is there one, and does it pay
-        refuse(sites, kernel, "compiling the kernel of")
+        left_alone = lambda site: decide.left_alone(site, options, hints, asked)  # 6. no kernel, or it does not pay
+        refuse(sites, left_alone, "compiling the kernel of")
         resolve_escaping(graph.graph, sites, respecifies=False)  # sites that were refused need their scores
 
         fused = {site.anchor.name: site for site in pending(sites)}

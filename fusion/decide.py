@@ -35,11 +35,12 @@ def invalid(site: Site, hints: Mapping[str, int]) -> Refusal | None:
     compared."""
     verdict = validate(site, site.calls, hints)
     site.validated = str(verdict)
-    if verdict.wrong is None and verdict.skipped is None:
-        return None
-    kind, reason = "skipped", f"it could not be compared with eager: {verdict.skipped}"
     if verdict.wrong is not None:
         kind, reason = "invalid", f"the fused program would differ from eager: {verdict.wrong}"
+    elif verdict.skipped is not None:
+        kind, reason = "skipped", f"it could not be compared with eager: {verdict.skipped}"
+    else:
+        return None
     counters["fusion"][kind] += 1
     place = nodes.source_line(site.anchor) or site.anchor.name
     log.error("a defect of fusion: the attention at %s was not fused: %s", place, reason)
@@ -78,7 +79,8 @@ def ask_reproducible(sites: Iterable[Site], options: Options) -> None:
 
 
 def left_alone(site: Site, options: Options, hints: Mapping[str, int], asked: Asked | None) -> Refusal | None:
-    """Reason why a site gets no kernels: none can compute it, or the inner compiler's code is faster.
+    """Reason why a site gets no kernels: none can compute it, or the inner compiler's code is faster (on CPUs; on GPUs
+    only derivatives are weighed). Kernels of sites that get them are prepared here.
 
     asked: the derivatives that are needed around the graph; None outside of function transforms.
     """
@@ -94,8 +96,8 @@ def left_alone(site: Site, options: Options, hints: Mapping[str, int], asked: As
 def _call_left_alone(
     call: AttentionCall, device: torch.device, sizes: list[int], options: Options, written_out: bool
 ) -> Refusal | None:
-    chosen = options.training == "always" or options.strict or options.emitter != "auto" or options.inner != "inductor"
-    if device.type == "cpu" and not chosen:
+    wanted = options.training == "always" or options.strict or options.emitter != "auto" or options.inner != "inductor"
+    if device.type == "cpu" and not wanted:
         machine, fixed = kernels.machine_of(call.device, options.request), call.has_fixed_lengths()
         trained = options.training == "auto" and call.differentiable
         refusal = pays.left_on_cpu(call.spec, sizes, machine, trained=trained, fixed=fixed, written_out=written_out)

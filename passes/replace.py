@@ -3,8 +3,8 @@
 Dense biases and masks in which neighbouring keys lie apart are copied with keys innermost. A bias that a linear layer
 or a table computes for each pair of tokens has its heads innermost: [N, N, H], read as `bias.permute(2, 0, 1)`. Kernels
 would gather its keys one by one, for every batch element that shares it. Inductor fuses the copy with the operation
-that computes the bias, and the gradient has the copy's layout. Where that is added to a table, it takes longer than
-before: a trained bias that is read once stays as it is.
+that computes the bias, and the gradient has the copy's layout. Where the gradient is added up
+in a table, that takes longer than before: a trained bias that is read once stays as it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .trace.normalize import drop_seeds
 aten = torch.ops.aten
 
 
-def replace_sites(module: GraphModule, sites: Iterable[Site], emitter: str, hints: Mapping[str, int]) -> None:
+def replace_sites(module: GraphModule, sites: Iterable[Site], request: str, hints: Mapping[str, int]) -> None:
     """Replace the region of every pending site by its calls, and remove nodes that became unused.
 
     module: the compiler's own copy, whose graph is changed.
@@ -45,7 +45,7 @@ def replace_sites(module: GraphModule, sites: Iterable[Site], emitter: str, hint
         site.assumed.guard()
     _check_tables(graph, pending(sites), symbols)
     for site in pending(sites):
-        results |= _replace(graph, site, symbols, emitter, results, hints)
+        results |= _replace(graph, site, symbols, request, results, hints)
     nodes.erase_unused(graph, impurity())
     drop_seeds(graph)
     graph.lint()
@@ -79,7 +79,7 @@ def _replace(
     graph: Graph,
     site: Site,
     symbols: Symbols,
-    emitter: str,
+    request: str,
     results: dict[Node, Node],
     hints: Mapping[str, int],
 ) -> dict[Node, Node]:
@@ -91,7 +91,7 @@ def _replace(
         for part in site.calls:
             operands = [_operand(graph, root, operand, results) for operand in part.operands]
             part, operands = with_keys_innermost(graph, part, operands, hints)
-            term, written = _call(graph, site, part, operands, symbols, emitter)
+            term, written = _call(graph, site, part, operands, symbols, request)
             terms.append(term)
             aux |= written
         result = terms[0]
@@ -101,7 +101,7 @@ def _replace(
             result = derived(graph, root, aten.to.dtype, (result, nodes.dtype(root)))
         if marks.mutations(root) and marks.requires_grad(root):  # the backward reads what the call returned
             result = derived(graph, root, aten.clone.default, (result,))
-    for node, written in aux.items():  # what stands before it is the region, which dies
+    for node, written in aux.items():  # users before it are in the region, which is erased
         node.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: written < user)
     root.replace_all_uses_with(result)
     graph.erase_node(root)
@@ -157,13 +157,13 @@ def _reached_through(mixing: Mixing, of_head: Set[Expr]) -> Set[Expr]:
 
 
 def _call(
-    graph: Graph, site: Site, part: AttentionCall, operands: list[Node], symbols: Symbols, emitter: str
+    graph: Graph, site: Site, part: AttentionCall, operands: list[Node], symbols: Symbols, request: str
 ) -> tuple[Node, dict[Node, Node]]:
     """Output of the call, and the replacement of each node that it computes as an auxiliary output."""
     root, sizes = site.root, [symbols.value(extent) for extent in part.sizes]
     if part.differentiable:
         operands = _without_gradient(graph, root, part, operands)
-    arguments = (operands, sizes, part.spec.to_json(), emitter)
+    arguments = (operands, sizes, part.spec.to_json(), request)
     size_fakes, written = list(map(nodes.fake, sizes)), dict[Node, Node]()
     if part.uses:
         every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
@@ -206,7 +206,7 @@ def _wanted(part: AttentionCall, operands: Sequence[Node], hints: Mapping[str, i
     for read in dense_loads(part.spec.score, part.spec.weight):
         node = operands[read.operand]
         again = any(extent > 1 for name, extent in extents.items() if name not in coordinates(read))
-        computed = node.op == "call_function" and not part.spec.operands[read.operand].order  # see the module
+        computed = node.op == "call_function" and not part.spec.operands[read.operand].order
         pays = read.operand > 2 and (again or computed) and not marks.dtensor(node)
         orders_by_operand.setdefault(read.operand, set()).add(_order(read, node) if pays else None)
     return {

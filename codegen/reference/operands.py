@@ -19,7 +19,7 @@ from fusion.ir.expr import HEAD, C, E, Expr, I, J, Kind, coord, coordinates, loa
 from fusion.ir.ops import conjuncts, evaluate
 from fusion.ir.results import extents_function, leaves, size_value
 from fusion.ir.spec import AttentionSpec
-from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD
+from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD_BIAS
 
 from ..emitter import Edges
 
@@ -123,7 +123,7 @@ class Operands:
             made = 0.5 + torch.rand(shape, generator=self.draw, dtype=torch.float32)
             made = made / 64 if stored and self._scales(number) else made
         if self.spec.mask is not None and any(x.operand == number for x in loads(self.spec.mask.live)):
-            made = torch.zeros(shape, dtype=torch.float32).masked_fill(~self._mask(shape), 10 * HARD)
+            made = torch.zeros(shape, dtype=torch.float32).masked_fill(~self._mask(shape), 10 * HARD_BIAS)
             made = made.clamp(min=torch.finfo(operand.torch_dtype).min)
         return made.to(operand.torch_dtype)
 

@@ -26,7 +26,8 @@ class MaskFacts:
 
     live: predicate in b.., i, j; where it is false the score program is at most `fill`, below every live score, but for
         ordinary scores that a fill is added to.
-    key_lo, key_hi: INT expressions in b.., and the coordinates `i0`, `i1` (first and last query row of a block);
+    key_lo, key_hi: the keys that kernels visit (by `key_range` of codegen.mlir.skeleton and `key_limits` of
+        codegen.triton.stages): INT expressions in b.. and `i0`, `i1` (first and last query row of a block);
         outside key_lo <= j < key_hi no key of rows i0..i1 is live. Not clamped to [0, n_k).
     full: the score program where it is simpler because masks need not be evaluated: for tiles within the full range
         and without mixed cells. None where there is no such range and no map, or nothing becomes simpler.

@@ -22,7 +22,7 @@ from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.results import size_value
 
 CELL_ROWS, CELL_KEYS = 32, 64
-HARD = -1e9
+HARD_BIAS = -1e9
 """Values of an additive mask that are not above this are a hard mask."""
 
 

@@ -1,8 +1,8 @@
 """Find attention: every product with V whose weights pull back to a normalised function of a product of Q and K.
 
-`find_sites(graph)` only reads the graph, and has torch guard on nothing. A site says what to replace (`root`, the last
-node of the region) and by which attentions (usually one; several for a difference of attentions), or why it is not
-fused.
+`find_sites(graph)` changes nothing but marks, and has torch guard on nothing. A site says what to replace (`root`, the
+last node of the region) and by which attentions (usually one; several for a difference of attentions), or why it is
+not fused.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Site:
     anchor: that product (or SDPA call).
     root: the last node of the region, a view of it.
     dims: the coordinate of each dimension of the root.
+    bounds: extents of the coordinates.
     attentions: the root is their sum; usually there is one.
     assumed: values of dynamic sizes and numbers, in force whenever the graph is read for this site.
 
@@ -75,7 +76,7 @@ class Site:
     blame: Node | None = None
     validated: str | None = None
 
-    def refuse(self, refusal: Refusal | None, blame: Node | None = None) -> None:
+    def refuse(self, refusal: Refusal, blame: Node | None = None) -> None:
         self.refusal, self.calls, self.place = refusal, [], None
         self.blame = blame or self.blame
 
@@ -127,8 +128,8 @@ ANY: Reads = lambda dtype, device: True
 
 
 def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
-    """All candidates in order, those that are not fused with a reason. reads: whether a device's kernels can read a
-    float8."""
+    """All candidates in the order of the graph, refused ones with the reason. reads: whether kernels of a device can
+    read a float8."""
     mark_stored(graph, reads)
     for node in graph.nodes:  # of an analysis before
         marks.attention_root.drop(node)
@@ -145,7 +146,7 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
 
 
 def unlisted(graph: Graph) -> Iterator[Site]:
-    """Products of products of two activations that `find_sites` does not list, with the reason."""
+    """Products of products of two activations that `find_sites` leaves out, each with its reason."""
     with Assumptions().hold():
         kinds = AncestorKinds(graph)
         for node in filter(kinds.is_product, graph.nodes):

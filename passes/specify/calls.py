@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -43,7 +42,7 @@ def specify_sites(graph: Graph, sites: Iterable[Site]) -> None:
 
 def refuse(sites: Iterable[Site], reason: Callable[[Site], Refusal | None], work: str = "") -> None:
     """Refuse the pending sites for which `reason` returns a refusal. work: what that takes, in the log of progress."""
-    waiting = list(pending(sites))
+    waiting = pending(sites)
     for number, site in enumerate(waiting):
         progress.info("%s attention %d of %d: %s", work, number + 1, len(waiting), nodes.source_line(site.anchor))
         with site.assumed.hold():
@@ -166,7 +165,7 @@ def _refuse_escaped(site: Site, escaping: Sequence[Node], live: set[Node], needs
     outside = _outside(site, live, needs)
     node, user = next(((n, u) for n in escaping for u in n.users if outside(u)), (escaping[0], None))
     blame = user if user is not None and user.op != "output" else node
-    reader = next((anchor for anchor, read in needs.items() if node in read and anchor is not site.root), None)
+    reader = next((written for written, read in needs.items() if node in read and written is not site.root), None)
     if user is None:
         where = None if reader is None else nodes.source_line(reader)
         use = f"{node.name} stays in use" if where is None else f"by another attention, at {where}"
@@ -192,7 +191,7 @@ def _with_auxiliary_outputs(
     site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]], symbols: Symbols
 ) -> AttentionCall | None:
     """Call of a site with auxiliary outputs for the escaping weights; None where there is none."""
-    outside, aux_uses, on_the_way = _outside(site, live, needs), list[Any](), set[Node]()
+    outside = _outside(site, live, needs)
     aux_uses, on_the_way = uses_of(site, escaping, outside)
     if not aux_uses or (any(marks.requires_grad(use.node) for use in aux_uses) and not marks.requires_grad(site.root)):
         return None

@@ -33,11 +33,11 @@ COUNT = "Nset"
 """The size that is the number of keys of a set."""
 
 
-Pays = Callable[[AttentionCall, AttentionCall, Mapping[str, int]], str | None]
+WhyDense = Callable[[AttentionCall, AttentionCall, Mapping[str, int]], str | None]
 """(over sets, with a mask of all keys, example sizes) -> why the mask is to be kept, or None."""
 
 
-def read_sets(sites: Iterable[Site], pays: Pays, hints: Mapping[str, int]) -> None:
+def read_sets(sites: Iterable[Site], why_dense: WhyDense, hints: Mapping[str, int]) -> None:
     """Let attentions read only the keys of their sets, where possible and profitable; else `dense_reason` holds the
     reason."""
     for site in pending(sites):
@@ -46,7 +46,7 @@ def read_sets(sites: Iterable[Site], pays: Pays, hints: Mapping[str, int]) -> No
                 continue
             if (reason := _obstacle(call)) is None:
                 gathered = _with_table(call, *chosen)
-                reason = pays(gathered, call, hints)
+                reason = why_dense(gathered, call, hints)
                 call = call if reason else gathered
             site.calls[place] = replace(call, dense_reason=reason or "")
 

@@ -18,7 +18,7 @@ from fusion.ir.ops import apply, conjuncts, remake
 from fusion.ir.ranges import may_be_moved
 from fusion.ir.spec import Normalizer
 
-HARD = -1e4
+LEAST_FILL = -1e4
 """Fills above this are treated as ordinary biases: a score could come near them."""
 
 
@@ -61,10 +61,10 @@ def _split(score: Expr) -> tuple[Expr, float]:
     if score.op != "where":
         return TRUE, -math.inf
     condition, then, otherwise = score.args
-    if (top := fill_of(otherwise)) <= HARD:
+    if (top := fill_of(otherwise)) <= LEAST_FILL:
         live, fill = _split(then)
         return apply("and", condition, live), max(top, fill)
-    if (top := fill_of(then)) <= HARD:
+    if (top := fill_of(then)) <= LEAST_FILL:
         live, fill = _split(otherwise)
         return apply("and", apply("not", condition), live), max(top, fill)
     return TRUE, -math.inf

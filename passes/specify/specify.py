@@ -50,8 +50,9 @@ class AttentionCall:
     uses: the nodes that the auxiliary outputs replace.
     reached: numbers of the operands that autograd reaches, be it with a gradient of zero, as through `sign`.
     key_sets: `KeySet` of operands that are masks computed from positions, by number.
-    gathered: how its keys became sets of rows, where they did.
-    dense_reason: the reason why they did not, though they could.
+    differentiable: whether a gradient of an operand is needed.
+    gathered: set where it reads only the keys of each row's set.
+    dense_reason: why it does not, though it could.
     """
 
     spec: AttentionSpec

@@ -24,13 +24,12 @@ from fusion.ir.ops import apply, conjuncts
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.results import size_value
 from fusion.ir.spec import Normalizer
-from fusion.ir.tile_map import HARD, MapSpec, depends_on_key, is_dense, lookup, mappable
+from fusion.ir.tile_map import HARD_BIAS, MapSpec, depends_on_key, is_dense, lookup, mappable
 
 from .. import marks, nodes
 from ..building import Symbols
 from ..recognize.find import Site, pending
-from .masks import HARD as ORDINARY
-from .masks import full_range, holding
+from .masks import LEAST_FILL, full_range, holding
 from .specify import AttentionCall
 
 
@@ -58,7 +57,7 @@ class _Data:
 
     @property
     def live(self) -> Expr:
-        hard = [apply("not", apply("fle", bias, const(HARD))) for bias in self.biases]
+        hard = [apply("not", apply("fle", bias, const(HARD_BIAS))) for bias in self.biases]
         return _all([*self.predicates, *hard])
 
     @property
@@ -148,7 +147,7 @@ def with_map(call: AttentionCall, tile_map: Node) -> AttentionCall:
     full = substitute(spec.score, holding([*known, *data.predicates]) | dict.fromkeys(data.biases, ZERO))
     facts = replace(
         facts,
-        live=_all([facts.live, *(apply("not", apply("fle", bias, const(HARD))) for bias in data.biases)]),
+        live=_all([facts.live, *(apply("not", apply("fle", bias, const(HARD_BIAS))) for bias in data.biases)]),
         fill=max(facts.fill, data.fill),
         full=full,
         full_lo=low,
@@ -173,8 +172,8 @@ def _data(call: AttentionCall) -> _Data | None:
     data = [p for p in known if loads(p) or p.op == "or" and {"i", "j"} <= coordinates(p)]
     predicates = [p for p in data if depends_on_key(p) and mappable(p)]
     added = _addends(spec.score, 1.0) if spec.normalizer is not Normalizer.NONE else []
-    fills = {bias: HARD * factor for bias, factor in added if _may_be_hard(call, bias)}
-    fills = {bias: fill for bias, fill in fills.items() if fill <= 100 * ORDINARY}
+    fills = {bias: HARD_BIAS * factor for bias, factor in added if _may_be_hard(call, bias)}
+    fills = {bias: fill for bias, fill in fills.items() if fill <= 100 * LEAST_FILL}
     if not predicates and not fills:
         return None
     return _Data(predicates=tuple(predicates), biases=tuple(fills), fill=max(fills.values(), default=-math.inf))

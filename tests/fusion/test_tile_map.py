@@ -12,7 +12,7 @@ import fusion.runtime.op  # registers the ops
 from fusion.ir import integers
 from fusion.ir.expr import ZERO, I, J, Kind, const, coord, load
 from fusion.ir.ops import apply
-from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD, MapSpec
+from fusion.ir.tile_map import CELL_KEYS, CELL_ROWS, HARD_BIAS, MapSpec
 from fusion.machine import machine, with_cores
 from fusion.planning.pays import map_pays
 from fusion.runtime.tile_map_op import Cells, tile_map
@@ -57,9 +57,9 @@ def test_cells_of_random_dense_masks_are_those_of_brute_force(n_q, n_k, seed):
     mask = blocky(n_q, n_k, seed)
     expected = brute(mask, mask)
     assert torch.equal(Cells(spec_of(MASK, n_q, n_k), [mask], {}).codes(), expected)
-    hard = [LOWEST, -math.inf, HARD][seed % 3]
+    hard = [LOWEST, -math.inf, HARD_BIAS][seed % 3]
     bias = torch.zeros(mask.shape).masked_fill(~mask, hard)
-    live, full = apply("not", apply("fle", BIAS, const(HARD))), apply("feq", BIAS, ZERO)
+    live, full = apply("not", apply("fle", BIAS, const(HARD_BIAS))), apply("feq", BIAS, ZERO)
     assert torch.equal(Cells(spec_of(live, n_q, n_k, full), [bias], {}).codes(), expected)
     assert torch.equal(Cells(spec_of(live, n_q, n_k, full), [bias.mT.contiguous().mT], {}).codes(), expected)
 
@@ -109,7 +109,7 @@ def test_cells_of_predicates_of_positions_hold_what_is_live(low, high, join, div
 def test_nan_and_soft_values_are_neither_dead_nor_full():
     bias = torch.zeros(2, 64, 192)
     bias[:, :, :64], bias[:, 3, 70], bias[:, :, 128:] = LOWEST, math.nan, -5.0
-    live, full = apply("not", apply("fle", BIAS, const(HARD))), apply("feq", BIAS, ZERO)
+    live, full = apply("not", apply("fle", BIAS, const(HARD_BIAS))), apply("feq", BIAS, ZERO)
     found = Cells(spec_of(live, 64, 192, full), [bias], {}).codes()
     assert found[0, 0].tolist() == [[False, True], [True, True], [True, True]]
     assert found[0, 1].tolist() == [[False, True], [True, False], [True, True]]
