@@ -12,12 +12,29 @@ import functools
 import math
 
 from fusion.ir import integers
-from fusion.ir.expr import FALSE, I0, I1, TRUE, Expr, I, J, const, contains, coordinates, loads, rebuild, substitute
+from fusion.ir.expr import (
+    FALSE,
+    I0,
+    I1,
+    TRUE,
+    Expr,
+    I,
+    J,
+    const,
+    contains,
+    coordinates,
+    loads,
+    rebuild,
+    substitute,
+    walk,
+)  # fmt: skip
 from fusion.ir.mask_facts import MaskFacts, fill_of
 from fusion.ir.ops import apply, conjuncts, remake
 from fusion.ir.ranges import may_be_moved
 from fusion.ir.spec import Normalizer
 
+MOST_EXTREMA = 8
+"""Extrema of a comparison whose keys are solved for: each doubles what there is to solve."""
 LEAST_FILL = -1e4
 """Fills above this are treated as ordinary biases: a score could come near them."""
 
@@ -136,6 +153,8 @@ def _bound(part: Expr, side: Side) -> Ends:
     if part.op == "and":
         return _range(part, side)
     if part.op not in ("ieq", "ile", "ilt") or not may_be_moved(*part.args):
+        return None, None
+    if sum(inner.op in ("imax", "imin") for inner in walk(part)) > MOST_EXTREMA:
         return None, None
     if part.op == "ieq":
         return _joined([_at_most(*pair, side) for pair in (part.args, part.args[::-1])], side)

@@ -64,15 +64,20 @@ def mask(q, k, v):
     return torch.softmax((q @ k.mT).masked_fill(chain(distance().float()) > 0.1, -math.inf), -1) @ v
 
 
-def mask_of_integers(q, k, v):
+def mask_of_integers(q, k, v, steps=STEPS):
     x = distance()
-    for _ in range(STEPS):
+    for _ in range(steps):
         x = torch.maximum(x // 2 + x, x - 3)
     return torch.softmax((q @ k.mT).masked_fill(x > 9, -math.inf), -1) @ v
 
 
+def mask_of_integers_within_64_bits(q, k, v):
+    return mask_of_integers(q, k, v, steps=16)
+
+
 PROGRAMS = [
     score, sums, selections, sink, shifted_by_a_clamped_maximum, masked_after, bias, mask, mask_of_integers,
+    mask_of_integers_within_64_bits,
 ]  # fmt: skip
 
 
