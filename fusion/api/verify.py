@@ -131,8 +131,8 @@ def verify(
     function: a module or function, compiled or not; it is called with the arguments.
 
     gradients: compare also those of the attentions, with respect to all that they follow.
-    site: the number of the attention whose tensors to keep for its script; by default, those of the one that comes
-        nearest to its bound.
+    site: the number of the attention whose tensors to keep for its script; by default, those of the one whose
+        error is largest relative to what is allowed.
     options: of the backend.
 
     The outputs of the whole call are compared as well. Raises ComparisonError where eager itself fails.
