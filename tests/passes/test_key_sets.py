@@ -155,7 +155,7 @@ def test_sets_are_read_through_a_table(function):
     inputs = drawn()
     with torch.no_grad():
         found = site_of(function, *inputs).attentions[0]
-        assert f"{K} of " in found.keys and "read through table" in found.keys
+        assert f"{K} of " in found.keys and "read through " in found.keys
         assert (found.spec.n_k_total is None) == (function is with_one_set_for_all_queries)
         assert not any(operand.dtype == "bool" for operand in found.spec.operands)
         check(function, *inputs)
