@@ -1,4 +1,4 @@
-"""Facts that follow from the sizes and strides of a backward call, and is derived once for all that have them."""
+"""Facts that follow from the sizes and strides of a backward call, derived once for all calls that have them."""
 
 from __future__ import annotations
 
