@@ -38,7 +38,7 @@ class Rows:
 
 class MomentsCall:
     """The kernel, bound to where rows of one kind lie. segment: keys that become visible together, a multiple of BLOCK,
-    where attention is causal; else 0. limit: as there."""
+    where attention is causal; else 0. limit: that of the module `mlir.approximate.moments`."""
 
     def __init__(self, d: int, dtype: torch.dtype, q: Rows, k: Rows, segment: int, limit: float):
         self.kernel, self.places, self.heads = compiled(d, dtype), (q, k), len(q.offsets)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,20 +14,11 @@ from fusion.codegen.cpu.launch import Kernel
 from fusion.codegen.cpu.training import TrainingKernel
 from fusion.planning.register_tiles import tilings_for
 from tests.codegen.mlir.cases import TARGETS, assert_as_exact_as_eager, case, draw
+from tests.reproducible import threads
 
 THREADS = (1, 2, 3, 7, 16, 33, 64)
 SHAPES = {"prefill": (3, 300, 333), "few items": (1, 70, 1500), "decoding": (2, 1, 2100)}
 """Heads, queries and keys."""
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def on_all(run: Callable[[], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
