@@ -86,7 +86,7 @@ def shortened(expr: Expr) -> Expr:
 
     if _length(expr) > MANY:
         cuts = (_outer(expr, levels) for levels in itertools.count(1))
-        *_, expr = itertools.takewhile(lambda cut: _length(cut) <= MANY, cuts)
+        *_, expr = _outer(expr, 1), *itertools.takewhile(lambda cut: _length(cut) <= MANY, cuts)
     return under(expr, frozenset())
 
 

@@ -134,7 +134,8 @@ def _verdict(plans: tuple[Plan, ...]) -> str | None:
 
 def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[str, Any]:
     spec, plan, names, backward = attention.spec, attention.planned(), attention.names, attention.backward
-    told = backward if isinstance(backward, str) else "\n".join(backward().explain().splitlines()[2:])
+    backward = backward if isinstance(backward, str) else backward()
+    told = backward if isinstance(backward, str) else "\n".join(backward.explain().splitlines()[2:])
     lines = len(attention.source.splitlines())
     summary = kernel_summary(attention.source)
     return {
@@ -156,7 +157,7 @@ def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[s
         "sizes": dict(attention.sizes),
         "spec": parsed(spec.to_json()),
         "plan": plan.to_dict(),
-        "backward_plan": None if isinstance(backward, str) else backward().to_dict(),
+        "backward_plan": None if isinstance(backward, str) else backward.to_dict(),
     }
 
 

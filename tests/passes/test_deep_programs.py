@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import fusion
+from fusion.ir import integers
+from fusion.ir.expr import coord
+from fusion.ir.printing import to_text
 from tests.numerics import assert_as_exact_as_eager
 
 STEPS = 28
@@ -100,3 +103,11 @@ def test_kernels_of_long_programs_are_written():
     out = torch.compile(shifted_by_a_clamped_maximum, backend="fusion", options=options)(*inputs)
     exact = shifted_by_a_clamped_maximum(*(x.double() for x in inputs))
     assert_as_exact_as_eager(out, shifted_by_a_clamped_maximum(*inputs), exact, torch.float32)
+
+
+def test_a_sum_of_many_terms_has_a_text():
+    """It is longer than what is cut, and has no inner part."""
+    total = integers.integer(0)
+    for number in range(400):
+        total = integers.add(total, coord(f"x{number}"))
+    assert to_text(total).count("x") == 400
