@@ -44,6 +44,9 @@ $(VENV)/.installed-timm: constraints.txt | $(BIN)/pip
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
+# Workers, and processes that tests start, find what Python has parsed before, whatever the environment says.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.installed-test $(VENV)/.installed-timm
 	$(BIN)/python -m pytest $(PYTEST) $(ARGS)
 

@@ -53,6 +53,7 @@ def _outer(expr: Expr, levels: int) -> Expr:
     return node(expr.op, tuple(_outer(arg, levels - 1) for arg in expr.args), expr.kind, expr.attr)
 
 
+@functools.lru_cache(maxsize=256)
 def shortened(expr: Expr) -> Expr:
     """An expression with the same values, whose conditions do not repeat what is decided before they are asked, and in
     which `COMPOSITIONS` are calls; only the outer part of one whose text would be long."""
@@ -115,6 +116,7 @@ def _matches(form: Expr, expr: Expr, arguments: dict[Expr, Expr], equal: set[tup
     return same and all(_matches(a, b, arguments, equal) for a, b in zip(form.args, expr.args, strict=True))
 
 
+@functools.lru_cache(maxsize=256)
 def repeated(expr: Expr) -> Expr | None:
     """The longest part of an expression's text that a reader meets more than once, if it is worth a name."""
     if _length(expr) > MANY:

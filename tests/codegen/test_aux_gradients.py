@@ -105,6 +105,7 @@ def test_programs(name: str, program: str) -> None:
     check(case(program, d=16), name)
 
 
+@pytest.mark.one_in(3)
 @emitters
 @pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX])
 @pytest.mark.parametrize("program", ["left_padded_inf", "padding"])

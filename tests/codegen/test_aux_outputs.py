@@ -135,6 +135,7 @@ def test_variants(name: str, c: Case) -> None:
     check(c, name)
 
 
+@pytest.mark.one_in(3)
 @emitters
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("layout", ["heads_inside", "gaps"])

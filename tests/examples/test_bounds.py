@@ -47,6 +47,7 @@ def capacities(n, width):
         capacity *= 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("n", [2**power for power in range(8, 14)])
 @pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
 def test_the_planned_io_is_within_a_constant_of_the_bound(n, width):

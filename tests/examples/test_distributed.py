@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import processes
+
 LONG = functools.partial(pytest.param, marks=pytest.mark.long)
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +27,7 @@ def example():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "distributed", module)
         patch.syspath_prepend(str(EXAMPLE.parent))
-        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(torch.multiprocessing, "spawn", processes.run)
         spec.loader.exec_module(module)
         yield module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -312,6 +313,7 @@ def distributed(case: Case) -> dict[str, Any]:
 def work(rank: int, folder: str) -> None:
     """Run every case on one of the processes and write down what was found."""
     torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"  # shared by the processes, and empty
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meet",

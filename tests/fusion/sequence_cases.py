@@ -421,14 +421,13 @@ def deserted(rank: int, folder: str, schedule: str) -> None:
     os._exit(0)
 
 
-def work(rank: int, folder: str, processes: int, names: list[str]) -> None:
-    """Run cases on one of the processes and write down what was found."""
+def work(rank: int, folder: str, processes: int, selected: list[tuple[str, str]]) -> None:
+    """Run cases by schedules on one of the processes and write down what was found."""
     join(rank, folder, processes)
     found, mesh = {}, init_device_mesh("cpu", (processes,))
-    every = [(name, schedule) for name in names for schedule in SCHEDULES]
     runs: dict[Any, Callable[[], Any]] = {
         (name, schedule): functools.partial(distributed, CASES[name].of(schedule), schedule, mesh)
-        for name, schedule in every
+        for name, schedule in selected
     }
     runs |= {
         (name, schedule, "counted"): functools.partial(counted, case, schedule, mesh)

@@ -69,6 +69,7 @@ def test_masks_follow_the_seed():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("function", [plain, sdpa])
 def test_the_backward_has_the_mask_of_the_forward(function, inner):

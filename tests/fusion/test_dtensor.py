@@ -9,8 +9,7 @@ import torch.distributed as dist
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this build of torch has no distributed with gloo", allow_module_level=True)
 
-from torch import multiprocessing
-
+from tests import processes
 from tests.fusion.dtensor_cases import CASES, PROCESSES, gradients, work
 from tests.numerics import assert_as_exact_as_eager
 
@@ -18,10 +17,7 @@ from tests.numerics import assert_as_exact_as_eager
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # shared by the processes, and empty
-        multiprocessing.spawn(work, (str(folder),), nprocs=PROCESSES)
+    processes.run(work, (str(folder),), nprocs=PROCESSES)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(PROCESSES)]
 
 

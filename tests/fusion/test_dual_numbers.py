@@ -38,7 +38,7 @@ def moved(call, q, k, v, *directions, trained=False):
         return out.primal.detach(), out.tangent.detach()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("options", INNER, ids=str)
 @pytest.mark.parametrize("function", [attention, between, masked])

@@ -14,6 +14,7 @@ pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
 import fusion
 from fusion.errors import OptionError, StrictError
 from fusion.options import Options
+from tests import processes
 from tests.reproducible import same_bits, threads
 
 OPTIONS = {"reproducible": True, "inner": "eager"}
@@ -64,7 +65,7 @@ def test_processes_that_share_a_sequence_have_the_bits_of_one(tmp_path: Path, sc
     torch.manual_seed(0)
     operands = [torch.randn(1, heads, 290, 32) for heads in (4, 2, 2)]
     torch.save(operands, tmp_path / "operands.pt")
-    torch.multiprocessing.spawn(sharded, (str(tmp_path), schedule), nprocs=2)
+    processes.run(sharded, (str(tmp_path), schedule), nprocs=2)
     with torch.no_grad():
         whole = torch.compile(attend, backend="fusion", options=OPTIONS)(*operands)
     assert all(same_bits(torch.load(tmp_path / f"{rank}.pt"), whole) for rank in (0, 1))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this build of torch has no distributed with gloo", allow_module_level=True)
 
-from torch import multiprocessing
 from torch.distributed.tensor import Replicate
 
 import fusion
@@ -24,6 +23,7 @@ from tests.fusion.dtensor_cases import gradients
 from tests.fusion.sequence_cases import CASES, COUNTED, DECODED, DROPOUT, DROPPED, SCHEDULES, SEED, deserted, work
 from tests.fuzz.sharded_run import InShards
 from tests.numerics import assert_as_exact_as_eager, assert_as_exact_over_draws, assert_same, assert_same_in_float64
+from tests.processes import context, run
 
 ON_FOUR = (
     "plain",
@@ -42,17 +42,16 @@ def found(request, tmp_path_factory):
     """By number of processes: what each process found in the cases that were selected."""
     result = {}
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    selected = {(item.callspec.params.get("processes"), item.callspec.params.get("name")) for item in here}
+    cells = [tuple(map(item.callspec.params.get, ("processes", "name", "schedule"))) for item in here]
     for processes in (2, 4):
         folder = tmp_path_factory.mktemp(f"processes{processes}")
-        names = [name for name in CASES if (processes, name) in selected]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OMP_NUM_THREADS", "1")
-            multiprocessing.spawn(work, (str(folder), processes, names), nprocs=processes)
+        selected = [(name, schedule) for n, name, schedule in cells if n == processes and name in CASES and schedule]
+        run(work, (str(folder), processes, [*dict.fromkeys(selected)]), nprocs=processes)
         result[processes] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
     return result
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("processes", "name"), RUNS)
 def test_every_process_finds_what_one_process_finds(found, processes, name, schedule):
@@ -122,8 +121,7 @@ def test_decoding_over_a_cache_that_is_sharded_by_keys_gathers_sums_and_no_keys(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_process_that_died_is_an_error_on_the_others(schedule, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    pair = [context.Process(target=deserted, args=(rank, str(tmp_path), schedule)) for rank in range(2)]
+    pair = [context().Process(target=deserted, args=(rank, str(tmp_path), schedule)) for rank in range(2)]
     for process in pair:
         process.start()
     for process in pair:

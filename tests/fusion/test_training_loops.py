@@ -89,6 +89,7 @@ def test_switching_between_training_and_evaluation():
         assert_same(gradients(model, run, [x]), trained)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("both", [True, False])
 def test_checkpointed_parts_are_fused(both, inner):

@@ -115,6 +115,7 @@ def test_in_kernels_too(function):
     assert site.fused
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", NARROW, ids=lambda f: f.__name__)
 def test_in_kernels_of_narrow_dtypes(function, dtype):

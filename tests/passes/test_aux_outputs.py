@@ -297,6 +297,7 @@ def test_statistics_without_a_gradient_have_none():
     assert out.requires_grad and not importance.requires_grad and not peak.requires_grad
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("function", [returned, returned_masked, key_sums, entropy])
 def test_half_precision(function, dtype):

@@ -84,6 +84,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
 def test_time_and_text_do_not_double_with_each_step(program, trained):

@@ -45,6 +45,7 @@ def test_with_other_numbers_of_queries_and_keys(function):
     assert_as_exact_as_eager(actual, eager, exact, torch.float32)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "function",

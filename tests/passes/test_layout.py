@@ -67,6 +67,7 @@ def test_where_keys_are_put_together(function, x, batch: int, trained: bool, tog
     assert [min(stride) == stride[1] for stride in strides] == [together], strides
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("function", [from_pairs, given, looked_up, written_to])

@@ -88,7 +88,7 @@ def check(function, n, emitter="auto", gradients=False, dtype=torch.float32):
     return site
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("n", [18, 200])
 @pytest.mark.parametrize("emitter", ["reference", "auto"])
 @pytest.mark.parametrize("fill", FILLS)

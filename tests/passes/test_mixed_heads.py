@@ -163,6 +163,7 @@ def test_spellings(function):
     assert "schedule   whole_rows" in str(report)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("function", [as_cait, with_a_bias_before, with_padding], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_dtypes(function, dtype):
@@ -183,6 +184,7 @@ def test_sizes(n_q, n_k, d_v, dtype):
     run(with_biases_behind, *drawn(dtype, n_q=n_q, n_k=n_k, d_v=d_v), dtype=dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (1, 37), (37, 1)])
 @pytest.mark.parametrize("function", [by_einsums, by_convolutions, with_heads_last], ids=lambda f: f.__name__)
 def test_sizes_of_one(function, n_q, n_k):

@@ -55,7 +55,7 @@ def wide(tensors):
     return [x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -79,6 +79,7 @@ def test_other_lengths_of_keys(queries, keys):
     assert_as_exact_as_eager(out.values(), eager, exact)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients(causal, inner):

@@ -41,7 +41,7 @@ def custom(x):
     return Doubled.apply(x)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("transform", [mapped, mapped_out, gradient, tangent, custom], ids=lambda f: f.__name__)

@@ -98,7 +98,7 @@ def has_strides_of_eager(function, layout, extents, inner, trained=False):
     assert [site.reason for report in reports for site in report.sites] == [None]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_in_eager_mode(function, layout):
@@ -116,7 +116,7 @@ def test_all_extents_in_eager_mode(function, layout):
         has_strides_of_eager(function, layout, extents, "eager")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("layout", ["bhnd", "nbhd"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

@@ -232,6 +232,7 @@ def test_in_half_precision(function, dtype, emitter):
     as_exact_as_eager(function, given(dtype), emitter, gradients=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("emitter", ["reference", "auto"])
 @pytest.mark.parametrize("function", [sum_and_epsilon, one_more, at_least], ids=lambda f: f.__name__)
 def test_of_many_keys_and_peaked_rows(function, emitter):

@@ -53,7 +53,7 @@ def run(function, x, train):
     return *results, *(torch.autograd.grad(sum(r.square().sum() for r in results), x) if train else ())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("same", SAME)

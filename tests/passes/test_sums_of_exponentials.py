@@ -72,7 +72,7 @@ def check(function, trained, *of_inputs):
         assert_as_exact_over_draws(draw)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("n", "trained"), [(2, False), (70, False), (9, True), (70, True)])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_on_cpus(function, n, trained):

@@ -185,6 +185,7 @@ def test_sizes_that_vary(transform):
     check(transform(grouped), emitter="reference", dynamic=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("transform", [tangents, penalty], ids=lambda f: f.__name__)
 def test_other_dtypes(transform, dtype):

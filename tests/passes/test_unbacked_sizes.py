@@ -46,6 +46,7 @@ def check(compiled, function, *inputs):
     assert_as_exact_as_eager(results(compiled, leaves), results(function, leaves), results(function, exact))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("function", [some_keys, some_rows])
 def test_what_is_found_in_data(function, inner):

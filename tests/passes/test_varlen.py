@@ -61,7 +61,7 @@ def wide(tensors):
     return [x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("used", [None, (40, 10, 3, 33)])
 @pytest.mark.parametrize("window", WINDOWS)

@@ -59,6 +59,7 @@ def test_gradients_are_as_exact_and_the_same_on_all_threads(
     assert_right_on_threads(run, c, EXTENTS, counts=(1, 3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fused", [True, False], ids=["one kernel", "two kernels"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_those_of_rows_that_are_packed_whole(monkeypatch, dtype: str, fused: bool) -> None:

@@ -72,7 +72,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -50,6 +50,7 @@ def test_a_kernel_has_the_same_bits_on_any_number_of_threads(name: str, dtype: s
     assert_as_exact_as_eager(results[0][0], c, operands)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["plain", "causal"])
 def test_a_step_has_the_same_bits_on_any_number_of_threads(name: str, dtype: str) -> None:

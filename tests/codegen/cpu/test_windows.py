@@ -75,6 +75,7 @@ def test_results_are_those_of_keys_that_are_packed_whole(monkeypatch, dtype: str
     assert_same(kernel(c, target)(operands, sizes), whole)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", ["plain", "causal", "left_padded_inf"])
 def test_windows_of_scores_that_are_bounded_or_not(monkeypatch, name: str, trained: bool) -> None:

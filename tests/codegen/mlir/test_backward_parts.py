@@ -103,6 +103,7 @@ def test_gradients_are_the_same_for_any_number_of_threads(name: str, fields: dic
         assert kind is FUSED and cut == (parts or cut) > 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_long_heads_begin_anew_within_parts(monkeypatch, dtype: str, parts: int) -> None:

@@ -13,7 +13,7 @@ from tests.passes.exactness import as_exact_as_eager
 B, H, N, M = 3, 2, 70, 150
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bias", "float32"), ("bias", "bfloat16"), ("half_bias", "float32"), ("brain_bias", "bfloat16")]
@@ -65,6 +65,7 @@ def test_programs(name: str, dtype: torch.dtype) -> None:
     assert site.fused
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [501, 20001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tables_of_any_size(size: int, dtype: torch.dtype) -> None:

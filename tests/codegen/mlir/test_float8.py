@@ -15,6 +15,7 @@ from tests.codegen.mlir.cases import HERE, TARGETS, assert_as_exact_as_eager, ca
 from tests.float8 import FORMATS, drawn, every_number, is_same, narrow
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("queries", [1, 40])
 @pytest.mark.parametrize("format_", FORMATS, ids=str)
 def test_every_number_is_widened_exactly(format_: torch.dtype, queries: int) -> None:

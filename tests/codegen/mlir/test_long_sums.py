@@ -26,6 +26,7 @@ from tests.codegen.mlir.cases import (
 TARGETS = {"here": HERE, "avx512": emulation.AVX512}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", [emulation.AVX2, emulation.AVX512, emulation.AMX], ids=["avx2", "avx512", "amx"])
 @pytest.mark.parametrize("keys", [512, 640])
 def test_many_equal_weights_beside_larger_ones(keys: int, target: Target) -> None:

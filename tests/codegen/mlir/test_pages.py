@@ -58,7 +58,7 @@ def stored(operands: list[torch.Tensor], page: int, transposed: bool = False) ->
     return [q, *pools, *rest, table]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("page", [1, 4, 8, 12, 16, 24, 32, 64])
 @pytest.mark.parametrize(
     ("name", "fields"),
@@ -80,6 +80,7 @@ def test_pages(name: str, fields: dict, page: int) -> None:
             assert_as_exact_as_eager(run(stored(operands, page), sizes), c, operands)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("target", ["multiply-add", "avx2", "generic"])
 def test_pages_on_other_targets(target: str, group: int) -> None:

@@ -132,6 +132,7 @@ def test_tiny_values_in_planes_of_bfloat16(factors: tuple[float, float, float]) 
         assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fused", [True, False], ids=["one kernel", "two kernels"])
 @pytest.mark.parametrize(
     ("factors", "arriving"),

@@ -51,6 +51,7 @@ def test_every_program_in_float32(name: str) -> None:
     check(case(name, d=16))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["plain", "left_padded", "alibi", "documents"])
 def test_low_precision(name: str, dtype: str) -> None:

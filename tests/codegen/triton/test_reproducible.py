@@ -132,6 +132,7 @@ ROWS = {"causal_last_key": (33, 57), "bias": (33, 57), "window": (0, 57)}
 """Chunks of rows by case, which see the keys that they see in the call of all rows."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
     ("name", "dtype"),

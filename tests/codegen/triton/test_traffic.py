@@ -33,6 +33,7 @@ def problem(name: str, n: dict[str, int]) -> Problem:
     return Problem(n_q=n["Nq"], n_k=n["Nk"], d=D, d_v=D_V, causal=name == "causal")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize("name", ["plain", "causal"])
@@ -59,6 +60,7 @@ WAYS = {
 """By the model's schedule: the policy that takes it, and the phase of each kernel."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients(monkeypatch, shape: dict[str, int], name: str) -> None:

@@ -58,6 +58,7 @@ def test_biases(bias) -> None:
     check(lambda: (torch.randn(8, 40), torch.randn(48, 40), bias(48)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["of both signs", "positive"])
 @pytest.mark.parametrize("depth", [1, 64, 384, 500, 512, 520, 768, 1000, 1024, 2048, 3072, 8200])
 def test_deep_sums_are_as_exact_as_eagers(depth: int, draw) -> None:

@@ -65,6 +65,7 @@ def test_tiles_on_hopper_are_known_to_be_good(name: str, d: int, monkeypatch: py
         assert redundancy(work, tile, HOPPER) == 1, (work, tile)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "target", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100"]
 )

@@ -34,6 +34,7 @@ def positions(heads: int, n_q: int, n_k: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.arange(n_q)[:, None], torch.arange(n_k), torch.arange(heads)[:, None, None]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_io_and_bound_are_what_the_mask_needs(name, shape):
@@ -74,6 +75,7 @@ TABLES = {
 """Tables of an element for each score: one of that kind, its use, bytes of an element, and copies of it."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "twice as many keys", "chunks"])
 @pytest.mark.parametrize("kind", TABLES)
 def test_tables_are_read_where_scores_are_computed(kind, mask):

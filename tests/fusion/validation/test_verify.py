@@ -61,6 +61,7 @@ def wrong_kernels(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_every_attention_is_compared_on_what_it_reads(dtype, gradients):
