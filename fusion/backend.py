@@ -101,7 +101,7 @@ def _fuse(
     module: GraphModule, example_inputs: Sequence[Any], options: Options, asked: Asked | None = None
 ) -> tuple[GraphModule, Report]:
     """The graph with its attentions fused, and the report, also where the analysis fails. asked: see
-    `decide.left_alone`."""
+    `decide.kernel_refusal`."""
     if not may_hold_attention(module):
         return module, Report(notes=_opaque_softmaxes(module) or [NO_ATTENTION])
     if any(isinstance(nodes.fake(node), list) for node in module.graph.find_nodes(op="placeholder")):
@@ -139,13 +139,13 @@ def _fuse_graph(
     dump.stage("normalized", graph)
 
     with without_function_modes():  # the graph is traced again under a default device; ours must not be
-        hints = nodes.size_hints(graph.graph)
-        graph, sites = _decide(graph, options, hints, asked, dump)  # 2. to 6.
+        examples = nodes.example_sizes(graph.graph)
+        graph, sites = _decide(graph, options, examples, asked, dump)  # 2. to 6.
         pictures = drawings.before(sites)
-        replace_sites(graph, sites, str(options.request), hints)  # 7. the calls in the place of attentions
+        replace_sites(graph, sites, str(options.request), examples)  # 7. the calls in the place of attentions
     dump.stage("rewritten", graph)
 
-    report = report_of(sites, hints, options)
+    report = report_of(sites, examples, options)
     drawings.add(report, pictures)
     notes = [*(notes if report.fused else ()), *_unseen(origin, graph, report)]
     report.sites = [*inside.sites, *report.sites]
@@ -154,7 +154,7 @@ def _fuse_graph(
 
 
 def _decide(
-    normalized: GraphModule, options: Options, hints: Mapping[str, int], asked: Asked | None, dump: Dump
+    normalized: GraphModule, options: Options, examples: Mapping[str, int], asked: Asked | None, dump: Dump
 ) -> tuple[GraphModule, list[Site]]:
     """The sites of a graph, each with the calls that take its place or the reason why it stays.
 
@@ -171,14 +171,15 @@ def _decide(
         resolve_escaping(graph.graph, sites)  # scores used elsewhere: auxiliary outputs, or a refusal
 
         if options.verify:
-            invalid = lambda site: decide.invalid(site, hints)  # 4. the spec against the graph's own operations
-            refuse(sites, invalid, "validating")
+            wrong = lambda site: decide.validation_refusal(site, examples)  # 4. the spec against the graph's operations
+            refuse(sites, wrong, "validating")
 
-        read_sets(sites, functools.partial(decide.keeps_dense_mask, options), hints)  # 5. the cheapest form of a call
-        map_tiles(graph.graph, sites, decide.tile_map_pays(options), hints)
+        dense = functools.partial(decide.keeps_dense_mask, options)
+        read_sets(sites, dense, examples)  # 5. the cheapest form of a call
+        map_tiles(graph.graph, sites, decide.tile_map_pays(options), examples)
         decide.ask_reproducible(pending(sites), options)
-        left_alone = lambda site: decide.left_alone(site, options, hints, asked)  # 6. no kernel, or it does not pay
-        refuse(sites, left_alone, "compiling the kernel of")
+        slower = lambda site: decide.kernel_refusal(site, options, examples, asked)  # 6. no kernel, or it does not pay
+        refuse(sites, slower, "compiling the kernel of")
         resolve_escaping(graph.graph, sites, respecifies=False)  # sites that were refused need their scores
 
         fused = {site.anchor.name: site for site in pending(sites)}

@@ -372,9 +372,9 @@ def module_path(node: Node) -> str | None:
     return re.sub(r"^L\.fn\.|^L\.args\.0(\.|$)|^(L\.)?self\.?|^L\.|_modules\.|\.__dict__", "", path) or None
 
 
-def size_hints(graph: Graph) -> dict[str, int]:
+def example_sizes(graph: Graph) -> dict[str, int]:
     """Example value of every symbolic size of a graph."""
-    hints: dict[str, int] = {}
+    examples: dict[str, int] = {}
     for node in graph.nodes:
         recorded = fake(node)  # of a tensor that is made here all sizes are known from others
         is_input = isinstance(recorded, torch.Tensor) and node.op == "placeholder"
@@ -382,8 +382,8 @@ def size_hints(graph: Graph) -> dict[str, int]:
         for extent in extents:
             symbolic = isinstance(extent, torch.SymInt) and extent.node.expr.is_symbol
             if symbolic and isinstance(extent.node.hint, int | None):  # else it is that of a nested tensor
-                hints[str(extent.node.expr)] = tensors.optimization_hint(extent, UNKNOWN)
-    return hints
+                examples[str(extent.node.expr)] = tensors.optimization_hint(extent, UNKNOWN)
+    return examples
 
 
 def _extents(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -17,8 +17,8 @@ from fusion.torch_private.tracing import user_name
 from . import marks, nodes
 from .pullback.contractions import is_contraction
 from .recognize.ancestors import LINEAR
-from .recognize.core import is_sdpa
 from .recognize.find import Site
+from .recognize.sdpa import is_sdpa
 
 DRAWN = (torch.Tensor, tuple, list)
 LIMIT = 48

@@ -35,7 +35,7 @@ from .trace.normalize import drop_seeds
 aten = torch.ops.aten
 
 
-def replace_sites(module: GraphModule, sites: Iterable[Site], request: str, hints: Mapping[str, int]) -> None:
+def replace_sites(module: GraphModule, sites: Iterable[Site], request: str, examples: Mapping[str, int]) -> None:
     """Replace the region of every pending site by its calls, and remove nodes that became unused.
 
     module: the compiler's own copy, whose graph is changed.
@@ -45,7 +45,7 @@ def replace_sites(module: GraphModule, sites: Iterable[Site], request: str, hint
         site.assumed.guard()
     _check_tables(graph, pending(sites), symbols)
     for site in pending(sites):
-        results |= _replace(graph, site, symbols, request, results, hints)
+        results |= _replace(graph, site, symbols, request, results, examples)
     nodes.erase_unused(graph, impurity())
     drop_seeds(graph)
     graph.lint()
@@ -81,17 +81,17 @@ def _replace(
     symbols: Symbols,
     request: str,
     results: dict[Node, Node],
-    hints: Mapping[str, int],
+    examples: Mapping[str, int],
 ) -> dict[Node, Node]:
     """Replace a site's root by its calls; returns the replacement of each node. results: replacements of earlier
     sites."""
     root = site.root
     with graph.inserting_before(site.place or root):
         terms, aux = [], dict[Node, Node]()
-        for part in site.calls:
-            operands = [_operand(graph, root, operand, results) for operand in part.operands]
-            part, operands = with_keys_innermost(graph, part, operands, hints)
-            term, written = _call(graph, site, part, operands, symbols, request)
+        for call in site.calls:
+            operands = [_operand(graph, root, operand, results) for operand in call.operands]
+            call, operands = with_keys_innermost(graph, call, operands, examples)
+            term, written = _inserted(graph, site, call, operands, symbols, request)
             terms.append(term)
             aux |= written
         result = terms[0]
@@ -120,10 +120,10 @@ def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node])
     return replacement
 
 
-def _without_gradient(graph: Graph, root: Node, part: AttentionCall, operands: Sequence[Node]) -> list[Node]:
+def _without_gradient(graph: Graph, root: Node, call: AttentionCall, operands: Sequence[Node]) -> list[Node]:
     """Operands of a call, detached where no gradient flows to them: their gradient is None then, as in eager mode, not
     zero."""
-    spec = part.spec
+    spec = call.spec
     programs = [
         spec.score,
         spec.weight,
@@ -136,7 +136,7 @@ def _without_gradient(graph: Graph, root: Node, part: AttentionCall, operands: S
     if spec.mixing is not None:
         leaves = _reached_through(spec.mixing, leaves)
     trained = {load.operand for load in leaves if load.op == "load"} | {2} | ({0, 1} if SCORE in leaves else set())
-    trained |= part.reached
+    trained |= call.reached
     return [
         node
         if number in trained or not marks.requires_grad(node)
@@ -156,57 +156,57 @@ def _reached_through(mixing: Mixing, of_head: Set[Expr]) -> Set[Expr]:
     return behind | (of_head - {SCORE}) | reached(mixing.scored, mixing.scores)
 
 
-def _call(
-    graph: Graph, site: Site, part: AttentionCall, operands: list[Node], symbols: Symbols, request: str
+def _inserted(
+    graph: Graph, site: Site, call: AttentionCall, operands: list[Node], symbols: Symbols, request: str
 ) -> tuple[Node, dict[Node, Node]]:
     """Output of the call, and the replacement of each node that it computes as an auxiliary output."""
-    root, sizes = site.root, [symbols.value(extent) for extent in part.sizes]
-    if part.differentiable:
-        operands = _without_gradient(graph, root, part, operands)
-    arguments = (operands, sizes, part.spec.to_json(), request)
+    root, sizes = site.root, [symbols.value(extent) for extent in call.sizes]
+    if call.differentiable:
+        operands = _without_gradient(graph, root, call, operands)
+    arguments = (operands, sizes, call.spec.to_json(), request)
     size_fakes, written = list(map(nodes.fake, sizes)), dict[Node, Node]()
-    if part.uses:
+    if call.uses:
         every = graph.call_function(torch.ops.fusion.attention_outputs.default, arguments)
-        call = graph.call_function(operator.getitem, (every, 0))
+        node = graph.call_function(operator.getitem, (every, 0))
         bounds = site.bounds | {J: site.attentions[0].keys}
-        for k, (use, aux) in enumerate(zip(part.uses, part.spec.aux_outputs, strict=True)):
+        for k, (use, aux) in enumerate(zip(call.uses, call.spec.aux_outputs, strict=True)):
             made = graph.call_function(operator.getitem, (every, 2 + k))
             written[use.node] = materialize(graph, use, aux, made, symbols, bounds, marks.requires_grad(root))
-    elif part.differentiable:  # the second result only the gradient reads
+    elif call.differentiable:  # the second result only the gradient reads
         both = graph.call_function(torch.ops.fusion.attention_forward.default, arguments)
-        call = graph.call_function(operator.getitem, (both, 0))
+        node = graph.call_function(operator.getitem, (both, 0))
     else:
-        call = graph.call_function(torch.ops.fusion.attention.default, arguments)
-    nodes.copy_provenance(root, call)
-    call.meta["val"] = empty_result(part.spec, 0, nodes.fake(root), size_fakes)
-    call = with_merged_heads(graph, root, call, part.spec)
-    return call, written
+        node = graph.call_function(torch.ops.fusion.attention.default, arguments)
+    nodes.copy_provenance(root, node)
+    node.meta["val"] = empty_result(call.spec, 0, nodes.fake(root), size_fakes)
+    node = with_merged_heads(graph, root, node, call.spec)
+    return node, written
 
 
 Order = tuple[int, ...]
 
 
 def with_keys_innermost(
-    graph: Graph, part: AttentionCall, operands: Sequence[Node], hints: Mapping[str, int]
+    graph: Graph, call: AttentionCall, operands: Sequence[Node], examples: Mapping[str, int]
 ) -> tuple[AttentionCall, list[Node]]:
-    """A part and its operands with copies, made at the graph's insertion point, where these pay: of what more than one
+    """A call and its operands with copies, made at the graph's insertion point, where these pay: of what more than one
     batch element reads, or what is made in the graph and not trained."""
-    laid_out, described = list(operands), list(part.spec.operands)
-    for number, order in _wanted(part, operands, hints).items():
+    laid_out, described = list(operands), list(call.spec.operands)
+    for number, order in _wanted(call, operands, examples).items():
         laid_out[number] = _laid_out(graph, operands[number], order)
         if described[number].order:
             described[number] = replace(described[number], order=order)
-    return replace(part, spec=replace(part.spec, operands=tuple(described))), laid_out
+    return replace(call, spec=replace(call.spec, operands=tuple(described))), laid_out
 
 
-def _wanted(part: AttentionCall, operands: Sequence[Node], hints: Mapping[str, int]) -> dict[int, Order]:
+def _wanted(call: AttentionCall, operands: Sequence[Node], examples: Mapping[str, int]) -> dict[int, Order]:
     """Orders of dimensions in memory, slowest first, of the operands that are copied."""
-    sizes, orders_by_operand = part.example_sizes(hints), dict[int, set[Order | None]]()
-    extents = {axis.name: size_value(size, sizes) for axis, size in zip(part.spec.axes, part.spec.batch, strict=True)}
-    for read in dense_loads(part.spec.score, part.spec.weight):
+    sizes, orders_by_operand = call.example_sizes(examples), dict[int, set[Order | None]]()
+    extents = {axis.name: size_value(size, sizes) for axis, size in zip(call.spec.axes, call.spec.batch, strict=True)}
+    for read in dense_loads(call.spec.score, call.spec.weight):
         node = operands[read.operand]
         again = any(extent > 1 for name, extent in extents.items() if name not in coordinates(read))
-        computed = node.op == "call_function" and not part.spec.operands[read.operand].order
+        computed = node.op == "call_function" and not call.spec.operands[read.operand].order
         pays = read.operand > 2 and (again or computed) and not marks.dtensor(node)
         orders_by_operand.setdefault(read.operand, set()).add(_order(read, node) if pays else None)
     return {

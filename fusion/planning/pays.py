@@ -82,7 +82,7 @@ REACHED = 0.5
 """Share of a GPU's peak that attention kernels reach at least."""
 
 
-def left_on_cpu(
+def refusal_on_cpu(
     spec: AttentionSpec, sizes: Sequence[int], machine: Machine, *, trained: bool, fixed: bool, written_out: bool
 ) -> Refusal | None:
     """Why a call with these values of `spec.sizes` is left to the inner compiler on a CPU, although there is a kernel;
@@ -98,7 +98,7 @@ def left_on_cpu(
     if not fixed:
         return None
     if trained:
-        return _left_in_training(spec, n_q, n_k, machine)
+        return _refusal_of_training(spec, n_q, n_k, machine)
     elements = math.prod(batch) // spec.heads_per_key(batch[-1]) * n_k * (d + d_v) if batch else n_k * (d + d_v)
     if not (written_out and n_q == 1 and 0 < elements < ONE_QUERY and _is_float32(spec)):
         return None
@@ -113,7 +113,7 @@ def _is_float32(spec: AttentionSpec) -> bool:
     return all(operand.dtype in ("float32", "bool", "int32", "int64") for operand in spec.operands)
 
 
-def _left_in_training(spec: AttentionSpec, n_q: int, n_k: int, machine: Machine) -> Refusal | None:
+def _refusal_of_training(spec: AttentionSpec, n_q: int, n_k: int, machine: Machine) -> Refusal | None:
     if not _is_float32(spec):
         # Measured: 0.5 to 0.95 of the inner compiler's speed in bfloat16, in float32 1.05 to 1.6 times (4 to 16 heads,
         # 64 to 1024 keys).
@@ -135,7 +135,7 @@ def _left_in_training(spec: AttentionSpec, n_q: int, n_k: int, machine: Machine)
     return Refusal(Reason.SHORT_TRAINING, message)
 
 
-def left_in_derivatives(problems: Iterable[Problem], by_kernels: bool) -> Refusal | None:
+def refusal_of_derivatives(problems: Iterable[Problem], by_kernels: bool) -> Refusal | None:
     """Why attentions of a function whose tangents or second derivatives are asked for are left to the inner compiler;
     None where they are fused. by_kernels: kernels compute all derivatives that are asked for."""
     each = list(problems)

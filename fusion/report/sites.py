@@ -32,7 +32,7 @@ from fusion.runtime import kernels
 from fusion.torch_private.tracing import stack_frames, user_name, user_path
 
 
-def report_of(sites: Sequence[Site], hints: Mapping[str, int], options: Options) -> Report:
+def report_of(sites: Sequence[Site], examples: Mapping[str, int], options: Options) -> Report:
     """Report of a graph's sites."""
     report = Report()
     for site in sites:
@@ -47,7 +47,7 @@ def report_of(sites: Sequence[Site], hints: Mapping[str, int], options: Options)
                 location=nodes.source_line(site.anchor),
                 calling=_calling_line(site.anchor),
                 module=nodes.module_path(site.anchor),
-                attentions=tuple(_attention(call, hints, options) for call in site.calls),
+                attentions=tuple(_attention(call, examples, options) for call in site.calls),
                 validated=site.validated,
                 trained=options.training != "never" and marks.requires_grad(site.root),
             )
@@ -63,36 +63,36 @@ def _calling_line(node: Node) -> str | None:
     return calls[-1].place if calls and calls[-1].file != frames[-1].file else None
 
 
-def _attention(part: AttentionCall, hints: Mapping[str, int], options: Options) -> AttentionReport:
-    sizes, names = part.example_sizes(hints), _names(part)
+def _attention(call: AttentionCall, examples: Mapping[str, int], options: Options) -> AttentionReport:
+    sizes, names = call.example_sizes(examples), _names(call)
     values: dict[int, Tensor] = {}
     request = options.request
-    shapes = tuple(tuple(size_value(n, hints) for n in nodes.shape(operand)) for operand in part.operands)
-    operands = tuple(_operand(part, number, names[number], shapes[number]) for number in range(3, len(names)))
-    source = kernels.kernel_of(part.spec, part.device, request, part.differentiable).source(tuple(sizes.values()))
+    shapes = tuple(tuple(size_value(n, examples) for n in nodes.shape(operand)) for operand in call.operands)
+    operands = tuple(_operand(call, number, names[number], shapes[number]) for number in range(3, len(names)))
+    source = kernels.kernel_of(call.spec, call.device, request, call.differentiable).source(tuple(sizes.values()))
     if source.startswith("//"):  # MLIR; Triton's module begins with its formula
-        said = textwrap.wrap(f"out = {part.spec.formula(names)} @ v", 112)
+        said = textwrap.wrap(f"out = {call.spec.formula(names)} @ v", 112)
         said += [line for operand in operands for line in operand.splitlines()]
         source = "".join(f"// {line}\n" for line in said) + source
     else:
-        source = aliases(part.spec, names) * bool(source) + source
+        source = aliases(call.spec, names) * bool(source) + source
     return AttentionReport(
-        spec=part.spec,
+        spec=call.spec,
         names=names,
         operands=operands,
-        nodes=part.operands,
+        nodes=call.operands,
         sizes=sizes,
-        keys=_keys(part, sizes, names),
+        keys=_keys(call, sizes, names),
         shapes=shapes,
         values=values,
-        planned=_planned(part, hints, options, values),
-        backward=_backward(part, hints, options, values),
+        planned=_planned(call, examples, options, values),
+        backward=_backward(call, examples, options, values),
         source=source,
-        approximation=_approximation(part, hints, options),
-        reproducible=_reproducible(part, hints, options) if options.reproducible else "",
+        approximation=_approximation(call, examples, options),
+        reproducible=_reproducible(call, examples, options) if options.reproducible else "",
         gradients="\n".join(
-            f"through {part.spec.describe_aux(aux, names)}: the reference interpreter, as {why}"
-            for aux, why in (aux_gradients.left_out(part.spec) if part.differentiable else ())
+            f"through {call.spec.describe_aux(aux, names)}: the reference interpreter, as {why}"
+            for aux, why in (aux_gradients.left_out(call.spec) if call.differentiable else ())
         ),
     )
 
@@ -108,12 +108,12 @@ _RESERVED = re.compile(r"[a-zA-Z]\d*|Nq|Nk")
 """Letters of the printed form: coordinates, sizes, scores, weights."""
 
 
-def _names(part: AttentionCall) -> dict[int, str]:
+def _names(call: AttentionCall) -> dict[int, str]:
     """Names of the operands: the user's, or that of the operation which makes one. A letter that formulas use is no
     name."""
-    names = part.spec.names
+    names = call.spec.names
     for number in range(3, len(names)):
-        node, count = part.operands[number], 1
+        node, count = call.operands[number], 1
         if node.target is torch.ops.fusion.tile_map.default:
             continue
         name = user_name(node) or name_in_code(node)
@@ -135,77 +135,77 @@ OF_PAIRS = """
   input, and so does the bound where no scores share an element; a program that makes it inside would not move it."""
 
 
-def _operand(part: AttentionCall, number: int, name: str, shape: tuple[int, ...]) -> str:
+def _operand(call: AttentionCall, number: int, name: str, shape: tuple[int, ...]) -> str:
     """Text for a tensor that the program or the mask reads."""
-    operand, node = part.spec.operands[number], part.operands[number]
+    operand, node = call.spec.operands[number], call.operands[number]
     text, path = f"{operand.dtype}{list(shape)}", user_path(node)
     if path or node.op != "call_function":
         return f"{name}: {text}" + f", {path}" * (path not in ("", name))
     size = bytes_text(math.prod(shape) * operand.torch_dtype.itemsize)
     if node.target is torch.ops.fusion.tile_map.default:
         return f"{name}: {text}, {size}, the map of tiles that every call makes of the mask"
-    line, spec = nodes.source_line(node), part.spec
+    line, spec = nodes.source_line(node), call.spec
     programs = (spec.score, spec.weight, spec.mask and spec.mask.live)
     pairs = any(part.operand == number and not is_shift_free(part) for part in dense_loads(*programs))
     return f"{name}: {text}, {size} that the graph makes" + (f" at {line}" if line else "") + OF_PAIRS * pairs
 
 
-def _keys(part: AttentionCall, sizes: Mapping[str, int], names: Mapping[int, str]) -> str:
+def _keys(call: AttentionCall, sizes: Mapping[str, int], names: Mapping[int, str]) -> str:
     """Text that tells how the top-k keys of an attention are read; "" where it has none."""
-    if part.dense_reason:
-        return f"top-k keys of each row are known, but all keys are read under a mask: {part.dense_reason}"
-    if part.gathered is None:
+    if call.dense_reason:
+        return f"top-k keys of each row are known, but all keys are read under a mask: {call.dense_reason}"
+    if call.gathered is None:
         return ""
-    count, table = size_value(part.spec.n_k, sizes), names[part.gathered.table]
-    if part.spec.n_k_total is None:
+    count, table = size_value(call.spec.n_k, sizes), names[call.gathered.table]
+    if call.spec.n_k_total is None:
         return f"{count} of them, read through {table}"
-    every, heads = size_value(part.spec.n_k_total, sizes), size_value(part.spec.n_q, sizes)
+    every, heads = size_value(call.spec.n_k_total, sizes), size_value(call.spec.n_q, sizes)
     return f"{count} of {every} for each query, read through {table}" + f", once for {heads} heads" * (heads > 1)
 
 
-def _approximation(part: AttentionCall, hints: Mapping[str, int], options: Options) -> str | None:
+def _approximation(call: AttentionCall, examples: Mapping[str, int], options: Options) -> str | None:
     """Text for the use of the option `approximate` at a site."""
     if (allowed := options.request.approximation) is None:
         return None
-    if (reason := dispatch.refusal(part.spec, part.device)) is not None:
+    if (reason := dispatch.refusal(call.spec, call.device)) is not None:
         return f"{allowed.method}: exact, because {reason}"
-    expected = _planned(part, hints, options, {})()
+    expected = _planned(call, examples, options, {})()
     return dispatch.describe(allowed, expected.problem, expected.machine)
 
 
-def _reproducible(part: AttentionCall, hints: Mapping[str, int], options: Options) -> str:
+def _reproducible(call: AttentionCall, examples: Mapping[str, int], options: Options) -> str:
     """Text for the cost of the option `reproducible` at a site."""
-    other = replace(part, spec=replace(part.spec, reproducible=False))
-    own, plain = (_planned(each, hints, options, {})().time for each in (part, other))
+    other = replace(call, spec=replace(call.spec, reproducible=False))
+    own, plain = (_planned(each, examples, options, {})().time for each in (call, other))
     return f"reproducible: {seconds_text(own)} predicted in place of {seconds_text(plain)}" + (
-        ", and gradients take seven products where others take five" if part.differentiable else ""
+        ", and gradients take seven products where others take five" if call.differentiable else ""
     )
 
 
 def _backward(
-    part: AttentionCall, hints: Mapping[str, int], options: Options, values: Mapping[int, Tensor]
+    call: AttentionCall, examples: Mapping[str, int], options: Options, values: Mapping[int, Tensor]
 ) -> Callable[[], Plan] | str:
     """Function that returns the plan of a call's gradients, or why there is none."""
-    if not part.differentiable:
+    if not call.differentiable:
         return ""
-    exact, needs = str(replace(options.request, approximation=None)), tuple(map(marks.requires_grad, part.operands))
-    kernel: Any = kernels.differentiable(part.spec.to_json(), part.device, exact).kernel
+    exact, needs = str(replace(options.request, approximation=None)), tuple(map(marks.requires_grad, call.operands))
+    kernel: Any = kernels.differentiable(call.spec.to_json(), call.device, exact).kernel
     try:
         if (reason := kernel.without_kernels(needs)) is not None:
             return f"by the reference interpreter: {reason}"
-        machine = kernels.machine_of(part.device, options.request)
+        machine = kernels.machine_of(call.device, options.request)
     except (AttributeError, UnknownMachineError):  # an emitter of somebody else's
         return ""
-    return partial(plan, part.spec, machine, sizes=part.example_sizes(hints), values=values, backward=True)
+    return partial(plan, call.spec, machine, sizes=call.example_sizes(examples), values=values, backward=True)
 
 
 def _planned(
-    part: AttentionCall, hints: Mapping[str, int], options: Options, values: Mapping[int, Tensor]
+    call: AttentionCall, examples: Mapping[str, int], options: Options, values: Mapping[int, Tensor]
 ) -> Callable[[], Plan]:
     """Function that returns the plan of a call; called lazily, since tiles are measured at the first call, and `values`
     of what the mask reads are there when the graph has run."""
-    spec, device, request, trained = part.spec, part.device, options.request, part.differentiable
-    sizes = part.example_sizes(hints)
+    spec, device, request, trained = call.spec, call.device, options.request, call.differentiable
+    sizes = call.example_sizes(examples)
 
     def planned() -> Plan:
         choice, machine = kernels.kernel_of(spec, device, request, trained).choice(tuple(sizes.values())), None

@@ -114,12 +114,12 @@ class _MaskCheck:
 _SMALL = {"Nq": 5, "Nk": 13, "Nset": 6}
 
 
-def key_set_contradiction(call: AttentionCall, hints: Mapping[str, int]) -> str | None:
+def key_set_contradiction(call: AttentionCall, examples: Mapping[str, int]) -> str | None:
     """Difference between an attention over sets of keys and its original with a mask, or None."""
     assert call.gathered is not None
     with outside_compilation(), torch.no_grad():
-        operands = _operands(call, hints)
-        expected, result = (_result(part, operands, hints) for part in (call.gathered.dense, call))
+        operands = _operands(call, examples)
+        expected, result = (_result(each, operands, examples) for each in (call.gathered.dense, call))
     if call.spec.n_k_total is not None:
         place = call.spec.output.dims.index("i")
         result = result.flatten(place - 1, place)
@@ -133,19 +133,19 @@ def key_set_contradiction(call: AttentionCall, hints: Mapping[str, int]) -> str 
     return None
 
 
-def _small_sizes(part: AttentionCall, hints: Mapping[str, int]) -> dict[str, int]:
+def _small_sizes(call: AttentionCall, examples: Mapping[str, int]) -> dict[str, int]:
     """Few queries and keys; the last coordinate of the batch in full, because its heads may differ by number."""
-    values = part.example_sizes(hints)
-    last = f"B{len(part.spec.batch) - 1 - (part.spec.n_k_total is not None)}"
+    values = call.example_sizes(examples)
+    last = f"B{len(call.spec.batch) - 1 - (call.spec.n_k_total is not None)}"
     few = {name: min(value, 2) for name, value in values.items() if name.startswith("B") and name != last}
     return values | few | {name: small for name, small in _SMALL.items() if name in values}
 
 
-def _operands(call: AttentionCall, hints: Mapping[str, int]) -> dict[Node, Tensor]:
+def _operands(call: AttentionCall, examples: Mapping[str, int]) -> dict[Node, Tensor]:
     """Operands of both forms, by node: positions that differ from each other, and masks computed from them."""
     assert call.gathered is not None
     dense, positions = call.gathered.dense, call.operands[call.gathered.table]
-    drawn = Operands(dense.spec, _small_sizes(dense, hints), seed=7).tensors()
+    drawn = Operands(dense.spec, _small_sizes(dense, examples), seed=7).tensors()
     values: dict[Node, Tensor] = {}
     for node, tensor in zip(dense.operands, drawn, strict=True):  # a tensor may be several operands
         values[node] = _as_large(tensor, values[node].shape) if node in values else tensor
@@ -166,8 +166,8 @@ def _as_large(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor
 
 
-def _result(part: AttentionCall, operands: Mapping[Node, Tensor], hints: Mapping[str, int]) -> Tensor:
+def _result(call: AttentionCall, operands: Mapping[Node, Tensor], examples: Mapping[str, int]) -> Tensor:
     """The attention in float64."""
-    sizes = _small_sizes(part, hints)
-    spec = replace(part.spec, out_dtype="float64")
-    return reference.run(spec, [operands[node] for node in part.operands], list(sizes.values()), torch.float64)
+    sizes = _small_sizes(call, examples)
+    spec = replace(call.spec, out_dtype="float64")
+    return reference.run(spec, [operands[node] for node in call.operands], list(sizes.values()), torch.float64)

@@ -117,7 +117,7 @@ def _heads(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     dtype = replay.dtype(nodes.dtype(node))
     wide = torch.promote_types(dtype, torch.float32)
     total = torch.zeros([1] * rank, dtype=wide)
-    for head in map(replay.number, range(size_value(summed.extent, replay.region.hints))):
+    for head in map(replay.number, range(size_value(summed.extent, replay.region.examples))):
         value = replay.value(summed.mixed, summed.mixed_index(index, head), rank)
         factor = replay.value(summed.matrix, summed.matrix_index(index, head, replay.zero), rank)
         total = total + value.to(wide) * factor.to(wide)

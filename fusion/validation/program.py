@@ -37,13 +37,13 @@ class OutOfBounds(Exception):
 
 
 class Program(Rows):
-    """One part of a site on a sample. Axes of scores: [samples, 1, keys]; of V: [samples, columns, keys]. `out` is
+    """One call of a site on a sample. Axes of scores: [samples, 1, keys]; of V: [samples, columns, keys]. `out` is
     [samples, columns]; `surrogate(grad)` a scalar whose gradient at the leaves is that of `out` for `grad`. places: the
     coordinate of every dimension of the result, [samples, 1] ("e": [samples, columns]). sizes: of the spec."""
 
-    def __init__(self, part: AttentionCall, places: Mapping[str, Tensor], sizes: dict[str, int], replay: Replay):
-        self.spec, self.part, self.replay, self.sizes = part.spec, part, replay, sizes
-        wide = any(operand.dtype == "float64" for operand in part.spec.operands)
+    def __init__(self, call: AttentionCall, places: Mapping[str, Tensor], sizes: dict[str, int], replay: Replay):
+        self.spec, self.call, self.replay, self.sizes = call.spec, call, replay, sizes
+        wide = any(operand.dtype == "float64" for operand in call.spec.operands)
         self.dtype, self.device = torch.float64 if wide else torch.float32, torch.device("cpu")
         self.n_k = replay.region.keys.shape[1]
         self.known = {coord(name): at.unsqueeze(-1) for name, at in places.items()}
@@ -55,17 +55,17 @@ class Program(Rows):
 
     def _load(self, part: Expr, rank: int = 3):
         dtype = {Kind.FLOAT: self.dtype, Kind.INT: torch.int64, Kind.BOOL: torch.bool}[part.kind]
-        table = dict(self.part.tables).get(part.operand)
+        table = dict(self.call.tables).get(part.operand)
 
         def load(*index: Tensor) -> Tensor:
-            node = self.part.operands[part.operand]
+            node = self.call.operands[part.operand]
             for entry, extent in zip(index, self.replay.region.shape(node), strict=True):
                 if ((entry < 0) | (entry >= extent)).any():
                     raise OutOfBounds(f"{node.name} is read beyond a dimension of {extent}")
             values = self.replay.value(node, index, rank).to(dtype)
             if table is None:
                 return values
-            return within(values, size_value(table.extent, self.replay.region.hints))
+            return within(values, size_value(table.extent, self.replay.region.examples))
 
         return load if part.args else load()
 
@@ -128,7 +128,7 @@ class Program(Rows):
 
     def index(self, entry: Expr) -> Tensor:
         """An entry of an index in b.., i, j and the graph's own sizes, [samples, 1, keys]."""
-        result = evaluate(entry, leaves({**self.replay.region.hints}, self.known, self._load), self.dtype)
+        result = evaluate(entry, leaves({**self.replay.region.examples}, self.known, self._load), self.dtype)
         return result.expand(len(self.replay.region.keys), 1, self.n_k)
 
     def aux_value(self, expr: Expr) -> Tensor:
@@ -157,14 +157,14 @@ class Program(Rows):
 _MARKS = (marks.requires_grad, marks.stop_gradient, marks.mutations, marks.is_seed)
 
 
-def fingerprint(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, int]) -> str:
+def fingerprint(site: Site, calls: Sequence[AttentionCall], examples: Mapping[str, int]) -> str:
     """A digest that is equal for sites that validation cannot tell apart."""
-    operands = [operand for part in parts for operand in part.operands]
+    operands = [operand for call in calls for operand in call.operands]
     ends = set(operands) - site.interior
     numbers: dict[Node, int] = {}
     inside: set[Node] = set()
     lines: list[object] = []
-    aux = [(use.of, use) for part in parts for use in part.uses]
+    aux = [(use.of, use) for call in calls for use in call.uses]
     stack = [site.root, *(node for node, _ in aux)]
     while stack:
         here = stack.pop()
@@ -176,10 +176,10 @@ def fingerprint(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, 
             inside.add(here)
             stack.extend(here.all_input_nodes)
     for here in numbers:
-        call = map_arg((here.args, here.kwargs), numbers.get) if here in inside else None
+        arguments = map_arg((here.args, here.kwargs), numbers.get) if here in inside else None
         target = str(here.target) if here in inside else _constant(here)
-        lines.append((target, str(call), _described(here, hints)))
-    specs = tuple((p.spec.to_json(), tuple(size_value(n, hints) for n in p.sizes), p.differentiable) for p in parts)
+        lines.append((target, str(arguments), _described(here, examples)))
+    specs = tuple((c.spec.to_json(), tuple(size_value(n, examples) for n in c.sizes), c.differentiable) for c in calls)
     specs = (*specs, *((numbers[node], tuple(map(str, use.at))) for node, use in aux))
     whole = specs, [numbers.get(o, -1) for o in operands], numbers[site.anchor], site.dims, lines
     return hashlib.sha256(repr(whole).encode()).hexdigest()
@@ -194,12 +194,12 @@ def _constant(here: Node) -> object:
     return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(content.tobytes()).hexdigest()
 
 
-def _described(here: Node, hints: Mapping[str, int]) -> Any:
+def _described(here: Node, examples: Mapping[str, int]) -> Any:
     fake = nodes.fake(here)
     marked = tuple(bool(mark(here)) for mark in _MARKS)
     if isinstance(fake, torch.Tensor):
         try:
-            return tuple(size_value(n, hints) for n in nodes.shape(here)), fake.dtype, marked
+            return tuple(size_value(n, examples) for n in nodes.shape(here)), fake.dtype, marked
         except (nodes.Unsupported, KeyError):
             return str(fake.shape), fake.dtype, marked
     return str(fake), marked

@@ -51,7 +51,7 @@ class Region:
     attended: those that are V, and neither Q nor K.
     interior: nodes that the analysis looked into.
     roles: of the leaves that are more than a bias or a mask.
-    hints: example values of symbols.
+    examples: example values of symbols.
     maps: of indices, per view.
     numbers: of the tensors that were read.
     unknown: operations within the region that cannot be replayed, and why. Their results are made up as well: programs
@@ -67,14 +67,14 @@ class Region:
     attended: frozenset[Node]
     interior: frozenset[Node]
     roles: Mapping[Node, Role]
-    hints: Mapping[str, int]
+    examples: Mapping[str, int]
     samples: Samples
     maps: dict[Node, Any] = field(default_factory=dict)
     numbers: dict[Node, int] = field(default_factory=dict)
     unknown: dict[Node, str] = field(default_factory=dict)
 
     def shape(self, node: Node) -> tuple[int, ...]:
-        return tuple(size_value(extent, self.hints) for extent in nodes.shape(node))
+        return tuple(size_value(extent, self.examples) for extent in nodes.shape(node))
 
     @property
     def precision(self) -> torch.dtype:
@@ -189,7 +189,7 @@ class Replay:
             return self.dtype(value)
         fake = nodes.fake(value)
         if isinstance(fake, torch.SymInt):
-            return size_value(nodes.size_expr(fake), self.region.hints)
+            return size_value(nodes.size_expr(fake), self.region.examples)
         if isinstance(fake, (torch.SymFloat, torch.SymBool)):
             return fake.node.hint
         if isinstance(value, Node) and not isinstance(fake, (int, float, bool)):

@@ -59,32 +59,32 @@ class Verdict:
 _verdicts = BoundedCache()
 
 
-def validate(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, int]) -> Verdict:
-    """Compare a site with the specs that are to replace it. hints: example values of symbolic sizes. Sites of equal
+def validate(site: Site, calls: Sequence[AttentionCall], examples: Mapping[str, int]) -> Verdict:
+    """Compare a site with the specs that are to replace it. examples: example values of symbolic sizes. Sites of equal
     structure are compared once per process."""
     started = time.perf_counter()
     try:
-        key = fingerprint(site, parts, hints)
+        key = fingerprint(site, calls, examples)
         if (known := _verdicts.get(key)) is not None:
             return known
         with outside_compilation():
-            result = _validate(site, parts, hints)
+            result = _validate(site, calls, examples)
     except Exception as problem:  # the site stays as it was
         log.exception("an attention could not be validated")
         return Verdict(skipped=f"{type(problem).__name__}: {problem}")
     return _verdicts.store(key, replace(result, seconds=time.perf_counter() - started))
 
 
-def _validate(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, int]) -> Verdict:
+def _validate(site: Site, calls: Sequence[AttentionCall], examples: Mapping[str, int]) -> Verdict:
     try:
-        sizes = [part.example_sizes(hints) for part in parts]
-        shape = tuple(size_value(extent, hints) for extent in nodes.shape(site.root))
-        if problem := _extents(site, parts, sizes, shape):
+        sizes = [call.example_sizes(examples) for call in calls]
+        shape = tuple(size_value(extent, examples) for extent in nodes.shape(site.root))
+        if problem := _extents(site, calls, sizes, shape):
             return Verdict(wrong=problem)
-        n_k = size_value(parts[0].spec.n_k, sizes[0])
+        n_k = size_value(calls[0].spec.n_k, sizes[0])
         if 0 in (*shape, n_k):
             return Verdict(checked="shapes, as the example has no elements")
-        compared = _Comparison(site, parts, sizes, shape, n_k, hints)
+        compared = _Comparison(site, calls, sizes, shape, n_k, examples)
         result = compared.verdict()
         doubt = next(iter(compared.region.unknown.values()), None)
         return result if result.wrong is None or doubt is None else Verdict(skipped=doubt)
@@ -92,59 +92,59 @@ def _validate(site: Site, parts: Sequence[AttentionCall], hints: Mapping[str, in
         return Verdict(wrong=str(problem))
 
 
-def _extents(site: Site, parts: Sequence[AttentionCall], sizes: Sequence[Mapping[str, int]], shape) -> str | None:
+def _extents(site: Site, calls: Sequence[AttentionCall], sizes: Sequence[Mapping[str, int]], shape) -> str | None:
     """Whether the spec's sizes are those of the result."""
-    for part, values in zip(parts, sizes, strict=True):
-        spec = part.spec
+    for call, values in zip(calls, sizes, strict=True):
+        spec = call.spec
         own = {f"b{k}": extent for k, extent in enumerate(spec.batch)} | {"i": spec.n_q, "e": spec.d_v}
         stated = tuple(size_value(own[name], values) for name in spec.output.dims)
-        if spec.output.dims != parts[0].spec.output.dims:
+        if spec.output.dims != calls[0].spec.output.dims:
             return "the parts of a sum name the dimensions of the result differently"
         if stated != shape:
             return f"the result has the shape {list(stated)} where eager has {list(shape)}"
         given = str(nodes.dtype(site.root))
         allowed = {
             given.removeprefix("torch."),
-            *([spec.dtype] if part.differentiable else []),
+            *([spec.dtype] if call.differentiable else []),
         }  # rounded after the call
-        if math.prod(shape) and len(parts) == 1 and spec.out_dtype not in allowed:
+        if math.prod(shape) and len(calls) == 1 and spec.out_dtype not in allowed:
             return f"the result is {spec.out_dtype} where eager has {given}"
     return None
 
 
 class _Comparison:
-    def __init__(self, site: Site, parts: Sequence[AttentionCall], sizes, shape: tuple[int, ...], n_k: int, hints):
-        self.site, self.parts, self.sizes = site, parts, sizes
-        spec: AttentionSpec = parts[0].spec
+    def __init__(self, site: Site, calls: Sequence[AttentionCall], sizes, shape: tuple[int, ...], n_k: int, examples):
+        self.site, self.calls, self.sizes = site, calls, sizes
+        spec: AttentionSpec = calls[0].spec
         self.dims = spec.output.dims
         self.places = coordinates_of_samples(self.dims, shape)
         n_q = shape[self.dims.index("i")]
-        operands = {operand for part in parts for operand in part.operands}
+        operands = {operand for call in calls for operand in call.operands}
         interior = site.interior
-        left_out = any(part.op == "where" for part in walk(*(p.spec.score for p in parts)))
+        left_out = any(part.op == "where" for part in walk(*(call.spec.score for call in calls)))
         left_out |= any(nodes.packet(node) in (aten.where, aten.masked_fill) for node in interior)
         self.exponentials = _without_maximum(interior)
-        finite = len(parts) > 1 or left_out or bool(self.exponentials) or _shifts_by_sums(interior)
+        finite = len(calls) > 1 or left_out or bool(self.exponentials) or _shifts_by_sums(interior)
         self.region = Region(
             root=site.root,
             anchor=site.anchor,
             keys=keys(spec, sizes[0], self.places, n_q, n_k),
             n_k=n_k,
             leaves=frozenset(o for o in operands if not _is_made_of(operands, o, interior)),
-            attended=frozenset(p.operands[2] for p in parts) - {o for p in parts for o in p.operands[:2]},
+            attended=frozenset(p.operands[2] for p in calls) - {o for p in calls for o in p.operands[:2]},
             interior=frozenset(interior | set(site.tail())),
-            roles=_roles(site, parts),
-            hints=hints,
+            roles=_roles(site, calls),
+            examples=examples,
             samples=Samples(longest=max(n_q, n_k), finite=finite),
         )
 
     def verdict(self) -> Verdict:
-        for part, sizes in zip(self.parts, self.sizes, strict=True):
-            if (problem := mask_check.mask_contradiction(part.spec, sizes)) is not None:
+        for call, sizes in zip(self.calls, self.sizes, strict=True):
+            if (problem := mask_check.mask_contradiction(call.spec, sizes)) is not None:
                 return Verdict(wrong=problem)
         replays = Replay(self.region), Replay(self.region, torch.float64), Replay(self.region, torch.float32)
         programs = [
-            Program(part, self.places, sizes, replays[2]) for part, sizes in zip(self.parts, self.sizes, strict=True)
+            Program(call, self.places, sizes, replays[2]) for call, sizes in zip(self.calls, self.sizes, strict=True)
         ]
         dtypes = {nodes.dtype(node) for node in (self.site.root, *self.region.leaves)}
         self.coarse = max((torch.finfo(d).eps for d in dtypes & {torch.float16, torch.bfloat16}), default=0.0)
@@ -153,8 +153,8 @@ class _Comparison:
             nudged = [Replay(self.region, nudge=number + 1) for number in range(NUDGES)]
             problem = self._problem((*replays, *nudged), programs)
         checked = f"values in {SAMPLES} rows"
-        checked += " and their gradients" if any(part.differentiable for part in self.parts) else ""
-        checked += ", key ranges of the mask" if self.parts[0].spec.mask is not None else ""
+        checked += " and their gradients" if any(call.differentiable for call in self.calls) else ""
+        checked += ", key ranges of the mask" if self.calls[0].spec.mask is not None else ""
         return Verdict(wrong=problem, checked=checked)
 
     def _problem(self, replays: Sequence[Replay], programs: Sequence[Program]) -> str | None:
@@ -164,7 +164,7 @@ class _Comparison:
         ours = sum((p.out for p in programs[1:]), programs[0].out)
         self.spoiled, self.kinds = self._kinds(values[0], programs)
         problem = self._results(values, ours) or self._aux_outputs(replays, programs)
-        if problem is None and any(part.differentiable for part in self.parts):
+        if problem is None and any(call.differentiable for call in self.calls):
             return self._gradients(replays, values, programs)
         return problem
 
@@ -190,7 +190,7 @@ class _Comparison:
         keys, or where a score is +inf; an infinite log-sum is as good as NaN there."""
         spoiled = self.spoiled.view(-1, 1, 1)
         for program in programs:
-            for use, aux in zip(program.part.uses, program.spec.aux_outputs, strict=True):
+            for use, aux in zip(program.call.uses, program.spec.aux_outputs, strict=True):
                 index = tuple(program.index(entry) for entry in use.at)
                 values = [replay.value(use.of, index, 3) for replay in replays]
                 values.append(program.aux_value(aux.value))
@@ -249,17 +249,17 @@ class _Comparison:
         return largest
 
 
-def _roles(site: Site, parts: Sequence[AttentionCall]) -> dict[Node, Role]:
+def _roles(site: Site, calls: Sequence[AttentionCall]) -> dict[Node, Role]:
     """Roles of the leaves. Q, K, V and other factors of matrix products are factors; other factors and divisors are
     scales. An added tensor that is a product, the same for all queries and keys, or ignored as the same for all keys,
     is no mask, but finite."""
     among = {*site.interior, site.anchor}
-    roles = {operand: Role.FACTOR for part in parts for operand in part.operands[:3]}
-    conversions = [(part, r) for part in parts for value in part.spec.values if value is not None for r in loads(value)]
-    roles |= {part.operands[r.operand]: Role.FACTOR if r.operand < 3 else Role.FINITE for part, r in conversions}
-    read = [(p.operands[r.operand], r) for p in parts for r in loads(p.spec.score, p.spec.weight)]
+    roles = {operand: Role.FACTOR for call in calls for operand in call.operands[:3]}
+    conversions = [(call, r) for call in calls for value in call.spec.values if value is not None for r in loads(value)]
+    roles |= {call.operands[r.operand]: Role.FACTOR if r.operand < 3 else Role.FINITE for call, r in conversions}
+    read = [(p.operands[r.operand], r) for p in calls for r in loads(p.spec.score, p.spec.weight)]
     masks = {o for o, r in read if {"i", "j"} & {*coordinates(r)}}
-    score_operands = {operand for part in parts for operand in part.operands} - ({o for o, _ in read} - masks)
+    score_operands = {operand for call in calls for operand in call.operands} - ({o for o, _ in read} - masks)
     roles |= {scale: Role.FINITE for attention in site.attentions for scale in attention.pullback.scales}
     for leaf in {node for inner in among for node in (inner, *inner.all_input_nodes)} - roles.keys():
         combined = list(_met(leaf, among))

@@ -194,9 +194,8 @@ def _division(product: Node, kinds: AncestorKinds) -> _Division | None:
     """First division above the weights of a product, if no other node reads the values in between."""
     extents = shape(product)
     atoms = tuple(coord(f"r{k}") for k in range(len(extents)))
-    parts = factors(product, atoms, J)
-    left = kinds.weights_are_left(parts)
-    current, index = (parts.left, parts.left_index) if left else (parts.right, parts.right_index)
+    parts = kinds.weights_first(factors(product, atoms, J))
+    current, index = parts.left, parts.left_index
     bounds, user = dict(zip(atoms, extents, strict=True)) | {J: parts.extent}, product
     while current.op == "call_function":
         if packet(current) in (aten.mul, aten.div) and len(current.args) == 2 and not current.kwargs:

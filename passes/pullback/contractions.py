@@ -3,7 +3,7 @@ sums of a product that is broadcast."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class Factors:
     right: Node
     right_index: Index
     extent: Expr
+
+    def swapped(self) -> Factors:
+        return replace(self, left=self.right, left_index=self.right_index, right=self.left, right_index=self.left_index)
 
 
 _MATMUL = {aten.matmul, aten.bmm, aten.mm, aten.baddbmm}

@@ -31,7 +31,7 @@ from ..pullback.contractions import (
     products_above,
 )
 from ..pullback.heads import head_sum, is_batch
-from .core import is_sdpa
+from .sdpa import is_sdpa
 
 aten = torch.ops.aten
 
@@ -78,13 +78,13 @@ class AncestorKinds:
         """Union of the kinds above the inputs of a node."""
         return functools.reduce(operator.or_, (self[parent] for parent in node.all_input_nodes), _NOTHING)
 
-    def weights_are_left(self, parts: Factors) -> bool:
-        """Whether the left operand holds the weights: the one that is normalised. Weights on the right are rare (v^T @
-        w^T). V may contain a normalised gate."""
+    def weights_first(self, parts: Factors) -> Factors:
+        """Factors of a product with V with the weights on the left: the operand that is normalised. It rarely is the
+        right one (v^T @ w^T). V may contain a normalised gate."""
         left, right = self[parts.left], self[parts.right]
         if looks_like_attention(left) != looks_like_attention(right):
-            return looks_like_attention(left)
-        return bool(left & NORMALISED) or not right & NORMALISED
+            return parts if looks_like_attention(left) else parts.swapped()
+        return parts.swapped() if right & NORMALISED and not left & NORMALISED else parts
 
     def is_product(self, node: Node) -> bool:
         """Whether a node is a product of two tensors, in a form that the analysis can take apart or in another."""

@@ -35,8 +35,9 @@ from ..pullback.pullback import PullBack
 from ..pullback.roundings import is_coarser
 from ..pullback.views import Index, broadcast_index, source
 from .ancestors import AncestorKind, AncestorKinds, is_listed, is_statistic, scales_rows
-from .core import Attention, is_sdpa, pull_back_sdpa
+from .core import Attention
 from .recognize import attentions
+from .sdpa import is_sdpa, pull_back_sdpa
 
 if TYPE_CHECKING:
     from ..specify.specify import AttentionCall
@@ -317,36 +318,29 @@ def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr])
 
 def _roles(anchor: Node, index: Index, kinds: AncestorKinds, apart: bool) -> tuple[Expr | None, Expr | None]:
     """Output coordinates of the query row and of V's column: the last coordinate that only one of the operands has."""
-    parts = factors(anchor, index, J)
-    left = {name for entry in parts.left_index for name in coordinates(entry)}
-    right = {name for entry in parts.right_index for name in coordinates(entry)}
+    parts = kinds.weights_first(factors(anchor, index, J))
 
-    def last(own: Index, other: set[str], inner: bool) -> Expr | None:
+    def last(own: Index, others: Index, inner: bool) -> Expr | None:
+        shared = {J.name}.union(*map(coordinates, others))
         for entry in reversed(own):
-            for at in map(coord, sorted(coordinates(entry) - {*other, J.name})):
+            for at in map(coord, sorted(coordinates(entry) - shared)):
                 linear = integers.linear(entry, at)
                 if entry is at or inner and linear is not None and linear[0] is integers.integer(1):
                     return at
         return None
 
-    weights_left = kinds.weights_are_left(parts)
-    own, other = (parts.left_index, right) if weights_left else (parts.right_index, left)
-    theirs, ours = (parts.right_index, left) if weights_left else (parts.left_index, right)
-    whole, inner = (last(own, other, way) for way in (False, True))
+    whole, inner = (last(parts.left_index, parts.right_index, way) for way in (False, True))
     row = whole if not apart else None if inner is whole else inner  # the same has been tried
-    return row, last(theirs, ours, False)
+    return row, last(parts.right_index, parts.left_index, False)
 
 
 def _pull_back(
     anchor: Node, index: Index, bounds: dict[Expr, Expr], after: Sequence[_Factor], kinds: AncestorKinds
 ) -> list[Attention] | None:
     """Attentions of a product with V; None where an operation behind the product does not scale its rows."""
-    parts = factors(anchor, index, J)
-    weights, at, other, other_at = parts.left, parts.left_index, parts.right, parts.right_index
-    if not kinds.weights_are_left(parts):
-        weights, at, other, other_at = other, other_at, weights, at
+    parts = kinds.weights_first(factors(anchor, index, J))
     pullback = PullBack(bounds | {J: parts.extent}, parts.extent, anchor)
-    weight = pullback.value(weights, at)
+    weight = pullback.value(parts.left, parts.left_index)
     if packet(anchor) in ADDING:
         weight = weight * _factor_of_sum(anchor)
     for factor in after:
@@ -358,8 +352,8 @@ def _pull_back(
         cores = attentions(weight)
     except Unsupported as problem:
         raise pullback.explained(problem) from problem
-    accept = scale_of_values(other, cores[0].normalizer, bool(marks.requires_grad(anchor)))
-    value, scale = locate(pullback, other, other_at, J, E, bounds[E], accept)
+    accept = scale_of_values(parts.right, cores[0].normalizer, bool(marks.requires_grad(anchor)))
+    value, scale = locate(pullback, parts.right, parts.right_index, J, E, bounds[E], accept)
     rest = {"value": value, "value_scale": scale, "pullback": pullback, "keys": parts.extent, "d_v": bounds[E]}
     return [Attention(core=core, **rest) for core in cores]
 

@@ -31,7 +31,8 @@ from fusion.ir.spec import Normalizer
 from fusion.refusals import Reason
 
 from ..nodes import Unsupported
-from .core import NormalizedScores, free_of_keys, has, split_scores, split_weights
+from .core import NormalizedScores, free_of_keys, has
+from .mixed_heads import split_scores, split_weights
 from .softmaxes import (
     as_exponents,
     exponent_and_shift,

@@ -112,32 +112,35 @@ def resolve_escaping(graph: Graph, sites: Sequence[Site], respecifies: bool = Tr
     symbols, roots = Symbols(graph), [node for node in graph.nodes if node.op == "output" or impure(node)]
     wanted = collections.defaultdict[Node, dict[Node, None]](dict)  # by anchor: what was ever needed of its weights
     tried: dict[Node, set[Node]] = {}  # and by whom, at the last try
+
+    def changed(site: Site, escaping: Sequence[Node], live: set[Node], needs: Mapping[Node, list[Node]]) -> bool:
+        """Whether a site got auxiliary outputs that it had not, or was refused at the attempt."""
+        outside = _outside(site, live, needs)
+        users = {user for node in escaping for user in node.users if outside(user)}
+        if wanted[site.anchor].keys() >= {*escaping} and tried[site.anchor] == users:
+            return False
+        wanted[site.anchor] |= dict.fromkeys(escaping)
+        tried[site.anchor] = users
+        plain = _needs(pending(sites), site)
+        try:
+            with site.assumed.hold():
+                call = _with_auxiliary_outputs(site, [*wanted[site.anchor]], _live(roots, plain), plain, symbols)
+        except Exception as problem:  # no other attention is lost for it
+            site.refuse(defect(problem), site.anchor)
+            return True
+        if call is not None:
+            site.calls = [call]
+        return call is not None
+
     while True:
         needs = _needs(pending(sites))
         live = _live(roots, needs)
-        escaping = [(site, nodes_) for site in pending(sites) if (nodes_ := _escaping(site, live, needs))]
+        escaping = [(site, used) for site in pending(sites) if (used := _escaping(site, live, needs))]
         if not escaping:
             return
-        for site, nodes_ in escaping if respecifies else ():
-            outside = _outside(site, live, needs)
-            users = {user for node in nodes_ for user in node.users if outside(user)}
-            if wanted[site.anchor].keys() >= {*nodes_} and tried[site.anchor] == users:
-                continue
-            wanted[site.anchor] |= dict.fromkeys(nodes_)
-            tried[site.anchor] = users
-            plain = _needs(pending(sites), site)
-            try:
-                with site.assumed.hold():
-                    call = _with_auxiliary_outputs(site, [*wanted[site.anchor]], _live(roots, plain), plain, symbols)
-            except Exception as problem:  # no other attention is lost for it
-                site.refuse(defect(problem), site.anchor)
-                break
-            if call is not None:
-                site.calls = [call]
-                break  # what it writes may be what others need
-        else:
-            site, nodes_ = escaping[-1]  # those before it may do without what it needs of them
-            _refuse_escaped(site, nodes_, live, needs)
+        if respecifies and any(changed(*each, live, needs) for each in escaping):
+            continue  # what one writes, or no longer reads, may be what others need
+        _refuse_escaped(*escaping[-1], live, needs)  # those before it may do without what it needs of them
 
 
 def _needs(sites: Sequence[Site], plain: Site | None = None) -> dict[Node, list[Node]]:
@@ -196,18 +199,18 @@ def _with_auxiliary_outputs(
     if not aux_uses or (any(marks.requires_grad(use.node) for use in aux_uses) and not marks.requires_grad(site.root)):
         return None
     try:
-        part = call_of(site, 0, symbols, aux_uses)
+        call = call_of(site, 0, symbols, aux_uses)
     except Unsupported:
         return None
     users = {user for use in aux_uses for user in use.node.users if outside(user)}
     place = same_grad_mode_point(site.root, min({site.root, *users}))
-    read = [*part.operands, *symbols.of(part.sizes)]
+    read = [*call.operands, *symbols.of(call.sizes)]
     if place is None or any(not node < place or node in site.scores or marks.dtensor(node) for node in read):
         return None
     if any(_reads_something_else(node, place) for node in site.interior | {site.anchor} | on_the_way):
         return None
     site.place = place
-    return part
+    return call
 
 
 def _reads_something_else(node: Node, place: Node) -> bool:

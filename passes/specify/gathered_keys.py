@@ -37,7 +37,7 @@ WhyDense = Callable[[AttentionCall, AttentionCall, Mapping[str, int]], str | Non
 """(over sets, with a mask of all keys, example sizes) -> why the mask is to be kept, or None."""
 
 
-def read_sets(sites: Iterable[Site], why_dense: WhyDense, hints: Mapping[str, int]) -> None:
+def read_sets(sites: Iterable[Site], why_dense: WhyDense, examples: Mapping[str, int]) -> None:
     """Let attentions read only the keys of their sets, where possible and profitable; else `dense_reason` holds the
     reason."""
     for site in pending(sites):
@@ -46,7 +46,7 @@ def read_sets(sites: Iterable[Site], why_dense: WhyDense, hints: Mapping[str, in
                 continue
             if (reason := _obstacle(call)) is None:
                 gathered = _with_table(call, *chosen)
-                reason = why_dense(gathered, call, hints)
+                reason = why_dense(gathered, call, examples)
                 call = call if reason else gathered
             site.calls[place] = replace(call, dense_reason=reason or "")
 

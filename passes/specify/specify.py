@@ -12,7 +12,7 @@ from fusion.ir import AttentionSpec, Operand, Output
 from fusion.ir.expr import ONE, ROW_SUM, SCORE, Expr, I, J, Kind, coord, load, rebuild, size, walk
 from fusion.ir.records import mapped
 from fusion.ir.results import size_value
-from fusion.ir.spec import AuxOutput, Mixing, Normalizer
+from fusion.ir.spec import AuxOutput, Normalizer
 from fusion.lowering.rows import depends_on_maximum
 from fusion.refusals import Reason
 
@@ -22,8 +22,9 @@ from ..pullback.indexing import KeySet
 from ..pullback.loads import Numbers, Table
 from ..pullback.operands import Access, scales_rows
 from ..pullback.pullback import Product, PullBack
-from ..recognize.core import NormalizedScores, with_named_heads
-from ..recognize.find import Attention, Site
+from ..recognize.core import Attention, NormalizedScores
+from ..recognize.find import Site
+from ..recognize.mixed_heads import mixing_of, with_named_heads
 from ..recognize.softmaxes import filled_by_selection
 from .aux_outputs import AuxUse
 from .masks import fold_comparisons, understand
@@ -73,18 +74,15 @@ class AttentionCall:
         read = [part for part in walk(self.spec.n_q, self.spec.n_k) if part.op == "size"]
         return all(values[part.name].is_const for part in read)
 
-    def example_sizes(self, hints: Mapping[str, int]) -> dict[str, int]:
+    def example_sizes(self, examples: Mapping[str, int]) -> dict[str, int]:
         """The example value of each size of the spec."""
-        return {name: size_value(extent, hints) for name, extent in zip(self.spec.sizes, self.sizes, strict=True)}
+        return {name: size_value(extent, examples) for name, extent in zip(self.spec.sizes, self.sizes, strict=True)}
 
 
 def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> AttentionCall:
     """The spec of one attention, with outputs for `uses`; raises `Unsupported`."""
     core = _with_scaled_values(attention, marks.requires_grad(site.root))
     products = attention.pullback.products
-    if core.row_scale is not None and attention.pullback.partly_detached:
-        message = "the normaliser depends on the row's maximum, through which only a part of the gradient flows"
-        raise Unsupported(Reason.DETACHED_MAXIMUM, message)
     main = products[_main_product(core, products)]
     accesses = (main.query, main.key, attention.value)
     _require_float(accesses)
@@ -95,15 +93,14 @@ def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> At
     core, accesses, head = with_named_heads(core, accesses, attention.pullback.bounds)
     aux = tuple(fold_comparisons(resolve(use.value), site.bounds | {J: attention.keys}) for use in uses)
     differentiable = marks.requires_grad(site.root) and any(marks.requires_grad(o) for o in operands)
-    if differentiable:
-        core = _with_gradients(core, head is not None)
     batch = tuple(site.bounds[coord(name)] for name in site.dims if name.startswith("b"))
     rename = _Sizes(batch, site.bounds[I], attention.keys)
     described = _describe(operands, differentiable, resolve.of_elements | resolve.tables.keys())
     spec = _spec(site, core, accesses, (main.extent, attention.d_v), described, rename, differentiable)
     spec = replace(spec, aux_outputs=tuple(_aux_outputs(spec, u, rename(e)) for u, e in zip(uses, aux, strict=True)))
     spec = _with_mixed_heads(spec, core, head, rename)
-    _require_shared_maximum(spec, attention, differentiable)
+    if differentiable:
+        spec = _with_gradients(spec, attention.pullback)
     names, values = rename.table(spec)
     return AttentionCall(
         spec=replace(spec, sizes=names),
@@ -118,12 +115,6 @@ def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> At
     )
 
 
-def _require_shared_maximum(spec: AttentionSpec, attention: Attention, differentiable: bool) -> None:
-    if differentiable and attention.pullback.takes_first and spec.row_scale and depends_on_maximum(spec):
-        message = "the normaliser depends on the row's maximum, whose gradient goes to the first of equal scores"
-        raise Unsupported(Reason.FIRST_MAXIMUM, message)
-
-
 def _reached(site: Site, uses: Sequence[AuxUse], operands: Sequence[Node]) -> frozenset[int]:
     """Operands from which a path of nodes that autograd records leads to the results."""
     ends = {*operands}
@@ -135,21 +126,29 @@ def _reached(site: Site, uses: Sequence[AuxUse], operands: Sequence[Node]) -> fr
     return frozenset(number for number, operand in enumerate(operands) if operand in reached)
 
 
-def _with_gradients(core: NormalizedScores, heads_mixed: bool) -> NormalizedScores:
-    """Core with the gradients of training; raises where a row without a live key would have other gradients than in
-    eager mode. Rows of NaN that are set to zero are those without a live key where only a mask's selection makes them:
-    a safe softmax, whose gradient is zero there. Else it is NaN."""
-    if core.normalizer is Normalizer.ZERO_SOFTMAX:
-        if filled_by_selection(core.score):
-            return _with_gradients(replace(core, normalizer=Normalizer.SAFE_SOFTMAX), heads_mixed)
-        message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
-        raise Unsupported(Reason.NAN_GRADIENT, message)
-    if SCORE in walk(core.weight):
+def _with_gradients(spec: AttentionSpec, walked: PullBack) -> AttentionSpec:
+    """Spec for training; raises `Unsupported` where its gradients would not be those of eager mode. Rows of NaN that
+    are set to zero are those without a live key where only a mask's selection makes them: a safe softmax, whose
+    gradient is zero there. Else it is NaN."""
+    if spec.normalizer is Normalizer.ZERO_SOFTMAX:
+        if not filled_by_selection(spec.score):
+            message = "weights that are NaN are set to zero after the softmax, and the gradient of such rows is NaN"
+            raise Unsupported(Reason.NAN_GRADIENT, message)
+        spec = replace(spec, normalizer=Normalizer.SAFE_SOFTMAX)
+    if SCORE in walk(spec.weight):
         raise Unsupported(Reason.NOT_LINEAR, "weights are multiplied by a function of their scores, in training")
-    if heads_mixed and core.row_scale is not None:
+    if spec.row_scale is None:
+        return spec
+    if spec.mixing is not None:
         message = "in training, heads are mixed whose weights are normalised by another function of the row's sum"
         raise Unsupported(Reason.HEADS_MIXED, message)
-    return core
+    if walked.partly_detached:
+        message = "the normaliser depends on the row's maximum, through which only a part of the gradient flows"
+        raise Unsupported(Reason.DETACHED_MAXIMUM, message)
+    if walked.takes_first and depends_on_maximum(spec):
+        message = "the normaliser depends on the row's maximum, whose gradient goes to the first of equal scores"
+        raise Unsupported(Reason.FIRST_MAXIMUM, message)
+    return spec
 
 
 def _aux_outputs(spec: AttentionSpec, use: AuxUse, value: Expr) -> AuxOutput:
@@ -171,12 +170,7 @@ def _with_mixed_heads(spec: AttentionSpec, core: NormalizedScores, head: Expr | 
     """Spec with its mixed heads, a batch coordinate, if there are any; without a mask where every key counts."""
     if head is None:
         return replace(spec, mask=None) if spec.needs_all_keys else spec
-    scores, weights = mapped((core.mixed_scores, core.mixed_weights), rename)
-    matrices = {"scores": scores and scores.matrix, "weights": weights and weights.matrix}
-    programs = {"scored": scores and scores.program, "weighted": weights and weights.program}
-    programs_of_mixing = {name: expr for name, expr in (matrices | programs).items() if expr is not None}
-    adds = {"own_score": bool(scores and scores.adds), "own_weight": bool(weights and weights.adds)}
-    mixing = Mixing(head=head, **programs_of_mixing, **adds)
+    mixing = mapped(mixing_of(core, head), rename)
     batch = tuple(rename.values[f"B{k}"] if k == mixing.axis else extent for k, extent in enumerate(spec.batch))
     return replace(spec, batch=batch, mask=None, mixing=mixing)
 

@@ -69,7 +69,7 @@ Pays = Callable[[MapSpec, Sequence[int], Sequence[tuple[AttentionSpec, Sequence[
 """(the map, its example sizes, the attentions that would use it with theirs, device) -> whether the map pays."""
 
 
-def map_tiles(graph: Graph, sites: Iterable[Site], pays: Pays, hints: Mapping[str, int]) -> None:
+def map_tiles(graph: Graph, sites: Iterable[Site], pays: Pays, examples: Mapping[str, int]) -> None:
     """Give attentions whose masks are data a map of their live tiles, one for all that have the same mask."""
     symbols, users = Symbols(graph), dict[Mapped, list[tuple[Site, int]]]()
     for site in pending(sites):
@@ -78,8 +78,8 @@ def map_tiles(graph: Graph, sites: Iterable[Site], pays: Pays, hints: Mapping[st
                 users.setdefault(wanted, []).append((site, number))
     for wanted, places in users.items():
         calls = [site.calls[number] for site, number in places]
-        attentions = [(call.spec, [*call.example_sizes(hints).values()]) for call in calls]
-        if not pays(wanted.spec, [size_value(e, hints) for e in wanted.sizes], attentions, calls[0].device):
+        attentions = [(call.spec, [*call.example_sizes(examples).values()]) for call in calls]
+        if not pays(wanted.spec, [size_value(e, examples) for e in wanted.sizes], attentions, calls[0].device):
             continue
         node: Node | None = None
         for site, number in places:

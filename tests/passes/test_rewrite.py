@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion.ir import Normalizer
-from fusion.passes.nodes import Unsupported, size_hints
+from fusion.passes.nodes import Unsupported, example_sizes
 from fusion.passes.recognize.find import find_sites
 from fusion.passes.replace import replace_sites
 from fusion.passes.specify.calls import refuse, resolve_escaping, specify_sites
@@ -74,7 +74,7 @@ def rewrite(graph, sites, reason=lambda site: None):
     specify_sites(graph.graph, sites)
     refuse(sites, reason)
     resolve_escaping(graph.graph, sites)
-    replace_sites(graph, sites, "reference", size_hints(graph.graph))
+    replace_sites(graph, sites, "reference", example_sizes(graph.graph))
     return [number for number, site in enumerate(sites) if site.calls]
 
 

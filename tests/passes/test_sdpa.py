@@ -10,7 +10,7 @@ import torch
 from fusion.ir import Normalizer, integers
 from fusion.ir.expr import E, I, coord, walk
 from fusion.passes.nodes import Unsupported
-from fusion.passes.recognize.core import is_sdpa, pull_back_sdpa
+from fusion.passes.recognize.sdpa import is_sdpa, pull_back_sdpa
 from tests.passes.graphs import Calls
 
 aten = torch.ops.aten

@@ -55,8 +55,8 @@ def _replayed(monkeypatch, function, inputs):
             compared.append(self)
             return super().verdict()
 
-    def validate(site, parts, hints):
-        verdict = sites.validate(site, parts, hints)
+    def validate(site, parts, examples):
+        verdict = sites.validate(site, parts, examples)
         with outside_compilation(), torch.no_grad():
             this = compared[-1]
             at = tuple(this.places[name] for name in this.dims)
