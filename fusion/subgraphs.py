@@ -41,7 +41,7 @@ def fuse_checkpointed(module: GraphModule, fuse: Fuse, total: Report) -> dict[st
         if body.around is None:
             total.notes.append("a checkpointed function that is called in several regions of autocast stays as it is")
             continue
-        with retrace.inside(body.around):
+        with retrace.in_regions(body.around):
             graph, report = fuse(body.graph, body.values, None)
         _add(total, report)
         if report.fused:

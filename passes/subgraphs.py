@@ -17,7 +17,6 @@ import enum
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from fusion.torch_private.tensors import detect_fake_mode, is_dtensor, is_tracea
 
 from . import marks, nodes
 from .trace import retrace
-from .trace.outline import attributes, ends, parts, transforms, writes
+from .trace.outline import attributes, inputs_and_outputs, separate_parts, transforms, writes_outside
 from .trace.retrace import Retrace, RetraceInterpreter
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -81,45 +80,40 @@ def _is_shared(value: Any, results: Sequence[Any]) -> bool:
     )
 
 
-class Checkpoints:
-    """Runs the calls of one graph's checkpointed graphs while it is traced again: each stays one call."""
-
-    def __init__(self, module: GraphModule, fused: Mapping[str, GraphModule]):
-        self.fused = {id(module.get_submodule(name)): body for name, body in fused.items()}
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the call without tracing into it."""
-        body, *inputs = args
-        body: GraphModule = self.fused.get(id(body), body)
-        tracer = tracing.current_tracer()
-        if tracer is None:
-            raise nodes.Unsupported(Reason.DEFECT, "a checkpointed part outside of a trace")
-        seeds = [p.meta["val"] for p in filter(marks.is_seed, body.graph.find_nodes(op="placeholder"))]
-        inputs += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
-        with tracing.disable_proxy_modes_tracing():
-            result = RetraceInterpreter(body).run(*inputs)
-        tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
-        call = tracing.written(tracer, "call_function", _CHECKPOINT, (body, *inputs), kwargs)
-        read = zip(inputs, call.node.args[1:], strict=True)
-        shared = [node for value, node in read if isinstance(node, Node) and _is_shared(value, result)]
-        marks.aliases.set(call.node, tuple(shared))
-        if not any(map(is_dtensor, result)):
-            return tracing.track(result, call, tracer)
-        # One by one: of DTensors that are not tracked yet, torch cannot note a copy.
-        results_as_nodes = [
-            tracing.track(value, call[k], tracer)  # pyright: ignore[reportIndexIssue]
-            for k, value in enumerate(result)
-        ]
-        return type(result)(results_as_nodes)
+def _record_checkpointed(body: GraphModule, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Record the call of a checkpointed graph without tracing into it."""
+    tracer = tracing.current_tracer()
+    if tracer is None:
+        raise nodes.Unsupported(Reason.DEFECT, "a checkpointed part outside of a trace")
+    seeds = [p.meta["val"] for p in filter(marks.is_seed, body.graph.find_nodes(op="placeholder"))]
+    inputs += [torch.randint(0, 2**31 - 1, (1,), device=seed.device) for seed in seeds]
+    with tracing.disable_proxy_modes_tracing():
+        result = RetraceInterpreter(body).run(*inputs)
+    tracer.root.register_module(tracer.get_fresh_qualname("checkpointed"), body)
+    call = tracing.written(tracer, "call_function", _CHECKPOINT, (body, *inputs), kwargs)
+    read = zip(inputs, call.node.args[1:], strict=True)
+    shared = [node for value, node in read if isinstance(node, Node) and _is_shared(value, result)]
+    marks.aliases.set(call.node, tuple(shared))
+    if not any(map(is_dtensor, result)):
+        return tracing.track(result, call, tracer)
+    # One by one: of DTensors that are not tracked yet, torch cannot note a copy.
+    results_as_nodes = [
+        tracing.track(value, call[k], tracer)  # pyright: ignore[reportIndexIssue]
+        for k, value in enumerate(result)
+    ]
+    return type(result)(results_as_nodes)
 
 
 def keep_calls(base: type[Retrace], module: GraphModule, fused: Mapping[str, GraphModule]) -> type[Retrace]:
     """Interpreter that records the calls of checkpointed graphs. fused: the graphs that replace these, by name."""
-    checkpoints = Checkpoints(module, fused)
+    replacements = {id(module.get_submodule(name)): body for name, body in fused.items()}
 
     class Keeping(base):
         def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return (checkpoints.call if target is _CHECKPOINT else partial(super().call_function, target))(args, kwargs)
+            if target is not _CHECKPOINT:
+                return super().call_function(target, args, kwargs)
+            body, *inputs = args
+            return _record_checkpointed(replacements.get(id(body), body), inputs, kwargs)
 
     return Keeping
 
@@ -158,13 +152,13 @@ class Run:
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
         """Grad and autocast modes of the run. A tangent is propagated whether or not gradients are recorded."""
-        with retrace.inside(self.around), torch.enable_grad():
+        with retrace.in_regions(self.around), torch.enable_grad():
             yield
 
 
 def runs(module: GraphModule) -> list[Run]:
     """Runs of all transforms of a graph, except for a lone `vmap`, which is traced through."""
-    inside = {node for part in parts(module.graph) if transforms(part) for node in part}
+    inside = {node for part in separate_parts(module.graph) if transforms(part) for node in part}
     all_runs: list[Run] = []
     members: list[Node] = []
     inputs = map(nodes.fake, module.graph.find_nodes(op="placeholder"))
@@ -176,7 +170,7 @@ def runs(module: GraphModule) -> list[Run]:
             around = around if members else regions
             members.append(node)
         elif members:
-            if not any(writes(member, inside) for member in members):
+            if not any(writes_outside(member, inside) for member in members):
                 all_runs += _taken(module, members, around, levels)
             members = []
         for kind in ("jvp", "grad"):
@@ -212,7 +206,7 @@ def _taken(module: GraphModule, members: list[Node], around: retrace.Regions, le
     """Run of these nodes; none if it is no graph of tensors and numbers. levels: the number of transforms of each
     kind."""
     graph, copies = Graph(), dict[Node, Node]()
-    inputs, outputs = ends(members)
+    inputs, outputs = inputs_and_outputs(members)
     mode = detect_fake_mode([*map(nodes.fake, module.graph.find_nodes(op="placeholder"))])
     values = list[Any]()
     for source in inputs:

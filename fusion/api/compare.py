@@ -20,7 +20,7 @@ from fusion.errors import ComparisonError
 from fusion.exactness import errors, floats, reference
 from fusion.machine.processors import bytes_text, seconds_text
 from fusion.planning.plan import Plan, aligned, peaks_text
-from fusion.report.data import number
+from fusion.report.data import finite_number
 from fusion.torch_private.dynamo import original_of
 from fusion.torch_private.tensors import tree_leaves
 
@@ -128,9 +128,9 @@ class Comparison:
         """Measurements by name and their conditions, for JSON."""
         entries = {
             entry.name: {
-                "seconds": number(entry.seconds),
+                "seconds": finite_number(entry.seconds),
                 "quartiles": entry.quartiles,
-                "first_call_seconds": number(entry.first),
+                "first_call_seconds": finite_number(entry.first),
                 "peak_bytes": entry.peak,
                 "error": entry.error,
                 "allowed_error": entry.allowed,

@@ -188,7 +188,7 @@ class _Recorder:
         outcome = check.check(
             self.functions[key],
             values,
-            floats=scripts.widened(text),
+            floats=scripts.dtype_arguments(text),
             gradients=[name for name, wants in zip(names, wanted, strict=True) if wants],
             options=self.options,
         )

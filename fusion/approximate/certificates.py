@@ -154,7 +154,7 @@ class Plain:
     causal: bool
 
 
-def plain(spec: AttentionSpec) -> Plain | str:
+def plain_form(spec: AttentionSpec) -> Plain | str:
     """Plain form of a spec, or the reason why it has none."""
     if spec.mixing is not None:
         return "heads are mixed"

@@ -180,7 +180,8 @@ def crossing(
 ) -> tuple[Choice | None, int]:
     """(the polynomial, the least N = N_q = N_k, a power of two times 1..2, from which it is predicted to be faster). 0
     where no polynomial is certified, or none is faster up to N = 2**26."""
-    if (choice := _certified(problem, bound, epsilon, split)) is None:
+    least = math.exp(-bound) if problem.causal else 1.0  # of a row's mean weight, without data; 1 with centred keys
+    if (choice := choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=least)) is None:
         return None, 0
     for step in range(7 * 8, 26 * 8 + 1):
         n = int(2 ** (step / 8))
@@ -190,12 +191,6 @@ def crossing(
         ):
             return choice, n
     return choice, 0
-
-
-def _certified(problem: Problem, bound: float, epsilon: float, split: bool) -> Choice | None:
-    """The polynomial certified without data. A row's mean weight is at least 1 with centred keys, exp(-B) with some."""
-    least = math.exp(-bound) if problem.causal else 1.0
-    return choose(problem.d, bound, epsilon, problem.dtype == "bfloat16", split, least=least)
 
 
 def crossing_text(machine: Machine, problem: Problem, bound: float, epsilon: float, split: bool) -> str:
@@ -222,8 +217,7 @@ class Polynomial:
     coefficients: c_0, c_1, ... of powers of x.
     bound: B.
     error, spread: |exp(x) - p(x)| <= error * exp(x) + spread * x^2 over |x| <= B (spread 0: a bound on the relative
-    error of
-        every single weight).
+        error of every single weight).
     """
 
     coefficients: tuple[float, ...]
@@ -276,7 +270,8 @@ def minimax(degree: int, bound: float, moment: float | None = None) -> Polynomia
     best: Polynomial | None = None
     for _ in range(30):
         solved = _levelled(nodes, bound, floor)
-        candidate = _polynomial(_unscaled(solved[:-1], bound), bound, floor)
+        powers = np.polynomial.chebyshev.cheb2poly(solved[:-1])  # of x / bound
+        candidate = _polynomial(powers / bound ** np.arange(len(powers)), bound, floor)
         if best is None or candidate.error < best.error:
             best = candidate
         residual = (weight * (basis @ solved[:-1]) - 1) / allowed
@@ -327,13 +322,7 @@ def _extrema(t: np.ndarray, residual: np.ndarray, count: int) -> np.ndarray | No
     return t[peaks] if len(peaks) == count else None
 
 
-def _unscaled(series: np.ndarray, bound: float) -> np.ndarray:
-    """A Chebyshev series in x / bound as coefficients of powers of x."""
-    powers = np.polynomial.chebyshev.cheb2poly(series)
-    return powers / bound ** np.arange(len(powers))
-
-
-def _polynomial(coefficients: np.ndarray, bound: float, floor: float | None = None) -> Polynomial:
+def _polynomial(coefficients: np.ndarray, bound: float, floor: float | None) -> Polynomial:
     level, powers = relative_error(coefficients, bound, floor), tuple(float(c) for c in coefficients)
     if floor is None:
         return Polynomial(coefficients=powers, bound=bound, error=level)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fusion.approximate.certificates import Plain, note_exact, plain
+from fusion.approximate.certificates import Plain, note_exact, plain_form
 from fusion.errors import UnknownMachineError
 from fusion.ir.request import Approximation, Request
 from fusion.ir.spec import AttentionSpec
@@ -21,7 +21,7 @@ WEIGHTS = "its weights are used elsewhere, and must be those of exact attention"
 
 def refusal(spec: AttentionSpec, device: str) -> str | None:
     """Reason why this spec always runs exact, or None."""
-    result = plain(spec)
+    result = plain_form(spec)
     if isinstance(result, str):
         return result
     if device not in ("cpu", "cuda"):
@@ -52,7 +52,7 @@ def build(
     assert allowed is not None
     if (reason := refusal(spec, device)) is not None:
         return Exact(allowed, exact, reason)
-    admitted = plain(spec)
+    admitted = plain_form(spec)
     assert isinstance(admitted, Plain)
     try:
         here = machine if device == "cpu" else find_machine(device)

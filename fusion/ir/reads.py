@@ -184,8 +184,7 @@ class Elements:
     """An index map under which different coordinates, except for those that share an element, have different elements.
 
     repeats: for each of b.., row, column: the number of successive values that share an element; 1 where they share
-    none,
-        the extent where the coordinate does not matter.
+        none, the extent where the coordinate does not matter.
     steps: for each of these and each dimension of the operand: the distance of the next element.
     first: in each dimension, the position of the first element.
     """

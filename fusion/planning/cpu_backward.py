@@ -176,9 +176,9 @@ class Backward:
         if form.by_keys:
             start, end = problem.key_ranges(self.tile)
             first = np.arange(0, n_k, self.block)[:, None]
-            met = (start < np.minimum(first + self.block, n_k)) & (end > first) & (start < end)
+            crossed = (start < np.minimum(first + self.block, n_k)) & (end > first) & (start < end)
             rows = np.minimum(self.tile, n_q - np.arange(0, n_q, self.tile))
-            return (met * rows).sum(1) * problem.density
+            return (crossed * rows).sum(1) * problem.density
         start, end = problem.key_ranges(self.block)
         return (end - start) * problem.density
 

@@ -135,7 +135,7 @@ def _verdict(plans: tuple[Plan, ...]) -> str | None:
 def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[str, Any]:
     spec, plan, names, backward = attention.spec, attention.planned(), attention.names, attention.backward
     backward = backward if isinstance(backward, str) else backward()
-    told = backward if isinstance(backward, str) else "\n".join(backward.explain().splitlines()[2:])
+    gradients = backward if isinstance(backward, str) else "\n".join(backward.explain().splitlines()[2:])
     lines = len(attention.source.splitlines())
     summary = kernel_summary(attention.source)
     return {
@@ -149,7 +149,7 @@ def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[s
         "gradients": attention.gradients or None,
         "schedule": plan.explain(),
         "runs": plan.runs or None,
-        "backward": told or None,
+        "backward": gradients or None,
         "approximation": attention.approximation,
         "reproducible": attention.reproducible or None,
         "kernel": f"{lines} lines: {source}, in a shell --kernel FILE\n{summary}" if lines else None,
@@ -196,7 +196,7 @@ def kernel_summary(source: str) -> str:
     return f"{len(loops)} loop{many}, up to {depth} deep; in the one of products at line {first.start + 1}: {counts}"
 
 
-def number(value: float) -> float | None:
+def finite_number(value: float) -> float | None:
     """A number that JSON can hold."""
     return value if math.isfinite(value) else None
 

@@ -43,7 +43,7 @@ def function_text(cut: CutOut) -> str:
     return "\n".join([*sorted(imports, key=lambda line: "import" not in line), "", "", body, ""])
 
 
-def widened(text: str) -> tuple[str, ...]:
+def dtype_arguments(text: str) -> tuple[str, ...]:
     """The dtypes that are arguments of such a function."""
     return tuple(re.findall(r"(\w+)=torch\.\1\b", text))
 
@@ -78,7 +78,7 @@ def script(
         data=f'DATA = """\n{_encoded(stored)}\n"""\n\n\n' if stored else "",
         load=_LOAD if stored else "",
         rows="\n".join(lines),
-        arguments=f"floats={widened(text)!r}, gradients={wants!r}, options={dict(options or {})!r}",
+        arguments=f"floats={dtype_arguments(text)!r}, gradients={wants!r}, options={dict(options or {})!r}",
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusion.approximate import dispatch
+from fusion.codegen.emitter import Kernel, TrainingKernel
 from fusion.errors import UnknownMachineError
 from fusion.ir.reads import dense_loads, is_shift_free
 from fusion.ir.results import size_value
@@ -25,7 +26,7 @@ from fusion.options import Options
 from fusion.passes import marks, nodes
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
-from fusion.passes.trace.outline import described
+from fusion.passes.trace.outline import description_of
 from fusion.planning.plan import Plan, plan
 from fusion.report.report import AttentionReport, Report, SiteReport, aliases
 from fusion.runtime import kernels
@@ -42,7 +43,7 @@ def report_of(sites: Sequence[Site], examples: Mapping[str, int], options: Optio
             SiteReport(
                 fused=site.refusal is None,
                 refusal=site.refusal,
-                stopped_by=None if by is None else described(by) or str(by.target),
+                stopped_by=None if by is None else description_of(by) or str(by.target),
                 stopped_at=None if by is None else nodes.source_line(by),
                 location=nodes.source_line(site.anchor),
                 calling=_calling_line(site.anchor),
@@ -66,10 +67,10 @@ def _calling_line(node: Node) -> str | None:
 def _attention(call: AttentionCall, examples: Mapping[str, int], options: Options) -> AttentionReport:
     sizes, names = call.example_sizes(examples), _names(call)
     values: dict[int, Tensor] = {}
-    request = options.request
+    planned = partial(_plan, call, sizes, options, values)
     shapes = tuple(tuple(size_value(n, examples) for n in nodes.shape(operand)) for operand in call.operands)
     operands = tuple(_operand(call, number, names[number], shapes[number]) for number in range(3, len(names)))
-    source = kernels.kernel_of(call.spec, call.device, request, call.differentiable).source(tuple(sizes.values()))
+    source = _kernel(call, options).source(tuple(sizes.values()))
     if source.startswith("//"):  # MLIR; Triton's module begins with its formula
         said = textwrap.wrap(f"out = {call.spec.formula(names)} @ v", 112)
         said += [line for operand in operands for line in operand.splitlines()]
@@ -85,11 +86,11 @@ def _attention(call: AttentionCall, examples: Mapping[str, int], options: Option
         keys=_keys(call, sizes, names),
         shapes=shapes,
         values=values,
-        planned=_planned(call, examples, options, values),
-        backward=_backward(call, examples, options, values),
+        planned=planned,
+        backward=_backward(call, sizes, options, values),
         source=source,
-        approximation=_approximation(call, examples, options),
-        reproducible=_reproducible(call, examples, options) if options.reproducible else "",
+        approximation=_approximation(call, options, planned),
+        reproducible=_reproducible(call, sizes, options) if options.reproducible else "",
         gradients="\n".join(
             f"through {call.spec.describe_aux(aux, names)}: the reference interpreter, as {why}"
             for aux, why in (aux_gradients.left_out(call.spec) if call.differentiable else ())
@@ -163,27 +164,27 @@ def _keys(call: AttentionCall, sizes: Mapping[str, int], names: Mapping[int, str
     return f"{count} of {every} for each query, read through {table}" + f", once for {heads} heads" * (heads > 1)
 
 
-def _approximation(call: AttentionCall, examples: Mapping[str, int], options: Options) -> str | None:
+def _approximation(call: AttentionCall, options: Options, planned: Callable[[], Plan]) -> str | None:
     """Text for the use of the option `approximate` at a site."""
     if (allowed := options.request.approximation) is None:
         return None
     if (reason := dispatch.refusal(call.spec, call.device)) is not None:
         return f"{allowed.method}: exact, because {reason}"
-    expected = _planned(call, examples, options, {})()
+    expected = planned()
     return dispatch.describe(allowed, expected.problem, expected.machine)
 
 
-def _reproducible(call: AttentionCall, examples: Mapping[str, int], options: Options) -> str:
+def _reproducible(call: AttentionCall, sizes: Mapping[str, int], options: Options) -> str:
     """Text for the cost of the option `reproducible` at a site."""
     other = replace(call, spec=replace(call.spec, reproducible=False))
-    own, plain = (_planned(each, examples, options, {})().time for each in (call, other))
+    own, plain = (_plan(each, sizes, options, {}).time for each in (call, other))
     return f"reproducible: {seconds_text(own)} predicted in place of {seconds_text(plain)}" + (
         ", and gradients take seven products where others take five" if call.differentiable else ""
     )
 
 
 def _backward(
-    call: AttentionCall, examples: Mapping[str, int], options: Options, values: Mapping[int, Tensor]
+    call: AttentionCall, sizes: Mapping[str, int], options: Options, values: Mapping[int, Tensor]
 ) -> Callable[[], Plan] | str:
     """Function that returns the plan of a call's gradients, or why there is none."""
     if not call.differentiable:
@@ -196,21 +197,17 @@ def _backward(
         machine = kernels.machine_of(call.device, options.request)
     except (AttributeError, UnknownMachineError):  # an emitter of somebody else's
         return ""
-    return partial(plan, call.spec, machine, sizes=call.example_sizes(examples), values=values, backward=True)
+    return partial(plan, call.spec, machine, sizes=sizes, values=values, backward=True)
 
 
-def _planned(
-    call: AttentionCall, examples: Mapping[str, int], options: Options, values: Mapping[int, Tensor]
-) -> Callable[[], Plan]:
-    """Function that returns the plan of a call; called lazily, since tiles are measured at the first call, and `values`
-    of what the mask reads are there when the graph has run."""
-    spec, device, request, trained = call.spec, call.device, options.request, call.differentiable
-    sizes = call.example_sizes(examples)
+def _plan(call: AttentionCall, sizes: Mapping[str, int], options: Options, values: Mapping[int, Tensor]) -> Plan:
+    """The plan of a call as far as it is known by now: tiles are measured at the first call, and `values` of what the
+    mask reads are there when the graph has run."""
+    choice, machine = _kernel(call, options).choice(tuple(sizes.values())), None
+    with contextlib.suppress(UnknownMachineError):
+        machine = kernels.machine_of(call.device, options.request)
+    return plan(call.spec, machine, sizes=sizes, choice=choice, values=values)
 
-    def planned() -> Plan:
-        choice, machine = kernels.kernel_of(spec, device, request, trained).choice(tuple(sizes.values())), None
-        with contextlib.suppress(UnknownMachineError):
-            machine = kernels.machine_of(device, request)
-        return plan(spec, machine, sizes=sizes, choice=choice, values=values)
 
-    return planned
+def _kernel(call: AttentionCall, options: Options) -> Kernel | TrainingKernel:
+    return kernels.kernel_of(call.spec, call.device, options.request, call.differentiable)

@@ -309,9 +309,7 @@ def table(traffic: Traffic, machine: Machine, dtype: str, link: float | None = N
     return "\n".join(lines)
 
 
-def cheapest(
-    traffic: Traffic, schedules: Sequence[str], machine: Machine, dtype: str, link: float | None = None
-) -> str:
-    """The schedule with the least predicted time of a step of training. link: bytes/s that a device sends."""
-    by = link or LINKS[machine.kind]
+def cheapest(traffic: Traffic, schedules: Sequence[str], machine: Machine, dtype: str) -> str:
+    """The schedule with the least predicted time of a step of training."""
+    by = LINKS[machine.kind]
     return min(schedules, key=lambda name: traffic.seconds(name, machine, dtype, by, trained=True))

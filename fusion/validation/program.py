@@ -26,7 +26,7 @@ from fusion.ir.ops import evaluate
 from fusion.ir.results import leaves, size_value
 from fusion.ir.spec import Mixing, Normalizer
 from fusion.passes import marks, nodes
-from fusion.passes.pullback.loads import known
+from fusion.passes.pullback.loads import constant_value
 from fusion.passes.recognize.find import Site
 from fusion.passes.specify.specify import AttentionCall
 from fusion.validation.replay import Replay, literal, rule_of, within
@@ -172,7 +172,7 @@ def fingerprint(site: Site, calls: Sequence[AttentionCall], examples: Mapping[st
             continue
         numbers[here] = len(numbers)
         replayed = here not in ends and here.op == "call_function"
-        if replayed and (rule_of(here) is not None or not nodes.is_tensor(here) or known(here) is not None):
+        if replayed and (rule_of(here) is not None or not nodes.is_tensor(here) or constant_value(here) is not None):
             inside.add(here)
             stack.extend(here.all_input_nodes)
     for here in numbers:

@@ -27,7 +27,7 @@ from fusion.ir.results import packed_strides, size_value
 from fusion.passes import marks, nodes
 from fusion.passes.pullback import pointwise, views
 from fusion.passes.pullback.heads import head_sum
-from fusion.passes.pullback.loads import known
+from fusion.passes.pullback.loads import constant_value
 from fusion.passes.trace.aliases import may_copy
 from fusion.torch_private.tensors import FakeTensor, shares_storage
 from fusion.validation.samples import Role, Samples
@@ -55,8 +55,7 @@ class Region:
     maps: of indices, per view.
     numbers: of the tensors that were read.
     unknown: operations within the region that cannot be replayed, and why. Their results are made up as well: programs
-    that
-        agree for any values agree for the true ones, but a difference then says nothing.
+        that agree for any values agree for the true ones, but a difference then says nothing.
     """
 
     root: Node
@@ -139,7 +138,7 @@ class Replay:
                 return result.detach() if marks.stop_gradient(node) else result
             except NotReplayable:
                 pass
-        if nodes.is_tensor(node) and (constant := known(node)) is not None:
+        if nodes.is_tensor(node) and (constant := constant_value(node)) is not None:
             return self.cast(constant[index] if index else constant.view([1] * rank))
         if node.op == "call_function" and (rule is not None or node in region.interior):
             region.unknown.setdefault(node, f"{node.target} is not replayed")
@@ -236,7 +235,7 @@ def literal(node: Node) -> Tensor | None:
 
 
 @rule("literal")
-def _held(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
+def _literal(replay: Replay, node: Node, index: Index, rank: int) -> Tensor:
     tensor = literal(node)
     assert tensor is not None
     return replay.cast(tensor.detach().cpu()[index] if index else tensor.detach().cpu().view([1] * rank))

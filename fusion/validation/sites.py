@@ -262,7 +262,7 @@ def _roles(site: Site, calls: Sequence[AttentionCall]) -> dict[Node, Role]:
     score_operands = {operand for call in calls for operand in call.operands} - ({o for o, _ in read} - masks)
     roles |= {scale: Role.FINITE for attention in site.attentions for scale in attention.pullback.scales}
     for leaf in {node for inner in among for node in (inner, *inner.all_input_nodes)} - roles.keys():
-        combined = list(_met(leaf, among))
+        combined = list(_combinations(leaf, among))
         called = {nodes.packet(user) for _, user in combined}
         if combined and all(_multiplies(node, product) for node, product in combined):
             roles[leaf] = Role.FACTOR
@@ -273,7 +273,7 @@ def _roles(site: Site, calls: Sequence[AttentionCall]) -> dict[Node, Role]:
     return roles
 
 
-def _met(leaf: Node, among: set[Node]) -> Iterator[tuple[Node, Node]]:
+def _combinations(leaf: Node, among: set[Node]) -> Iterator[tuple[Node, Node]]:
     """(a tensor after operations on it alone, the node that first combines it with another), everywhere."""
     todo = [leaf]
     while todo:

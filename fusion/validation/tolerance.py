@@ -74,7 +74,7 @@ def difference(values: Values) -> str | None:
     free = ((theirs != true) & (kinds == SPECIAL)) | ((theirs != 0) & (kinds == EAGER_OVERFLOW))
     allowed = (own == theirs) | free | ((own == true) & (not values.strict))
     if bool((wrong := ~allowed).any()):
-        return _told(values, int(wrong.nonzero()[0]), "")
+        return _message(values, int(wrong.nonzero()[0]), "")
     finite = (theirs == 0) & (true == 0) & (own == 0)
     count = len(values.kinds)
     single = eager if values.single is None else values.single.detach().double()
@@ -100,7 +100,7 @@ def difference(values: Values) -> str | None:
     own_error = (ours - exact).abs()
     own_error = torch.where(elsewhere[values.samples], torch.minimum(own_error, far), own_error)
     worst = int(torch.where(finite & (values.samples == sample), own_error, -1.0).argmax())
-    return _told(values, worst, f", allowed {bound[sample]:.1e}")
+    return _message(values, worst, f", allowed {bound[sample]:.1e}")
 
 
 def _largest(value: Tensor, where: Tensor, samples: Tensor, count: int) -> Tensor:
@@ -112,7 +112,7 @@ def _at_least_median(value: Tensor) -> Tensor:
     return value.clamp(min=float(value.median()) if value.numel() else 0.0)
 
 
-def _told(values: Values, at: int, allowed: str) -> str:
+def _message(values: Values, at: int, allowed: str) -> str:
     kind = _KINDS[int(values.kinds[values.samples[at]])]
     eager, exact, ours = (float(t[at].detach()) for t in (values.eager, values.exact, values.ours))
     return f"{values.name} is {ours:.6g} where eager has {eager:.6g} (float64 {exact:.6g}{allowed}; {kind})"

@@ -101,8 +101,7 @@ def is_distance(node: Node) -> bool:
 
 
 def extended_factors(node: Node) -> list[Node]:
-    """Broadcast factors of a product with a vector that is written as a product and a sum, `(q * k).sum(-1)` with a
-    single
+    """Broadcast factors of a product with a vector that is written as a product and a sum, `(q * k).sum(-1)` with one
     query: the sum is over a dimension of both factors. Empty for any other node."""
     if packet(node) is not aten.sum or not nodes.is_tensor(node) or is_contraction(node):
         return []

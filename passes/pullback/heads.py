@@ -43,7 +43,7 @@ class HeadSum:
     order: for each dimension of the matrix, whether it is g ("to") or h ("of"); None for one of size 1.
     """
 
-    mixed: Node
+    sum_of_heads: Node
     dims: tuple[int | None, ...]
     matrix: Node
     order: tuple[str | None, ...]
@@ -153,7 +153,7 @@ def _has_dimension(origin: Node, here: Node, index: Index, name: str) -> bool:
     return all(extent is its for extent, its, entry in pairs if name in coordinates(entry))
 
 
-def mixed(pullback: PullBack, here: Node, index: Index) -> Expr | None:
+def sum_of_heads(pullback: PullBack, here: Node, index: Index) -> Expr | None:
     """Element at an index of a node that mixes heads of scores or weights; None for any other node."""
     if (summed := head_sum(here)) is None:
         return None

@@ -2,7 +2,7 @@
 
 Models compute masks from positions by detours that no index arithmetic follows, such as a cumulative sum over a
 comparison of `arange`s. Where sizes are fixed such a sub-graph, which depends on nothing but constants, is evaluated
-once; if its values are affine in the positions (most often a constant), an expression takes its place (`folded`).
+once; where its values are affine in the positions (most often a constant), `affine_element` is an expression of them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def literal(here: Node) -> Expr | None:
 _FILLED = {aten.zeros: 0, aten.ones: 1, aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1}
 
 
-def created(here: Node, index: Index) -> Expr | None:
+def created_element(here: Node, index: Index) -> Expr | None:
     """Element of a created tensor: arange, zeros, full, eye, ..."""
     kind = packet(here)
     dtype = casts.kind_of(nodes.dtype(here))
@@ -107,11 +107,11 @@ LARGEST = 1 << 24
 _UNKNOWN = "unknown"
 
 
-def folded(here: Node, index: Index) -> Expr | None:
+def affine_element(here: Node, index: Index) -> Expr | None:
     """Element `here[index]` as an expression of the index, or None where its value is unknown or not affine."""
     if not nodes.is_tensor(here) or (kind := casts.kind_of(nodes.dtype(here))) is None:
         return None
-    if here.op != "call_function" or (value := known(here)) is None or not value.numel():
+    if here.op != "call_function" or (value := constant_value(here)) is None or not value.numel():
         return None
     if not marks.affine.on(here):
         marks.affine.set(here, _affine(value))
@@ -126,13 +126,13 @@ def folded(here: Node, index: Index) -> Expr | None:
     return integers.add(int(offset), *terms)
 
 
-def forget(graph: Graph) -> None:
+def forget_constants(graph: Graph) -> None:
     """Release the evaluated tensors, once the analysis is done."""
     for node in graph.nodes:
         marks.folded.drop(node)
 
 
-def known(here: Node) -> Tensor | None:
+def constant_value(here: Node) -> Tensor | None:
     """Value of a tensor, if it can be computed; evaluated once per node, operands first."""
     stack = [here]
     while stack:

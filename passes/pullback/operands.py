@@ -115,7 +115,7 @@ def _between(here: Node, origin: Node) -> list[Node]:
     return passed
 
 
-def scales_rows(scale: Expr, normalizer: Normalizer, trained: bool) -> bool:
+def is_row_scale(scale: Expr, normalizer: Normalizer, trained: bool) -> bool:
     """Whether a scale of V is one of the rows of the output: the same for all keys. (There are no kernels for the
     gradient of other row scales than one over the sum, nor for row scales without a sum.)"""
     return not trained and normalizer is not Normalizer.NONE and "j" not in coordinates(scale)
@@ -124,4 +124,4 @@ def scales_rows(scale: Expr, normalizer: Normalizer, trained: bool) -> bool:
 def scale_of_values(here: Node, normalizer: Normalizer, trained: bool) -> Callable[[Expr], bool]:
     """`accept` for V. A scale that is not one of rows multiplies the weights, and float16 holds small ones badly."""
     narrow = nodes.dtype(here) is torch.float16
-    return lambda scale: scale is ONE or not narrow or scales_rows(scale, normalizer, trained)
+    return lambda scale: scale is ONE or not narrow or is_row_scale(scale, normalizer, trained)

@@ -33,11 +33,11 @@ from fusion.refusals import Reason
 from .. import marks, nodes
 from ..nodes import Unsupported, arguments, packet, producer, shape
 from ..trace.aliases import changes, may_copy
-from ..trace.outline import described
+from ..trace.outline import description_of
 from . import casts, indexing, loads, pointwise, reductions
 from .contractions import ADDING, Factors, factors, is_contraction, is_distance, products_above
-from .heads import mixed
-from .loads import Numbers, folded
+from .heads import sum_of_heads
+from .loads import Numbers, affine_element
 from .operands import Access, is_float8, locate
 from .reductions import blocking_op, depends_on_product
 from .roundings import Narrow, decided_otherwise, is_coarser, narrowed_to, rounded_at, too_heavy
@@ -113,27 +113,27 @@ class PullBack:
 
     def explained(self, problem: Unsupported) -> Unsupported:
         """Problem with a value of this walk, with the node at fault and the limit that the walk ran into."""
-        node = self.suspect(problem)
-        if problem.expr is None and node is not None and is_distance(node):
-            message = "the scores are distances, and no products of queries and keys"
-            return Unsupported(Reason.DISTANCES, message, None, node)
-        if problem.expr is None and node is not None and (part := described(producer(node))) is not None:
-            message = f"the operations between the two products are hidden in {part}"
-            return Unsupported(Reason.OPAQUE, message, None, node)
-        if problem.refusal.kind is not Reason.NOT_POINTWISE:
-            return Unsupported(problem.refusal.kind, problem.refusal.message, problem.expr, node)
-        if self.limit is None and node is not None:
+        node, refusal = self.suspect(problem), problem.refusal
+        if problem.expr is None and node is not None:
+            if is_distance(node):
+                message = "the scores are distances, and no products of queries and keys"
+                return Unsupported(Reason.DISTANCES, message, None, node)
+            if (part := description_of(producer(node))) is not None:
+                message = f"the operations between the two products are hidden in {part}"
+                return Unsupported(Reason.OPAQUE, message, None, node)
+        if refusal.kind is not Reason.NOT_POINTWISE:
+            return Unsupported(refusal.kind, refusal.message, problem.expr, node)
+        if self.limit is not None:
+            message = f"{refusal.message}, as far as the analysis went, which stops at its limit: {self.limit}"
+            return Unsupported(Reason.LIMIT, message, problem.expr, node)
+        if node is not None:
             node = blocking_op(node, products_above(node)) or node
-            if (reduced := reductions.refusal(node, (self.keys, self.bounds.get(I)))) is not None:
-                return Unsupported(reduced.kind, reduced.message, problem.expr, node)
-        if self.limit is None:
-            message = problem.refusal.message
-            if node is not None and is_contraction(node):
-                places = (index for here, index in self._memo if here is node)
-                message = f"{message}: this one is read at [{', '.join(map(str, next(places, ())))}]"
-            return Unsupported(Reason.NOT_POINTWISE, message, problem.expr, node)
-        message = f"{problem.refusal.message}, as far as the analysis went, which stops at its limit: {self.limit}"
-        return Unsupported(Reason.LIMIT, message, problem.expr, node)
+            refusal = reductions.reduction_refusal(node, (self.keys, self.bounds.get(I))) or refusal
+        message = refusal.message
+        if refusal is problem.refusal and node is not None and is_contraction(node):
+            places = (index for here, index in self._memo if here is node)
+            message = f"{message}: this one is read at [{', '.join(map(str, next(places, ())))}]"
+        return Unsupported(refusal.kind, message, problem.expr, node)
 
     def suspect(self, problem: Unsupported) -> Node | None:
         """Node at fault for a problem with a value of this walk: that of the expression in question, or else the last
@@ -162,7 +162,7 @@ class PullBack:
         if result is not None and result.kind is Kind.INT:
             result = within(result, nodes.dtype(here), self._limits(result))
         if result is None:
-            known = folded(here, index)
+            known = affine_element(here, index)
             return self.load(here, index) if known is None else known
         if not depends_on_product(result) and self._is_left_to_graph(here, result):
             return self.load(here, index)
@@ -224,7 +224,7 @@ class PullBack:
         """The element as an expression, or None where it is to be loaded."""
         if here.op != "call_function":
             return loads.literal(here)
-        if (head_mix := mixed(self, here, index)) is not None:
+        if (head_mix := sum_of_heads(self, here, index)) is not None:
             return head_mix
         kind = packet(here)
         if kind in pointwise.BUILDERS:
@@ -235,7 +235,7 @@ class PullBack:
             return self._item(here, index) if here.target is operator.getitem else None
         if operation := _OPERATIONS.get(kind):
             return operation(self, here, arguments(here), index)
-        return loads.created(here, index)
+        return loads.created_element(here, index)
 
     def _pointwise(self, here: Node, index: Index) -> Expr | None:
         extents = shape(here)
@@ -281,7 +281,7 @@ class PullBack:
         if result is None or not depends_on_product(result):
             return None
         if result.op == "reduce":
-            return reductions.detached(result)
+            return reductions.detached_maximum(result)
         return reductions.without_gradient(result)
 
     def _cast(self, here: Node, args: dict[str, Any], index: Index) -> Expr | None:

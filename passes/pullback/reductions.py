@@ -116,7 +116,7 @@ def _rounded_where_far(log_sum: Expr, dtype: torch.dtype) -> Expr:
     return apply(ROUNDED[dtype], log_sum) if lost else log_sum
 
 
-def detached(maximum: Expr) -> Expr | None:
+def detached_maximum(maximum: Expr) -> Expr | None:
     """A maximum over the keys through which no gradient flows; None for another reduction."""
     if "max" not in str(maximum.attr):
         return None
@@ -184,7 +184,7 @@ def is_reduction(node: Node) -> bool:
     return packet(node) in OPERATIONS and min(nodes.dims_of(node)) >= len(shape(arguments(node)["self"])) - 2
 
 
-def refusal(node: Node, extents: Sequence[Expr | None]) -> Refusal | None:
+def reduction_refusal(node: Node, extents: Sequence[Expr | None]) -> Refusal | None:
     """Reason against a reduction of scores, or a softmax of them: along rows or columns, which have these extents, or
     along the dimensions before them; None for other operations."""
     if packet(node) not in (*OPERATIONS, aten.mean, aten.max, aten.min, aten.amin):

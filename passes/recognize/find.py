@@ -29,7 +29,7 @@ from .. import marks, nodes
 from ..assumptions import Assumptions
 from ..nodes import Unsupported, packet, shape
 from ..pullback.contractions import ADDING, MOVES, behind_moves, factors, is_contraction, is_parameter, products_above
-from ..pullback.loads import forget
+from ..pullback.loads import forget_constants
 from ..pullback.operands import is_float8, locate, mark_stored, scale_of_values
 from ..pullback.pullback import PullBack
 from ..pullback.roundings import is_coarser
@@ -142,7 +142,7 @@ def find_sites(graph: Graph, reads: Reads = ANY) -> list[Site]:
                 sites.append(site)
                 _ = site.scores  # the region as it is now: walks for auxiliary outputs go further
                 marks.attention_root.set(site.root, site.refusal is None)
-    forget(graph)
+    forget_constants(graph)
     return sites
 
 
@@ -158,7 +158,7 @@ def unlisted(graph: Graph) -> Iterator[Site]:
             site = _confined(node, kinds, everything=True)
             if site is not None and site.refusal is not None:
                 yield site
-    forget(graph)
+    forget_constants(graph)
 
 
 def _confined(anchor: Node, kinds: AncestorKinds, everything: bool = False) -> Site | None:

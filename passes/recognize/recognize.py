@@ -40,7 +40,7 @@ from .softmaxes import (
     is_maximum,
     may_be_far,
     quotient_kind,
-    selected,
+    selected_softmax,
     stays_finite,
     strip_shift,
 )
@@ -291,7 +291,7 @@ def _without_dead_rows(condition: Expr, then: Expr, otherwise: Expr) -> list[tup
 def _selected(core: Expr, condition: Expr) -> Expr:
     """Softmax with the same values where `condition` holds, the only ones that are read. The scores of rows in which
     nothing is selected become 0: a NaN there would show through a weight of 0."""
-    if (softmax := selected(core, condition)) is not None:
+    if (softmax := selected_softmax(core, condition)) is not None:
         return softmax
     score, *sinks = _without_shift(core.args)
     if core.op != "softmax" or not free_of_keys(condition) or not filled_by_selection(score):

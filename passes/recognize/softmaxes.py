@@ -32,7 +32,7 @@ _KEEPING = ("neg", "abs", "detach", "detach_nan", "minimum", "maximum", "reduce"
 """Operations whose result is as large as an argument."""
 
 
-def selected(core: Expr, condition: Expr) -> Expr | None:
+def selected_softmax(core: Expr, condition: Expr) -> Expr | None:
     """Softmax with the same values where `condition` holds, the only ones that are read, and with correct dead rows. A
     dead row is NaN if any of its keys is selected, else 0. That is a softmax where scores are -inf under the condition
     only, and a safe one where they never are under it; None where neither can be shown."""

@@ -20,7 +20,7 @@ from .. import marks, nodes
 from ..nodes import Unsupported
 from ..pullback.indexing import KeySet
 from ..pullback.loads import Numbers, Table
-from ..pullback.operands import Access, scales_rows
+from ..pullback.operands import Access, is_row_scale
 from ..pullback.pullback import Product, PullBack
 from ..recognize.core import Attention, NormalizedScores
 from ..recognize.find import Site
@@ -235,7 +235,7 @@ def _with_scaled_values(attention: Attention, trained: bool) -> NormalizedScores
         return core
     if (mixed := core.mixed_weights) is not None:
         return replace(core, mixed_weights=replace(mixed, program=mixed.program * scale))
-    if scales_rows(scale, core.normalizer, trained):
+    if is_row_scale(scale, core.normalizer, trained):
         return replace(core, row_scale=(core.row_scale or ONE / ROW_SUM) * scale)
     return replace(core, weight=core.weight * scale)
 

@@ -154,7 +154,7 @@ def refuse_unknown(module: GraphModule) -> None:
             raise nodes.Unsupported(Reason.NESTED, f"a nested tensor has holes between its sequences ({node.name})")
         if node.op in ("placeholder", "output") or not _has_nested(node):
             continue
-        if outline.writes(node, set()):
+        if outline.writes_outside(node, set()):
             raise nodes.Unsupported(Reason.NESTED, f"a nested tensor is changed in place ({node.name})")
         if node.op == "call_module" or isinstance(node.target, HigherOrderOperator):
             message = f"nested tensors are passed to a part of the graph that is not analysed ({node.name})"

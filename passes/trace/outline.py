@@ -65,11 +65,11 @@ _AUGMENTED = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod"
 
 def outline(module: GraphModule) -> GraphModule:
     """Graph with one call for each such part, equal parts by one name; the module itself where there is none."""
-    found_parts = parts(module.graph)
-    if not found_parts:
+    outlined = separate_parts(module.graph)
+    if not outlined:
         return module
-    last = {part[-1]: part for part in found_parts}
-    inside = {node for part in found_parts for node in part}
+    last = {part[-1]: part for part in outlined}
+    inside = {node for part in outlined for node in part}
     graph, made, bodies, names = Graph(), dict[Node, Node](), dict[str, GraphModule](), dict[str, str]()
     for node in module.graph.nodes:
         if node not in inside:
@@ -91,7 +91,7 @@ def attributes(graph: Graph, bodies: dict[str, GraphModule], module: GraphModule
     return bodies | {name: operator.attrgetter(name)(module) for name in named}
 
 
-def parts(graph: Graph) -> list[list[Node]]:
+def separate_parts(graph: Graph) -> list[list[Node]]:
     """The nodes of each outermost function transform, and of each call of a `torch.autograd.Function`, in order."""
     ranges = _by_levels(graph)
     for node in graph.nodes:
@@ -124,7 +124,7 @@ def sealed_softmaxes(module: GraphModule) -> list[tuple[Node, str]]:
 
 
 def _by_levels(graph: Graph) -> list[list[Node]]:
-    found_parts: list[list[Node]] = []
+    ranges: list[list[Node]] = []
     depth, hooks = 0, True  # whether hooks are allowed: inner levels forbid them again, the outermost allows them
     for node in graph.nodes:
         target = node.target
@@ -132,14 +132,14 @@ def _by_levels(graph: Graph) -> list[list[Node]]:
         own_gradient = target is functorch.AUTOGRAD_FUNCTION and torch.is_grad_enabled()
         outside = depth == 0 and hooks
         if outside and (entering or own_gradient):
-            found_parts.append([])
+            ranges.append([])
         if not outside or entering or own_gradient:
-            found_parts[-1].append(node)
+            ranges[-1].append(node)
         elif _unwraps(node):
-            found_parts.append([node])
+            ranges.append([node])
         depth += functorch.enters(target) - functorch.leaves(target)
         hooks = target not in functorch.FORBID_HOOKS and (hooks or target in functorch.ALLOW_HOOKS)
-    return found_parts
+    return ranges
 
 
 def _enters(target: Any) -> bool:
@@ -166,19 +166,19 @@ def _wraps(value: Any) -> bool:
 def _body(module: GraphModule, part: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
     """(a part as a separate graph, the nodes that it reads, its nodes that are read after it)."""
     inside, body, copies = set(part), Graph(), dict[Node, Node]()
-    inputs, outputs = ends(part)
+    inputs, outputs = inputs_and_outputs(part)
     for source in inputs:
         is_attribute = source.op == "get_attr"
         copies[source] = body.node_copy(source) if is_attribute else body.placeholder(source.name)
     for node in part:
-        if writes(node, inside):
+        if writes_outside(node, inside):
             raise Unsupported(Reason.TRANSFORM, "a function transform of torch.func changes a tensor in place")
         copies[node] = body.node_copy(node, copies.__getitem__)
     body.output(tuple(copies[node] for node in outputs))
     return tracing.lazy_module(module, body), [source for source in inputs if source.op != "get_attr"], outputs
 
 
-def ends(part: list[Node]) -> tuple[list[Node], list[Node]]:
+def inputs_and_outputs(part: list[Node]) -> tuple[list[Node], list[Node]]:
     """(the nodes that a part reads, its nodes that are read after it)."""
     inside = set(part)
     inputs = list(dict.fromkeys(source for node in part for source in node.all_input_nodes if source not in inside))
@@ -196,7 +196,7 @@ def _text(body: Graph) -> str:
     return "\n".join(lines)
 
 
-def writes(node: Node, inside: set[Node]) -> bool:
+def writes_outside(node: Node, inside: set[Node]) -> bool:
     """Whether a node writes to a tensor that was created before its part."""
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     changing = name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")) or _asks_for_it(node)
@@ -232,24 +232,20 @@ class _Sealed(torch.nn.Module):
 
     def __init__(self, body: GraphModule):
         super().__init__()
-        self._held = (body,)
-
-    @property
-    def body(self) -> GraphModule:
-        return self._held[0]
+        self.bodies = (body,)  # in a tuple, it is no submodule
 
     def forward(self, *args: Any) -> Any:
         with functorch.closed_on_error():
-            return self.body(*args)
+            return self.bodies[0](*args)
 
 
-def described(node: Node) -> str | None:
+def description_of(node: Node) -> str | None:
     """Description of the outlined part that a node of the traced graph calls; None for other nodes."""
     callee = node.args[0] if node.target is torch.ops.higher_order.wrap else None
     sealed = getattr(node.graph.owning_module, str(callee.target), None) if isinstance(callee, Node) else None
     if not isinstance(sealed, _Sealed):
         return None
-    first = next(inner.target for inner in sealed.body.graph.nodes if inner.op.startswith("call"))
+    first = next(inner.target for inner in sealed.bodies[0].graph.nodes if inner.op.startswith("call"))
     if first is functorch.AUTOGRAD_FUNCTION:
         return "torch.autograd.Function"
     return "a transform of torch.func" if _enters(first) else "a tensor that holds others"

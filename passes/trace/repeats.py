@@ -131,8 +131,8 @@ class Repeats:
     """The calls of one trace."""
 
     def __init__(self) -> None:
-        self._met: dict[Form, _Traced | None] = {}
-        self._given: dict[Node, int] = {}
+        self._calls: dict[Form, _Traced | None] = {}
+        self._arguments: dict[Node, int] = {}
         self._key: Form | None = None
         self._last: Node | None = None
 
@@ -141,19 +141,19 @@ class Repeats:
         self._tracer, self._key, self._values = tracing.current_tracer(), None, values
         if self._tracer is None or not _is_of_torch(call) or functorch.depth() >= 0:
             return None  # inside of vmap a tensor is not the one that its node made
-        self._given, self._numbers, self._tracked = {}, [], False
+        self._arguments, self._numbers, self._tracked = {}, [], False
         with without_functions():  # the trace's modes would look at every use of a tensor
             try:
                 key = (call.op, call.target, _modes(), self._form_of_arguments(call), self._form(call.kwargs))
-                before = self._met.get(key)
+                before = self._calls.get(key)
             except (_Unknown, TypeError):  # TypeError: a target without a hash
                 return None
             recorded = None if call.target is operator.setitem else nodes.fake(call)
             # Of a tensor that is changed later, Dynamo has recorded what it is after that.
             if before is None or _form_of_result(recorded) != before.form or _versions(recorded) != before.versions:
-                self._key, self._last = None if key in self._met else key, _last(self._tracer.graph)
+                self._key, self._last = None if key in self._calls else key, _last(self._tracer.graph)
                 return None
-        results = _copied(before, tuple(self._given), self._numbers, call, self._tracer.graph)
+        results = _copied(before, tuple(self._arguments), self._numbers, call, self._tracer.graph)
         return DeferredResult(
             recorded=recorded, results=results, form=before.form, mode=before.mode, tracer=self._tracer
         )
@@ -168,17 +168,17 @@ class Repeats:
             operations.insert(0, node)
             node = node.prev
         with without_functions():
-            self._met[self._key] = self._traced(tuple(operations), result)
+            self._calls[self._key] = self._traced(tuple(operations), result)
 
     def _traced(self, operations: tuple[Node, ...], result: Any) -> _Traced | None:
         """Record of a call; None where it does more than apply operations to its arguments and return something new."""
         if (form := _form_of_result(result)) is None:
             return None
-        known = {*self._given, *operations}
+        known = {*self._arguments, *operations}
         if not all(_is_known(node) and known.issuperset(node.all_input_nodes) for node in operations):
             return None
         written = [node for node in operations if nodes.writes(node)]
-        if self._given and not all(self._writes_part(node, operations) for node in written):
+        if self._arguments and not all(self._writes_part(node, operations) for node in written):
             return None
         if result is None and not written:
             return None
@@ -193,7 +193,7 @@ class Repeats:
         if [operations[n].args[k] for n, k in places] != self._numbers:
             return None
         return _Traced(
-            given=tuple(self._given),
+            given=tuple(self._arguments),
             operations=operations,
             results=results,
             form=form,
@@ -239,7 +239,7 @@ class Repeats:
     def _known(self, node: Node, form: Form) -> Form:
         """Form of an argument, with its position among equal ones: x + x is not x + y."""
         self._tracked |= form[_REQUIRES_GRAD] and torch.is_grad_enabled()
-        return self._given.setdefault(node, len(self._given)), *form
+        return self._arguments.setdefault(node, len(self._arguments)), *form
 
     def _node(self, tensor: torch.Tensor) -> Node:
         """Node of a tensor. Raises `_Unknown` for constants: their values may decide which operations a call consists

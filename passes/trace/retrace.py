@@ -43,7 +43,7 @@ def regions(graph: Graph) -> Iterator[tuple[Node, Regions]]:
 
 
 @contextlib.contextmanager
-def inside(around: Regions) -> Iterator[None]:
+def in_regions(around: Regions) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for region in around:
             stack.enter_context(torch.amp.autocast_mode.autocast(*region))

@@ -94,7 +94,7 @@ def test_a_model_runs_on_an_emitter_from_outside(name: str, trained: bool) -> No
     (kernel,) = loops.made
     assert site.fused and kernel.calls == 1
     assert (site.source or "").splitlines() == ["# flash: tiles of 1 x 8", "for each query: softmax(q K^T) V"]
-    assert (plan.schedule, plan.B_r, plan.B_c) == ("flash", 1, 8)
+    assert (plan.schedule, plan.choice.tile.rows, plan.choice.tile.keys) == ("flash", 1, 8)
     assert kernel.planner.choose([1, 2, 9, 9][: len(kernel.spec.sizes)]).tile.rows >= 1
     assert "loops" not in emitter.names(), "forgotten afterwards"
 

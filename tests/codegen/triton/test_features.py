@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="kernels need triton")
 import fusion
 from benchmarks.offline.facts import facts_of_features
 from fusion.approximate import certificates
-from fusion.approximate.certificates import plain
+from fusion.approximate.certificates import plain_form
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.codegen.reference import polynomial as reference
 from fusion.codegen.triton.polynomial import FeatureKernels, supports
@@ -88,7 +88,7 @@ def test_heads_are_certified_or_exact_in_one_call(causal, dtype, n):
     spec = fusion.explain(attention, q, k, v).sites[0].spec
     exact = executor(spec.to_json(), "cpu", "reference")
     run = PolynomialAttention(
-        spec, plain(spec), exact, lambda other: executor(other.to_json(), "cpu", "reference"), machine(), 1e-2,
+        spec, plain_form(spec), exact, lambda other: executor(other.to_json(), "cpu", "reference"), machine(), 1e-2,
         kernels="triton", always=True,
     )  # fmt: skip
     certificates.begin()

@@ -49,7 +49,8 @@ def test_the_tile_that_was_measured_is_reported(trained: bool, monkeypatch, tmp_
     (site,) = reports[0].sites
     said = "tiles of 16 x 32, 4 warps, stages 1, measured"
     assert site.runs == (said,) and f"    runs     {said}\n" in str(reports[0])
-    assert (site.plan.B_r, site.plan.B_c, site.plan.stages) == (16, 32, 1)
+    tile = site.plan.choice.tile
+    assert (tile.rows, tile.keys, tile.stages) == (16, 32, 1)
     assert json.loads(json.dumps(report_data(reports[0])))["sites"][0]["attentions"][0]["runs"] == said
     assert said in reports[0].to_html(tmp_path / "report.html").read_text()
 

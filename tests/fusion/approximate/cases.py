@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion
-from fusion.approximate.certificates import plain
+from fusion.approximate.certificates import plain_form
 from fusion.approximate.polynomial import PolynomialAttention
 from fusion.codegen import cpu
 from fusion.codegen.cpu import polynomial as kernels
@@ -45,7 +45,9 @@ def executor(spec, epsilon, amx=True):
 
     if amx is True:
         amx = "amx" if kernels.supports(machine()) is None else None
-    return PolynomialAttention(spec, plain(spec), exact, build, machine(), epsilon, kernels=amx or None, always=True)
+    return PolynomialAttention(
+        spec, plain_form(spec), exact, build, machine(), epsilon, kernels=amx or None, always=True
+    )
 
 
 def sizes_of(spec, q, k):

@@ -47,9 +47,9 @@ def test_io_and_bound_are_what_the_mask_needs(name, shape):
 
     q, k, v = (torch.randn(batch, heads, n, d) for n in (n_q, n_k, n_k))
     (site,) = fusion.explain(attend, q, k, v).sites
-    plan, here = site.plan, machine(None)
+    plan, tile, here = site.plan, site.plan.choice.tile, machine(None)
     step = target_of(here).register_tile(planes_of(site.spec, target_of(here)))[1]
-    visited = sum(sum(live_keys(head, plan.B_r, step, n_k)) for head in live)
+    visited = sum(sum(live_keys(head, tile.rows, step, n_k)) for head in live)
     # Q, the output and a statistic of each row once, K and V of the visited tiles (`planning.schedules`).
     assert_same_in_float64(plan.io, batch * (heads * n_q * (2 * d + 1) + 2 * d * visited))
     needed_rows, needed_keys = live.any(2).sum().item(), live.any(1).sum().item()
@@ -90,11 +90,11 @@ def test_tables_are_read_where_scores_are_computed(kind, mask):
 
     q, k, v = (torch.randn(batch, heads, n, d) for n in (n_q, n_k, n_k))
     (site,) = fusion.explain(attend, q, k, v, make(batch, heads, n_q, n_k)).sites
-    plan, here = site.plan, machine(None)
+    plan, tile, here = site.plan, site.plan.choice.tile, machine(None)
     rows, step = target_of(here).register_tile(planes_of(site.spec, target_of(here)))
-    keys = {size: live_keys(live, size, step, n_k) for size in (plan.B_r, rows)}
+    keys = {size: live_keys(live, size, step, n_k) for size in (tile.rows, rows)}
     computed = sum(min(rows, n_q - n * rows) * count for n, count in enumerate(keys[rows]))
-    read = heads * (n_q * (2 * d + 1) + 2 * d * sum(keys[plan.B_r]) + computed * size / 4)
+    read = heads * (n_q * (2 * d + 1) + 2 * d * sum(keys[tile.rows]) + computed * size / 4)
     assert_same_in_float64(plan.io, batch * read)
     needed = batch * heads * (live.any(1).sum().item() * d + n_q * d + 2 * live.any(0).sum().item() * d)
     needed += live.sum().item() * copies(batch, heads) * size / 4
@@ -122,10 +122,10 @@ def test_masks_that_are_data_are_counted_on_the_inputs(name):
 
     q, k, v = (torch.randn(1, heads, n, d) for n in (n_q, n_k, n_k))
     (site,) = fusion.explain(attend, q, k, v, live, options={"tile_maps": "always"}).sites
-    plan, visited = site.plan, 0
-    for first, start in itertools.product(range(0, n_q, plan.B_r), range(0, n_k, plan.B_c)):
-        end = min(start + plan.B_c, n_k)
-        rows = slice(first // CELL_ROWS * CELL_ROWS, -(-min(first + plan.B_r, n_q) // CELL_ROWS) * CELL_ROWS)
+    plan, tile, visited = site.plan, site.plan.choice.tile, 0
+    for first, start in itertools.product(range(0, n_q, tile.rows), range(0, n_k, tile.keys)):
+        end = min(start + tile.keys, n_k)
+        rows = slice(first // CELL_ROWS * CELL_ROWS, -(-min(first + tile.rows, n_q) // CELL_ROWS) * CELL_ROWS)
         keys = slice(start // CELL_KEYS * CELL_KEYS, -(-end // CELL_KEYS) * CELL_KEYS)
         visited += (end - start) * int(live[:, rows, keys].any((1, 2)).sum())
     mask = plan.computed * heads * n_q * n_k / 4  # its elements are bytes
