@@ -96,8 +96,8 @@ def _carry_attributes(fused: GraphModule, module: GraphModule) -> None:
 
 
 class BelowAutogradPass(inductor.CustomGraphPass):
-    """Changes of every graph with fused attentions once gradients are traced; in the other parts Inductor's own
-    attention patterns are switched off.
+    """Changes of every graph with fused attentions once gradients are traced: these become their operator below
+    autograd, and in the other parts Inductor's own attention patterns are switched off.
 
     They match by the class of an operation instead of its meaning and give wrong results for several sites that we
     refuse to fuse (a softmax over another dimension, for one). Being a pass with a key, it keeps entries of Inductor's
@@ -109,7 +109,8 @@ class BelowAutogradPass(inductor.CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         inductor.keep_attention_patterns_off(graph)
-        _leave_autograd(graph)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.fusion.attention.default):
+            node.target = torch.ops.fusion.attention_below_autograd.default
 
     def uuid(self) -> str:
         from fusion.runtime.op import VERSION
@@ -176,10 +177,3 @@ def _setting(passes: Sequence[Any]) -> Any:
     """Passes in the form of Inductor's setting; a single pass without a list, for versions of torch that know no
     lists."""
     return None if not passes else passes[0] if len(passes) == 1 else list(passes)
-
-
-def _leave_autograd(graph: Graph) -> None:
-    """Replace attentions by their operator below autograd: gradients are already traced when Inductor gets this
-    graph."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.fusion.attention.default):
-        node.target = torch.ops.fusion.attention_below_autograd.default

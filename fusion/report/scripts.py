@@ -70,12 +70,14 @@ def script(
     rows, stored = ([example(node) for node in cut.inputs], []) if values is None else _rows(values, random)
     lines = [f"        {row},  # {name}" for row, name in zip(rows, names, strict=True)]
     wants = [name for name, wanted in zip(names, gradients, strict=False) if wanted]
+    torch.save(stored, file := io.BytesIO())
+    data = "\n".join(textwrap.wrap(base64.b64encode(zlib.compress(file.getvalue(), 9)).decode(), 120))
     return _SCRIPT.format(
         about=about.replace("\\", "/").replace('"""', "'''"),
         versions=f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}",
         imports="import base64\nimport io\nimport sys\nimport zlib\n" if stored else "import sys\n",
         function=text.strip(),
-        data=f'DATA = """\n{_encoded(stored)}\n"""\n\n\n' if stored else "",
+        data=f'DATA = """\n{data}\n"""\n\n\n' if stored else "",
         load=_LOAD if stored else "",
         rows="\n".join(lines),
         arguments=f"floats={dtype_arguments(text)!r}, gradients={wants!r}, options={dict(options or {})!r}",
@@ -128,12 +130,6 @@ def _like(value: Tensor) -> str:
     """Random numbers of the same mean and deviation."""
     finite = value.detach().double()[value.isfinite()]
     return f"{_empty(value)}.normal_({float(finite.mean()):.3g}, {float(finite.std()):.3g})"
-
-
-def _encoded(stored: Sequence[Any]) -> str:
-    file = io.BytesIO()
-    torch.save(list(stored), file)
-    return "\n".join(textwrap.wrap(base64.b64encode(zlib.compress(file.getvalue(), 9)).decode(), 120))
 
 
 def place(site: Site) -> str:

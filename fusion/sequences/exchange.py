@@ -23,8 +23,9 @@ def moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """DTensor after an exchange for each dimension of the mesh that shards another dimension of the tensor in these
     placements, or on CPUs a sum. Where two dimensions of the mesh shard one of the tensor the move is left to torch."""
     mesh, before = tensor.device_mesh, list(tensor.placements)
+    adds = lambda old: mesh.device_type == "cpu" and type(old) is Partial and old.reduce_op == "sum"
     for number, (old, new) in enumerate(zip(before, placements, strict=True)):
-        if type(new) is Shard and old != new and (type(old) is Shard or _is_sum(old, mesh.device_type)):
+        if type(new) is Shard and old != new and (type(old) is Shard or adds(old)):
             rest = [p for n, p in enumerate(tensor.placements) if n != number]
             if old in rest and type(old) is Shard or new in rest:
                 continue
@@ -35,10 +36,6 @@ def moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
             places[number] = new
             tensor = DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=tensor.stride())
     return tensor
-
-
-def _is_sum(placement: Placement, device: str) -> bool:
-    return device == "cpu" and type(placement) is Partial and placement.reduce_op == "sum"
 
 
 def _shape(local: Tensor, old: int | None, new: int, extents: list[int], group: str) -> list[int]:

@@ -34,7 +34,11 @@ def multi_head_attention(
     proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
     average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> Any:  # fmt: skip
-    """`torch._native_multi_head_attention`: [B, N, E] inputs, packed projections; returns (output, weights or None)."""
+    """`torch._native_multi_head_attention`: [B, N, E] inputs, packed projections; returns (output, weights or None).
+
+    mask: true where it is masked out; mask_type 0: [N, N] over queries and keys, 1: [B, N] padding of keys, 2:
+        [B, H, N, N].
+    """
     if query.is_nested or (mask is not None and mask_type not in (0, 1, 2, None)):
         return NotImplemented
     weights, biases = qkv_weight.chunk(3), qkv_bias.chunk(3)
@@ -42,20 +46,13 @@ def multi_head_attention(
     q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
     if mask is not None:
-        scores = scores.masked_fill(_expanded_mask(mask, mask_type), -math.inf)
+        mask = mask if mask.dtype is torch.bool else mask != 0
+        scores = scores.masked_fill(mask[:, None, None, :] if mask_type == 1 else mask, -math.inf)
     attention = torch.softmax(scores, -1)
     out = F.linear((attention @ v).transpose(1, 2).flatten(2), proj_weight, proj_bias)
     if not need_weights:
         return out, None
     return out, attention.mean(1) if average_attn_weights else attention
-
-
-def _expanded_mask(mask: Tensor, mask_type: int | None) -> Tensor:
-    """0: [N, N] over keys and queries; 1: [B, N] padding of keys; 2: already [B, H, N, N]. True is masked out."""
-    mask = mask if mask.dtype is torch.bool else mask != 0
-    if mask_type == 1:
-        return mask[:, None, None, :]
-    return mask
 
 
 def transformer_encoder_layer(
