@@ -11,7 +11,6 @@ from fusion.errors import OptionError
 from fusion.ir.request import Approximation, Request
 
 When = Literal["auto", "always", "never"]
-Training = Literal["auto", "always", "never"]
 Approximate = Literal[None, "polynomial"]
 Sequences = Literal["auto", "gather", "ring", "zigzag", "mesh", "all_to_all"]
 
@@ -54,7 +53,7 @@ class Options:
     emitter: str = "auto"
     tile_maps: When = "auto"
     transforms: When = "auto"
-    training: Training = "auto"
+    training: When = "auto"
     linear: When = "auto"
     autotune: bool = False
     strict: bool = False

@@ -1,9 +1,8 @@
 """A call of attention with polynomial features: heads with bounded scores are approximated, the others are exact.
 
-Causal attention with polynomial features on a CPU, by chunks: the state of the chunks before, exact inside of one.
-
-All chunks of all heads go together: one call of the exact kernel with every chunk as a head of its own, one of each
-feature kernel, and a running sum over the chunks' states in between.
+Causal attention on a CPU goes by chunks (`Chunks`): the state of the chunks before, exact attention inside of one. All
+chunks of all heads go together: one call of the exact kernel with every chunk as a head of its own, one of each feature
+kernel, and a running sum over the chunks' states in between.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Centred(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class _SizeFacts:
     """Facts of a call that follow from its sizes, before its data are looked at.
 
     exact: the certificate of such a call, where the exact kernel runs whatever the data are.
@@ -107,27 +106,27 @@ class PolynomialAttention:
         self.some, self.gather = ExactHeads(spec, build), HeadPacker(spec)
         self.look = Inspection(self.gather, plain.scale, plain.causal, kernels == "amx")
         self._predicted: dict[tuple[int, ...], bool] = BoundedCache(KEPT)
-        self._known: dict[tuple[int, ...], _Known] = BoundedCache(KEPT)
+        self._facts: dict[tuple[int, ...], _SizeFacts] = BoundedCache(KEPT)
         self._chunks: Chunks | None = None
         self.exact_values = spec.operands[2].dtype == "bfloat16"
 
     def __call__(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         if is_captured(METHOD, self.epsilon, operands):
             return self.exact(operands, sizes)
-        known = self._known.get(tuple(sizes)) or self._bounds_from_sizes(operands, sizes)
-        if known.exact is not None or not (self.always or self._any_bounded(operands, sizes, known)):
-            record(known.exact or known.beyond)
+        facts = self._facts.get(tuple(sizes)) or self._facts_of_sizes(operands, sizes)
+        if facts.exact is not None or not (self.always or self._any_bounded(operands, sizes, facts)):
+            record(facts.exact or facts.beyond)
             return self.exact(operands, sizes)
-        figures = self.look.whole(operands, sizes, limit=known.largest)
-        groups = self._groups(figures, known)
+        figures = self.look.whole(operands, sizes, limit=facts.largest)
+        groups = self._groups(figures, facts)
         if groups.keys() != {None}:
             with ieee_products():
                 return self._run(self.gather(operands, sizes), sizes, figures, groups)
         reason = "no polynomial is both certified and predicted to be faster"
-        record(lambda: dataclasses.replace(known.beyond, reason=reason, bound=_known(max(figures.bounds))))
+        record(lambda: dataclasses.replace(facts.beyond, reason=reason, bound=_finite_or_none(max(figures.bounds))))
         return self.exact(operands, sizes)
 
-    def _bounds_from_sizes(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _Known:
+    def _facts_of_sizes(self, operands: Sequence[Tensor], sizes: Sequence[int]) -> _SizeFacts:
         """Facts that follow from the sizes alone."""
         heads, limit = self.gather(operands, sizes), cost.MAX_FEATURES
         if (reason := heads.unfit(self.plain.causal)) is not None or self.always:
@@ -142,39 +141,39 @@ class PolynomialAttention:
         beyond = "a sample of queries and keys is beyond every polynomial that is certified and predicted to be faster"
         exact = heads.exact(METHOD, self.epsilon, every, reason) if reason else None
         beyond = heads.exact(METHOD, self.epsilon, every, beyond)
-        known = _Known(extents=heads.extents, exact=exact, beyond=beyond, limit=limit, largest=LARGEST)
+        facts = _SizeFacts(extents=heads.extents, exact=exact, beyond=beyond, limit=limit, largest=LARGEST)
         if not reason:
-            known = dataclasses.replace(known, largest=self._largest_bound(known))
-        self._known[tuple(sizes)] = known
-        return known
+            facts = dataclasses.replace(facts, largest=self._largest_bound(facts))
+        self._facts[tuple(sizes)] = facts
+        return facts
 
-    def _largest_bound(self, known: _Known) -> float:
+    def _largest_bound(self, facts: _SizeFacts) -> float:
         """Largest bound for which there is a choice, with the smallest possible moments, rounded up."""
-        if self._choice(known, LARGEST, 0.0, 1.0) is not None:
+        if self._choice(facts, LARGEST, 0.0, 1.0) is not None:
             return LARGEST
         low, high = 0, _steps(LARGEST, SNAP)  # a choice, none
         while high - low > 1:
             middle = (low + high) // 2
-            choice = self._choice(known, 2.0 ** (middle / SNAP), 0.0, 1.0)
+            choice = self._choice(facts, 2.0 ** (middle / SNAP), 0.0, 1.0)
             low, high = (low, middle) if choice is None else (middle, high)
         return 2.0 ** (high / SNAP)
 
-    def _any_bounded(self, operands: Sequence[Tensor], sizes: Sequence[int], known: _Known) -> bool:
+    def _any_bounded(self, operands: Sequence[Tensor], sizes: Sequence[int], facts: _SizeFacts) -> bool:
         """Whether any head may be bounded, judged by a sample of the rows: to inspect all of them costs more."""
         for head in self.look.sample(operands, sizes, *SAMPLED):
             bound = head.keys * head.queries * abs(self.plain.scale)
-            if self._choice(known, bound, OPTIMISM * head.moment, 1.0) is not None:
+            if self._choice(facts, bound, OPTIMISM * head.moment, 1.0) is not None:
                 return True
         return False
 
     def _pays(self, extents: Extents, features: int, planes: int) -> bool:
         """Whether the polynomial is predicted to be faster, for all heads."""
         key = (*extents, features, planes)
-        if (known := self._predicted.get(key)) is None:
+        if (pays := self._predicted.get(key)) is None:
             here, problem = self._problem(extents)
             ours = cost.polynomial_seconds(here, problem, features, planes, self.kernels is not None)
-            known = self._predicted[key] = ours < cost.WORTH * cost.exact_seconds(here, problem)
-        return known
+            pays = self._predicted[key] = ours < cost.WORTH * cost.exact_seconds(here, problem)
+        return pays
 
     def _problem(self, extents: Extents) -> tuple[Machine, Problem]:
         """Planner's arguments: the machine, with as many cores as torch uses, and the sizes."""
@@ -189,24 +188,24 @@ class PolynomialAttention:
         keys = (heads.k.float() - figures.means[owners, None]).div_(unit[owners, None, None])
         return Centred(keys, heads.v.float(), heads.q.float() * (self.plain.scale * unit)[:, None, None])
 
-    def _groups(self, figures: HeadBounds, known: _Known) -> dict[tuple[int, int] | None, dict[int, Choice]]:
+    def _groups(self, figures: HeadBounds, facts: _SizeFacts) -> dict[tuple[int, int] | None, dict[int, Choice]]:
         """Heads and their polynomials by the (degree, planes) of those that run together (None: exact)."""
         groups: dict[tuple[int, int] | None, dict] = defaultdict(dict)
         of_heads = zip(figures.bounds, figures.moments, figures.least, strict=True)
         for head, (bound, moment, least) in enumerate(of_heads):
-            choice = self._choice(known, bound, moment, least)
+            choice = self._choice(facts, bound, moment, least)
             groups[choice and (choice.polynomial.degree, choice.planes)][head] = choice
         return groups
 
-    def _choice(self, known: _Known, bound: float, moment: float, least: float) -> Choice | None:
+    def _choice(self, facts: _SizeFacts, bound: float, moment: float, least: float) -> Choice | None:
         """Polynomial for a head of these figures that is certified and predicted to be faster, or None."""
         if not (bound <= LARGEST and moment < math.inf and least > 0):
             return None
         key = (_steps(bound, SNAP), _steps(moment, STEPS), _steps(1 / least, STEPS))
-        if key not in known.choices:
+        if key not in facts.choices:
             bound, moment, inverse = (2.0 ** (n / m) for n, m in zip(key, (SNAP, STEPS, STEPS), strict=True))
-            known.choices[key] = self._choose(known.extents, bound, moment, 1 / inverse, known.limit)
-        return known.choices[key]
+            facts.choices[key] = self._choose(facts.extents, bound, moment, 1 / inverse, facts.limit)
+        return facts.choices[key]
 
     def _choose(self, extents: Extents, bound: float, moment: float, least: float, limit: int) -> Choice | None:
         choice = cost.choose(
@@ -234,7 +233,7 @@ class PolynomialAttention:
             owner = heads.owner[chosen]
             if key is None:
                 result = self.some(heads.q[chosen], heads.k[owner], heads.v[owner], sizes).float()
-                bound = _known(max(figures.bounds[head] for head in choices))
+                bound = _finite_or_none(max(figures.bounds[head] for head in choices))
                 reason = "no polynomial is certified and faster at this B"
                 record(heads.exact(METHOD, self.epsilon, chosen, reason, bound))
             elif len(groups) == 1:
@@ -301,7 +300,7 @@ class PolynomialAttention:
         return -(-features // -(-features // most))
 
 
-def _known(bound: float) -> float | None:
+def _finite_or_none(bound: float) -> float | None:
     """None for a bound that was not computed to the end."""
     return bound if bound < math.inf else None
 
