@@ -32,7 +32,7 @@ def _attention(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     if not _is_ours(dynamo.backend_of(tx)):
         return None
     from fusion.passes import nodes  # not where this package is only imported
-    from fusion.passes.tensors import nested  # not where this package is only imported
+    from fusion.passes.tensors import nested
 
     given, named = [dynamo.known(x) for x in args], {name: dynamo.known(x) for name, x in kwargs.items()}
     if not any(map(nodes.is_nested, (*given, *named.values()))):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fusion.ir import integers, records
-from fusion.ir.expr import I0, I1, J0, J1, Expr, J, Kind, contains, coordinates, load, loads, walk
+from fusion.ir.expr import I0, I1, J0, J1, Expr, Kind, coordinates, load, loads, walk
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.results import size_value
 
@@ -119,8 +119,3 @@ def is_dense(expr: Expr) -> bool:
             return False
         seen += names
     return len(seen) == len(set(seen))
-
-
-def depends_on_key(expr: Expr) -> bool:
-    """Whether a value differs between keys."""
-    return contains(expr, J)

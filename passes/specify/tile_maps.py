@@ -24,7 +24,7 @@ from fusion.ir.ops import apply, conjuncts
 from fusion.ir.primitives import ROUNDED
 from fusion.ir.results import size_value
 from fusion.ir.spec import Normalizer
-from fusion.ir.tile_map import HARD_BIAS, MapSpec, depends_on_key, is_dense, lookup, mappable
+from fusion.ir.tile_map import HARD_BIAS, MapSpec, is_dense, lookup, mappable
 
 from .. import marks, nodes
 from ..building import Symbols
@@ -170,7 +170,7 @@ def _data(call: AttentionCall) -> _Data | None:
     known = conjuncts(spec.mask.live) if spec.mask is not None else []
     # Loads, or alternatives that leave keys alive in several places.
     data = [p for p in known if loads(p) or p.op == "or" and {"i", "j"} <= coordinates(p)]
-    predicates = [p for p in data if depends_on_key(p) and mappable(p)]
+    predicates = [p for p in data if "j" in coordinates(p) and mappable(p)]
     added = _addends(spec.score, 1.0) if spec.normalizer is not Normalizer.NONE else []
     fills = {bias: HARD_BIAS * factor for bias, factor in added if _may_be_hard(call, bias)}
     fills = {bias: fill for bias, fill in fills.items() if fill <= 100 * LEAST_FILL}
@@ -209,4 +209,4 @@ def _may_be_hard(call: AttentionCall, bias: Expr) -> bool:
     node = call.operands[bias.operand]
     if call.differentiable and marks.requires_grad(node):
         return False
-    return bias.kind is Kind.FLOAT and depends_on_key(bias) and is_dense(bias)
+    return bias.kind is Kind.FLOAT and "j" in coordinates(bias) and is_dense(bias)
