@@ -43,7 +43,7 @@ class HeadSum:
     order: for each dimension of the matrix, whether it is g ("to") or h ("of"); None for one of size 1.
     """
 
-    sum_of_heads: Node
+    mixed: Node
     dims: tuple[int | None, ...]
     matrix: Node
     order: tuple[str | None, ...]
