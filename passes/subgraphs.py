@@ -113,7 +113,8 @@ def keep_calls(base: type[Retrace], module: GraphModule, fused: Mapping[str, Gra
             if target is not _CHECKPOINT:
                 return super().call_function(target, args, kwargs)
             body, *inputs = args
-            return _record_checkpointed(replacements.get(id(body), body), inputs, kwargs)
+            body: GraphModule = replacements.get(id(body), body)
+            return _record_checkpointed(body, inputs, kwargs)
 
     return Keeping
 
