@@ -71,19 +71,12 @@ def test_runtimes_are_measured_with_the_same_weights(tmp_path):
     group = {"model": "small-bert", "dtype": "float32", "layers": 2, "sizes": [[2, 16], [1, 8]]}
     with torch.no_grad():
         models.prepare(group, tmp_path)
-        taken = {name: list(models.measure(name, group, tmp_path, 0.02, False)) for name in ("eager", "fusion")}
-    cells = []
-    for number, (batch, n) in enumerate(group["sizes"]):
-        entries = {name: rows[number] for name, rows in taken.items()} | {"onnxruntime": {"note": "fails: absent"}}
+    options = argparse.Namespace(python=["onnxruntime=false"], seconds=0.02, busy=False)
+    cells, taken = [], models.measured(("eager", "fusion", "onnxruntime"), group, tmp_path, options)
+    for (batch, n), entries in zip(group["sizes"], taken, strict=True):
         cells.append(group | {"batch": batch, "N": n, "entries": entries})
         for entry in (entries["eager"], entries["fusion"]):
             assert entry["median"] > 0 and entry["share"] <= 1
     models.write(tmp_path / "table.json", {"clock": "", "cells": cells})
     text = (tmp_path / "table.md").read_text()
-    assert "BERT, 2 layers | 2 x 16 | float32 |" in text and "- onnxruntime: fails: absent" in text
-
-
-def test_a_runtime_that_fails_leaves_a_note(tmp_path):
-    models = importlib.import_module("benchmarks.models.runtimes")
-    options = argparse.Namespace(python=["eager=false"], seconds=0.0, busy=False)
-    assert models.in_process("eager", {"sizes": [[1, 8]]}, tmp_path, options) == [{"note": "fails: exit 1"}]
+    assert "BERT, 2 layers | 2 x 16 | float32 |" in text and "- onnxruntime: fails: exit 1" in text

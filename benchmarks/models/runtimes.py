@@ -9,9 +9,10 @@ than one text are padded. A runtime that is not installed fails, with a note: `p
 and `pip install zentorch`, which asks for one version of torch; --python names the interpreter of an environment that
 has one. "fusion+tf32" is fusion where `torch.set_float32_matmul_precision("high")` allows less than float32,
 "fusion+frozen" where Inductor's `freezing` makes constants of weights, as the runtimes of others do. Errors are shares
-of what the project's rule allows beside eager mode, over real tokens. A runtime measures all rows of a model and a
-dtype in one process, each for --seconds; a first compilation takes up to a minute. Files are written after each, and
---append adds to one. --busy: one thread, and the processor time that the process takes.
+of what the project's rule allows beside eager mode, over real tokens. A runtime has one process for all rows of a model
+and a dtype; once all are ready, each is called for --seconds a row, in three turns. A first compilation takes up to a
+minute. Files are written after each row, and --append adds to one. --busy: one thread, and the processor time that the
+process takes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import datetime
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ def _openvino(model: nn.Module, inputs: Inputs, _: Path) -> Call:
     inputs = tuple(x.float() if x.is_floating_point() else x for x in inputs)
     settings = {"INFERENCE_PRECISION_HINT": "bf16" if dtype is torch.bfloat16 else "f32",
                 "INFERENCE_NUM_THREADS": torch.get_num_threads()}  # fmt: skip
-    graph = openvino.convert_model(torch.export.export(model.float(), inputs))
+    graph = openvino.convert_model(torch.export.export(copy.deepcopy(model).float(), inputs))
     run = openvino.Core().compile_model(graph, "CPU", settings)
     arrays = [x.numpy() for x in inputs]
     return lambda: torch.from_numpy(run(arrays)[0])
@@ -134,35 +136,79 @@ def _real(result: Tensor, inputs: Inputs) -> Tensor:
     return result[inputs[1].bool()] if len(inputs) > 1 else result
 
 
-def measure(runtime: str, group: dict, folder: Path, seconds: float, busy: bool) -> Iterator[dict]:
-    """Times, in seconds, and errors of one runtime in this process, row by row."""
-    clock = time.process_time if busy else time.perf_counter
+def ready(runtime: str, group: dict, folder: Path) -> Iterator[tuple[dict, Call]]:
+    """What is known of each row once a runtime has computed it in this process, first call and error, and its call."""
     model, rows = built(group)
     model.load_state_dict(torch.load(folder / "weights.pt"))
     for inputs, size in zip(rows, group["sizes"], strict=True):
-        torch.compiler.reset()
         start = time.perf_counter()
-        call = RUNTIMES[runtime](copy.deepcopy(model), inputs, folder)
+        call = RUNTIMES[runtime](model, inputs, folder)
         result = call()
         first = time.perf_counter() - start
         share = errors(_real(result, inputs), *torch.load(folder / f"results {size}.pt")).share
-        entry = Entry(name=runtime, call=call)
-        interleave([entry], seconds=seconds, rounds=3, clock=clock)
         versions = {name: version for name in ("torch", runtime) if (version := results.version_of(name))}
-        yield {"median": entry.median, "least": min(entry.times), "samples": len(entry.times), "first_call": first,
-               "share": share, "versions": versions}  # fmt: skip
+        yield {"first_call": first, "share": share, "versions": versions}, call
 
 
-def in_process(runtime: str, group: dict, folder: Path, options: argparse.Namespace) -> list[dict]:
-    """`measure` in a process of its own; a note for the rows that fail."""
-    python = dict(entry.split("=", 1) for entry in options.python).get(runtime, sys.executable)
-    command = [python, "-m", "benchmarks.models.runtimes", "--child", runtime, json.dumps(group), str(folder)]
-    command += ["--seconds", str(options.seconds), *["--busy"] * options.busy]
-    environment = {"ZENDNNL_MATMUL_WEIGHT_CACHE": "1"} if runtime == "fusion+zentorch" else {}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    entries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
-    return entries + [{"note": f"fails: {reason[:160]}"}] * (len(group["sizes"]) - len(entries))
+def answer(runtime: str, group: dict, folder: Path, busy: bool) -> None:
+    """Print what is known of each row, and then the times of those that standard input names, each for some seconds."""
+    clock, calls = time.process_time if busy else time.perf_counter, []
+    for entry, call in ready(runtime, group, folder):
+        print(json.dumps(entry), flush=True)
+        calls.append(call)
+    for line in sys.stdin:
+        number, seconds = line.split()
+        entry = Entry(name=runtime, call=calls[int(number)])
+        interleave([entry], seconds=float(seconds), rounds=1, clock=clock)
+        print(json.dumps(entry.times), flush=True)
+
+
+class Contestant:
+    """A runtime in a process of its own. rows: what is known of each, with a note where it fails."""
+
+    def __init__(self, runtime: str, group: dict, folder: Path, options: argparse.Namespace) -> None:
+        python = dict(entry.split("=", 1) for entry in options.python).get(runtime, sys.executable)
+        command = [python, "-m", "benchmarks.models.runtimes", "--child", runtime, json.dumps(group), str(folder)]
+        environment = {"ZENDNNL_MATMUL_WEIGHT_CACHE": "1"} if runtime == "fusion+zentorch" else {}
+        with (folder / f"{runtime}.txt").open("w+") as log:
+            self.process = subprocess.Popen([*command, *["--busy"] * options.busy], text=True, stderr=log,
+                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                            env=os.environ | environment)  # fmt: skip
+            self.rows = [row for _ in group["sizes"] if (row := self._read()) is not None]
+            if missing := len(group["sizes"]) - len(self.rows):
+                code = self.process.wait()
+                log.seek(0)
+                reason = (log.read().strip().splitlines() or [f"exit {code}"])[-1]
+                self.rows += [{"note": f"fails: {reason[:160]}"}] * missing
+
+    def _read(self) -> Any:
+        """The next line of JSON; None at the end."""
+        assert self.process.stdout is not None
+        return next((json.loads(line) for line in self.process.stdout if line.startswith(("{", "["))), None)
+
+    def times(self, number: int, seconds: float) -> list[float]:
+        """Seconds of calls of a row; none where it fails."""
+        if "note" in self.rows[number]:
+            return []
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{number} {seconds}\n")
+        self.process.stdin.flush()
+        return self._read()
+
+
+def measured(runtimes: Sequence[str], group: dict, folder: Path, options: argparse.Namespace) -> Iterator[dict]:
+    """What each runtime takes for each row, in turns, once all are ready."""
+    contestants = {name: Contestant(name, group, folder, options) for name in runtimes}
+    for number in range(len(group["sizes"])):
+        taken: dict[str, list[float]] = {name: [] for name in runtimes}
+        for _ in range(TURNS):
+            for name, contestant in contestants.items():
+                taken[name] += contestant.times(number, options.seconds / TURNS)
+        figures = {name: {"median": statistics.median(times), "least": min(times), "samples": len(times)}
+                   for name, times in taken.items() if times}  # fmt: skip
+        yield {name: contestant.rows[number] | figures.get(name, {}) for name, contestant in contestants.items()}
+    for contestant in contestants.values():
+        contestant.process.communicate()
 
 
 def write(path: Path, data: dict) -> None:
@@ -216,17 +262,19 @@ def run(options: argparse.Namespace) -> Path:
 KEY = ("model", "layers", "dtype", "batch", "N")
 
 
+TURNS = 3
+
+
 def _rows(cells: list[dict], options: argparse.Namespace) -> Iterator[None]:
     """Measure rows of one model with each runtime, and add to them what comes of it."""
     group = {name: cells[0][name] for name in KEY[:3]}
     group["sizes"] = [[cell["batch"], cell["N"]] for cell in cells]
     with tempfile.TemporaryDirectory() as folder:
         prepare(group, Path(folder))
-        for runtime in options.runtimes:
-            for cell, entry in zip(cells, in_process(runtime, group, Path(folder), options), strict=True):
-                cell["entries"][runtime] = entry
-                took = entry.get("note") or f"{_text(entry)} ms"
-                print(f"{cell['model']} {cell['dtype']} {cell['batch']} x {cell['N']} {runtime}: {took}", flush=True)
+        for cell, entries in zip(cells, measured(options.runtimes, group, Path(folder), options), strict=True):
+            cell["entries"] |= entries
+            texts = [f"{name} {entry.get('note') or _text(entry)}" for name, entry in entries.items()]
+            print(f"{cell['model']} {cell['dtype']} {cell['batch']} x {cell['N']}: {', '.join(texts)}", flush=True)
             yield
 
 
@@ -256,9 +304,7 @@ def main() -> None:
         sys.argv = [word for word in sys.argv if word not in ("--python", *options.python)]  # no paths in files
         print(f"written to {run(options)}")
         return
-    runtime, group, folder = options.child[0], json.loads(options.child[1]), Path(options.child[2])
-    for entry in measure(runtime, group, folder, options.seconds, options.busy):
-        print(json.dumps(entry), flush=True)
+    answer(options.child[0], json.loads(options.child[1]), Path(options.child[2]), options.busy)
 
 
 if __name__ == "__main__":
