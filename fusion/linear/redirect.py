@@ -40,7 +40,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool, fr
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-VERSION = 4
+VERSION = 5
 """To be raised with every change of what the op computes or of the pass: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "FRAGMENT")
@@ -111,8 +111,8 @@ class ProductsPass(CustomGraphPass):
             return None
         if (gelu := activations.gelu_of(node)) is None or self.always:
             return gelu
-        pays = speeds.of_threads(self.threads, dtype).gelu_pays(gelu.approximate, gelu.is_read_elementwise)
-        return gelu if pays else None
+        measured = speeds.of_threads(self.threads, dtype)
+        return gelu if measured.gelu_pays(gelu.approximate, gelu.is_read_elementwise, product.turned) else None
 
 
 def is_large(value: Any) -> bool:
@@ -152,8 +152,19 @@ class _Product:
     @property
     def is_static(self) -> bool:
         """Whether all sizes are known."""
-        sizes = (*self.x.shape, *self.w.shape, *self.x.stride(), *self.w.stride())
-        return all(isinstance(size, int) for size in sizes)
+        return _are_known(*self.x.shape, *self.w.shape, *self.x.stride(), *self.w.stride())
+
+    @property
+    def turned(self) -> float:
+        """Elements of a weight that is known not to be in rows, for each element of the result."""
+        m, k = self.x.shape
+        if self.is_frozen or not _are_known(*self.w.shape, *self.w.stride()) or self.w.is_contiguous():
+            return 0.0
+        return k / (max(m, 1) if isinstance(m, int) else MANY)
+
+
+def _are_known(*sizes: Any) -> bool:
+    return all(isinstance(size, int) for size in sizes)
 
 
 def _product(node: Node) -> _Product | None:

@@ -44,7 +44,8 @@ class Speeds:
     where torch's own products are oneDNN's, there are none.
 
     sweep: seconds per element of a pass that does little; apart: of passes with erf and tanh, which are what GELU after
-    a product takes; inside: what GELU with each of them adds to a product. threads: number of threads that ran them.
+    a product takes; inside: what GELU with each of them adds to a product. turned: seconds per element of a weight in
+    columns that it adds more: with GELU oneDNN may copy such a weight. threads: number of threads that ran them.
     """
 
     mkl: tuple[float, ...]
@@ -53,6 +54,7 @@ class Speeds:
     sweep: float
     apart: tuple[float, float]
     inside: tuple[float, float]
+    turned: float
     threads: int
 
     def seconds(self, times: Sequence[float], m: int, k: int, n: int) -> float:
@@ -72,10 +74,12 @@ class Speeds:
         own = k / width * self.seconds(self.onednn, m, width, n) + copied * self.copy
         return self.seconds(self.mkl, m, k, n) > MARGIN * own
 
-    def gelu_pays(self, approximate: str, is_read_elementwise: bool) -> bool:
-        """Whether GELU is faster in a product than after it, in a pass that there may be anyway."""
+    def gelu_pays(self, approximate: str, is_read_elementwise: bool, turned: float = 0.0) -> bool:
+        """Whether GELU is faster in a product than after it, in a pass that there may be anyway. turned: elements of a
+        weight in columns, for each element of the result."""
         which = APPROXIMATIONS.index(approximate)
-        return MARGIN * self.inside[which] < self.apart[which] - is_read_elementwise * self.sweep
+        inside = self.inside[which] + turned * self.turned
+        return MARGIN * inside < self.apart[which] - is_read_elementwise * self.sweep
 
     @property
     def ever_pays(self) -> bool:
@@ -95,7 +99,9 @@ class Speeds:
 
 
 _ONES = (1.0,) * (len(ROWS) * len(SIZES))
-UNKNOWN = Speeds(mkl=_ONES, onednn=_ONES, copy=1.0, sweep=1.0, apart=(1.0, 1.0), inside=(1.0, 1.0), threads=0)
+UNKNOWN = Speeds(
+    mkl=_ONES, onednn=_ONES, copy=1.0, sweep=1.0, apart=(1.0, 1.0), inside=(1.0, 1.0), turned=1.0, threads=0
+)
 """Speeds in a dtype that oneDNN does not have here: nothing pays."""
 
 
@@ -169,7 +175,7 @@ def measured(seconds: float, dtype: torch.dtype = torch.float32, alone: bool = F
     clock = time.thread_time if alone and os.name != "nt" else time.perf_counter  # Windows counts in ticks of 16 ms
     deadline = clock() + seconds
     with products.plainly():
-        contests = [_passes(dtype), _gelus(dtype)]
+        contests = [_passes(dtype), _gelus(dtype), _gelus(dtype, APPROXIMATIONS[:1], in_columns=True)]
         contests += [_product(*sizes) for sizes in _measured() if dtype is torch.float32]
         for number, functions in enumerate(contests):
             now = clock()
@@ -177,13 +183,14 @@ def measured(seconds: float, dtype: torch.dtype = torch.float32, alone: bool = F
             if not alike and not alone:
                 return None
             taken.append(times)
-    (copy, sweep, *apart), (plain, *within), *times = taken
+    (copy, sweep, *apart), (plain, *within), (columns, gelu), *times = taken
     mkl, own = zip(*times, strict=True) if times else ((), ())
     per_element = 1 / (ROWS[-1] * SIZES[-1][1])
     return Speeds(
         mkl=mkl, onednn=own, copy=copy * per_element, sweep=sweep * per_element,
         apart=(apart[0] * per_element, apart[1] * per_element), threads=torch.get_num_threads(),
         inside=((within[0] - plain) * per_element, (within[1] - plain) * per_element),
+        turned=max(0.0, gelu - columns - (within[0] - plain)) / math.prod(SIZES[-1]),
     )  # fmt: skip
 
 
@@ -213,10 +220,11 @@ def _passes(dtype: torch.dtype) -> list[Call]:
     return [x.t().contiguous, *(functools.partial(function, x, out=out) for function in functions)]
 
 
-def _gelus(dtype: torch.dtype) -> list[Call]:
-    """The largest product, without and with each GELU inside."""
-    x, w = _matrix(ROWS[-1], SIZES[-1][0], dtype), _matrix(SIZES[-1][1], SIZES[-1][0], dtype)
-    return [functools.partial(torch.ops.fusion.linear, x, w, None, gelu, True) for gelu in ("", *APPROXIMATIONS)]
+def _gelus(dtype: torch.dtype, approximations: Sequence[str] = APPROXIMATIONS, in_columns: bool = False) -> list[Call]:
+    """The largest product, without and with each GELU inside. in_columns: its weight is stored so."""
+    k, n = SIZES[-1]
+    x, w = _matrix(ROWS[-1], k, dtype), _matrix(k, n, dtype).t() if in_columns else _matrix(n, k, dtype)
+    return [functools.partial(torch.ops.fusion.linear, x, w, None, gelu, True) for gelu in ("", *approximations)]
 
 
 def _shortest(functions: list[Call], clock: Callable[[], float], deadline: float) -> tuple[list[float], bool]:

@@ -32,6 +32,7 @@ def given(mkl: float, own: float, overhead: float = 1e-5) -> Speeds:
         sweep=1e-10,
         apart=(4e-10, 1e-9),
         inside=(2e-10, 3e-10),
+        turned=1e-10,
         threads=torch.get_num_threads(),
     )
 
@@ -200,6 +201,25 @@ def test_gelu_is_inside_where_that_is_faster() -> None:
     assert zen.gelu_pays("none", False) and zen.gelu_pays("tanh", True)
     assert not replace(zen, sweep=3e-10).gelu_pays("none", True)
     assert not replace(zen, inside=(1, 1)).gelu_pays("tanh", False)
+    assert zen.gelu_pays("tanh", False, turned=5) and not zen.gelu_pays("tanh", False, turned=7)
+
+
+@pytest.mark.skipif(not devices.onednn_has(torch.bfloat16), reason="this processor has no bfloat16 in oneDNN")
+@pytest.mark.parametrize(("rows", "inside"), [(512, 1), (64, 0), (0, 0)])
+def test_few_rows_do_not_pay_for_a_weight_in_columns(rows: int, inside: int, set_speeds) -> None:
+    """As GPT-2's are: with GELU inside oneDNN would copy the weight at every call."""
+    set_speeds(given(200, 450, overhead=0))
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.bias = (torch.nn.Parameter(torch.randn(*s)) for s in ((256, 512), (512,)))
+
+        def forward(self, x):
+            return torch.nn.functional.gelu(torch.addmm(self.bias, x, self.w))
+
+    _, count = compiled(Layer().bfloat16(), torch.randn(rows, 256, dtype=torch.bfloat16))
+    assert count == inside
 
 
 def test_rows_that_are_dynamic_are_decided_at_every_call(set_speeds, monkeypatch) -> None:
