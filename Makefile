@@ -58,7 +58,7 @@ sample: $(BIN)/pip
 	$(BIN)/python .ci/torches.py --jobs $(JOBS) $(TORCH)
 
 # Without the models, but for a step of BERT.
-SAMPLE_GPU := test_device or bert and sdpa and autocast
+SAMPLE_GPU := test_device or bert and sdpa and autocast and training
 
 test-gpu: $(BIN)/pip
 	$(BIN)/python .ci/torches.py --gpu $(or $(TORCH),2.11.0)

@@ -1,7 +1,8 @@
 """Fuzzing of the compiler: `python -m tests.fuzz functions --seeds 0:20000 --shard 1/4 --minutes 10`.
 
 Exits with 1 where a result is wrong or an exception reached the user. Findings go to standard output as they come,
-with the shortest program that was found, and to a file of JSON lines with --record.
+with the shortest program that was found, and to a file of JSON lines with --record. An interrupt (SIGINT) ends it with
+what it has counted.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
             from tests.fuzz import guarded_run as runner
         else:
             runner = functions_run
-        campaign.in_workers(runner, record, seeds, chosen.reduce, chosen.minutes)
+        with contextlib.suppress(KeyboardInterrupt):
+            campaign.in_workers(runner, record, seeds, chosen.reduce, chosen.minutes)
         print(json.dumps(record.finish(), indent=1))
     return 1 if record.bad else 0
 

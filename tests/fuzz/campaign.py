@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -144,13 +145,18 @@ def _in_worker(runner: Runner, record: Record, seeds: list[int], seconds: float,
     worker.start()
     writer.close()
     running, counts, refusals, last = seeds[0], {}, {}, None
-    with contextlib.suppress(EOFError):
+    interrupts = []
+    before = signal.signal(signal.SIGINT, lambda *given: (interrupts.append(given), worker.terminate()))
+    with contextlib.suppress(EOFError, OSError):  # the latter in the middle of what it sends
         while True:
             running, counts, refusals, last = reader.recv()
     worker.join()
+    signal.signal(signal.SIGINT, before)
     record.counts.update(counts)
     record.refusals.update(refusals)
     record.last = record.last if last is None else last
+    if interrupts:
+        raise KeyboardInterrupt
     if running is None:
         return []
     record.count(running, Verdict.FAILED)

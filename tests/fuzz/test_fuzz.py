@@ -4,6 +4,8 @@ import io
 import math
 import os
 import random
+import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -172,6 +174,25 @@ def test_workers_end_and_what_ends_one_is_a_failure():
     assert record.counts["run"] == 7 and record.counts["right"] == 6 and record.counts["failed"] == 1
     assert record.last == 6 and record.bad == 1
     assert '"seed": 3' in out.getvalue()
+
+
+class Interrupting:
+    """A runner that interrupts the process that started it at seed 3, and goes on."""
+
+    @staticmethod
+    def run(record, seeds, seconds):
+        for seed in seeds:
+            if seed == 3:
+                os.kill(os.getppid(), signal.SIGINT)
+                time.sleep(600)
+            record.count(seed, Verdict.RIGHT)
+
+
+def test_what_was_counted_before_an_interrupt_is_kept():
+    record = Record("functions", "0:7", None)
+    with pytest.raises(KeyboardInterrupt):
+        in_workers(Interrupting, record, iter(range(7)), 0.0, None)
+    assert record.counts["right"] == 3 and record.last == 2
 
 
 def test_a_failure_is_made_short():

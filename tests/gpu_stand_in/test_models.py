@@ -102,20 +102,29 @@ MODELS = {
 }  # fmt: skip
 
 
-def step(run: Any, model: Any, inputs: Tensors, narrow: bool) -> Tensors:
-    """Loss and outputs of a training step, and the gradients of all weights."""
+def step(run: Any, model: Any, inputs: Tensors, narrow: bool, trained: bool) -> Tensors:
+    """Loss and outputs; of a training step also the gradients of all weights."""
     model.zero_grad()
-    with torch.autocast("cuda", torch.bfloat16) if narrow else contextlib.nullcontext():
+    with (
+        torch.set_grad_enabled(trained),
+        torch.autocast("cuda", torch.bfloat16) if narrow else contextlib.nullcontext(),
+    ):
         out = run(**inputs)
     result = out.sample if "sample" in inputs else out.logits
     loss = out.loss if "labels" in inputs else result.square().mean()
-    loss.backward()
-    gradients = {name: weight.grad.cpu() for name, weight in model.named_parameters() if weight.grad is not None}
-    return {"loss": loss.detach().float().cpu(), "outputs": result.detach().cpu()} | gradients
+    results = {"loss": loss.detach().float().cpu(), "outputs": result.detach().cpu()}
+    if trained:
+        loss.backward()
+        results |= {name: w.grad.cpu() for name, w in model.named_parameters() if w.grad is not None}
+    return results
 
 
-def check(device: Any, name: str, attention: str, narrow: bool = False, warm: int = 0, **compiled_with: Any) -> None:
-    """Steps of a compiled model, after `warm` others, beside eager's, and in float64 on the CPU."""
+def check(
+    device: Any, name: str, attention: str, narrow: bool = False, warm: int = 0, trained: bool = True,
+    **compiled_with: Any,
+) -> None:  # fmt: skip
+    """Steps of a compiled model, after `warm` others, beside eager's, and in float64 on the CPU. trained: of training;
+    otherwise the forward alone."""
     chosen = MODELS[name]
     model, exact = chosen.make(attention), chosen.make(attention).double()
     exact.load_state_dict(model.state_dict())
@@ -125,18 +134,18 @@ def check(device: Any, name: str, attention: str, narrow: bool = False, warm: in
         """A step of the compiled model, all of whose attentions our kernels compute."""
         before = len(device.launched)
         torch.compiler.cudagraph_mark_step_begin()
-        results = step(compiled, model, {name: value.cuda() for name, value in inputs.items()}, narrow)
+        results = step(compiled, model, {name: value.cuda() for name, value in inputs.items()}, narrow, trained)
         launched = device.launched[before:]
         counts = launched.count("attention_forward"), launched.count("attention_backward_prepare")
-        assert counts == (chosen.attentions, chosen.attentions)
+        assert counts == (chosen.attentions, chosen.attentions * trained)
         return results
 
     def draw() -> tuple[Tensors, ...]:
         inputs = chosen.inputs()
         wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
         there = {name: value.cuda() for name, value in inputs.items()}
-        reference = step(exact, exact, wide, False)
-        every = run(inputs), step(model, model, there, narrow), reference
+        reference = step(exact, exact, wide, False, trained)
+        every = run(inputs), step(model, model, there, narrow, trained), reference
         return tuple(with_small_ones_joined(each, reference) for each in every)
 
     for _ in range(warm):
@@ -144,13 +153,14 @@ def check(device: Any, name: str, attention: str, narrow: bool = False, warm: in
     numerics.assert_as_exact_over_draws(draw, torch.bfloat16 if narrow else None)
 
 
+@pytest.mark.parametrize("trained", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
-def test_training_steps(device: Any, name: str, attention: str, narrow: bool) -> None:
+def test_models(device: Any, name: str, attention: str, narrow: bool, trained: bool) -> None:
     if name == "gemma2" and attention == "sdpa":
         pytest.skip("transformers has no SDPA for Gemma 2, whose scores are capped")
-    check(device, name, attention, narrow, options={"inner": "eager"})
+    check(device, name, attention, narrow, trained=trained, options={"inner": "eager"})
 
 
 def test_inductor(device: Any) -> None:

@@ -34,6 +34,15 @@ def emits(gpu_kernels: None) -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture
+def interpreters_tiles(gpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are planned as for Triton's interpreter, also of kernels that run as PTX."""
+    from fusion.codegen.triton import launch
+    from fusion.machine import INTERPRETER
+
+    monkeypatch.setattr(launch, "machine_of", lambda device: INTERPRETER)
+
+
+@pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the test's own for what is remembered between processes."""
     from fusion import caching

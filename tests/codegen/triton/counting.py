@@ -8,6 +8,9 @@ from collections.abc import Callable
 import torch
 
 STAGES = {"visit_keys", "differentiate_keys", "differentiate_rows", "weigh_rows"}
+QUERIES, KEYS, JOINT = (f"attention_backward_{name}" for name in ("queries", "keys", "joint"))
+PRODUCTS = {QUERIES: 3, KEYS: 4, JOINT: 5}
+"""Products of a tile, in each kernel. On GPUs that add fast one kernel may do the work of two."""
 
 
 class Products(Counter):
@@ -108,6 +111,26 @@ def full_tiles(full: torch.Tensor, rows: int, keys: int, *, whole: str, dead: to
         for tile in block.split(keys, 2)
         if tile.shape[extent[0]] == extent[1]
     )
+
+
+def kernels_of_backward(products: Products) -> dict[str, int]:
+    """Products of a tile in the kernels of the backward that ran."""
+    ran = {name: count for name, count in PRODUCTS.items() if products[name]}
+    assert ran.keys() in ({QUERIES, KEYS}, {JOINT})
+    return ran
+
+
+def fully_differentiated(
+    full: torch.Tensor, rows: int, keys: int, dead: torch.Tensor, listed: bool = False
+) -> dict[str, int]:
+    """Tiles in which each kernel of the backward evaluates no mask. dead: see `full_tiles`. listed: whether they are
+    listed, which says only of rows whether they are cut off."""
+    cut = full if listed else full[..., : full.shape[-1] // keys * keys]
+    return {
+        QUERIES: full_tiles(full, rows, keys, whole="keys", dead=dead),
+        KEYS: full_tiles(full, rows, keys, whole="rows"),
+        JOINT: full_tiles(cut, rows, keys, whole="rows"),
+    }
 
 
 def _blocks(scores: torch.Tensor, rows: int, dead: torch.Tensor | None):

@@ -18,6 +18,8 @@ from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from tests.codegen.mlir.cases import assert_as_exact_as_eager, assert_gradients_as_exact_as_eager, case, draw
 
+pytestmark = pytest.mark.usefixtures("interpreters_tiles")
+
 SHAPE = {"B": 1, "H": 2, "Nq": 20, "Nk": 20}
 
 CHILD = """

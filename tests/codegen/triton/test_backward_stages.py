@@ -22,7 +22,7 @@ from fusion.ir.ops import apply, where
 from fusion.passes.specify.masks import understand
 from fusion.planning.choice import Tile
 from tests.codegen.mlir.cases import CAUSAL, FMIN, Case, case, masked
-from tests.codegen.triton.counting import Products, count_products, full_tiles, live_tiles
+from tests.codegen.triton.counting import count_products, fully_differentiated, kernels_of_backward, live_tiles
 from tests.codegen.triton.test_backward import check
 
 ROWS, KEYS = 32, 16
@@ -36,8 +36,6 @@ PLACES = {
     "left_padded": lambda i, j, n_q, n_k: j <= i,
 }
 """What masks say of positions; also data (padding) bounds nothing."""
-PRODUCTS = {"queries": 3, "keys": 4, "joint": 5}
-"""Products of a tile, in each kernel. On GPUs that add fast one kernel may do the work of two."""
 SHAPES = (
     {"B": 1, "H": 1, "Nq": 64, "Nk": 64},
     {"B": 1, "H": 1, "Nq": 75, "Nk": 83},
@@ -57,13 +55,6 @@ def understood(name: str, **options) -> Case:
     return replace(c, spec=replace(c.spec, mask=understand(c.spec.score)))
 
 
-def kernels_of(products: Products) -> dict[str, int]:
-    """Products of a tile in the kernels that ran."""
-    ran = {name: count for name, count in PRODUCTS.items() if products[f"attention_backward_{name}"]}
-    assert ran.keys() in ({"queries", "keys"}, {"joint"})
-    return ran
-
-
 @pytest.mark.parametrize("name", PLACES)
 def test_only_tiles_at_the_edge_evaluate_the_mask(monkeypatch, name: str) -> None:
     """Sizes that fill tiles, odd ones, and more queries than keys: rows that meet no live key."""
@@ -79,12 +70,10 @@ def test_only_tiles_at_the_edge_evaluate_the_mask(monkeypatch, name: str) -> Non
         live = PLACES[name](torch.arange(n_q)[:, None], torch.arange(n_k), n_q, n_k).expand(1, n_q, n_k)
         dead = ~live.any(2)
         tiles["live"] += live_tiles(live, ROWS, KEYS, dead)
-        tiles["queries"] += full_tiles(live, ROWS, KEYS, whole="keys", dead=dead)
-        tiles["keys"] += full_tiles(live, ROWS, KEYS, whole="rows")
-        tiles["joint"] += full_tiles(live[..., : n_k // KEYS * KEYS], ROWS, KEYS, whole="rows")
-    for kernel, count in kernels_of(products).items():
-        assert products[f"attention_backward_{kernel}"] == count * tiles["live"]
-        assert products.full[f"attention_backward_{kernel}"] == count * tiles[kernel] > 0
+        tiles.update(fully_differentiated(live, ROWS, KEYS, dead))
+    for kernel, count in kernels_of_backward(products).items():
+        assert products[kernel] == count * tiles["live"]
+        assert products.full[kernel] == count * tiles[kernel] > 0
 
 
 @pytest.mark.parametrize(("full", "group"), [(True, 2), (False, 1)])
@@ -101,8 +90,8 @@ def test_only_blocks_with_dead_rows_meet_all_keys(monkeypatch, full: bool, group
     dead = torch.arange(n)[None] < padding
     expected = live_tiles(causal, ROWS, KEYS, dead)
     assert expected < live_tiles(causal, ROWS, KEYS, dead.any(1, keepdim=True).expand_as(dead))
-    for kernel, count in kernels_of(products).items():
-        assert products[f"attention_backward_{kernel}"] == count * group * expected
+    for kernel, count in kernels_of_backward(products).items():
+        assert products[kernel] == count * group * expected
 
 
 def test_dead_rows_at_the_end(monkeypatch) -> None:
@@ -111,8 +100,8 @@ def test_dead_rows_at_the_end(monkeypatch) -> None:
     shape = {"B": 1, "H": 1, "Nq": 200, "Nk": 70}
     check(c, tile=TILE, shapes=(shape,))
     live = PLACES["window"](torch.arange(200)[:, None], torch.arange(70), 200, 70).expand(1, 200, 70)
-    for kernel, count in kernels_of(products).items():
-        assert products[f"attention_backward_{kernel}"] == count * live_tiles(live, ROWS, KEYS, ~live.any(2))
+    for kernel, count in kernels_of_backward(products).items():
+        assert products[kernel] == count * live_tiles(live, ROWS, KEYS, ~live.any(2))
 
 
 @pytest.mark.parametrize("options", [{"group": 2}, {"weight": True, "sinks": True}], ids=str)

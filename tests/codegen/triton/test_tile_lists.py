@@ -16,7 +16,7 @@ import fusion
 from fusion.codegen.triton.differentiable import Differentiable
 from fusion.codegen.triton.launch import Kernel
 from fusion.planning.choice import Tile
-from tests.codegen.triton.counting import count_products, full_tiles, live_tiles
+from tests.codegen.triton.counting import count_products, fully_differentiated, kernels_of_backward, live_tiles
 from tests.numerics import assert_as_exact_as_eager
 
 ROWS, KEYS = 32, 64
@@ -143,6 +143,12 @@ def test_forward_visits_live_tiles_only(products, name, dtype):
     assert products == {"attention_forward": 2 * tiles_with_a_second_pass(live, function is not sigmoid)}
 
 
+def assert_differentiated(products, tiles):
+    """So many tiles are visited by each kernel of the backward."""
+    for kernel, count in kernels_of_backward(products).items():
+        assert products[kernel] == count * tiles
+
+
 def tiles_to_differentiate(live):
     """Tiles with a live score, and all tiles of blocks of rows in which a row has none."""
     return live_tiles(live, ROWS, KEYS, ~live.any(-1))
@@ -167,12 +173,13 @@ def test_backward_visits_live_tiles_only(products, name, dtype):
     expected = live_tiles(live, ROWS, KEYS, dead)
     del products["attention_forward"]
     products.pop("attention_backward_delta", None)  # of the few blocks with a large weight, by no list
-    assert products == {"attention_backward_queries": 3 * expected, "attention_backward_keys": 4 * expected}
+    kernels = kernels_of_backward(products)
+    assert products == {kernel: count * expected for kernel, count in kernels.items()}
     full = live & (mask == 0) if mask.is_floating_point() else live
-    by_rows, by_keys = full_tiles(full, ROWS, KEYS, whole="keys", dead=dead), full_tiles(full, ROWS, KEYS, whole="rows")
-    assert products.full["attention_backward_queries"] == 3 * by_rows
-    assert products.full["attention_backward_keys"] == 4 * by_keys
-    assert (by_rows > 0 < by_keys) == (name != "documents")
+    unmasked = fully_differentiated(full, ROWS, KEYS, dead, listed=True)
+    for kernel, count in kernels.items():
+        assert products.full[kernel] == count * unmasked[kernel]
+    assert all(unmasked.values()) == (name != "documents")
 
 
 def attend(q, k, v):
@@ -216,8 +223,7 @@ def test_grouped_heads(products):
     eager = torch.autograd.grad(function(q, k, v, keep).sum(), (q, k, v))
     for ours, theirs, true in zip(found, eager, exact, strict=True):
         assert_as_exact_as_eager(ours, theirs, true, torch.float32)
-    expected = tiles_to_differentiate(keep.expand(2, 4, N_Q, N_K))
-    assert products["attention_backward_keys"] == 4 * expected
+    assert_differentiated(products, tiles_to_differentiate(keep.expand(2, 4, N_Q, N_K)))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -232,7 +238,7 @@ def test_no_batch_and_sizes_of_run_time(products, dynamic):
     found, exact = torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(masked(*double).sum(), double[:3])
     for triple in zip(found, torch.autograd.grad(masked(q, k, v, keep).sum(), (q, k, v)), exact, strict=True):
         assert_as_exact_as_eager(*triple, torch.float32)
-    assert products["attention_backward_queries"] == 3 * tiles_to_differentiate(keep)
+    assert_differentiated(products, tiles_to_differentiate(keep))
 
 
 def sinks_and_window(q, k, v):
@@ -263,5 +269,4 @@ def test_alternatives_of_positions_are_listed(products, function):
     live = live if function is sinks_and_window else live | (j < 5) | (i < 3)
     expected = live_tiles(live[None], ROWS, KEYS)
     assert products["attention_forward"] == 2 * expected < 2 * 50
-    assert products["attention_backward_queries"] == 3 * expected
-    assert products["attention_backward_keys"] == 4 * expected
+    assert_differentiated(products, expected)

@@ -31,7 +31,7 @@ REFUSALS = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("own_cache", "interpreters_tiles")
 
 
 @pytest.fixture
