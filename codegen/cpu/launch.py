@@ -20,7 +20,7 @@ from fusion.planning.choice import Choice, Planner, Tile, query_stationary
 from fusion.planning.cpu import MOST_PACKED, one_by_one, portions
 from fusion.planning.cpu_measured import MEASURED, Tuner
 from fusion.planning.cpu_planner import FEW_QUERIES, WORTH_WAKING, CpuPlanner, all_heads_choice, rows_choice
-from fusion.planning.register_tiles import KEY_SPAN, REPRODUCIBLE_PART, AllHeads, ByRows, Target, Tiling
+from fusion.planning.register_tiles import KEY_SPAN, REPRODUCIBLE_PART, AllHeads, ByRows, Target, Tiling, edge_of_spans
 
 from .. import reference
 from ..emitter import Edges, Proof
@@ -193,7 +193,10 @@ class ForwardKernel:
         """Edges of its blocks and of the spans after which sums begin anew."""
         if isinstance(tiling, ByRows):
             return Edges(rows=None, keys=MOST_KEYS)
-        return Edges(rows=variant.text.rows, keys=max(KEY_SPAN, tiling.keys if isinstance(tiling, Tiling) else 0))
+        if isinstance(tiling, AllHeads):
+            return Edges(rows=variant.text.rows, keys=KEY_SPAN)
+        span = edge_of_spans(self.target, tiling.planes, self.spec.out_dtype)
+        return Edges(rows=variant.text.rows, keys=max(span, tiling.keys))
 
     def _tile(self, tiling: Tiling) -> Tile:
         return Tile(rows=tiling.groups * self.target.lanes, keys=tiling.keys)

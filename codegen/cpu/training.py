@@ -22,7 +22,7 @@ from fusion.machine import Machine
 from fusion.machine.huge_pages import in_huge_pages
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_planner import FEW_QUERIES
-from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling, backward_tiling
+from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling, backward_tiling, edge_of_spans
 
 from .. import reference
 from ..emitter import Backward, Edges, Proof
@@ -87,9 +87,10 @@ class TrainingKernel(ForwardKernel):
         places = tuple(n for n, aux in enumerate(self.spec.aux_outputs) if aux in call.spec.aux_outputs)
         key = call.needs, places, text
         if key not in self._right:
-            only = self._only(self._summed(self.tilings[choice], call.sizes))
+            tiling = self._summed(self.tilings[choice], call.sizes)
+            only = self._only(tiling)
             only.derived, only.fused, only.parts = BoundedCache(), FUSED in kernels, 2
-            edges = Edges(rows=KEY_SPAN, keys=3 * KEY_SPAN // 4)
+            edges = Edges(rows=edge_of_spans(self.target, tiling.planes, self.spec.out_dtype), keys=3 * KEY_SPAN // 4)
             self.proof.gradients(only, call.sizes, edges, text, call.needs, places)
             self._right.add(key)
 

@@ -119,12 +119,10 @@ class FixedShift(Overlapped):
     def _mark_dead_rows(self, item: Item) -> Value:
         """Rows whose sum is zero met no live key: their maximum becomes -inf. Returns whether there is one."""
         b, tiles = self.b, self.tiles
-        with b.when(tiles.several), b.loop(0, item.groups, hint="g") as g:
-            tiles.merge_spans(g, 1, 0)
 
         def mark(g: Value) -> Value:
             memory = tiles.group(g)
-            dead = b.compare("oeq", b.load(memory.total, self.vector, "l"), 0.0, "dead")
+            dead = b.compare("oeq", tiles.total(memory), 0.0, "dead")
             m = b.load(memory.maximum, self.vector, "m")
             b.store(b.select(dead, float("-inf"), m), memory.maximum)
             rows = b.and_(dead, b.first_lanes(b.sub(item.count, b.mul(g, tiles.lanes)), tiles.lanes))

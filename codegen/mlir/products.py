@@ -135,7 +135,8 @@ class MultiplyAdd:
         self.b.store(second, self.b.at(address, self.lanes, "f32"), align=4 * self.lanes)
 
     def accumulate(self, values: Value, steps: Value, weights: Array, output: Array, sets: Value) -> None:
-        """O^T += V^T P^T over `steps` key steps, for `sets` times `nr` groups."""
+        """O^T += V^T P^T over `steps` key steps, which are summed up by themselves first, for `sets` times `nr`
+        groups."""
         b, kernel, size, unroll = self.b, self.kernel, self.nr, self.words_at_once
         words = b.mul(steps, self.words_of_step)
         with b.loop(0, self.e_padded, self.mr, hint="e") as e, b.loop(0, sets, hint="set") as number:
@@ -144,7 +145,7 @@ class MultiplyAdd:
             right = MatrixOperand(bases=[weights[m] for m in members], step=self.lanes)
             corners = [b.row(output[m], e, self.lanes) for m in members]
             cells = [b.at(corner, row * self.lanes, "f32") for row in range(self.mr) for corner in corners]
-            kernel.store(kernel.gemm(kernel.load(cells), left, right, 0, words, unroll, stride=unroll), cells)
+            kernel.add(kernel.gemm(kernel.zeros(len(cells)), left, right, 0, words, unroll, stride=unroll), cells)
 
     def _column(self, values: Value, e: Value) -> Value:
         """Address of the words of a column of V, the first of a panel."""

@@ -7,7 +7,8 @@
 
 Sums over many keys lose digits: each addition rounds to the last place of what has been added up so far. So output and
 sum begin anew every `KEY_SPAN` keys (`HALF_KEY_SPAN` where the result has fewer digits) and are added to those of the
-spans before.
+spans before. Vector products first sum up the keys of a tile by themselves, and begin anew every `TILE_SPAN` keys; to
+memory accumulators on AMX cannot be added.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fusion.ir.expr import I0, I1, Expr, I
 from fusion.ir.reads import dense_loads, distance_parts
 from fusion.ir.results import keeps_ends
 from fusion.ir.spec import Normalizer
-from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Tiling
+from fusion.planning.register_tiles import Tiling, key_span
 
 from .amx import products_of
 from .aux_outputs import AuxOutputs, TrainingStatistics
@@ -99,7 +100,7 @@ class Tiles:
         self.factors = kernel.array(group_block, keys * row, "factors") if self.weight is not None else None
         self.weights = kernel.array(group_block, p.weight_bytes * keys, "weights")
         # Per group: the output and, as one more row, the sum; then the same of the spans before.
-        self.span = KEY_SPAN if self.spec.out_dtype == "float32" else HALF_KEY_SPAN
+        self.span = key_span(kernel.target, tiling.planes, self.spec.out_dtype)
         self.own_rows = p.e_padded + 1
         self.output = kernel.array(groups, 2 * self.own_rows * row, "output")
         self.block_totals = kernel.array(groups, row, "block_totals")
@@ -156,19 +157,24 @@ class Tiles:
         ends = b.compare("ne", b.div(first, self.span), b.div(following, self.span))
         ends = b.and_(ends, b.compare("slt", following, self.kernel.n_k), "ends")
         with b.when(ends), b.loop(0, tile.here, hint="member") as member:
-            self.merge_spans(b.add(tile.g, member), 0, 1)
+            memory = self.group(b.add(tile.g, member))
+            b.move_sums(memory.output, self._before(memory.output), self.own_rows, self.vector)
 
-    def merge_spans(self, g: Value, source: int, target: int) -> None:
-        """Add a group's running rows (0) to those of the spans before (1), or the other way round, and clear
-        them."""
-        base, own = self.output[g], self.own_rows
-        places = [self.b.at(base, own * self.lanes * part, "f32") for part in (source, target)]
-        self.b.move_sums(*places, own, self.vector)
+    def _before(self, own: Value) -> Value:
+        """Where sums of the spans before lie, from where a group's own do."""
+        return self.b.at(own, self.own_rows * self.lanes, "f32")
 
     def all_sums(self, g: Value) -> None:
-        """Bring the sums of all spans of a group together, in its running rows."""
-        with self.b.when(self.several):
-            self.merge_spans(g, 1, 0)
+        """Add the sums of the spans before to a group's own, once."""
+        b, output = self.b, self.output[g]
+        with b.when(self.several):
+            b.update(output, self.own_rows * self.lanes, b.add, self.vector, self._before(output))
+
+    def total(self, memory: Group) -> Value:
+        """The sum of a group over all spans."""
+        b = self.b
+        own, before = (b.load(at, self.vector, "l") for at in (memory.total, self._before(memory.total)))
+        return b.select(self.several, b.add(own, before), own)
 
     def tile(self, item: Item, scope: Scope, g: Value, j0: Value, n: Value, weights: Array | None = None) -> ScoreTile:
         """The tile of the groups from g on and n keys from j0 on."""

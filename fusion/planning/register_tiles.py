@@ -23,6 +23,8 @@ PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, "float8_e4m3fn": 1, "float8
 KEY_SPAN = 256
 """Sums of float32 begin anew every so many keys. Errors are then those of `scaled_dot_product_attention`. With 512, one
 problem of fifty was beyond the numerics rule (benchmarks/cpu/accuracy.py)."""
+TILE_SPAN = 1024
+"""Those where the keys of a tile are summed up by themselves first."""
 HALF_KEY_SPAN = 1 << 14
 """Those of results in narrower dtypes, which hide longer sums: 262,144 equal keys reach three quarters of the rule."""
 
@@ -153,6 +155,18 @@ class ByRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllHeads:
     """In place of a tiling: the kernel whose work items are rows of all heads, which are mixed."""
+
+
+def key_span(target: Target, planes: int, dtype: str) -> int:
+    """Keys after which the sums of tiles begin anew, for a result of a dtype."""
+    if dtype != "float32":
+        return HALF_KEY_SPAN
+    return KEY_SPAN if target.amx and planes else TILE_SPAN
+
+
+def edge_of_spans(target: Target, planes: int, dtype: str) -> int:
+    """Keys beyond which a proof tries a kernel in tiles: those of a span, unless that would take too long."""
+    return key_span(target, planes, dtype) if dtype == "float32" else KEY_SPAN
 
 
 def tilings_for(spec: AttentionSpec, target: Target) -> tuple[Tiling, ...]:

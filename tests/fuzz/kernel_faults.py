@@ -42,8 +42,7 @@ _in("keys beyond the last count", GroupSoftmax, "fill_beyond", lambda right, sel
 _in("rows without a live key stay as they are", KernelFunction, "_alive",
     lambda right, self, m, fill: self.b.constant(-1, right(self, m, fill).type))  # fmt: skip
 _in("ranges of keys end one early", KernelFunction, "key_range", _ends_early)
-_in("sums of all spans of keys but the last are lost", Tiles, "merge_spans",
-    lambda right, self, g, source, target: None if source else right(self, g, source, target))  # fmt: skip
+_in("sums of all spans of keys but the last are lost", Tiles, "all_sums", lambda right, self, g: None)
 _in("weights after the softmax are the next key's", GroupSoftmax, "_times_factor",
     lambda right, self, key, p: right(self, self.b.add(key, 1), p))  # fmt: skip
 _in("keys that are packed serve all heads", RowReader, "identity", lambda right, self: [0])

@@ -116,11 +116,10 @@ def compiling_for(chosen: Plan) -> Iterator[None]:
         if not chosen.optimised:
             stack.enter_context(mock.patch.object(machine_code, "_engine", _engine))
         stack.enter_context(emulation.compiling(chosen.target))
-        for module in (tile, mixed_heads, backward_tile):
-            stack.enter_context(mock.patch.object(module, "KEY_SPAN", chosen.span))
         for module in (tile, backward_tile):
-            stack.enter_context(mock.patch.object(module, "HALF_KEY_SPAN", chosen.span))
-        stack.enter_context(mock.patch.object(row_kernel, "MOST_KEYS", chosen.span))
+            stack.enter_context(mock.patch.object(module, "key_span", lambda *_: chosen.span))
+        for module, name in ((mixed_heads, "KEY_SPAN"), (row_kernel, "MOST_KEYS")):
+            stack.enter_context(mock.patch.object(module, name, chosen.span))
         if chosen.cuts:
             stack.enter_context(mock.patch.object(launch, "MOST_PACKED", 1 << 15))
         yield

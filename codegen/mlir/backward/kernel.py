@@ -169,7 +169,7 @@ class BackwardKernel(KernelFunction):
             with b.when(b.and_(several, self.ends_span(first, keys, tiles.span))):
                 tiles.begin_span()
         with b.when(several):
-            tiles.begin_span(back=True)
+            tiles.all_sums()
         with b.loop(0, block.groups, hint="g") as g:
             self.side.finish(block, g)
 

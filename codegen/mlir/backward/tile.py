@@ -16,7 +16,7 @@ from fusion.ir.expr import I0, I1, J0, J1, SCORE, WEIGHT
 from fusion.ir.reads import dense_loads
 from fusion.ir.spec import AttentionSpec
 from fusion.lowering.backward_plan import SUM_OF_DX, BackwardPlan, Form, LaneAxis, TileProgram, normalized
-from fusion.planning.register_tiles import HALF_KEY_SPAN, KEY_SPAN, Target, Tiling
+from fusion.planning.register_tiles import Target, Tiling, key_span
 
 from ..amx import Products, products_of
 from ..builder import Value
@@ -122,7 +122,7 @@ class BackwardTiles:
         names = ("score_weights", "value_weights")
         weights = [kernel.array(groups, p.weight_bytes * rows, name) for p, name in zip(products, names, strict=True)]
         # Sums begin anew every so many rows, as in the forward kernel; those of the spans before lie behind them.
-        self.span = KEY_SPAN if spec.out_dtype == "float32" else HALF_KEY_SPAN
+        self.span = key_span(kernel.target, tiling.planes, spec.out_dtype)
         sums = [kernel.array(2 * groups, p.e_padded * row, f"out_{x}") for p, x in zip(products, "ab", strict=True)]
         staging = kernel.area(8 * max(p.staging_elements for p in products), "staging")
         for product in products:
@@ -180,11 +180,15 @@ class BackwardTiles:
             kernel.zero(gemm.sums.first, b.select(several, all_spans, b.constant(size, "i64")))
         b.fill(self.lane_sums.first, len(kernel.lane_sums) * kernel.tiling.groups, b.constant(0.0, self.vector))
 
-    def begin_span(self, back: bool = False) -> None:
-        """Add the sums to those of the spans before, and begin anew; or the other way round, at the end."""
+    def begin_span(self) -> None:
+        """Add the sums to those of the spans before, and begin anew."""
         for gemm in self.gemms:
-            places = gemm.sums.first, gemm.before
-            self.b.move_sums(*(places[::-1] if back else places), gemm.rows, self.vector)
+            self.b.move_sums(gemm.sums.first, gemm.before, gemm.rows, self.vector)
+
+    def all_sums(self) -> None:
+        """Add the sums of the spans before to those of the last, once."""
+        for gemm in self.gemms:
+            self.b.update(gemm.sums.first, gemm.rows * self.lanes, self.b.add, self.vector, gemm.before)
 
     def tile(self, block: Block, rows: RowRange) -> None:
         b, kernel = self.b, self.kernel
