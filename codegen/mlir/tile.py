@@ -161,7 +161,7 @@ class Tiles:
             b.move_sums(memory.output, self._before(memory.output), self.own_rows, self.vector)
 
     def _before(self, own: Value) -> Value:
-        """Where sums of the spans before lie, from where a group's own do."""
+        """Address of sums of the spans before, from that of the own."""
         return self.b.at(own, self.own_rows * self.lanes, "f32")
 
     def all_sums(self, g: Value) -> None:
