@@ -100,6 +100,16 @@ class Plan:
         return SCHEDULES[self.schedule].passes > 0
 
     @property
+    def B_r(self) -> int:
+        """Rows (queries) of a tile."""
+        return self.choice.tile.rows
+
+    @property
+    def B_c(self) -> int:
+        """Columns (keys) of a tile."""
+        return self.choice.tile.keys
+
+    @property
     def runs(self) -> str:
         """Form of a GPU kernel, in words: more than schedule and tile was chosen for it."""
         return str(self.choice) if self.machine.kind == "gpu" else ""
@@ -225,7 +235,7 @@ class Plan:
         """The memories of a GPU between which that is moved, in words."""
         if self.machine.kind == "cpu":
             return ""
-        if self.problem.n_q <= self.choice.tile.rows and not self.backward:  # no other block reads the same keys
+        if self.problem.n_q <= self.B_r and not self.backward:  # no other block reads the same keys
             return " from HBM"
         return f" between multiprocessors and L2; between L2 and HBM at least {bytes_text(self.compulsory_bytes)}"
 

@@ -30,14 +30,14 @@ def test_exported_by_the_package():
 def test_gpu_plans_fit_without_the_hardware(name, width):
     chosen = plan(problem(d=width, d_v=width, dtype="bfloat16", causal=True), machine=name)
     assert chosen.B_r & (chosen.B_r - 1) == 0 and chosen.B_c & (chosen.B_c - 1) == 0 and chosen.B_r >= 16
-    shared = 2 * (chosen.B_r * width + chosen.stages * chosen.B_c * 2 * width)
+    shared = 2 * (chosen.B_r * width + chosen.choice.tile.stages * chosen.B_c * 2 * width)
     assert shared <= chosen.machine.shared_memory
     assert 1 <= chosen.ratio and chosen.time > 0 and chosen.limited_by
 
 
 def test_decoding_splits_the_keys_and_prefill_does_not():
     assert plan(problem(n_q=1, n_k=32768, dtype="bf16"), "h200").schedule == "split_k"
-    assert plan(problem(n_q=1, n_k=32768, dtype="bf16"), "h200").splits > 4
+    assert plan(problem(n_q=1, n_k=32768, dtype="bf16"), "h200").choice.splits > 4
     assert plan(problem(n_q=4096, n_k=4096, heads=32, heads_kv=8, dtype="bf16"), "h200").schedule == "flash"
 
 

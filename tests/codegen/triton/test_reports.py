@@ -69,7 +69,8 @@ def test_a_plan_of_what_runs(splits: int, stages: int) -> None:
     choice = Choice(schedule="split_k", tile=Tile(rows=16, keys=64, warps=4, stages=stages), keys=16384, splits=splits)
     spec, sizes = case("plain", "bfloat16", 128).spec, {"B": 1, "H": 8, "Nq": 1, "Nk": 16384}
     found = plan(spec, "h200", sizes=sizes, choice=choice)
-    assert (found.schedule, found.B_r, found.B_c, found.stages, found.splits) == ("split_k", 16, 64, stages, splits)
+    assert (found.schedule, found.B_r, found.B_c) == ("split_k", 16, 64)
+    assert found.choice == choice
 
 
 def test_windows_of_a_long_cache_are_planned_in_parts() -> None:
