@@ -110,8 +110,15 @@ OPCODES |= {
     "popc": _elementwise(lambda a: np.array([int(x).bit_count() for x in a], np.uint32)),
     "clz": _elementwise(lambda a: np.array([32 - int(x).bit_length() for x in a], np.uint32), np.uint32),
     "bfi": _elementwise(_insertion, np.uint32),
-    "prmt": _elementwise(_permutation, np.uint32),
 }
+
+
+@opcode("prmt")
+def _prmt(parts: list[str], args: list[str], line: str) -> Run:
+    """Bytes of two registers; one of which no byte is taken may be unwritten."""
+    if not args[3].startswith("%") and not int(args[3].rstrip("U"), 0) & 0x4444:
+        args = [*args[:2], args[1], args[3]]
+    return _elementwise(_permutation, np.uint32)(parts, args, line)
 
 
 @opcode("min", "max")

@@ -55,6 +55,7 @@ NAN = np.where(LANES % 3 == 0, np.float32("nan"), F)
         ("bfe.s32 %r9, %r1, 4, 8;", INTEGERS, INTEGERS, (INTEGERS << 20) >> 24),
         ("lop3.b32 %r9, %r1, %r2, %r1, 0x96;", INTEGERS, INTEGERS[::-1].copy(), INTEGERS[::-1]),
         ("prmt.b32 %r9, %r1, %r2, 0x0123;", INTEGERS, INTEGERS, INTEGERS.byteswap()),
+        ("prmt.b32 %r9, %r1, %r3, 0x3210U;", INTEGERS, INTEGERS, INTEGERS),  # %r3 was not written
         ("selp.b32 %r9, %r1, %r2, 1;", INTEGERS, -INTEGERS, INTEGERS),
         ("cvt.rzi.s32.f32 %r9, %r1;", 100 * F, G, (100 * F).astype(np.int32)),
         ("shfl.sync.bfly.b32 %r9, %r1, 5, 31, -1;", INTEGERS, INTEGERS, INTEGERS[LANES ^ 5]),
@@ -103,6 +104,12 @@ def test_a_sum_of_bfloat16_is_rounded_once() -> None:
 def test_local_memory_belongs_to_a_thread() -> None:
     body = ".local .align 4 .b8 __local_depot0[8];\nmov.b64 %SPL, __local_depot0;\nst.local.b32 [%SPL+4], %r1;\n"
     wave = executed(body + "ld.local.b32 %r9, [%SPL+4];", r1=INTEGERS)
+    np.testing.assert_array_equal(wave.registers["%r9"].view(np.int32), INTEGERS)
+
+
+def test_addresses_of_32_bits_wrap_around() -> None:
+    body = ".local .align 4 .b8 __local_depot0[8];\nst.local.b32 [%r2+8], %r1;\n"
+    wave = executed(body + "ld.local.b32 %r9, [4];", r1=INTEGERS, r2=np.full(32, -4, np.int32))
     np.testing.assert_array_equal(wave.registers["%r9"].view(np.int32), INTEGERS)
 
 

@@ -155,9 +155,11 @@ class Wave:
     def address(self, operand: str) -> np.ndarray:
         """Addresses in all threads; shared memory of each block and local memory of each thread begin at 0."""
         names, total = _terms(operand)
-        for name in names:
-            wide = name.startswith(_WIDE_REGISTERS) or name in self.program.variables
-            total = total + (self.get(name, np.int64) if wide else self.get(name, np.uint32).astype(np.int64))
+        wide = [name.startswith(_WIDE_REGISTERS) or name in self.program.variables for name in names]
+        for name, is_wide in zip(names, wide, strict=True):
+            total = total + (self.get(name, np.int64) if is_wide else self.get(name, np.uint32).astype(np.int64))
+        if names and not any(wide):  # 32-bit addresses wrap around
+            total = total & 0xFFFFFFFF
         return np.broadcast_to(total, (self.threads,))
 
     def run(self) -> None:
