@@ -137,7 +137,7 @@ def _real(result: Tensor, inputs: Inputs) -> Tensor:
 
 
 def ready(runtime: str, group: dict, folder: Path) -> Iterator[tuple[dict, Call]]:
-    """What is known of each row once a runtime has computed it in this process, first call and error, and its call."""
+    """Figures of each row after its first call in a runtime, in this process (seconds of it, error), and the call."""
     model, rows = built(group)
     model.load_state_dict(torch.load(folder / "weights.pt"))
     for inputs, size in zip(rows, group["sizes"], strict=True):
@@ -151,7 +151,7 @@ def ready(runtime: str, group: dict, folder: Path) -> Iterator[tuple[dict, Call]
 
 
 def answer(runtime: str, group: dict, folder: Path, busy: bool) -> None:
-    """Print what is known of each row, and then the times of those that standard input names, each for some seconds."""
+    """Print the figures of each row, and then the times of those that standard input names, each for some seconds."""
     clock, calls = time.process_time if busy else time.perf_counter, []
     for entry, call in ready(runtime, group, folder):
         print(json.dumps(entry), flush=True)
@@ -164,7 +164,7 @@ def answer(runtime: str, group: dict, folder: Path, busy: bool) -> None:
 
 
 class Contestant:
-    """A runtime in a process of its own. rows: what is known of each, with a note where it fails."""
+    """A runtime in a process of its own. rows: figures of each, with a note where it fails."""
 
     def __init__(self, runtime: str, group: dict, folder: Path, options: argparse.Namespace) -> None:
         python = dict(entry.split("=", 1) for entry in options.python).get(runtime, sys.executable)
@@ -197,7 +197,7 @@ class Contestant:
 
 
 def measured(runtimes: Sequence[str], group: dict, folder: Path, options: argparse.Namespace) -> Iterator[dict]:
-    """What each runtime takes for each row, in turns, once all are ready."""
+    """Times of each row in each runtime, in turns, once all runtimes are ready."""
     contestants = {name: Contestant(name, group, folder, options) for name in runtimes}
     for number in range(len(group["sizes"])):
         taken: dict[str, list[float]] = {name: [] for name in runtimes}

@@ -7,8 +7,8 @@
 
 Sums over many keys lose digits: each addition rounds to the last place of what has been added up so far. So output and
 sum begin anew every `KEY_SPAN` keys (`HALF_KEY_SPAN` where the result has fewer digits) and are added to those of the
-spans before. Vector products first sum up the keys of a tile by themselves, and begin anew every `TILE_SPAN` keys; to
-memory accumulators on AMX cannot be added.
+spans before. Vector products sum up the keys of a tile by themselves and add that to memory, and begin anew every
+`TILE_SPAN` keys. Accumulators on AMX cannot be added to memory.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def multi_head_attention(
     proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
     average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> Any:  # fmt: skip
-    """`torch._native_multi_head_attention`: [B, N, E] inputs, packed projections; returns (output, weights or None).
+    """Self-attention of torch's fast path: [B, N, E] inputs, packed projections; returns (output, weights or None).
 
     mask: true where it is masked out; mask_type 0: [N, N] over queries and keys, 1: [B, N] padding of keys, 2:
         [B, H, N, N].
