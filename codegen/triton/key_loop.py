@@ -219,9 +219,11 @@ class KeyLoop:
 
     def _hidden(self, softmax: str) -> str:
         """Steps from scores to weights, behind the condition. A product of another panel is no summand of the first
-        one, or it would follow it; nor is their sum, which Triton turns into one."""
+        one, or it would follow it; nor is their sum, which Triton turns into one. What is read
+        behind the condition has to be there before it: Triton compiles nothing else."""
         summed = [f"s = tl.fma(s{panel.suffix}, 1.0, s)" for panel in self.columns[1:]]
-        return source.block(*summed, "p = s", f"if {ALWAYS}:", source.indented(softmax))
+        before = ["p = s", *(["alpha = m"] if self.softmax and self.spec.dtype == "float32" else [])]
+        return source.block(*summed, *before, f"if {ALWAYS}:", source.indented(softmax))
 
     def _products(self) -> list[str]:
         weights = f"p.to({DTYPES[self.spec.dtype]})"

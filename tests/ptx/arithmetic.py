@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +23,17 @@ def _elementwise(compute: Callable[..., np.ndarray], dtype: Any = None) -> Maker
     """Maker of an opcode whose result is a function of its operands. dtype: of the operands, if not the opcode's."""
 
     def make(parts: list[str], args: list[str], line: str) -> Run:
-        operands, ftz = dtype or DTYPES[parts[-1]], "ftz" in parts
+        operands, ftz, pairs = dtype or DTYPES[parts[-1]], "ftz" in parts, parts[-1] == "f32x2"
         if parts[-1] in ("bf16", "bf16x2"):
             return _in_bfloat16(compute, operands, args)
 
         def run(wave: Wave, mask: Mask) -> None:
             values = [wave.get(arg, operands) for arg in args[1:]]
+            if pairs:
+                values = [np.ascontiguousarray(value).view(np.float32) for value in values]
             result = compute(*map(flushed, values)) if ftz else compute(*values)
-            wave.put(args[0], flushed(result) if ftz else result, mask)
+            result = flushed(result) if ftz else result
+            wave.put(args[0], result.view(operands) if pairs else result, mask)
 
         return run
 
@@ -123,15 +127,14 @@ def _prmt(parts: list[str], args: list[str], line: str) -> Run:
 
 @opcode("min", "max")
 def _extremum(parts: list[str], args: list[str], line: str) -> Run:
-    """The number where one operand is NaN, or NaN with `.NaN`."""
+    """Of two operands, or three on sm_100: the number where one is NaN, or NaN with `.NaN`."""
     largest = parts[0] == "max"
+    between = (np.maximum if largest else np.minimum) if "NaN" in parts else (np.fmax if largest else np.fmin)
 
-    def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        if a.dtype.kind == "f":
-            if "NaN" in parts:
-                return np.where(np.isnan(a) | np.isnan(b), np.float32(np.nan), (np.fmax if largest else np.fmin)(a, b))
-            return (np.fmax if largest else np.fmin)(a, b)
-        result = np.maximum(a, b) if largest else np.minimum(a, b)
+    def compute(*values: np.ndarray) -> np.ndarray:
+        result = functools.reduce(between, values)
+        if "NaN" in parts:
+            return np.where(np.isnan(result), np.float32(np.nan), result)
         return np.maximum(result, 0) if "relu" in parts else result
 
     return _elementwise(compute)(parts, args, line)
@@ -207,7 +210,8 @@ def _mad_with_carry(parts: list[str], args: list[str], line: str) -> Run:
 
 @opcode("mov")
 def _mov(parts: list[str], args: list[str], line: str) -> Run:
-    """A copy, or a register's parts in several, the lowest first, or the reverse."""
+    """A copy, or a register's parts in several, the lowest first, or the reverse. Of a pair of float32 one may be
+    unwritten, which is NaN then: its sums and products are not read (sm_100's `f32x2`)."""
     dtype, size = DTYPES[parts[-1]], np.dtype(DTYPES[parts[-1]]).itemsize
 
     def unpack(wave: Wave, mask: Mask) -> None:
@@ -218,7 +222,8 @@ def _mov(parts: list[str], args: list[str], line: str) -> Run:
 
     def pack(wave: Wave, mask: Mask) -> None:
         names = list_of(args[1])
-        pieces = [wave.get(name, UNSIGNED[size // len(names)]) for name in names]
+        known = [name if size < 8 or name in wave.registers else "0fFFFFFFFF" for name in names]
+        pieces = [wave.get(name, UNSIGNED[size // len(names)]) for name in known]
         wave.put(args[0], np.stack(pieces, 1).view(dtype)[:, 0], mask)
 
     def copy(wave: Wave, mask: Mask) -> None:
