@@ -124,7 +124,9 @@ def test_other_orders_in_float32(order: str) -> None:
     assert_as_exact_as_eager(out, c, operands)
 
 
-@pytest.mark.parametrize(("target", "dtype", "size"), [("sm_80", "bfloat16", 1), ("sm_90", "float32", 40), ("sm_100", "float32", 40)])
+@pytest.mark.parametrize(
+    ("target", "dtype", "size"), [("sm_80", "bfloat16", 1), ("sm_90", "float32", 40), ("sm_100", "float32", 40)]
+)
 def test_gradients(target: str, dtype: str, size: int) -> None:
     c = case("causal", dtype, 32)
     operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 70, "Nk": 70})
