@@ -40,8 +40,6 @@ def settings(module: GraphModule, when: When) -> dict[str, Any]:
         return {}
     if not devices.onednn_may_run():
         return {}
-    if when == "auto" and not any(speeds.of_threads(torch.get_num_threads(), dtype).ever_pays for dtype in dtypes):
-        return {}
     others = config.post_grad_custom_pre_pass
     others = [] if others is None else others if isinstance(others, list) else [others]
     ours = ProductsPass(when == "always", dtypes)

@@ -40,7 +40,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool, fr
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-VERSION = 5
+VERSION = 6
 """To be raised with every change of what the op computes or of the pass: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "FRAGMENT")
@@ -63,8 +63,8 @@ MANY = 1024
 
 
 class ProductsPass(CustomGraphPass):
-    """Sends float32 products on CPUs to the faster library, and lets GELU be computed in products where that is faster.
-    always: to oneDNN, and in products, whatever is faster. dtypes: those of the products.
+    """Sends float32 products on CPUs to the faster library, and lets GELU be computed in products where that is faster,
+    or else in fewer operations. always: to oneDNN, and in products, whatever is faster. dtypes: those of the products.
 
     Packages of AOTInductor stay unchanged: they would need our operator where they run.
     """
@@ -77,13 +77,18 @@ class ProductsPass(CustomGraphPass):
         if is_packaging() or not devices.onednn_may_run():
             return
         for node in graph.nodes:
-            if (product := _product(node)) is not None and self._goes(product, node):
+            if (product := _product(node)) is None:
+                continue
+            call = node
+            if self._goes(product, node):
                 call = _replace(graph, node, product, self.always or product.is_chosen)
                 counters["inductor"][COUNTED] += 1
                 if (gelu := self._gelu(product, call)) is not None:
                     call.update_arg(GELU, gelu.approximate)
                     gelu.remove()
                     counters["inductor"][INSIDE] += 1
+            if (gelu := activations.gelu_of(call)) is not None:
+                gelu.shorten()
 
     def uuid(self) -> str:
         """Key of everything but the graph that results depend on."""

@@ -43,9 +43,10 @@ class Speeds:
     """Seconds of products by MKL and oneDNN, by rows and then by sizes, and of the copy of an element. In bfloat16,
     where torch's own products are oneDNN's, there are none.
 
-    sweep: seconds per element of a pass that does little; apart: of passes with erf and tanh, which are what GELU after
-    a product takes; inside: what GELU with each of them adds to a product. turned: seconds per element of a weight in
-    columns that it adds more: with GELU oneDNN may copy such a weight. threads: number of threads that ran them.
+    sweep: seconds per element of a pass that does little; apart: of passes with erf and sigmoid, which are what GELU
+    after a product takes; inside: what GELU with each of them adds to a product. turned: seconds per element of a
+    weight in columns that it adds more: with GELU oneDNN may copy such a weight. threads: number of threads that ran
+    them.
     """
 
     mkl: tuple[float, ...]
@@ -163,7 +164,7 @@ def _name(threads: int, dtype: torch.dtype) -> str:
     switches = sorted(item for item in os.environ.items() if item[0].startswith(_SWITCHES))
     host = machine()
     facts = [cpu.identity(), host.name, sorted(host.isa), host.cores, threads, str(dtype), torch.__version__]
-    form = [field.name for field in fields(Speeds)], ROWS, SIZES, products.CHAIN
+    form = [field.name for field in fields(Speeds)], ROWS, SIZES, products.CHAIN, "sigmoid"
     key = json.dumps([*facts, switches, *form, caching.tag()])
     return f"products_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
@@ -214,9 +215,9 @@ def _product(m: int, k: int, n: int) -> list[Call]:
 
 def _passes(dtype: torch.dtype) -> list[Call]:
     """Passes over as many elements as the largest product has: a copy, one that does little, and one with each of the
-    functions of GELU."""
+    functions of GELU, which is computed with a sigmoid for tanh."""
     x, out = _matrix(SIZES[-1][1], ROWS[-1], dtype), _matrix(SIZES[-1][1], ROWS[-1], dtype)
-    functions = (torch.neg, torch.erf, torch.tanh)
+    functions = (torch.neg, torch.erf, torch.sigmoid)
     return [x.t().contiguous, *(functools.partial(function, x, out=out) for function in functions)]
 
 

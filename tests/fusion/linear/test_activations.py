@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.linear import products
 from fusion.linear.activations import Gelu, gelu_of
@@ -102,12 +104,36 @@ def test_deep_sums_have_it_after_their_parts() -> None:
     assert gelus(module, x) == [""]
 
 
+ENDS = [0.0, -0.0, 1e-30, 20.0, -5.0, -104.0, 1e13, -1e13, 3e38, -3e38, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spelling", [name for name, (_, approximate) in SPELLINGS.items() if approximate == "tanh"])
+def test_after_a_product_a_sigmoid_takes_the_place_of_tanh(spelling: str, dtype: torch.dtype) -> None:
+    activation, aten = SPELLINGS[spelling][0], torch.ops.aten
+    x, w = torch.tensor([*ENDS, *torch.linspace(-9, 9, 999)], dtype=dtype)[:, None], torch.ones(1, 1, dtype=dtype)
+    trace = make_fx(lambda x, w: activation(x @ w), select_decomp_table(), tracing_mode="fake")
+    module = trace(x, w)
+    gelu = gelu_of(next(iter(module.graph.find_nodes(op="call_function", target=aten.mm.default))))
+    assert gelu is not None
+    gelu.shorten()
+    module.graph.lint()
+    module.recompile()
+    assert {aten.tanh.default, aten.sigmoid.default} & {node.target for node in module.graph.nodes} == {
+        aten.sigmoid.default
+    }
+    parts, result = [*range(len(ENDS)), slice(len(ENDS), None)], module(x, w)
+    for part in parts:
+        y = x[part].double()  # 1 + tanh is 0 in float64 where the result is -1e-28
+        exact = y * torch.sigmoid(2 * ROOT * (y + 0.044715 * y**3))
+        assert_as_exact_as_eager(result[part], activation(x[part]), exact)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_ends_of_the_range(approximate: str, dtype: torch.dtype) -> None:
     """NaN and infinities come out as eager has them, and so do numbers whose cubes overflow."""
-    ends = [0.0, -0.0, 1e-30, 20.0, -5.0, -104.0, 1e13, -1e13, 3e38, -3e38, math.inf, -math.inf, math.nan]
-    x, w = torch.tensor(ends, dtype=dtype)[:, None], torch.ones(64, 1, dtype=dtype)
+    x, w = torch.tensor(ENDS, dtype=dtype)[:, None], torch.ones(64, 1, dtype=dtype)
     result = torch.ops.fusion.linear(x, w, None, approximate, True)
     for actual, value in zip(result, x @ w.t(), strict=True):
         exact = F.gelu(value.double(), approximate=approximate)
