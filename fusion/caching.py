@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fusion.torch_private.host import CacheArtifact, CacheArtifactFactory, CacheArtifactManager, cache_dir
+from fusion.torch_private.devices import CacheArtifact, CacheArtifactFactory, CacheArtifactManager, cache_dir
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from fusion.lowering.backward_plan import (
     normalized,
 )
 from fusion.lowering.rows import lost_logarithms
-from fusion.machine.huge_pages import in_huge_pages
 from fusion.planning.cpu_backward import MOST_PIECES
 
 from ..emitter import Backward
@@ -35,7 +34,7 @@ from ..mlir.backward.lanes import AUX_SUMS
 from ..mlir.backward.tile import Kind
 from ..mlir.values import round_up
 from ..reference import gradients as pulled
-from .calling import CompiledKernel, Launch, address, operand_values
+from .calling import CompiledKernel, Launch, address, in_huge_pages, operand_values
 from .derived import Derived, Step, copies_of, result, step_of, steps_of
 from .launch import WORK_PER_THREAD, window_of
 

@@ -19,7 +19,6 @@ from fusion.lowering import aux_gradients, rows
 from fusion.lowering.backward_plan import BackwardPlan, backward_plan
 from fusion.lowering.gradients import hides_nan, left_to_reference
 from fusion.machine import Machine
-from fusion.machine.huge_pages import in_huge_pages
 from fusion.planning.choice import Choice, query_stationary
 from fusion.planning.cpu_planner import FEW_QUERIES
 from fusion.planning.register_tiles import KEY_SPAN, AllHeads, ByRows, Target, Tiling, backward_tiling, edge_of_spans
@@ -31,7 +30,7 @@ from ..mlir.backward.kernel import BackwardKernel
 from ..mlir.backward.lanes import FUSED
 from ..mlir.backward.tile import Kind, Problem
 from .backward import BackwardCall
-from .calling import CompiledKernel, address, check_sizes, empty_strided
+from .calling import CompiledKernel, address, check_sizes, empty_strided, in_huge_pages
 from .launch import ForwardKernel, Prepared
 
 if TYPE_CHECKING:

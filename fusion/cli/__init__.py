@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import pkgutil
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
-from fusion.cli import progress
 from fusion.errors import FusionError, StrictError
 
 COMMANDS = {
@@ -98,8 +101,47 @@ def _run(argv: Sequence[str] | None) -> int:
         whole.print_help()
         return 0
     try:
-        with progress.shown():
+        with progress_shown():
             return arguments.run(arguments)
     except FusionError as error:
         print(f"fusion {arguments.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, StrictError) else 2
+
+
+INTERVAL = 2.0
+"""Seconds after which the last line that the package logged to `fusion.progress` is printed, if it is new."""
+
+
+class _Latest(logging.Handler):
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+@contextlib.contextmanager
+def progress_shown() -> Iterator[None]:
+    """Progress of what runs inside, on standard error where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    log, latest, done, started = logging.getLogger("fusion.progress"), _Latest(), threading.Event(), time.monotonic()
+
+    def report() -> None:
+        printed = ""
+        while not done.wait(INTERVAL):
+            if latest.text != printed:
+                printed = latest.text
+                print(f"{time.monotonic() - started:4.0f} s  {printed}", file=sys.stderr, flush=True)
+
+    log.addHandler(latest)
+    log.setLevel(logging.INFO)
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        log.removeHandler(latest)
+        log.setLevel(logging.NOTSET)

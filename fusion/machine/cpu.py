@@ -184,7 +184,7 @@ def _mac_cpu() -> tuple[str, set[str], float, dict[str, int]]:
 @functools.cache
 def amx_enabled() -> bool:
     """Ask the operating system for the tile registers, once per process; False where it refuses."""
-    from fusion.torch_private.host import init_amx
+    from fusion.torch_private.devices import init_amx
 
     try:
         return init_amx()

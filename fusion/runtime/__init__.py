@@ -1,2 +1,2 @@
 """Calls of compiled graphs: `op` has the operators, `kernels` the kernel of each spec, `guards` what runs where a
-kernel raises, `autograd` and `derivatives` the gradients."""
+kernel raises, `derivatives` the gradients."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from fusion.errors import OperandError
 from fusion.ir import AttentionSpec, results
 from fusion.ir.tile_map import MapSpec
-from fusion.runtime import autograd, derivatives, kernels, vmap_rules
+from fusion.runtime import derivatives, kernels, vmap_rules
 from fusion.runtime.tile_map_op import tile_map
 from fusion.torch_private.operators import assert_async, register_fake
 
@@ -217,19 +217,19 @@ for _name, (_schema, _shapes) in _OPERATORS.items():
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _RUN[_name], _key)
 _library.impl("attention_below_autograd", torch.library.fallthrough_kernel, "Autograd")
-autograd.register(_library, "attention", _recompute_and_differentiate, _save_operands, derivatives.of_attention)
+derivatives.register(_library, "attention", _recompute_and_differentiate, _save_operands, derivatives.of_attention)
 for _name in ("attention_forward", "attention_outputs"):
-    autograd.register(_library, _name, _differentiate_outputs, _save_outputs, derivatives.of_attention)
+    derivatives.register(_library, _name, _differentiate_outputs, _save_outputs, derivatives.of_attention)
 for _name, _describe in (
     ("attention_backward", derivatives.of_backward),
     ("attention_outputs_backward", derivatives.of_outputs_backward),
     ("attention_derivative", derivatives.of_derivative),
 ):
     _again = functools.partial(_differentiate_derivative, _describe)
-    autograd.register(
-        _library, _name, _again, lambda ctx, given, _: ctx.save_for_backward(*autograd.flat(given)), _describe
+    derivatives.register(
+        _library, _name, _again, lambda ctx, given, _: ctx.save_for_backward(*derivatives.flat(given)), _describe
     )
-autograd.register(_library, "tile_map", lambda ctx, grad: [None] * ctx.count, _save_count)
+derivatives.register(_library, "tile_map", lambda ctx, grad: [None] * ctx.count, _save_count)
 for _name in _OPERATORS:
     if _name.startswith("attention") and _name != "attention_below_autograd":
         vmap_rules.register(_library, _name)

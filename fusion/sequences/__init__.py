@@ -5,8 +5,7 @@ a function of whole sequences on such DTensors. A spec, a layout of shards and a
 score program is known by name.
 """
 
-from fusion.sequences import operators  # noqa: F401  (registers torch.ops.fusion.ring_attention)
-from fusion.sequences.exchange import moved
+from fusion.sequences.operators import moved  # registers torch.ops.fusion.ring_attention
 from fusion.sequences.schedules import SCHEDULES, ring_of, sizes_of, split, split_of_keys
 
 __all__ = ["SCHEDULES", "moved", "ring_of", "sizes_of", "split", "split_of_keys"]

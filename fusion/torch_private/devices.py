@@ -1,12 +1,32 @@
 """Devices and processes: oneDNN's matrix product, which torch has for frozen graphs, on packed and on other tensors;
-time on a GPU; process groups by name."""
+AMX's tile registers; time on a GPU; process groups by name; the directory of torch's caches, and the files that travel
+with `torch.compiler.save_cache_artifacts`.
+
+`import fusion` needs this module. Dynamo takes a second to import, and fails where the directory cannot be made.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 from torch.fx import Node
+
+__all__ = ["CacheArtifact", "CacheArtifactFactory", "CacheArtifactManager"]
+
+
+def cache_dir() -> str:
+    """Directory of Inductor's files, created where it does not exist. Compiled kernels lie beside them."""
+    from torch._inductor.runtime import cache_dir_utils
+
+    return cache_dir_utils.cache_dir()
+
+
+def init_amx() -> bool:
+    """Ask the operating system for AMX's tile registers; False where it refuses. Without it, matrix kernels of CPUs
+    with AMX would end the process."""
+    return bool(torch.cpu._init_amx())
 
 
 def onednn_lacks() -> str:

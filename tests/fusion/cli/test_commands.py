@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import fusion
-from fusion import caching
-from fusion.cli import COMMANDS, main, progress
+from fusion import caching, cli
+from fusion.cli import COMMANDS, main
 from fusion.cli import doctor as doctor_command
 from fusion.runtime import kernels
 from fusion.runtime.guards import GuardedKernel
@@ -182,10 +182,10 @@ complete_words fusion d; complete_words fusion cost --m; complete_words fusion v
 
 def test_progress_is_what_was_begun_last_and_stands_on_terminals_alone(capsys, monkeypatch):
     log = logging.getLogger("fusion.progress")
-    monkeypatch.setattr(progress, "INTERVAL", 0.001)
+    monkeypatch.setattr(cli, "INTERVAL", 0.001)
 
     def work() -> str:
-        with progress.shown():
+        with cli.progress_shown():
             for number in range(3):
                 log.info("attention %d of 3", number + 1)
             end = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""torch's cache directory and its artifacts, and AMX, as fusion.torch_private.host uses them."""
+"""torch's cache directory and its artifacts, and AMX, as fusion.torch_private.devices uses them."""
 
 import platform
 import subprocess
@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 
-from fusion.torch_private import host
+from fusion.torch_private import devices
 
 
 @pytest.mark.skipif(
@@ -24,14 +24,14 @@ def test_the_package_is_imported_without_dynamo() -> None:
 
 def test_the_directory_follows_the_environment(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
-    assert host.cache_dir() == str(tmp_path / "here")
+    assert devices.cache_dir() == str(tmp_path / "here")
 
 
 def test_artifacts_travel() -> None:
     arrived = []
 
-    @host.CacheArtifactFactory.register
-    class FusionPrivateTest(host.CacheArtifact):
+    @devices.CacheArtifactFactory.register
+    class FusionPrivateTest(devices.CacheArtifact):
         def populate_cache(self) -> None:
             arrived.append((self.key, self.content))
 
@@ -39,7 +39,7 @@ def test_artifacts_travel() -> None:
         def type() -> str:
             return "fusion_private_test"
 
-    host.CacheArtifactManager.record_artifact("fusion_private_test", "key", b"content")
+    devices.CacheArtifactManager.record_artifact("fusion_private_test", "key", b"content")
     saved = torch.compiler.save_cache_artifacts()
     assert saved is not None
     torch.compiler.load_cache_artifacts(saved[0])
@@ -48,5 +48,5 @@ def test_artifacts_travel() -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is of x86-64")
 def test_amx_is_asked_for() -> None:
-    assert host.init_amx() in (True, False)
-    assert host.init_amx() == host.init_amx()
+    assert devices.init_amx() in (True, False)
+    assert devices.init_amx() == devices.init_amx()
