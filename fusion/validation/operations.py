@@ -1,5 +1,5 @@
 """Replay of each kind of operation on a sample of its elements: pointwise operations, views, and operations along one
-dimension. Contractions and created tensors are in `products`, operations that pick elements in `assembled`."""
+dimension. Contractions, operations that pick or join elements, and created tensors are in `products`."""
 
 from __future__ import annotations
 
