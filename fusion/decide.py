@@ -1,5 +1,4 @@
-"""Reasons against fusing a site, or against a form of its call: a failed validation, a missing kernel, a higher
-cost."""
+"""Reasons against fusing a site, or a form of its call: a failed validation, a missing kernel, a higher cost."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def validation_refusal(site: Site, examples: Mapping[str, int]) -> Refusal | None:
-    """Difference between the specs of a site and the graph's own operations, or the reason why they could not be
-    compared."""
+    """Difference between the specs of a site and the graph's own operations, or why they could not be compared."""
     verdict = validate(site, site.calls, examples)
     site.validated = str(verdict)
     if verdict.wrong is not None:
@@ -50,8 +48,7 @@ def validation_refusal(site: Site, examples: Mapping[str, int]) -> Refusal | Non
 def keeps_dense_mask(
     options: Options, gathered: AttentionCall, dense: AttentionCall, examples: Mapping[str, int]
 ) -> str | None:
-    """Reason for an attention to read all keys under a mask rather than gather the keys of each row; None where there
-    is none."""
+    """Reason for an attention to read all keys under a mask rather than gather those of each row, or None."""
     request = options.request
     if (refusal := kernels.unsupported(gathered.spec, gathered.device, request)) is not None:
         return str(refusal)

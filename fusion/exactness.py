@@ -77,8 +77,7 @@ class InFloat64(TorchDispatchMode):
 
 
 def in_float64(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """`floats` of a call in float64, with copies of the arguments and, where the function is a module, of the
-    module."""
+    """`floats` of a call in float64, with copies of the arguments, and of a function that is a module."""
     run = copy.deepcopy(function).double() if isinstance(function, torch.nn.Module) else function
     args, kwargs = tree_map(lambda leaf: widened(copied(leaf)), (tuple(args), dict(kwargs)))
     with InFloat64():

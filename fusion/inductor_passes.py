@@ -53,8 +53,7 @@ class RewritePass(inductor.CustomGraphPass):
 
 
 def _is_whole(graph: Graph) -> bool:
-    """Whether no other graph calls this one, during Inductor's recursion; outside of it, whether it comes from
-    Dynamo."""
+    """Whether no other graph calls this one, in Inductor's recursion; outside of it, whether it is Dynamo's."""
     depth = inductor.pre_grad_depth()
     return depth == 1 or (not depth and any(map(tracing.has_source, graph.nodes)))
 
@@ -68,8 +67,7 @@ def _source() -> str:
 
 
 def _put_in_place(fused: GraphModule, module: GraphModule) -> None:
-    """Replace the graph of `module`, a graph in Inductor's hands, by that of `fused`. Its inputs and its output
-    stay."""
+    """Replace the graph of `module`, a graph in Inductor's hands, by that of `fused`; inputs and output stay."""
     inputs, placeholders = (graph.find_nodes(op="placeholder") for graph in (module.graph, fused.graph))
     output = module.graph.output_node()
     output.args = ((),)
@@ -174,6 +172,5 @@ def _others(setting: Any) -> list[Any]:
 
 
 def _setting(passes: Sequence[Any]) -> Any:
-    """Passes in the form of Inductor's setting; a single pass without a list, for versions of torch that know no
-    lists."""
+    """Passes in the form of Inductor's setting; a single pass without a list, for torch versions without lists."""
     return None if not passes else passes[0] if len(passes) == 1 else list(passes)

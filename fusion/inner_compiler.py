@@ -1,5 +1,4 @@
-"""Inner compiler: compiles the graph with its calls of fused attentions, and puts tangents and certificates around the
-compiled graph."""
+"""Inner compiler of the graph with its calls of fused attentions; tangents and certificates around what it returns."""
 
 from __future__ import annotations
 

@@ -138,8 +138,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def unknown_triton(version: str, architecture: str | None = None) -> str | None:
-    """Log line for a version of Triton whose compiled kernels no facts are recorded of, for an architecture of GPUs or
-    for any."""
+    """Log line for a version of Triton without facts of compiled kernels, for an architecture of GPUs or for any."""
     from fusion.planning import gpu_facts
 
     if (source := gpu_facts.source(version, architecture)) == version:

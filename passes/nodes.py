@@ -68,8 +68,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def walk_up(starts: Iterable[Node], parents: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """Every ancestor of the starts, these included, each once. parents: the nodes that the walk continues with after a
-    node."""
+    """Every ancestor of the starts, these included, each once. parents: the nodes that the walk goes on with."""
     seen, todo = set[Node](), list(starts)
     while todo:
         node = todo.pop()
@@ -173,8 +172,7 @@ def _require_sizes(extent: torch.SymInt) -> None:
 
 
 def _is_one(extent: torch.SymInt) -> bool:
-    """Whether an expression of sizes is 1. torch guards on this where a dimension was broadcast, and keeps the
-    expression."""
+    """Whether an expression of sizes is 1. torch guards on this for a broadcast, and keeps the expression."""
     node = extent.node
     return not node.expr.is_symbol and node.has_hint() and node.hint == 1 and tensors.statically_known_true(extent == 1)
 

@@ -67,8 +67,7 @@ class CutOut:
 
 
 def cut_out(site: Site) -> CutOut | None:
-    """Region of a recognised site, equal for equal sites; None where it draws random numbers. Call before the
-    rewrite."""
+    """Region of a recognised site, equal for equal sites; None if it draws random numbers. Call before the rewrite."""
     region = _feeding(site.root, inside(site))
     if any(nodes.is_active_dropout(node) for node in region):
         return None
@@ -93,7 +92,6 @@ def cut_out(site: Site) -> CutOut | None:
 
 
 def _feeding(root: Node, inside: set[Node]) -> set[Node]:
-    """Nodes of `inside` on a path to `root` within `inside`, without items of tuples that are computed outside of
-    it."""
+    """Nodes of `inside` on a path to `root` within `inside`, without items of tuples computed outside of it."""
     eligible = {node for node in inside if node.target is not operator.getitem or node.args[0] in inside}
     return {*nodes.walk_up([root], lambda node: eligible.intersection(node.all_input_nodes))}

@@ -53,8 +53,7 @@ def replace_sites(module: GraphModule, sites: Iterable[Site], request: str, exam
 
 
 def _check_tables(graph: Graph, sites: Iterable[Site], symbols: Symbols) -> None:
-    """Pass tables to attentions through `fusion::table`, which checks them; one check for all that are read at the same
-    index."""
+    """Pass tables to attentions through `fusion::table`, which checks them; one check for all at the same index."""
     known: dict[Table, Node] = {}
     for site in sites:
         for place, call in enumerate(site.calls):
@@ -83,8 +82,7 @@ def _replace(
     results: dict[Node, Node],
     examples: Mapping[str, int],
 ) -> dict[Node, Node]:
-    """Replace a site's root by its calls; returns the replacement of each node. results: replacements of earlier
-    sites."""
+    """Replace a site's root by its calls; returns the replacement of each node. results: those of earlier sites."""
     root = site.root
     with graph.inserting_before(site.place or root):
         terms, aux = [], dict[Node, Node]()
@@ -121,8 +119,7 @@ def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node])
 
 
 def _without_gradient(graph: Graph, root: Node, call: AttentionCall, operands: Sequence[Node]) -> list[Node]:
-    """Operands of a call, detached where no gradient flows to them: their gradient is None then, as in eager mode, not
-    zero."""
+    """Operands of a call, detached where no gradient flows to them: it is None then, as in eager mode, not zero."""
     spec = call.spec
     programs = [
         spec.score,
@@ -215,8 +212,7 @@ def _wanted(call: AttentionCall, operands: Sequence[Node], examples: Mapping[str
 
 
 def _order(read: Expr, node: Node) -> Order | None:
-    """Order with keys innermost, rows beside them; None where it is so already, or keys are not one dimension in
-    memory."""
+    """Order with keys innermost, rows beside them; None if it is so, or keys are not one dimension in memory."""
     column, order = key_dimension(read), nodes.memory_order(node)
     if column is None or order[-1] == column or 0 in nodes.fake(node).stride():
         return None

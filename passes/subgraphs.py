@@ -204,8 +204,7 @@ def _is_of_levels(node: Node) -> bool:
 
 
 def _taken(module: GraphModule, members: list[Node], around: retrace.Regions, levels: Mapping[str, int]) -> list[Run]:
-    """Run of these nodes; none if it is no graph of tensors and numbers. levels: the number of transforms of each
-    kind."""
+    """Run of these nodes; none if it is no graph of tensors and numbers. levels: transforms of each kind."""
     graph, copies = Graph(), dict[Node, Node]()
     inputs, outputs = inputs_and_outputs(members)
     mode = detect_fake_mode([*map(nodes.fake, module.graph.find_nodes(op="placeholder"))])
@@ -236,8 +235,7 @@ def _taken(module: GraphModule, members: list[Node], around: retrace.Regions, le
 
 
 def _alike(value: Any) -> Any:
-    """Tensor of the same shape and dtype that belongs to no level, and may have a gradient; numbers are returned
-    unchanged."""
+    """Tensor of the same shape and dtype that belongs to no level, and may have a gradient; numbers unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return nodes.empty_like(value).requires_grad_(value.is_floating_point())

@@ -121,8 +121,7 @@ def note_exact(allowed: Approximation, operands: Sequence[Tensor], reason: str) 
 
 
 def is_captured(method: str, epsilon: float, operands: Sequence[Tensor]) -> bool:
-    """Whether a CUDA graph is being captured, into which no decision by data fits: the exact kernel runs, which is
-    recorded."""
+    """Whether a CUDA graph is being captured, into which no decision by data fits: the exact kernel runs."""
     if not (operands[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     allowed = Approximation(method=method, epsilon=epsilon)

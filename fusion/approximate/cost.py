@@ -234,8 +234,7 @@ class Polynomial:
         return self.error + self.spread * moment
 
     def magnitude(self, low: int = 0, high: int | None = None) -> float:
-        """Sum of |c_g| B^g over the degrees low <= g < high, an upper bound of the sum of all monomials of these
-        degrees."""
+        """Sum of |c_g| B^g over the degrees low <= g < high, a bound of the sum of all monomials of these degrees."""
         return sum(abs(c) * self.bound**g for g, c in list(enumerate(self.coefficients))[low:high])
 
 

@@ -32,8 +32,7 @@ KEPT = 64
 
 @contextlib.contextmanager
 def ieee_products() -> Iterator[None]:
-    """Compute float32 products in float32, whatever `torch.set_float32_matmul_precision` says: else bounds would not
-    hold."""
+    """Float32 products in float32, whatever `torch.set_float32_matmul_precision` says: else bounds would not hold."""
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
     before = [setting.fp32_precision for setting in settings]
     if all(precision in ("none", "ieee") for precision in before):

@@ -330,8 +330,7 @@ class Chunks:
         self._kernel = kernel
 
     def inside(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Output of exact attention within chunks, [h, CHUNK, d_v], and its normaliser, [h, CHUNK], for [h, CHUNK, d]
-        operands."""
+        """Exact attention within chunks, [h, CHUNK, d_v], and its normaliser, [h, CHUNK], of [h, CHUNK, d] operands."""
         out, (_, shift, factor) = self._kernel.outputs([q, k, v], [*sizes, len(q)])
         return out, 1 / (torch.exp2(shift) * factor.abs())  # a weight is 2**(unit * score + shift) * |factor|
 

@@ -55,8 +55,7 @@ class SampledBounds(NamedTuple):
 
 
 class Inspection:
-    """The inspection of the data of one spec's calls. native: by compiled kernels (on CPUs), else by torch's
-    operations."""
+    """Inspection of the data of one spec's calls. native: by compiled kernels (on CPUs), else by torch's operations."""
 
     def __init__(self, gather: HeadPacker, scale: float, causal: bool, native: bool):
         self.gather, self.scale, self.causal, self.native = gather, scale, causal, native
@@ -106,8 +105,7 @@ class Inspection:
         return sampled
 
     def _call(self, what: tuple, operands: Sequence[Tensor], sizes: Sequence[int], make) -> Any:
-        """Result of `make(columns, queries, keys)`, cached by sizes and strides; None where kernels cannot read the
-        rows."""
+        """Result of `make(columns, queries, keys)`, cached by sizes and strides; None if no kernel reads the rows."""
         if not self.native:
             return None
         q, k = operands[0], operands[1]

@@ -132,8 +132,7 @@ def _run(
     weighed: bool,
     kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention by the model's function. ours: whether the mask is an unchanged one of `_mask`; None is then a causal
-    one."""
+    """Attention by the model's function. ours: whether the mask is `_mask`'s; None is then a causal one."""
     if ours and (mask is not None or query.shape[-2] > 1):
         keys = torch.arange(key.shape[-2], device=query.device)
         seen = keys <= keys[:, None] if mask is None else mask == 0

@@ -58,8 +58,7 @@ def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, E
 
 
 def reached(*programs: Expr) -> set[Expr]:
-    """Expressions that gradients at the programs' values may flow to, which excludes arguments of `detach`, comparisons
-    and indices."""
+    """Expressions that gradients of the programs may flow to: not arguments of `detach`, comparisons or indices."""
     seen, todo = set[Expr](), list(programs)
     while todo:
         expr = todo.pop()
@@ -76,8 +75,7 @@ Item = TypeVar("Item")
 
 
 class Place(NamedTuple):
-    """Meaning of a tensor, or of the tensor that it is a tangent or gradient of: an operand, or a result (0: the
-    output)."""
+    """Meaning of a tensor, or of that whose tangent or gradient it is: an operand, or a result (0: the output)."""
 
     is_operand: bool
     number: int

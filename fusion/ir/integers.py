@@ -243,8 +243,7 @@ def never_negative(expr: Expr, bounds: Bounds) -> bool:
 
 
 def always_at_most(low: int | Expr, high: Expr, bounds: Bounds) -> bool | None:
-    """Whether low <= high for all coordinates within bounds (True) or for none (False); None where neither is
-    provable."""
+    """Whether low <= high for all coordinates within bounds (True) or none (False); None where neither is provable."""
     margin = sub(high, low)
     if never_negative(margin, bounds):
         return True

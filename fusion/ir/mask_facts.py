@@ -89,8 +89,7 @@ _KEEPING = ("where", "fadd", "minimum", "maximum")
 
 @functools.lru_cache(maxsize=4096)
 def fill_of(value: Expr) -> float:
-    """Upper bound of a dead score without ordinary scores that are added to it; +inf for a value that is not dead, or
-    may be NaN."""
+    """Upper bound of a dead score, without what ordinary scores add; +inf for one that is not dead, or may be NaN."""
     if value.op == "const":
         return value.value
     if value.op == "where":
@@ -123,8 +122,7 @@ def is_dead(value: Expr) -> bool:
 
 
 def in_units(dead: Expr, scale: float, divide: Callable[[Expr], Expr | None]) -> Expr | None:
-    """Dead score / `scale` such that its rows keep their weights, or None. divide: the division for values that are not
-    dead."""
+    """Dead score / `scale` such that its rows keep their weights, or None. divide: for values that are not dead."""
     if dead.is_const:
         value = dead.value / scale
         return const(max(-LARGEST, min(LARGEST, value)) if math.isfinite(dead.value) else value, Kind.FLOAT)

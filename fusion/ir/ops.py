@@ -51,8 +51,7 @@ def remake(expr: Expr, args: tuple[Expr, ...]) -> Expr:
 
 
 def rounding_to(value: Expr, dtype: str) -> Expr:
-    """`tanh` whose value the model rounds to a dtype, beyond which it need not be exact; other expressions
-    unchanged."""
+    """`tanh` whose value the model rounds to a dtype, beyond which it need not be exact; others unchanged."""
     return node("tanh", value.args, value.kind, dtype) if value.op == "tanh" else value
 
 
@@ -307,8 +306,7 @@ def evaluate(
     float_dtype: torch.dtype = torch.float32,
     constant: Callable[[Any, torch.dtype], Any] = lambda value, dtype: torch.tensor(value, dtype=dtype),
 ) -> Any:
-    """Value of an expression in torch. leaf(node): of a coordinate, size, load, score or row value; constant(value,
-    dtype)."""
+    """Value of an expression. leaf(node): of a coordinate, size, load, score or row value; constant(value, dtype)."""
     values: dict[Expr, Any] = {}
     dtype = {FLOAT: float_dtype, INT: torch.int64, BOOL: torch.bool}
     for part in walk(expr):

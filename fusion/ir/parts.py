@@ -121,8 +121,7 @@ def accesses(spec: AttentionSpec) -> tuple[tuple[tuple[Expr, ...], ...], ...]:
 
 
 def size_of_batch(spec: AttentionSpec, axis: int) -> str | None:
-    """Name of the size that a batch coordinate's extent is; None if it is none, or another value is computed from
-    it."""
+    """Name of the size that a batch coordinate's extent is; None if it is none, or is used otherwise."""
     extent = spec.batch[axis]
     if extent.op != "size" or any(extent is other for k, other in enumerate(spec.batch) if k != axis):
         return None

@@ -161,8 +161,7 @@ def _primitive(
     critical: tuple[float, ...] = (),
     **traits: Any,
 ) -> Primitive:
-    """A primitive by its function. critical: points between which the function of floats is monotone in each
-    argument."""
+    """A primitive by its function. critical: points between which one of floats is monotone in each argument."""
     transfer = transfer or by_points(evaluate, *critical)
     return Primitive(
         args=args, result=result, evaluate=evaluate, text=text, derivative=derivative, transfer=transfer, **traits

@@ -68,8 +68,7 @@ def _of_constant(part: Expr) -> Range:
 
 
 def interval(expr: Expr, bounds: integers.Bounds, of_load: Callable[[Expr], Ends]) -> Ends:
-    """(least, largest) value that an integer may have, by the bounds of the coordinates and of the tensors that are
-    read."""
+    """(least, largest) value that an integer may have, by the bounds of coordinates and of tensors that are read."""
 
     def leaf(part: Expr) -> Range | None:
         if part.op == "coord":

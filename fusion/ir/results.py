@@ -24,8 +24,7 @@ def coordinate_extents(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, i
 
 
 def statistics_shape(spec: AttentionSpec, sizes: Sequence[int]) -> list[int | torch.SymInt]:
-    """[3, b.., i]: the statistics of each row for a backward; [5, b.., i] if it `keeps_ends`. [0] without a
-    normaliser."""
+    """[3, b.., i]: statistics of the rows for a backward; [5, b.., i] if it `keeps_ends`. [0] without a normaliser."""
     if spec.normalizer is Normalizer.NONE:
         return [0]
     known = dict(zip(spec.sizes, sizes, strict=True))
@@ -90,8 +89,7 @@ def empty_gradient(tensor: Tensor, operand: Operand) -> Tensor:
 
 
 def laid_out(gradient: Tensor, tensor: Tensor, operand: Operand) -> Tensor:
-    """Gradient in the layout of `empty_gradient`; copied only if its layout differs, since a dense bias has a large
-    one."""
+    """Gradient in the layout of `empty_gradient`; copied only if the layout differs: that of a dense bias is large."""
     strides = packed_strides(tensor.shape, operand.order or None)
     if gradient.dtype is tensor.dtype and gradient.stride() == strides:
         return gradient
@@ -124,8 +122,7 @@ _OPERATORS = {"add": " + ", "mul": " * ", "floordiv": " // ", "mod": " % "}
 
 
 def size_function(exprs: Sequence[Expr], names: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Function from values of `names` (sizes or coordinates) to those of the expressions; compiled, since a call has
-    microseconds."""
+    """Function from values of `names` (sizes or coordinates) to those of the expressions; compiled, for speed."""
     texts = "".join(f"{_python(expr, list(names))}, " for expr in exprs)
     return eval(f"lambda s: ({texts})")  # the text holds integers and indices only
 

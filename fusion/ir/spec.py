@@ -266,8 +266,7 @@ class AttentionSpec:
 
     @property
     def needs_all_keys(self) -> bool:
-        """Whether no key may be skipped, whatever the mask says: other heads see its score, or its weight's logarithm
-        is a number."""
+        """Whether no key may be skipped, whatever the mask says: other heads see its score, or log(0) is its value."""
         return self.mixing is not None or LOG_WEIGHT in walk(*(f.value for f in self.aux_outputs))
 
     @property

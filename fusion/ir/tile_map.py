@@ -68,8 +68,7 @@ class MapSpec:
 
 
 def lookup(operand: int, batch: tuple[Expr, ...], rows: bool) -> tuple[Expr, Expr]:
-    """(live, mixed): the numbers of such cells under the tile i0..i1 x j0..j1, by the table in an operand at
-    coordinates."""
+    """(live, mixed): numbers of such cells in the tile i0..i1 x j0..j1, by the table in an operand at coordinates."""
     columns = [integers.floordiv(J0, CELL_KEYS), integers.add(integers.floordiv(J1, CELL_KEYS), 1)]
     lines = [integers.integer(0), integers.integer(1)]
     if rows:

@@ -74,8 +74,7 @@ def aux_gradients(spec: AttentionSpec, first: int) -> AuxGradients:
 
 
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
-    """Reason why kernels have no gradient of auxiliary outputs for the operands that `needs` marks (None: any), or
-    None."""
+    """Reason why kernels have no gradient of auxiliary outputs for operands that `needs` marks (None: any), or None."""
     for aux in spec.aux_outputs:
         value = _value(aux)
         if aux.reduction not in (Reduction.NONE, Reduction.SUM):
@@ -109,8 +108,7 @@ def _value(aux: AuxOutput) -> Expr:
 
 
 def _is_finite(expr: Expr, first: int) -> bool:
-    """Whether a value without WEIGHT is finite where all arriving gradients are; loads that vary with the key may not
-    be."""
+    """Whether a value without WEIGHT is finite where arriving gradients are; loads that vary by key may not be."""
     for part in walk(expr):
         if part.kind is not Kind.FLOAT:
             continue

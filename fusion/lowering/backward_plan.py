@@ -101,8 +101,7 @@ class TileProgram(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPlan:
-    """Facts that the kernels of a spec share. elements: the index maps of Q, K and V, None where they are gathered or
-    computed."""
+    """Facts that the kernels of a spec share. elements: the index maps of Q, K and V, None if gathered or computed."""
 
     spec: AttentionSpec  # its auxiliary outputs are those at which a gradient arrives
     programs: ScorePrograms

@@ -68,8 +68,7 @@ class BoundedScores:
 def bounded_scores(
     programs: Sequence[Expr], scale: float, unit: float = 1.0, bias: float = 0.0
 ) -> BoundedScores | None:
-    """Bounded form of a spec; None where a program's range does not follow from that of the raw score. unit, bias: of
-    the exponents."""
+    """Bounded form of a spec; None where no range follows from that of the raw score. unit, bias: of the exponents."""
     factor, limit, reaches = scale * LOG2E, LARGEST_SCORE, []
     for program in programs:
         arguments: list[MagnitudeBound] = []

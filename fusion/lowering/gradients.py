@@ -66,8 +66,7 @@ def adds_up_to_zero(spec: AttentionSpec) -> bool:
 
 
 def _passes_on(program: Expr, slope: Expr) -> bool:
-    """Whether the gradient of the score is that of the program times a number of the row, wherever this is above
-    -inf."""
+    """Whether the score's gradient is that of the program times a number of the row, wherever this is above -inf."""
     if slope.op == "where" and program.op == "where" and slope.args[0] is program.args[0]:
         cases = list(zip(program.args[1:], slope.args[1:], strict=True))
         live = [case for case in cases if case != (const(-math.inf), ZERO)]

@@ -16,8 +16,7 @@ from fusion.ir.transfer import Range
 LOG2E = math.log2(math.e)
 
 HUGE = 2.0**30
-"""Largest product of a maximum, scale and log2(e): above it neighbouring floats are 64 or more apart, 2**-64 in
-weights."""
+"""Largest product of a maximum, scale and log2(e): above it neighbours are 64 or more apart, 2**-64 in weights."""
 
 
 def exponent_units(scale: float) -> tuple[float, float, float]:
@@ -35,9 +34,8 @@ def is_moderate(scale: float) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def feeding_comparisons(*exprs: Expr | None) -> frozenset[Expr]:
-    """Floats that decide something: those below a comparison, a rounding to integers, or a rounding of positions and
-    masks to a narrower dtype, where a unit in the last place changes everything that follows. They are computed as
-    written."""
+    """Floats below a comparison, a rounding to integers, or one of positions and masks to a narrower dtype, where a
+    unit in the last place decides what follows. They are computed as written."""
     deciding = [part for part in walk(*filter(None, exprs)) if is_step(part.op) or _rounds_the_same(part)]
     return frozenset(part for part in walk(*(arg for e in deciding for arg in e.args)) if part.kind is Kind.FLOAT)
 

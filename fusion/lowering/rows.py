@@ -143,8 +143,7 @@ def lost_logarithms(row_max: torch.Tensor, row_sum: torch.Tensor) -> torch.Tenso
 
 
 def unsupported(spec: AttentionSpec, needs: Sequence[bool] | None = None) -> str | None:
-    """Reason why kernels have no gradient of the scale of rows for the operands that `needs` marks (None: any), or
-    None."""
+    """Reason why kernels have no gradient of the scale of rows for operands that `needs` marks (None: any), or None."""
     if spec.row_scale is None:
         return None
     if any(load.kind is Kind.FLOAT and (needs is None or needs[load.operand]) for load in loads(spec.row_scale)):

@@ -20,8 +20,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLevel:
-    """One level of memory. `capacity` in bytes, per core (SM, CU) unless `shared`; `bandwidth` in bytes/s, all cores
-    together."""
+    """A level of memory. `capacity` in bytes, per core (SM, CU) unless `shared`; `bandwidth` in bytes/s, all cores'."""
 
     name: str
     capacity: int
@@ -99,8 +98,7 @@ def cpuinfo() -> dict[str, str]:
 
 @functools.cache
 def identity() -> list[str]:
-    """Properties that a compiler's choice of instructions depends on: maker, model and flags; empty where they are
-    unknown."""
+    """Properties that a compiler's choice of instructions depends on: maker, model and flags; empty if unknown."""
     fields = cpuinfo()
     known = [fields.get(name, "") for name in ("vendor_id", "cpu family", "model", "flags")]
     return known if all(known) else []

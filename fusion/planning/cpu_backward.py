@@ -35,8 +35,7 @@ MOST_PIECES = 6
 MOST_ELEMENTS = 1024
 """Batch elements of a call that can be cut: each has a counter of parts that are done."""
 LEAST_ROOM = 256 << 20
-"""Bytes that the dQ of parts may take; or as much as the threads' packed rows, where that is more, up to
-`cpu.MOST_PACKED`."""
+"""Bytes that the dQ of parts may take; or as much as the threads' packed rows, if more, up to `cpu.MOST_PACKED`."""
 
 
 class Form(NamedTuple):

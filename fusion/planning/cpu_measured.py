@@ -54,8 +54,7 @@ class Tuner:
         return replace(planned, schedule=schedule, tile=tile, splits=splits, measured=True)
 
     def measure(self, extents: Sequence[int], launches: Mapping[Choice, Callable[[], bool]]) -> None:
-        """Time the choices, the planned one first, and remember the fastest; nothing where one does not take these
-        operands."""
+        """Time the choices, the planned one first, and remember the fastest; nothing if one refuses the operands."""
         with _measuring:
             seconds = dict.fromkeys(launches, float("inf"))
             if not all(launch() for launch in launches.values()):  # which is the first run of each

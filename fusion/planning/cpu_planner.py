@@ -50,8 +50,7 @@ TileTimes = Callable[[Sequence[int], Collection[Pair]], Mapping[Pair, float]]
 
 
 class CpuPlanner:
-    """The choices of a spec on a CPU. times: in place of the cost model. register_tile: (rows, keys), of which tiles
-    are."""
+    """Choices of a spec on a CPU. times: in place of the cost model. register_tile: (rows, keys) of which tiles are."""
 
     def __init__(
         self, spec: AttentionSpec, machine: Machine, times: TileTimes | None = None, register_tile: Pair | None = None
@@ -152,9 +151,8 @@ class CpuPlanner:
         return predict(here, problem, dict.fromkeys([*more, *legal]), self.register_tile)
 
     def _by_rows(self, extents: tuple[int, ...], sizes: Sequence[int]) -> Choice:
-        """The choice row by row. Keys are cut by the machine's cores, so that results do not depend on the number of
-        threads. Parts are looked at once for all lengths of a kind, so that a cache that grows is not planned anew with
-        every token."""
+        """The choice row by row. Keys are cut by the machine's cores: results do not depend on the number of threads.
+        Parts are looked at once for all lengths of a kind: a cache that grows is not planned anew with every token."""
         *others, n_k, d, d_v = extents
         key = (*others, n_k // LEAST_PART, d, d_v)
         if (parts := self._parts.get(key)) is None:

@@ -217,8 +217,7 @@ def program_kind(spec: AttentionSpec) -> str:
 
 
 def redundancy(work: Work, tile: Tile, machine: Machine) -> float:
-    """Number of times that each score is computed: by all warps abreast, unless the loop's order, or hardware, hides
-    that."""
+    """Times that each score is computed: by all warps abreast, unless the loop's order, or hardware, hides that."""
     apart = tile.spread or tile.rotated and work.kernel == FORWARD
     return 1.0 if "tcgen05" in machine.isa or apart else _abreast(work, tile)
 
@@ -303,8 +302,7 @@ def shared_bytes(work: Work, tile: Tile) -> int:
 
 
 def registers(work: Work, tile: Tile, machine: Machine) -> float:
-    """Registers of a thread, for sums, scores and (of synchronous products) the factor that stays, at the fullest
-    point."""
+    """Registers of a thread at the fullest point: sums, scores and (of synchronous products) the factor that stays."""
     threads, rows, times = tile.warps * machine.wave, work.outer(tile), redundancy(work, tile, machine)
     own = tile.rows * tile.keys * times / threads
     live = LIVE[work.kernel] + (1.0 if tile.rotated else 0.0) + PRESSURE[work.program]

@@ -1,5 +1,4 @@
-"""The tile of each GPU kernel: the one of fewest predicted clocks (`gpu_clocks`) among those that are feasible
-(`gpu_feasible`)."""
+"""The tile of each GPU kernel: of fewest predicted clocks (`gpu_clocks`) among the feasible (`gpu_feasible`)."""
 
 from __future__ import annotations
 

@@ -156,8 +156,7 @@ class Plan:
         return self.machine.flops(self.problem.dtype), self.machine.main.bandwidth
 
     def peaks(self, seconds: float) -> tuple[float, float]:
-        """Shares of `rates` where a call takes so long: of the first by `flops`, of the second by
-        `compulsory_bytes`."""
+        """Shares of `rates` where a call takes so long: of the first by `flops`, the second by `compulsory_bytes`."""
         peak, bandwidth = self.rates
         return self.flops / peak / seconds, self.compulsory_bytes / bandwidth / seconds
 

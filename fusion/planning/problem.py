@@ -167,8 +167,7 @@ class Problem:
         return float(self._visited(rows, cols).mean()) / max(1, self.n_k) * self.density
 
     def computed_share(self, rows: int, cols: int) -> float:
-        """Share of the scores that lie in the tiles of `rows x cols` which `live_share` counts; tiles at the edge are
-        smaller."""
+        """Share of the scores in the tiles of `rows x cols` that `live_share` counts; tiles at the edge are smaller."""
         if not self.bounded:
             return self.density
         n_q, visited = max(1, self.n_q), self._visited(rows, cols)
@@ -282,8 +281,7 @@ def _of_programs(*programs: Expr | None) -> tuple[int, list[Expr]]:
 
 
 def _copies(table: Expr, others: Sequence[Expr], batch: Sequence[int]) -> int:
-    """`Table.copies`, without elements that another load may read as well. Batch coordinates count where one is an
-    index by itself."""
+    """`Table.copies`, without elements that another load may read. Batch coordinates count where one is an index."""
     own = [coordinates(index) & {"i", "j"} for index in table.args]
     if not ({"i"} in own and {"j"} in own) or any(other.operand == table.operand for other in others):
         return 0

@@ -31,8 +31,7 @@ HALF_KEY_SPAN = 1 << 14
 REPRODUCIBLE_KEYS = 128
 """Keys of a tile where results are to be reproducible: blocks begin at multiples of it, whatever the sizes."""
 REPRODUCIBLE_PART = 4096
-"""Keys after which a row's maximum, sum and output begin anew there, to be merged in order: one thread or several sum
-them up."""
+"""Keys after which a row's maximum, sum and output begin anew there, to be merged in order, by any threads."""
 
 _AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 _PAIRS = {"avx512_bf16"}

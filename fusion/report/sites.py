@@ -110,8 +110,7 @@ _RESERVED = re.compile(r"[a-zA-Z]\d*|Nq|Nk")
 
 
 def _names(call: AttentionCall) -> dict[int, str]:
-    """Names of the operands: the user's, or that of the operation which makes one. A letter that formulas use is no
-    name."""
+    """Names of the operands: the user's, or that of the operation that makes one; no letter that formulas use."""
     names = call.spec.names
     for number in range(3, len(names)):
         node, count = call.operands[number], 1

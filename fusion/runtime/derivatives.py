@@ -72,8 +72,7 @@ def of_attention(arguments: Sequence[Any]) -> Function:
 
 
 def of_backward(arguments: Sequence[Any]) -> Function:
-    """`fusion::attention_backward`. Its output and statistics follow from the operands, and are no inputs of the
-    derivative."""
+    """`fusion::attention_backward`. Its output and statistics follow from the operands, and are no inputs."""
     grad, *rest = arguments
     return of_outputs_backward((grad, [], *rest))
 
@@ -256,8 +255,7 @@ class _Call:
 
     @contextlib.contextmanager
     def in_modes(self) -> Iterator[None]:
-        """Restore the modes of the call, which `apply` has ended, for the levels of torch.func below its own as
-        well."""
+        """Restore the modes of the call, which `apply` has ended, for levels of torch.func below its own as well."""
         recording, moving = self.modes
         with torch.set_grad_enabled(recording), autograd.carrying_tangents(moving):
             yield

@@ -195,8 +195,7 @@ class _Call:
         return self.whole(local, shape, range(len(shape)), self.statistics_placements(len(shape)))
 
     def statistics_placements(self, rank: int) -> list[Placement]:
-        """Placements of the statistics: `results.statistics_shape` is [numbers, b.., i], or [0] where there are
-        none."""
+        """Placements of the statistics: `results.statistics_shape` is [numbers, b.., i], or [0] without them."""
         names = ["", *(f"b{axis}" for axis in range(len(self.spec.batch))), "i"]
         return self.layout.result(names) if rank > 1 else [Replicate()] * self.mesh.ndim
 

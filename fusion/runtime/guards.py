@@ -45,8 +45,7 @@ def _must_raise(error: Exception, spec: AttentionSpec) -> bool:
 
 
 class GuardedKernel:
-    """A kernel that falls back to the reference interpreter at its first failure; an approximation to the exact
-    kernel."""
+    """A kernel that falls back to the reference interpreter at its first failure; an approximation to the exact one."""
 
     FAILED = "a kernel failed; running %s in the reference interpreter from now on"
 

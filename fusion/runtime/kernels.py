@@ -67,8 +67,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def emitting(*given: Any, **named: Any) -> Iterator[None]:
-    """Context with another emitter, registered with the arguments of `fusion.codegen.emitter.register`, and with
-    separate kernels."""
+    """Context with another emitter, of these arguments of `fusion.codegen.emitter.register`, and its own kernels."""
     before = dict(_forward), dict(_training)
     forget()
     try:
@@ -81,8 +80,7 @@ def emitting(*given: Any, **named: Any) -> Iterator[None]:
 
 
 def unsupported(spec: AttentionSpec, device: str, request: Request = PLAIN) -> Refusal | None:
-    """Reason why there is no kernel for this spec on a type of device, or None. Raises EmitterError for an unfit
-    emitter."""
+    """Reason for no kernel for this spec on a type of device, or None. Raises EmitterError for an unfit emitter."""
     if (result := emitter.find(request.emitter, device)) is None:
         return Refusal(Reason.NO_EMITTER, f"there is no emitter for device {device!r}")
     if spec.aux_outputs and not result.aux_outputs:

@@ -57,8 +57,7 @@ def specialized_attention(
 
 
 def register_inductor_codegen() -> None:
-    """Let Inductor's Python code call specialized functions; versions of torch that cannot be extended so call the
-    operator."""
+    """Let Inductor's Python code call specialized functions; versions of torch without the hook call the operator."""
     from fusion.torch_private import inductor
 
     for name in SPECIALIZED:
@@ -66,8 +65,7 @@ def register_inductor_codegen() -> None:
 
 
 def _call(operator: str, node: Any, wrapper: Any) -> str:
-    """Code for the call of an Inductor node. The definition of the called function goes into the head of the
-    wrapper."""
+    """Code for the call of an Inductor node. The called function's definition goes into the wrapper's head."""
     given, n = node.codegen_args(), OF_OPERATORS[operator][1]
     arguments = f"{given[n]}, {node.get_device().type!r}, {given[n + 1]}, {operator!r}"
     name = f"attention_{hashlib.sha256(arguments.encode()).hexdigest()[:12]}"

@@ -58,8 +58,7 @@ def _cells(spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], n_q
 
 
 class Cells:
-    """Bounds over the cells of all queries, or of these rows: [b.., rows, keys], with extent 1 where a bound does not
-    vary."""
+    """Bounds over the cells of all queries, or of these rows: [b.., rows, keys], or 1 where a bound does not vary."""
 
     def __init__(self, spec: MapSpec, operands: Sequence[Tensor], sizes: dict[str, int], rows: Tensor | None = None):
         self.spec, self.operands, self.sizes, self.rows = spec, operands, sizes, rows

@@ -62,8 +62,7 @@ def register_table(library: torch.library.Library) -> None:
 
 
 def _place(name: str, argument: Any) -> int | None:
-    """Position of the new dimension of an argument; None for statistics that are empty. Their first dimension numbers
-    them."""
+    """Position of the new dimension of an argument; None for empty statistics, whose first dimension numbers them."""
     if name != "statistics":
         return 0
     return 1 if argument.dim() > 1 else None

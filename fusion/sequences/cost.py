@@ -217,9 +217,8 @@ class Traffic:
         return 2 * self.n_q * width * (math.sqrt(h / p) - h / p)
 
     def seconds(self, schedule: str, machine: Machine, dtype: str, link: float, trained: bool) -> float:
-        """Predicted time. K and V are gathered, and change hands, before the kernel runs, and their gradients return
-        after it, each a message of its own; of a ring each step takes the longer of the two. The slowest process
-        counts."""
+        """Predicted time. K and V are gathered, and change hands, before the kernel runs, their gradients return after
+        it, each a message; of a ring each step takes the longer of the two. The slowest process counts."""
         passes = range(2 if trained else 1)
         return sum(self._seconds(schedule, machine, dtype, link, n) for n in passes)
 

@@ -94,8 +94,7 @@ def of_output(spec: AttentionSpec) -> AttentionSpec:
 
 @lru_cache(maxsize=1024)
 def of_gradient(spec: AttentionSpec) -> AttentionSpec:
-    """Spec of a block's gradient, with the log-sum-exp of a row as an auxiliary output. Rows have the statistics of
-    `of_output`."""
+    """Spec of a block's gradient, with a row's log-sum-exp as an auxiliary output; statistics as of `of_output`."""
     log_sum = AuxOutput(value=LIVE_LOG_SUM, dims=_row_names(spec), dtype=wide(spec))
     return replace(of_output(spec), aux_outputs=(log_sum,))
 

@@ -21,8 +21,7 @@ from fusion.sequences.transfers import Returns
 
 
 def forward(call: Call, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor, bool]:
-    """Output of this process's rows, [b.., i, e], the statistics for the backward, and whether all rows are
-    ordinary."""
+    """Output of this process's rows, [b.., i, e], statistics for the backward, and whether all rows are ordinary."""
     own, transfers = _dealt(call, operands), call.transfers
     rows = _rows(call, own)
     sums = {row.run: call.sums(row) for row in rows}

@@ -93,8 +93,7 @@ def lazy_module(root: torch.nn.Module | Mapping[str, Any], graph: Graph) -> Grap
 
 
 def reparametrized(module: torch.nn.Module, state: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Context in which a module has other parameters and buffers: `torch.func.functional_call` around more than one
-    call."""
+    """Context in which a module has other parameters and buffers: `torch.func.functional_call` for several calls."""
     return _reparametrize_module(module, dict(state))
 
 
@@ -145,8 +144,7 @@ def user_name(node: Node) -> str:
 
 
 class Frame(NamedTuple):
-    """One call in a stack trace. place: "file.py:12 in forward: code"; without the code where it was read from no
-    file (`python -`)."""
+    """One call in a stack trace. place: "file.py:12 in forward: code"; without the code where there is no file."""
 
     file: str
     function: str

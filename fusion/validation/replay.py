@@ -298,8 +298,7 @@ def _entry(
 
 
 def along_dimensions(run: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Callable[[Index], Index]:
-    """Map from indices of the result to those of the input, for an operation that moves elements along each dimension
-    separately."""
+    """Map from indices of the result to those of the input, where elements move along each dimension separately."""
     tables = []
     for dim, extent in enumerate(shape):
         numbers = torch.arange(extent).view([-1 if k == dim else 1 for k in range(len(shape))])

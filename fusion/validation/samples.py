@@ -30,8 +30,7 @@ _LONGEST_LINE = 1 << 14
 
 
 class Role(enum.Enum):
-    """Use of a tensor: a factor of a matrix product (Q, K, V), of a pointwise one, a finite scale, or a bias or
-    mask."""
+    """Use of a tensor: a factor of a matrix product (Q, K, V) or a pointwise one, a finite scale, a bias or mask."""
 
     FACTOR = enum.auto()
     SCALE = enum.auto()

@@ -293,8 +293,7 @@ def _multiplies(node: Node, product: Node) -> bool:
 
 
 def _shifts_by_sums(interior: Iterable[Node]) -> bool:
-    """Whether sums are subtracted from scores, so that infinite ones make rows NaN in the graph but not in a
-    softmax."""
+    """Whether sums are subtracted from scores, so that infinite ones make rows NaN in the graph, not in a softmax."""
     return any(
         nodes.packet(node) in (aten.sum, aten.mean) and any(nodes.packet(u) in (aten.add, aten.sub) for u in node.users)
         for node in interior

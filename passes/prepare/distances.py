@@ -35,8 +35,7 @@ ONE = integers.integer(1)
 
 
 def read_by_distance(graph: Graph) -> None:
-    """Rewrite such reads (`embedding` and indexing) by positions [.., N_q, N_k] that the graph computes from
-    `arange`."""
+    """Rewrite such reads (`embedding`, indexing) by positions [.., N_q, N_k] that the graph computes from `arange`."""
     symbols: Symbols | None = None
     for node in list(graph.nodes):
         if (positions := _positions(node)) is None:
@@ -51,8 +50,7 @@ def read_by_distance(graph: Graph) -> None:
 
 
 def _positions(node: Node) -> Node | None:
-    """Positions at which a node reads a table, if they are computed from others and have a query and a key
-    dimension."""
+    """Positions at which a node reads a table, if they are computed, and have a query and a key dimension."""
     positions = None
     if marks.mutations(node) or marks.dtensor(node):
         return None
@@ -85,8 +83,7 @@ class _Line:
         return None if line is None else self._spread(line)
 
     def _is_followed(self) -> bool:
-        """Whether the pull-back reads the positions itself: they are linear in query and key, and provably within the
-        table."""
+        """Whether the pull-back reads the positions itself: linear in query and key, and provably within the table."""
         if not self._has_pairs(self.positions) or (expr := self._integer(self.positions)) is None:
             return False
         return _slope(expr) is not None and integers.is_below(expr, shape(self.table)[self.dim], self.walk.bounds)
@@ -100,8 +97,7 @@ class _Line:
         return self.lines[here]
 
     def _looked_up(self, here: Node) -> Node | None:
-        """Line of a read of a table of one dimension at such positions. It is read at each call, since its values may
-        change."""
+        """Line of a read of a table of one dimension at such positions. It is read at each call: values may change."""
         positions = _positions(here)
         if positions is None or nodes.fake(here.args[0]).ndim != 1 or any(map(marks.mutations, here.all_input_nodes)):
             return None

@@ -224,8 +224,7 @@ def _division(product: Node, kinds: AncestorKinds) -> _Division | None:
 
 
 def _places(division: _Division) -> tuple[int, ...] | None:
-    """Dimension of the product that each dimension of a factor corresponds to; None where the factor depends on the
-    key."""
+    """Dimension of the product for each dimension of a factor; None where the factor depends on the key."""
     names = order_of(division.index, shape(division.factor), division.bounds)
     return None if names is None or J.name in names else tuple(int(name[1:]) for name in names)
 

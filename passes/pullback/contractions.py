@@ -53,8 +53,7 @@ def is_contraction(node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summed:
-    """(left op right).sum(dim). extents: of the tensor that is summed. keepdim: whether the result has a dimension of
-    size 1."""
+    """(left op right).sum(dim). extents: of the tensor that is summed. keepdim: with a dimension of size 1."""
 
     op: Any
     left: Node
@@ -119,8 +118,7 @@ def extended_factors(node: Node) -> list[Node]:
 
 
 def _broadcast(left: Index, right: Index) -> Index | None:
-    """Extents of a pointwise operation that extends both of its operands; None where one operand has the result's
-    shape."""
+    """Extents of a pointwise operation that extends both of its operands; None where one has the result's shape."""
     one, rank = integers.integer(1), max(len(left), len(right))
     left, right = (one,) * (rank - len(left)) + left, (one,) * (rank - len(right)) + right
     pairs = list(zip(left, right, strict=True))
@@ -153,9 +151,8 @@ def is_parameter(node: Node) -> bool:
 
 
 def factors(node: Node, index: Index, contracted: Expr) -> Factors:
-    """Factors of element `index` of a product; raises `Unsupported` with a reason for forms it cannot express. For
-    baddbmm and addmm these are the factors of the product: the caller adds the input, scaled by beta, and scales by
-    alpha."""
+    """Factors of element `index` of a product; raises `Unsupported` for forms it cannot express. For baddbmm and addmm
+    the caller adds the input, scaled by beta, and scales by alpha."""
     if packet(node) is aten.einsum:
         return _einsum(node, index, contracted)
     if (summed := _summed(node)) is not None:
@@ -193,8 +190,7 @@ def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equation:
-    """An einsum of two operands over one index: a letter for each dimension. summed: the letter that the result
-    lacks."""
+    """An einsum of two operands over one index: a letter for each dimension. summed: the letter it lacks."""
 
     inputs: tuple[str, ...]
     output: str

@@ -83,8 +83,7 @@ def not_above_zero(x: Expr) -> Expr:
 
 
 def _between(x: Expr, low: Expr, high: Expr) -> Expr:
-    """x clamped, without a gradient at the bounds (as torch's `hardtanh`; its `clamp` has one there) and none for
-    NaN."""
+    """x clamped, without a gradient at the bounds (as torch's `hardtanh`; `clamp` has one there) and none for NaN."""
     x = apply("detach_nan", x)
     return where(apply("fle", x, low), low, where(apply("fle", high, x), high, x))
 

@@ -65,8 +65,7 @@ class HeadSum:
 
 
 def head_sum(here: Node) -> HeadSum | None:
-    """A node as a sum over a batch dimension of a product, such as the heads of scores or weights; None for other
-    nodes."""
+    """A node as a sum over a batch dimension of a product, such as the heads of scores or weights; else None."""
     return next((candidate for candidate in _sums(here) if is_batch(candidate.mixed, candidate.dims.index(None))), None)
 
 

@@ -229,8 +229,7 @@ def _share_on_bound(tensors: bool) -> float:
 
 @lru_cache(maxsize=1024)
 def _bounds(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int | None, int | None] | None:
-    """Bounds that integers of a dtype are clamped to, computed by torch where a bound is beyond the dtype; None where
-    torch refuses."""
+    """Bounds that integers of a dtype are clamped to, by torch where one is beyond the dtype; None where it refuses."""
     limits = torch.iinfo(dtype)
     try:
         low, high = torch.tensor([limits.min, limits.max], dtype=dtype).clamp(low, high).tolist()

@@ -99,8 +99,7 @@ def first_infinite(dtype: torch.dtype) -> float:
 
 
 class Narrow:
-    """Rounding of expressions to one narrow dtype. integers: the range of an INT expression. tensor: the tensor of a
-    load."""
+    """Rounding of expressions to a narrow dtype. integers: the range of an INT expression. tensor: that of a load."""
 
     def __init__(self, dtype: torch.dtype, integers: Callable[[Expr], tuple[int, int]], tensor: Callable[[Expr], Node]):
         self.dtype, self._integers, self._tensor = dtype, integers, tensor
@@ -146,8 +145,7 @@ class Narrow:
         return _result(part.op, spans)  # type: ignore[arg-type]
 
     def _of_load(self, part: Expr) -> Span:
-        """Range of a loaded value. bfloat16 ends where float32 does, but for the last 0.2 %: a value beyond one is
-        beyond both."""
+        """Range of a loaded value. bfloat16 ends within 0.2 % of float32: a value beyond one is beyond both."""
         tensor = self._tensor(part)
         tensor_dtype = nodes.dtype(tensor)
         bare = not coordinates(part) & {"i", "j"} or is_learned(tensor)
@@ -158,8 +156,7 @@ class Narrow:
 
 
 def is_learned(node: Node) -> bool:
-    """Whether a tensor is computed from parameters alone, as a relative position bias is, without the fill of a
-    mask."""
+    """Whether a tensor is computed from parameters alone, as a relative position bias is, without a mask's fill."""
     seen: set[Node] = set()
     stack = [node]
     while stack:

@@ -38,8 +38,7 @@ PIECES = (aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten
 
 
 def source(node: Node, index: Index, bounds: integers.Bounds) -> tuple[Node, Index] | None:
-    """Input node and index of the element `node[index]`. None where the node computes, ends a gradient, or has no clear
-    rule."""
+    """Input node and index of the element `node[index]`. None where it computes, ends a gradient, or has no rule."""
     if node.op != "call_function" or not nodes.is_tensor(node) or marks.stop_gradient(node):
         return None
     if node.target is operator.getitem:

@@ -173,8 +173,7 @@ def escaping_weights(graph: Graph) -> list[Node]:
 
 
 def is_listed(anchor: Node, kinds: AncestorKinds) -> bool:
-    """Whether a person would call a refused product attention: a function of a product, normalised before or after
-    it."""
+    """Whether a person would call a refused product attention: a function of a product, normalised before or after."""
     if is_sdpa(anchor):
         return True
     weights = [parent for parent in anchor.all_input_nodes if looks_like_attention(kinds[parent])]

@@ -83,8 +83,7 @@ class Site:
 
     @functools.cached_property
     def interior(self) -> frozenset[Node]:
-        """Nodes that the analysis looked into. Those of N_q x N_k elements among them must disappear with the
-        region."""
+        """Nodes that the analysis looked into. Those of N_q x N_k elements must disappear with the region."""
         return frozenset(node for attention in self.attentions for node in attention.pullback.interior)
 
     @functools.cached_property
@@ -207,8 +206,7 @@ _MAX_CHAIN = 8
 
 
 def _chain(anchor: Node, kinds: AncestorKinds) -> list[Node]:
-    """The product and the views, copies, float casts, and factors computed from sums of scores that follow it one by
-    one."""
+    """The product, and the views, copies, float casts and factors from sums of scores that follow it one by one."""
     chain = [anchor]
     while len(chain) < _MAX_CHAIN and len(chain[-1].users) == 1:
         user = next(iter(chain[-1].users))
@@ -297,8 +295,7 @@ def _substituted(index: Index, renamed: dict[Expr, Expr]) -> Index:
 
 
 def _walk_down(root: Node, anchor: Node, index: Index, bounds: dict[Expr, Expr]) -> tuple[Index, list[_Factor]] | None:
-    """Index of the product for an element of the root, and the factors from the product on; None where a view has no
-    rule."""
+    """Index of the product for an element of the root, and the factors from there on; None where a view has no rule."""
     here: Any = root
     scalings: list[_Factor] = []
     while here is not anchor:

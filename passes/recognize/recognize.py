@@ -105,8 +105,7 @@ def _fold_softmax(expr: Expr) -> Expr:
 
 
 def _as_softmax(expr: Expr, spelled: Expr) -> Expr | None:
-    """Softmax node equal to a quotient or exponential, or None. spelled: the expression before replacements inside of
-    it."""
+    """Softmax node equal to a quotient or exponential, or None. spelled: the expression before replacements."""
     if expr.op == "exp":
         return _from_logsumexp(expr)
     if expr.op == "div":
@@ -153,8 +152,7 @@ _SHIFTS = ("max", "detached max", "logsumexp")
 
 def _without_nan(expr: Expr, spelled: Expr) -> Expr | None:
     """nan_to_num(w) of a softmax w: (0 if w is NaN else w), and whether w is infinite, which it never is. Exponentials
-    from which no maximum was subtracted overflow, and their quotient is NaN. The weights of the fused softmax there
-    must not be used."""
+    without a maximum overflow, and their quotient is NaN: weights of the fused softmax must not be used there."""
     if expr.op == "feq":
         weight, bound = expr.args
         return const(False) if _is_at_most_one(weight) and bound.is_const and math.isinf(bound.value) else None

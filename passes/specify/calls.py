@@ -64,8 +64,7 @@ def call_of(site: Site, number: int, symbols: Symbols, uses: Sequence[AuxUse] = 
 
 
 def _refuse_distributed_dropout(call: AttentionCall) -> None:
-    """Refuse dropout of DTensors: processes that compute the same weights would drop different ones, by different
-    seeds."""
+    """Refuse dropout of DTensors: processes with the same weights would drop different ones, by different seeds."""
     random = any(part.op == "hash" for part in walk(*call.spec.expressions()))
     if random and (operand := next((o for o in call.operands if marks.dtensor(o)), None)) is not None:
         message = f"dropout on the weights of DTensors ({operand.name} is one), whose processes share no random numbers"
@@ -99,8 +98,7 @@ def _refuse_reordered_reads(site: Site) -> None:
 
 
 def impurity() -> Callable[[Node], bool]:
-    """Predicate of nodes with side effects, by torch's rule, but for dropout whose mask a fused attention draws
-    itself."""
+    """Predicate of nodes with side effects, by torch's rule, but for dropout that a fused attention draws itself."""
     impure = nodes.impurity()
     return lambda node: not marks.seed.on(node) and not marks.is_seed(node) and impure(node)
 
@@ -144,8 +142,7 @@ def resolve_escaping(graph: Graph, sites: Sequence[Site], respecifies: bool = Tr
 
 
 def _needs(sites: Sequence[Site], plain: Site | None = None) -> dict[Node, list[Node]]:
-    """Operands of the nodes that calls write. plain: a site considered without its auxiliary outputs; others keep
-    theirs."""
+    """Operands of the nodes that calls write. plain: a site without its auxiliary outputs; others keep theirs."""
     written = {site.anchor: [site.root] for site in sites}
     for site in sites:
         if site is not plain:

@@ -38,8 +38,7 @@ WhyDense = Callable[[AttentionCall, AttentionCall, Mapping[str, int]], str | Non
 
 
 def read_sets(sites: Iterable[Site], why_dense: WhyDense, examples: Mapping[str, int]) -> None:
-    """Let attentions read only the keys of their sets, where possible and profitable; else `dense_reason` holds the
-    reason."""
+    """Let attentions read only the keys of their sets, where it is possible and pays; else `dense_reason` says why."""
     for site in pending(sites):
         for place, call in enumerate(site.calls):
             if (chosen := _membership(call)) is None:

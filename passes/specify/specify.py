@@ -214,9 +214,8 @@ def _spec(
 
 
 def _main_product(core: NormalizedScores, products: list[Product]) -> int:
-    """The product that becomes the score; others in the same program are read from their tensors. A product that no
-    tensor holds must be the score. Else the one with the widest reduction is taken: the most expensive to
-    materialise."""
+    """The product that becomes the score; others are read from their tensors. A product that no tensor holds must be
+    the score; else it is the one with the widest reduction, the most expensive to materialise."""
     score = core.score if core.mixed_scores is None else core.mixed_scores.program
     numbers = sorted({part.operand for part in walk(score) if part.op == "dot"})
 

@@ -60,8 +60,7 @@ Bodies = Mapping[str, GraphModule]
 
 
 def normalize(module: GraphModule, example_inputs: Sequence[Any], bodies: Bodies | None = None) -> GraphModule:
-    """Graph of the same computation in pre-dispatch ATen, with `meta["val"]` on every node. The argument is not
-    changed."""
+    """Pre-dispatch ATen graph of the same computation, with `meta["val"]` on every node. The argument is unchanged."""
     dtensor.refuse_absent(module)
     outlined = outline(module)
     nested.refuse_unknown(outlined)

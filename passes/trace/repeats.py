@@ -242,8 +242,7 @@ class Repeats:
         return self._arguments.setdefault(node, len(self._arguments)), *form
 
     def _node(self, tensor: torch.Tensor) -> Node:
-        """Node of a tensor. Raises `_Unknown` for constants: their values may decide which operations a call consists
-        of."""
+        """Node of a tensor. Raises `_Unknown` for constants: their values may decide which operations a call has."""
         entry = tracing.node_of(tensor, self._tracer) if type(tensor) is tensors.FakeTensor else None
         if entry is None or any(c is not None and c.numel() for c in (entry[1], tensors.constant_of(tensor))):
             raise _Unknown
