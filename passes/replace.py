@@ -75,12 +75,7 @@ def _checked(graph: Graph, table: Table, symbols: Symbols) -> Node:
 
 
 def _replace(
-    graph: Graph,
-    site: Site,
-    symbols: Symbols,
-    request: str,
-    results: dict[Node, Node],
-    examples: Mapping[str, int],
+    graph: Graph, site: Site, symbols: Symbols, request: str, results: dict[Node, Node], examples: Mapping[str, int]
 ) -> dict[Node, Node]:
     """Replace a site's root by its calls; returns the replacement of each node. results: those of earlier sites."""
     root = site.root

@@ -112,11 +112,7 @@ def _together(draws: Sequence[Tensor]) -> Tensor:
 
 
 def _run(
-    function: Function,
-    arguments: Mapping[str, Any],
-    keywords: Mapping[str, Any],
-    gradients: Sequence[str],
-    number: int,
+    function: Function, arguments: Mapping[str, Any], keywords: Mapping[str, Any], gradients: Sequence[str], number: int
 ) -> dict[str, Tensor]:
     """The output, and the gradients of the arguments named, all for one upstream gradient, that of a number."""
     leaves = {n: value.detach() if isinstance(value, Tensor) else value for n, value in arguments.items()}

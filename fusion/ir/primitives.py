@@ -64,11 +64,7 @@ class Primitive:
         return not any(sign in self.text for sign in (" - ", " / ", " // ", " % ", " ^ "))
 
 
-ANY = {
-    FLOAT: Range(-math.inf, math.inf, True),
-    INT: Range(-(2**63), 2**63 - 1),
-    BOOL: Range(False, True),
-}
+ANY = {FLOAT: Range(-math.inf, math.inf, True), INT: Range(-(2**63), 2**63 - 1), BOOL: Range(False, True)}
 """The range of a value of which nothing is known."""
 
 

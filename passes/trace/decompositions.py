@@ -123,12 +123,7 @@ def varlen_attention(
 
 
 def _key_ranges(
-    query: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    seqused_k: Tensor | None,
-    is_causal: bool,
-    window_size: list[int],
+    query: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, seqused_k: Tensor | None, is_causal: bool, window_size: list[int]
 ) -> tuple[Tensor, Tensor]:
     """(first key of each query [T_q], end of its keys): an empty range where the end is not beyond the first."""
     rows = torch.arange(query.shape[0], device=query.device)
