@@ -3,11 +3,13 @@ threads and captured graphs as they are on a device, with the kernels executed a
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+import fusion
 from tests import numerics
 
 Tensors = list[torch.Tensor]
@@ -66,6 +68,18 @@ def test_the_program_of_the_readme(device: Any, inner: str) -> None:
 def test_another_device_than_the_current_one(device: Any) -> None:
     check(torch.compile(attention, backend="fusion", options={"strict": True}), operands("cuda:1"))
     assert torch.cuda.current_device() == 0 and "attention_forward" in device.launched
+
+
+def test_tiles_are_measured_in_a_process_of_their_own(device: Any) -> None:
+    """Which computes nothing on this device; so any of them may be the fastest."""
+    options = {"autotune": True, "inner": "eager", "strict": True}
+    with fusion.collect_reports() as reports, torch.no_grad():
+        compiled = torch.compile(attention, backend="fusion", options=options)
+        tensors = operands()
+        out = compiled(*tensors).cpu()
+        eager, exact = attention(*tensors).cpu(), attention(*[tensor.double().cpu() for tensor in tensors])
+    assert re.search(r"runs +tiles of .*, measured", str(reports[0])) and device.launched == ["attention_forward"]
+    numerics.assert_as_exact_as_eager(out, eager, exact)
 
 
 def test_captured_and_replayed(device: Any) -> None:

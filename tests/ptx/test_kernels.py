@@ -140,6 +140,29 @@ def test_gradients(target: str, dtype: str, size: int) -> None:
     assert_gradients_as_exact_as_eager(gradients, c, operands, grad, needs)
 
 
+WIDTHS = [(16, 16), (17, 33), (72, 72), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256), (512, 512),
+          (576, 512)]  # fmt: skip
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("d", "d_v"), WIDTHS)
+def test_widths(d: int, d_v: int, target: str) -> None:
+    """In the tiles that are planned for a device, of heads that share keys, with gradients."""
+    c, needs = case("window", "bfloat16", d, d_v, group=2), (True, True, True)
+    operands, sizes = draw(c, {"B": 1, "H": 2, "Nq": 70, "Nk": 70})
+    run = Differentiable(c.spec)
+    with emulated(target) as emulation:
+        inferred = Kernel(c.spec)(operands, sizes)
+        out, statistics = run.outputs(operands, sizes)
+        grad = torch.randn(out.shape).to(out.dtype)
+        gradients = run.backward(grad, out, statistics, operands, sizes, needs)
+    assert "attention_backward_prepare" in emulation.names
+    for each in (inferred, out):
+        assert_as_exact_as_eager(each, c, operands)
+    assert_gradients_as_exact_as_eager(gradients, c, operands, grad, needs)
+
+
 def test_packed_sequences_with_a_map_of_tiles() -> None:
     """Through torch.compile: a kernel lists the tiles, and another visits them."""
     lengths = torch.tensor([40, 56, 32]).repeat_interleave(torch.tensor([40, 56, 32]))[None]
