@@ -163,17 +163,23 @@ def _high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a >> half) * (b >> half) + (cross >> half) + (other >> half) + carried
 
 
+def _signed_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Upper half of a product of 128 bits with signs: a negative factor counts 2**64 too many times the other."""
+    left, right = a.view(np.uint64), b.view(np.uint64)
+    return _high(left, right) - np.where(a < 0, right, 0) - np.where(b < 0, left, 0)
+
+
 @opcode("mul")
 def _mul(parts: list[str], args: list[str], line: str) -> Run:
     dtype = DTYPES[parts[-1]]
     wide = _WIDE.get(dtype)
     if "wide" in parts:
         return _elementwise(lambda a, b: a.astype(wide) * b.astype(wide))(parts, args, line)
-    if "hi" in parts and dtype is np.uint64:
-        return _elementwise(_high)(parts, args, line)
+    if "hi" in parts and wide is None:
+        return _elementwise(_high if dtype is np.uint64 else _signed_high)(parts, args, line)
     if "hi" in parts:
-        assert np.dtype(dtype).itemsize == 4, line
-        return _elementwise(lambda a, b: (a.astype(wide) * b.astype(wide) >> 32).astype(np.uint32))(parts, args, line)
+        bits = 8 * np.dtype(dtype).itemsize
+        return _elementwise(lambda a, b: (a.astype(wide) * b.astype(wide) >> bits).astype(dtype))(parts, args, line)
     return _elementwise(np.multiply)(parts, args, line)
 
 

@@ -32,6 +32,15 @@ ROTATED = dataclasses.replace(SMALL, rotated=True)
 DESCRIBED = dataclasses.replace(ROTATED, described=True)
 
 
+@pytest.fixture(autouse=True)
+def compiled_format(request: pytest.FixtureRequest) -> None:
+    """float8_e4m3fn, which the tests use that have no other as a parameter, is compiled from sm_89 on."""
+    of_test = getattr(request.node, "callspec", None)
+    narrow = (of_test.params if of_test else {}).get("format_", torch.float8_e4m3fn)
+    if request.config.getoption("--ptx") == "sm_80" and narrow is torch.float8_e4m3fn:
+        pytest.skip("Triton compiles no float8_e4m3fn for sm_80")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("format_", FORMATS, ids=str)
 def test_every_number_is_widened_exactly(format_: torch.dtype, dtype: str) -> None:

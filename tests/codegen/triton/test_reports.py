@@ -34,7 +34,9 @@ def seconds(launch, device) -> float:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_the_tile_that_was_measured_is_reported(trained: bool, monkeypatch, tmp_path, emits) -> None:
+def test_the_tile_that_was_measured_is_reported(
+    trained: bool, monkeypatch, tmp_path, emits, interpreters_tiles
+) -> None:
     monkeypatch.setattr(caching, "directory", lambda: tmp_path)
     tuner = Tuner(clock=seconds)
     emits(lambda spec: Kernel(spec, tuner=tuner), lambda spec: Differentiable(spec, tuner=tuner))

@@ -63,7 +63,7 @@ WAYS = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients(monkeypatch, shape: dict[str, int], name: str) -> None:
+def test_gradients(monkeypatch, interpreters_tiles, shape: dict[str, int], name: str) -> None:
     """The kernels keep a row's maximum and sum where the model has their log-sum-exp: one number more, of which the
     first kernel reads the one and writes its logarithm. What dQ is added to is filled with zeros before."""
     policy, phases = WAYS[name]
