@@ -53,10 +53,9 @@ NAN = np.where(LANES % 3 == 0, np.float32("nan"), F)
         ("mul.hi.u32 %r9, %r1, %r2;", INTEGERS.view(np.uint32), LANES.astype(np.uint32),
          (INTEGERS.view(np.uint32).astype(np.uint64) * LANES.astype(np.uint64) >> np.uint64(32)).astype(np.uint32)),
         ("cvt.s64.s32 %rd1, %r1;\nmul.lo.s64 %rd1, %rd1, 4294967297;\ncvt.s64.s32 %rd2, %r2;\n"
-         "mul.lo.s64 %rd2, %rd2, 3;\nmul.hi.s64 %rd3, %rd1, %rd2;\ncvt.u32.u64 %r9, %rd3;",
-         INTEGERS, INTEGERS[::-1].copy(),
-         np.array([(int(x) * 4294967297 * int(y) * 3) >> 64 & 0xFFFFFFFF for x, y in zip(INTEGERS, INTEGERS[::-1], strict=True)],
-                  np.uint32)),
+         "mul.hi.s64 %rd3, %rd1, %rd2;\ncvt.u32.u64 %r9, %rd3;", INTEGERS, INTEGERS[::-1].copy(), np.array(
+            [int(x) * 4294967297 * int(y) >> 64 & 0xFFFFFFFF for x, y in zip(INTEGERS, INTEGERS[::-1], strict=True)],
+            np.uint32)),
         ("cvt.u16.u32 %rs1, %r1;\nmul.hi.s16 %rs2, %rs1, 10923;\ncvt.s32.s16 %r9, %rs2;", INTEGERS, INTEGERS,
          (INTEGERS.astype(np.int16).astype(np.int32) * 10923 >> 16)),
         ("div.s32 %r9, %r1, 7;", INTEGERS, INTEGERS, np.trunc(INTEGERS / 7).astype(np.int32)),
