@@ -194,16 +194,21 @@ def of_architecture(
 
     flops: of products in half precision with float32 sums, flop/s; by default those of the architecture's data centre
     and workstation parts.
-    known: l2, memory (bytes) and bandwidth (bytes/s). An L2 cache moves some 32 bytes per clock and core.
+    known: l2, memory (bytes) and bandwidth (bytes/s). An L2 cache moves some 32 bytes per clock and core. It is assumed
+    to add the share of it that an A100's does where kernels are made of the same instructions; elsewhere, nothing.
     """
     limits = architecture(target)
     rate = flops or cores * clock * limits.products
     given = {"l2": 32 * MIB, "memory": 16 * GIB, "bandwidth": 1e12} | known
+    l2_bandwidth = max(2 * given["bandwidth"], cores * clock * 32)
+    alike = target.startswith("sm_") and _number(target) >= 80 and not limits.isa & {"wgmma", "tcgen05"}
+    share = _A100.additions / _A100.level("L2").bandwidth if alike else 0.0
     return _gpu(
         target,
         target,
         cores=cores,
-        l2_bandwidth=max(2 * given["bandwidth"], cores * clock * 32),
+        l2_bandwidth=l2_bandwidth,
+        additions=share * l2_bandwidth,
         half=rate,
         tf32=rate / 2,
         fp32=cores * clock * 256,
