@@ -36,6 +36,7 @@ AVX512 = Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3)
 PAIRS = replace(AVX512, pairs=True)
 ARM_PAIRS = Target(lanes=4, pairs=True, tile_rows=4, tile_groups=4)
 AMX = replace(AVX512, amx=True)
+AMX_FP16 = replace(AMX, float16=True)
 
 HALF, HELD = "vector<16xbf16>", "vector<256xi32>"
 """Half a line of bfloat16; what a tile is held in."""
@@ -49,7 +50,8 @@ _written: dict[str, tuple[tuple[str, ...], str | None, Write]] = {}
 def runs_here(target: Target) -> bool:
     """Whether this processor has the instructions of a target."""
     pairs = not target.pairs or (target.lanes == HERE.lanes and (HERE.pairs or HERE.amx))
-    return target.avx512 <= HERE.avx512 and pairs and target.amx <= HERE.amx
+    tiles = target.amx <= HERE.amx and target.float16 <= HERE.float16
+    return target.avx512 <= HERE.avx512 and pairs and tiles
 
 
 @contextlib.contextmanager
@@ -228,8 +230,23 @@ def _store(b: Builder, rows: Value, columns: Value, address: Value, step: Value,
     _copy(b, _memory(b, tile), LINE, address, step)
 
 
-@_as("x86.tdpbf16ps.internal", ("i16", "i16", "i16", HELD, HELD, HELD), HELD)
-def _multiply(b: Builder, rows: Value, columns: Value, depth: Value, total: Value, left: Value, right: Value) -> Value:
+def _half_element(b: Builder, words: Value, odd: int) -> Value:
+    """The first or second float16 of each word, as float32."""
+    bits = b.convert("arith.trunci", b.binary("arith.shrui", words, 16) if odd else words, "i16")
+    return b.convert("arith.extf", b.bitcast(bits, vector_of("f16", shape_of(bits.type)[0])), "f32")
+
+
+def _tile_product(element: Callable[[Builder, Value, int], Value]) -> Write:
+    return lambda b, rows, columns, depth, *tiles: _multiply(b, *tiles, element)
+
+
+for _name, _of in (("bf16", _element), ("fp16", _half_element)):
+    _as(f"x86.tdp{_name}ps.internal", ("i16", "i16", "i16", HELD, HELD, HELD), HELD)(_tile_product(_of))
+
+
+def _multiply(
+    b: Builder, total: Value, left: Value, right: Value, element: Callable[[Builder, Value, int], Value]
+) -> Value:
     """Each row of the sum, by the pairs of a row of `left`: even and odd products are summed apart."""
     sums, lines, pairs = (_memory(b, tile) for tile in (total, left, right))
     with b.loop(0, 16, hint="row") as row:
@@ -239,7 +256,7 @@ def _multiply(b: Builder, rows: Value, columns: Value, depth: Value, total: Valu
             word = b.load(b.at(b.at(lines, start, "i8"), pair, "i32"), "i32", "word")
             one = b.broadcast(word, 16)
             line = b.load(b.at(pairs, b.mul(pair, LINE), "i8"), WORDS, "line")
-            loop.yields(*(b.fma(_element(b, one, n), _element(b, line, n), half) for n, half in enumerate(halves)))
+            loop.yields(*(b.fma(element(b, one, n), element(b, line, n), half) for n, half in enumerate(halves)))
         here = b.at(sums, start, "i8")
         b.store(b.add(b.load(here, F32, "sum"), b.add(*loop.results)), here)
     return b.load(sums, HELD, align=64)

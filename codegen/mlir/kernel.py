@@ -25,7 +25,7 @@ from dataclasses import replace
 from fusion.ir.expr import I0, I1
 from fusion.ir.spec import AttentionSpec, Normalizer
 from fusion.lowering.score_programs import dead_rows_need_keys
-from fusion.planning.register_tiles import AllHeads, ByRows, Target, Tiling
+from fusion.planning.register_tiles import AllHeads, ByRows, Target, Tiling, in_float16
 
 from .builder import Value
 from .by_rows.kernel import RowKernel
@@ -39,6 +39,10 @@ from .skeleton import KernelFunction
 from .stream import Overlapped, Sequential
 from .thread_function import KernelText
 from .tile import Item, KeyRange, Tiles
+
+UNIT = 2.0**7
+"""Unit of weights in float16. They are at most 2**8 in their own (`softmax.RESCALE_ABOVE`), and so none is infinite;
+those down to 2**-21 have all digits, and what others lose is below 2**-32."""
 
 
 def emit(
@@ -60,9 +64,11 @@ class AttentionKernel(KernelFunction):
     def __init__(
         self, spec: AttentionSpec, tiling: Tiling, target: Target, d: int, d_v: int, with_statistics: bool = False
     ):
-        degree = 5 if spec.out_dtype == "float32" or spec.aux_outputs else {1: 3, 2: 4}.get(tiling.planes, 5)
+        half = in_float16(spec, tiling.planes)
+        degree = 5 if spec.out_dtype == "float32" or spec.aux_outputs else {1: 3 + half, 2: 4}.get(tiling.planes, 5)
         flush = tiling.planes > 0 and not spec.aux_outputs
         super().__init__(spec, target, d, d_v, degree, flush, may_flag=tiling.planes > 1)
+        self.context.math.unit = self.unit = UNIT if half else 1
         self.tiling, self.tiles = tiling, Tiles(self, tiling, with_statistics)
         self.products = p = self.tiles.products
         p.staging = self.area(8 * p.staging_elements, "staging")
@@ -234,13 +240,14 @@ class AttentionKernel(KernelFunction):
         factor = None
         if self.spec.normalizer is not Normalizer.NONE:
             m, total = (b.load(at, self.vector, name) for at, name in ((memory.maximum, "m"), (memory.total, "l")))
-            factor = self._row_factor(rows, m, total)
+            factor = self._row_factor(rows, m, b.div(total, self.unit))
             if tiles.statistics is not None:
                 tiles.statistics.write(rows, g, m, factor)
         if tiles.aux_outputs is not None:
             tiles.aux_outputs.finish(item, g, rows, factor)
         first = b.add(item.first, b.mul(g, lanes))
         count = b.least(b.sub(item.count, b.mul(g, lanes)), lanes)
-        change = (lambda cell: cell) if factor is None else (lambda cell: self.scaled(cell, factor))
+        scale = None if factor is None else b.div(factor, self.unit)
+        change = (lambda cell: cell) if scale is None else (lambda cell: self.scaled(cell, scale))
         with self._lines(memory.output, self.products.e_padded, count, change) as (r, line):
             self._write_row(line, self._row_address(item.scope, b.add(first, r)))

@@ -4,8 +4,9 @@ A kernel is one instruction set's way to do a step of that loop:
 
 - `FmaVectors`: C's rows are vectors of float32. One element of A is broadcast, times the vectors of a row of B.
 - `Bf16Vectors`: the same of bfloat16, in pairs along the reduction (`x86.Avx512`, `arm.NeonPairs`).
-- `AmxTiles`: C is made of 16 x 16 tiles. A float32 is the exact sum of three bf16 values (planes), a float16 of two; of
-  the products of planes 6 of 9 are accumulated for float32 (what is left out is below 2**-24), 3 of 4 for float16.
+- `AmxTiles`: C is made of 16 x 16 tiles, of products of f16 or bf16. A float32 is the exact sum of three bf16 values
+  (planes), a float16 of two; of the products of planes 6 of 9 are accumulated for float32 (what is left out is below
+  2**-24), 3 of 4 for float16.
 
 `kr` elements along the reduction are one word of an operand. Accumulators are lists [row of A][vector or tile of B].
 Packing is up to the caller, and so is the epilogue: what is done with the accumulators at the end.
@@ -181,14 +182,17 @@ class Bf16Vectors(FmaVectors):
 
 
 class AmxTiles(MicroKernel):
-    """AMX tiles of one to three bf16 planes. mirrored: plane pairs in the order of a kernel with A and B exchanged.
-    pairs: those that are multiplied, by number of planes."""
+    """AMX tiles of one to three bf16 planes, or of f16. mirrored: plane pairs in the order of a kernel with A and B
+    exchanged. pairs: those that are multiplied, by number of planes. element: MLIR's type."""
 
     word, kr = "bf16", 2
 
-    def __init__(self, b: Builder, planes: int = 1, mirrored: bool = False, pairs: PlanePairs = PLANE_PAIRS):
+    def __init__(
+        self, b: Builder, planes: int = 1, mirrored: bool = False, pairs: PlanePairs = PLANE_PAIRS,
+        element: str = "bf16",
+    ):  # fmt: skip
         super().__init__(b)
-        self.pairs, self.mirrored, self.unit = pairs[planes], mirrored, TileUnit(b)
+        self.pairs, self.mirrored, self.unit = pairs[planes], mirrored, TileUnit(b, element)
 
     def zeros(self, count: int) -> list[Value]:
         return [self.unit.zero() for _ in range(count)]

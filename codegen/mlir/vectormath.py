@@ -38,7 +38,10 @@ class VectorMath:
     degree: of the exponential's polynomial: 5 gives 1e-7, 4 gives 3e-6, 3 gives 1e-4
     flushes: the processor makes results below 2**-126 zero
     denormals: powers of 2 below 2**-126 are wanted; else they are 0, as each takes the processor some hundred cycles
+    unit: a power of two that those of the usual degree, weights, are multiplied by
     """
+
+    unit: float = 1
 
     def __init__(
         self,
@@ -53,9 +56,9 @@ class VectorMath:
         self.wide = Avx512(b) if avx512 else None
 
     def exp2(self, x: Value, degree: int | None = None) -> Value:
-        """2**x; 0 for x below -126, or with `denormals` below -150."""
-        b, degree = self.b, degree or self.degree
-        coefficients = elementary.exp2_polynomial(degree)
+        """2**x, of the usual degree times `unit`; 0 for x below -126, or with `denormals` below -150."""
+        b, unit = self.b, self.unit if degree is None else 1
+        coefficients = tuple(unit * c for c in elementary.exp2_polynomial(degree or self.degree))
         if self.wide is not None and self.wide.takes(x):
             clears = not (self.flushes or self.denormals)
             return self.wide.exp2(x, lambda f: horner(b, f, coefficients), clears)

@@ -32,13 +32,16 @@ def restore_mode(b: Builder, modes: Value) -> None:
     b.intrinsic("x86.sse.ldmxcsr", modes)
 
 
-def split_pairs(b: Builder, first: Value, second: Value, planes: int, keeps_nan: bool = False) -> list[Value]:
-    """bf16 planes of two float32 vectors, in pairs as words, `first` in their lower halves. keeps_nan: the last plane
-    is rounded to nearest even, and NaN stays; else half up, where a NaN may come out as a number."""
+def split_pairs(
+    b: Builder, first: Value, second: Value, planes: int, keeps_nan: bool = False, element: str = "bf16"
+) -> list[Value]:
+    """bf16 planes of two float32 vectors (or both in another `element`), in pairs as words, `first` in their lower
+    halves. keeps_nan: the last plane is rounded to nearest even, and NaN stays; else half up, where a NaN may come out
+    as a number."""
     results = []
     for plane in range(planes):
-        if keeps_nan and plane == planes - 1:
-            return [*results, b.bitcast(Avx512(b).pairs(first, second), WORDS, "pair")]
+        if element != "bf16" or (keeps_nan and plane == planes - 1):
+            return [*results, b.bitcast(Avx512(b).pairs(first, second, element), WORDS, "pair")]
         # The upper 16 bits of a float32 are a bf16: what is cut off goes to the next plane, exactly. Half of the last
         # place added first halves what remains, and with it the products that are left out.
         low, high = (b.and_(b.add(b.bitcast(x, WORDS), 0x8000, "near"), -0x10000, "upper") for x in (first, second))
@@ -48,9 +51,10 @@ def split_pairs(b: Builder, first: Value, second: Value, planes: int, keeps_nan:
     return results
 
 
-def split_lines(b: Builder, low: Value, high: Value, planes: int) -> list[Value]:
-    """bf16 planes of two float32 vectors side by side, each rounded to nearest even: their sum is what is split."""
-    results = [Avx512(b).narrow(low, high)]
+def split_lines(b: Builder, low: Value, high: Value, planes: int, element: str = "bf16") -> list[Value]:
+    """bf16 planes of two float32 vectors side by side (or both in another `element`), each rounded to nearest even:
+    their sum is what is split."""
+    results = [Avx512(b).narrow(low, high, element)]
     for _ in range(planes - 1):
         halves = [b.shuffle(results[-1], results[-1], range(n, n + LANES), "half") for n in (0, LANES)]
         pairs = zip((low, high), halves, strict=True)
@@ -112,23 +116,26 @@ class Avx512:
         kept = b.constant(0, WORDS)
         return b.intrinsic("x86.avx512.mask.cvtps2dq.512", x, kept, mask, rounding, type_=WORDS, hint="nearest")
 
-    def pairs(self, first: Value, second: Value) -> Value:
-        """bf16 elements of two vectors in turns, rounded to nearest even."""
-        both = self.narrow(first, second)
+    def pairs(self, first: Value, second: Value, element: str = "bf16") -> Value:
+        """Elements of two vectors in turns, rounded to nearest even."""
+        both = self.narrow(first, second, element)
         return self.b.shuffle(both, both, [n + half for n in range(LANES) for half in (0, LANES)], "pairs")
 
-    def narrow(self, low: Value, high: Value) -> Value:
-        """32 bf16 from two vectors, rounded to nearest even."""
+    def narrow(self, low: Value, high: Value, element: str = "bf16") -> Value:
+        """32 elements (bf16 or f16) from two vectors, rounded to nearest even."""
+        if element == "f16":
+            halves = [self.b.convert("arith.truncf", x, element, "half") for x in (low, high)]
+            return self.b.shuffle(*halves, range(2 * LANES), "line")
         return self.b.intrinsic("x86.avx512bf16.cvtne2ps2bf16.512", high, low, type_=BF16, hint="line")
 
 
 class TileUnit:
     """AMX: tiles of 16 rows of 64 bytes, and their products. `tdpbf16ps` adds to a 16 x 16 float32 tile the product of
-    A, 16 rows of 32 bf16, and B, 16 rows of 16 pairs, where row k of B has elements 2k and 2k + 1 of the reduction.
-    stride: bytes from one row to the next."""
+    A, 16 rows of 32 bf16, and B, 16 rows of 16 pairs, where row k of B has elements 2k and 2k + 1 of the reduction;
+    `tdpfp16ps` the same of f16, denormal ones included. stride: bytes from one row to the next."""
 
-    def __init__(self, b: Builder):
-        self.b = b
+    def __init__(self, b: Builder, element: str = "bf16"):
+        self.b, self.name = b, {"bf16": "x86.tdpbf16ps.internal", "f16": "x86.tdpfp16ps.internal"}[element]
 
     def _sizes(self, stride: Value | int = 64) -> tuple[Value, Value, Value]:
         return self.b.constant(16, "i16"), self.b.constant(64, "i16"), self.b.as_value(stride, "i64")
@@ -148,6 +155,4 @@ class TileUnit:
     def product(self, left: Value, right: Value, sum_: Value) -> Value:
         """sum + left right, of one tile each."""
         rows, columns = self.b.constant(16, "i16"), self.b.constant(64, "i16")
-        return self.b.intrinsic(
-            "x86.tdpbf16ps.internal", rows, columns, columns, sum_, left, right, type_=TILE, hint="sum"
-        )
+        return self.b.intrinsic(self.name, rows, columns, columns, sum_, left, right, type_=TILE, hint="sum")

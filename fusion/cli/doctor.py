@@ -167,7 +167,7 @@ def _cpu() -> Finding:
         machine = Machine.detect()
     except Exception as problem:
         return Finding("target cpu", "broken", f"{type(problem).__name__}: {problem}", _REPORT)
-    best = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "neon") if flag in machine.isa]
+    best = [flag for flag in ("amx_fp16", "amx_bf16", "avx512_bf16", "avx512f", "avx2", "neon") if flag in machine.isa]
     about = f"{machine.name}, {machine.cores} cores, {torch.get_num_threads()} threads, {', '.join(best[:2])}"
     return _smoke("cpu", about)
 

@@ -190,6 +190,20 @@ def amx_enabled() -> bool:
         return False
 
 
+def _with_tiles(isa: frozenset[str]) -> frozenset[str]:
+    """Flags with all of AMX that this process may use: Linux does not list products of float16."""
+    from fusion.torch_private.devices import amx_has_float16
+
+    if "amx_tile" not in isa:
+        return isa
+    if not amx_enabled():
+        return frozenset(flag for flag in isa if not flag.startswith("amx"))
+    try:
+        return isa | {"amx_fp16"} if amx_has_float16() else isa
+    except (AttributeError, RuntimeError):
+        return isa
+
+
 def read() -> dict[str, Any]:
     """The fields of the `Machine` that this process may use. Peak: cores x 2 multiply-add ports x lanes x 2 x clock;
     unknowns are low."""
@@ -198,9 +212,7 @@ def read() -> dict[str, Any]:
     else:
         (name, flags, clock), caches = _linux_cpu(), _linux_caches()
     beyond = LIMITS[limit()][0] if limit() else ()
-    isa = frozenset(flag for flag in flags & {*_ISA, "neon", "bf16"} if not flag.startswith(beyond))
-    if "amx_tile" in isa and not amx_enabled():
-        isa = frozenset(flag for flag in isa if not flag.startswith("amx"))
+    isa = _with_tiles(frozenset(flag for flag in flags & {*_ISA, "neon", "bf16"} if not flag.startswith(beyond)))
     width = 64 if "avx512f" in isa else 32 if "avx2" in isa else 16
     clock = clock or 2.5e9
     cores = core_count()
@@ -234,7 +246,8 @@ def read() -> dict[str, Any]:
 def _cpu_rates(peak: float, isa: frozenset[str], cores: int, clock: float) -> dict[str, float]:
     """Multiply-add rates by dtype: dot products do two a lane; AMX 1024 flop a clock and core (Intel's manual)."""
     bf16 = cores * 1024 * clock if "amx_bf16" in isa else 2 * peak if isa & {"avx512_bf16", "bf16"} else peak
-    return {"float32": peak, "float64": peak / 2, "bfloat16": bf16, "float16": peak, "tfloat32": peak}
+    float16 = bf16 if "amx_fp16" in isa else peak
+    return {"float32": peak, "float64": peak / 2, "bfloat16": bf16, "float16": float16, "tfloat32": peak}
 
 
 def _memory_size() -> int:

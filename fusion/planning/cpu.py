@@ -132,7 +132,8 @@ class _Kernel:
 def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _Kernel:
     amx = "amx_bf16" in machine.isa and multiples[1] % 32 == 0
     pairs = "avx512_bf16" in machine.isa and problem.dtype == "bfloat16"
-    planes = _PLANES.get(problem.dtype, 3) if amx else int(pairs)
+    float16 = amx and problem.dtype == "float16" and "amx_fp16" in machine.isa  # costs are those of bfloat16
+    planes = 1 if float16 else _PLANES.get(problem.dtype, 3) if amx else int(pairs)
     d, e = max(1, problem.d), max(1, problem.d_v)
     return _Kernel(
         planes=planes,

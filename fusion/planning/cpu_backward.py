@@ -26,7 +26,7 @@ from fusion.machine import Machine
 from fusion.planning.choice import Choice, Tile
 from fusion.planning.cpu import COSTS, MERGED, MOST_PACKED, PLANE_PRODUCTS
 from fusion.planning.problem import Problem
-from fusion.planning.register_tiles import Target, Tiling, backward_tiling, target_for, tilings_for
+from fusion.planning.register_tiles import PLANES, Target, Tiling, backward_tiling, target_for, tilings_for
 
 PART_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of parts that are weighed."""
@@ -184,8 +184,10 @@ class Backward:
 
 def backward_of(problem: Problem, machine: Machine, target: Target, tiling: Tiling, inner: int = 1) -> Backward:
     """The backward in a tiling."""
+    # Beside products in float16 those of dS are in planes; all are counted so.
+    planes = PLANES["float16"] if tiling.planes and problem.dtype == "float16" else tiling.planes
     return Backward(
-        problem=problem, machine=machine, outer=problem.problems // inner, inner=inner, planes=tiling.planes,
+        problem=problem, machine=machine, outer=problem.problems // inner, inner=inner, planes=planes,
         block=tiling.groups * target.lanes, tile=tiling.keys, amx=target.amx,
     )  # fmt: skip
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 PLANES = {"bfloat16": 1, "float16": 2, "float32": 3, "float8_e4m3fn": 1, "float8_e5m2": 1,
           "int8": 1, "uint8": 1}  # fmt: skip
 
+_IN_FLOAT16 = {"float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"}
+
 KEY_SPAN = 256
 """Sums of float32 begin anew every so many keys. Errors are then those of `scaled_dot_product_attention`. With 512, one
 problem of fifty was beyond the numerics rule (benchmarks/cpu/accuracy.py)."""
@@ -45,6 +47,7 @@ class Target:
     lanes: float32 elements in a vector, a multiple of tile_rows.
     avx512: `vreduceps` and `vscalefps` exist, and 512-bit word shuffles.
     amx: bf16 tile products exist (`tdpbf16ps`).
+    float16: beside `amx`, those of float16 exist (`tdpfp16ps`).
     pairs: vectors of bf16 pairs can be multiplied and summed (`vdpbf16ps`, Arm's `bfdot`); not used beside `amx`.
     tile_rows: keys (or value columns) in the register tile of vector products.
     tile_groups: lane vectors (groups of queries) in it.
@@ -54,6 +57,7 @@ class Target:
     lanes: int
     avx512: bool = False
     amx: bool = False
+    float16: bool = False
     pairs: bool = False
     tile_rows: int = 4
     tile_groups: int = 2
@@ -70,7 +74,7 @@ class Target:
         return self.pairs and self.avx512
 
     def __str__(self) -> str:
-        has = {"AVX-512": self.avx512, "bf16 pairs": self.pairs, "AMX": self.amx}
+        has = {"AVX-512": self.avx512, "bf16 pairs": self.pairs, "AMX": self.amx, "AMX-FP16": self.float16}
         return ", ".join([f"{self.lanes} lanes", *(name for name, there in has.items() if there)])
 
     @property
@@ -79,7 +83,7 @@ class Target:
         the products of the next, and a number that cannot be split changes the products of a whole call. Pairs are
         not used in their place: processors with AMX begin a `vdpbf16ps` every other cycle and two float32 multiply-adds
         in each, twice as many products (benchmarks/results/2026-11-29-amx.md)."""
-        return replace(self, amx=False)
+        return replace(self, amx=False, float16=False)
 
     def register_tile(self, planes: int) -> tuple[int, int]:
         """(rows, keys) of products over so many bfloat16 planes; 0 of them for multiply-adds."""
@@ -101,8 +105,10 @@ def target_of(machine: Machine) -> Target:
     near = machine.levels[0].capacity
     if machine.isa >= _AVX512:
         amx = machine.isa >= _AMX
-        pairs = machine.isa >= _PAIRS and not amx
-        return Target(lanes=16, avx512=True, amx=amx, pairs=pairs, tile_rows=8, tile_groups=3, l1_bytes=near)
+        pairs, float16 = machine.isa >= _PAIRS and not amx, amx and "amx_fp16" in machine.isa
+        return Target(
+            lanes=16, avx512=True, amx=amx, float16=float16, pairs=pairs, tile_rows=8, tile_groups=3, l1_bytes=near
+        )
     if "avx2" in machine.isa:
         return Target(lanes=8, tile_rows=4, tile_groups=3, l1_bytes=near)
     if "neon" in machine.isa:
@@ -118,7 +124,7 @@ def target_for(spec: AttentionSpec, machine: Machine) -> Target:
 
 
 def planes_of(spec: AttentionSpec, target: Target) -> int:
-    """Over how many bfloat16 planes a spec's products go; 0 for multiply-adds."""
+    """Over how many bfloat16 planes a spec's products go, or in 1 of float16 (`in_float16`); 0 for multiply-adds."""
     from fusion.ir.spec import Normalizer
 
     stored = (spec.operands[n].dtype for n in (0, 1, 2) if spec.values[n] is None)
@@ -126,7 +132,24 @@ def planes_of(spec: AttentionSpec, target: Target) -> int:
     if planes == 1:
         return 1 if target.amx or target.pairs else 0
     # Without a softmax weights may be infinite, which has no planes.
-    return planes if target.amx and spec.normalizer is not Normalizer.NONE else 0
+    if not target.amx or spec.normalizer is Normalizer.NONE:
+        return 0
+    return 1 if target.float16 and _fits_float16(spec) else planes
+
+
+def _fits_float16(spec: AttentionSpec) -> bool:
+    """Whether operands, weights and the gradient of the output are numbers of float16: stored so or rounded to it in
+    eager mode, or at most 1."""
+    from fusion.ir.expr import const
+
+    stored = {spec.operands[n].dtype for n in (0, 1, 2) if spec.values[n] is None}
+    whole = spec.weight is const(1.0) and not spec.scales_rows and not spec.aux_outputs and spec.mixing is None
+    return whole and spec.dtype == spec.out_dtype == "float16" and stored <= _IN_FLOAT16
+
+
+def in_float16(spec: AttentionSpec, planes: int) -> bool:
+    """Whether the products of a kernel over so many planes are in float16: it has two of bfloat16."""
+    return spec.dtype == "float16" and planes == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,7 +163,7 @@ def _attention(attention: AttentionReport, source: str, may_map: bool) -> dict[s
 
 _LOOP = re.compile(r"\bscf\.(for|while)\b|^ *(for|while) ")
 _INSTRUCTIONS = {
-    "multiply-adds": re.compile(r"\bmath\.fma|\bvector\.fma|dpbf16ps"),  # of vectors, or of AMX tiles
+    "multiply-adds": re.compile(r"\bmath\.fma|\bvector\.fma|dp(?:bf|fp)16ps"),  # of vectors, or of AMX tiles
     "tile products": re.compile(r"\btl\.dot\("),
     "loads": re.compile(r"\bllvm\.load|\bvector\.load|\btl\.load\(|tileloadd"),
     "stores": re.compile(r"\bllvm\.store|\bvector\.store|\btl\.store\(|tilestored"),

@@ -29,6 +29,11 @@ def init_amx() -> bool:
     return bool(torch.cpu._init_amx())
 
 
+def amx_has_float16() -> bool:
+    """Whether AMX multiplies tiles of float16 (CPUID leaf 7, subleaf 1, bit 21 of EAX), which Linux does not list."""
+    return bool(torch.cpu._is_amx_fp16_supported())
+
+
 def onednn_lacks() -> str:
     """Reason why this torch has no such product; "" where it has one."""
     if not torch.backends.mkldnn.is_available():

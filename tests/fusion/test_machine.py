@@ -21,6 +21,10 @@ from fusion.machine import (
     of_target,
     with_cores,
 )
+from fusion.planning.cpu import predict
+from fusion.planning.problem import Problem
+from fusion.planning.register_tiles import target_of
+from fusion.torch_private import devices
 from tests.numerics import assert_same_in_float64
 
 
@@ -256,6 +260,24 @@ def test_the_instruction_set_can_be_limited(limit, width, absent, monkeypatch):
     found = Machine(**cpu.read())
     assert not [flag for flag in found.isa if flag.startswith(absent)]
     assert found.vector_bytes <= width
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("float16", [True, False])
+def test_tiles_of_float16_are_asked_for(tiles: bool, float16: bool, monkeypatch):
+    """Linux does not list them. Where they are, float16 is predicted to take as long as bfloat16."""
+    flags = {"avx2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "fma", "amx_tile", "amx_bf16"}
+    monkeypatch.setattr(cpu, "_linux_cpu", lambda: ("a Xeon", flags, 2e9))
+    monkeypatch.setattr(cpu, "amx_enabled", lambda: tiles)
+    monkeypatch.setattr(devices, "amx_has_float16", lambda: float16)
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    found = Machine(**cpu.read())
+    target = target_of(found)
+    assert (target.amx, target.float16) == (tiles, tiles and float16)
+    problems = [Problem(n_q=512, n_k=512, d=64, d_v=64, dtype=dtype) for dtype in ("float16", "bfloat16")]
+    seconds = [predict(found, problem, [(64, 256)], target.register_tile(1)) for problem in problems]
+    assert (seconds[0] == seconds[1]) == target.float16
+    assert (found.flops("float16") == found.flops("bfloat16")) == target.float16
 
 
 def test_a_limit_that_is_none(monkeypatch):

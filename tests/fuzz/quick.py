@@ -84,6 +84,8 @@ def plan(spec: AttentionSpec, rng: random.Random, *, by_rows: bool, targets: Map
     target = rng.choices([*targets], [*targets.values()])[0]
     if by_rows and row_products(spec, emulation.AMX, (spec.d.integer, spec.d_v.integer), 4) is TileRows:
         target = emulation.AMX if rng.random() < ROWS_ON_TILES else target
+    if target == emulation.AMX and spec.dtype == "float16":
+        target = rng.choice([emulation.AMX, emulation.AMX_FP16])
     planes = planes_of(spec, target)
     group_block, step = (2, 64) if planes and target.amx else (target.tile_groups, target.tile_rows)
     groups, keys = rng.choice([1, 1, 2]) * group_block, rng.choice([1, 2, 5, 12]) * step

@@ -34,6 +34,7 @@ from fusion.lowering.backward_plan import (
     RowSum,
     normalized,
 )
+from fusion.planning.register_tiles import in_float16
 
 from ..builder import Value
 from ..rows import RowReader
@@ -45,6 +46,8 @@ from .lanes import OUTPUT_GRADIENT
 from .loads import GradientSink
 from .tile import BackwardTiles, Block, Kind, Problem, RowRange
 
+UNIT = 2.0**15
+"""Unit of weights in float16, where they are at most 1."""
 SMALL_TABLE = 1 << 14  # elements of one that costs little to go through after each tile
 
 
@@ -57,8 +60,11 @@ class BackwardKernel(KernelFunction):
 
     def __init__(self, kind: Kind, problem: Problem, needs: Sequence[bool]):
         spec, tiling, planes = problem.spec, problem.tiling, problem.tiling.planes
-        degree = 5 if spec.out_dtype == "float32" else {1: 3, 2: 4}.get(planes, 5)
-        super().__init__(spec, problem.target, problem.d, problem.d_v, degree, flush=planes > 0, may_flag=planes > 1)
+        half = in_float16(spec, planes)
+        degree = 5 if spec.out_dtype == "float32" else {1: 3 + half, 2: 4}.get(planes, 5)
+        splits = planes > 1 or half  # half: dS, and what it is multiplied with
+        super().__init__(spec, problem.target, problem.d, problem.d_v, degree, flush=planes > 0, may_flag=splits)
+        self.unit = UNIT if half else 1
         self.kind, self.axis, self.plan, self.tiling = kind, kind.axis, problem.plan, tiling
         wanted = [n for n in kind.gradients if needs[n]]
         dtypes = {n: spec.operands[n].dtype if self.plan.writes(n) else "float32" for n in wanted}

@@ -7,6 +7,7 @@ out_A^T += C^T dS;  out_B^T += D^T P            products; the latter where lanes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -114,8 +115,8 @@ class BackwardTiles:
     def __init__(self, kernel: BackwardKernel):
         self.kernel, self.b, self.lanes, self.vector = kernel, kernel.b, kernel.lanes, kernel.vector
         spec, kind, tiling = kernel.spec, kernel.kind, kernel.tiling
-        mirrored = kernel.axis is LaneAxis.KEYS
-        products = [products_of(kernel, tiling, n, n, mirrored=mirrored) for n in (kernel.d, kernel.d_v)]
+        make = functools.partial(products_of, kernel, tiling, mirrored=kernel.axis is LaneAxis.KEYS)
+        products = [make(kernel.d, kernel.d, any_weights=True), make(kernel.d_v, kernel.d_v)]  # of dS, P
         groups, rows, row = tiling.groups, tiling.keys, 4 * self.lanes
         lanes = [kernel.array(groups, p.query_bytes, f"packed_{x}") for p, x in zip(products, "ab", strict=True)]
         tiles = [kernel.array(groups, rows * row, name) for name in ("scores", "dp")]
@@ -136,7 +137,7 @@ class BackwardTiles:
         (kernel.query_gradients or kernel.side).reserve(products)
         sizes = [size for p in products for size in (p.key_bytes, p.value_bytes)]
         self.step_bytes, (keys_a, values_a, keys_b, values_b) = sum(sizes), kernel.packed_areas(sizes)
-        numbers, scales, widths = kernel.side.operands, (kernel.programs.scale, 1.0), (kernel.d, kernel.d_v)
+        numbers, scales, widths = kernel.side.operands, (kernel.programs.scale, 1 / kernel.unit), (kernel.d, kernel.d_v)
         packed = (keys_a, values_a.first), (keys_b, values_b.first)
         self.gemms = tuple(
             GemmPair(
@@ -337,7 +338,7 @@ class GroupElements:
         ds = gradients.vector(self.variant.gradients[SCORE]) if kernel.wants_ds else upstream
         if kernel.reduces_lanes:
             ds = b.select(self.scope.lanes.valid, ds, b.constant(0.0, kernel.vector), "ds")
-        return weight if factor is None else b.mul(weight, factor), ds, collected
+        return b.mul(weight, kernel.unit) if factor is None else b.mul(weight, factor), ds, collected
 
     def _scope(self, row: Scope, upstream: Value, weight_upstream: Value | None, aux: int = 1) -> Scope:
         known = {UPSTREAM: upstream}

@@ -35,18 +35,20 @@ from fusion.ir.tile_map import lookup
 from fusion.lowering import aux_gradients
 from fusion.lowering.backward_plan import backward_plan, unsupported
 from fusion.passes.specify.masks import understand
-from fusion.planning.register_tiles import AllHeads, ByRows, Target, tilings_for
+from fusion.planning.register_tiles import AllHeads, ByRows, Target, planes_of, tilings_for
 from tests import emulation
 from tests.codegen.mlir.cases import BATCH, HEAD, NK, PROGRAMS, case, fill_where, read, tensor
 
 TARGETS = {
     "neon": Target(lanes=4, tile_rows=4, tile_groups=4), "avx2": emulation.AVX2, "avx512": emulation.AVX512,
     "pairs": emulation.PAIRS, "amx": emulation.AMX, "arm pairs": emulation.ARM_PAIRS,
+    "amx of float16": emulation.AMX_FP16,
 }  # fmt: skip
 HASHES = Path(__file__).with_suffix(".txt")
 WHOLE = ("plain", "causal bfloat16", "left_padded", "bias bfloat16", "bucket_table float16", "dropout",
          "pages bfloat16")  # fmt: skip
-"""Attentions whose every kernel is written, for all instruction sets; of the others three kernels, for two sets."""
+"""Attentions whose every kernel is written, for all instruction sets; of the others three kernels, for three sets."""
+SAMPLED = ("avx2", "amx", "amx of float16")
 Text = tuple[str, str]
 """Its kind and the text."""
 
@@ -219,7 +221,9 @@ def texts() -> Iterator[tuple[str, str, str, str]]:
     yield from (("approximate", *text) for text in approximate_texts())
     for name, spec in specs():
         for target_name, target in TARGETS.items():
-            if name in WHOLE or spec.aux_outputs or spec.mixing or target_name in ("avx2", "amx"):
+            if target.float16 and planes_of(spec, target) == planes_of(spec, emulation.AMX):
+                continue  # with the same kernels
+            if name in WHOLE or spec.aux_outputs or spec.mixing or target_name in SAMPLED:
                 yield from ((name, target_name, *text) for text in texts_of(name, spec, target))
 
 

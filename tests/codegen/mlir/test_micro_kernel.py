@@ -111,18 +111,19 @@ def test_operands_of_other_strides() -> None:
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-@pytest.mark.parametrize("planes", [1, 2, 3])
-def test_tiles(planes: int, mirrored: bool) -> None:
+@pytest.mark.parametrize(("planes", "element"), [(1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "f16")])
+def test_tiles(planes: int, element: str, mirrored: bool) -> None:
     """Two rows of tiles by two columns over three steps. The pairs of planes that count are those of the table, with
     both sides exchanged where the kernel is mirrored; work beside the products is written once in each step."""
     rows, columns, steps = 2, 2, 3
     a, b = integers(rows, steps, planes, 16, 32), integers(steps, columns, planes, 32, 16)
-    words = b.view(*b.shape[:-2], 16, 2, 16).transpose(-2, -1).contiguous().bfloat16()
+    dtype = torch.bfloat16 if element == "bf16" else torch.float16
+    words = b.view(*b.shape[:-2], 16, 2, 16).transpose(-2, -1).contiguous().to(dtype)
     c = torch.full((rows * columns, 16, 16), torch.nan)
     done = torch.zeros(steps, 5)
 
     def write(builder: Builder, x: Value, y: Value, z: Value, marks: Value) -> None:
-        kernel, size = AmxTiles(builder, planes, mirrored), planes * TILE_ELEMENTS
+        kernel, size = AmxTiles(builder, planes, mirrored, element=element), planes * TILE_ELEMENTS
 
         def beside(step: Value) -> list[Callable[[], None]]:
             place = builder.row(marks, step, 5)
@@ -134,7 +135,7 @@ def test_tiles(planes: int, mirrored: bool) -> None:
         cells = [builder.at(z, 256 * n, "f32") for n in range(rows * columns)]
         kernel.store(kernel.gemm(kernel.zeros(rows * columns), left, right, 0, steps, beside=beside), cells)
 
-    run(emulation.AMX, write, a.bfloat16(), words, c, done)
+    run(emulation.AMX_FP16, write, a.to(dtype), words, c, done)
     pairs = [pair[::-1] if mirrored else pair for pair in PLANE_PAIRS[planes]]
     expected = [
         sum(a[r, k, p] @ b[k, column, q] for k in range(steps) for p, q in pairs)

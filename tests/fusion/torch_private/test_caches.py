@@ -50,3 +50,4 @@ def test_artifacts_travel() -> None:
 def test_amx_is_asked_for() -> None:
     assert devices.init_amx() in (True, False)
     assert devices.init_amx() == devices.init_amx()
+    assert devices.amx_has_float16() in (True, False)
