@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -108,10 +107,8 @@ def _too_small(site: Site, options: Options, examples: Mapping[str, int], asked:
     if asked is Asked.GRADIENTS:
         return None
     problems = [problem_of(call.spec, [*call.example_sizes(examples).values()]) for call in site.calls]
-    by_kernels = asked is Asked.TANGENTS and all(_has_tangent_kernels(call, options) for call in site.calls)
+    floats = lambda call: tuple(operand.kind is Kind.FLOAT for operand in call.spec.operands)
+    by_kernels = asked is Asked.TANGENTS and all(
+        derivatives.have_tangent_kernels(call.spec, floats(call), options.emitter, call.device) for call in site.calls
+    )
     return pays.refusal_of_derivatives(problems, by_kernels)
-
-
-def _has_tangent_kernels(call: AttentionCall, options: Options) -> bool:
-    floats: tuple[Any, ...] = tuple(operand.kind is Kind.FLOAT for operand in call.spec.operands)
-    return derivatives.have_tangent_kernels(call.spec, floats, options.emitter, call.device)

@@ -56,17 +56,14 @@ def with_tangents(compiled: Callable[..., Any], graph: GraphModule) -> Callable[
     """
 
     def run(*arguments: Any) -> Any:
-        if is_within_dual_level() and any(map(_moves, arguments)):
+        tensors = (argument for argument in arguments if isinstance(argument, Tensor))
+        if is_within_dual_level() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
             return graph(*arguments)
         return compiled(*arguments)
 
     for name in ("named_parameters", "named_buffers", "zero_grad"):  # torch's minifier asks for them
         setattr(run, name, getattr(graph, name))
     return run
-
-
-def _moves(argument: Any) -> bool:
-    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
 
 
 def with_certificates(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -167,7 +167,8 @@ def runs(module: GraphModule) -> list[Run]:
     levels = {"jvp": 0, "grad": int(outside), "trained": int(outside and _trains_tangents(module.graph))}
     around: retrace.Regions = ()
     for node, regions in retrace.regions(module.graph):
-        if node in inside and not _is_of_levels(node):
+        ends = functorch.is_of_levels(node.target) or node.target is functorch.AUTOGRAD_FUNCTION
+        if node in inside and not ends:
             around = around if members else regions
             members.append(node)
         elif members:
@@ -197,10 +198,6 @@ def _asked(levels: Mapping[str, int]) -> Asked:
     if levels["jvp"] > 1 or levels["grad"] > 1 or levels["jvp"] and levels["trained"]:
         return Asked.MORE
     return Asked.TANGENTS if levels["jvp"] else Asked.GRADIENTS
-
-
-def _is_of_levels(node: Node) -> bool:
-    return functorch.is_of_levels(node.target) or node.target is functorch.AUTOGRAD_FUNCTION
 
 
 def _taken(module: GraphModule, members: list[Node], around: retrace.Regions, levels: Mapping[str, int]) -> list[Run]:

@@ -29,7 +29,7 @@ def register() -> None:
 
 def _attention(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Dynamo variable of the call's result; None where Dynamo is to treat the call as any other."""
-    if not _is_ours(dynamo.backend_of(tx)):
+    if str(getattr(dynamo.backend_of(tx), "__module__", "")).partition(".")[0] != "fusion":  # another backend
         return None
     from fusion.passes import nodes  # not where this package is only imported
     from fusion.passes.tensors import nested
@@ -45,8 +45,3 @@ def _attention(_: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         log.info("attention of nested tensors stays torch's: %s", reason)
         return None
     return dynamo.call_in_graph(tx, nested.attention, args, kwargs)
-
-
-def _is_ours(backend: Any) -> bool:
-    """Whether a backend is one of this package."""
-    return str(getattr(backend, "__module__", "")).partition(".")[0] == "fusion"

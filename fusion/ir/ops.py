@@ -14,10 +14,11 @@ import torch
 
 from fusion.ir import integers
 from fusion.ir.expr import FALSE, TRUE, Expr, Kind, const, is_finite_const, is_number, node, walk
-from fusion.ir.primitives import PRIMITIVES, Primitive
+from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.ranges import may_be_moved
 
 FLOAT, INT, BOOL = Kind.FLOAT, Kind.INT, Kind.BOOL
+_FOLDED = {FLOAT: torch.float64, INT: torch.int64, BOOL: torch.bool}
 
 
 def apply(name: str, *args: Expr) -> Expr:
@@ -29,17 +30,12 @@ def apply(name: str, *args: Expr) -> Expr:
     if kinds != primitive.args:
         raise TypeError(f"{name} takes {[k.value for k in primitive.args]}, got {[k.value for k in kinds]}")
     if all(arg.is_const for arg in args):
-        return const(_fold(primitive, args), primitive.result)
+        values = (torch.tensor(arg.attr, dtype=_FOLDED[arg.kind]) for arg in args)
+        return const(primitive.evaluate(*values).item(), primitive.result)
     simplified = _SIMPLIFY[name](*args) if name in _SIMPLIFY else None
     if simplified is None and name not in ("where", "iwhere"):
         simplified = _push_into_where(name, args)
     return simplified if simplified is not None else node(name, args, primitive.result)
-
-
-def _fold(primitive: Primitive, args: tuple[Expr, ...]) -> float | int | bool:
-    dtype = {FLOAT: torch.float64, INT: torch.int64, BOOL: torch.bool}
-    value = primitive.evaluate(*(torch.tensor(arg.attr, dtype=dtype[arg.kind]) for arg in args))
-    return value.item()
 
 
 def remake(expr: Expr, args: tuple[Expr, ...]) -> Expr:

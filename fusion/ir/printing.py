@@ -23,16 +23,10 @@ COMPOSITIONS: dict[str, Callable[[], Expr]] = {}
 printed. They come from where they are composed (`fusion.passes.pullback.functions`)."""
 
 
-def _cases(rows: Sequence[tuple[str, str]], otherwise: str) -> str:
-    if len(rows) == 1:
-        return f"{rows[0][0]} if {rows[0][1]} else {otherwise}"
-    return "{" + "".join(f"{value} if {condition}; " for value, condition in rows) + otherwise + " otherwise}"
-
-
 def to_text(expr: Expr, names: Mapping[int, str] | None = None) -> str:
     """The expression on one line; `names` are the operands' names (default `t0`, `t1`, ...). Its length is bounded: the
     inner part of a long one is `...`."""
-    return printed(expr, names or {})[0]
+    return _printed(shortened(expr), names or {})[0]
 
 
 def _length(expr: Expr) -> int:
@@ -148,12 +142,8 @@ def number_text(value: object) -> str:
     return f"{value:.6g}"
 
 
-def printed(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
-    """(the text of an expression, its precedence)."""
-    return _printed(shortened(expr), names)
-
-
 def _printed(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
+    """(the text of an expression, its precedence)."""
     if expr.op == "const":
         text = number_text(expr.attr)
         return text, _NEGATIVE if text.startswith("-") else ATOM
@@ -181,12 +171,15 @@ def _selection(expr: Expr, names: Mapping[int, str]) -> tuple[str, int]:
     if (extremum := _extremum(expr)) is not None:
         name, *parts = extremum
         return f"{name}({', '.join(_printed(part, names)[0] for part in parts)})", ATOM
-    rows = []
+    cases = []
     while expr.op in ("where", "iwhere") and _extremum(expr) is None:
         (condition, _), (value, level) = (_printed(arg, names) for arg in expr.args[:2])
-        rows.append((value if level else f"({value})", condition))
+        cases.append(f"{value if level else f'({value})'} if {condition}")
         expr = expr.args[2]
-    return _cases(rows, _printed(expr, names)[0]), ATOM if len(rows) > 1 else 0
+    otherwise = _printed(expr, names)[0]
+    if len(cases) == 1:
+        return f"{cases[0]} else {otherwise}", 0
+    return f"{{{'; '.join(cases)}; {otherwise} otherwise}}", ATOM
 
 
 def _extremum(expr: Expr) -> tuple[Any, ...] | None:

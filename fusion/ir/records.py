@@ -61,12 +61,9 @@ def to_json(record: Hashable) -> str:
             return value.value
         return repr(value) if isinstance(value, float) else value  # JSON has no infinities, and no NaN
 
-    nodes = [[e.op, [number[a] for a in e.args], e.kind.value, _attribute(e.attr)] for e in order]
+    attributes = ({"float": repr(e.attr)} if isinstance(e.attr, float) else e.attr for e in order)
+    nodes = [[e.op, [number[a] for a in e.args], e.kind.value, a] for e, a in zip(order, attributes, strict=True)]
     return json.dumps({"nodes": nodes} | plain(record), separators=(",", ":")).replace('"', "'")
-
-
-def _attribute(value: object) -> object:
-    return {"float": repr(value)} if isinstance(value, float) else value
 
 
 def parsed(text: str) -> dict[str, Any]:

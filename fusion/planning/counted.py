@@ -29,11 +29,8 @@ def mask_operands(mask: MaskFacts) -> set[int]:
 def load(values: Mapping[int, Tensor], part: Expr) -> Tensor | Callable[..., Tensor]:
     """The value of a load, as `evaluate` takes it; positions beyond the tensor are those at its edge."""
     tensor = values[part.operand].cpu()
-
-    def element(*index: Tensor) -> Tensor:
-        return tensor[tuple(k.clamp(0, max(0, n - 1)) for k, n in zip(index, tensor.shape, strict=True))]
-
-    return element if part.args else tensor
+    inside = lambda index: tuple(k.clamp(0, max(0, n - 1)) for k, n in zip(index, tensor.shape, strict=True))
+    return (lambda *index: tensor[inside(index)]) if part.args else tensor
 
 
 def with_counts(

@@ -361,11 +361,6 @@ class Extent:
     key_bytes: float = 0
 
 
-def kernel_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent, instructions: int = 0) -> float:
-    """Clocks of a whole kernel. instructions: of its loop, where they are known."""
-    return busy_clocks(work, tile, machine, extent, instructions)["total"]
-
-
 def busy_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent, instructions: int = 0) -> dict[str, float]:
     """Clocks of a whole kernel, and those in which each unit of a multiprocessor is busy."""
     rows, cols = work.outer(tile), work.inner(tile)

@@ -57,12 +57,8 @@ def packed(spec: AttentionSpec, group: int) -> AttentionSpec:
     last = coord(f"b{len(spec.batch) - 1}")
     head = integers.mul(last, group)
     rows = {last: integers.add(head, integers.mod(I, group)), I: integers.floordiv(I, group)}
-
-    def of_rows(expr: Expr) -> Expr:
-        return substitute(expr, rows)
-
     return spec.mapped(
-        of_rows,
+        lambda expr: substitute(expr, rows),
         lambda expr: substitute(expr, {last: head}),
         batch=(*spec.batch[:-1], integers.floordiv(spec.batch[-1], group)),
         n_q=integers.mul(spec.n_q, group),

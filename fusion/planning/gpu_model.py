@@ -34,7 +34,6 @@ from fusion.planning.gpu_clocks import (
     Work,
     busy_clocks,
     clock_of,
-    kernel_clocks,
     redundancy,
     shared_bytes,
     shares_values,
@@ -156,18 +155,14 @@ def in_order(work: Work, machine: Machine, extent: Extent, tiles: Sequence[Tile]
     units = busy_clocks(work, min(tiles, key=clocks.__getitem__), machine, extent)
     del units["total"]
     loads = -1 if max(units, key=units.__getitem__) in {level.name for level in machine.levels} else 1
-
-    def order(tile: Tile) -> tuple[float, ...]:
-        inner = work.inner(tile)
-        return clocks[tile], max(inner / TRIP, TRIP / inner), work.outer(tile), loads * tile.stages, -tile.warps
-
-    return sorted(tiles, key=order)
+    apart = {tile: max((inner := work.inner(tile)) / TRIP, TRIP / inner) for tile in tiles}
+    return sorted(tiles, key=lambda t: (clocks[t], apart[t], work.outer(t), loads * t.stages, -t.warps))
 
 
 def expected_clocks(work: Work, tile: Tile, machine: Machine, extent: Extent) -> float:
     """Clocks of a kernel, spills and what is not known of it counted in, to two digits."""
     known, explored = fact_of(work, tile, machine), facts_of(work, machine)
-    clocks = kernel_clocks(work, tile, machine, extent, known.instructions if known else 0)
+    clocks = busy_clocks(work, tile, machine, extent, known.instructions if known else 0)["total"]
     clocks *= known.slowed if known else UNKNOWN if explored else 1.0
     return float(f"{clocks:.2g}") if clocks < math.inf else clocks
 

@@ -331,7 +331,7 @@ def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: M
         times = choice_time(spec, problem, machine, choice)
     share, scores = (moved.live_share(*block), problem.computed_share(*computed)) if schedule.skips else (1.0, 1.0)
     sizes = {**problem_sizes(moved), **choice.tiling, "B_r": block[0], "live": share}
-    sizes["t"] = scores * problem.table_elements
+    sizes["t"] = scores * (sum(table.bytes for table in problem.tables) / problem.element_bytes)
     sizes |= {f"live_{name[1:].lower()}": moved.live_share(tile.rows, tile.keys) for name, tile in choice.beside}
     bound = lower_bound(problem, machine.fast_elements(problem.dtype), backward)
     return Plan(

@@ -196,11 +196,6 @@ class Problem:
         keys = (edges[:, :-1].cumsum(axis=1) > 0).sum()
         return live.sum() / len(start) * min(1.0, self.density), keys / len(start) * self.density
 
-    @property
-    def table_elements(self) -> float:
-        """Reads of tables for a score, in elements of `dtype`."""
-        return sum(table.bytes for table in self.tables) / self.element_bytes
-
     def with_heads_together(self) -> Problem:
         """This problem, in which the query heads that read the same keys are one head of as many times the rows."""
         group = max(1, self.heads) // max(1, self.heads_kv)

@@ -31,12 +31,14 @@ _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+) in (?P<function>[^\s:]+)(?:: (
 
 
 def to_html(report: Report) -> str:
+    import fusion
+
     data = report.data
     name = getattr(report.function, "__name__", type(report.function).__name__) if report.function else ""
     title = escape(f"fusion report{': ' * bool(name)}{name}")
     about = [f"<code>{escape(report.command)}</code>"] if report.command else []
     about += [escape(f"options {dict(report.options)}")] if report.options else []
-    about += [time.strftime("%Y-%m-%d %H:%M"), f"fusion {_version()}, torch {version('torch')}"]
+    about += [time.strftime("%Y-%m-%d %H:%M"), f"fusion {fusion.__version__}, torch {version('torch')}"]
     body = [
         f'<header><h1>{title}</h1><p class="where">{" · ".join(about)}</p></header><main>',
         _summary(report),
@@ -53,12 +55,6 @@ def to_html(report: Report) -> str:
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>"
     )
-
-
-def _version() -> str:
-    import fusion
-
-    return fusion.__version__
 
 
 def _summary(report: Report) -> str:

@@ -117,19 +117,14 @@ def _rows(values: Sequence[Any], random: bool) -> tuple[list[str], list[Any]]:
     rows, stored = [], []
     for value in values:
         if random and is_float(value) and value.unique().numel() > FEW:
-            rows.append(_like(value))
+            finite = value.detach().double()[value.isfinite()]  # random numbers of its mean and deviation
+            rows.append(f"{_empty(value)}.normal_({float(finite.mean()):.3g}, {float(finite.std()):.3g})")
         elif isinstance(value, Tensor):
             rows.append(f"stored[{len(stored)}]")
             stored.append(value.detach())
         else:
             rows.append(repr(value))
     return rows, stored
-
-
-def _like(value: Tensor) -> str:
-    """Random numbers of the same mean and deviation."""
-    finite = value.detach().double()[value.isfinite()]
-    return f"{_empty(value)}.normal_({float(finite.mean()):.3g}, {float(finite.std()):.3g})"
 
 
 def place(site: Site) -> str:

@@ -287,7 +287,8 @@ def register(
     def kernel(keys: Any, *arguments: Any) -> Any:
         tensors = flat(arguments)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if not recording and (derivative is None or not any(map(_moves, tensors))):
+        carrying = derivative is not None and autograd.carries_tangents()
+        if not recording and not (carrying and any(autograd.unpack_dual(t)[1] is not None for t in tensors)):
             return autograd.below(op, keys, arguments)
         counts = tuple(_count(a) for a in arguments)
         described = zip(arguments, counts, strict=True)
@@ -327,8 +328,3 @@ def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: 
     parts = {"forward": forward, "backward": differentiate} | ({"jvp": move} if derivative else {})
     own = {key: staticmethod(part) for key, part in parts.items()}
     return type(f"{name}_gradient", (autograd.SingleLevelFunction,), own)
-
-
-def _moves(tensor: Tensor) -> bool:
-    """Whether a tensor has a tangent, on the level at which an operator is called."""
-    return autograd.carries_tangents() and autograd.unpack_dual(tensor)[1] is not None

@@ -86,10 +86,13 @@ def shard_dims(spec: AttentionSpec) -> tuple[int | None, ...]:
 @lru_cache(maxsize=1024)
 def of_output(spec: AttentionSpec) -> AttentionSpec:
     """Spec of a block's o / l, m and l."""
-    part, rows = _of_keys(spec), _row_names(spec)
+    part, rows = one_part(spec, "j", key_dims(spec), FIRST_KEY), _row_names(spec)
     statistics = tuple(AuxOutput(value=value, dims=rows, dtype=wide(spec)) for value in (ROW_MAX, ROW_SUM))
     names = tuple(result_names(spec))
-    return replace(part, aux_outputs=statistics, out_dtype=wide(spec), output=Output(dims=names, order=names))
+    return replace(
+        part, normalizer=Normalizer.SAFE_SOFTMAX, sinks=(), aux_outputs=statistics, out_dtype=wide(spec),
+        output=Output(dims=names, order=names),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -97,11 +100,6 @@ def of_gradient(spec: AttentionSpec) -> AttentionSpec:
     """Spec of a block's gradient, with a row's log-sum-exp as an auxiliary output; statistics as of `of_output`."""
     log_sum = AuxOutput(value=LIVE_LOG_SUM, dims=_row_names(spec), dtype=wide(spec))
     return replace(of_output(spec), aux_outputs=(log_sum,))
-
-
-def _of_keys(spec: AttentionSpec) -> AttentionSpec:
-    part = one_part(spec, "j", key_dims(spec), FIRST_KEY)
-    return replace(part, normalizer=Normalizer.SAFE_SOFTMAX, sinks=())
 
 
 def _row_names(spec: AttentionSpec) -> tuple[str, ...]:

@@ -211,12 +211,8 @@ def materialize(
     """Node that replaces `use.node`: an auxiliary output in that node's shape, dtype and order in memory. made: the
     auxiliary output as the operator returns it. trained: whether gradients pass through it."""
     node, like = use.node, nodes.fake(use.node)
-
-    def size(extent: Expr) -> Any:
-        return nodes.fake(symbols.value(extent))
-
-    dtype = getattr(torch, aux.dtype)
-    made.meta["val"] = like.new_empty([size(bounds[coord(name)]) for name in use.dims], dtype=dtype)
+    shape = [nodes.fake(symbols.value(bounds[coord(name)])) for name in use.dims]
+    made.meta["val"] = like.new_empty(shape, dtype=getattr(torch, aux.dtype))
     nodes.copy_provenance(node, made)
     result = made
     if trained and not marks.requires_grad(node):

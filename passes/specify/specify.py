@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -187,6 +188,8 @@ def _spec(
     """The spec of a resolved core; the table of its sizes is still empty. widths: d and d_v."""
     q, k, v = (tuple(map(rename, access.index)) for access in accesses)
     k_value, v_value = (mapped(access.value, rename) for access in accesses[1:])
+    widest = functools.reduce(torch.promote_types, (access.dtype for access in accesses))
+    dtype = str(widest).removeprefix("torch.")
     mask = understand(core.score, core.normalizer)
     return AttentionSpec(
         batch=tuple(size(f"B{k}") for k in range(len(site.dims) - 2)),
@@ -205,7 +208,7 @@ def _spec(
         sinks=tuple(map(rename, core.sinks)),
         row_scale=mapped(core.row_scale, rename),
         normalizer=core.normalizer,
-        dtype=(dtype := _product_dtype(accesses)),
+        dtype=dtype,
         out_dtype=_result_dtype(site, dtype, differentiable),
         output=Output(dims=site.dims, order=_memory_order(site)),
         mask=mapped(mask, rename),
@@ -325,12 +328,6 @@ def _static(extent: Expr, what: str) -> Expr:
     if extent.integer == 0:
         raise Unsupported(Reason.LIMIT, f"a {what} of 0")
     return extent
-
-
-def _product_dtype(accesses: Sequence[Access]) -> str:
-    """The wider of the dtypes of the two products."""
-    q, k, v = (access.dtype for access in accesses)
-    return str(torch.promote_types(q, torch.promote_types(k, v))).removeprefix("torch.")
 
 
 def _result_dtype(site: Site, dtype: str, differentiable: bool) -> str:

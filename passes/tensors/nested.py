@@ -103,31 +103,25 @@ def created(fakes: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
 
 
 def keep_calls(base: type[Retrace]) -> type[Retrace]:
-    """Interpreter that traces calls which take or return nested tensors by `trace_nested`."""
+    """Interpreter that traces calls which take or return nested tensors: attention over the components, any other
+    operation as one call."""
 
     class Keeping(base):
         def run_node(self, n: Node) -> Any:
-            if not touches_nested(n):
+            if n.op not in ("call_function", "call_method") or not _has_nested(n):
                 return super().run_node(n)
             with tracing.current_node(self, n):
-                return trace_nested(n.target, *self.fetch_args_kwargs_from_env(n))
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                if n.target is attention:
+                    return attention(*args, **kwargs, ask=_recorded)
+                return _recorded(n.target, *args, **kwargs)
 
     return Keeping
-
-
-def touches_nested(node: Node) -> bool:
-    """Whether a call takes or returns a nested tensor."""
-    return node.op in ("call_function", "call_method") and _has_nested(node)
 
 
 def _has_nested(node: Node) -> bool:
     values = [nodes.fake(node), *(nodes.fake(argument) for argument in node.all_input_nodes)]
     return any(map(nodes.is_nested, tree_leaves(values)))
-
-
-def trace_nested(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Trace a call that `touches_nested`: attention over the components, any other operation as one call."""
-    return attention(*args, **kwargs, ask=_recorded) if target is attention else _recorded(target, *args, **kwargs)
 
 
 def _recorded(target: Any, *args: Any, **kwargs: Any) -> Any:
